@@ -100,7 +100,7 @@ bench-compression: $(VENV)/installed-AUTO
 	$(BIN)/python -m benchmarks.compression.bench $(ARGS)
 
 soak: $(VENV)/installed-AUTO
-	@echo "== Long runs of rounds and of every trainer: about 15 minutes"
+	@echo "== Long runs of rounds and of every trainer, and faults in each: about 30 minutes"
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 # The blocks of the pages run first; then warnings are errors: a name that does not exist, or a

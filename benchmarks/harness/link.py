@@ -20,12 +20,14 @@ class Rendezvous:
 
     Args:
         namespaces: the file of each rank's network namespace; empty: all use the current one.
+        bridge: the process that holds the namespace of the bridge between them.
     """
 
     host: str
     port: int
     interface: str
     namespaces: Sequence[str] = ()
+    bridge: int | None = None
 
     def enter(self, rank: int) -> None:
         """Move the calling thread to its rank's namespace; threads started later inherit it."""
@@ -69,9 +71,14 @@ def limited_links(num_ranks: int, mbit_per_s: int) -> Iterator[Rendezvous]:
             limit = f"tbf rate {mbit_per_s}mbit burst {BURST} latency {LATENCY}"
             _inside(holder, f"tc qdisc add dev eth0 root {limit}")
         namespaces = [f"/proc/{holder}/ns/net" for holder in ranks]
-        yield Rendezvous(
-            "10.0.0.1", 29500, "eth0", namespaces
-        )  # every port of a new namespace is free
+        # Every port of a new namespace is free.
+        yield Rendezvous("10.0.0.1", 29500, "eth0", namespaces, bridge)
+
+
+def set_link(place: Rendezvous, rank: int, state: str) -> None:
+    """Cut a rank of `limited_links` off (``"down"``), or connect it again (``"up"``)."""
+    assert place.bridge is not None
+    _inside(place.bridge, f"ip link set port{rank} {state}")
 
 
 @contextmanager

@@ -1,17 +1,24 @@
-"""``python -m benchmarks.soak [--part rounds steps] [--only NAME ...] [--dry-run]``: long runs.
+"""``python -m benchmarks.soak [--part PART ...] [--only NAME ...] [--dry-run]``: long runs, faults.
 
 * ``rounds``: 20,000 PushSum rounds over gloo at 3 and 4 ranks, on irregular graphs too, dense and
   compressed: the total mass must stay what it was.
 * ``steps``: 5,000 steps of every trainer on 2 ranks, with plain DDP and FSDP2 as controls.
+* ``faults``: a rank of every trainer is killed, stopped, slowed, cut off, or leaves; all others
+  must end soon after the process group's timeout, with an error that names it (`faults/plan.py` has
+  the trials, `faults/judge.py` the requirements and columns).
 
-In both, memory, file descriptors and threads must be flat: after a warm-up of 40 % of the steps no
-file descriptor and no thread is added, and resident memory rises by less than 100 kB in 1,000
-steps, by lines fitted to both halves of its samples, of which the smaller slope counts: a single
-jump is no leak. The table has the rank that grows most. Rows go to
+In the first two, memory, file descriptors and threads must be flat: after a warm-up of 40 % of the
+steps no file descriptor and no thread is added, and resident memory rises by less than 100 kB in
+1,000 steps, by lines fitted to both halves of its samples, of which the smaller slope counts: a
+single jump is no leak. The table has the rank that grows most. Rows go to
 ``benchmarks/results/soak-<machine>.csv``, where they replace those of the same cases. The exit
 status is 1 if a case failed. Ranks that exceed a case's time limit print their stacks and end.
 
-``--dry-run`` takes 60 steps, which show that all runs, and that descriptors and threads are flat.
+Rows of trials go to ``benchmarks/results/faults-<machine>.csv``. A seed draws victims and moments.
+Links are cut between network namespaces; where a machine refuses those, the rows say skipped.
+
+``--dry-run`` takes 60 steps, which show that all runs, and that descriptors and threads are flat;
+of each fault, one trial.
 """
 
 import argparse
@@ -29,6 +36,8 @@ from benchmarks.harness.measure import RESULTS, commit, machine, write_rows
 from benchmarks.harness.program import Row
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.soak import rounds, steps, trainers
+from benchmarks.soak.faults import campaign, table
+from benchmarks.soak.faults import judge as trials
 from benchmarks.soak.rounds import find_problems
 from benchmarks.soak.watch import BOUND_KB, Report, Sample, judge
 
@@ -62,11 +71,24 @@ PARTS = {
 }
 
 
+FAULTS = "faults"
+
+
 def main() -> None:
     options = parse(sys.argv[1:])
     # Torch's flight recorder keeps the last 2,000 collectives, whose memory would look like a leak.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting ends the ranks
+    print(f"torch {torch.__version__}, commit {commit()}\n")
+    failed = watch_growth(options) if {*options.part} & {*PARTS} else []
+    if FAULTS in options.part:
+        failed += watch_faults(options)
+    if failed:
+        sys.exit("\n".join(["not as it must be:", *failed]))
+
+
+def watch_growth(options: argparse.Namespace) -> list[str]:
+    """Run the cases of the first two parts; return those that are not flat."""
     path = options.out or RESULTS / f"soak-{machine()}.csv"
     failed = []
     print_header()
@@ -74,10 +96,28 @@ def main() -> None:
         print_row(row)
         write_rows([row], path, FIELDS, KEY)
         if row["verdict"] != FLAT:
-            failed.append(f"{row['case']} on {row['ranks']} ranks")
+            failed.append(f"{row['case']} on {row['ranks']} ranks: {row['verdict']}")
     print(f"\nrows: {path}")
-    if failed:
-        sys.exit("not flat: " + "; ".join(failed))
+    return failed
+
+
+def watch_faults(options: argparse.Namespace) -> list[str]:
+    """Run the trials; return those in which a requirement is broken."""
+    path = options.out or RESULTS / f"faults-{machine()}.csv"
+    chosen = campaign.choose(options.seed, options.only, dry_run=options.dry_run)
+    found = []
+    for number, row in enumerate(campaign.run_all(chosen), start=1):
+        found.append({field: str(row.get(field, "")) for field in trials.FIELDS})
+        write_rows([row], path, trials.FIELDS, trials.KEY)
+        print(f"{number:>3}/{len(chosen)} {row['fault']:<28} {row['trainer']:<34} "
+              f"{row['ranks']} ranks, {row.get('slowest_s', '')} s: {row['verdict']}",
+              flush=True)  # fmt: skip
+    print(f"\n{table.by_fault(found)}\n\n{table.by_trainer(found)}\n\nrows: {path}")
+    return [
+        f"{row['fault']}, {row['trainer']}: {row['verdict']}"
+        for row in found
+        if row["verdict"] != trials.OK and not row["verdict"].startswith(trials.SKIPPED)
+    ]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -86,19 +126,27 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose names begin so")
+    parts = [*PARTS, FAULTS]
+    parser.add_argument("--part", nargs="+", choices=parts, default=parts)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="cases, faults or trainers whose names begin so"
+    )
     parser.add_argument("--steps", type=int, help="of each case; default 20,000 and 5,000")
     parser.add_argument(
         "--ranks", nargs="+", type=int, help="default: 3 and 4; 2, or two nodes of 2"
     )
     parser.add_argument("--seconds", type=float, default=300, help="time limit of a case")
+    parser.add_argument("--seed", type=int, default=0, help="of faults: who is struck, and when")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--out", type=Path, help="another CSV file")
     options = parser.parse_args(arguments)
+    if options.out and FAULTS in options.part and len(options.part) > 1:
+        parser.error("--out is one file: faults have other columns than rounds and steps; "
+                     "pass one --part")  # fmt: skip
     if options.dry_run:
         options.steps = options.steps or 60
-    known = [case for part in options.part for case in PARTS[part].cases]
+    known = [case for part in options.part if part in PARTS for case in PARTS[part].cases]
+    known += campaign.names() if FAULTS in options.part else []
     for name in options.only or ():
         if not any(case.startswith(name) for case in known):
             parser.error(f"--only must begin the name of a case, got {name!r}: {', '.join(known)}")
@@ -107,7 +155,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def soak(options: argparse.Namespace) -> Iterator[Row]:
     """Yield the row of each case as it ends."""
-    for name in options.part:
+    for name in filter(PARTS.__contains__, options.part):
         part = PARTS[name]
         count, wanted = options.steps or part.steps, tuple(options.only or [""])
         for case in filter(lambda case: case.startswith(wanted), part.cases):
@@ -153,8 +201,7 @@ def columns_of(report: Report) -> Row:
 
 
 def print_header() -> None:
-    print(f"torch {torch.__version__}, commit {commit()}\n\n"
-          f"{'part':<7} {'case':<34} {'ranks':>5} {'steps':>6} {'RSS kB, early, late':>20} "
+    print(f"{'part':<7} {'case':<34} {'ranks':>5} {'steps':>6} {'RSS kB, early, late':>20} "
           f"{'per 1,000':>9} {'fds':>7} {'threads':>7} {'w off':>8} {'w z off':>8} verdict",
           flush=True)  # fmt: skip
 

@@ -6,7 +6,7 @@ from benchmarks.soak.watch import Sample, watch
 
 def run(rank: int, case: str, steps: int) -> tuple[list[Sample], dict[str, float]]:
     """Take steps and complete communication; return this rank's samples."""
-    step, finish = STARTS[case]()
-    samples = watch(lambda index: step(), steps)
-    finish()
+    running = STARTS[case]()
+    samples = watch(lambda index: running.step(), steps)
+    running.finish()
     return samples, {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,25 @@ WIDTH, BATCH, MICROBATCHES = 32, 8, 4
 SMALL_BUCKETS = 0.005  # MiB: two or three buckets
 
 Step = Callable[[], object]
-Start = Callable[[], tuple[Step, Step]]  # returns a step and what completes communication
+
+
+class Running(NamedTuple):
+    """A trainer that has been constructed.
+
+    Args:
+        step: takes a step.
+        finish: completes communication.
+        trainer: the trainer, or the wrapped model.
+        state: has ``state_dict()`` and ``load_state_dict()``; None: torch's own.
+    """
+
+    step: Step
+    finish: Step
+    trainer: Any
+    state: Any = None
+
+
+Start = Callable[[], Running]
 
 
 def build_layers() -> nn.Sequential:
@@ -100,7 +118,7 @@ def averaging(
 ) -> Start:
     """Return what starts GossipDataParallel; the algorithm is made for a number of ranks."""
 
-    def start() -> tuple[Step, Step]:
+    def start() -> Running:
         layers = build_layers()
         optimizer = make_optimizer(layers.parameters())
         algorithm = make_algorithm(dist.get_world_size())
@@ -108,17 +126,16 @@ def averaging(
         step = (
             make_loop(model, optimizer) if make_loop else loop(model, optimizer, model.record_loss)
         )
-        return step, model.flush
+        return Running(step, model.flush, model, gossip.GossipState(model, optimizer))
 
     return start
 
 
-def pipelined(schedule: pipeline.Schedule) -> Start:
+def pipelined(schedule: pipeline.Schedule, stages_per_rank: int = 1) -> Start:
     """Return what starts PipelineTrainer with a schedule."""
 
-    def start() -> tuple[Step, Step]:
-        num_ranks = dist.get_world_size()
-        count = num_ranks * 2 if isinstance(schedule, pipeline.Interleaved) else num_ranks
+    def start() -> Running:
+        count = dist.get_world_size() * stages_per_rank
         layers = list(build_layers())
         trainer = PipelineTrainer(
             layers,
@@ -129,25 +146,25 @@ def pipelined(schedule: pipeline.Schedule) -> Start:
             split=[len(layers) * stage // count for stage in range(1, count)],
         )
         data = batches(0)  # the target belongs to the inputs of the first stage's rank
-        return lambda: trainer.step(*next(data)), trainer.flush
+        return Running(lambda: trainer.step(*next(data)), trainer.flush, trainer, trainer)
 
     return start
 
 
-def subnets() -> tuple[Step, Step]:
+def subnets() -> Running:
     """Start SubnetTrainer, which merges every five steps."""
     trainer = SubnetTrainer(build_layers(), sgd, Partition(), 5)
-    return loop(trainer, trainer.optimizer), trainer.flush
+    return Running(loop(trainer, trainer.optimizer), trainer.flush, trainer, trainer)
 
 
 def ddp(compressor: Compressor | None = None) -> Start:
     """Return what starts DDP with a compressor, or without a hook."""
 
-    def start() -> tuple[Step, Step]:
+    def start() -> Running:
         model = DistributedDataParallel(build_layers(), bucket_cap_mb=SMALL_BUCKETS)
         if compressor is not None:
             model.register_comm_hook(*ddp_hook(compressor, model))
-        return loop(model, sgd(model.parameters())), dist.barrier
+        return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
 
     return start
 
@@ -155,13 +172,13 @@ def ddp(compressor: Compressor | None = None) -> Start:
 def fsdp(compressor: Compressor | None = None) -> Start:
     """Return what starts FSDP2 with compressed gradients and parameters, or as it is."""
 
-    def start() -> tuple[Step, Step]:
+    def start() -> Running:
         model = build_layers()
         for module in (model[2], model):
             fully_shard(module)
         if compressor is not None:
             compress_fsdp(model, gradients=compressor, parameters=Int8())
-        return loop(model, sgd(model.parameters())), dist.barrier
+        return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
 
     return start
 
@@ -187,10 +204,12 @@ STARTS: dict[str, Start] = {
     "LocalSGD": averaging(lambda n: gossip.LocalSGD(interval=5)),
     "SlowMo": averaging(lambda n: gossip.SlowMo(osgp(n), interval=5)),
     "DiLoCo": averaging(lambda n: gossip.DiLoCo(interval=5)),
-    "LeaderSGD": averaging(lambda n: gossip.LeaderSGD(1, interval=5, global_interval=5)),
+    "LeaderSGD": averaging(lambda n: gossip.LeaderSGD(n // 2, interval=5, global_interval=5)),
     "Hierarchical": averaging(lambda n: gossip.Hierarchical(osgp(n // 2), 2)),
     **{
-        shorten(repr(each)).removesuffix("()"): pipelined(each)
+        shorten(repr(each)).removesuffix("()"): pipelined(
+            each, 2 if isinstance(each, pipeline.Interleaved) else 1
+        )
         for each in pipeline.schedules.EVERY_SCHEDULE
     },
     "Interlocking(1)": pipelined(pipeline.Interlocking(1, pipeline.LinearHead(4))),

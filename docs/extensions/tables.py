@@ -34,9 +34,11 @@ def module_of(area: str, name: str) -> ModuleType:
     return module
 
 
-def tables(area: str, found: Sequence[rows.Row], which: str = "markdown") -> str:
+def tables(
+    area: str, found: Sequence[rows.Row], which: str = "markdown", *more: Sequence[rows.Row]
+) -> str:
     """Return the tables that a function of ``benchmarks/<area>/table.py`` makes of rows."""
-    return getattr(module_of(area, "table"), which)(found)
+    return getattr(module_of(area, "table"), which)(found, *more)
 
 
 def column(name: str, which: str, **where: object) -> list[str]:

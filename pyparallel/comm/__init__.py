@@ -11,15 +11,21 @@ from .checkpointing import (
     uncompiled,
     with_own_storage,
 )
-from .collectives import Collectives
-from .comm_stats import CommStats
+from .collectives import Collectives, CommStats
 from .consistency import (
     ArgumentTypeError,
     DisagreementError,
     check_consistent_across_ranks,
     first_difference,
 )
-from .errors import NonFiniteError, PeerError, RemoteError, peer_error, without_traceback
+from .errors import (
+    NonFiniteError,
+    PeerError,
+    RemoteError,
+    forget_trainer,
+    without_traceback,
+)
+from .failures import peer_error
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
 from .message_header import ANY, MessageHeaders, RoundHeaders
 from .model_averager import ModelAverager, WrappedAverager
@@ -30,11 +36,9 @@ from .process_groups import (
     check_group_exists,
     counterparts_of,
     device_of,
-    forget_trainer,
     new_group,
     new_trainer_group,
     node_of,
-    timeout_of,
     warn_if_alone,
 )
 from .state_format import (
@@ -50,7 +54,7 @@ from .state_format import (
     seal,
 )
 from .step_hook import StepCounts, StepHook, refuse_other_optimizers
-from .store_flags import Flags
+from .store import Flags, store_of, timeout_of
 from .wire_format import Value, tensors_of
 
 __all__ = [
@@ -108,6 +112,7 @@ __all__ = [
     "plain_name",
     "refuse_other_optimizers",
     "seal",
+    "store_of",
     "summarize",
     "tensors_of",
     "timeout_of",

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -11,16 +12,51 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from .comm_stats import CommStats
 from .consistency import check_consistent_across_ranks, error_of
-from .errors import PeerError, peer_error, place_of, report_places
-from .process_groups import timeout_of, trainer_to_name
+from .failures import peer_error
 
 # torch before 2.13 has the second name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _ALIGNMENT = 16  # bytes, of the widest loads of kernels
 _MIN_GATHERED = 1  # elements: gloo has hung on empty collectives, so at least one is sent
+
+
+@dataclass
+class CommStats:
+    """Bytes and seconds that one step has cost this rank.
+
+    Args:
+        payload_bytes: bytes of the messages that this rank encoded, each counted once.
+        wire_bytes: bytes sent, assuming ring or pairwise collectives.
+        encode_seconds: host time to encode.
+        decode_seconds: host time to decode.
+    """
+
+    payload_bytes: int = 0
+    wire_bytes: float = 0.0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def count(self, tensor: Tensor, times: float) -> None:
+        """Add a tensor that is sent ``times`` times."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        self.payload_bytes += num_bytes
+        self.wire_bytes += num_bytes * times
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """Count the time of the block as encoding."""
+        begin = time.perf_counter()
+        yield
+        self.encode_seconds += time.perf_counter() - begin
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Count the time of the block as decoding."""
+        begin = time.perf_counter()
+        yield
+        self.decode_seconds += time.perf_counter() - begin
 
 
 class Collectives:
@@ -201,23 +237,10 @@ class Collectives:
     def _run(
         self, name: str, collective: Callable[..., Any], *arguments: Any, **options: Any
     ) -> None:
-        begin = time.monotonic()
         try:
             collective(*arguments, group=self.group, **options)
         except RuntimeError as error:
-            raise self._peer_error(name, error, time.monotonic() - begin) from error
-
-    def _peer_error(self, name: str, error: RuntimeError, waited: float) -> PeerError:
-        me, trainer = dist.get_rank(), trainer_to_name(self.group)
-        what, otherwise = f"the {name} failed", "ended without this call"
-        failure = peer_error(me, self.step, what, error, otherwise=otherwise, trainer=trainer)
-        timeout = timeout_of(self.group)
-        if waited < timeout.total_seconds():
-            return failure
-        group: Any = self.group or dist.group.WORLD
-        others = [dist.get_global_rank(group, r) for r in range(self.size) if r != self.rank]
-        place = place_of(me, self.step, trainer)
-        return PeerError(f"{failure}{report_places(place, me, others, timeout)}")
+            raise peer_error(self.group, self.step, f"the {name} failed", error) from error
 
 
 def int64_on(device: torch.device, numbers: Sequence[int]) -> Tensor:

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import PeerError, peer_error
+from .errors import PeerError
+from .failures import peer_error
 from .process_groups import device_of
+from .store import store_of
 
 # torch before 2.13 has the second name.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -94,6 +96,7 @@ def _all_gather(own: _Arguments, process_group: dist.ProcessGroup | None) -> lis
     """Return the arguments of all ranks: their lengths are sent first, and are bounded."""
     if dist.get_world_size(process_group) == 1:
         return [own]
+    store_of(None).get("connect")  # now, as the process that hosts it may be gone when it is needed
     encoded, device = own.encode(), device_of(process_group)
     lengths = _rows(torch.tensor([len(encoded)], device=device), process_group)[:, 0].tolist()
     for peer, length in enumerate(lengths):
@@ -117,7 +120,7 @@ def _rows(row: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
         _gather(gathered, row, group=process_group)
     except RuntimeError as error:
         what = "the comparison of all ranks' arguments failed"
-        raise peer_error(dist.get_rank(), None, what, error) from error
+        raise peer_error(process_group, None, what, error) from error
     return gathered.view(-1, row.numel())
 
 

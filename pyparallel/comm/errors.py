@@ -1,14 +1,14 @@
-"""Errors of communication between ranks."""
+"""Errors of communication between ranks, and the places that they name."""
 
-from collections.abc import Iterable
-from datetime import timedelta
-from typing import TypeVar
+import weakref
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 Error = TypeVar("Error", bound=RuntimeError)
 
-_LONGEST_REPORT_SECONDS = 5.0  # that a rank waits for the others' places after its timeout
+# Of the groups of each trainer that is not closed, its number and the name of its first group.
+_trainers: "weakref.WeakKeyDictionary[Any, tuple[int, str]]" = weakref.WeakKeyDictionary()
 
 
 class PeerError(RuntimeError):
@@ -21,34 +21,6 @@ class RemoteError(RuntimeError):
 
 class NonFiniteError(RuntimeError):
     """A gradient with a nan or an inf; names the rank and, where it is known, the parameter."""
-
-
-def peer_error(
-    rank: int,
-    step: int | None,
-    what: str,
-    error: RuntimeError,
-    suspect: str = "a rank",
-    otherwise: str = "",
-    trainer: int | None = None,
-) -> PeerError:
-    """Return the error of communication that ended because of another rank.
-
-    Args:
-        rank: global rank of this process.
-        step: the step in which it happened; None outside of steps.
-        what: what happened, such as "the all-reduce failed".
-        error: torch's error.
-        suspect: the rank or ranks to look at.
-        otherwise: what else they may have done, such as "took fewer steps".
-        trainer: the trainer's number; None if the process has only one.
-    """
-    return PeerError(
-        f"{place_of(rank, step, trainer)}: {what}: {suspect} died or did not respond within the "
-        "process group's timeout"
-        + (f", or {otherwise}" if otherwise else "")
-        + f" ({str(error).splitlines()[0]})"
-    )
 
 
 def without_traceback(error: Error) -> Error:
@@ -66,35 +38,45 @@ def place_of(rank: int, step: int | None, trainer: int | None = None) -> str:
     return ", ".join(f"{name} {number}" for name, number in parts.items() if number is not None)
 
 
-def report_places(place: str, rank: int, others: Iterable[int], timeout: timedelta) -> str:
-    """Publish where this rank's wait has ended, and return where those of other ranks have.
+def next_trainer_number() -> int:
+    """Return the number of this process's next trainer; ranks take the largest."""
+    return max((number for number, _ in _trainers.values()), default=-1) + 1
 
-    Ranks that step two trainers in different orders wait for each other until all have reached the
-    timeout, so that each can read the others' places. A rank that has died publishes none.
 
-    Args:
-        place: as of ``place_of``.
-        rank: global rank of this process.
-        others: global ranks of the others.
-        timeout: of the wait. The others' places are awaited for a fourth of it, at most 5 s.
+def register_trainer(process_group: dist.ProcessGroup, number: int) -> None:
+    """Note that a group is the first one of a trainer with this number."""
+    _trainers[process_group] = number, process_group.group_name
 
-    Returns:
-        Such as "; waiting likewise: rank 1, trainer 0, step 3"; empty if no other rank waits.
+
+def register_child(process_group: dist.ProcessGroup, parent: dist.ProcessGroup) -> None:
+    """Note that a group was created within another one: it is the same trainer's."""
+    if parent in _trainers:
+        _trainers[process_group] = _trainers[parent]
+
+
+def forget_trainer(process_group: dist.ProcessGroup | None) -> None:
+    """Stop to count the trainer of a group, which is closed."""
+    number = trainer_of(process_group)
+    for group in [each for each, (its_number, _) in _trainers.items() if its_number == number]:
+        del _trainers[group]
+
+
+def trainer_of(process_group: dist.ProcessGroup | None) -> int | None:
+    """Return the number of the trainer whose group this is; None: not a trainer's group.
+
+    Trainers are numbered in the order of their creation, equally on all ranks of a trainer.
     """
-    # A trainer waits, so there is a default group.
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    keys = [f"pyparallel/waiting/{other}" for other in others]
-    found = []
-    try:
-        store.set(f"pyparallel/waiting/{rank}", place)
-        seconds = min(timeout.total_seconds() / 4, _LONGEST_REPORT_SECONDS)
-        for key in keys:
-            try:
-                store.wait([key], timedelta(seconds=seconds))
-            except RuntimeError:
-                seconds = 0.01  # all have had their time
-                continue
-            found.append(store.get(key).decode())
-    except RuntimeError:  # the store is gone too: nothing to add to the error that is raised
-        return ""
-    return f"; waiting likewise: {'; '.join(found)}" if found else ""
+    known = None if process_group is None else _trainers.get(process_group)
+    return None if known is None else known[0]
+
+
+def trainer_to_name(process_group: dist.ProcessGroup | None) -> int | None:
+    """Return the number of a group's trainer for errors; None if the process has no other one."""
+    numbers = {number for number, _ in _trainers.values()}
+    return trainer_of(process_group) if len(numbers) > 1 else None
+
+
+def first_group_of(process_group: dist.ProcessGroup) -> str:
+    """Return the name of the first group of a group's trainer; of the group if it has none."""
+    known = _trainers.get(process_group)
+    return str(process_group.group_name if known is None else known[1])

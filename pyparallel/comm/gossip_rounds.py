@@ -1,15 +1,14 @@
 """Rounds of point-to-point messages in one process group."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import PeerError, peer_error, report_places
+from .errors import PeerError
+from .failures import peer_error
 from .message_header import MessageHeaders
-from .process_groups import timeout_of, trainer_to_name
 
 _NUM_TAGS = 2**30 - 2  # of each kind of message; gloo's tags are 31 bits
 
@@ -88,14 +87,12 @@ class PendingExchange:
     def _wait(self, is_due: Callable[[int], bool]) -> None:
         for entry in [each for each in self._works if is_due(each[0])]:
             index, work = entry
-            begin = time.monotonic()
             try:
                 work.wait()
             except RuntimeError as error:
                 self.keep()
                 edges = self._edges if self._is_batched else self._edges[index : index + 1]
-                waited = time.monotonic() - begin
-                raise self._exchange.peer_error(self._step, edges, error, waited) from error
+                raise self._exchange.peer_error(self._step, edges, error) from error
             self._works.remove(entry)
 
 
@@ -157,11 +154,7 @@ class NeighborExchange:
         return rank if group is None else dist.get_global_rank(group, rank)
 
     def peer_error(
-        self,
-        step: int,
-        edges: Sequence[tuple[int, int]],
-        error: RuntimeError,
-        waited: float = 0.0,
+        self, step: int, edges: Sequence[tuple[int, int]], error: RuntimeError
     ) -> PeerError:
         """Return the error of messages that were not delivered.
 
@@ -169,21 +162,16 @@ class NeighborExchange:
             step: the step number.
             edges: sender and receiver of each message, global ranks.
             error: torch's error.
-            waited: seconds; if the group's timeout, the others' places are part of the error.
         """
-        peers = sorted({peer for edge in edges for peer in edge} - {self.me})
         names = ", ".join(f"{sender} -> {receiver}" for sender, receiver in dict.fromkeys(edges))
-        blamed = " or ".join(f"rank {peer}" for peer in peers)
-        what = f"the message on edge {names} was not delivered"
-        trainer = trainer_to_name(self.process_group)
-        failure = peer_error(
-            self.me, step, what, error, blamed, "took fewer steps: use join()", trainer
+        return peer_error(
+            self.process_group,
+            step,
+            f"the message on edge {names} was not delivered",
+            error,
+            suspects=[peer for edge in edges for peer in edge],
+            otherwise="took fewer steps: use join()",
         )
-        timeout = timeout_of(self.process_group)
-        if waited < timeout.total_seconds():
-            return failure
-        place = self.headers.place(step)
-        return PeerError(f"{failure}{report_places(place, self.me, peers, timeout)}")
 
     def _operation(self, kind: Callable[..., Any], transfer: Transfer) -> dist.P2POp:
         return dist.P2POp(

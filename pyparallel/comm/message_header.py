@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..ops._corrupt import CorruptCounter
 from .collectives import Collectives
-from .errors import NonFiniteError, PeerError, place_of
-from .process_groups import trainer_of, trainer_to_name
+from .errors import NonFiniteError, PeerError, place_of, trainer_of, trainer_to_name
 from .step_hook import StepCounts
 
 MASS, TRAINER, ROUND, LENGTH, STEPS, REPEATS, FORWARDS, NONFINITE = range(8)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import PeerError, RemoteError, peer_error
+from .errors import PeerError, RemoteError
+from .failures import peer_error
 from .p2p_groups import P2PGroups
 from .p2p_payloads import (
     INLINE_BYTES,
@@ -335,5 +336,6 @@ class Channel:
         self._broken = True
         if (reason := self._peer_abort_reason()) is not None:
             return self._remote_error(reason)
-        what, peer = "a message was not delivered", f"rank {self.peer}"
-        return peer_error(dist.get_rank(), None, what, error, peer)
+        suspects = [dist.get_global_rank(self._recv_group, self.peer)]
+        what = "a message was not delivered"
+        return peer_error(self._recv_group, None, what, error, suspects=suspects, closes=False)

@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .errors import peer_error
+from .errors import next_trainer_number, register_child, register_trainer
+from .failures import peer_error
+from .store import store_of, timeout_of
 
-# Of the groups of each trainer that is not closed, its number.
-_trainers: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 # Of each default group and list of ranks: how often a group of them was created, and the length of
 # torch's list of groups at the last time.
 _created: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, int]]]"
@@ -87,13 +87,13 @@ def new_group(
     """
     parent: Any = process_group or dist.group.WORLD
     _check_split(parent)
+    ranks = [dist.get_global_rank(parent, member) for member in members]
     try:
-        group = _connect(members, parent, backend, for_p2p)
+        group = _connect(ranks, parent, backend, for_p2p)
     except RuntimeError as error:
         what = f"a process group of ranks {list(members)} could not be created"
-        raise peer_error(dist.get_rank(), None, what, error) from error
-    if parent in _trainers:
-        _trainers[group] = _trainers[parent]
+        raise peer_error(parent, None, what, error, suspects=ranks) from error
+    register_child(group, parent)
     return group
 
 
@@ -109,34 +109,14 @@ def new_trainer_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGr
         ValueError: as ``new_group``.
     """
     group = new_group(range(dist.get_world_size(process_group)), process_group)
-    number = torch.tensor(max(_trainers.values(), default=-1) + 1, device=device_of(group))
+    number = torch.tensor(next_trainer_number(), device=device_of(group))
     try:
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
     except RuntimeError as error:
         what = "the trainer's number could not be agreed on"
-        raise peer_error(dist.get_rank(), None, what, error) from error
-    _trainers[group] = int(number)
+        raise peer_error(group, None, what, error) from error
+    register_trainer(group, int(number))
     return group
-
-
-def forget_trainer(process_group: dist.ProcessGroup | None) -> None:
-    """Stop to count the trainer of a group, which is closed."""
-    number = trainer_of(process_group)
-    for group in [each for each, its_number in _trainers.items() if its_number == number]:
-        del _trainers[group]
-
-
-def trainer_of(process_group: dist.ProcessGroup | None) -> int | None:
-    """Return the number of the trainer whose group this is; None: not a trainer's group.
-
-    Trainers are numbered in the order of their creation, equally on all ranks of a trainer.
-    """
-    return None if process_group is None else _trainers.get(process_group)
-
-
-def trainer_to_name(process_group: dist.ProcessGroup | None) -> int | None:
-    """Return the number of a group's trainer for errors; None if the process has no other one."""
-    return trainer_of(process_group) if len(set(_trainers.values())) > 1 else None
 
 
 def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
@@ -180,12 +160,11 @@ def _check_split(parent: Any) -> None:
 
 
 def _connect(
-    members: Sequence[int], parent: Any, backend: str | None, for_p2p: bool
+    ranks: Sequence[int], parent: Any, backend: str | None, for_p2p: bool
 ) -> dist.ProcessGroup:
     backend = backend or dist.get_backend_config(parent)
-    ranks = [dist.get_global_rank(parent, member) for member in members]
     # By its count alone, which torch names groups by, parts created at the same time share a name.
-    is_part = len(members) < dist.get_world_size()
+    is_part = len(ranks) < dist.get_world_size()
     with _same_name(ranks, timeout_of(parent)) if is_part else nullcontext():
         group: dist.ProcessGroup = dist.new_group(
             ranks,
@@ -212,12 +191,13 @@ def _same_name(ranks: Sequence[int], timeout: datetime.timedelta) -> Iterator[No
     created = _created.setdefault(world, {})
     times, last = created.get(tuple(ranks), (0, -1))
     here = len(distributed_c10d._world.pg_names)
-    store = world.get_group_store()
-    keys = [f"pyparallel/groups/{'-'.join(map(str, ranks))}/{times}/{rank}" for rank in ranks]
+    store = store_of(None)
+    keys = [f"groups/{'-'.join(map(str, ranks))}/{times}/{rank}" for rank in ranks]
     store.set(keys[ranks.index(dist.get_rank())], str(here))
-    store.wait(keys, timeout)
+    if not store.wait(keys, timeout.total_seconds()):
+        raise RuntimeError("timed out waiting for its other ranks")
     # Above the last number: its name may still be in use although other groups were destroyed.
-    number = max(last + 1, *(int(store.get(key)) for key in keys))
+    number = max(last + 1, *(int(store.get(key) or 0) for key in keys))
     padding = [
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         for _ in range(number - here)
@@ -241,14 +221,6 @@ def counterparts_of(rank: int, ranks_per_node: int, num_ranks: int) -> range:
     return range(rank % ranks_per_node, num_ranks, ranks_per_node)
 
 
-def timeout_of(process_group: dist.ProcessGroup | None) -> datetime.timedelta:
-    """Return the timeout of a process group. None: the default group."""
-    group: Any = process_group or dist.group.WORLD
-    # torch gives new groups the backend's default, half an hour, and has no public getter.
-    timeout: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
-    return timeout
-
-
 def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[[], None]:
     """Return a barrier: a function that returns once all ranks of the group have called it.
 
@@ -264,6 +236,6 @@ def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[[], None]:
             dist.all_reduce(torch.zeros(1), group=process_group)
         except RuntimeError as error:
             what = "not all ranks reached the barrier"
-            raise peer_error(dist.get_rank(), None, what, error) from error
+            raise peer_error(process_group, None, what, error) from error
 
     return barrier

@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from .. import _deprecated
-from ..comm.collectives import Collectives
-from ..comm.comm_stats import CommStats
+from ..comm.collectives import Collectives, CommStats
 from . import low_rank, quantizers, sparsifiers, wrappers
 from .compressor import AttachPoint, Compressor, Message
 from .corrupt_messages import CorruptMessageError

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from ..comm import (
     P2PGroups,
-    Value,
     check_consistent_across_ranks,
     check_format,
     check_group_exists,
@@ -188,13 +187,19 @@ class PipelineTrainer:
         """Return the bytes that this rank has sent to other ranks, headers included."""
         return 0 if self._executor is None else self._p2p.bytes_sent
 
-    def step(self, inputs: Value | None = None, target: Value | None = None) -> float | None:
+    def step(self, inputs: Any = None, target: Any = None) -> float | None:
         """Train on one batch, with the actions that the schedule has for this step.
 
+        Batches may differ in their numbers of samples, from ``num_microbatches`` up.
+
         Args:
-            inputs: a tensor or tuple of tensors of shape (batch, ...); read on the rank of the
-                first stage.
-            target: likewise on the rank of the last; with ``Interlocking`` on every rank.
+            inputs: what the first layer is called with, read on the rank of the first stage: a
+                tensor of shape (batch, ...) or a tuple of such tensors, which is one argument; or,
+                as in torch's schedules, a list of arguments or a dict of keyword arguments, of
+                which tensors are split along dimension 0 and other values given to each microbatch.
+            target: a tensor of shape (batch, ...), or a tuple, list or dict of such tensors, passed
+                to ``loss_fn`` in the same structure; read on the rank of the last stage, with
+                ``Interlocking`` on every rank.
 
         Returns:
             The mean loss of the batch on the rank of the last stage; None elsewhere.
@@ -251,7 +256,7 @@ class PipelineTrainer:
         self._barrier()
         executor.restart()
 
-    def evaluate(self, inputs: Value | None = None, target: Value | None = None) -> float | None:
+    def evaluate(self, inputs: Any = None, target: Any = None) -> float | None:
         """Flush, and return the loss of a batch in evaluation mode.
 
         Arguments and errors are as of ``step`` and ``flush``, but that a loss may be any number;
@@ -273,7 +278,7 @@ class PipelineTrainer:
         self._barrier(find_target_refusal(splitter) if is_last else None)
         return self._report()
 
-    def prepare(self, inputs: Value | None = None, target: Value | None = None) -> None:
+    def prepare(self, inputs: Any = None, target: Any = None) -> None:
         """Build the stages without training, if they are not built yet.
 
         Needed to load a state, or to use the stages' optimizers, before the first step.
@@ -346,9 +351,7 @@ class PipelineTrainer:
             raise ValueError(f"state must be of one step, got stages of {', '.join(steps)}")
         return [("step of state", steps[0])]
 
-    def _split_batch(
-        self, inputs: Value | None, target: Value | None, step: int
-    ) -> MicrobatchSplitter:
+    def _split_batch(self, inputs: Any, target: Any, step: int) -> MicrobatchSplitter:
         num_microbatches = self._shape.num_microbatches
         splitter = MicrobatchSplitter(inputs, target, step * num_microbatches, num_microbatches)
         splitter.place = place_of(self._rank, None)

@@ -35,7 +35,7 @@ def test_waiting_for_a_dead_rank_is_an_error():
     first, _, third = observe_ranks(3, wait_for_a_dead_rank, group_timeout=10)
     for rank, outcome in ((0, first), (2, third)):
         assert outcome.value.startswith(
-            f"rank {rank}: not all ranks reached the barrier: a rank died or"
+            f"rank {rank}: not all ranks reached the barrier: rank 1 died, or ended"
         )
 
 

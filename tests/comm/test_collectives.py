@@ -1,10 +1,11 @@
 import os
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pyparallel.comm import Collectives, DisagreementError
+from pyparallel.comm import Collectives, CommStats, DisagreementError
 from tests.workers import observe_ranks
 
 LENGTHS = [(3, 0), (0, 0), (5, 2)]
@@ -177,8 +178,18 @@ def test_a_dead_rank_is_an_error_that_names_rank_step_and_collective():
     first, _ = observe_ranks(2, call_a_dead_rank, group_timeout=5)
     assert len(first.value) == len(COLLECTIVES)
     for name, error in zip(COLLECTIVES, first.value, strict=True):
-        place, otherwise = "rank 0, step 7", ", or ended without this call"
-        if "arguments" in name:
-            place, otherwise = "rank 0", ""
-        expected = f"PeerError: {place}: the {name} failed: a rank died or did not respond within "
-        assert error.startswith(f"{expected}the process group's timeout{otherwise} (")
+        place = "rank 0" if "arguments" in name else "rank 0, step 7"
+        what = f"the {name} failed: rank 1 died, or ended without this call ("
+        assert error.startswith(f"PeerError: {place}: {what}")
+
+
+def test_bytes_and_seconds_add_up():
+    stats = CommStats()
+    stats.count(torch.zeros(5, dtype=torch.bfloat16), 1.5)
+    stats.count(torch.zeros(2, dtype=torch.uint8), 0)
+    assert (stats.payload_bytes, stats.wire_bytes) == (12, 15.0)
+    for _ in range(2):
+        with stats.encoding():
+            time.sleep(0.002)
+    assert stats.encode_seconds >= 0.004
+    assert stats.decode_seconds == 0

@@ -251,7 +251,7 @@ def die(rank):
 
 def test_the_error_names_a_dead_peer():
     outcomes = observe_ranks(2, die, time_limit=40, group_timeout=10)
-    message = "PeerError: rank 1: a message was not delivered: rank 0 died or did not respond"
+    message = "PeerError: rank 1: a message was not delivered: rank 0 died, or ended"
     assert outcomes[1].error.startswith(message)
 
 

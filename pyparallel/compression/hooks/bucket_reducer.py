@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ...comm.arguments import NonFinitePolicy
-from ...comm.collectives import Collectives
-from ...comm.comm_stats import CommStats
+from ...comm.collectives import Collectives, CommStats
 from ..compressor import Compressor
 from ..layout import BufferLayout
 from ..nonfinite import (

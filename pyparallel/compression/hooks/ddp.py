@@ -17,7 +17,7 @@ from ...comm import (
     uncompiled,
 )
 from ...comm.arguments import NonFinitePolicy, find_policy_error
-from ...comm.comm_stats import CommStats
+from ...comm.collectives import CommStats
 from ...comm.errors import NonFiniteError
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError

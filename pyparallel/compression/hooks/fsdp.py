@@ -13,8 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from ...comm import check_consistent_across_ranks, check_on_all_ranks, plain_name, summarize
 from ...comm.arguments import NonFinitePolicy, find_policy_error
-from ...comm.collectives import Collectives
-from ...comm.comm_stats import CommStats
+from ...comm.collectives import Collectives, CommStats
 from ...comm.errors import NonFiniteError
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..layout import BufferLayout, Piece

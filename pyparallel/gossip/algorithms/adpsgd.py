@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import Flags, FlatBuckets, NeighborExchange, barrier_of, timeout_of
+from ...comm import Flags, FlatBuckets, NeighborExchange, barrier_of, store_of, timeout_of
 from ..topology import Topology
 from ..topology.base import check_topology
 from .base import Algorithm
@@ -79,7 +79,7 @@ class ADPSGD(Algorithm):
         timeout = timeout_of(group).total_seconds()
         exchange, partners = NeighborExchange(group), Partners(self.topology, self.seed)
         num_flags = 1 + len(partners.active_neighbors(exchange.rank))
-        flags = Flags(group.get_group_store(), exchange.rank, num_flags)
+        flags = Flags(store_of(group), exchange.rank, num_flags)
         return PairwiseAverager(
             buckets.buffers, exchange, flags, partners, barrier_of(group), timeout, group
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...comm import Value, tensors_of
 from ...comm.wire_format import Refusal
 from ..runtime.loss import Loss
-from ..runtime.microbatches import MicrobatchSplitter
+from ..runtime.microbatches import Inputs, MicrobatchSplitter, call_module, input_tensors
 from ..runtime.p2p import StageP2P
 from ..runtime.preserve_state import preserving_state
 from ..runtime.stage import check_value
@@ -61,7 +61,7 @@ def build_heads(
         try:
             value = splitter.inputs(0) if stage == 0 else p2p.recv_input(forward)
             assert not isinstance(value, Refusal), "no rank refuses before the stages are built"
-            if value is not _NOTHING and tensors_of(value):
+            if value is not _NOTHING and input_tensors(value):
                 target = splitter.target(0)
                 output = _run(module, value)
                 if stage in heads:
@@ -81,9 +81,9 @@ def _describe_failure(stage: int, error: Exception) -> str:
     return f"stage {stage} failed on the first microbatch: {type(error).__name__}: {error}"
 
 
-def _run(module: nn.Module, value: Value) -> Value:
-    with torch.no_grad(), preserving_state([module], tensors_of(value)):
-        output = check_value(module(value))
+def _run(module: nn.Module, value: Inputs) -> Value:
+    with torch.no_grad(), preserving_state([module], input_tensors(value)):
+        output = check_value(call_module(module, value))
     return tuple(map(torch.detach, output)) if isinstance(output, tuple) else output.detach()
 
 

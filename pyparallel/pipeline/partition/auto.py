@@ -10,10 +10,10 @@ from torch import nn
 from ...comm import (
     Collectives,
     DisagreementError,
-    Value,
     check_consistent_across_ranks,
     device_of,
 )
+from ..runtime.microbatches import Inputs
 from .profile import profile_layers
 from .solver import Split, balance, check_num_stages
 
@@ -47,7 +47,7 @@ def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
 
 def split_automatically(
     layers: Sequence[nn.Module],
-    example: Value | None,
+    example: Inputs | None,
     num_stages: int,
     process_group: dist.ProcessGroup | None = None,
 ) -> Split:
@@ -96,7 +96,7 @@ def split_automatically(
 
 
 def _decide(
-    layers: Sequence[nn.Module], example: Value | None, num_stages: int, num_ranks: int
+    layers: Sequence[nn.Module], example: Inputs | None, num_stages: int, num_ranks: int
 ) -> Split:
     check_num_stages(len(layers), num_stages)
     begins = _separable(layers)

@@ -11,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from ...comm import Value, tensors_of
+from ..runtime.microbatches import Inputs, call_module, input_tensors, map_tensors
 from ..runtime.preserve_state import preserving_state
 from ..runtime.stage import check_value
 from .saved_bytes import SavedBytes, storages
@@ -42,7 +43,7 @@ class LayerCost:
 
 
 def profile_layers(
-    layers: Sequence[nn.Module], example: Value, repeats: int = 5
+    layers: Sequence[nn.Module], example: Inputs, repeats: int = 5
 ) -> list[LayerCost]:
     """Profile each layer of a sequence.
 
@@ -54,7 +55,7 @@ def profile_layers(
     Args:
         layers: each takes the output of the previous one as its only argument. They are profiled
             in their current training mode.
-        example: a microbatch on the first layer's device.
+        example: the first layer's inputs for a microbatch, on its device.
         repeats: number of timed runs of each layer.
 
     Raises:
@@ -64,7 +65,7 @@ def profile_layers(
     _check_shapes(layers)
     costs: list[LayerCost] = []
     profiler = _LayerProfiler(example)
-    with preserving_state(layers, tensors_of(example)), torch.enable_grad():
+    with preserving_state(layers, input_tensors(example)), torch.enable_grad():
         for index, layer in enumerate(layers):
             try:
                 costs.append(profiler.profile(layer, repeats))
@@ -89,14 +90,14 @@ def _check_shapes(layers: Sequence[nn.Module]) -> None:
 class _LayerProfiler:
     """Profiles one layer after the other, and passes on a microbatch."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: Inputs) -> None:
         self._value = value
-        self._kept = [False] * len(tensors_of(value))  # which of its tensors autograd has saved
+        self._kept = [False] * len(input_tensors(value))  # which of its tensors autograd has saved
 
     def profile(self, layer: nn.Module, repeats: int) -> LayerCost:
         """Profile a layer, and keep its output for the next one."""
         own = [*layer.parameters(), *layer.buffers()]
-        devices = {tensor.device for tensor in (*own, *tensors_of(self._value))}
+        devices = {tensor.device for tensor in (*own, *input_tensors(self._value))}
         times = [_time(_LayerRun(layer, self._value), devices) for _ in range(1 + repeats)][1:]
         run = _LayerRun(layer, self._value)
         with (saved := SavedBytes()):
@@ -119,10 +120,10 @@ class _LayerProfiler:
 class _LayerRun:
     """One forward and backward of a layer, on copies of its inputs, which it may write to."""
 
-    def __init__(self, layer: nn.Module, value: Value) -> None:
+    def __init__(self, layer: nn.Module, value: Inputs) -> None:
         self._layer = layer
-        self.inputs = tuple(_copy(tensor) for tensor in tensors_of(value))
-        self._argument = self.inputs[0] if isinstance(value, Tensor) else self.inputs
+        self._value = map_tensors(_copy, value)
+        self.inputs = input_tensors(self._value)
         self._targets = [
             get_gradient_edge(tensor)
             for tensor in (*self.inputs, *layer.parameters())
@@ -131,7 +132,7 @@ class _LayerRun:
 
     def forward(self) -> None:
         """Run the forward and set ``output``."""
-        self.output = check_value(self._layer(self._argument))
+        self.output = check_value(call_module(self._layer, self._value))
 
     def make_output_grads(self) -> None:
         """Create the gradients of the outputs, which is not timed."""

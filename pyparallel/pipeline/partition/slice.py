@@ -3,11 +3,25 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 
-def slice_layers(layers: Sequence[nn.Module], split: Sequence[int]) -> list[nn.Sequential]:
+class StageLayers(nn.Sequential):
+    """A stage's layers in their order; the first one is called with the stage's arguments."""
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *rest = self
+        value = first(*args, **kwargs)
+        for layer in rest:
+            value = layer(value)
+        return value
+
+
+def slice_layers(layers: Sequence[nn.Module], split: Sequence[int]) -> list[StageLayers]:
     """Return one module per stage; each layer keeps its name in the whole model.
 
     Args:
@@ -19,7 +33,7 @@ def slice_layers(layers: Sequence[nn.Module], split: Sequence[int]) -> list[nn.S
     """
     edges = [0, *split, len(layers)]
     stages = [
-        nn.Sequential(OrderedDict((str(index), layers[index]) for index in range(begin, end)))
+        StageLayers(OrderedDict((str(index), layers[index]) for index in range(begin, end)))
         for begin, end in pairwise(edges)
     ]
     stage_of: dict[int, int] = {}

@@ -58,11 +58,15 @@ def _one_layer_each(
 
 
 class _UnpackInputs(nn.Module):
-    """A wrapper that unpacks a tuple: torch's stages take arguments, ours take one value."""
+    """A wrapper that unpacks a tuple: torch's stages take arguments, ours take one value.
+
+    The first stage is also called with the arguments of a batch that is a list or a dict.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, value: Any) -> Any:
-        return self.module(value) if isinstance(value, Tensor) else self.module(*value)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        is_value = len(args) == 1 and not kwargs and isinstance(args[0], tuple)
+        return self.module(*(args[0] if is_value else args), **kwargs)

@@ -25,7 +25,7 @@ from ...optim import FusedOptimizer
 from ..schedules.schedule import Flushing, Schedule
 from ..schedules.shape import PipelineShape
 from .loss import Criterion, find_target_refusal
-from .microbatches import MicrobatchSplitter
+from .microbatches import Arguments, Inputs, MicrobatchSplitter, call_module
 from .split_backward import WeightBackward, backward_input
 from .stage_weights import LiveWeights, StageWeights, Weights
 
@@ -40,7 +40,7 @@ class _InFlight:
     ``refusal``: why it has no gradient; then it has no outputs either.
     """
 
-    inputs: Value
+    inputs: Inputs
     outputs: tuple[Tensor, ...]
     single: bool
     weight_backward: WeightBackward | None = None
@@ -90,7 +90,7 @@ class Stage:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
-    def forward(self, microbatch: int, inputs: Value, splitter: MicrobatchSplitter) -> Value:
+    def forward(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
         """Return the module's output for a microbatch; on the last stage, its loss.
 
         If that is not finite, or the target invalid, the backward will return a refusal.
@@ -107,7 +107,7 @@ class Stage:
             if self._criterion is not None:
                 output = find_target_refusal(splitter)
             if output is None:
-                output = check_value(self.module(_as_non_leaf(inputs)))
+                output = check_value(call_module(self.module, _as_non_leaf(inputs)))
                 if self._criterion is not None:
                     output = self._criterion.loss_for_backward(microbatch, output, splitter)
         if isinstance(output, Refusal):
@@ -117,11 +117,11 @@ class Stage:
         self._in_flight[microbatch] = _InFlight(inputs, tensors_of(output), single)
         return output
 
-    def evaluate(self, microbatch: int, inputs: Value, splitter: MicrobatchSplitter) -> Value:
+    def evaluate(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
         """Run a forward on the live weights without a backward; none if the target is invalid."""
         if self._criterion is not None and splitter.find_target_error() is not None:
             return ()
-        output = check_value(self.module(inputs))
+        output = check_value(call_module(self.module, inputs))
         return (
             output
             if self._criterion is None
@@ -344,16 +344,19 @@ class _NonLeaf(torch.autograd.Function):
         return gradients[0]
 
 
-def _as_non_leaf(value: Value) -> Value:
+def _as_non_leaf(value: Inputs) -> Inputs:
     """Return a value as the previous layer would in one process, whose output is no leaf."""
+    if isinstance(value, Arguments):  # of a batch: no tensor in them requires a gradient
+        return value
     # Torch leaves Function.apply without types.
     result = tuple(_NonLeaf.apply(t) if t.requires_grad else t for t in tensors_of(value))  # type: ignore[no-untyped-call]
     return result[0] if isinstance(value, Tensor) else result
 
 
-def differentiable(value: Value) -> list[Tensor]:
-    """Return the tensors of a value that require a gradient."""
-    return [tensor for tensor in tensors_of(value) if tensor.requires_grad]
+def differentiable(value: Inputs) -> list[Tensor]:
+    """Return the tensors of a value that require a gradient; none of a batch's arguments do."""
+    tensors = () if isinstance(value, Arguments) else tensors_of(value)
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _shares_storage(tensor: Tensor, others: Iterable[Tensor]) -> bool:

@@ -1,7 +1,6 @@
 """AD-PSGD over gloo: stragglers do not block, the sum is conserved, a dead rank ends all."""
 
 import os
-import re
 import signal
 import time
 from types import SimpleNamespace
@@ -180,11 +179,9 @@ def test_waiting_ranks_name_the_dead_one_and_all_end(victim):
     errors = [outcome.error for rank, outcome in enumerate(outcomes) if rank != victim]
     assert all(error.startswith("PeerError: rank ") for error in errors)
     if victim == 1:  # 0 and 2 are active, 1 and 3 passive
-        active = outcomes[0].error, outcomes[2].error
-        assert all("the message on edge" in error for error in active)
-        # One of the two may name 3, which ended because of the other.
-        direct = r"on edge ([02] -> 1|1 -> [02]) was not delivered: rank 1 died or did not respond"
-        assert any(re.search(direct, error) for error in active)
+        for error in (outcomes[0].error, outcomes[2].error):
+            assert "the message on edge" in error
+            assert "was not delivered: rank 1 died, or " in error
 
 
 def exit_with_requests_in_flight(rank):

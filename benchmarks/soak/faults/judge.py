@@ -1,0 +1,144 @@
+"""The row of a trial: what its ranks ended with, and which requirements that breaks."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from benchmarks.harness.measure import commit
+from benchmarks.harness.program import Row
+from benchmarks.soak.faults.plan import Trial
+from benchmarks.soak.faults.texts import Reading, read
+from benchmarks.soak.faults.trial import Outcome
+
+# One row is one trial. Counts are of survivors: all ranks but the victim.
+FIELDS = [
+    "fault",  # its name
+    "trainer",
+    "ranks",
+    "victim",  # the rank that the fault struck
+    "store",  # who hosts it: "launcher", as with torchrun, or "rank 0", which is then the victim
+    "survivors",
+    "hangs",  # ranks, the victim of a stop included, still there after twice the timeout and 5 s
+    "aborts",  # ended by a signal
+    "errors",  # raised an error
+    "named",  # of them: the text names the victim as the rank that failed (a link: its edge)
+    "blamed",  # the text says of a living rank that it failed
+    "placed",  # the text has step, stage or microbatch
+    "raw",  # torch's or gloo's text alone
+    "slowest_s",  # from the fault to the last error
+    "slowest_end_s",  # to the end of the last process
+    "left",  # processes that remained
+    "equal",  # harmless faults: yes if all parameters are those of the undisturbed run
+    "verdict",  # "ok", "skipped: ...", or the requirements that are broken
+    "texts",  # JSON: first line of each survivor's error, by rank; of a cut link, the victim's too
+    "torch",
+    "commit",
+]
+KEY = ["fault", "trainer"]
+OK, SKIPPED = "ok", "skipped"
+NOT_REPEATABLE = ("ADPSGD",)  # which ranks average, and when, depends on time
+WITHOUT_STEPS = ("construction", "load_state_dict")
+LONGEST_TEXT = 240
+
+
+def base_row(trial: Trial) -> Row:
+    """Return the columns of a trial that has not run."""
+    return {
+        "fault": trial.fault,
+        "trainer": trial.trainer,
+        "ranks": trial.ranks,
+        "victim": trial.victim,
+        "store": "rank 0" if trial.what.hosts_store else "launcher",
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+
+
+def judge(trial: Trial, outcome: Outcome, undisturbed: list[str | None] | None) -> Row:
+    """Return the row of a trial.
+
+    Args:
+        trial: the trial.
+        outcome: how its ranks ended.
+        undisturbed: digests of all ranks without a fault; None: there was no such run.
+    """
+    cut = trial.what.kind == "cut"
+    survivors = {
+        rank: end
+        for rank, end in enumerate(outcome.ends)
+        if rank != trial.victim or trial.what.harmless
+    }
+    errors = {rank: end.error for rank, end in enumerate(outcome.ends) if end.error}
+    raised = {rank: errors[rank] for rank in survivors if rank in errors}
+    readings = {rank: read(text, trial.victim, cut=cut) for rank, (_, text) in raised.items()}
+    shown = errors if cut else raised
+    hung = [rank for rank, end in enumerate(outcome.ends) if end.status is None]
+    aborted = [rank for rank, end in survivors.items() if (end.status or 0) < 0]
+    row = base_row(trial) | {
+        "survivors": len(survivors),
+        "hangs": len(hung),
+        "aborts": len(aborted),
+        "errors": len(raised),
+        "named": sum(each.names for each in readings.values()),
+        "blamed": sum(bool(each.blames) for each in readings.values()),
+        "placed": sum(each.places for each in readings.values()),
+        "raw": sum(each.raw for each in readings.values()),
+        "slowest_s": f"{max(end.seconds for end in survivors.values()):.1f}",
+        "slowest_end_s": f"{max(end.ended for end in survivors.values()):.1f}",
+        "left": outcome.left,
+        "texts": json.dumps({rank: first_line(*each) for rank, each in shown.items()}),
+    }
+    problems = [f"rank {rank} hangs" for rank in hung]
+    problems += [f"rank {rank} is aborted: {survivors[rank].status}" for rank in aborted]
+    problems += ["the fault did not strike"] * (not outcome.struck)
+    problems += [f"{outcome.left} processes left"] * bool(outcome.left)
+    if trial.what.harmless:
+        digests = [end.digest for end in outcome.ends]
+        if undisturbed:
+            row["equal"] = "yes" if digests == undisturbed and None not in digests else "no"
+        problems += [f"rank {rank} raised" for rank in raised]
+        problems += ["other parameters"] * (row.get("equal") == "no" and not raised and not hung)
+    else:
+        problems += find_silent(outcome, hung, set(survivors) | _living(trial))
+        problems += find_unclear(trial, readings)
+    return {**row, "verdict": "; ".join(problems) or OK}
+
+
+def _living(trial: Trial) -> set[int]:
+    """Return the victim if it lives on: a stopped one continues later, a cut one is only alone."""
+    return {trial.victim} if trial.what.kind in ("stop", "cut") else set()
+
+
+def find_silent(outcome: Outcome, hung: Sequence[int], ranks: Iterable[int]) -> list[str]:
+    """Return those of the ranks that the fault should have ended with an error, and did not."""
+    return [
+        f"rank {rank} raised nothing"
+        for rank in sorted(ranks)
+        if not outcome.ends[rank].error and rank not in hung
+    ]
+
+
+def find_unclear(trial: Trial, readings: Mapping[int, Reading]) -> list[str]:
+    """Return the requirements that texts break.
+
+    Without the store, only ranks that waited for the victim itself can know that it failed: at
+    least one must.
+    """
+    if trial.what.hosts_store:
+        silent = readings and not any(each.names for each in readings.values())
+        return ["no rank names the victim"] if silent else []
+    problems = []
+    for rank, each in readings.items():
+        if not each.names:
+            problems.append(f"rank {rank} does not name the victim")
+        if each.blames:
+            problems.append(f"rank {rank} blames {', '.join(map(str, each.blames))}")
+        if not each.places and trial.what.phase not in WITHOUT_STEPS:
+            problems.append(f"rank {rank} has no step")
+    return problems
+
+
+def first_line(kind: str, text: str) -> str:
+    """Return an error as Python prints it, shortened."""
+    return f"{kind.rpartition('.')[2]}: {text}".splitlines()[0][:LONGEST_TEXT]

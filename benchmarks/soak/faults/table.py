@@ -1,0 +1,63 @@
+"""Tables of trials: by fault, and by trainer; of two commits, with an arrow between."""
+
+from collections.abc import Sequence
+
+Row = dict[str, str]
+
+COUNTS = ("hangs", "aborts", "errors", "named", "blamed", "placed", "raw")
+COLUMNS = {
+    "trials": "trials",
+    "hangs": "hangs",
+    "aborts": "aborts",
+    "errors": "errors",
+    "named": "name the failed rank",
+    "blamed": "blame a living one",
+    "placed": "have step, stage or microbatch",
+    "raw": "raw text",
+    "slowest": "slowest, s",
+    "equal": "equal bits",
+    "broken": "trials that fail",
+}
+
+
+def by_fault(rows: Sequence[Row], before: Sequence[Row] = ()) -> str:
+    """Return a table in Markdown with a line for each fault.
+
+    Args:
+        rows: of trials.
+        before: of the same trials at an earlier commit: cells that differ have both values.
+    """
+    return _table("fault", rows, before)
+
+
+def by_trainer(rows: Sequence[Row], before: Sequence[Row] = ()) -> str:
+    """Return a table in Markdown with a line for each trainer; ``before`` is as of `by_fault`."""
+    return _table("trainer", rows, before)
+
+
+def totals(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the cells of all rows together, without trials that were skipped."""
+    ran = [row for row in rows if not row["verdict"].startswith("skipped")]
+    compared = [row for row in ran if row["equal"]]
+    equal = sum(row["equal"] == "yes" for row in compared)
+    return {
+        "trials": str(len(ran)),
+        **{key: str(sum(int(row[key]) for row in ran)) for key in COUNTS},
+        "slowest": f"{max((float(row['slowest_s']) for row in ran), default=0):.1f}",
+        "equal": f"{equal} of {len(compared)}" if compared else "",
+        "broken": str(sum(row["verdict"] != "ok" for row in ran)),
+    }
+
+
+def _table(key: str, rows: Sequence[Row], before: Sequence[Row]) -> str:
+    lines = [f"| {key} | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for name in [*dict.fromkeys(row[key] for row in rows), None]:
+        now, then = (
+            totals([row for row in each if name in (row[key], None)]) for each in (rows, before)
+        )
+        cells = [
+            f"{then[column]} → {cell}" if before and then[column] != cell else cell
+            for column, cell in now.items()
+        ]
+        lines.append(f"| {name or 'all'} | {' | '.join(cells)} |")
+    return "\n".join(lines)

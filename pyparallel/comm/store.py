@@ -1,0 +1,255 @@
+"""A process group's store: calls with a deadline, and flags that ranks raise for each other in it.
+
+torch's TCPStore waits for its server without a deadline in most calls, and holds a lock meanwhile:
+a stopped server, or a link that is cut, would block a rank for ever.
+"""
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
+
+from .errors import PeerError
+
+Result = TypeVar("Result")
+
+_SHORTEST_POLL, _LONGEST_POLL = 0.001, 0.05  # seconds between two looks at keys awaited
+
+# A flag counts in two bits: it may be raised again after a look has read it and before the next
+# look has cleared it. 31 flags leave the sign bit of the store's 64-bit counters alone.
+_BITS_PER_FLAG = 2
+_FLAGS_PER_WORD = 31
+_END = 1 << _BITS_PER_FLAG * _FLAGS_PER_WORD  # above every counter
+
+# The connection to the store of each default group.
+_connections: "weakref.WeakKeyDictionary[Any, _Connection]" = weakref.WeakKeyDictionary()
+
+
+def store_of(process_group: dist.ProcessGroup | None) -> "DeadlineStore":
+    """Return the store of a process group, whose calls end within the group's timeout.
+
+    Its keys are the group's own. All groups of a process share one connection, which is not the
+    one that torch uses, and one thread. None: the default group.
+    """
+    world: Any = dist.group.WORLD
+    group: Any = process_group or world
+    connection = _connections.get(world)
+    if connection is None:
+        connection = _connections[world] = _Connection(world.get_group_store())
+    prefix = "" if group is world else f"{group.group_name}/"
+    return DeadlineStore(connection, prefix, timeout_of(group).total_seconds(), dist.get_rank())
+
+
+def timeout_of(process_group: dist.ProcessGroup | None) -> timedelta:
+    """Return the timeout of a process group. None: the default group."""
+    group: Any = process_group or dist.group.WORLD
+    # torch gives new groups the backend's default, half an hour, and has no public getter.
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
+
+
+class DeadlineStore:
+    """A store whose calls end within a deadline, also if its server is stopped or unreachable.
+
+    After a call has failed, every later call of the process fails at once.
+
+    Args:
+        connection: to the store, shared by all groups of the process.
+        prefix: of all keys.
+        seconds: deadline of a call.
+        rank: global rank of this process, for errors.
+    """
+
+    def __init__(self, connection: "_Connection", prefix: str, seconds: float, rank: int) -> None:
+        self._connection, self._prefix = connection, f"pyparallel/{prefix}"
+        self._seconds, self._rank = seconds, rank
+
+    @property
+    def host_rank(self) -> int | None:
+        """Return the global rank whose process hosts the store; None: unknown, or no rank's."""
+        return 0 if self._connection.host.endswith("(rank 0)") else None
+
+    def set(self, key: str, text: str) -> None:
+        """Set a key; a TCPStore does not confirm it.
+
+        Raises:
+            PeerError: the store did not respond; so do all other calls.
+        """
+        key = self._prefix + key
+        self._call(lambda store: store.set(key, text))
+
+    def get(self, key: str) -> str | None:
+        """Return the text of a key, or None if it is not set; does not wait for it."""
+        key = self._prefix + key
+        text = self._call(lambda store: store.get(key) if store.check([key]) else None)
+        return None if text is None else text.decode()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which starts at 0, atomically; return its new value."""
+        key = self._prefix + key
+        return int(self._call(lambda store: store.add(key, amount)))
+
+    def wait(self, keys: Sequence[str], seconds: float) -> bool:
+        """Wait until all keys are set, at most some seconds; return whether they are."""
+        names = [self._prefix + key for key in keys]
+        end, pause = time.monotonic() + seconds, _SHORTEST_POLL
+        while not self._call(lambda store: store.check(names)):  # its wait() has no deadline
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL)
+        return True
+
+    def _call(self, function: "Callable[[Any], Result]") -> Result:
+        problem = self._connection.problem
+        if problem is None:
+            try:
+                return self._connection.call(function, self._seconds)
+            except Empty:
+                problem = f"did not respond within the timeout of {self._seconds:g} s"
+            except RuntimeError as error:
+                problem = f"failed ({str(error).splitlines()[0]})"
+            self._connection.problem = problem
+        raise PeerError(
+            f"rank {self._rank}: the process group's store {problem}: the process that hosts it"
+            f"{self._connection.host} died, was stopped or cannot be reached"
+        )
+
+
+class _Connection:
+    """A store that a thread calls, so that a call can be given up.
+
+    Args:
+        store: of a default group.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self.problem: str | None = None  # of a call that has failed
+        self.host = _host_of(store)
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        # A daemon: one that is blocked must not keep the process.
+        Thread(target=_serve, args=(store, self._calls), name="store", daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def call(self, function: Callable[[Any], Result], seconds: float) -> Result:
+        """Return function(store); raises its error, or ``queue.Empty`` after some seconds."""
+        reply: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
+        self._calls.put((function, reply))
+        result: Result
+        result, error = reply.get(timeout=seconds)
+        if error is not None:
+            raise error
+        return result
+
+
+def _serve(store: Any, calls: "SimpleQueue[Any]") -> None:
+    """Run the calls of a connection until it is gone."""
+    is_own = False
+    while (call := calls.get()) is not None:
+        function, reply = call
+        try:
+            # A blocked call holds the lock of its TCPStore, which is not to be the user's.
+            if not is_own and isinstance(_root_of(store), TCPStore):
+                store = store.clone()
+            is_own = True
+            reply.put((function(store), None))
+        except Exception as error:
+            reply.put((None, error))
+        del call, function, reply  # not kept until the next call
+
+
+def _root_of(store: Any) -> Any:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _host_of(store: Any) -> str:
+    """Return the address of a TCPStore's server, and its process if the launch tells."""
+    root = _root_of(store)
+    if not isinstance(root, TCPStore):
+        return ""
+    where = f" at {root.host}:{root.port}"
+    method = getattr(distributed_c10d, "_default_pg_init_method", None) or ""
+    if method.startswith("env://") and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return f"{where} (torchrun)"
+    return f"{where} (rank 0)" if method.startswith(("env://", "tcp://")) else where
+
+
+class CountingStore(Protocol):
+    """The store interface of `Flags`; `DeadlineStore` has it, and so have torch's stores."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter, which starts at 0, atomically; return its new value."""
+
+
+class Flags:
+    """Flags that this rank raises for others, and those that others raise for it.
+
+    Gloo cannot tell whether a message has arrived, and closes the connection when a wait times out.
+    A rank that must not block polls a flag first.
+
+    All flags of a rank are packed into counters of the store, 31 in each, so raising one is a
+    single store call, and so is polling up to 31. Do not raise a flag twice between two polls of
+    its receiver: wait for an answer first.
+
+    Args:
+        store: where the counters are, as of ``store_of``; the same for all ranks, and with no other
+            flags in it.
+        rank: the rank whose flags ``look`` returns.
+        num_flags: number of different flags that others may raise for this rank.
+    """
+
+    def __init__(self, store: CountingStore, rank: int, num_flags: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._num_flags = num_flags
+        self._seen = [0] * -(-num_flags // _FLAGS_PER_WORD)
+
+    def raise_for(self, peer: int, flag: int) -> None:
+        """Raise ``flag`` for ``peer``, to be returned by its next ``look``.
+
+        Raises:
+            PeerError: the store did not respond.
+        """
+        word, place = divmod(flag, _FLAGS_PER_WORD)
+        self._add(peer, word, 1 << _BITS_PER_FLAG * place)
+
+    def look(self) -> list[int]:
+        """Return the flags raised for this rank since its last look, ascending.
+
+        Raises:
+            PeerError: the store did not respond, or a flag is raised that does not exist.
+        """
+        found: list[int] = []
+        for word, seen in enumerate(self._seen):
+            raised = self._add(self._rank, word, -seen)  # clears what the last look has read
+            self._seen[word] = raised
+            found += [word * _FLAGS_PER_WORD + place for place in _places(raised)]
+            if not 0 <= raised < _END or (found and found[-1] >= self._num_flags):
+                raise self.foreign_error(f"flags {found} and a count of {raised}")
+        return found
+
+    def foreign_error(self, what: str) -> PeerError:
+        """Return the error of a flag that no rank raises."""
+        return PeerError(
+            f"rank {self._rank}: only ranks of the process group may write to its store, got "
+            f"{what}; does another process, or another version of pyparallel, use the store?"
+        )
+
+    def _add(self, rank: int, word: int, amount: int) -> int:
+        return self._store.add(f"flags/{rank}/{word}", amount)
+
+
+def _places(word: int) -> list[int]:
+    """Return the indices of the raised flags in a counter."""
+    if word == 0:  # nearly always
+        return []
+    return [place for place in range(_FLAGS_PER_WORD) if word >> _BITS_PER_FLAG * place & 3]

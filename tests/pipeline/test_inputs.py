@@ -1,0 +1,228 @@
+"""Batches that are lists, dicts and tuples, and short ones, against the unsplit model."""
+
+import copy
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
+
+from pyparallel.pipeline import (
+    Displacement,
+    GPipe,
+    Interlocking,
+    LinearHead,
+    OneForwardOneBackward,
+    PipelineTrainer,
+    Sum,
+)
+from tests.pipeline import reference
+from tests.pipeline.jobs import CORRECTED, PREDICTING, SCHEDULES
+from tests.pipeline.oracles import LastStep
+
+WIDTH, NUM_MICROBATCHES = 4, 3
+SIZES = [[8, 3, 7, 5], [4, 11]]  # samples of each step, until each flush; at least one a microbatch
+# The oracle takes float64, and the kernels do not.
+ALL_SCHEDULES = [
+    replace(each, prediction=Displacement(LastStep())) if isinstance(each, PREDICTING) else each
+    for each in SCHEDULES
+    if each != CORRECTED
+]
+
+
+class First(nn.Module):
+    """A layer of several arguments, tensors and others."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, mask=None, flag=False, *, scale=1.0, nested=None):
+        assert flag == (mask is not None)
+        value = self.linear(x if mask is None else torch.where(mask, x, 0))
+        return scale * (value if nested is None else value + nested["shift"][0])
+
+
+class FirstOfOneTensor(nn.Module):
+    """The same, called with all of its arguments in one tensor, as the reference calls layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = First()
+
+    def forward(self, value):
+        x, mask, shift, scale = value.split([WIDTH, WIDTH, WIDTH, 1], dim=1)
+        return scale * (self.first.linear(torch.where(mask > 0, x, 0)) + shift)
+
+
+def build_layers(first=First):
+    torch.manual_seed(5)
+    layers = [first(), nn.Tanh(), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Tanh()]
+    return [layer.double() for layer in [*layers, nn.Linear(WIDTH, 2)]]
+
+
+SPLIT = [2, 4, 5]
+
+
+def squared_error(output, target):
+    """Return the weighted mean over samples; the target is a tensor in the reference."""
+    if isinstance(target, torch.Tensor):
+        target = target.split([2, 1], dim=1)
+    wanted, weight = target.values() if isinstance(target, dict) else target
+    return (weight * (output - wanted).square()).mean()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def build_batches():
+    """Return for each step the inputs and target, and both as one tensor each."""
+    generator = torch.Generator().manual_seed(6)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def one_tensor(x, mask, shift, scale):
+        return torch.cat([x, mask.double(), shift, torch.full((len(x), 1), scale)], dim=1)
+
+    given, packed = [], []
+    for number, size in enumerate(size for sizes in SIZES for size in sizes):
+        x, wanted, weight, shift = draw(size, WIDTH), draw(size, 2), draw(size, 1), draw(size, 4)
+        mask, none = draw(size, WIDTH) > 0, torch.zeros(size, WIDTH)
+        inputs, packed_inputs = [
+            ([x], one_tensor(x, torch.ones_like(mask), none, 1.0)),
+            ([x, mask, True], one_tensor(x, mask, none, 1.0)),
+            (
+                {"x": x, "mask": mask, "flag": True, "scale": 2.0, "nested": {"shift": [shift]}},
+                one_tensor(x, mask, shift, 2.0),
+            ),
+            ({"x": x, "mask": None, "flag": False}, one_tensor(x, mask | ~mask, none, 1.0)),
+        ][number % 4]
+        target = [(wanted, weight), [wanted, weight], {"y": wanted, "weight": weight}][number % 3]
+        given.append((inputs, target))
+        packed.append((packed_inputs, torch.cat([wanted, weight], dim=1)))
+    return given, packed
+
+
+def in_streams(calls):
+    rest = iter(calls)
+    return [[next(rest) for _ in sizes] for sizes in SIZES]
+
+
+def train(schedule, calls=None, **options):
+    """Return the losses of steps and of evaluations after each flush, and the weights."""
+    options = {"split": SPLIT, "layers": build_layers(), **options}
+    trainer = PipelineTrainer(
+        options.pop("layers"), squared_error, sgd, schedule,
+        num_microbatches=NUM_MICROBATCHES, **options,
+    )  # fmt: skip
+    calls = build_batches()[0] if calls is None else calls
+    trainer.prepare(*calls[0])
+    losses, evaluated = [], []
+    for stream in in_streams(calls):
+        losses += [trainer.step(*call) for call in stream]
+        evaluated.append([trainer.evaluate(*call) for call in stream])
+    weights = {name: p.detach().clone() for stage in trainer.stages
+               for name, p in stage.module.named_parameters()}  # fmt: skip
+    return losses, evaluated, weights
+
+
+def train_in_every_schedule(rank):
+    done = [train(schedule) for schedule in ALL_SCHEDULES]
+    return [*done, train(OneForwardOneBackward(), split=None, num_stages=4)]
+
+
+def expected(schedule):
+    """Return what ``train`` must return on the ranks together, by the reference."""
+    calls = build_batches()[1]
+    done = reference.train_in_one_process(
+        lambda: build_layers(FirstOfOneTensor), SPLIT, squared_error, sgd, schedule,
+        in_streams(calls), NUM_MICROBATCHES,
+    )  # fmt: skip
+    evaluated = []
+    for index, stream in enumerate(in_streams(calls)):
+        model = nn.Sequential(*build_layers(FirstOfOneTensor))
+        count = sum(map(len, SIZES[: index + 1])) * (
+            NUM_MICROBATCHES // reference.microbatches_per_update(schedule, NUM_MICROBATCHES)
+        )
+        for stage in done.stages:
+            version = [*stage.past, *stage.history][count]
+            model.load_state_dict(version.weights(), strict=False)
+        with torch.no_grad():
+            evaluated.append([squared_error(model(x), y).item() for x, y in stream])
+    return done.losses, evaluated, {k.replace(".first.", "."): v for k, v in done.state.items()}
+
+
+def test_every_schedule_trains_on_lists_dicts_and_short_batches(ranks, subtests):
+    by_rank = ranks.run(2, train_in_every_schedule)
+    schedules = [*ALL_SCHEDULES, OneForwardOneBackward()]  # the last is split automatically
+    for schedule, (_, _, first), (losses, evaluated, second) in zip(
+        schedules, *by_rank, strict=True
+    ):
+        with subtests.test(repr(schedule)):
+            wanted_losses, wanted_evaluated, weights = expected(schedule)
+            assert losses == pytest.approx(wanted_losses, rel=1e-12)
+            for found, wanted in zip(evaluated, wanted_evaluated, strict=True):
+                assert found == pytest.approx(wanted, rel=1e-12)
+            torch.testing.assert_close({**first, **second}, weights, rtol=1e-12, atol=1e-12)
+
+
+def interlock(rank):
+    """Return the trainings on the batches as they are, and as one tensor each."""
+    given, packed = build_batches()
+    schedule = Interlocking(window=2, heads=LinearHead(2), losses=Sum())
+    layers = build_layers(FirstOfOneTensor)
+    return train(schedule, given, split=[4]), train(schedule, packed, split=[4], layers=layers)
+
+
+def test_interlocking_heads_take_lists_and_dicts(ranks):
+    for (losses, evaluated, weights), wanted in ranks.run(2, interlock):
+        assert losses == wanted[0]
+        assert evaluated == wanted[1]
+        for found, other in zip(weights.values(), wanted[2].values(), strict=True):
+            assert torch.equal(found, other)
+
+
+class Traced(nn.Module):
+    """A model of several arguments for torch's own split."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x, shift):
+        return self.second((self.first(x) + shift).tanh())
+
+
+def train_traced(rank):
+    """Return the losses of torch's stages and of the unsplit model, for lists, tuples and dicts."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its tracing
+    generator = torch.Generator().manual_seed(3)
+    x, shift = torch.randn(2, 6, 4, generator=generator)
+    target = torch.randn(6, 2, generator=generator)
+    found = []
+    for inputs in ([x, shift], (x, shift), {"shift": shift, "x": x}):
+        torch.manual_seed(0)
+        model = Traced()
+        whole = copy.deepcopy(model)
+        args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
+        pipe = pipeline(model, (x[:2], shift[:2]), split_spec={"second": SplitPoint.BEGINNING})
+        trainer = PipelineTrainer(pipe, nn.functional.mse_loss, sgd, GPipe(), num_microbatches=3)
+        losses = [trainer.step(inputs, target) for _ in range(3)]
+        optimizer, wanted = sgd(whole.parameters()), []
+        for _ in range(3):
+            loss = nn.functional.mse_loss(whole(*args, **kwargs), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            wanted.append(loss.item())
+        found.append((losses, wanted))
+    return found
+
+
+def test_torchs_stages_take_lists_tuples_and_dicts(ranks):
+    for losses, wanted in ranks.run(2, train_traced)[1]:
+        assert losses == pytest.approx(wanted)
