@@ -25,7 +25,7 @@ from .errors import (
     forget_trainer,
     without_traceback,
 )
-from .failures import peer_error
+from .failures import peer_error, raising_peer_errors
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
 from .message_header import ANY, MessageHeaders, RoundHeaders
 from .model_averager import ModelAverager, WrappedAverager
@@ -110,6 +110,7 @@ __all__ = [
     "peer_error",
     "plain_keys",
     "plain_name",
+    "raising_peer_errors",
     "refuse_other_optimizers",
     "seal",
     "store_of",

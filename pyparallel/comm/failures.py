@@ -10,8 +10,8 @@ import datetime
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,6 +30,8 @@ _TAG = 2**31 - 2  # of receives for which nothing is sent; no payload of a gossi
 
 # What gloo, NCCL and the store write into errors that another rank, or the network, has caused.
 _OF_PEERS = re.compile(r"gloo|nccl|timed? ?out|connect|socket|broken pipe|store", re.IGNORECASE)
+# What a backend itself raises: a place in gloo, or a type of torch.distributed.
+_OF_BACKENDS = re.compile(r"gloo/|torch.distributed.Dist\w*Error")
 _OF_TIMEOUTS = re.compile(r"timed? ?out", re.IGNORECASE)
 
 _DIED, _SILENT = "died", "silent"
@@ -98,6 +100,28 @@ def peer_error(
         reports.wait_for_readers(found)
     silent = f"did not respond within the process group's timeout of {timeout:g} s"
     return PeerError(f"{own.place}: {what}: {_describe(found, me, silent, otherwise)} ({quoted})")
+
+
+@contextmanager
+def raising_peer_errors(
+    process_group: dist.ProcessGroup | None, step: int | Callable[[], int] | None, what: str
+) -> Iterator[None]:
+    """Raise errors of torch's own communication inside the context as those of `peer_error`.
+
+    All others, such as a user's in a forward pass, stay as they are.
+
+    Args:
+        process_group: in which torch communicates; None: the default group.
+        step: as of ``peer_error``, or a function that returns it when there is an error.
+        what: as of ``peer_error``.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PeerError) or not _OF_BACKENDS.search(f"{type(error)} {error}"):
+            raise
+        step = step() if callable(step) else step
+        raise peer_error(process_group, step, what, error) from error
 
 
 def _describe(found: Report, me: int, silent: str, otherwise: str) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 from .errors import PeerError
 from .failures import peer_error
 from .message_header import MessageHeaders
+from .step_hook import StepCounts
 
 _NUM_TAGS = 2**30 - 2  # of each kind of message; gloo's tags are 31 bits
 
@@ -110,7 +111,10 @@ class NeighborExchange:
     Attributes:
         headers: writes and checks the headers of messages.
         failed: rounds that have failed, whose messages may still arrive.
+        counts: of the trainer, whose steps errors name; None: they name the step of ``start``.
     """
+
+    counts: StepCounts | None = None
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
@@ -166,7 +170,7 @@ class NeighborExchange:
         names = ", ".join(f"{sender} -> {receiver}" for sender, receiver in dict.fromkeys(edges))
         return peer_error(
             self.process_group,
-            step,
+            step if self.counts is None else self.counts.steps,
             f"the message on edge {names} was not delivered",
             error,
             suspects=[peer for edge in edges for peer in edge],

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from typing_extensions import override
 
+from .failures import raising_peer_errors
 from .message_header import ANY
 from .state_format import check_like
 from .step_hook import StepCounts
+
+NOTIFYING = "the all-reduce of join() before a step failed"
 
 
 class ModelAverager(Joinable):
@@ -186,9 +189,10 @@ class ModelAverager(Joinable):
 
     def notify_joined_ranks(self) -> None:
         """Wait until the ranks without batches are about to shadow this step."""
-        work = Join.notify_join_context(self)
-        if work is not None:
-            work.wait()
+        with raising_peer_errors(self.process_group, self.counts.steps, NOTIFYING):
+            work = Join.notify_join_context(self)
+            if work is not None:
+                work.wait()
 
     def shadow_step(self) -> None:
         """Communicate as in a step, for a rank without batches, whose counts are not compared."""
@@ -324,5 +328,4 @@ class _ShadowSteps(JoinHook):
     @override
     def post_hook(self, is_last_joiner: bool) -> None:
         """Let all ranks, which end the context together, count from 0 again."""
-        counts = self._averager.counts
-        counts.steps = counts.repeats = counts.forwards = 0
+        self._averager.counts.reset()

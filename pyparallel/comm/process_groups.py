@@ -221,8 +221,10 @@ def counterparts_of(rank: int, ranks_per_node: int, num_ranks: int) -> range:
     return range(rank % ranks_per_node, num_ranks, ranks_per_node)
 
 
-def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[[], None]:
+def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[..., None]:
     """Return a barrier: a function that returns once all ranks of the group have called it.
+
+    Its argument is the step that its errors name; default: none.
 
     Raises:
         ValueError: the group has no gloo, whose collectives the host waits for.
@@ -231,11 +233,11 @@ def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[[], None]:
     if "gloo" not in config:
         raise ValueError(f"process_group must be one of gloo, got one of {config}")
 
-    def barrier() -> None:
+    def barrier(step: int | None = None) -> None:
         try:
             dist.all_reduce(torch.zeros(1), group=process_group)
         except RuntimeError as error:
             what = "not all ranks reached the barrier"
-            raise peer_error(process_group, None, what, error) from error
+            raise peer_error(process_group, step, what, error) from error
 
     return barrier

@@ -35,6 +35,10 @@ class StepCounts:
     nonfinite: float | Tensor = 0.0
     policy: NonFinitePolicy = "raise"
 
+    def reset(self) -> None:
+        """Count from 0 again: all ranks do so together."""
+        self.steps = self.repeats = self.forwards = 0
+
 
 class StepHook:
     """Callbacks around every optimizer step, with a closure or without.

@@ -3,24 +3,20 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import Collectives
 
 
 @torch.no_grad()
-def average(
-    tensors: Sequence[Tensor], weight: Tensor, process_group: dist.ProcessGroup | None
-) -> list[Tensor]:
+def average(tensors: Sequence[Tensor], weight: Tensor, collectives: Collectives) -> list[Tensor]:
     """Return the average sum_i w_i z_i / sum_i w_i of each tensor over all ranks, in float64.
 
     Args:
         tensors: z: floating-point tensors, of equal shapes on all ranks.
         weight: w: 0-d float64, this rank's push-sum weight.
-        process_group: None means the default group.
+        collectives: of the ranks.
     """
-    collectives = Collectives(process_group)
     total = weight.clone()
     collectives.all_reduce_(total)
     averages = []
@@ -32,14 +28,11 @@ def average(
 
 
 @torch.no_grad()
-def distance(
-    tensors: Sequence[Tensor], weight: Tensor, process_group: dist.ProcessGroup | None
-) -> float:
+def distance(tensors: Sequence[Tensor], weight: Tensor, collectives: Collectives) -> float:
     """Return the root mean square over ranks of the Euclidean distance ||z_i - average||."""
-    averages = average(tensors, weight, process_group)
+    averages = average(tensors, weight, collectives)
     squares = torch.zeros_like(weight)
     for tensor, mean in zip(tensors, averages, strict=True):
         squares += (tensor.double() - mean).square().sum()
-    collectives = Collectives(process_group)
     collectives.all_reduce_(squares)
     return float((squares / collectives.size).sqrt())

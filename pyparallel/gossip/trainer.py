@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..comm import (
     is_creating_state,
     join_buckets,
     new_trainer_group,
+    raising_peer_errors,
     refuse_other_optimizers,
     seal,
 )
@@ -203,7 +204,7 @@ class GossipDataParallel(ModuleWrapper):
         """
         self._preserve_saved_states()
         joinable = self._averager.joinable
-        return _join(joinable, enable, throw_on_early_termination, self._reset_counts)
+        return _join(joinable, self._group, self._counts, enable, throw_on_early_termination)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -214,8 +215,9 @@ class GossipDataParallel(ModuleWrapper):
         are equal on all ranks and stay as they are. All ranks must enter it together.
         """
         (merged, weight), buffers = self._merged_buckets(), self._float_buffers()
-        averages = consensus.average(merged, weight, self._group)
-        averages += consensus.average(buffers, torch.ones_like(weight), self._group)
+        collectives = self._collectives()
+        averages = consensus.average(merged, weight, collectives)
+        averages += consensus.average(buffers, torch.ones_like(weight), collectives)
         del merged
         self._preserve_saved_states()
         tensors = [*self._buckets.buffers, *buffers]
@@ -231,7 +233,7 @@ class GossipDataParallel(ModuleWrapper):
 
         The same number on all ranks, which must call it together.
         """
-        return consensus.distance(*self._merged_buckets(), self._group)
+        return consensus.distance(*self._merged_buckets(), self._collectives())
 
     def flush(self) -> None:
         """Complete all communication in flight; call it after the last step, on all ranks together.
@@ -290,7 +292,7 @@ class GossipDataParallel(ModuleWrapper):
         averager.restore_debiased()
         self._preserve_saved_states()
         averager.load_state_dict(averagers_part(state_dict))
-        self._reset_counts()
+        self._counts.reset()
 
     def close(self) -> None:
         """Stop all communication: the optimizer then trains the module on this rank alone.
@@ -319,6 +321,12 @@ class GossipDataParallel(ModuleWrapper):
         if self._running is None:
             raise RuntimeError("GossipDataParallel must not be used after close()")
         return self._running
+
+    def _collectives(self) -> Collectives:
+        """Return collectives of the trainer's ranks, whose errors name the step."""
+        collectives = Collectives(self._group)
+        collectives.step = self._counts.steps
+        return collectives
 
     def _float_buffers(self) -> list[Tensor]:
         return [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
@@ -406,13 +414,9 @@ class GossipDataParallel(ModuleWrapper):
         self._counts.repeats += not self._saw_forward
         self._saw_forward = False
 
-    def _reset_counts(self) -> None:
-        """Count from 0 again: all ranks do so together."""
-        self._counts.steps = self._counts.repeats = self._counts.forwards = 0
-
     def _check_equal_steps(self) -> None:
         """Raise on all ranks if one has skipped or repeated a step, before it is waited for."""
-        collectives = Collectives(self._group)
+        collectives = self._collectives()
         if self._averager.has_equal_steps and collectives.size > 1:
             headers = MessageHeaders(collectives.rank, collectives.size, self._group)
             headers.counts = self._counts
@@ -498,18 +502,23 @@ def _collect_config(
 @contextmanager
 def _join(
     joinable: Joinable,
+    process_group: dist.ProcessGroup | None,
+    counts: StepCounts,
     enable: bool,
     throw_on_early_termination: bool,
-    reset_counts: Callable[[], None],
 ) -> Iterator[None]:
     before = joinable._join_config
     try:
-        with Join([joinable], enable, throw_on_early_termination):
+        what = "a collective of join() failed"
+        with (
+            raising_peer_errors(process_group, lambda: counts.steps, what),
+            Join([joinable], enable, throw_on_early_termination),
+        ):
             yield
     finally:
         joinable._join_config = before  # Join leaves its own, which every later step would notify
         if enable:
-            reset_counts()  # ranks have taken different numbers of steps
+            counts.reset()  # ranks have taken different numbers of steps
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ..comm import (
     CHECKSUMS_KEY,
     FORMAT_KEY,
+    Collectives,
     DisagreementError,
     ModelAverager,
     check_consistent_across_ranks,
@@ -138,8 +139,9 @@ def check_states_together(
         check, lambda fields, text: check_consistent_across_ranks(fields, text, process_group)
     )
     total = torch.tensor(mass, dtype=torch.float64, device=averager.weight.device)
-    dist.all_reduce(total, group=process_group)
-    num_ranks = dist.get_world_size(process_group)
+    collectives = Collectives(process_group)
+    collectives.all_reduce_(total)
+    num_ranks = collectives.size
     if not abs(total.item() - num_ranks) <= num_ranks * MASS_TOLERANCE:
         raise DisagreementError(
             f"the push-sum masses of all ranks' states must sum to {num_ranks}, the number of "

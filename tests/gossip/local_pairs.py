@@ -137,7 +137,7 @@ class World:
         """Return z of each rank, in float64."""
         return torch.stack([torch.cat(buffers).double() for buffers in self.buffers])
 
-    def _wait_for_all(self):
+    def _wait_for_all(self, step):
         if self._barrier is not None:
             self._barrier.wait(30)
 

@@ -100,14 +100,14 @@ def judge(trial: Trial, outcome: Outcome, undisturbed: list[str | None] | None) 
         problems += [f"rank {rank} raised" for rank in raised]
         problems += ["other parameters"] * (row.get("equal") == "no" and not raised and not hung)
     else:
-        problems += find_silent(outcome, hung, set(survivors) | _living(trial))
+        problems += find_silent(outcome, hung, {*survivors, *([] if hung else _living(trial))})
         problems += find_unclear(trial, readings)
     return {**row, "verdict": "; ".join(problems) or OK}
 
 
-def _living(trial: Trial) -> set[int]:
+def _living(trial: Trial) -> list[int]:
     """Return the victim if it lives on: a stopped one continues later, a cut one is only alone."""
-    return {trial.victim} if trial.what.kind in ("stop", "cut") else set()
+    return [trial.victim] if trial.what.kind in ("stop", "cut") else []
 
 
 def find_silent(outcome: Outcome, hung: Sequence[int], ranks: Iterable[int]) -> list[str]:

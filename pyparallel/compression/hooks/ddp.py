@@ -18,7 +18,7 @@ from ...comm import (
 )
 from ...comm.arguments import NonFinitePolicy, find_policy_error
 from ...comm.collectives import CommStats
-from ...comm.errors import NonFiniteError
+from ...comm.errors import NonFiniteError, PeerError
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
@@ -26,7 +26,7 @@ from ..state_store import StateStore, steps_of
 from ..wrappers.finite import Finite
 from .bucket_reducer import BucketReducer
 from .ddp_compiled import CustomOp, StepDetector
-from .end_of_backward import at_end_of_backward, is_in_backward
+from .end_of_backward import at_end_of_backward, before_end_of_backward, is_in_backward
 
 _RAISED_ON_ALL_RANKS = (CorruptMessageError, NonFiniteError)
 Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
@@ -58,6 +58,8 @@ class GradientCompression:
         named = [] if model is None else [(n, p) for n, p in named_parameters(model)]
         self._names = {id(parameter): name for name, parameter in named}
         self._is_named = model is not None
+        # DDP then has all-reduces of its own; only a DDP tells.
+        self._may_find_unused = getattr(model, "find_unused_parameters", True)
         layout = BufferLayout.of((n, _in_memory_order(p)) for n, p in named) if named else None
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._store = StateStore(compressor, rank, size, layout)
@@ -129,13 +131,22 @@ class GradientCompression:
             if not in_backward:
                 self._raise_failure()
 
+        future = self._reducer.start(gradients, layout, end_step)
         if in_backward:  # a future would quote the error in a RuntimeError
+            if self._may_find_unused and gradients.is_cpu:
+                before_end_of_backward(lambda: self._raise_peer_error(future))
             at_end_of_backward(self._raise_failure)
-        return self._reducer.start(gradients, layout, end_step)
+        return future
 
     def _end_step(self) -> None:
         self._last = self._reducer.take_stats()
         self._step += 1
+
+    def _raise_peer_error(self, last: Future[Tensor]) -> None:
+        """Raise that a rank has failed, before an all-reduce of DDP's own raises gloo's error."""
+        last.wait()  # so does DDP next
+        if isinstance(self._reducer.failure, PeerError):
+            raise self._reducer.failure
 
     def _raise_failure(self) -> None:
         """Raise the step's first error, when no bucket is in flight.

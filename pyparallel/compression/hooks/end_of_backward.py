@@ -17,5 +17,14 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     Both queue a callback of their own, DDP after its last hook: so this queues a second one when
     the first runs.
     """
+    before_end_of_backward(lambda: before_end_of_backward(function))
+
+
+def before_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when all gradients have been computed, before DDP waits for its buckets.
+
+    Called by a hook of DDP: an error that the function raises is that of the backward pass, which
+    DDP then does not end.
+    """
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(function))
+    engine.queue_callback(function)

@@ -10,11 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 
 from ...comm import check_consistent_across_ranks, check_on_all_ranks, plain_name, summarize
 from ...comm.arguments import NonFinitePolicy, find_policy_error
 from ...comm.collectives import Collectives, CommStats
 from ...comm.errors import NonFiniteError
+from ...comm.failures import raising_peer_errors
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..layout import BufferLayout, Piece
 from ..nonfinite import NonFiniteCheck
@@ -185,6 +190,41 @@ class CompressedAllGather(_CompressedCollective, AllGather):
             compressed_all_gather(input_tensor, output_tensor, self._name, store, collectives)
 
 
+class _PlainReduceScatter(DefaultReduceScatter):
+    """FSDP2's own reduce-scatter on gloo, with errors that name the failed rank and the step."""
+
+    step: int | None = None
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: _ReduceOp,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce-scatter; finished on return."""
+        with raising_peer_errors(group, self.step, "the reduce-scatter failed"):
+            return super().__call__(output_tensor, input_tensor, group, op)
+
+
+class _PlainAllGather(DefaultAllGather):
+    """FSDP2's own all-gather on gloo, with errors that name the failed rank and the step."""
+
+    step: int | None = None
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """All-gather; finished on return."""
+        with raising_peer_errors(group, self.step, "the all-gather failed"):
+            return super().__call__(output_tensor, input_tensor, group)
+
+
 def fsdp_reduce_scatter(
     compressor: Compressor, name: str = "module", *, nonfinite: NonFinitePolicy = "raise"
 ) -> CompressedReduceScatter:
@@ -241,9 +281,11 @@ class FSDPCompression:
     def __init__(
         self,
         places: dict[str, dict[str, _CompressedCollective]],
+        uncompressed: Sequence[_PlainReduceScatter | _PlainAllGather],
         process_group: dist.ProcessGroup | None,
     ) -> None:
         self._places = places
+        self._uncompressed = uncompressed
         self._group = process_group
         self._stats = CommStats()
         self._num_steps = 0
@@ -312,6 +354,8 @@ class FSDPCompression:
         self._stats = CommStats()
         for each in self._each():
             each.stats, each.step = self._stats, self._num_steps
+        for plain in self._uncompressed:
+            plain.step = self._num_steps
         self._num_steps += 1
 
     def _each(self) -> list[_CompressedCollective]:
@@ -369,7 +413,16 @@ def compress_fsdp(
         [*config_fields, ("modules", ", ".join(modules))], problem, process_group
     )
     places: dict[str, dict[str, _CompressedCollective]] = {"gradients": {}, "parameters": {}}
+    uncompressed: list[_PlainReduceScatter | _PlainAllGather] = []
+    backends = dist.get_backend_config(process_group)
+    waits = "gloo" in backends and "nccl" not in backends
     for name, module in modules.items():
+        if waits and gradients is None and parameters is not None:
+            uncompressed.append(plain_scatter := _PlainReduceScatter())
+            module.set_custom_reduce_scatter(plain_scatter)
+        if waits and parameters is None and gradients is not None:
+            uncompressed.append(plain_gather := _PlainAllGather())
+            module.set_custom_all_gather(plain_gather)
         if gradients is not None:
             own = _parameters_of(model, name, modules)
             scatter = CompressedReduceScatter(gradients, name, nonfinite, own)
@@ -380,7 +433,7 @@ def compress_fsdp(
             module.set_custom_all_gather(gather)
         if gradients is not None or parameters is not None:
             vars(module)[_MARK] = True
-    compression = FSDPCompression(places, process_group)
+    compression = FSDPCompression(places, uncompressed, process_group)
     model.register_forward_pre_hook(lambda *_: compression.begin_step(), prepend=True)
     return compression
 

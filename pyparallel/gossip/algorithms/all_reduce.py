@@ -7,14 +7,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, ModelAverager
+from ...comm import (
+    Collectives,
+    FlatBuckets,
+    ModelAverager,
+    PeerError,
+    raising_peer_errors,
+    without_traceback,
+)
+from ...compression.hooks.end_of_backward import before_end_of_backward, is_in_backward
 from .base import Algorithm
 
 # Statistics stay local until consensus(), as in gossip. Torch 2.13 renamed the argument.
@@ -25,12 +36,14 @@ _LOCAL_BUFFERS: dict[str, Any] = {
     else "broadcast_buffers": False
 }
 
+DDP = "DistributedDataParallel"
+
 
 @dataclass(frozen=True)
 class AllReduce(Algorithm):
     """Exact data parallelism: gradients are averaged over all ranks during backward.
 
-    It runs ``torch.nn.parallel.DistributedDataParallel`` unchanged, as the baseline for gossip.
+    It runs ``torch.nn.parallel.DistributedDataParallel``, as the baseline for gossip.
 
     Args:
         find_unused_parameters: as in DistributedDataParallel.
@@ -47,13 +60,15 @@ class AllReduce(Algorithm):
         process_group: dist.ProcessGroup | None,
     ) -> "AllReduceAverager":
         """Wrap the module in DistributedDataParallel."""
-        replica = DistributedDataParallel(
-            module,
-            process_group=process_group,
-            find_unused_parameters=self.find_unused_parameters,
-            init_sync=False,  # GossipDataParallel has broadcast parameters and buffers
-            **_LOCAL_BUFFERS,
-        )
+        with raising_peer_errors(process_group, None, f"{DDP} could not be created"):
+            replica = DistributedDataParallel(
+                module,
+                process_group=process_group,
+                find_unused_parameters=self.find_unused_parameters,
+                gradient_as_bucket_view=buckets.buffers[0].is_cpu,  # one copy less: see below
+                init_sync=False,  # GossipDataParallel has broadcast parameters and buffers
+                **_LOCAL_BUFFERS,
+            )
         return AllReduceAverager(replica, buckets, process_group)
 
 
@@ -72,12 +87,26 @@ class AllReduceAverager(ModelAverager):
         super().__init__(buckets.buffers, process_group)
         self._running: DistributedDataParallel | None = replica
         num_ranks = dist.get_world_size(process_group)
+        self._reducer: _BucketReducer | None = None  # on GPUs torch's: NCCL raises nothing here
+        if self.buffers[0].is_cpu and num_ranks > 1:
+            self._reducer = _BucketReducer(process_group)
+            replica.register_comm_hook(self._reducer, _reduce)
         # Computed for a ring all-reduce: each rank sends 2 (n - 1) / n of the gradients.
         self._bytes_per_step = 2 * buckets.num_bytes * (num_ranks - 1) // num_ranks
 
     @override
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
-        return self._replica
+        if self._reducer is None or torch.compiler.is_compiling():
+            return self._replica
+        if self._reducer.failure is not None:
+            raise without_traceback(self._reducer.failure)
+        self._reducer.collectives.step = self.counts.steps
+        return self._forward
+
+    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        what = f"a collective of {DDP} before forward failed"
+        with raising_peer_errors(self.process_group, self.counts.steps, what):
+            return self._replica(*inputs, **kwargs)
 
     @override
     def after_step(self) -> None:
@@ -100,7 +129,7 @@ class AllReduceAverager(ModelAverager):
         (see ``comm.process_groups``).
         """
         group = self._replica.process_group
-        self._running = None
+        self._running = self._reducer = None
         gc.collect()
         del group
 
@@ -115,3 +144,55 @@ class AllReduceAverager(ModelAverager):
         if self._running is None:
             raise RuntimeError("AllReduceAverager must not be used after close()")
         return self._running
+
+
+class _BucketReducer:
+    """DDP's all-reduces of gradients, with errors that name the failed rank and the step.
+
+    Those of DDP itself are raised by backward as gloo's. The means are the same to the last bit.
+    DDP divides gradients as it copies them into a bucket; a hook does so in a pass of its own,
+    which ``gradient_as_bucket_view`` saves at the other end.
+
+    Args:
+        process_group: the ranks that average; None: the default group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.collectives = Collectives(process_group)
+        self.failure: PeerError | None = None
+        self._started: list[Future[Any]] = []  # of the current backward pass
+
+    def start(self, bucket: GradBucket) -> Future[Tensor]:
+        """Start to average a bucket."""
+        gradients = bucket.buffer()
+        if gradients.is_sparse:  # as DDP does it, to the last bit
+            gradients.div_(self.collectives.size)
+        else:
+            gradients.mul_(1.0 / self.collectives.size)
+        with self._noting_failure():
+            future = self.collectives.start_all_reduce_(gradients)
+        self._started.append(future)
+        if not is_in_backward():  # in join(), of a rank without batches
+            self._finish()
+        elif bucket.is_last():
+            before_end_of_backward(self._finish)
+        return future.then(lambda _: gradients)
+
+    def _finish(self) -> None:
+        """Wait for all buckets of a backward pass."""
+        started, self._started = self._started, []
+        with self._noting_failure():
+            for future in started:
+                self.collectives.finish_all_reduce(future)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except PeerError as error:
+            self.failure = without_traceback(error)
+            raise
+
+
+def _reduce(reducer: _BucketReducer, bucket: GradBucket) -> Future[Tensor]:
+    return reducer.start(bucket)

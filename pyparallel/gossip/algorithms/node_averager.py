@@ -20,7 +20,9 @@ from ...comm import (
     ModelAverager,
     NonFiniteError,
     WrappedAverager,
+    raising_peer_errors,
 )
+from ...comm.model_averager import NOTIFYING
 
 
 class NodeAverager(WrappedAverager):
@@ -74,10 +76,13 @@ class NodeAverager(WrappedAverager):
         def forward(*inputs: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and self.synchronizes:
                 # Here, before another rank could block in backward.
-                work = Join.notify_join_context(self)
+                with raising_peer_errors(self.process_group, self.counts.steps, NOTIFYING):
+                    work = Join.notify_join_context(self)
+                    if work is not None:
+                        work.wait()
                 if work is not None:
-                    work.wait()
                     self.raise_if_any_ran_out(ran_out=False)
+            self._within.counts = self.counts
             return self._within.wrap(module)(*inputs, **kwargs)
 
         return forward
@@ -165,7 +170,9 @@ class NodeAverager(WrappedAverager):
     def raise_if_any_ran_out(self, ran_out: bool) -> None:
         """Raise on all ranks if one has run out of batches while others train."""
         num_without = torch.full((), float(ran_out), device=self.join_device)
-        Collectives(self.process_group).all_reduce_(num_without)
+        collectives = Collectives(self.process_group)
+        collectives.step = self.counts.steps
+        collectives.all_reduce_(num_without)
         if num_without.item():
             raise ValueError(
                 "join() must be given equal numbers of batches on all ranks with Hierarchical, got "
@@ -183,6 +190,7 @@ class NodeAverager(WrappedAverager):
             failure = error
         if self._version() != before:
             self._headers.counts = self.counts
+            self._node.step = self.counts.steps
             self._headers.gather(self._node, ANY, self.join_device)
             self._gather(self._shards)
             self._bytes_sent += self._own_shard.num_bytes * len(self._other_shards)
@@ -197,7 +205,11 @@ class NodeAverager(WrappedAverager):
 
     @torch.no_grad()
     def _gather(self, shards: Sequence[FlatBuckets]) -> None:
-        with torch.profiler.record_function("pyparallel::gather_node"):
+        what = "the broadcast of the shards of a node failed"
+        with (
+            torch.profiler.record_function("pyparallel::gather_node"),
+            raising_peer_errors(self._node_group, self.counts.steps, what),
+        ):
             works = [
                 dist.broadcast(buffer, group=self._node_group, group_src=local_rank, async_op=True)
                 for local_rank, shard in enumerate(shards)

@@ -139,7 +139,7 @@ class NoLoCoAverager(ModelAverager):
         theirs = [torch.empty_like(tensor) for tensor in mine]
         length = sum(tensor.numel() * tensor.element_size() for tensor in mine)
         headers = self._exchange.headers
-        headers.counts = self.counts
+        headers.counts = self._exchange.counts = self.counts
         of_round = headers.of_round(index, self.weight.view(1), length, [partner], masses_in=(1.0,))
         sends = [Transfer(partner, of_round.sent[0], is_header=True)]
         sends += [Transfer(partner, tensor) for tensor in mine]

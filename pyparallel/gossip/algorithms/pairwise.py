@@ -24,8 +24,10 @@ from ...comm import (
     RoundHeaders,
     Transfer,
     check_like,
+    raising_peer_errors,
     without_traceback,
 )
+from ...comm.model_averager import NOTIFYING
 from ..push_sum.buffer import receive
 from .partners import Partners
 
@@ -57,7 +59,7 @@ class PairwiseAverager(ModelAverager):
         exchange: sends to and receives from the neighbors; used by nothing else.
         flags: of this rank: one for replies, and one for each neighbor that may send requests.
         partners: which rank of each pair is active.
-        barrier: returns once all ranks have called it.
+        barrier: returns once all ranks have called it with their steps.
         timeout: in seconds; a passive rank must reply within it.
         process_group: the ranks that train together; None: the default group.
     """
@@ -71,7 +73,7 @@ class PairwiseAverager(ModelAverager):
         exchange: NeighborExchange,
         flags: Flags,
         partners: Partners,
-        barrier: Callable[[], None],
+        barrier: Callable[[int], None],
         timeout: float,
         process_group: ProcessGroup | None = None,
     ) -> None:
@@ -141,7 +143,9 @@ class PairwiseAverager(ModelAverager):
             PeerError: a rank failed.
         """
         with self._reraise_failures():
-            self._barrier()  # no rank sends requests after this: polling finds all of them
+            self._barrier(
+                self.counts.steps
+            )  # no rank sends requests after this: polling finds all of them
             self._poll_flags()
             if self._replies.active_rank is not None:
                 self._replies.reply()
@@ -151,7 +155,7 @@ class PairwiseAverager(ModelAverager):
                 self._replies.accept(self._pending_requests.popleft())
                 self._replies.reply()
             self._replies.wait()
-            self._barrier()
+            self._barrier(self.counts.steps)
         self.exchange.headers.raise_nonfinite()
 
     @override
@@ -220,12 +224,14 @@ class PairwiseAverager(ModelAverager):
         taken a step.
         """
         if self._join_work is None or self._join_work.is_completed():
-            self._join_work = Join.notify_join_context(self)
+            with raising_peer_errors(self.process_group, self.counts.steps, NOTIFYING):
+                self._join_work = Join.notify_join_context(self)
 
     def _write_counts(self) -> None:
         """Leave the numbers of steps out of headers: every rank trains at its own pace."""
         counts = replace(self.counts, steps=ANY, repeats=ANY, forwards=ANY)
         self.exchange.headers.counts = counts
+        self.exchange.counts = self.counts  # requests are no steps
 
     def _poll_flags(self) -> None:
         for flag in self._flags.look():
@@ -238,9 +244,9 @@ class PairwiseAverager(ModelAverager):
 
     def _find_reply(self) -> None:
         """Find whether the own request has a reply, at one point in time for all ranks."""
-        self._barrier()
+        self._barrier(self.counts.steps)
         self._poll_flags()
-        self._barrier()  # no rank replies before all have polled
+        self._barrier(self.counts.steps)  # no rank replies before all have polled
         self._request.wait_if_replied()
 
     def _send_request(self) -> None:

@@ -114,9 +114,14 @@ class PushSum(ModelAverager):
             PeerError: a neighbor is known to have failed. Every later round raises the same error.
         """
         neighbors = self._neighbors(self.round_index % self._period)
-        self.exchange.headers.counts = self.counts
+        self._write_counts()
         self._for_each(lambda buffer: buffer.send(neighbors, self.round_index))
         self._steps_in_flight = 0
+
+    def _write_counts(self) -> None:
+        self.exchange.headers.counts = self.counts
+        if self._overlap > 1:  # else a round is a step
+            self.exchange.counts = self.counts
 
     def merge(self) -> None:
         """Wait for the messages of the round in flight, if any, and average with them.
@@ -178,7 +183,7 @@ class PushSum(ModelAverager):
         round_index = self.round_index + merges
         neighbors = self._neighbors(round_index % self._period)
         failure = None if self._failure is None else without_traceback(self._failure)
-        self.exchange.headers.counts = self.counts
+        self._write_counts()
         for index, buffer in enumerate(self._round_buffers):
             step = partial(step_bucket, index)
             try:

@@ -1,0 +1,63 @@
+"""AllReduce averages as DistributedDataParallel does, to the last bit."""
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pyparallel import GossipDataParallel
+from pyparallel.gossip import AllReduce
+
+
+class Branches(nn.Module):
+    """A sparse embedding, and layers of which a rank may use only one."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8, sparse=sparse)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, words, unused):
+        hidden = self.embedding(words)
+        for index, layer in enumerate(self.layers):
+            hidden = hidden if index == unused else layer(hidden).tanh()
+        return hidden
+
+
+def train(rank, is_plain, sparse, leaves_out, no_sync):
+    """Return the gradients of each step, and the last parameters."""
+    torch.manual_seed(0)
+    model = Branches(sparse)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if is_plain:
+        trainer = DistributedDataParallel(model, find_unused_parameters=leaves_out)
+    else:
+        algorithm = AllReduce(find_unused_parameters=leaves_out)
+        trainer = GossipDataParallel(model, optimizer, algorithm)
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    for step in range(6):
+        words = torch.randint(11, (5,), generator=generator)
+        unused = step % 3 if leaves_out and rank == 1 else None
+        if no_sync and step % 2:
+            with trainer.no_sync():
+                trainer(words, unused).square().sum().backward()
+            words = torch.randint(11, (5,), generator=generator)
+        trainer(words, unused).square().sum().backward()
+        found += [p.grad.to_dense().clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 3 > 0 or model.embedding.sparse)
+    return [*found, *(p.detach().clone() for p in model.parameters())]
+
+
+def compare(rank):
+    """Return the cases whose numbers are not those of a plain DistributedDataParallel."""
+    cases = [(False, False, True), (True, False, False), (False, True, False)]
+    return [
+        case
+        for case in cases
+        if not all(map(torch.equal, train(rank, True, *case), train(rank, False, *case)))
+    ]
+
+
+def test_gradients_and_parameters_are_those_of_ddp(ranks):
+    assert ranks.run(3, compare) == [[]] * 3
