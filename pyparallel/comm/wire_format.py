@@ -7,6 +7,7 @@ address: after a microbatch has emptied the caches, each operation of torch woul
 import ctypes
 import math
 import os
+import zlib
 from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,10 +21,12 @@ HEADER_WORDS = 128
 HEADER_BYTES = 8 * HEADER_WORDS
 _NUMBER = 1  # the index of the message's number in a header
 _UNWRITTEN = -1  # never a message's number; in bytes too
-_BEGIN = 5  # of what describes the tensors, or of the error
+_CHECKSUM = 5  # the index of the CRC-32 of all other words
+_BEGIN = 6  # of what describes the tensors, or of the error
 _TEXT = slice(_BEGIN, HEADER_WORDS)
 _ALIGNMENT_BYTES = 64
 _ONE_TENSOR = 3  # the count of a value that is a tensor and not a tuple
+_FAILURE = -1  # in place of a count
 _MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no payload is larger
 _DTYPES = (
     torch.float32,
@@ -90,8 +93,8 @@ class Header:
         Raises:
             ValueError: an unsupported dtype, or more dimensions than a header has room for.
         """
-        count = -1 if self.failure is not None else 2 * len(self.tensors) + self.single
-        words = [self.stream, self.number, self.received, count, self.via_host]
+        count = _FAILURE if self.failure is not None else 2 * len(self.tensors) + self.single
+        words = [self.stream, self.number, self.received, count, self.via_host, 0]
         for meta in self.tensors:
             if meta.dtype not in _DTYPES:
                 raise ValueError(f"tensors to send must be of a plain dtype, got {meta.dtype}")
@@ -106,7 +109,18 @@ class Header:
         ctypes.memmove(tensor.data_ptr(), array("q", words).tobytes(), HEADER_BYTES)
         if self.failure is not None:
             _write_text(tensor[_TEXT], self.failure)
+        write_checksum(tensor)
         return tensor
+
+
+def write_checksum(header: Tensor) -> None:
+    """Write the checksum of a header's other words into it."""
+    checksum = _checksum_of(ctypes.string_at(header.data_ptr(), HEADER_BYTES))
+    ctypes.c_int64.from_address(header.data_ptr() + 8 * _CHECKSUM).value = checksum
+
+
+def _checksum_of(header: bytes) -> int:
+    return zlib.crc32(memoryview(header)[8 * _BEGIN :], zlib.crc32(header[: 8 * _CHECKSUM]))
 
 
 def new_header(capacity: int = 0) -> Tensor:
@@ -134,14 +148,22 @@ def read_header(tensor: Tensor) -> Header:
     """Return the header that ``to_tensor`` encoded.
 
     Raises:
-        ValueError: it is none that ``to_tensor`` encodes, or of more bytes than the machine has.
+        ValueError: its checksum is wrong, it is none that ``to_tensor`` encodes, or of more bytes
+            than the machine has.
     """
-    words = array("q", ctypes.string_at(tensor.data_ptr(), HEADER_BYTES))
-    stream, number, received, count, via_host = words[:_BEGIN]
-    if count < 0:
+    written = ctypes.string_at(tensor.data_ptr(), HEADER_BYTES)
+    words = array("q", written)
+    if words[_CHECKSUM] != _checksum_of(written):
+        raise ValueError("a wrong checksum")
+    stream, number, received, count, via_host = words[:_CHECKSUM]
+    if count == _FAILURE:
         return Header(stream, number, received, failure=_read_text(tensor[_TEXT]))
     is_single = bool(count % 2)
-    if count // 2 > HEADER_WORDS or is_single != (count == _ONE_TENSOR) or via_host not in (0, 1):
+    if (
+        not 0 <= count // 2 <= HEADER_WORDS
+        or is_single != (count == _ONE_TENSOR)
+        or via_host not in (0, 1)
+    ):
         raise ValueError(f"a count of {count} and a place of {via_host}")
     tensors, at = [], _BEGIN
     for _ in range(count // 2):
