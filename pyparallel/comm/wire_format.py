@@ -7,6 +7,7 @@ address: after a microbatch has emptied the caches, each operation of torch woul
 import ctypes
 import math
 import os
+import zlib
 from array import array
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,7 +22,8 @@ HEADER_WORDS = 128
 HEADER_BYTES = 8 * HEADER_WORDS
 _NUMBER = 1  # the index of the message's number in a header
 _UNWRITTEN = -1  # never a message's number; in bytes too
-_BEGIN = 5  # of what describes the tensors, or of the error
+_CHECKSUM = 5  # the index of the CRC-32 of all other words
+_BEGIN = 6  # of what describes the tensors, or of the error
 _TEXT = slice(_BEGIN, HEADER_WORDS)
 _ALIGNMENT_BYTES = 64
 _ONE_TENSOR = 3  # the count of a value that is a tensor and not a tuple
@@ -120,7 +122,7 @@ class Header:
             text, count = self.refusal.text, _FAILURE - 1 - self.refusal.kind
         elif self.failure is not None:
             count = _FAILURE
-        words = [self.stream, self.number, self.received, count, self.via_host]
+        words = [self.stream, self.number, self.received, count, self.via_host, 0]
         for meta in self.tensors:
             if meta.dtype not in _DTYPES:
                 raise ValueError(f"tensors to send must be of a plain dtype, got {meta.dtype}")
@@ -135,7 +137,18 @@ class Header:
         ctypes.memmove(tensor.data_ptr(), array("q", words).tobytes(), HEADER_BYTES)
         if text is not None:
             _write_text(tensor[_TEXT], text)
+        write_checksum(tensor)
         return tensor
+
+
+def write_checksum(header: Tensor) -> None:
+    """Write the checksum of a header's other words into it."""
+    checksum = _checksum_of(ctypes.string_at(header.data_ptr(), HEADER_BYTES))
+    ctypes.c_int64.from_address(header.data_ptr() + 8 * _CHECKSUM).value = checksum
+
+
+def _checksum_of(header: bytes) -> int:
+    return zlib.crc32(memoryview(header)[8 * _BEGIN :], zlib.crc32(header[: 8 * _CHECKSUM]))
 
 
 def new_header(capacity: int = 0) -> Tensor:
@@ -163,10 +176,14 @@ def read_header(tensor: Tensor) -> Header:
     """Return the header that ``to_tensor`` encoded.
 
     Raises:
-        ValueError: it is none that ``to_tensor`` encodes, or of more bytes than the machine has.
+        ValueError: its checksum is wrong, it is none that ``to_tensor`` encodes, or of more bytes
+            than the machine has.
     """
-    words = array("q", ctypes.string_at(tensor.data_ptr(), HEADER_BYTES))
-    stream, number, received, count, via_host = words[:_BEGIN]
+    written = ctypes.string_at(tensor.data_ptr(), HEADER_BYTES)
+    words = array("q", written)
+    if words[_CHECKSUM] != _checksum_of(written):
+        raise ValueError("a wrong checksum")
+    stream, number, received, count, via_host = words[:_CHECKSUM]
     if count == _FAILURE:
         return Header(stream, number, received, failure=_read_text(tensor[_TEXT]))
     if 0 <= (kind := _FAILURE - 1 - count) < len(RefusalKind):

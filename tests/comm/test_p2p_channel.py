@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from pyparallel.comm import Channel, P2PGroups, PeerError, RemoteError
 from pyparallel.comm.p2p_payloads import INLINE_BYTES
-from pyparallel.comm.wire_format import Header, Refusal, RefusalKind, describe
+from pyparallel.comm.wire_format import Header, Refusal, RefusalKind, describe, write_checksum
 from tests.workers import observe_ranks, run_ranks, store_barrier
 
 STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
@@ -307,11 +307,13 @@ def send_malformed(rank):
     """Return what a receiver raises for headers that no channel writes; then one that it does."""
     channel = connect(rank)
     headers = [Header(0, 0, 0, describe(torch.ones(2))).to_tensor() for _ in range(5)]
-    headers[0][5] = 99  # the dtype
-    headers[1][8] = 2**45  # the size
+    headers[0][6] = 99  # the dtype
+    headers[1][9] = 2**45  # the size
     headers[2][2] = 10**9  # how many messages it has received
     headers[3][3] = -2 - len(RefusalKind)  # the count: no refusal of a kind
     headers[4] = Header(0, 0, 10**9, refusal=REFUSAL).to_tensor()
+    for each in headers:
+        write_checksum(each)
     if rank == 0:
         works = [channel._isend(each, channel._send_group, 0) for each in headers]
         channel.send(0, 1, torch.ones(3))

@@ -18,6 +18,7 @@ from pyparallel.comm.wire_format import (
     read_header,
     room_behind,
     unpack,
+    write_checksum,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -84,7 +85,7 @@ def test_a_refusal_is_received_as_sent_and_cut_to_a_header():
         header = Header(3, 7, 11, refusal=Refusal(kind, "rank 0: b\u00e4d inputs"))
         assert read_header(header.to_tensor()) == header
     long = Header(3, 7, 11, refusal=Refusal(RefusalKind.TYPE, "x" * HEADER_BYTES))
-    assert read_header(long.to_tensor()).refusal.text == "x" * (HEADER_BYTES - 40)
+    assert read_header(long.to_tensor()).refusal.text == "x" * (HEADER_BYTES - 48)
 
 
 def test_a_new_header_has_not_arrived_until_it_is_written():
@@ -100,7 +101,7 @@ def test_a_new_header_has_not_arrived_until_it_is_written():
 def test_a_failure_is_cut_to_the_room_of_a_header():
     for text in ("stage 1 failed: ü", "", "x" * 5000):
         header = read_header(Header(0, 0, 0, failure=text).to_tensor())
-        assert header.failure == text[: 8 * (HEADER_WORDS - 5)]
+        assert header.failure == text[: 8 * (HEADER_WORDS - 6)]
 
 
 def test_unsupported_dtypes_and_too_many_tensors_are_refused():
@@ -112,12 +113,12 @@ def test_unsupported_dtypes_and_too_many_tensors_are_refused():
 
 
 MALFORMED = {  # index of a word of a header of one float32 (2, 3), and what it is instead
-    "count": (3, [2, 9, 2**40, 2**62]),
+    "count": (3, [2, 9, 2**40, 2**62, -9, -(2**63)]),
     "via host": (4, [-1, 2, 2**40]),
-    "dtype": (5, [-1, 12, 2**40, -(2**63)]),
-    "differentiable": (6, [-1, 2]),
-    "dimensions": (7, [-1, 124, 2**40]),
-    "size": (8, [-1, 2**40, 2**62]),
+    "dtype": (6, [-1, 12, 2**40, -(2**63)]),
+    "differentiable": (7, [-1, 2]),
+    "dimensions": (8, [-1, 124, 2**40]),
+    "size": (9, [-1, 2**40, 2**62]),
 }
 
 
@@ -127,13 +128,17 @@ def test_malformed_headers_are_refused(subtests):
             with subtests.test(name, word=word):
                 header = Header(3, 7, 11, describe(torch.ones(2, 3)), single=True).to_tensor()
                 header[index] = word
+                with pytest.raises(ValueError, match=r"^a wrong checksum$"):
+                    read_header(header)
+                write_checksum(header)
                 if (name, word) == ("count", 2):  # a tuple of one
                     assert read_header(header).tensors
                     continue
                 with pytest.raises(ValueError, match="a "):
                     read_header(header)
     integers = Header(3, 7, 11, describe(torch.ones(2, dtype=torch.int64))).to_tensor()
-    integers[6] = 1
+    integers[7] = 1
+    write_checksum(integers)
     with pytest.raises(ValueError, match=r"a tensor of torch\.int64 that requires a gradient"):
         read_header(integers)
 

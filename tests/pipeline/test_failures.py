@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pyparallel.comm.wire_format import Refusal, RefusalKind
 from pyparallel.pipeline import (
     GPipe,
     OneForwardOneBackward,
@@ -162,6 +163,28 @@ FINISHED = (
 )
 
 
+def forge_a_refusal(rank):
+    """Refuse a step in place of its second message."""
+    trainer = PipelineTrainer(
+        [nn.Linear(4, 4) for _ in range(NUM_RANKS)], nn.functional.mse_loss, sgd, GPipe(),
+        num_microbatches=NUM_MICROBATCHES, split=[1, 2],
+    )  # fmt: skip
+    send = trainer._p2p.send
+
+    def forge(endpoint, number, value):
+        send(endpoint, number, Refusal(RefusalKind.TYPE, "no") if number == 1 else value)
+
+    if rank == 0:
+        trainer._p2p.send = forge
+    trainer.step(torch.ones(8, 4), torch.ones(8, 4))
+
+
+FORGED = (
+    "rank 1 waited for the forward of microbatch 1 (1F1) on stage 1: rank 0 must refuse a step in "
+    "place of its first message, got a refusal in place of another: no"
+)
+
+
 def make_other_calls(rank):
     group = dist.new_group([0, 1])
     if rank == 2:
@@ -185,6 +208,7 @@ def job_of(case):
 JOBS = {  # all on one set of processes
     **{name: job_of(case) for name, case in CASES.items()},
     "others have finished": fail_when_others_have_finished,
+    "forged refusal": forge_a_refusal,
     "interrupt": job_of(INTERRUPT),
     "other calls": make_other_calls,
 }
@@ -218,6 +242,10 @@ def test_every_rank_raises_an_error_that_names_the_failed_stage_and_action(error
 
 def test_ranks_that_expect_no_messages_raise_it_too(errors):
     assert errors["others have finished"] == [f"StageError: {FINISHED}"] * NUM_RANKS
+
+
+def test_a_refusal_amid_a_step_is_an_error_that_names_its_sender(errors):
+    assert errors["forged refusal"] == [f"StageError: {FORGED}"] * NUM_RANKS
 
 
 def test_an_interrupt_ends_the_other_ranks(errors):

@@ -61,6 +61,9 @@ class FakeStage:
 
 
 class FakeSplitter:
+    def find_input_error(self):
+        return None
+
     def inputs(self, microbatch):
         return torch.empty(1, device=META)
 

@@ -223,13 +223,14 @@ class Executor:
         Raises:
             StepRefusedError: the inputs are, or the target where this rank holds all stages.
         """
-        action = next(iter(actions_of(self._rank)), None)
-        if 0 not in self.stages or action is None or action.kind is not Kind.FORWARD:
-            return  # a drain begins with a backward
+        if 0 not in self.stages:
+            return
         problem = splitter.find_input_error()
         if problem is None and self._shape.num_ranks == 1:
             problem = splitter.find_target_error()
-        if problem is not None:
+        action = None if problem is None else next(iter(actions_of(self._rank)), None)
+        if problem is not None and action is not None and action.kind is Kind.FORWARD:
+            # A drain, which has no batch, begins with a backward.
             raise self._refuse(action, destinations, refusal_of(splitter.place, problem))
 
     def _refuse(
@@ -253,7 +254,7 @@ class Executor:
         self.spans, self.running = [], None
         # A loss, whose graph is released after the gradient is sent.
         before: Value | Refusal | None = None
-        is_first = True
+        may_be_refused = True
         for action in actions:
             try:
                 output = run_action(action, self._inputs(action, splitter))
@@ -263,10 +264,10 @@ class Executor:
                 if after_first is not None:
                     after_first()
                     after_first = None
-                is_first = False
+                may_be_refused = False
             except Exception as error:
-                begins = is_first and action.kind is Kind.FORWARD
-                if begins and isinstance(error, StepRefusedError):
+                may_be_refused = may_be_refused and action.kind is Kind.FORWARD
+                if may_be_refused and isinstance(error, StepRefusedError):
                     self._p2p.forget()
                     raise self._refuse(action, destinations, error.refusal) from None
                 raise self._abort(self._message(self._failed_action(action), error)) from error
