@@ -1,5 +1,6 @@
 """The trainer of a model that is split into stages, one or more for each rank."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import (
+    Collectives,
     P2PGroups,
     check_consistent_across_ranks,
     check_format,
@@ -268,11 +270,47 @@ class PipelineTrainer:
         step = {"step": self._total_steps}
         return {str(stage.index): seal({**stage.state_dict(), **step}) for stage in self.stages}
 
+    def rescue_state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's stages after a failure, for a new trainer to load.
+
+        It is that of each stage's last completed update: the live weights, never predicted or
+        stashed ones, without the gradients of microbatches in flight. Buffers, such as batch norm's
+        statistics, are those of the last forward. No rank needs another one for it. ``updates`` of
+        a stage is their number, which may differ between stages; ``half_updated`` says that the
+        failure was inside of an update, which may have changed a part of the weights.
+
+        Warns:
+            RuntimeWarning: a stage may be half updated.
+
+        Raises:
+            RuntimeError: the stages are not built yet.
+        """
+        if self._executor is None:
+            raise RuntimeError(
+                "rescue_state_dict() must come after the first step or prepare(inputs, target), "
+                "got no stages yet: nothing was trained"
+            )
+        for stage in self.stages:
+            stage.weights.restore_live()
+        step = {"step": self._total_steps, "rescued": True}
+        state = {
+            str(stage.index): seal(
+                {**stage.state_dict(), **step, "half_updated": stage.is_updating}
+            )
+            for stage in self.stages
+        }
+        _warn_if_half_updated(state)
+        return state
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned on this rank; all ranks call it together.
 
         Every rank checks all of its state, and the ranks compare their steps, before anything is
-        written.
+        written. The steps may differ if a rank's state is of ``rescue_state_dict``; other ranks,
+        such as one that died, may then load an older checkpoint.
+
+        Warns:
+            RuntimeWarning: a stage of the state may be half updated.
 
         Raises:
             RuntimeError: microbatches are in flight, or the stages are not built yet.
@@ -287,13 +325,29 @@ class PipelineTrainer:
                 "stages, got none yet"
             )
         check_on_all_ranks(lambda: self._check_state(state), self._check_consistent)
+        self._total_steps = self._agree_on_step(state)
         for stage in self.stages:
-            saved = state[str(stage.index)]
-            stage.load_state_dict(saved)
-            self._total_steps = saved.get("step", 0)  # which older versions did not save
+            stage.load_state_dict(state[str(stage.index)])
+        _warn_if_half_updated(state)
+
+    def _agree_on_step(self, state: Mapping[str, Any]) -> int:
+        """Return the step of all ranks' states; the least one, if any is of ``rescue_state_dict``.
+
+        Raises:
+            DisagreementError: they are of different steps, and none was rescued.
+        """
+        steps = [saved.get("step", -1) for saved in state.values()]  # -1: of an older version
+        device = device_of(self._group) if dist.is_initialized() else torch.device("cpu")
+        own = torch.tensor([_is_rescued(state), min(steps)], device=device)
+        gathered = Collectives(self._group).all_gather(own).tolist()
+        if not any(is_rescued for is_rescued, _ in gathered):
+            text = "one not recorded" if steps[0] < 0 else repr(steps[0])
+            self._check_consistent([("step of state", text)], None)
+        step: int = min(step for _, step in gathered)
+        return max(0, step)
 
     def _check_state(self, state: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return what must be equal on all ranks.
+        """Check that this rank can load a state; there is nothing to compare between ranks yet.
 
         Raises:
             Exception: of any type, if anything of the state cannot be loaded.
@@ -312,9 +366,9 @@ class PipelineTrainer:
             stage.check_state(saved, str(stage.index))
         # Older versions did not save it.
         steps = [str(state[number].get("step", "one not recorded")) for number in own]
-        if len(set(steps)) > 1:
+        if len(set(steps)) > 1 and not _is_rescued(state):
             raise ValueError(f"state must be of one step, got stages of {', '.join(steps)}")
-        return [("step of state", steps[0])]
+        return []
 
     def _barrier(self) -> None:
         with self._recording_failure() as executor:
@@ -446,7 +500,8 @@ class PipelineTrainer:
     def _check_health(self) -> None:
         if self._failure is not None:
             raise RuntimeError(
-                f"the pipeline has failed; create a new PipelineTrainer: {self._failure}"
+                "the pipeline has failed; create a new PipelineTrainer, and load into it what "
+                f"rescue_state_dict() of this one returns: {self._failure}"
             )
 
     def _check_group(self) -> None:
@@ -488,6 +543,23 @@ def _shares_update_fn(schedule: Schedule, shape: PipelineShape) -> Callable[[int
         return schedule.update_index(shape, first) == schedule.update_index(shape, last)
 
     return shares_update
+
+
+def _is_rescued(state: Mapping[str, Any]) -> bool:
+    """Return whether a rank's state is of ``rescue_state_dict``."""
+    return any(saved.get("rescued", False) for saved in state.values())
+
+
+def _warn_if_half_updated(state: Mapping[str, Any]) -> None:
+    found = [number for number, saved in state.items() if saved.get("half_updated", False)]
+    if found:
+        warnings.warn(
+            f"the failure was inside of an update of stage {', '.join(found)}, which may have "
+            "changed a part of its weights and of its optimizer's state: load an earlier "
+            "checkpoint if that matters",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 @contextmanager

@@ -53,8 +53,14 @@ class Stage:
         optimizer: of its parameters; None: it has none to train.
         weights: in the versions that its schedule reads.
         criterion: of the last stage; None for others.
+
+    Attributes:
+        num_updates: completed since the stage was built, and in what it has loaded.
+        is_updating: an update has begun and not ended, or has failed.
     """
 
+    num_updates = 0
+    is_updating = False
     head_loss: float | None = None  # of the last step, where the stage has a head of its own
 
     def __init__(
@@ -156,12 +162,15 @@ class Stage:
     def update(self) -> None:
         """Step the optimizer on the accumulated gradients, zero them, and step the scheduler."""
         self._check_optimized()
+        self.is_updating = True
         self.weights.update()
         torch.clear_autocast_cache()  # its casts are of the old contents
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
             self.scheduler.step()
+        self.num_updates += 1
+        self.is_updating = False
 
     def schedule_rates(self, scheduler_fn: SchedulerFactory) -> None:
         """Step a scheduler after each update, if the stage has an optimizer."""
@@ -171,7 +180,7 @@ class Stage:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the module, the optimizer and the scheduler."""
         module = plain_keys(self.module.state_dict())
-        state: dict[str, Any] = {"module": module, "optimizer": None}
+        state: dict[str, Any] = {"module": module, "optimizer": None, "updates": self.num_updates}
         if self.optimizer is not None:
             state["optimizer_kind"] = optimizer_kind(self.optimizer)
             state["optimizer"] = self.optimizer.state_dict()
@@ -186,6 +195,7 @@ class Stage:
             self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+        self.num_updates = state.get("updates", 0)  # which older versions did not save
 
     def check_state(self, state: dict[str, Any], path: str) -> None:
         """Check that ``load_state_dict`` can load a state; changes nothing.
@@ -195,6 +205,7 @@ class Stage:
         """
         own = plain_keys(self.module.state_dict())
         check_like(plain_keys(state["module"]), own, f"{path}.module")
+        check_like(state.get("updates", 0), self.num_updates, f"{path}.updates")
         if self.optimizer is not None:
             kind, optimizer_path = state.get("optimizer_kind"), f"{path}.optimizer"
             check_optimizer_state(self.optimizer, state["optimizer"], kind, optimizer_path)
