@@ -10,20 +10,16 @@ import torch.distributed as dist
 from ..comm import (
     P2PGroups,
     check_consistent_across_ranks,
-    check_format,
     check_group_exists,
-    check_like,
-    check_on_all_ranks,
     device_of,
     new_trainer_group,
-    seal,
-    summarize,
     warn_if_alone,
 )
 from ..comm.errors import place_of
 from ..comm.wire_format import Refusal, RefusalKind
 from ..compression import Compressor
 from .build import build_executor
+from .checkpoint import load_stages, rescue_stages, save_stages
 from .partition.auto import split_automatically
 from .partition.slice import slice_layers
 from .partition.torch_pipe import layers_and_split
@@ -300,14 +296,39 @@ class PipelineTrainer:
             RuntimeError: microbatches are in flight; call ``flush`` before.
         """
         self._check_empty("state_dict()")
-        step = {"step": self._total_steps}
-        return {str(stage.index): seal({**stage.state_dict(), **step}) for stage in self.stages}
+        return save_stages(self.stages, self._total_steps)
+
+    def rescue_state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's stages after a failure, for a new trainer to load.
+
+        It is that of each stage's last completed update: the live weights, never predicted or
+        stashed ones, without the gradients of microbatches in flight. Buffers, such as batch norm's
+        statistics, are those of the last forward. No rank needs another one for it. ``updates`` of
+        a stage is their number, which may differ between stages; ``half_updated`` says that the
+        failure was inside of an update, which may have changed a part of the weights.
+
+        Warns:
+            RuntimeWarning: a stage may be half updated.
+
+        Raises:
+            RuntimeError: the stages are not built yet.
+        """
+        if self._executor is None:
+            raise RuntimeError(
+                "rescue_state_dict() must come after the first step or prepare(inputs, target), "
+                "got no stages yet: nothing was trained"
+            )
+        return rescue_stages(self.stages, self._total_steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned on this rank; all ranks call it together.
 
         Every rank checks all of its state, and the ranks compare their steps, before anything is
-        written.
+        written. The steps may differ if a rank's state is of ``rescue_state_dict``; other ranks,
+        such as one that died, may then load an older checkpoint.
+
+        Warns:
+            RuntimeWarning: a stage of the state may be half updated.
 
         Raises:
             RuntimeError: microbatches are in flight, or the stages are not built yet.
@@ -321,35 +342,7 @@ class PipelineTrainer:
                 "load_state_dict() must come after prepare(inputs, target), which builds the "
                 "stages, got none yet"
             )
-        check_on_all_ranks(lambda: self._check_state(state), self._check_consistent)
-        for stage in self.stages:
-            saved = state[str(stage.index)]
-            stage.load_state_dict(saved)
-            self._total_steps = saved.get("step", 0)  # which older versions did not save
-
-    def _check_state(self, state: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return what must be equal on all ranks.
-
-        Raises:
-            Exception: of any type, if anything of the state cannot be loaded.
-        """
-        own = [str(stage.index) for stage in self.stages]
-        if not isinstance(state, Mapping) or sorted(state) != sorted(own):
-            names = ", ".join(map(str, state)) if isinstance(state, Mapping) else summarize(state)
-            raise ValueError(
-                f"state must be of stages {', '.join(own)}, got {names}: "
-                "load it on the rank that saved it, with the same split"
-            )
-        for stage in self.stages:
-            saved = state[str(stage.index)]
-            check_format(saved)
-            check_like(saved.get("step", 0), self._total_steps, f"{stage.index}.step")
-            stage.check_state(saved, str(stage.index))
-        # Older versions did not save it.
-        steps = [str(state[number].get("step", "one not recorded")) for number in own]
-        if len(set(steps)) > 1:
-            raise ValueError(f"state must be of one step, got stages of {', '.join(steps)}")
-        return [("step of state", steps[0])]
+        self._total_steps = load_stages(self.stages, state, self._group, self._check_consistent)
 
     def _split_batch(self, inputs: Any, target: Any, step: int) -> MicrobatchSplitter:
         num_microbatches = self._shape.num_microbatches
@@ -478,7 +471,8 @@ class PipelineTrainer:
     def _check_health(self) -> None:
         if self._failure is not None:
             raise RuntimeError(
-                f"the pipeline has failed; create a new PipelineTrainer: {self._failure}"
+                "the pipeline has failed; create a new PipelineTrainer, and load into it what "
+                f"rescue_state_dict() of this one returns: {self._failure}"
             )
 
     def _check_group(self) -> None:

@@ -61,9 +61,13 @@ class Stage:
     Attributes:
         refusals: of gradients that the stage has not had, since they were last taken.
         skips_update: such a gradient would be in the next update.
+        num_updates: completed since the stage was built, and in what it has loaded.
+        is_updating: an update has begun and not ended, or has failed.
     """
 
     skips_update = False
+    num_updates = 0
+    is_updating = False
     head_loss: float | None = None  # of the last step, where the stage has a head of its own
 
     def __init__(
@@ -199,13 +203,16 @@ class Stage:
         if self.skips_update:
             self.weights.skip_update()
         else:
+            self.is_updating = True
             self.weights.update()
             torch.clear_autocast_cache()  # its casts are of the old contents
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None and not self.skips_update:
             self.scheduler.step()
-        self.skips_update = False
+        if not self.skips_update:
+            self.num_updates += 1
+        self.skips_update = self.is_updating = False
 
     def schedule_rates(self, scheduler_fn: SchedulerFactory) -> None:
         """Step a scheduler after each update, if the stage has an optimizer."""
@@ -215,7 +222,7 @@ class Stage:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the module, the optimizer and the scheduler."""
         module = plain_keys(self.module.state_dict())
-        state: dict[str, Any] = {"module": module, "optimizer": None}
+        state: dict[str, Any] = {"module": module, "optimizer": None, "updates": self.num_updates}
         if self.optimizer is not None:
             state["optimizer_kind"] = optimizer_kind(self.optimizer)
             state["optimizer"] = self.optimizer.state_dict()
@@ -230,6 +237,7 @@ class Stage:
             self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+        self.num_updates = state.get("updates", 0)  # which older versions did not save
 
     def check_state(self, state: dict[str, Any], path: str) -> None:
         """Check that ``load_state_dict`` can load a state; changes nothing.
@@ -239,6 +247,7 @@ class Stage:
         """
         own = plain_keys(self.module.state_dict())
         check_like(plain_keys(state["module"]), own, f"{path}.module")
+        check_like(state.get("updates", 0), self.num_updates, f"{path}.updates")
         if self.optimizer is not None:
             kind, optimizer_path = state.get("optimizer_kind"), f"{path}.optimizer"
             check_optimizer_state(self.optimizer, state["optimizer"], kind, optimizer_path)

@@ -54,6 +54,9 @@ class Weights(Protocol):
     def restart(self) -> None:
         """Count versions and microbatches from 0 again, with the pipeline empty."""
 
+    def restore_live(self) -> None:
+        """Point the parameters at the live weights, wherever a failure has left them."""
+
 
 class LiveWeights(Weights):
     """The live weights alone, for schedules without an update between a forward and its backward.
@@ -93,6 +96,10 @@ class LiveWeights(Weights):
     @override
     def restart(self) -> None:
         self._version = 0
+
+    @override
+    def restore_live(self) -> None:
+        pass
 
 
 class StageWeights(Weights):
@@ -200,6 +207,10 @@ class StageWeights(Weights):
         self._first_forwards.clear()
         for key in list(self._copies):
             self._free.append(self._copies.pop(key))
+
+    @override
+    def restore_live(self) -> None:
+        self._memory.restore(self._live)
 
     def _counters_of(self, microbatch: int) -> VersionCounters:
         update = self._update_index(microbatch)

@@ -68,10 +68,14 @@ class WeightCopies:
     def point_to(self, copy: WeightCopy) -> None:
         """Point the parameters into a copy."""
         if copy is not self.current:
-            torch.clear_autocast_cache()  # of casts of the parameters' old contents
-            for parameter, view in zip(self._parameters, copy.views, strict=True):
-                parameter.data = view
-            self.current = copy
+            self.restore(copy)
+
+    def restore(self, copy: WeightCopy) -> None:
+        """Point the parameters into a copy, wherever an interrupt has left them."""
+        torch.clear_autocast_cache()  # of casts of the parameters' old contents
+        for parameter, view in zip(self._parameters, copy.views, strict=True):
+            parameter.data = view
+        self.current = copy
 
     def in_current(self, tensor: Tensor) -> Tensor:
         """Return the current copy's view where a tensor views another; other tensors unchanged."""

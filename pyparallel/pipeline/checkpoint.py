@@ -1,0 +1,128 @@
+"""The saved states of a rank's stages."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..comm import (
+    Collectives,
+    check_format,
+    check_like,
+    check_on_all_ranks,
+    device_of,
+    seal,
+    summarize,
+)
+from .runtime.stage import Stage
+
+CheckConsistent = Callable[[list[tuple[str, str]], str | TypeError | None], None]
+
+
+def save_stages(stages: Sequence[Stage], step: int) -> dict[str, Any]:
+    """Return the states of stages after a step, by the stage's index."""
+    return {str(each.index): seal({**each.state_dict(), "step": step}) for each in stages}
+
+
+def rescue_stages(stages: Sequence[Stage], step: int) -> dict[str, Any]:
+    """Return the states of a failed pipeline's stages as of their last completed updates.
+
+    Warns:
+        RuntimeWarning: a stage may be half updated.
+    """
+    state = {}
+    for stage in stages:
+        stage.weights.restore_live()
+        marks = {"step": step, "rescued": True, "half_updated": stage.is_updating}
+        state[str(stage.index)] = seal({**stage.state_dict(), **marks})
+    _warn_if_half_updated(state)
+    return state
+
+
+def load_stages(
+    stages: Sequence[Stage],
+    state: Mapping[str, Any],
+    process_group: dist.ProcessGroup | None,
+    check_consistent: CheckConsistent,
+) -> int:
+    """Load the states of stages after checking them on all ranks; return the step of the states.
+
+    Args:
+        stages: of this rank.
+        state: as of ``save_stages`` or ``rescue_stages``.
+        process_group: of the ranks; None: the default group, or a single process.
+        check_consistent: raises the same error on all ranks, from fields and a problem.
+
+    Raises:
+        DisagreementError: on all ranks, which have changed nothing.
+    """
+    check_on_all_ranks(lambda: _check_stages(stages, state), check_consistent)
+    step = _agree_on_step(state, process_group, check_consistent)
+    for stage in stages:
+        stage.load_state_dict(state[str(stage.index)])
+    _warn_if_half_updated(state)
+    return step
+
+
+def _check_stages(stages: Sequence[Stage], state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Check that this rank can load a state; there is nothing to compare between ranks yet.
+
+    Raises:
+        Exception: of any type, if anything of the state cannot be loaded.
+    """
+    own = [str(stage.index) for stage in stages]
+    if not isinstance(state, Mapping) or sorted(state) != sorted(own):
+        names = ", ".join(map(str, state)) if isinstance(state, Mapping) else summarize(state)
+        raise ValueError(
+            f"state must be of stages {', '.join(own)}, got {names}: "
+            "load it on the rank that saved it, with the same split"
+        )
+    for stage in stages:
+        saved = state[str(stage.index)]
+        check_format(saved)
+        check_like(saved.get("step", 0), 0, f"{stage.index}.step")
+        stage.check_state(saved, str(stage.index))
+    # Older versions did not save it.
+    steps = [str(state[number].get("step", "one not recorded")) for number in own]
+    if len(set(steps)) > 1 and not _is_rescued(state):
+        raise ValueError(f"state must be of one step, got stages of {', '.join(steps)}")
+    return []
+
+
+def _agree_on_step(
+    state: Mapping[str, Any],
+    process_group: dist.ProcessGroup | None,
+    check_consistent: CheckConsistent,
+) -> int:
+    """Return the step of all ranks' states; the least one, if any is of ``rescue_stages``.
+
+    Raises:
+        DisagreementError: they are of different steps, and none was rescued.
+    """
+    steps = [saved.get("step", -1) for saved in state.values()]  # -1: of an older version
+    device = device_of(process_group) if dist.is_initialized() else torch.device("cpu")
+    own = torch.tensor([_is_rescued(state), min(steps)], device=device)
+    gathered = Collectives(process_group).all_gather(own).tolist()
+    if not any(is_rescued for is_rescued, _ in gathered):
+        text = "one not recorded" if steps[0] < 0 else repr(steps[0])
+        check_consistent([("step of state", text)], None)
+    return max(0, min(step for _, step in gathered))
+
+
+def _is_rescued(state: Mapping[str, Any]) -> bool:
+    """Return whether a rank's state is of ``rescue_stages``."""
+    return any(saved.get("rescued", False) for saved in state.values())
+
+
+def _warn_if_half_updated(state: Mapping[str, Any]) -> None:
+    found = [number for number, saved in state.items() if saved.get("half_updated", False)]
+    if found:
+        warnings.warn(
+            f"the failure was inside of an update of stage {', '.join(found)}, which may have "
+            "changed a part of its weights and of its optimizer's state: load an earlier "
+            "checkpoint if that matters",
+            RuntimeWarning,
+            stacklevel=4,
+        )
