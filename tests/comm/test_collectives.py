@@ -174,6 +174,22 @@ def call_a_dead_rank(rank):
     return errors
 
 
+def make_a_mistake(rank):
+    collectives = Collectives()
+    collectives.step = 4
+    collectives.all_to_all(torch.ones(2), [1, 1], [1, 1] if rank else [2])
+
+
+def test_a_mistake_of_a_rank_is_not_blamed_on_another():
+    first, second = observe_ranks(2, make_a_mistake, group_timeout=5)
+    problem = "Number of tensor splits not equal to group size"
+    assert first.error == (
+        f"PeerError: rank 0, step 4: the all-to-all failed on this rank: {problem}"
+    )
+    expected = f"PeerError: rank 1, step 4: the all-to-all failed: rank 0 failed: {problem} ("
+    assert second.error.startswith(expected), second.error
+
+
 def test_a_dead_rank_is_an_error_that_names_rank_step_and_collective():
     first, _ = observe_ranks(2, call_a_dead_rank, group_timeout=5)
     assert len(first.value) == len(COLLECTIVES)

@@ -33,7 +33,7 @@ def steps_two_trainers(rank, algorithm):
 
 def test_trainers_stepped_in_another_order_name_each_other(ranks):
     for algorithm in (SGP(Ring(2)), NoLoCo(RandomMatching(2), interval=1), LocalSGD(1)):
-        step = 1 if isinstance(algorithm, LocalSGD) else 0
+        step = 0 if isinstance(algorithm, SGP) else 1
         outcomes = ranks.observe(2, steps_two_trainers, algorithm, group_timeout=2)
         (error, *state), (other_error, *other_state) = (outcome.value for outcome in outcomes)
         assert state == other_state == [[1.0, 2.0], [1.0, 1.0]]
