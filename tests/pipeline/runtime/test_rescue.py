@@ -22,7 +22,7 @@ from pyparallel.pipeline import (
 )
 from tests.pipeline import reference
 from tests.pipeline.faults import die, raise_error, raise_in_backward
-from tests.pipeline.test_inputs import ALL_SCHEDULES, sgd
+from tests.pipeline.runtime.test_inputs import ALL_SCHEDULES, sgd
 from tests.workers import observe_ranks
 
 WIDTH, NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 3, 4, 3, 6
