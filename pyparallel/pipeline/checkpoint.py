@@ -108,7 +108,8 @@ def _agree_on_step(
     if not any(is_rescued for is_rescued, _ in gathered):
         text = "one not recorded" if steps[0] < 0 else repr(steps[0])
         check_consistent([("step of state", text)], None)
-    return max(0, min(step for _, step in gathered))
+    least: int = min(step for _, step in gathered)
+    return max(0, least)
 
 
 def _is_rescued(state: Mapping[str, Any]) -> bool:
