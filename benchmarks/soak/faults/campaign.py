@@ -43,8 +43,11 @@ def run_all(trials: Sequence[Trial]) -> Iterator[Row]:
         for each in pending:
             yield each.result()
     finally:
-        runner.close()  # ends trials that still run
+        for server in runner.servers:
+            server.kill()  # ends trials that still run
         pool.shutdown(cancel_futures=True)
+        for server in runner.servers:
+            server.close()
 
 
 def find_refusal() -> str | None:
@@ -65,9 +68,9 @@ class Runner:
 
     def __init__(self, refusal: str | None) -> None:
         self._refusal = refusal
-        self._servers = [Server() for _ in range(AT_ONCE)]
+        self.servers = [Server() for _ in range(AT_ONCE)]
         self._free: queue.SimpleQueue[Server] = queue.SimpleQueue()
-        for server in self._servers:
+        for server in self.servers:
             self._free.put(server)
         self._undisturbed: dict[str, list[str | None]] = {}
 
@@ -93,8 +96,3 @@ class Runner:
                     f"--- {trial.fault}, {trial.trainer}, rank {rank}:\n{end.log}", file=sys.stderr
                 )
         return judge(trial, outcome, undisturbed)
-
-    def close(self) -> None:
-        """End all ranks."""
-        for server in self._servers:
-            server.close()

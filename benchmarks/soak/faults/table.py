@@ -25,7 +25,8 @@ def by_fault(rows: Sequence[Row], before: Sequence[Row] = ()) -> str:
 
     Args:
         rows: of trials.
-        before: of the same trials at an earlier commit: cells that differ have both values.
+        before: of the same trials at an earlier commit, and maybe others, which are left out: cells
+            that differ have both values.
     """
     return _table("fault", rows, before)
 
@@ -50,6 +51,8 @@ def totals(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _table(key: str, rows: Sequence[Row], before: Sequence[Row]) -> str:
+    same = {(row["fault"], row["trainer"]) for row in rows}
+    before = [row for row in before if (row["fault"], row["trainer"]) in same]
     lines = [f"| {key} | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name in [*dict.fromkeys(row[key] for row in rows), None]:
         now, then = (

@@ -97,10 +97,14 @@ class Server:
         event: dict[str, Any] = json.loads(line)
         return event
 
-    def close(self) -> None:
-        """End the process, and with it all ranks."""
+    def kill(self) -> None:
+        """End the process, and with it all ranks; a trial that runs raises."""
         self._process.kill()
-        self._process.wait()
+
+    def close(self) -> None:
+        """Wait for the process, and close its pipes."""
+        with self._process:
+            self.kill()
 
 
 @dataclass
