@@ -45,7 +45,8 @@ class P2PGroups:
         """
         num_ranks = dist.get_world_size(process_group)
         ranks = range(num_ranks)
-        if dist.get_backend(process_group) == "gloo":
+        backends = dist.get_backend_config(process_group).split(",")  # such as "cpu:gloo"
+        if all(each.split(":")[-1] == "gloo" for each in backends):
             upward, downward = (new_group(ranks, process_group) for _ in range(2))
             return cls(None, (upward, downward), device)
         neighbors = [(rank, rank + 1) for rank in range(num_ranks - 1)]

@@ -24,7 +24,6 @@ _NUMBER = 1  # the index of the message's number in a header
 _UNWRITTEN = -1  # never a message's number; in bytes too
 _CHECKSUM = 5  # the index of the CRC-32 of all other words
 _BEGIN = 6  # of what describes the tensors, or of the error
-_TEXT = slice(_BEGIN, HEADER_WORDS)
 _ALIGNMENT_BYTES = 64
 _ONE_TENSOR = 3  # the count of a value that is a tensor and not a tuple
 _FAILURE = -1  # in place of a count, as are -2 - kind of a refusal
@@ -122,33 +121,23 @@ class Header:
             text, count = self.refusal.text, _FAILURE - 1 - self.refusal.kind
         elif self.failure is not None:
             count = _FAILURE
-        words = [self.stream, self.number, self.received, count, self.via_host, 0]
+        words = array("q", (self.stream, self.number, self.received, count, self.via_host, 0))
         for meta in self.tensors:
             if meta.dtype not in _DTYPES:
                 raise ValueError(f"tensors to send must be of a plain dtype, got {meta.dtype}")
-            words += [_DTYPES.index(meta.dtype), meta.differentiable, len(meta.shape), *meta.shape]
+            words.extend((_DTYPES.index(meta.dtype), meta.differentiable, len(meta.shape)))
+            words.extend(meta.shape)
         if len(words) > HEADER_WORDS:
             raise ValueError(
                 f"a value to send must have at most about {HEADER_WORDS // 6} tensors, got "
                 f"{len(self.tensors)}"
             )
+        rest = HEADER_BYTES - 8 * len(words)
+        words.frombytes((text or "").encode()[:rest].ljust(rest, b"\0"))
+        words[_CHECKSUM] = zlib.crc32(words)
         tensor = _empty(capacity)
-        words += [0] * (HEADER_WORDS - len(words))
-        ctypes.memmove(tensor.data_ptr(), array("q", words).tobytes(), HEADER_BYTES)
-        if text is not None:
-            _write_text(tensor[_TEXT], text)
-        write_checksum(tensor)
+        ctypes.memmove(tensor.data_ptr(), words.buffer_info()[0], HEADER_BYTES)
         return tensor
-
-
-def write_checksum(header: Tensor) -> None:
-    """Write the checksum of a header's other words into it."""
-    checksum = _checksum_of(ctypes.string_at(header.data_ptr(), HEADER_BYTES))
-    ctypes.c_int64.from_address(header.data_ptr() + 8 * _CHECKSUM).value = checksum
-
-
-def _checksum_of(header: bytes) -> int:
-    return zlib.crc32(memoryview(header)[8 * _BEGIN :], zlib.crc32(header[: 8 * _CHECKSUM]))
 
 
 def new_header(capacity: int = 0) -> Tensor:
@@ -179,15 +168,16 @@ def read_header(tensor: Tensor) -> Header:
         ValueError: its checksum is wrong, it is none that ``to_tensor`` encodes, or of more bytes
             than the machine has.
     """
-    written = ctypes.string_at(tensor.data_ptr(), HEADER_BYTES)
-    words = array("q", written)
-    if words[_CHECKSUM] != _checksum_of(written):
+    words = array("q", ctypes.string_at(tensor.data_ptr(), HEADER_BYTES))
+    checksum, words[_CHECKSUM] = words[_CHECKSUM], 0
+    if checksum != zlib.crc32(words):
         raise ValueError("a wrong checksum")
     stream, number, received, count, via_host = words[:_CHECKSUM]
-    if count == _FAILURE:
-        return Header(stream, number, received, failure=_read_text(tensor[_TEXT]))
-    if 0 <= (kind := _FAILURE - 1 - count) < len(RefusalKind):
-        refusal = Refusal(RefusalKind(kind), _read_text(tensor[_TEXT]))
+    if _FAILURE - len(RefusalKind) <= count <= _FAILURE:
+        text = words[_BEGIN:].tobytes().rstrip(b"\0").decode(errors="ignore")
+        if count == _FAILURE:
+            return Header(stream, number, received, failure=text)
+        refusal = Refusal(RefusalKind(_FAILURE - 1 - count), text)
         return Header(stream, number, received, refusal=refusal)
     is_single = bool(count % 2)
     if (
@@ -289,13 +279,3 @@ def _aligned(num_bytes: int) -> int:
 
 def _empty(capacity: int) -> Tensor:
     return torch.empty(HEADER_WORDS + capacity // 8, dtype=torch.int64)
-
-
-def _write_text(words: Tensor, text: str) -> None:
-    target = words.view(torch.uint8)
-    written = text.encode()[: target.numel()]
-    target[: len(written)] = torch.tensor(list(written), dtype=torch.uint8)
-
-
-def _read_text(words: Tensor) -> str:
-    return bytes(words.view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="ignore")

@@ -372,7 +372,7 @@ class PipelineTrainer:
     def _barrier(self, refusal: Refusal | None = None) -> None:
         """Wait for all ranks; ``refusal``: of one of them, for all."""
         with self._recording_failure() as executor:
-            refusal = executor.barrier(refusal)
+            refusal = executor.barrier(max(0, self._total_steps - 1), refusal)
             if refusal is not None:
                 executor.refusals.append(refusal)
 

@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 
 from pyparallel import GossipDataParallel
-from pyparallel.comm import counterparts_of, device_of, new_group, node_of, process_groups
+from pyparallel.comm import (
+    P2PGroups,
+    counterparts_of,
+    device_of,
+    new_group,
+    new_trainer_group,
+    node_of,
+    process_groups,
+)
 from pyparallel.comm.errors import trainer_of
 from pyparallel.gossip import SGP
 from pyparallel.gossip.topology import Ring
@@ -91,6 +99,16 @@ def test_ranks_in_unequal_numbers_of_trainers_can_make_another(ranks):
     numbers = [[number - outcomes[0][0][0] for number in each] for each, _ in outcomes]
     assert numbers == [[0, 2, 3], [0, 1, 2, 2, 3], [1, 2]]
     assert [total for _, total in outcomes] == [3, 3, 3]
+
+
+def headers_group(rank):
+    groups = P2PGroups.connect(new_trainer_group(None), torch.device("cpu"), is_ring=False)
+    return groups.headers is None, groups.supports_inline
+
+
+def test_messages_of_a_gloo_trainer_carry_their_headers(ranks):
+    """A group is of gloo for every device, which torch names otherwise than gloo."""
+    assert ranks.run(2, headers_group) == [(True, True)] * 2
 
 
 def connect_to_a_dead_rank(rank):

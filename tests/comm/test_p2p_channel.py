@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from pyparallel.comm import Channel, P2PGroups, PeerError, RemoteError
 from pyparallel.comm.p2p_payloads import INLINE_BYTES
-from pyparallel.comm.wire_format import Header, Refusal, RefusalKind, describe, write_checksum
+from pyparallel.comm.wire_format import Header, Refusal, RefusalKind, describe
+from tests.comm.headers import write_checksum
 from tests.workers import observe_ranks, run_ranks, store_barrier
 
 STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,6 +146,15 @@ def server():
         process.kill()
 
 
+def stop(process):
+    """Stop a process, and wait until all of its threads are."""
+    process.send_signal(signal.SIGSTOP)
+    while not all(
+        " T " in path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/stat")
+    ):
+        time.sleep(0.001)
+
+
 def test_calls_to_a_stopped_store_end_and_do_not_lock_it(server):
     process, port = server
     inner = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -156,7 +167,7 @@ def test_calls_to_a_stopped_store_end_and_do_not_lock_it(server):
     for call in calls:
         store, fresh = deadline_store(inner, 0.5), deadline_store(inner, 0.5)
         store.add("count", 1)
-        process.send_signal(signal.SIGSTOP)
+        stop(process)
         answered = calls[0] if call is calls[-1] else call  # set() has no answer to wait for
         for each, its_call in [(store, answered), (fresh, call), (store, call)]:
             with pytest.raises(PeerError, match=rf"^rank 3: .* 0.5 s: .* 127.0.0.1:{port} died"):

@@ -18,8 +18,8 @@ from pyparallel.comm.wire_format import (
     read_header,
     room_behind,
     unpack,
-    write_checksum,
 )
+from tests.comm.headers import write_checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 

@@ -95,9 +95,9 @@ def enqueue(schedule, shape, monkeypatch, *, groups=None, lengths=lambda nr: 1 +
                 p2p.barrier if flushes else None, empty=flushes,
             )  # fmt: skip
             if flushes:
-                executor.barrier()
+                executor.barrier(0)
         executor.train(lambda rank: schedule.drain(shape, rank, STEPS), FakeSplitter())
-        executor.barrier()
+        executor.barrier(0)
         executor.restart()
 
     with monkeypatch.context() as patch:
@@ -105,7 +105,7 @@ def enqueue(schedule, shape, monkeypatch, *, groups=None, lengths=lambda nr: 1 +
         patch.setattr(executors, "_UPDATES_VIA_HOST", 0)
         patch.setattr(dist, "get_rank", rank_of)
         patch.setattr(dist, "get_world_size", lambda group=None: shape.num_ranks)
-        patch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        patch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
         world.run(run)
     return world
 

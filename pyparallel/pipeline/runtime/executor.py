@@ -195,8 +195,12 @@ class Executor:
             stage.refusals.clear()
         return taken
 
-    def barrier(self, refusal: Refusal | None = None) -> Refusal | None:
+    def barrier(self, step: int, refusal: Refusal | None = None) -> Refusal | None:
         """Wait until every rank has finished its actions; return the refusal of any rank.
+
+        Args:
+            step: the last one, for errors.
+            refusal: of this rank.
 
         Raises:
             StageError: a rank failed or died; neighbors have been aborted.
@@ -207,7 +211,7 @@ class Executor:
             raise self._abort(str(error)) from error
         except PeerError as error:
             raise self._abort(
-                f"rank {self._rank} waited for all ranks to finish: {error}"
+                f"rank {self._rank} waited for all ranks to finish step {step}: {error}"
             ) from error
 
     def _abort(self, message: str) -> StageError:

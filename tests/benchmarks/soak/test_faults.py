@@ -125,7 +125,6 @@ HANDFUL = [
     ("kill -9 in consensus()", "LocalSGD"),
     ("early return", "SubnetTrainer"),
 ]
-UNCLEAR_TODAY = HANDFUL[3:]
 
 
 @pytest.fixture(scope="module")
@@ -135,18 +134,7 @@ def verdicts():
     return {(row["fault"], row["trainer"]): row["verdict"] for row in rows}
 
 
-@pytest.mark.parametrize(
-    "trial",
-    [
-        pytest.param(
-            trial,
-            marks=[pytest.mark.xfail(reason="does not name the rank", strict=False)]
-            * (trial in UNCLEAR_TODAY),
-        )
-        for trial in HANDFUL
-    ],
-    ids=", ".join,
-)
+@pytest.mark.parametrize("trial", HANDFUL, ids=", ".join)
 def test_survivors_end_and_name_the_rank_that_failed(verdicts, trial):
     assert verdicts[trial] == OK
 

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from pyparallel.comm import wire_format
-from pyparallel.comm.wire_format import Header, write_checksum
+from pyparallel.comm.wire_format import Header
 from pyparallel.pipeline import GPipe, PipelineTrainer, StageError
+from tests.comm.headers import write_checksum
 from tests.workers import observe_ranks
 
 NUM_MICROBATCHES = 2
