@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import (
+    Collectives,
     P2PGroups,
     check_consistent_across_ranks,
     check_group_exists,
@@ -18,6 +19,7 @@ from ..comm import (
 from ..comm.errors import place_of
 from ..comm.wire_format import Refusal, RefusalKind
 from ..compression import Compressor
+from ..optim import FusedOptimizer
 from .build import build_executor
 from .checkpoint import load_stages, rescue_stages, save_stages
 from .partition.auto import split_automatically
@@ -34,6 +36,7 @@ from .runtime.refusals import StepRefusedError, error_of_refusals
 from .runtime.stage import OptimizerFactory, SchedulerFactory, Stage
 from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
+from .schedules.streaming import Streaming
 from .validation import find_option_error, find_size_error, find_type_error
 
 
@@ -78,7 +81,10 @@ class PipelineTrainer:
         compress_gradients: likewise for the gradients sent to the previous stage.
         nonfinite: of a loss that is not finite: "raise" a NonFiniteError besides, on each rank at
             the end of the call in which it skips the update, in the last one in ``flush``; or
-            "skip" the update alone.
+            "skip" the update alone. On GPUs a schedule that does not flush decides it on the
+            device if all stages have optimizers of ``pyparallel.optim``: the rank of the last stage
+            then raises at the end of the step, the others in ``flush``, and learning-rate
+            schedulers, also PipeMare's, go on. With other optimizers the host waits for each loss.
 
     Raises:
         ValueError: (DisagreementError between ranks) the arguments are invalid or differ.
@@ -146,6 +152,7 @@ class PipelineTrainer:
         self._num_steps = 0  # since the last flush
         self._total_steps = 0
         self._raised: set[str] = set()  # refusals, since the last flush
+        self._non_finite: Refusal | None = None  # found here late, for the other ranks' flush
         self._failure: str | None = None
         self._split = None if split is None else tuple(split)
         if self._split is not None and not schedule.needs_batch:
@@ -226,6 +233,8 @@ class PipelineTrainer:
         self._total_steps += 1
         if flushes:
             self._barrier()  # the program may end now, or another rank may have failed
+        elif self._criterion.defers_check:
+            self._find_non_finite(splitter)
         return self._report()
 
     def flush(self) -> None:
@@ -249,7 +258,8 @@ class PipelineTrainer:
         # Optimizer states created in inference mode could not be updated outside it.
         with torch.inference_mode(mode=False), self._recording_failure() as executor:
             executor.train(lambda rank: self._schedule.drain(self._shape, rank, steps), no_batch)
-        self._barrier()
+        refusal, self._non_finite = self._non_finite, None
+        self._barrier(refusal)
         executor.restart()
 
     def evaluate(self, inputs: Any = None, target: Any = None) -> float | None:
@@ -388,6 +398,13 @@ class PipelineTrainer:
             self._failure = str(error) or type(error).__name__
             raise
 
+    def _find_non_finite(self, splitter: MicrobatchSplitter) -> None:
+        """Keep the first loss of the step that is not finite, for this rank and the others."""
+        assert self._executor is not None
+        if (refusal := self._criterion.find_non_finite(splitter)) is not None:
+            self._executor.refusals.append(refusal)
+            self._non_finite = self._non_finite or refusal
+
     def _before_updates(self, splitter: MicrobatchSplitter) -> None:
         """Check the losses of the step for all ranks, and clip the gradients."""
         assert self._executor is not None
@@ -444,6 +461,17 @@ class PipelineTrainer:
                 for stage in executor.stages.values():
                     stage.schedule_rates(self._scheduler_fn)
         self._split, self._executor = split, executor
+        if waits_for_gpu and isinstance(self._schedule, Streaming):
+            self._decide_on_device()
+
+    def _decide_on_device(self) -> None:
+        """Have stages skip updates on the device, if all ranks' optimizers can."""
+        can = all(isinstance(stage.optimizer, FusedOptimizer | None) for stage in self.stages)
+        device = device_of(self._group) if dist.is_initialized() else torch.device("cpu")
+        if Collectives(self._group).all_gather(torch.tensor([int(can)], device=device)).all():
+            self._criterion.defers_check = True
+            for stage in self.stages:
+                stage.sends_found_inf = True
 
     @contextmanager
     def _raising_on_all_ranks(self) -> Iterator[None]:

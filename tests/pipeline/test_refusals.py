@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from pyparallel.comm import DisagreementError, NonFiniteError
+from pyparallel.optim import AdamW
 from pyparallel.pipeline import (
     Displacement,
     GPipe,
@@ -21,6 +22,7 @@ from pyparallel.pipeline import (
     Sum,
     ZeroBubble,
 )
+from pyparallel.pipeline.schedules.streaming import Streaming
 from tests.pipeline import reference
 from tests.pipeline.every_schedule import FLUSHING
 from tests.pipeline.jobs import CORRECTED, PREDICTING, SCHEDULES
@@ -262,3 +264,49 @@ def test_one_process_refuses_a_bad_target_too_and_skips_without_an_error():
 def test_a_policy_must_be_to_raise_or_to_skip():
     with pytest.raises(ValueError, match="nonfinite must be 'raise' or 'skip', got 'allow'"):
         build_alone(GPipe(), nonfinite="allow")
+
+
+def skip_on_device(rank, schedules):
+    """Return of each schedule the weights and errors: losses checked on the host, on the device."""
+    return [[skip_updates(schedule, late) for late in (False, True)] for schedule in schedules]
+
+
+def skip_updates(schedule, late):
+    torch.manual_seed(0)
+    last = dist.get_world_size() - 1
+    layers = build_layers(torch.float32)
+    trainer = PipelineTrainer(
+        layers, mse_loss, lambda parameters: AdamW(parameters, lr=0.1), schedule,
+        num_microbatches=NUM_MICROBATCHES, split=SPLIT_OF[last + 1],
+    )  # fmt: skip
+    if late:
+        trainer._decide_on_device()  # as on GPUs
+    batches = build_calls(4, 13, torch.float32)
+    batches[1][1][8] = float("nan")
+    batches[2][1][0] = float("inf")
+    errors = []
+    calls = [partial(trainer.step, *batch) for batch in batches]
+    for index, call in enumerate([*calls, trainer.flush]):
+        try:
+            call()
+        except NonFiniteError as error:
+            errors.append((index, str(error)))
+    weights = [p.clone() for stage in trainer.stages for p in stage.module.parameters()]
+    return weights, [stage.optimizer.state_dict() for stage in trainer.stages], errors
+
+
+def test_updates_are_skipped_alike_on_the_device(ranks, subtests):
+    # The learning rate of annealing goes on with an update that is skipped on the device.
+    streaming = [each for each in SCHEDULES if isinstance(each, Streaming)]
+    schedules = [each for each in streaming if not getattr(each, "annealing", 0)]
+    of_ranks = ranks.run(2, skip_on_device, schedules, time_limit=90)
+    for index, schedule in enumerate(schedules):
+        with subtests.test(schedule=str(schedule)):
+            for rank, of_rank in enumerate(of_ranks):
+                (weights, states, errors), (late_weights, late_states, late_errors) = of_rank[index]
+                torch.testing.assert_close(late_weights, weights, rtol=0, atol=0)
+                torch.testing.assert_close(late_states, states, rtol=0, atol=0)
+                assert errors
+                nan, inf = (NAN.format(last=1), "rank 1, step 2: the loss of microbatch 8 must be "
+                            "finite, got inf")  # fmt: skip
+                assert late_errors == ([(4, nan)] if rank == 0 else [(1, nan), (2, inf)])

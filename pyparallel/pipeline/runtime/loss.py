@@ -45,7 +45,8 @@ class Criterion:
 
     Attributes:
         defers_check: leave it to ``find_non_finite`` whether losses are finite: the host would wait
-            for each loss on a GPU. Only for schedules that flush: others update in between.
+            for each loss on a GPU. With schedules that do not flush, which update in between,
+            only if stages send ``found_inf``.
     """
 
     defers_check = False

@@ -1,6 +1,7 @@
 """A stage: its module, weights, optimizer and microbatches in flight."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,9 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 class _InFlight:
     """A microbatch between its forward and the end of its backward.
 
-    ``refusal``: why it has no gradient; then it has no outputs either.
+    Args:
+        refusal: why it has no gradient; then it has no outputs either.
+        found_inf: 0-d bool: its loss is not finite; None: that is known to the host.
     """
 
     inputs: Inputs
@@ -45,6 +48,7 @@ class _InFlight:
     single: bool
     weight_backward: WeightBackward | None = None
     input_grads: tuple[Tensor, ...] = ()
+    found_inf: Tensor | None = None
     refusal: Refusal | None = None
 
 
@@ -61,11 +65,15 @@ class Stage:
     Attributes:
         refusals: of gradients that the stage has not had, since they were last taken.
         skips_update: such a gradient would be in the next update.
+        sends_found_inf: a gradient's last tensor is whether its microbatch's loss is not finite:
+            0-d, bool, on the stage's device. The optimizer skips the update there, as it does with
+            a GradScaler.
         num_updates: completed since the stage was built, and in what it has loaded.
         is_updating: an update has begun and not ended, or has failed.
     """
 
     skips_update = False
+    sends_found_inf = False
     num_updates = 0
     is_updating = False
     head_loss: float | None = None  # of the last step, where the stage has a head of its own
@@ -86,6 +94,7 @@ class Stage:
         self._criterion = criterion
         self.refusals: list[Refusal] = []
         self._in_flight: dict[int, _InFlight] = {}  # by microbatch
+        self._found_inf: Tensor | None = None  # in the gradients of the next update
         self._num_optimized = len(self.optimized)
 
     @property
@@ -118,7 +127,10 @@ class Stage:
             self._in_flight[microbatch] = _InFlight(inputs, (), single=False, refusal=output)
             return ()
         single = isinstance(output, Tensor)
-        self._in_flight[microbatch] = _InFlight(inputs, tensors_of(output), single)
+        in_flight = _InFlight(inputs, tensors_of(output), single)
+        if self.sends_found_inf and self._criterion is not None:
+            in_flight.found_inf = ~in_flight.outputs[0].detach().isfinite()
+        self._in_flight[microbatch] = in_flight
         return output
 
     def evaluate(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
@@ -147,12 +159,20 @@ class Stage:
             self.skip_update(gradients)
             self.weights.end_backward(microbatch)
             return gradients
+        found_inf = in_flight.found_inf
+        if self.sends_found_inf and gradients is not None:
+            *rest, found_inf = tensors_of(gradients)
+            gradients = tuple(rest)
         with self.weights.backward(microbatch):
             roots, output_grads = roots_of(in_flight.outputs, gradients)
             if roots:
                 torch.autograd.backward(roots, output_grads)
         self.weights.end_backward(microbatch)
-        return self._copy_if_shared([_grad_of(each) for each in differentiable(in_flight.inputs)])
+        grads = self._copy_if_shared([_grad_of(each) for each in differentiable(in_flight.inputs)])
+        if found_inf is None:
+            return grads
+        self._found_inf = found_inf if self._found_inf is None else self._found_inf | found_inf
+        return *grads, found_inf
 
     def backward_input(self, microbatch: int, gradients: Value | Refusal | None) -> Value | Refusal:
         """Run the first half of a backward; return the gradients of the inputs, as ``backward``."""
@@ -204,8 +224,10 @@ class Stage:
             self.weights.skip_update()
         else:
             self.is_updating = True
-            self.weights.update()
+            with self._skipping_on_device():
+                self.weights.update()
             torch.clear_autocast_cache()  # its casts are of the old contents
+        self._found_inf = None
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None and not self.skips_update:
@@ -213,6 +235,19 @@ class Stage:
         if not self.skips_update:
             self.num_updates += 1
         self.skips_update = self.is_updating = False
+
+    @contextmanager
+    def _skipping_on_device(self) -> Iterator[None]:
+        """Have the optimizer skip a step inside if a loss of its gradients is not finite."""
+        if self._found_inf is None or self.optimizer is None:
+            yield
+            return
+        optimizer: Any = self.optimizer  # torch's name for what GradScaler sets
+        optimizer.found_inf = self._found_inf.float()
+        try:
+            yield
+        finally:
+            del optimizer.found_inf
 
     def schedule_rates(self, scheduler_fn: SchedulerFactory) -> None:
         """Step a scheduler after each update, if the stage has an optimizer."""
