@@ -124,6 +124,11 @@ class Adam(FusedOptimizer):
             *round_arguments,
         )
 
+    @property
+    @override
+    def skips_on_device(self) -> bool:
+        return all(group["capturable"] or group.get("fused") for group in self.param_groups)
+
     @override
     def _end_step(self, bucket: Bucket, group: Group, found_inf: Tensor | None) -> None:
         if found_inf is not None:

@@ -218,6 +218,11 @@ class FusedOptimizer(Optimizer):
         group = self.param_groups[bucket.group]
         self._predict(bucket, group, as_double(horizon), out)
 
+    @property
+    @abstractmethod
+    def skips_on_device(self) -> bool:
+        """Return whether a GPU's ``found_inf`` skips a step without a wait of the host."""
+
     @abstractmethod
     def _begin_step(self, bucket: Bucket, group: Group, num_gradients: int) -> Sequence[Span]:
         """Prepare the state of a step; return the spans that need a call each."""

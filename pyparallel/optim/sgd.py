@@ -125,6 +125,11 @@ class SGD(FusedOptimizer):
             *round_arguments,
         )
 
+    @property
+    @override
+    def skips_on_device(self) -> bool:
+        return not any(group["dampening"] for group in self.param_groups)
+
     @override
     def _end_step(self, bucket: Bucket, group: Group, found_inf: Tensor | None) -> None:
         name = self._state_name(group)

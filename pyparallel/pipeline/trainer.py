@@ -82,9 +82,10 @@ class PipelineTrainer:
         nonfinite: of a loss that is not finite: "raise" a NonFiniteError besides, on each rank at
             the end of the call in which it skips the update, in the last one in ``flush``; or
             "skip" the update alone. On GPUs a schedule that does not flush decides it on the
-            device if all stages have optimizers of ``pyparallel.optim``: the rank of the last stage
-            then raises at the end of the step, the others in ``flush``, and learning-rate
-            schedulers, also PipeMare's, go on. With other optimizers the host waits for each loss.
+            device if all stages have optimizers of ``pyparallel.optim``, SGD without dampening or
+            others with ``capturable=True``: the rank of the last stage then raises at the end of
+            the step, the others in ``flush``, and learning-rate schedulers, also PipeMare's, go on.
+            With other optimizers the host waits for each loss.
 
     Raises:
         ValueError: (DisagreementError between ranks) the arguments are invalid or differ.
@@ -466,7 +467,8 @@ class PipelineTrainer:
 
     def _decide_on_device(self) -> None:
         """Have stages skip updates on the device, if all ranks' optimizers can."""
-        can = all(isinstance(stage.optimizer, FusedOptimizer | None) for stage in self.stages)
+        optimizers = [stage.optimizer for stage in self.stages if stage.optimizer is not None]
+        can = all(isinstance(each, FusedOptimizer) and each.skips_on_device for each in optimizers)
         device = device_of(self._group) if dist.is_initialized() else torch.device("cpu")
         if Collectives(self._group).all_gather(torch.tensor([int(can)], device=device)).all():
             self._criterion.defers_check = True

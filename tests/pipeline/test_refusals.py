@@ -276,7 +276,7 @@ def skip_updates(schedule, late):
     last = dist.get_world_size() - 1
     layers = build_layers(torch.float32)
     trainer = PipelineTrainer(
-        layers, mse_loss, lambda parameters: AdamW(parameters, lr=0.1), schedule,
+        layers, mse_loss, partial(AdamW, lr=0.1, capturable=True), schedule,
         num_microbatches=NUM_MICROBATCHES, split=SPLIT_OF[last + 1],
     )  # fmt: skip
     if late:
