@@ -423,7 +423,7 @@ def test_a_dead_rank_is_an_error_on_the_others(moment):
     assert dead.exit_code == 3
     for rank, survivor in ((0, first), (2, third)):
         assert re.match(
-            rf"PeerError: rank {rank}(, step \d)?: the [\w' -]+ failed: a rank died or did not",
+            rf"PeerError: rank {rank}(, step \d)?: the [\w' -]+ failed: rank 1 died, or ended",
             survivor.error,
         ), survivor.error
 
@@ -439,7 +439,9 @@ def fails(rank):
 def test_an_exception_in_user_code_is_an_error_on_the_others():
     survivor, failed = observe_ranks(2, fails, group_timeout=5, time_limit=60)
     assert failed.error == "KeyError: 'no such file'"
-    assert survivor.error.startswith("PeerError: rank 0, step 4: the all-gather failed: a rank")
+    assert survivor.error.startswith(
+        "PeerError: rank 0, step 4: the all-gather failed: rank 1 died"
+    )
 
 
 def test_a_module_in_ddp_is_refused():

@@ -602,4 +602,6 @@ def dies(rank):
 def test_a_dead_rank_is_an_error_not_a_hang():
     survivor, dead = observe_ranks(2, dies, group_timeout=5)
     assert dead.exit_code == 3
-    assert survivor.error.startswith("PeerError: rank 0, step 4: the all-gather failed: a rank")
+    assert survivor.error.startswith(
+        "PeerError: rank 0, step 4: the all-gather failed: rank 1 died"
+    )
