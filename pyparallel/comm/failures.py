@@ -242,7 +242,8 @@ class _Reports:
     def wait_for_readers(self, found: Report) -> None:
         """Wait until the other ranks know what failed: rank 0 often hosts the store."""
         others = {*range(dist.get_world_size())} - {*found.failed, self._me}
-        end = time.monotonic() + _READERS_SECONDS
+        # Ranks that wait for each other have read each other's places by now, or nearly.
+        end = time.monotonic() + (_READERS_SECONDS if found.failed else 10 * _POLL_SECONDS)
         with suppress(PeerError):
             while time.monotonic() < end:
                 reports = self._read()

@@ -117,6 +117,7 @@ def connect_to_a_dead_rank(rank):
     new_group([0, 2] if rank == 0 else [1, 2], None)
 
 
+@pytest.mark.slow  # waits for a timeout
 def test_a_member_that_dies_before_connecting_is_an_error_on_the_others():
     outcomes = observe_ranks(3, connect_to_a_dead_rank, time_limit=40, group_timeout=5)
     for rank, outcome in enumerate(outcomes[:2]):

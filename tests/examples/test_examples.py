@@ -64,6 +64,7 @@ def printed(folder):
     return first
 
 
+@pytest.mark.slow  # trains for half a minute
 def test_both_trainings_learn(printed, subtests):
     for name, (_, row, change) in RUNS.items():
         with subtests.test(name):
@@ -72,6 +73,7 @@ def test_both_trainings_learn(printed, subtests):
                 assert (trained - untrained) / change > 1, printed[name]
 
 
+@pytest.mark.slow  # trains for half a minute
 def test_what_each_table_claims(printed):
     rows = {name: rows_of(text) for name, text in printed.items()}
     exact, sgp = numbers(rows["gossip"]["ranks differ by"])
@@ -87,6 +89,7 @@ def test_what_each_table_claims(printed):
     assert subnet < 0.4 * whole
 
 
+@pytest.mark.slow  # trains for half a minute
 def test_pictures_are_drawn(printed, folder):
     for name, picture in PICTURES.items():
         assert (folder / name / picture).read_bytes().startswith(b"\x89PNG")
@@ -105,6 +108,7 @@ BITS_PER_BYTE = (
 )
 
 
+@pytest.mark.slow  # trains for half a minute
 def test_the_printed_lines_load_the_trained_models(printed):
     scores = [BITS_PER_BYTE if name == "pipeline" else ACCURACY for name in printed]
     lines = map("; ".join, zip(map(load_line, printed.values()), scores, strict=True))
@@ -116,6 +120,7 @@ def test_the_printed_lines_load_the_trained_models(printed):
     assert done.stdout.splitlines() == expected
 
 
+@pytest.mark.slow  # trains for half a minute
 def test_the_next_command_exists(printed, subtests):
     for name, text in printed.items():
         with subtests.test(name):

@@ -33,6 +33,7 @@ def failures(kind, **options):
     }
 
 
+@pytest.mark.slow  # loading is in test_saved_states.py
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_runs_resume_bit_for_bit(kind):
     assert failures(kind) == {}, f"torch {torch.__version__}"

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from pyparallel.kernels import mix
 from tests.kernels.inspect_triton import (
     ARCHITECTURES,
@@ -41,6 +43,7 @@ def test_every_kernel_is_compiled_here():
     assert kernels == {compilation.kernel for compilation in COMPILATIONS}
 
 
+@pytest.mark.slow  # those of SGD are compiled by every run
 def test_kernels_are_lean_and_move_16_bytes_at_a_time():
     assert find_problems(COMPILATIONS) == []
 

@@ -1,5 +1,7 @@
 """``mix_quantized_`` in Triton, compiled: few registers, no spills, 16 bytes at a time."""
 
+import pytest
+
 from pyparallel.kernels import mix_quantized
 from pyparallel.kernels._formats import FORMATS, launch_shape
 from tests.kernels.inspect_triton import Compilation, find_problems
@@ -46,5 +48,6 @@ COMPILATIONS = [
 ]
 
 
+@pytest.mark.slow  # those of SGD are compiled by every run
 def test_kernels_are_lean_and_move_16_bytes_at_a_time():
     assert find_problems(COMPILATIONS) == []

@@ -1,5 +1,6 @@
 """``pack_signs`` and its inverse in Triton, compiled: few registers, no spills, wide accesses."""
 
+import pytest
 import torch
 
 from pyparallel.kernels import pack_signs
@@ -59,5 +60,6 @@ COMPILATIONS = [
 ]
 
 
+@pytest.mark.slow  # those of SGD are compiled by every run
 def test_kernels_are_lean_and_move_16_bytes_at_a_time():
     assert find_problems(COMPILATIONS) == []

@@ -1,5 +1,7 @@
 """``quantize`` and ``dequantize`` in Triton, compiled: few registers, no spills, wide accesses."""
 
+import pytest
+
 from pyparallel.kernels import quantize
 from pyparallel.kernels._formats import FORMATS, launch_shape
 from tests.kernels.inspect_triton import Compilation, find_problems
@@ -71,5 +73,6 @@ COMPILATIONS = [
 ]
 
 
+@pytest.mark.slow  # those of SGD are compiled by every run
 def test_kernels_are_lean_and_move_16_bytes_at_a_time():
     assert find_problems(COMPILATIONS) == []

@@ -295,6 +295,7 @@ def warnings_in(text):
     return [line.partition(": RuntimeWarning: ")[0] for line in lines]
 
 
+@pytest.mark.slow  # starts interpreters without the library
 def test_a_pure_python_install_warns_once_at_the_users_import(pure):
     running = {}
     for index, statement in enumerate(IMPORTS):

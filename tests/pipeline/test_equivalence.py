@@ -177,6 +177,7 @@ def test_with_a_learning_rate_of_0_all_schedules_are_equal(subtests):
             assert_stands_still(schedule)
 
 
+@pytest.mark.slow  # follows from the references
 def test_every_layer_of_a_stage_reads_the_right_version():
     num_stages, num_ranks = DEEP
     for schedule, layer in product(WATCHED, range(4 * num_stages)):

@@ -154,6 +154,7 @@ def assert_equal(left, right):
         torch.testing.assert_close(saved["module"], right[number]["module"], rtol=0, atol=0)
 
 
+@pytest.mark.slow  # 13 seconds
 def test_every_schedule_is_rescued_after_a_failure_and_goes_on(ranks, subtests):
     by_rank = ranks.run(2, work, JOBS, time_limit=90)
     for (schedule, fault), first, second in zip(JOBS, *by_rank, strict=True):
