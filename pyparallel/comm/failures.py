@@ -191,7 +191,7 @@ class _Reports:
     def publish(self, report: Report) -> None:
         """Let the other ranks read this rank's report."""
         self._store.set(f"{self._prefix}/{self._me}", json.dumps(asdict(report)))
-        self._store.set(f"waiting/{self._me}", report.place)
+        self._store.set(f"waiting/{self._me}", json.dumps([self._prefix, report.place]))
 
     def find_failed(self, own: Report, closed: set[int], seconds: float) -> Report:
         """Publish this rank's report, and return it with the ranks that failed.
@@ -261,7 +261,8 @@ class _Reports:
     def _places_elsewhere(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the places of ranks that wait in another trainer."""
         texts = {rank: self._store.get(f"waiting/{rank}") for rank in ranks}
-        return {rank: text for rank, text in texts.items() if text}
+        found = {rank: json.loads(text) for rank, text in texts.items() if text}
+        return {rank: place for rank, (prefix, place) in found.items() if prefix != self._prefix}
 
 
 def _missing_of(rank: int, reports: Mapping[int, Report]) -> set[int]:

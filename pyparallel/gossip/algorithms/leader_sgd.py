@@ -118,9 +118,11 @@ class LeaderAverager(ModelAverager):
         self._num_ranks = self._collectives.size
         self._headers = MessageHeaders(self._collectives.rank, self._num_ranks, process_group)
         self._node = node_of(self._collectives.rank, options.ranks_per_node)
+        self._all_collectives = [self._collectives]  # and those of the node
         self._local: Leader | None = None  # None: one rank per node
         if len(self._node) > 1:
             node = Collectives(new_group(self._node, process_group), self._collectives.stats)
+            self._all_collectives.append(node)
             self._local = Leader(
                 self.buffers,
                 options.local_pull,
@@ -162,7 +164,8 @@ class LeaderAverager(ModelAverager):
             self._compare()
 
     def _compare(self) -> None:
-        self._collectives.step = self._steps
+        for each in self._all_collectives:
+            each.step = self._steps
         losses, statuses = self._gather()
         self._losses.clear()
         self._updates = 0
