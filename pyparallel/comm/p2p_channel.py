@@ -196,8 +196,9 @@ class Channel:
         """Send an error in place of the next message; nothing if the peer has died or failed."""
         if not self._broken:
             header = Header(0, 0, self._num_received, failure=reason)
-            with suppress(PeerError):
-                self._abort = self._isend(header.to_tensor(), self._send_group, _HEADER_TAG)
+            message = header.to_tensor()
+            with suppress(RuntimeError):  # the peer has died or failed: why is known already
+                self._abort = message, self._send_group.send([message], self.peer, _HEADER_TAG)
 
     def flush_abort(self) -> None:
         """Wait up to ABORT_FLUSH_SECONDS for the abort, and all sends before it, to be received."""
