@@ -136,7 +136,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--ranks", nargs="+", type=int, help="default: 3 and 4; 2, or two nodes of 2"
     )
     parser.add_argument("--seconds", type=float, default=300, help="time limit of a case")
-    parser.add_argument("--seed", type=int, default=0, help="of faults: who is struck, and when")
+    parser.add_argument("--seed", type=int, default=0, help="of faults: draws victims and moments")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--out", type=Path, help="another CSV file")
     options = parser.parse_args(arguments)
