@@ -10,11 +10,17 @@ from .interlocking.heads import Head, as_heads
 from .interlocking.runtime import InterlockingExecutor, SharedWeight
 from .interlocking.schedule import Interlocking
 from .interlocking.stage import HeadRuntime, InterlockingStage
+from .prediction.corrections import Correction
+from .runtime.build_stage import (
+    OptimizerFactory,
+    attach_predictors,
+    build_optimizers,
+    build_stage,
+)
 from .runtime.executor import Executor
 from .runtime.loss import Criterion
 from .runtime.microbatches import MicrobatchSplitter
 from .runtime.p2p import StageP2P
-from .runtime.stage import OptimizerFactory, build_optimizer, build_stage
 from .runtime.stage_weights import LiveWeights
 from .schedules.schedule import Schedule
 from .schedules.shape import PipelineShape
@@ -30,6 +36,7 @@ def build_executor(
     criterion: Criterion,
     p2p: StageP2P,
     splitter: MicrobatchSplitter | None,
+    correction: Correction | None,
 ) -> Executor:
     """Build the stages of a rank, and return their executor.
 
@@ -40,13 +47,16 @@ def build_executor(
         modules: of all stages.
         shape: of the pipeline.
         rank: this one.
-        optimizer_fn: builds the optimizer of a stage from the list of its parameters.
+        optimizer_fn: builds the optimizers of a stage from the list of its parameters.
         criterion: of the last stage.
         p2p: messages between stages.
         splitter: of the first batch; None if the schedule does not need it.
+        correction: of late gradients; None: none.
 
     Raises:
-        ValueError: the schedule cannot predict the steps of this optimizer.
+        TypeError: ``optimizer_fn`` returns anything but optimizers.
+        ValueError: they do not hold each parameter once, or the schedule cannot predict their
+            steps, or the correction not correct them.
     """
     last = shape.num_stages - 1
     stages = {
@@ -57,6 +67,7 @@ def build_executor(
             schedule,
             shape,
             criterion if index == last else None,
+            correction,
         )
         for index in shape.stages(rank)
     }
@@ -73,6 +84,7 @@ def _build_interlocking(
     criterion: Criterion,
     p2p: StageP2P,
     splitter: MicrobatchSplitter | None,
+    correction: Correction | None,
 ) -> InterlockingExecutor:
     """Build the stages of a rank with their heads.
 
@@ -97,14 +109,19 @@ def _build_interlocking(
                 criterion.with_loss_fn(schedule.head_loss_fn),
                 heads[index].shared is not None,
             )
-        trained = [module] if head is None else [module, head.module]
-        parameters = [p for each in trained for p in each.parameters() if p.requires_grad]
-        optimizer, weights = None, LiveWeights(None)
-        if parameters:
-            optimizer, flat = build_optimizer(parameters, optimizer_fn)
-            weights = LiveWeights(schedule.weight_predictor(shape, index, optimizer, flat))
+        trained = {"": module} if head is None else {"": module, "head.": head.module}
+        named = {
+            prefix + name: parameter
+            for prefix, each in trained.items()
+            for name, parameter in each.named_parameters()
+            if parameter.requires_grad
+        }
+        optimizers, weights = [], LiveWeights(None)
+        if named:
+            optimizers = build_optimizers(named, optimizer_fn)
+            weights = LiveWeights(attach_predictors(optimizers, schedule, shape, index)[1])
         own_criterion = criterion if head is None else None
-        stages[index] = InterlockingStage(index, module, optimizer, weights, own_criterion, head)
+        stages[index] = InterlockingStage(index, module, optimizers, weights, own_criterion, head)
     max_ahead = schedule.max_ahead * shape.num_microbatches
     return InterlockingExecutor(stages, shape, p2p, rank, schedule.reach(shape), max_ahead, shared)
 

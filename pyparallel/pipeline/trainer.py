@@ -25,6 +25,8 @@ from .checkpoint import load_stages, rescue_stages, save_stages
 from .partition.auto import split_automatically
 from .partition.slice import slice_layers
 from .partition.torch_pipe import layers_and_split
+from .prediction.corrections import Correction
+from .runtime.build_stage import OptimizerFactory
 from .runtime.clipping import clip_grad_norm_
 from .runtime.codec import Codec, CompressingCodec, IdentityCodec
 from .runtime.executor import Executor, Span
@@ -33,7 +35,7 @@ from .runtime.microbatches import MicrobatchSplitter
 from .runtime.p2p import StageP2P
 from .runtime.preserve_state import evaluating
 from .runtime.refusals import StepRefusedError, error_of_refusals
-from .runtime.stage import OptimizerFactory, SchedulerFactory, Stage
+from .runtime.stage import SchedulerFactory, Stage
 from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
 from .schedules.streaming import Streaming
@@ -63,17 +65,20 @@ class PipelineTrainer:
         layers: an ``nn.Sequential`` or a list of modules, as many on every rank; or a model that is
             split for ``torch.distributed.pipelining``: a ``Pipe``, or this rank's stages of it.
         loss_fn: ``loss_fn(output, target)``, 0-d: the mean over a microbatch.
-        optimizer_fn: builds the optimizer of a stage from the list of its parameters.
+        optimizer_fn: builds the optimizer of a stage from the list of its parameters; or a list of
+            optimizers that share them out, such as Muon for matrices and AdamW for the rest.
         schedule: such as ``PipeOptim()`` or ``OneForwardOneBackward()``.
         num_microbatches: how many parts the batch of a ``step`` is split into.
         process_group: None means the default group; without one there is a single process.
         split: the indices into ``layers`` at which stages 1 and following begin. None: balanced by
             the times of the first microbatch.
         num_stages: a multiple of the ranks; None: that of ``split``, or else one for each rank.
-        scheduler_fn: builds the learning-rate scheduler of a stage's optimizer, which steps after
-            each update; None: no scheduler.
+        scheduler_fn: builds the learning-rate scheduler of each optimizer, which steps after each
+            update; None: no scheduler.
         max_norm: clip the gradient of the whole model to this 2-norm before an update; only with
             schedules that flush, as others never have the whole gradient at once.
+        correction: of late gradients, such as ``UpdateErrorFeedback()`` or ``StageMomentum()``;
+            only with schedules that do not flush. None: none.
         compress_activations: compressor for the activations sent to the next stage on another rank,
             in ``evaluate`` too: floating-point tensors, which must be float32, bfloat16 or float16.
             It must be stateless, as each message is of other samples. Other tensors, and those
@@ -83,9 +88,9 @@ class PipelineTrainer:
             the end of the call in which it skips the update, in the last one in ``flush``; or
             "skip" the update alone. On GPUs a schedule that does not flush decides it on the
             device if all stages have optimizers of ``pyparallel.optim``, SGD without dampening or
-            others with ``capturable=True``: the rank of the last stage then raises at the end of
-            the step, the others in ``flush``, and learning-rate schedulers, also PipeMare's, go on.
-            With other optimizers the host waits for each loss.
+            others with ``capturable=True``, and without a correction: the rank of the last stage
+            then raises at the end of the step, the others in ``flush``, and learning-rate
+            schedulers, also PipeMare's, go on. Otherwise the host waits for each loss.
 
     Raises:
         ValueError: (DisagreementError between ranks) the arguments are invalid or differ.
@@ -105,6 +110,7 @@ class PipelineTrainer:
         num_stages: int | None = None,
         scheduler_fn: SchedulerFactory | None = None,
         max_norm: float | None = None,
+        correction: Correction | None = None,
         compress_activations: Compressor | None = None,
         compress_gradients: Compressor | None = None,
         nonfinite: Literal["raise", "skip"] = "raise",
@@ -112,6 +118,7 @@ class PipelineTrainer:
         self._layers, split = layers_and_split(layers, split)
         self._scheduler_fn = scheduler_fn
         self._max_norm = max_norm
+        self._correction = correction
         self._compressors = {
             "compress_activations": compress_activations,
             "compress_gradients": compress_gradients,
@@ -130,13 +137,16 @@ class PipelineTrainer:
         )
         sizes = num_stages, num_microbatches, num_ranks
         problem = problem or find_size_error(schedule, sizes, len(self._layers), split)
-        problem = problem or find_option_error(schedule, max_norm, nonfinite, self._compressors)
+        problem = problem or find_option_error(
+            schedule, max_norm, correction, nonfinite, self._compressors
+        )
         self._check_consistent(
             [
                 ("schedule", repr(schedule)),
                 ("num_microbatches", repr(num_microbatches)),
                 ("number of layers", repr(len(self._layers))),
                 ("max_norm", repr(max_norm)),
+                ("correction", repr(correction)),
                 ("nonfinite", repr(nonfinite)),
                 ("split", repr(None if split is None else list(split))),
                 *((name, repr(each)) for name, each in self._compressors.items()),
@@ -456,7 +466,7 @@ class PipelineTrainer:
         with self._raising_on_all_ranks():
             executor = build_executor(
                 self._schedule, modules, self._shape, self._rank,
-                self._optimizer_fn, self._criterion, self._p2p, splitter,
+                self._optimizer_fn, self._criterion, self._p2p, splitter, self._correction,
             )  # fmt: skip
             if self._scheduler_fn is not None:
                 for stage in executor.stages.values():
@@ -467,8 +477,9 @@ class PipelineTrainer:
 
     def _decide_on_device(self) -> None:
         """Have stages skip updates on the device, if all ranks' optimizers can."""
-        optimizers = [stage.optimizer for stage in self.stages if stage.optimizer is not None]
+        optimizers = [optimizer for stage in self.stages for optimizer in stage.optimizers]
         can = all(isinstance(each, FusedOptimizer) and each.skips_on_device for each in optimizers)
+        can = can and self._correction is None  # it would take a skipped update for one of 0
         device = device_of(self._group) if dist.is_initialized() else torch.device("cpu")
         if Collectives(self._group).all_gather(torch.tensor([int(can)], device=device)).all():
             self._criterion.defers_check = True

@@ -11,6 +11,7 @@ from .partition.auto import check_split
 from .partition.solver import check_num_stages
 from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
+from .schedules.streaming import Streaming
 
 
 def find_type_error(
@@ -65,6 +66,7 @@ def find_size_error(
 def find_option_error(
     schedule: Schedule,
     max_norm: float | None,
+    correction: object,
     nonfinite: object,
     compressors: Mapping[str, object],
 ) -> str | TypeError | None:
@@ -75,6 +77,16 @@ def find_option_error(
             "ever has the gradient of the whole model; clip a stage's own in a hook of its "
             "optimizer (register_step_pre_hook)"
         )
+    if correction is not None:
+        if not has_methods(correction, "wrap"):
+            rule = "an object such as UpdateErrorFeedback() or StageMomentum(), or None"
+            return wrong_type("correction", rule, correction)
+        if not isinstance(schedule, Streaming):
+            return (
+                f"correction must be None with {type(schedule).__name__}, whose gradients are not "
+                f"late, got {correction!r}; leave it out, or take a schedule that does not flush, "
+                "such as PipeOptim()"
+            )
     for name, compressor in compressors.items():
         if not isinstance(compressor, Compressor | None):
             rule = "an object such as Int8() or Cast(), or None"

@@ -50,8 +50,8 @@ class InterlockingStage(Stage):
     Args:
         index: its number, from 0.
         module: its layers.
-        optimizer: of its parameters and those of its head; None: they have none to train.
-        weights: stepped by it.
+        optimizers: of its parameters and those of its head; none if they have none to train.
+        weights: stepped by them.
         criterion: of the last stage; None for others.
         head: of the others; None for the last.
     """
@@ -60,12 +60,12 @@ class InterlockingStage(Stage):
         self,
         index: int,
         module: nn.Module,
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         weights: Weights,
         criterion: Criterion | None,
         head: HeadRuntime | None,
     ) -> None:
-        super().__init__(index, module, optimizer, weights, criterion)
+        super().__init__(index, module, optimizers, weights, criterion)
         self.head = head
         self._supports_batched = True  # until its graph has failed under vmap
         self._parameters = [each for each in module.parameters() if each.requires_grad]

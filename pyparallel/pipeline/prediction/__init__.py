@@ -1,14 +1,20 @@
-"""Weight prediction: estimates of the weights some updates ahead."""
+"""Weight prediction, and corrections of late gradients."""
 
 from .base import NoPrediction, Prediction, WeightPredictor
+from .corrections import Correction, StageMomentum, UpdateErrorFeedback
 from .displacement import Displacement, PredictsStep
+from .last_update import LastUpdate
 from .rollout import Rollout
 
 __all__ = [
+    "Correction",
     "Displacement",
+    "LastUpdate",
     "NoPrediction",
     "Prediction",
     "PredictsStep",
     "Rollout",
+    "StageMomentum",
+    "UpdateErrorFeedback",
     "WeightPredictor",
 ]

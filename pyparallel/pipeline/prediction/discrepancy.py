@@ -10,7 +10,7 @@ from typing_extensions import override
 from ...comm import FlatBuckets
 from ...ops import predict_sgd
 from .base import WeightPredictor
-from .flat_state import FlatState
+from .flat_state import FlatState, check_dtypes
 
 AVERAGE_CHANGE = "average_change"
 
@@ -36,6 +36,7 @@ class DiscrepancyCorrected(WeightPredictor):
         weights: Sequence[FlatBuckets],
         decay: float,
     ) -> None:
+        check_dtypes(weights)
         self._predictor = predictor
         self._optimizer = optimizer
         self._weights = weights

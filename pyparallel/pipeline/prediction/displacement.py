@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
 from typing_extensions import override
 
 from ...comm import FlatBuckets
@@ -14,7 +14,11 @@ from ...optim import FusedOptimizer
 from .base import Prediction, WeightPredictor
 from .flat_predictor import FlatRule, FlatWeightPredictor, Group
 from .fused_predictor import FusedPredictor
-from .optimizer_rules import AdamRule, RMSpropRule, SGDRule
+from .last_update import LastUpdatePredictor
+from .optimizer_rules import AdamRule, NAdamRule, RMSpropRule, SGDRule
+
+# Of other packages, by name: their step is the sign of the interpolated momentum.
+_LIONS = "lion_pytorch.lion_pytorch.Lion", "timm.optim.lion.Lion"
 
 
 @runtime_checkable
@@ -45,15 +49,18 @@ class Displacement(Prediction):
 
     * SGD: the momentum buffer (SpecTrain's rule), or the last gradient without momentum;
     * Adam, AdamW: ``m_hat / (sqrt(v_hat) + eps)``; decoupled weight decay is not predicted;
+    * NAdam: the same, times the factors of its momentum schedule in the next steps;
     * RMSprop: the momentum buffer, or ``g / (sqrt(v) + eps)`` of the last gradient g.
 
-    For constant gradients this is exact with SGD without momentum and with Adam, and with momentum
-    once the momentum has converged (``Rollout`` is exact before, too). An optimizer of
-    ``pyparallel.optim`` writes the prediction in the pass that steps it; after any other it takes a
-    second pass over weights and state.
+    ``torch.optim.Muon``, and Lion of lion-pytorch and timm, are predicted by ``LastUpdate``.
 
-    If the last gradient is needed, it is kept in the optimizer's state, which takes one more copy
-    of the weights' size.
+    For constant gradients this is exact with SGD without momentum, Adam, NAdam, and Muon and Lion
+    without weight decay, and with momentum once the momentum has converged (``Rollout`` is exact
+    before, too). An optimizer of ``pyparallel.optim`` writes the prediction in the pass that steps
+    it; after any other it takes a second pass over weights and state.
+
+    If the last gradient or update is needed, it is kept in the optimizer's state, which takes one
+    more copy of the weights' size.
 
     Args:
         rule: predicts the steps of any other optimizer; None: the optimizer's own ``displacement``
@@ -74,7 +81,15 @@ class Displacement(Prediction):
             return _PerParameterPredictor(optimizer, weights, optimizer)
         if isinstance(optimizer, FusedOptimizer):
             return FusedPredictor(optimizer)
+        if _repeats_last_update(optimizer):
+            return LastUpdatePredictor(optimizer, weights)
         return FlatWeightPredictor(optimizer, weights, _rule_of(optimizer))
+
+
+def _repeats_last_update(optimizer: Optimizer) -> bool:
+    """Return whether the rule of exactly this class is ``LastUpdate``."""
+    kind = type(optimizer)
+    return kind is Muon or f"{kind.__module__}.{kind.__qualname__}" in _LIONS
 
 
 def _rule_of(optimizer: Optimizer) -> FlatRule:
@@ -84,13 +99,17 @@ def _rule_of(optimizer: Optimizer) -> FlatRule:
         return SGDRule()
     if kind in (Adam, AdamW):
         return AdamRule()
+    if kind is NAdam:
+        return NAdamRule()
     if kind is RMSprop:
         return RMSpropRule()
     raise ValueError(
         "optimizer must, for a schedule that predicts weights, be of pyparallel.optim, or torch's "
-        "SGD, Adam, AdamW or RMSprop, or have a method displacement(parameter, state, group, "
-        f"horizon), got {kind.__module__}.{kind.__qualname__}; add the method, or pass an object "
-        "that has it as Displacement(rule)"
+        "SGD, Adam, AdamW, NAdam, RMSprop or Muon, or Lion of lion-pytorch or timm, or have a "
+        "method displacement(parameter, state, group, horizon), got "
+        f"{kind.__module__}.{kind.__qualname__}; add the method, pass an object that has it as "
+        "prediction=Displacement(rule), or pass prediction=LastUpdate(), which repeats the last "
+        "update of any optimizer"
     )
 
 

@@ -11,9 +11,11 @@ from typing_extensions import override
 
 from ...comm import FlatBuckets
 from .base import WeightPredictor
-from .flat_state import FlatState
+from .flat_state import FlatState, check_dtypes
 
 LAST_GRADIENT = "last_gradient"
+
+COUNTERS = "step", "mu_product"  # 0-d, the same for parameters with equally many steps
 
 Group = Mapping[str, Any]
 
@@ -35,8 +37,8 @@ class FlatRule(Protocol):
 
         Args:
             weights: (n,) live weights.
-            state: the named tensors, (n,) each, zero where the optimizer has none; and ``step``,
-                0-d, if the optimizer counts steps and has stepped these parameters.
+            state: the named tensors, (n,) each, zero where the optimizer has none; and ``step``
+                and ``mu_product``, 0-d, if it has these and has stepped these parameters.
             group: the parameter group, with the learning rate of the next steps.
             horizon: number of steps, at least 1.
             out: (n,) output.
@@ -67,6 +69,7 @@ class FlatWeightPredictor(WeightPredictor):
     def __init__(
         self, optimizer: Optimizer, weights: Sequence[FlatBuckets], rule: FlatRule
     ) -> None:
+        check_dtypes(weights)
         self._optimizer = optimizer
         self._weights = weights
         self._rule = rule
@@ -109,9 +112,8 @@ class FlatWeightPredictor(WeightPredictor):
         for each in self._ranges_of(index):
             part = slice(each.begin, each.end)
             state = {name: buffers[each.bucket][part] for name, buffers in flat.items()}
-            steps = self._optimizer.state.get(each.first, {}).get("step")
-            if steps is not None:
-                state["step"] = steps
+            of_first = self._optimizer.state.get(each.first, {})
+            state.update({name: of_first[name] for name in COUNTERS if name in of_first})
             weights = self._weights[index].buffers[each.bucket][part]
             self._rule.predict(weights, state, group, horizon, outputs[each.bucket][part])
 

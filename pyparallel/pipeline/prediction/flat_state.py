@@ -21,18 +21,9 @@ class FlatState:
     Args:
         optimizer: owner of the state.
         weights: of one of its parameter groups.
-
-    Raises:
-        ValueError: the weights have a dtype that the ops do not support.
     """
 
     def __init__(self, optimizer: Optimizer, weights: FlatBuckets) -> None:
-        for buffer in weights.buffers:
-            if buffer.dtype not in _DTYPES:
-                raise ValueError(
-                    "parameters must, for weight prediction, be float32, bfloat16 or float16, "
-                    f"got {str(buffer.dtype).removeprefix('torch.')}; convert the layers"
-                )
         self._optimizer = optimizer
         self._weights = weights
         self._buffers: dict[str, list[Tensor]] = {}
@@ -85,3 +76,16 @@ class FlatState:
                 view.copy_(entry)
         owners = zip(self._weights.parameters, entries, strict=True)
         self.publish(name, [parameter for parameter, entry in owners if entry is not None])
+
+
+def check_dtypes(weights: Sequence[FlatBuckets]) -> None:
+    """Check that the ops of prediction support the dtypes of the weights.
+
+    Raises:
+        ValueError: they do not.
+    """
+    for dtype in {buffer.dtype for each in weights for buffer in each.buffers}.difference(_DTYPES):
+        raise ValueError(
+            "parameters must, for weight prediction, be float32, bfloat16 or float16, "
+            f"got {str(dtype).removeprefix('torch.')}; convert the layers"
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,69 @@ class AdamRule(FlatRule):
         numbers = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "step": state["step"]}
         rate = learning_rate(group)
         predict_adam(weights, mean, square, lr=rate, horizon=horizon, out=out, **numbers)
+
+
+@dataclass(frozen=True)
+class NAdamRule(FlatRule):
+    """Adam's rule with the factors of NAdam's momentum schedule; without decoupled decay.
+
+    With u(t) the momentum of step t and P(t) the product of all up to it, step t subtracts
+    ``lr * ((1 - u(t)) / (1 - P(t)) * g + u(t + 1) / (1 - P(t + 1)) * m) / (sqrt(v_hat) + eps)``.
+    For constant gradients g is m_hat, and so each of the next steps is a known multiple of Adam's.
+    """
+
+    @override
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    @override
+    def predict(
+        self, weights: Tensor, state: Mapping[str, Tensor], group: Group, horizon: int, out: Tensor
+    ) -> None:
+        if "step" not in state:
+            out.copy_(weights)
+            return
+        beta1, beta2 = group["betas"]
+        # On a GPU the host does not read them.
+        step, product = (
+            float(each) if each.is_cpu else each for each in (state["step"], state["mu_product"])
+        )
+        factor = nadam_factor(beta1, group["momentum_decay"], step, product, horizon)
+        numbers = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "step": state["step"]}
+        rate = learning_rate(group) * (factor / horizon)
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        predict_adam(weights, *moments, lr=rate, horizon=horizon, out=out, **numbers)
+
+
+def nadam_factor(
+    beta1: float,
+    momentum_decay: float,
+    step: float | Tensor,
+    product: float | Tensor,
+    horizon: int,
+) -> float | Tensor:
+    """Return the sum of NAdam's next steps for constant gradients, in steps of Adam.
+
+    Args:
+        beta1: decay of the first moment.
+        momentum_decay: of the momentum schedule.
+        step: number of steps so far.
+        product: of the momenta of all steps so far.
+        horizon: number of steps.
+    """
+
+    def momentum(count: float | Tensor) -> Any:
+        return beta1 * (1 - 0.5 * 0.96 ** (count * momentum_decay))
+
+    total: float | Tensor = 0.0
+    now = momentum(step + 1)
+    for count in range(1, horizon + 1):
+        product = product * now
+        after = momentum(step + count + 1)
+        mean = 1 - beta1 ** (step + count)  # m of a gradient that is 1
+        total += (1 - now) / (1 - product) + after / (1 - product * after) * mean
+        now = after
+    return total
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...comm import (
-    FlatBuckets,
     Value,
     check_like,
     check_optimizer_state,
@@ -22,15 +21,11 @@ from ...comm import (
     tensors_of,
 )
 from ...comm.wire_format import Refusal
-from ...optim import FusedOptimizer
-from ..schedules.schedule import Flushing, Schedule
-from ..schedules.shape import PipelineShape
 from .loss import Criterion, find_target_refusal
 from .microbatches import Arguments, Inputs, MicrobatchSplitter, call_module
 from .split_backward import WeightBackward, backward_input
-from .stage_weights import LiveWeights, StageWeights, Weights
+from .stage_weights import LiveWeights, Weights
 
-OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 
@@ -58,7 +53,7 @@ class Stage:
     Args:
         index: its number, from 0.
         module: its layers.
-        optimizer: of its parameters; None: it has none to train.
+        optimizers: of its parameters; none if it has none to train.
         weights: in the versions that its schedule reads.
         criterion: of the last stage; None for others.
 
@@ -82,14 +77,14 @@ class Stage:
         self,
         index: int,
         module: nn.Module,
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         weights: Weights,
         criterion: Criterion | None,
     ) -> None:
         self.index = index
         self.module = module
-        self.optimizer = optimizer
-        self.scheduler: LRScheduler | None = None
+        self.optimizers = list(optimizers)
+        self.schedulers: list[LRScheduler] = []
         self.weights = weights
         self._criterion = criterion
         self.refusals: list[Refusal] = []
@@ -98,9 +93,23 @@ class Stage:
         self._num_optimized = len(self.optimized)
 
     @property
+    def optimizer(self) -> Optimizer | None:
+        """Return the optimizer; None if there is none to train.
+
+        Raises:
+            RuntimeError: there are several.
+        """
+        if len(self.optimizers) > 1:
+            raise RuntimeError(
+                f"optimizer must be read of a stage with one, got {len(self.optimizers)}; read "
+                "optimizers"
+            )
+        return self.optimizers[0] if self.optimizers else None
+
+    @property
     def optimized(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimizer holds."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        """Return the parameters that the optimizers hold."""
+        groups = (group for each in self.optimizers for group in each.param_groups)
         return [parameter for group in groups for parameter in group["params"]]
 
     def forward(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
@@ -112,7 +121,7 @@ class Stage:
             RuntimeError: gradients are disabled, or parameters were added to the optimizer.
             TypeError: the module's output is neither a tensor nor a tuple of tensors.
         """
-        if self.optimizer is not None and not torch.is_grad_enabled():
+        if self.optimizers and not torch.is_grad_enabled():
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
         self._check_optimized()
         output: Value | Refusal | None = None
@@ -215,7 +224,7 @@ class Stage:
         self.refusals.append(refusal)
 
     def update(self) -> None:
-        """Step the optimizer on the accumulated gradients, zero them, and step the scheduler.
+        """Step the optimizers on the accumulated gradients, zero them, and step the schedulers.
 
         An update that is skipped counts for the versions of the weights, and only zeroes.
         """
@@ -228,50 +237,54 @@ class Stage:
                 self.weights.update()
             torch.clear_autocast_cache()  # its casts are of the old contents
         self._found_inf = None
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        if self.scheduler is not None and not self.skips_update:
-            self.scheduler.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         if not self.skips_update:
+            for scheduler in self.schedulers:
+                scheduler.step()
             self.num_updates += 1
         self.skips_update = self.is_updating = False
 
     @contextmanager
     def _skipping_on_device(self) -> Iterator[None]:
-        """Have the optimizer skip a step inside if a loss of its gradients is not finite."""
-        if self._found_inf is None or self.optimizer is None:
+        """Have the optimizers skip a step inside if a loss of its gradients is not finite."""
+        if self._found_inf is None:
             yield
             return
-        optimizer: Any = self.optimizer  # torch's name for what GradScaler sets
-        optimizer.found_inf = self._found_inf.float()
+        optimizers: list[Any] = self.optimizers  # found_inf: torch's name for what GradScaler sets
+        for each in optimizers:
+            each.found_inf = self._found_inf.float()
         try:
             yield
         finally:
-            del optimizer.found_inf
+            for each in optimizers:
+                del each.found_inf
 
     def schedule_rates(self, scheduler_fn: SchedulerFactory) -> None:
-        """Step a scheduler after each update, if the stage has an optimizer."""
-        if self.optimizer is not None:
-            self.scheduler = scheduler_fn(self.optimizer)
+        """Step a scheduler of each optimizer after each update."""
+        self.schedulers = [scheduler_fn(optimizer) for optimizer in self.optimizers]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the module, the optimizer and the scheduler."""
+        """Return the state of the module, the optimizers and the schedulers."""
         module = plain_keys(self.module.state_dict())
         state: dict[str, Any] = {"module": module, "optimizer": None, "updates": self.num_updates}
-        if self.optimizer is not None:
-            state["optimizer_kind"] = optimizer_kind(self.optimizer)
-            state["optimizer"] = self.optimizer.state_dict()
-        if self.scheduler is not None:
-            state["scheduler"] = self.scheduler.state_dict()
+        if self.optimizers:
+            kinds = [optimizer_kind(optimizer) for optimizer in self.optimizers]
+            state["optimizer_kind"] = _one_or_all(kinds)
+            state["optimizer"] = _one_or_all([each.state_dict() for each in self.optimizers])
+        if self.schedulers:
+            state["scheduler"] = _one_or_all([each.state_dict() for each in self.schedulers])
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, after ``check_state``."""
         self.module.load_state_dict(keys_of(self.module, state["module"]))
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+        if self.optimizers:
+            for optimizer, saved in zip(self.optimizers, _all(state["optimizer"]), strict=True):
+                optimizer.load_state_dict(saved)
+        if self.schedulers:
+            for scheduler, saved in zip(self.schedulers, _all(state["scheduler"]), strict=True):
+                scheduler.load_state_dict(saved)
         self.num_updates = state.get("updates", 0)  # which older versions did not save
 
     def check_state(self, state: dict[str, Any], path: str) -> None:
@@ -283,19 +296,31 @@ class Stage:
         own = plain_keys(self.module.state_dict())
         check_like(plain_keys(state["module"]), own, f"{path}.module")
         check_like(state.get("updates", 0), self.num_updates, f"{path}.updates")
-        if self.optimizer is not None:
-            kind, optimizer_path = state.get("optimizer_kind"), f"{path}.optimizer"
-            check_optimizer_state(self.optimizer, state["optimizer"], kind, optimizer_path)
-        if self.scheduler is not None and not isinstance(state["scheduler"], dict):
+        if self.optimizers:
+            self._check_optimizer_states(state, f"{path}.optimizer")
+        if self.schedulers:
+            saved = _all(state["scheduler"])
+            if len(saved) != len(self.schedulers) or not all(isinstance(s, dict) for s in saved):
+                what = "a dict" if len(self.schedulers) == 1 else f"{len(self.schedulers)} dicts"
+                raise ValueError(
+                    f"{path}.scheduler must be {what}, got {summarize(state['scheduler'])}"
+                )
+
+    def _check_optimizer_states(self, state: dict[str, Any], path: str) -> None:
+        saved, kinds = _all(state["optimizer"]), _all(state.get("optimizer_kind"))
+        if len(saved) != len(self.optimizers) or len(kinds) != len(saved):
+            mine = ", ".join(map(optimizer_kind, self.optimizers))
             raise ValueError(
-                f"{path}.scheduler must be a dict, got {summarize(state['scheduler'])}"
+                f"{path} must be of the same optimizers, {mine}, got {', '.join(map(str, kinds))}"
             )
+        for number, optimizer in enumerate(self.optimizers):
+            own_path = path if len(saved) == 1 else f"{path}.{number}"
+            check_optimizer_state(optimizer, saved[number], kinds[number], own_path)
 
     def _check_optimized(self) -> None:
-        """Check that the optimizer has no parameters of which the schedule keeps no versions."""
-        if not isinstance(self.weights, LiveWeights) and self.optimizer is not None:
-            groups = self.optimizer.param_groups
-            num_added = sum(len(group["params"]) for group in groups) - self._num_optimized
+        """Check that the optimizers have no parameters of which the schedule keeps no versions."""
+        if not isinstance(self.weights, LiveWeights):
+            num_added = len(self.optimized) - self._num_optimized
             if num_added > 0:
                 raise RuntimeError(
                     "the optimizer must hold the parameters that it was built with, as the "
@@ -315,46 +340,13 @@ class Stage:
         return tuple(each.clone() if _shares_storage(each, own) else each for each in gradients)
 
 
-def build_stage(
-    index: int,
-    module: nn.Module,
-    optimizer_fn: OptimizerFactory,
-    schedule: Schedule,
-    shape: PipelineShape,
-    criterion: Criterion | None,
-) -> Stage:
-    """Build a stage with its optimizer, and weights in the versions that the schedule reads.
-
-    Raises:
-        ValueError: the schedule cannot predict the steps of this optimizer.
-    """
-    parameters = [each for each in module.parameters() if each.requires_grad]
-    if not parameters:
-        return Stage(index, module, None, LiveWeights(None), criterion)
-    optimizer, flat = build_optimizer(parameters, optimizer_fn)
-    weight_predictor = schedule.weight_predictor(shape, index, optimizer, flat)
-    weights: Weights = LiveWeights(weight_predictor)
-    if not isinstance(schedule, Flushing):
-        weights = StageWeights(
-            flat,
-            weight_predictor,
-            schedule.versions(shape),
-            index,
-            lambda microbatch: schedule.update_index(shape, microbatch),
-        )
-    return Stage(index, module, optimizer, weights, criterion)
+def _one_or_all(values: list[Any]) -> Any:
+    """Return the only value itself, as states of one optimizer have always been."""
+    return values[0] if len(values) == 1 else values
 
 
-def build_optimizer(
-    parameters: list[nn.Parameter], optimizer_fn: OptimizerFactory
-) -> tuple[Optimizer, list[FlatBuckets]]:
-    """Build the optimizer of a stage, and the flat buffers of its parameter groups."""
-    optimizer = optimizer_fn(parameters)
-    optimizer.zero_grad(set_to_none=True)  # gradients that a failed pipeline may have left
-    if isinstance(optimizer, FusedOptimizer):
-        optimizer.adopt()
-        return optimizer, optimizer.lay_out()
-    return optimizer, [FlatBuckets(group["params"], 1 << 62) for group in optimizer.param_groups]
+def _all(saved: Any) -> list[Any]:
+    return saved if isinstance(saved, list) else [saved]
 
 
 def check_value(output: Any) -> Value:

@@ -20,6 +20,10 @@ class PipeDream2BW(Streaming):
 
     updates_once_per_step = True
 
+    def delay(self, shape: PipelineShape, stage: int) -> int:
+        """Return the delay of the first stage, which all stages share."""
+        return super().delay(shape, 0)
+
     def versions(self, shape: PipelineShape) -> Versions:
         """Return the previous version, for forward and backward."""
-        return Stashed(Delayed(-(-(shape.num_stages - 1) // shape.num_microbatches)))
+        return Stashed(Delayed(self.delay(shape, 0)))

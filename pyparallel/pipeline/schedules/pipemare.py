@@ -46,7 +46,7 @@ class PipeMare(Streaming):
     def rate_factor(self, shape: PipelineShape, stage: int, update: int) -> float:
         """Return the factor of a stage's learning rate in its update number ``update``."""
         power = max(0.0, 1 - update / self.annealing) if self.annealing else 0.0
-        return float(max(1, delay(shape, stage)) ** -power)
+        return float(max(1, self.delay(shape, stage)) ** -power)
 
     def weight_predictor(
         self,
@@ -57,16 +57,11 @@ class PipeMare(Streaming):
     ) -> WeightPredictor:
         """Return a predictor that rescales learning rates and averages the weights' changes."""
         predictor = super().weight_predictor(shape, stage, optimizer, weights)
-        if self.decay is not None and delay(shape, stage):
-            per_update = self.decay ** (1 / delay(shape, stage))
+        if self.decay is not None and self.delay(shape, stage):
+            per_update = self.decay ** (1 / self.delay(shape, stage))
             predictor = DiscrepancyCorrected(predictor, optimizer, weights, per_update)
         if self.annealing:
             predictor = LRRescheduled(
                 predictor, optimizer, lambda update: self.rate_factor(shape, stage, update)
             )
         return predictor
-
-
-def delay(shape: PipelineShape, stage: int) -> int:
-    """Return the updates between a microbatch's forward and its own update in steady state."""
-    return shape.num_stages - 1 - stage

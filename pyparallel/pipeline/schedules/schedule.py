@@ -45,6 +45,10 @@ class Schedule(ABC):
     def versions(self, shape: PipelineShape) -> Versions:
         """Return the policy of which weights each action reads."""
 
+    def delay(self, shape: PipelineShape, stage: int) -> int:
+        """Return by how many updates a stage's gradients are late once the pipeline is full."""
+        return 0
+
     def weight_predictor(
         self,
         shape: PipelineShape,

@@ -25,6 +25,10 @@ class Streaming(Schedule):
         """Return the update of the microbatch, the same on all stages."""
         return microbatch // self.microbatches_per_update(shape)
 
+    def delay(self, shape: PipelineShape, stage: int) -> int:
+        """Return the updates between the first forward for an update and that update."""
+        return -(-(shape.num_stages - 1 - stage) // self.microbatches_per_update(shape))
+
     def step(self, shape: PipelineShape, rank: int, index: int) -> Iterator[Action]:
         """Yield the forwards of this step, and the backwards that fall between them."""
         begin = index * shape.num_microbatches
