@@ -20,7 +20,7 @@ from benchmarks.harness.measure import commit
 from benchmarks.harness.rows import Key, Row, merge, read_rows, shorten, write_rows
 from benchmarks.pipeline.tasks import Task
 from pyparallel.comm import NonFiniteError
-from pyparallel.pipeline import PipelineTrainer, Schedule
+from pyparallel.pipeline import Correction, PipelineTrainer, Schedule
 
 FIELDS = [
     "task", "schedule", "rate", "seed", "options", "microbatches", "updates", "unit",
@@ -31,10 +31,11 @@ FIELDS = [
 
 @dataclass(frozen=True)
 class Contestant:
-    """A schedule, and the number of microbatches per update."""
+    """A schedule, the number of microbatches per update, and a correction of late gradients."""
 
     schedule: Schedule
     microbatches: int
+    correction: Correction | None = None
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,15 @@ def train(task: Task, contestant: Contestant, rate: float, seed: int, updates: i
         contestant.schedule,
         num_microbatches=contestant.microbatches,
         split=task.split,
+        correction=contestant.correction,
     )
     losses: list[float] = []
     held_out, accuracy = math.inf, None
     try:
         for update, batch in enumerate(itertools.islice(task.batches(seed), updates)):
             trainer.prepare(*batch)  # heads are built for the first batch
-            set_rate((stage.optimizer for stage in trainer.stages), rate * rate_at(update, updates))
+            optimizers = (each for stage in trainer.stages for each in stage.optimizers)
+            set_rate(optimizers, rate * rate_at(update, updates))
             losses.append(task.units_per_nat * trainer.step(*batch))
         held_out = task.units_per_nat * trainer.evaluate(*task.held_out())
         accuracy = task.accuracy(model)

@@ -1,0 +1,270 @@
+"""``python -m benchmarks.pipeline.optimizers [--stages 4] [--optimizer muon] [--correction none]``.
+
+Do asynchronous pipelines train as well as synchronous ones, with AdamW, and with Muon for the
+matrices of the blocks? A byte transformer with a stage for the embedding, one for each block and
+one for the head. All contestants have the same batch per update, warm-up over the first twentieth,
+cosine decay, initial weights and batches; a batch is one microbatch for schedules that update after
+each microbatch, and four for those that update once per step. Muon's rate is matched to AdamW's
+(``adjust_lr_fn="match_rms_adamw"``), so one rate serves both.
+
+The rate of each contestant is chosen by one rule: the best held-out loss of one seed after 500
+updates, of ``RATES``, then of further doublings or halvings while the best is at an end, then of the
+two neighbors of the best that are a factor of the square root of 2 away. Then ``FINALISTS`` train for longer with several seeds, each at its own rate and at that of
+GPipe with the same optimizer. Rows that ``pipeline-optimizers.csv`` in ``benchmarks/results`` does
+not have yet are appended; then the tables are printed.
+
+One process holds all stages: the weights that a microbatch reads depend only on the schedule.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from benchmarks.harness.measure import RESULTS, commit
+from benchmarks.harness.rows import Key, Row, merge, read_rows, shorten, write_rows
+from benchmarks.pipeline.tasks import Bytes
+from benchmarks.pipeline.training import Contestant, train
+from pyparallel.pipeline import (
+    GPipe,
+    PipeDream,
+    PipeDream2BW,
+    PipeOptim,
+    StageMomentum,
+    UpdateErrorFeedback,
+)
+
+FIELDS = [
+    "stages", "optimizer", "schedule", "correction", "rate", "updates", "seed", "options",
+    "microbatches", "held_out_bits", "training_bits", "weight_copies", "torch", "commit", "losses",
+]  # fmt: skip
+SCHEDULES = {
+    "GPipe": Contestant(GPipe(), 4),
+    "PipeDream": Contestant(PipeDream(), 1),
+    "2BW": Contestant(PipeDream2BW(), 4),
+    "PipeOptim": Contestant(PipeOptim(), 1),
+    "PipeOptim, consistent": Contestant(PipeOptim("consistent"), 1),
+}
+NO_CORRECTION = "none"
+CORRECTIONS = {
+    NO_CORRECTION: None,
+    "error feedback": UpdateErrorFeedback(),
+    "error feedback by delay": UpdateErrorFeedback(None),
+    "stage momentum": StageMomentum(),
+}
+# Error feedback by delay is that of the paper where the delay is 1.
+CORRECTED = {
+    "PipeDream": list(CORRECTIONS),
+    "2BW": ["error feedback", "stage momentum"],
+    "PipeOptim": list(CORRECTIONS),
+}
+OPTIMIZERS = ("adamw", "muon")
+RATES = (0.003, 0.006, 0.012)
+SEARCH_UPDATES, FINAL_UPDATES = 500, 1500
+SEEDS = {4: 5, 8: 3}
+FINALISTS = ("GPipe", "2BW", "PipeOptim")  # and the best correction
+
+
+@dataclass(frozen=True)
+class MarkedBytes(Bytes):
+    """The byte transformer, with a mark on the parameters that are for Muon."""
+
+    @override
+    def build(self) -> nn.Sequential:
+        model = super().build()
+        for block in model[1:-1]:
+            for parameter in block.parameters():
+                if parameter.ndim == 2:
+                    parameter.use_muon = True
+        return model
+
+
+MODELS = {
+    depth: MarkedBytes(
+        f"{depth} stages",
+        torch.optim.AdamW,
+        (),
+        0.0,
+        width=32,
+        num_layers=depth - 2,
+        split=tuple(range(1, depth)),
+    )
+    for depth in SEEDS
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run, which has one row."""
+
+    stages: int
+    optimizer: str
+    schedule: str
+    correction: str
+    rate: float
+    updates: int
+    seed: int = 0
+
+    @property
+    def key(self) -> Key:
+        """Return ``key_of`` its row."""
+        names = str(self.stages), self.optimizer, self.schedule, self.correction
+        return (*names, f"{self.rate:g}", str(self.updates), str(self.seed))
+
+
+def key_of(row: Row) -> Key:
+    return tuple(row[name] for name in FIELDS[:7])
+
+
+class Rows:
+    """The rows of a file, to which those of new runs are added.
+
+    Args:
+        path: of the file.
+        dry_run: train for two updates, and write no rows.
+    """
+
+    def __init__(self, path: Path, *, dry_run: bool = False) -> None:
+        self._path = path
+        self._dry_run = dry_run
+        self._known = read_rows(path)
+
+    def score(self, run: Run) -> float:
+        """Return the held-out bits per byte of a run, performed if it has no row."""
+        found = next((row for row in self._known if key_of(row) == run.key), None)
+        if found is None:
+            print(*run.key, file=sys.stderr, flush=True)
+            found = perform(replace(run, updates=2) if self._dry_run else run)
+            found = {**found, "updates": str(run.updates)}
+            self._known = merge(self._known, found, key_of)
+            if not self._dry_run:
+                write_rows(merge(read_rows(self._path), found, key_of), self._path, FIELDS)
+        return float(found["held_out_bits"])
+
+
+def perform(run: Run) -> Row:
+    """Train once and return the row."""
+    contestant = contestant_of(run.schedule, run.correction)
+    task = replace(MODELS[run.stages], make_optimizer=MAKERS[run.optimizer])
+    outcome = train(task, contestant, run.rate, run.seed, run.updates)
+    options = repr(contestant.schedule)
+    if contestant.correction is not None:
+        options += f", {contestant.correction!r}"
+    values = {
+        "options": options,
+        "microbatches": contestant.microbatches,
+        "held_out_bits": f"{outcome.held_out_loss:.5f}",
+        "training_bits": f"{statistics.fmean(outcome.losses[run.updates * 9 // 10 :]):.5f}",
+        "weight_copies": " ".join(map(str, outcome.weight_copies)),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "losses": " ".join(f"{loss:.4g}" for loss in shorten([outcome.losses])),
+    }
+    row = dict(zip(FIELDS, run.key, strict=False))
+    return {**row, **{name: str(value) for name, value in values.items()}}
+
+
+def contestant_of(schedule: str, correction: str) -> Contestant:
+    """Return a schedule with a correction."""
+    return replace(SCHEDULES[schedule], correction=CORRECTIONS[correction])
+
+
+def adamw(parameters: list[nn.Parameter], lr: float) -> Optimizer:
+    """Return AdamW for all parameters."""
+    return torch.optim.AdamW(parameters, lr=lr)
+
+
+def muon(parameters: list[nn.Parameter], lr: float) -> list[Optimizer]:
+    """Return Muon for the matrices of blocks, AdamW for embeddings, head and vectors."""
+    matrices = [p for p in parameters if hasattr(p, "use_muon")]
+    rest = [p for p in parameters if not hasattr(p, "use_muon")]
+    optimizers: list[Optimizer] = []
+    if matrices:
+        options: dict[str, Any] = {"weight_decay": 0.01, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers.append(torch.optim.Muon(matrices, lr=lr, **options))
+    if rest:
+        optimizers.append(torch.optim.AdamW(rest, lr=lr))
+    return optimizers
+
+
+MAKERS = {"adamw": adamw, "muon": muon}
+
+
+def choose_rate(rows: Rows, run: Run) -> float:
+    """Return the best rate of a contestant by the rule for all."""
+    scores = {rate: rows.score(replace(run, rate=rate)) for rate in RATES}
+    while (best := min(scores, key=scores.__getitem__)) in {min(scores), max(scores)}:
+        rate = best / 2 if best == min(scores) else best * 2
+        scores[rate] = rows.score(replace(run, rate=rate))
+    for rate in (best / math.sqrt(2), best * math.sqrt(2)):
+        rounded = float(f"{rate:.2g}")
+        scores[rounded] = rows.score(replace(run, rate=rounded))
+    return min(scores, key=scores.__getitem__)
+
+
+def search(
+    rows: Rows, stages: int, optimizer: str, contestants: Iterable[tuple[str, str]]
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """Return each contestant's best rate, and the held-out bits at it."""
+    found = {}
+    for schedule, correction in contestants:
+        run = Run(stages, optimizer, schedule, correction, 0.0, SEARCH_UPDATES)
+        rate = choose_rate(rows, run)
+        found[schedule, correction] = rate, rows.score(replace(run, rate=rate))
+    return found
+
+
+def finals(
+    rows: Rows, stages: int, optimizer: str, found: dict[tuple[str, str], tuple[float, float]]
+) -> Iterator[Run]:
+    """Yield the long runs: at each one's own rate, and at GPipe's."""
+    corrected = [each for each in found if each[1] != NO_CORRECTION]
+    best = min(corrected, key=lambda each: found[each][1])
+    own_rate = found["GPipe", NO_CORRECTION][0]
+    for seed in range(SEEDS[stages]):
+        for schedule, correction in [*((name, NO_CORRECTION) for name in FINALISTS), best]:
+            for rate in dict.fromkeys([found[schedule, correction][0], own_rate]):
+                yield Run(stages, optimizer, schedule, correction, rate, FINAL_UPDATES, seed)
+
+
+def every_contestant(chosen: Sequence[str]) -> list[tuple[str, str]]:
+    """Return schedules without a correction, and some with each of the chosen ones."""
+    plain = [(schedule, NO_CORRECTION) for schedule in SCHEDULES]
+    pairs = [(schedule, name) for schedule, names in CORRECTED.items() for name in names]
+    return [*plain, *(pair for pair in pairs if pair[1] in chosen and pair not in plain)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pipeline.optimizers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--stages", nargs="*", type=int, choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--optimizer", nargs="*", choices=OPTIMIZERS, default=OPTIMIZERS)
+    parser.add_argument(
+        "--correction", nargs="*", choices=list(CORRECTIONS), default=list(CORRECTIONS)
+    )
+    parser.add_argument("--dry-run", action="store_true", help="two updates a run, and no rows")
+    parser.add_argument("--out", type=Path, default=RESULTS / "pipeline-optimizers.csv")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = Rows(options.out, dry_run=options.dry_run)
+    for stages in options.stages:
+        for optimizer in options.optimizer:
+            found = search(rows, stages, optimizer, every_contestant(options.correction))
+            for run in finals(rows, stages, optimizer, found):
+                rows.score(run)
+
+
+if __name__ == "__main__":
+    main()
