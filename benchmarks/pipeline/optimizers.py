@@ -8,10 +8,11 @@ each microbatch, and four for those that update once per step. Muon's rate is ma
 (``adjust_lr_fn="match_rms_adamw"``), so one rate serves both.
 
 The rate of each contestant is chosen by one rule: the best held-out loss of one seed after 500
-updates, of ``RATES``, then of further doublings or halvings while the best is at an end, then of the
-two neighbors of the best that are a factor of the square root of 2 away. Then ``FINALISTS`` train for longer with several seeds, each at its own rate and at that of
-GPipe with the same optimizer. Rows that ``pipeline-optimizers.csv`` in ``benchmarks/results`` does
-not have yet are appended; then the tables are printed.
+updates, of ``RATES``, then of further doublings or halvings while the best is at an end, then of
+the two neighbors of the best that are a factor of the square root of 2 away. Then ``FINALISTS``
+train for longer with several seeds, each at its own rate and at that of GPipe with the same
+optimizer. Rows that ``pipeline-optimizers.csv`` in ``benchmarks/results`` does not have yet are
+appended; then the tables are printed.
 
 One process holds all stages: the weights that a microbatch reads depend only on the schedule.
 """
