@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from torch.optim import Optimizer
 
 
-def rate(step: int, steps: int) -> float:
-    """Return the factor on lr: linear warm-up over the first twentieth, then cosine decay."""
-    warm_up = (step + 1) / (steps / 20)
-    return min(warm_up, 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
+def rate(step: int, steps: int, warm_up: float = 0.05) -> float:
+    """Return the factor on lr: linear warm-up over a fraction of the steps, cosine decay to 5 %."""
+    rising = (step + 1) / (steps * warm_up)
+    return min(rising, 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
 def set_rate(optimizers: Iterable[Optimizer], lr: float) -> None:

@@ -2,7 +2,7 @@
 
 Do asynchronous pipelines train as well as synchronous ones, with AdamW, and with Muon for the
 matrices of the blocks? A byte transformer with a stage for the embedding, one for each block and
-one for the head. All contestants have the same batch per update, warm-up over the first twentieth,
+one for the head. All contestants have the same batch per update, warm-up over the first tenth,
 cosine decay, initial weights and batches; a batch is one microbatch for schedules that update after
 each microbatch, and four for those that update once per step. Muon's rate is matched to AdamW's
 (``adjust_lr_fn="match_rms_adamw"``), so one rate serves both.
@@ -69,7 +69,8 @@ CORRECTED = {
     "PipeOptim": list(CORRECTIONS),
 }
 OPTIMIZERS = ("adamw", "muon")
-RATES = (0.003, 0.006, 0.012)
+RATES = (0.006, 0.012, 0.024)
+WARM_UP = 0.1  # of the updates
 SEARCH_UPDATES, FINAL_UPDATES = 500, 1500
 SEEDS = {4: 5, 8: 3}
 FINALISTS = ("GPipe", "2BW", "PipeOptim")  # and the best correction
@@ -77,11 +78,18 @@ FINALISTS = ("GPipe", "2BW", "PipeOptim")  # and the best correction
 
 @dataclass(frozen=True)
 class MarkedBytes(Bytes):
-    """The byte transformer, with a mark on the parameters that are for Muon."""
+    """The byte transformer, with a mark on the parameters that are for Muon.
+
+    Embeddings begin as torch's do, with a standard deviation of 1. From 0.02, as in the examples,
+    GPipe is worse, and late Adam, whose first steps are as long as such weights, far worse.
+    """
 
     @override
     def build(self) -> nn.Sequential:
         model = super().build()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.reset_parameters()
         for block in model[1:-1]:
             for parameter in block.parameters():
                 if parameter.ndim == 2:
@@ -156,7 +164,7 @@ def perform(run: Run) -> Row:
     """Train once and return the row."""
     contestant = contestant_of(run.schedule, run.correction)
     task = replace(MODELS[run.stages], make_optimizer=MAKERS[run.optimizer])
-    outcome = train(task, contestant, run.rate, run.seed, run.updates)
+    outcome = train(task, contestant, run.rate, run.seed, run.updates, WARM_UP)
     options = repr(contestant.schedule)
     if contestant.correction is not None:
         options += f", {contestant.correction!r}"

@@ -98,8 +98,15 @@ def row_of(run: Run, updates: int) -> Row:
     }
 
 
-def train(task: Task, contestant: Contestant, rate: float, seed: int, updates: int) -> Outcome:
-    """Train with one update per step."""
+def train(
+    task: Task,
+    contestant: Contestant,
+    rate: float,
+    seed: int,
+    updates: int,
+    warm_up: float = 0.05,
+) -> Outcome:
+    """Train with one update per step; ``warm_up``: the fraction of updates with a rising rate."""
     torch.manual_seed(seed)
     model = task.build()
     trainer = PipelineTrainer(
@@ -117,7 +124,7 @@ def train(task: Task, contestant: Contestant, rate: float, seed: int, updates: i
         for update, batch in enumerate(itertools.islice(task.batches(seed), updates)):
             trainer.prepare(*batch)  # heads are built for the first batch
             optimizers = (each for stage in trainer.stages for each in stage.optimizers)
-            set_rate(optimizers, rate * rate_at(update, updates))
+            set_rate(optimizers, rate * rate_at(update, updates, warm_up))
             losses.append(task.units_per_nat * trainer.step(*batch))
         held_out = task.units_per_nat * trainer.evaluate(*task.held_out())
         accuracy = task.accuracy(model)
