@@ -97,18 +97,20 @@ class MarkedBytes(Bytes):
         return model
 
 
+def bytes_in_stages(stages: int, **options: Any) -> MarkedBytes:
+    """Return the task; its optimizer is replaced in each run."""
+    return MarkedBytes(f"{stages} stages", torch.optim.AdamW, (), 0.0, **options)
+
+
 MODELS = {
-    depth: MarkedBytes(
-        f"{depth} stages",
-        torch.optim.AdamW,
-        (),
-        0.0,
-        width=32,
-        num_layers=depth - 2,
-        split=tuple(range(1, depth)),
-    )
+    depth: bytes_in_stages(depth, width=32, num_layers=depth - 2, split=tuple(range(1, depth)))
     for depth in SEEDS
 }
+# For ranks that compute: the embedding with half of the blocks, the other half with the head.
+IN_TWO = bytes_in_stages(
+    2, width=64, num_layers=4, num_heads=4, context=64, batch_size=16, split=(3,)
+)
+MODELS[2] = IN_TWO
 
 
 @dataclass(frozen=True)
@@ -245,8 +247,13 @@ def finals(
                 yield Run(stages, optimizer, schedule, correction, rate, FINAL_UPDATES, seed)
 
 
-def every_contestant(chosen: Sequence[str]) -> list[tuple[str, str]]:
-    """Return schedules without a correction, and some with each of the chosen ones."""
+def every_contestant(stages: int, chosen: Sequence[str]) -> list[tuple[str, str]]:
+    """Return schedules without a correction, and some with each of the chosen ones.
+
+    Two stages are those of ``benchmarks.pipeline.clock``, which needs two rates alone.
+    """
+    if stages == 2:
+        return [("GPipe", NO_CORRECTION), ("PipeOptim", NO_CORRECTION)]
     plain = [(schedule, NO_CORRECTION) for schedule in SCHEDULES]
     pairs = [(schedule, name) for schedule, names in CORRECTED.items() for name in names]
     return [*plain, *(pair for pair in pairs if pair[1] in chosen and pair not in plain)]
@@ -270,8 +277,9 @@ def main() -> None:
     rows = Rows(options.out, dry_run=options.dry_run)
     for stages in options.stages:
         for optimizer in options.optimizer:
-            found = search(rows, stages, optimizer, every_contestant(options.correction))
-            for run in finals(rows, stages, optimizer, found):
+            contestants = every_contestant(stages, options.correction)
+            found = search(rows, stages, optimizer, contestants)
+            for run in finals(rows, stages, optimizer, found) if stages in SEEDS else ():
                 rows.score(run)
 
 
