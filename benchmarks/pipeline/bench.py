@@ -262,16 +262,26 @@ def speed_ratios(run: Mapping[str, throughput.Speed], name: str) -> tuple[float,
 
 def bench_prediction(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure on both stages at once."""
-    with loopback() as place:
-        seconds = run_ranks(RANKS, place, 120, prediction.measure, sizes.model, sizes.updates)[0]
+    for kind in prediction.OPTIMIZERS:
+        arguments = sizes.model, sizes.updates, kind
+        with loopback() as place:
+            seconds = run_ranks(RANKS, place, 300, prediction.measure, *arguments)[0]
+        yield rows_of_prediction(kind, seconds, sizes.model)
+
+
+def rows_of_prediction(
+    kind: str, seconds: Mapping[str, Sequence[float]], model: ByteModel
+) -> list[Row]:
+    """Return a row for the passes, each update and the prediction."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     whole = medians[prediction.PASSES] + medians[prediction.UPDATE]
-    yield [
+    return [
         {
             **summary(times),
             "part": "prediction",
             "case": "a microbatch on a stage",
-            "compute": sizes.model.name,
+            "optimizer": kind,
+            "compute": model.name,
             "system": name,
             "ranks": RANKS,
             "ratio": f"{medians[name] / whole:.4f}",
