@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.harness import pictures
 from benchmarks.harness.pictures import (
     BLACK,
+    BLUE,
     GRAY,
     GREEN,
     ORANGE,
@@ -21,6 +22,7 @@ from benchmarks.harness.pictures import (
     bars,
     dots,
     legend,
+    mean,
     of,
     ours_and_torch,
     panels,
@@ -30,13 +32,23 @@ from benchmarks.harness.rows import Row
 from benchmarks.pipeline.limit import Limit
 from benchmarks.pipeline.table import (
     BASELINE,
+    GPIPE,
+    OPTIMIZERS,
     ORDER,
+    PLAIN,
+    SEARCHED,
     TRAINING,
+    bits,
+    contestants,
     differences,
+    label,
+    long_runs,
+    mean_bits,
     measure_of,
     select,
     values,
 )
+from benchmarks.pipeline.table import trained as trained_with
 from benchmarks.pipeline.tasks import TASKS, Task
 
 COLORS = dict(zip(ORDER, [BLACK, ORANGE, SKY, PURPLE, GRAY, GREEN, RED], strict=True))
@@ -183,12 +195,109 @@ def draw_bubbles(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
+def draw_sweeps(rows: Sequence[Row]) -> Figure | None:
+    """Draw the held-out loss of short runs at each rate, for each number of stages."""
+    rows = [row for row in rows if row.get("updates") == SEARCHED and "stages" in row]
+    if not rows:
+        return None
+    shown = [GPIPE, ("2BW", PLAIN), ("PipeDream", PLAIN), ("PipeOptim", PLAIN)]
+    colors = dict(zip(shown, [BLACK, SKY, ORANGE, GREEN], strict=True))
+    depths = [depth for depth in of(rows, "stages") if depth != "2"]
+    figure, axes = panels("Which rates do late gradients bear?", len(depths), 4.4)
+    for own, depth in zip(axes, depths, strict=True):
+        of_depth = where(rows, stages=depth)
+        for contestant, color in colors.items():
+            for optimizer, name in OPTIMIZERS.items():
+                found = sorted(trained_with(of_depth, contestant, optimizer), key=rate_of)
+                points = [(rate_of(row), bits(row)) for row in found]
+                if points:
+                    style = "-" if optimizer == "muon" else "--"
+                    title = f"{contestant[0]}, {name}"
+                    own.plot(
+                        *zip(*points, strict=True), style, marker=".", color=color, label=title
+                    )
+        own.set(xscale="log", xlabel="learning rate", ylabel="held-out bits per byte")
+        own.set_title(f"{depth} stages, {SEARCHED} updates, one seed")
+        low = min(map(bits, of_depth))
+        own.set_ylim(low - 0.03, low + 0.9)
+        own.grid()
+    legend(figure, axes[0], 2)
+    return figure
+
+
+def rate_of(row: Row) -> float:
+    """Return the learning rate of a row."""
+    return float(row["rate"])
+
+
+def draw_finals(rows: Sequence[Row]) -> Figure | None:
+    """Draw the held-out loss of the long runs at each one's own rate."""
+    rows = [row for row in rows if "stages" in row and row["updates"] != SEARCHED]
+    if not rows:
+        return None
+    depths = of(rows, "stages")
+    title = "Do late gradients cost loss? Each contestant at its own best rate"
+    figure, axes = panels(title, len(depths), 4.2)
+    for own, depth in zip(axes, depths, strict=True):
+        of_depth = where(rows, stages=depth)
+        names = []
+        for optimizer, name in OPTIMIZERS.items():
+            for contestant in contestants(of_depth):
+                found = long_runs(of_depth, contestant, optimizer)
+                if not found:
+                    continue
+                group = min(found.values(), key=mean_bits)
+                color = BLUE if optimizer == "muon" else GRAY
+                place = [len(names)]
+                own.plot(list(map(bits, group)), place * len(group), "o", mfc="white", mec=color)
+                own.plot([mean_bits(group)], place, "o", color=color, ms=8)
+                names.append(f"{label(contestant)}, {name}")
+        baseline = min(long_runs(of_depth, GPIPE, "adamw").values(), key=mean_bits)
+        own.axvline(mean_bits(baseline), color=BLACK, lw=1)
+        own.set_yticks(range(len(names)), names)
+        own.invert_yaxis()
+        own.set_title(f"{depth} stages")
+        own.grid(axis="x")
+    figure.supxlabel(
+        "held-out bits per byte; hollow: one seed; full: their mean; line: GPipe with AdamW",
+        fontsize=10,
+    )
+    return figure
+
+
+def draw_race(rows: Sequence[Row]) -> Figure | None:
+    """Draw the held-out loss over seconds, the mean over seeds."""
+    if not rows or "seconds" not in rows[0]:
+        return None
+    title = "Loss over time: two ranks that compute, one run"
+    figure, (axes,) = panels(title, 1, 4.4)
+    for system in of(rows, "system"):
+        for optimizer, name in OPTIMIZERS.items():
+            found = where(rows, system=system, optimizer=optimizer)
+            points = []
+            for updates in of(found, "updates"):
+                group = where(found, updates=updates)
+                points.append((mean(group, "seconds"), mean(group, "held_out_bits")))
+            style = "-" if optimizer == "muon" else "--"
+            color = GRAY if system.startswith("torch") else BLUE
+            axes.plot(*zip(*points, strict=True), style, color=color, label=f"{system}, {name}")
+    axes.set(xlabel="seconds of training", ylabel="held-out bits per byte")
+    lowest = min(float(row["held_out_bits"]) for row in rows)
+    axes.set_ylim(lowest - 0.05, lowest + 1.2)
+    axes.grid()
+    legend(figure, axes, 2)
+    return figure
+
+
 PICTURES = {
     "accuracy": draw_accuracy,
     "losses": draw_losses,
     "rates": draw_rates,
     "throughput": draw_throughput,
     "bubbles": draw_bubbles,
+    "sweeps": draw_sweeps,
+    "finals": draw_finals,
+    "race": draw_race,
 }
 
 if __name__ == "__main__":

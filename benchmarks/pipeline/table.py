@@ -130,3 +130,108 @@ def _cell(rows: Sequence[Row], baseline: Sequence[Row], measure: Measure) -> str
     if len(found) < len(rows):
         parts.append(f"{len(rows) - len(found)} of {len(rows)} diverged")
     return " ".join(parts)
+
+
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}  # of the column ``optimizer``
+PLAIN = "none"  # of the column ``correction``
+
+
+def searched(rows: Sequence[Row]) -> str:
+    """Return for each number of stages the best rate of each contestant, and the loss at it."""
+    parts = []
+    for stages in dict.fromkeys(row["stages"] for row in rows):
+        own = [row for row in rows if row["stages"] == stages and row["updates"] == SEARCHED]
+        names = " | ".join(f"{name}: rate | bits per byte" for name in OPTIMIZERS.values())
+        lines = [f"| {stages} stages, {SEARCHED} updates | {names} |", "|---" * 5 + "|"]
+        for contestant in contestants(own):
+            cells = []
+            for optimizer in OPTIMIZERS:
+                found = trained(own, contestant, optimizer)
+                best = min(found, key=bits) if found else None
+                cells += [best["rate"], f"{bits(best):.3f}"] if best else ["", ""]
+            lines.append(f"| {label(contestant)} | {' | '.join(cells)} |")
+        parts.append("\n".join([*lines, ""]))
+    return "\n".join(parts)
+
+
+SEARCHED = "500"  # updates
+
+
+def finals(rows: Sequence[Row]) -> str:
+    """Return the long runs at each one's own rate and at GPipe's, for each number of stages."""
+    parts = []
+    for stages in dict.fromkeys(row["stages"] for row in rows):
+        own = [row for row in rows if row["stages"] == stages and row["updates"] != SEARCHED]
+        if not own:
+            continue
+        updates, seeds = own[0]["updates"], len({row["seed"] for row in own})
+        title = f"{stages} stages, {int(updates):,} updates, {seeds} seeds"
+        lines = [
+            f"| {title} | rate | bits per byte (least to greatest) | against GPipe with the same "
+            "optimizer | against GPipe with AdamW |",
+            "|---" * 5 + "|",
+        ]
+        first = min(long_runs(own, GPIPE, "adamw").values(), key=mean_bits)
+        for optimizer, name in OPTIMIZERS.items():
+            baseline = long_runs(own, GPIPE, optimizer)
+            exact = min(baseline.values(), key=mean_bits) if baseline else []
+            for contestant in contestants(own):
+                for rate, group in long_runs(own, contestant, optimizer).items():
+                    found = [bits(row) for row in group]
+                    cells = [
+                        f"{label(contestant)}, {name}",
+                        rate,
+                        f"{statistics.fmean(found):.3f} ({min(found):.3f} to {max(found):.3f})",
+                        *(f"{behind(group, each):+.1f} %" for each in (exact, first)),
+                    ]
+                    lines.append(f"| {' | '.join(cells)} |")
+        parts.append("\n".join([*lines, ""]))
+    return "\n".join(parts)
+
+
+GPIPE = ("GPipe", PLAIN)
+
+
+def contestants(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return schedules and corrections: first GPipe, then those without a correction."""
+    found = dict.fromkeys((row["schedule"], row["correction"]) for row in rows)
+    return sorted(found, key=lambda each: (each != GPIPE, each[1] != PLAIN, each))
+
+
+def trained(rows: Sequence[Row], contestant: tuple[str, str], optimizer: str) -> list[Row]:
+    """Return the rows of a contestant with an optimizer."""
+    return [
+        row
+        for row in rows
+        if (row["schedule"], row["correction"]) == contestant and row["optimizer"] == optimizer
+    ]
+
+
+def long_runs(
+    rows: Sequence[Row], contestant: tuple[str, str], optimizer: str
+) -> dict[str, list[Row]]:
+    """Return the long runs of a contestant by rate, ascending."""
+    own = [row for row in trained(rows, contestant, optimizer) if row["updates"] != SEARCHED]
+    rates = sorted({row["rate"] for row in own}, key=float)
+    return {rate: [row for row in own if row["rate"] == rate] for rate in rates}
+
+
+def label(contestant: tuple[str, str]) -> str:
+    """Return a contestant's name."""
+    schedule, correction = contestant
+    return schedule if correction == PLAIN else f"{schedule}, {correction}"
+
+
+def bits(row: Row) -> float:
+    """Return the held-out bits per byte of a row."""
+    return float(row["held_out_bits"])
+
+
+def mean_bits(rows: Sequence[Row]) -> float:
+    """Return the mean held-out bits per byte."""
+    return statistics.fmean(map(bits, rows))
+
+
+def behind(rows: Sequence[Row], baseline: Sequence[Row]) -> float:
+    """Return by how many percent the mean loss is above another one."""
+    return percent(mean_bits(rows), mean_bits(baseline))

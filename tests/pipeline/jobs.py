@@ -11,8 +11,11 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
 from pyparallel.pipeline import (
+    Correction,
     Displacement,
     GPipe,
+    LastUpdate,
+    OneForwardOneBackward,
     PipeDream,
     PipeDream2BW,
     PipelineTrainer,
@@ -21,6 +24,8 @@ from pyparallel.pipeline import (
     Rollout,
     Schedule,
     SpecTrain,
+    StageMomentum,
+    UpdateErrorFeedback,
     XPipe,
     ZeroBubble,
 )
@@ -34,6 +39,7 @@ from tests.pipeline.models import (
     build_calls,
     build_layers,
     build_watched_layers,
+    smooth_orthogonalization,
 )
 from tests.pipeline.oracles import Counting, LastStep, Multiples, Oracle
 from tests.pipeline.reference import microbatches_per_update
@@ -60,6 +66,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     num_microbatches: int = 4
     bare_stage: bool = False
+    feedback: float | None = 0.0
+    limit: float | None = None
 
     @property
     def streams(self) -> list[Calls]:
@@ -69,7 +77,14 @@ class Case:
     @property
     def is_plain(self) -> bool:
         """Return whether no predicted weights are read."""
-        return self.schedule != CORRECTED and not isinstance(self.schedule, PREDICTING)
+        predicts = isinstance(self.schedule, PREDICTING)
+        return self.schedule != CORRECTED and not predicts and self.correction is None
+
+    @property
+    def correction(self) -> Correction | None:
+        if self.limit is not None:
+            return StageMomentum(self.limit)
+        return None if self.feedback == 0 else UpdateErrorFeedback(self.feedback)
 
     def split(self, num_stages: int) -> list[int]:
         return SPLIT_WITH_BARE_STAGE if self.bare_stage else SPLITS[num_stages]
@@ -94,9 +109,16 @@ def train(
     optimizer_fn: Callable[[list[nn.Parameter]], Optimizer],
     streams: Sequence[Calls],
     num_microbatches: int = 4,
+    correction: Correction | None = None,
 ) -> Trained:
     trainer = PipelineTrainer(
-        layers, mse_loss, optimizer_fn, schedule, num_microbatches=num_microbatches, split=split
+        layers,
+        mse_loss,
+        optimizer_fn,
+        schedule,
+        num_microbatches=num_microbatches,
+        split=split,
+        correction=correction,
     )
     done = Trained()
     for calls in streams:
@@ -111,8 +133,11 @@ def train(
 
 def train_case(case: Case, num_stages: int) -> Trained:
     schedule = case.schedule
-    if isinstance(schedule, PREDICTING) and case.dtype == torch.float64:
+    needs_protocol = isinstance(schedule, PREDICTING) and case.dtype == torch.float64
+    if needs_protocol and schedule.prediction != LastUpdate():
         schedule = replace(schedule, prediction=Displacement(LastStep()))  # the ops take no float64
+    if case.optimizer.startswith("Muon"):
+        torch.optim._muon._zeropower_via_newtonschulz = smooth_orthogonalization
     return train(
         schedule,
         build_layers(case.dtype),
@@ -120,6 +145,7 @@ def train_case(case: Case, num_stages: int) -> Trained:
         OPTIMIZERS[case.optimizer],
         case.streams,
         case.num_microbatches,
+        case.correction,
     )
 
 
@@ -191,6 +217,30 @@ ODD_ONCE = [
     *(Case(each, bare_stage=True) for each in (GPipe(), PipeDream(), *PREDICTED[::3])),
     *ODD_CASES[-4:],
 ]
+REPEATED = LastUpdate()
+MUON_CASES = [
+    *(Case(each, "Muon") for each in (OneForwardOneBackward(), PipeDream(), PipeDream2BW())),
+    *(Case(replace(each, prediction=REPEATED), "Muon") for each in PREDICTED),
+]
+LATE = [PipeDream(), PipeDream2BW(), PipeMare(), SpecTrain(1), XPipe("live"), PipeOptim("live")]
+CORRECTION_CASES = [
+    *(Case(each, feedback=1.0) for each in LATE),
+    *(Case(each, feedback=None) for each in LATE[:2]),
+    Case(XPipe("live"), num_microbatches=2, feedback=0.5),
+    *(Case(each, limit=0.99) for each in LATE),
+    Case(PipeDream(), "Muon", limit=0.99),
+    Case(PipeDream2BW(), "Muon", feedback=1.0),
+    Case(PipeOptim("consistent", REPEATED), "Muon", feedback=1.0),
+    Case(PipeOptim("consistent"), "AdamW", limit=0.99),
+    Case(PipeOptim("live"), "AdamW", feedback=1.0),
+]
+# Of Muon in float32 too, whose rule is the last update repeated, as is that of other optimizers.
+REPEATED_CASES = [
+    *(Case(PipeOptim(mode, REPEATED), dtype=torch.float32) for mode in ("live", "consistent")),
+    Case(PipeOptim("live"), "Muon and SGD", torch.float32),
+    Case(PipeOptim("consistent"), "Muon and SGD", torch.float32),
+]
+NEW_CASES = [*MUON_CASES, *CORRECTION_CASES, *REPEATED_CASES]
 WATCHED = [GPipe(), *(schedule for schedule in STREAMING if schedule != CORRECTED)]
 STILL = list(dict.fromkeys([*EVERY_SCHEDULE, *FLUSHING, CORRECTED]))
 EXACT = [
@@ -206,17 +256,17 @@ Size = tuple[int, int]  # stages, ranks
 Job = tuple[Callable[[Any, int], Any], Case | Schedule]
 DEEP = (4, 4)
 CASES_OF: dict[Size, list[Case]] = {
-    (1, 1): [*SINGLE_CASES, *ADAM_ONCE],
+    (1, 1): [*SINGLE_CASES, *ADAM_ONCE, *MUON_CASES[:1]],
     (2, 2): [
         single if single.is_plain or single.schedule == CORRECTED else Case(single.schedule)
         for single in SINGLE_CASES
     ],
     (4, 2): CASES,
-    DEEP: [*CASES, *ADAM_ONCE, *ODD_ONCE],
+    DEEP: [*CASES, *ADAM_ONCE, *ODD_ONCE, *NEW_CASES],
 }
 EVERY_CASE_OF: dict[Size, list[Case]] = {
-    (1, 1): [*CASES, *SINGLE_CASES, *ADAM_CASES],
-    (2, 2): [*CASES, *SINGLE_CASES],
+    (1, 1): [*CASES, *SINGLE_CASES, *ADAM_CASES, *NEW_CASES],
+    (2, 2): [*CASES, *SINGLE_CASES, *NEW_CASES],
     DEEP: [*CASES, *ADAM_CASES, *ODD_CASES],
 }
 OTHER_CASES_OF = {

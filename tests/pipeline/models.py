@@ -1,6 +1,7 @@
 """Models of layers whose backwards read weights in different ways."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,38 @@ def in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, eps=EPS)
 
 
+def muon_and_adamw(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Return AdamW for the vectors of a stage, and Muon for its matrices if it has any."""
+    return with_muon(parameters, lambda rest: torch.optim.AdamW(rest, 0.01, eps=EPS))
+
+
+def muon_and_sgd(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Return SGD with momentum for the vectors of a stage, and Muon for its matrices if any."""
+    return with_muon(parameters, lambda rest: torch.optim.SGD(rest, lr=0.05, momentum=0.9))
+
+
+def with_muon(
+    parameters: list[nn.Parameter], others: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    matrices = [parameter for parameter in parameters if parameter.dim() == 2]
+    optimizers = [others([parameter for parameter in parameters if parameter.dim() != 2])]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, 0.02, weight_decay=0.1))
+    return optimizers
+
+
+def smooth_orthogonalization(gradient: Tensor, *_: object) -> Tensor:
+    """Return a smooth map of a gradient, of its dtype, in place of Muon's iteration in bfloat16."""
+    return gradient / (1e-3 + gradient.square().mean()).sqrt()
+
+
 EPS = 1e-4  # a bias before a normalization has no gradient but rounding, which must not count
 OPTIMIZERS = {
     "groups": in_groups,
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=0.1, eps=EPS),
+    "Muon": muon_and_adamw,
+    "Muon and SGD": muon_and_sgd,
     "resting": lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
 }
 

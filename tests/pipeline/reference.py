@@ -90,14 +90,24 @@ def microbatches_per_update(schedule: Schedule, num_microbatches: int) -> int:
     return 1 if isinstance(schedule, each) else num_microbatches
 
 
+def delay_of(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> int:
+    """Return how many updates late the gradients of a stage are at most."""
+    if isinstance(schedule, PipeDream2BW):
+        return -(-(num_stages - 1) // num_microbatches)
+    late = num_stages - 1 - stage  # microbatches
+    return -(-late // microbatches_per_update(schedule, num_microbatches))
+
+
 @dataclass
 class Version:
     """The weights of a stage after some updates, with the optimizer as it was then."""
 
     parameters: dict[str, nn.Parameter]
-    optimizer: Optimizer | None
+    optimizers: list[Optimizer]
     count: int = 0  # of updates, never restarted
     change: Weights = field(default_factory=dict)  # by an update, on average
+    update: Weights = field(default_factory=dict)  # what the last one subtracted, uncorrected
+    momentum: Callable[[float], float] = float  # what the optimizers' own has been replaced by
 
     def weights(self) -> Weights:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -107,35 +117,60 @@ class Version:
         new = copy.deepcopy(self)
         for name, parameter in new.parameters.items():
             parameter.grad = gradients.get(name)
-        if new.optimizer is not None:
-            step_at(new.optimizer, correction.rate(self.count))
+        for optimizer in new.optimizers:
+            step_with(optimizer, correction.rate(self.count), correction.momentum)
         new.count += 1
+        new.momentum = correction.momentum
         for name, before in self.weights().items():
+            new.update[name] = before - new.weights()[name]
+            if name in gradients and name in self.update:
+                change = new.update[name] - self.update[name]
+                new.parameters[name].data -= correction.feedback * change
             moved, average = new.weights()[name] - before, self.change.get(name, 0)
             new.change[name] = correction.decay * average + (1 - correction.decay) * moved
         return new
 
 
-def step_at(optimizer: Optimizer, factor: float) -> None:
-    """Step at a multiple of the learning rates."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+def step_with(
+    optimizer: Optimizer, factor: float, adjust: Callable[[float], float] = float
+) -> None:
+    """Step at a multiple of the learning rates, and with other momenta."""
+    kept = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] *= factor
+        group.update(adjusted(group, adjust), lr=group["lr"] * factor)
     optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, before in zip(optimizer.param_groups, kept, strict=True):
+        group.update({name: before[name] for name in ("lr", "betas", "momentum") if name in group})
+
+
+def adjusted(group: dict, adjust: Callable[[float], float]) -> dict:
+    """Return a parameter group with another momentum."""
+    if "betas" in group:
+        return {**group, "betas": (adjust(group["betas"][0]), group["betas"][1])}
+    return {**group, "momentum": adjust(group["momentum"])} if group["momentum"] else group
 
 
 @dataclass
 class Correction:
-    """PipeMare's corrections of a stage (Yang et al., MLSys 2021).
+    """The corrections of a stage.
 
-    The rate over a power of the delay (T1), and the averaged change of the weights (T2), from which
-    the backward recomputes earlier weights.
+    PipeMare's (Yang et al., MLSys 2021): the rate over a power of the delay (T1), and the averaged
+    change of the weights (T2), from which the backward recomputes earlier weights.
+
+    Error feedback of updates (arXiv 2606.30634): an update goes on by ``feedback`` times as it has
+    changed. Momentum by stage (arXiv 2505.01099): a part of the way to ``limit``, by the delay.
     """
 
     schedule: Schedule
     delay: int
+    feedback: float = 0.0
+    limit: float | None = None
+    num_stages: int = 1
+
+    def momentum(self, own: float) -> float:
+        return (
+            own if self.limit is None else own + self.delay * (self.limit - own) / self.num_stages
+        )
 
     def rate(self, count: int) -> float:
         annealing = getattr(self.schedule, "annealing", 0)
@@ -154,8 +189,17 @@ Prediction = Callable[[Version, int], Weights]
 
 
 def predict(version: Version, horizon: int) -> Weights:
-    """Predict ``horizon`` steps equal to the last one (Guan et al., arXiv 2312.00839)."""
-    return displaced(version, lambda *seen: horizon * last_step(*seen))
+    """Predict ``horizon`` steps equal to the last one (Guan et al., arXiv 2312.00839).
+
+    Those of Muon are its last update, weight decay included.
+    """
+    ahead = displaced(version, lambda *seen: horizon * last_step(*seen))
+    groups = [group for optimizer in version.optimizers for group in optimizer.param_groups]
+    by_muon = {id(p) for group in groups if "ns_steps" in group for p in group["params"]}
+    for name, parameter in version.parameters.items():
+        if id(parameter) in by_muon:
+            ahead[name] = repeat(version, horizon)[name]
+    return ahead
 
 
 def roll_out(persistence: float, version: Version, horizon: int) -> Weights:
@@ -174,14 +218,21 @@ def roll_out(persistence: float, version: Version, horizon: int) -> Weights:
 def displaced(version: Version, steps: Callable[[dict, dict, Tensor], Tensor]) -> Weights:
     """Return the weights minus the rate times ``steps(group, state, last gradient)``."""
     ahead = version.weights()
-    if version.optimizer is None:
-        return ahead
-    groups = {id(p): group for group in version.optimizer.param_groups for p in group["params"]}
-    for name, parameter in version.parameters.items():
-        if parameter.grad is not None:  # no prediction before the first step
-            group, state = groups[id(parameter)], version.optimizer.state[parameter]
-            ahead[name] = ahead[name] - group["lr"] * steps(group, state, parameter.grad)
+    names = {id(parameter): name for name, parameter in version.parameters.items()}
+    for optimizer in version.optimizers:
+        for own in optimizer.param_groups:
+            group = adjusted(own, version.momentum)
+            for parameter in group["params"]:
+                if parameter.grad is not None:  # no prediction before the first step
+                    name, state = names[id(parameter)], optimizer.state[parameter]
+                    ahead[name] = ahead[name] - group["lr"] * steps(group, state, parameter.grad)
     return ahead
+
+
+def repeat(version: Version, horizon: int) -> Weights:
+    """Predict that the last update is repeated."""
+    weights = version.weights()
+    return {name: each - horizon * version.update.get(name, 0) for name, each in weights.items()}
 
 
 def last_step(group: dict, state: dict, gradient: Tensor) -> Tensor:
@@ -191,6 +242,8 @@ def last_step(group: dict, state: dict, gradient: Tensor) -> Tensor:
             count = int(state["step"])
             mean, square = state["exp_avg"], state["exp_avg_sq"]
             return mean / (1 - beta1**count) / ((square / (1 - beta2**count)).sqrt() + eps)
+        case {"ns_steps": _}:
+            return torch.zeros_like(gradient)
         case {"momentum": momentum, "dampening": _}:  # SGD
             return state["momentum_buffer"] if momentum else gradient
     raise NotImplementedError(f"no rule for {sorted(group)}")
@@ -278,14 +331,15 @@ def cut(layers: Sequence[nn.Module], split: Sequence[int]) -> list[nn.Sequential
 
 def make_stage(
     module: nn.Module,
-    optimizer_fn: Callable[..., Optimizer],
+    optimizer_fn: Callable[..., Optimizer | list[Optimizer]],
     prediction: Prediction,
     correction: Correction,
 ) -> Stage:
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     parameters = {name: nn.Parameter(p.detach().clone()) for name, p in trained.items()}
-    optimizer = optimizer_fn(list(parameters.values())) if parameters else None
-    return Stage(module, [Version(parameters, optimizer)], prediction, correction)
+    made = optimizer_fn(list(parameters.values())) if parameters else []
+    optimizers = made if isinstance(made, list) else [made]
+    return Stage(module, [Version(parameters, optimizers)], prediction, correction)
 
 
 def microbatches(
@@ -327,18 +381,27 @@ def train_in_one_process(
     build_layers: Callable[[], Sequence[nn.Module]],
     split: Sequence[int],
     loss_fn: Callable[[Tensor, Tensor], Tensor],
-    optimizer_fn: Callable[..., Optimizer],
+    optimizer_fn: Callable[..., Optimizer | list[Optimizer]],
     schedule: Schedule,
     streams: Sequence[Sequence[Call]],
     num_microbatches: int,
     prediction: Prediction = predict,
+    feedback: float | None = 0.0,
+    limit: float | None = None,
 ) -> Trained:
-    """Train as a pipeline that is flushed after each stream of steps."""
+    """Train as a pipeline that is flushed after each stream of steps.
+
+    Args:
+        feedback: the coefficient of the updates' error feedback; None: each stage's delay.
+        limit: of the momentum by stage; None: all stages have the optimizer's own.
+    """
     every, depth = microbatches_per_update(schedule, num_microbatches), len(split) + 1
-    stages = [
-        make_stage(module, optimizer_fn, prediction, Correction(schedule, depth - 1 - index))
-        for index, module in enumerate(cut(build_layers(), split))
-    ]
+    stages = []
+    for index, module in enumerate(cut(build_layers(), split)):
+        delay = delay_of(schedule, index, depth, num_microbatches)
+        coefficient = delay if feedback is None or not delay else feedback
+        correction = Correction(schedule, delay, coefficient, limit, depth)
+        stages.append(make_stage(module, optimizer_fn, prediction, correction))
     losses: list[float] = []
     for calls in streams:
         of_microbatches = []
@@ -408,12 +471,14 @@ def train_plainly(
 ) -> nn.Sequential:
     """Train the unsplit model in a plain loop, with an update for each microbatch or each step."""
     model = nn.Sequential(*build_layers())
-    optimizer = optimizer_fn(list(model.parameters()))
+    made = optimizer_fn(list(model.parameters()))
+    optimizers = made if isinstance(made, list) else [made]
     every = 1 if update_each else num_microbatches
     calls = [call for stream in streams for call in stream]
     for m, (inputs, target, share) in enumerate(microbatches(calls, num_microbatches, every)):
         (loss_fn(model(inputs), target) * share).backward()
         if (m + 1) % every == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
     return model

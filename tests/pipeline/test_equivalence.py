@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 
 from pyparallel.pipeline import (
     GPipe,
+    LastUpdate,
     PipeDream,
     PipeDream2BW,
     PipelineShape,
@@ -39,9 +40,16 @@ from tests.pipeline.jobs import (
     train_with_exact_predictions,
     watch,
 )
-from tests.pipeline.models import OPTIMIZERS, build_layers
+from tests.pipeline.models import OPTIMIZERS, build_layers, smooth_orthogonalization
 from tests.pipeline.oracles import AHEAD
 from tests.pipeline.reference import microbatches_per_update, reads, train_plainly
+
+
+@pytest.fixture(autouse=True)
+def smooth_muon(monkeypatch):
+    """Replace Muon's iteration in the reference, as jobs do on the ranks."""
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", smooth_orthogonalization)
+
 
 SIZES = pytest.mark.parametrize("size", CASES_OF, ids="{0[0]} stages, {0[1]} ranks".format)
 
@@ -57,10 +65,14 @@ def expected(case: Case, num_stages: int) -> reference.Trained:
         case.streams,
         case.num_microbatches,
         prediction_of(case.schedule),
+        case.feedback,
+        case.limit,
     )
 
 
 def prediction_of(schedule: Schedule) -> reference.Prediction:
+    if isinstance(schedule.prediction, LastUpdate):
+        return reference.repeat
     if isinstance(schedule.prediction, Rollout):
         return partial(reference.roll_out, schedule.prediction.persistence)
     return reference.predict

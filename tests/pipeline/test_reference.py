@@ -191,7 +191,7 @@ def test_a_backward_reads_new_weights_and_old_activations(subtests):
 
 def step_on(optimizer_fn, gradients):
     parameter = nn.Parameter(torch.tensor(8.0, dtype=torch.float64))
-    version = Version({"w": parameter}, optimizer_fn([parameter]))
+    version = Version({"w": parameter}, [optimizer_fn([parameter])])
     for each in gradients:
         gradient = {"w": torch.tensor(each, dtype=torch.float64)}
         version = version.after(gradient, Correction(GPipe(), delay=0))
