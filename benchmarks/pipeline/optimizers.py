@@ -73,7 +73,7 @@ RATES = (0.006, 0.012, 0.024)
 WARM_UP = 0.1  # of the updates
 SEARCH_UPDATES, FINAL_UPDATES = 500, 1500
 SEEDS = {4: 5, 8: 3}
-FINALISTS = ("GPipe", "2BW", "PipeOptim")  # and the best correction
+FINALISTS = ("GPipe", "2BW", "PipeOptim", "PipeOptim, consistent")  # and the best correction
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
@@ -235,3 +236,40 @@ def mean_bits(rows: Sequence[Row]) -> float:
 def behind(rows: Sequence[Row], baseline: Sequence[Row]) -> float:
     """Return by how many percent the mean loss is above another one."""
     return percent(mean_bits(rows), mean_bits(baseline))
+
+
+def race(rows: Sequence[Row]) -> str:
+    """Return the end of each training on the clock, and the time to the worst end of all."""
+    trainings: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        names = "system", "optimizer", "rate", "microbatches"
+        trainings.setdefault(tuple(row[name] for name in names), []).append(row)
+    updates = rows[-1]["updates"]
+    worst = max(bits(row) for row in rows if row["updates"] == updates)
+    lines = [
+        "| | rate | microbatches an update | ms an update | bits at the end | seconds to "
+        f"{worst:.3f} bits |",
+        "|---" * 6 + "|",
+    ]
+    for (system, optimizer, *columns), own in trainings.items():
+        ends = [row for row in own if row["updates"] == updates]
+        seconds = statistics.fmean(float(row["seconds"]) for row in ends)
+        times = [reached(own, row["seed"], worst) for row in ends]
+        cells = [
+            f"{system}, {OPTIMIZERS[optimizer]}",
+            *columns,
+            f"{1e3 * seconds / int(updates):.1f}",
+            f"{mean_bits(ends):.3f}",
+            f"{statistics.fmean(times):.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def reached(rows: Sequence[Row], seed: str, target: float) -> float:
+    """Return the seconds to a loss, between evaluations linear; infinite if it is not reached."""
+    curve = [(float(row["seconds"]), bits(row)) for row in rows if row["seed"] == seed]
+    for (before, high), (after, low) in pairwise(curve):
+        if low <= target:
+            return before + (after - before) * (high - target) / (high - low)
+    return math.inf

@@ -21,6 +21,7 @@ ENVIRONMENT.globals |= {
     "value": rows.value,
     "mean": rows.mean,
     "std": rows.std,
+    "best_mean": rows.best_mean,
 }
 
 

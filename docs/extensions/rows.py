@@ -66,6 +66,12 @@ def mean(name: str, column: str, **where: object) -> float:
     return statistics.fmean(number(row, name, column) for row in rows(name, **where))
 
 
+def best_mean(name: str, column: str, by: str, **where: object) -> float:
+    """Return the least mean of a column, of those for each value of the column ``by``."""
+    values = {row[by] for row in rows(name, **where)}
+    return min(mean(name, column, **where, **{by: each}) for each in values)
+
+
 def std(name: str, column: str, **where: object) -> float:
     """Return the sample standard deviation of a column over the rows with ``where``."""
     return statistics.stdev(number(row, name, column) for row in rows(name, **where))
