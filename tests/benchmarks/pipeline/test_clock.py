@@ -1,0 +1,65 @@
+"""The race of schedules against the clock: each entry trains the whole model."""
+
+import pytest
+import torch
+
+from benchmarks.harness.pictures import drawn
+from benchmarks.harness.rows import read_rows, write_rows
+from benchmarks.pipeline import clock
+from benchmarks.pipeline.clock import FIELDS, Entry, race, rows_of
+from benchmarks.pipeline.peers import ONE_FORWARD_ONE_BACKWARD, ZERO_BUBBLE
+from benchmarks.pipeline.picture import PICTURES
+from benchmarks.pipeline.table import race as table_of_race
+
+ENTRIES = [
+    Entry(None, "muon", 0.01),
+    Entry(ONE_FORWARD_ONE_BACKWARD, "adamw", 0.01, 4),
+    Entry(ZERO_BUBBLE, "muon", 0.01, 4),
+]
+
+
+def work(rank):
+    clock.TURN = 5
+    return race(rank, ENTRIES, 10, seed=3)
+
+
+@pytest.mark.slow  # 10 seconds
+def test_all_entries_begin_with_the_same_weights_and_learn(ranks, tmp_path):
+    points, others = ranks.run(2, work, time_limit=120)
+    assert [[each[:2] for each in of] for of in points] == [
+        [each[:2] for each in of] for of in others
+    ]
+    assert len({of_entry[0][2] for of_entry in points}) == 1
+    for of_entry in points:
+        assert [updates for updates, *_ in of_entry] == [0, 5, 10]
+        assert of_entry[-1][2] < of_entry[1][2] < of_entry[0][2]
+        assert 0 < of_entry[1][1] < of_entry[2][1]
+    write_rows(list(rows_of(ENTRIES, points, 3)), tmp_path / "rows.csv", FIELDS)
+    rows = read_rows(tmp_path / "rows.csv")
+    assert table_of_race(rows).count("\n") == 4
+    assert drawn(PICTURES, rows, tmp_path) == ["race"]
+
+
+def test_the_first_updates_of_torch_are_those_of_one_process(ranks):
+    ((points, _),) = [ranks.run(2, first_update, time_limit=60)]
+    assert points == pytest.approx(alone(), rel=1e-5)
+
+
+def first_update(rank):
+    clock.TURN = 1
+    return race(rank, [ENTRIES[1]], 1, seed=3)[0][1][2]
+
+
+def alone():
+    """Return the held-out bits after one update without a pipeline."""
+    torch.manual_seed(3)
+    model = clock.IN_TWO.build()
+    optimizer = clock.MAKERS["adamw"](list(model.parameters()), lr=0.01)
+    scheduler = clock.decayed(optimizer, updates=1)
+    inputs, target = next(clock.IN_TWO.batches(3))
+    clock.IN_TWO.loss(model(inputs), target).backward()
+    optimizer.step()
+    scheduler.step()
+    with torch.no_grad():
+        held_out, wanted = clock.IN_TWO.held_out()
+        return clock.IN_TWO.units_per_nat * float(clock.IN_TWO.loss(model(held_out), wanted))

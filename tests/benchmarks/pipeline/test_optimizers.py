@@ -1,0 +1,156 @@
+"""The comparison of optimizers in asynchronous pipelines: its rule for rates, rows and tables."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.harness.pictures import drawn
+from benchmarks.harness.rows import read_rows, write_rows
+from benchmarks.pipeline import optimizers
+from benchmarks.pipeline.optimizers import (
+    FIELDS,
+    IN_TWO,
+    MAKERS,
+    MODELS,
+    Rows,
+    Run,
+    choose_rate,
+    every_contestant,
+    finals,
+    key_of,
+    perform,
+    search,
+)
+from benchmarks.pipeline.picture import PICTURES
+from benchmarks.pipeline.table import behind, reached, searched
+from benchmarks.pipeline.table import finals as table_of_finals
+
+RUN = Run(4, "muon", "PipeOptim", "error feedback", 0.006, 2)
+
+
+class Scored:
+    """Rows whose scores have their minimum at one rate."""
+
+    def __init__(self, best):
+        self.best, self.runs = best, []
+
+    def score(self, run):
+        self.runs.append(run)
+        return abs(math.log(run.rate / self.best))
+
+
+@pytest.mark.parametrize("best", [0.0007, 0.006, 0.0085, 0.012, 0.1])
+def test_the_chosen_rate_is_within_a_quarter_of_an_octave_of_the_best(best):
+    rows = Scored(best)
+    rate = choose_rate(rows, RUN)
+    assert abs(math.log2(rate / best)) < 0.3
+    rates = sorted(run.rate for run in rows.runs)
+    assert rates[0] < rate < rates[-1]  # no end of what was tried
+
+
+def test_muon_has_the_matrices_of_blocks_and_nothing_else():
+    for model, blocks in ((MODELS[4], 2), (MODELS[8], 6), (IN_TWO, 4)):
+        layers = model.build()
+        muon = list(MAKERS["muon"](list(layers.parameters()), lr=1.0))
+        shapes = [tuple(p.shape) for p in muon[0].param_groups[0]["params"]]
+        width = model.width
+        of_block = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+        assert shapes == of_block * blocks
+        held = sum(len(group["params"]) for each in muon for group in each.param_groups)
+        assert held == len(list(layers.parameters()))
+
+
+def test_a_run_is_a_row_that_is_performed_once(tmp_path):
+    rows = Rows(tmp_path / "rows.csv")
+    score = rows.score(RUN)
+    (row,) = read_rows(tmp_path / "rows.csv")
+    assert list(row) == FIELDS
+    assert key_of(row) == RUN.key
+    assert row["weight_copies"] == "2 2 2 1"
+    assert row["options"].endswith(", UpdateErrorFeedback(coefficient=1.0)")
+    assert float(row["held_out_bits"]) == score == float(perform(RUN)["held_out_bits"])
+    write_rows([{**row, "held_out_bits": "1.5"}], tmp_path / "rows.csv", FIELDS)
+    assert Rows(tmp_path / "rows.csv").score(RUN) == 1.5
+
+
+def test_the_long_runs_are_at_the_own_rate_and_at_that_of_gpipe():
+    found = {
+        (schedule, "none"): (0.01, 3.0)
+        for schedule in ("2BW", "PipeOptim", "PipeOptim, consistent")
+    }
+    found |= {("GPipe", "none"): (0.02, 2.9), ("2BW", "error feedback"): (0.02, 2.95)}
+    found |= {("PipeDream", "error feedback"): (0.01, 3.1)}
+    runs = list(finals(Scored(1), 8, "muon", found))
+    of_seed = [(run.schedule, run.correction, run.rate) for run in runs if run.seed == 1]
+    assert of_seed == [
+        ("GPipe", "none", 0.02),
+        *(
+            (s, "none", r)
+            for s in ("2BW", "PipeOptim", "PipeOptim, consistent")
+            for r in (0.01, 0.02)
+        ),
+        ("2BW", "error feedback", 0.02),
+    ]
+    assert {run.seed for run in runs} == {0, 1, 2}
+    assert {run.updates for run in runs} == {1500}
+
+
+def test_every_contestant_is_searched_once():
+    rows = Scored(0.012)
+    contestants = every_contestant(4, list(optimizers.CORRECTIONS))
+    assert len(contestants) == len(set(contestants)) == 13
+    assert search(rows, 4, "adamw", contestants).keys() == set(contestants)
+    assert every_contestant(2, ["error feedback"]) == [("GPipe", "none"), ("PipeOptim", "none")]
+
+
+def make_row(schedule, optimizer, bits, rate="0.01", updates="500", seed="0", correction="none"):
+    names = ["4", optimizer, schedule, correction, rate, updates, seed]
+    return {**dict.fromkeys(FIELDS, ""), **dict(zip(FIELDS, names, strict=False)),
+            "held_out_bits": str(bits)}  # fmt: skip
+
+
+ROWS = [
+    make_row("GPipe", "adamw", 3.0), make_row("GPipe", "adamw", 2.9, "0.02"),
+    make_row("PipeOptim", "muon", 2.8), make_row("PipeOptim", "adamw", 3.1),
+    make_row("GPipe", "adamw", 2.5, updates="1500"),
+    make_row("GPipe", "adamw", 2.7, updates="1500", seed="1"),
+    make_row("GPipe", "muon", 2.5, updates="1500"),
+    make_row("PipeOptim", "muon", 2.34, updates="1500"),
+    make_row("PipeOptim", "muon", 2.6, "0.02", updates="1500"),
+]  # fmt: skip
+
+
+def test_the_tables_compare_with_gpipe(tmp_path):
+    best = searched(ROWS).splitlines()
+    assert best[2:] == [
+        "| GPipe | 0.02 | 2.900 |  |  |",
+        "| PipeOptim | 0.01 | 3.100 | 0.01 | 2.800 |",
+    ]
+    lines = table_of_finals(ROWS).splitlines()[2:]
+    assert lines == [
+        "| GPipe, AdamW | 0.01 | 2.600 (2.500 to 2.700) | +0.0 % | +0.0 % |",
+        "| GPipe, Muon and AdamW | 0.01 | 2.500 (2.500 to 2.500) | +0.0 % | -3.8 % |",
+        "| PipeOptim, Muon and AdamW | 0.01 | 2.340 (2.340 to 2.340) | -6.4 % | -10.0 % |",
+        "| PipeOptim, Muon and AdamW | 0.02 | 2.600 (2.600 to 2.600) | +4.0 % | +0.0 % |",
+    ]
+    assert behind(ROWS[1:2], ROWS[:1]) == pytest.approx(-100 / 30)
+    assert drawn(PICTURES, ROWS, tmp_path) == ["sweeps", "finals"]
+
+
+def test_the_time_to_a_loss_is_between_evaluations():
+    rows = [
+        {"seed": "0", "seconds": str(2 * step), "held_out_bits": str(4 - step)} for step in range(3)
+    ]
+    assert reached(rows, "0", 2.5) == 3.0
+    assert reached(rows, "0", 2.0) == 4.0
+    assert reached(rows, "0", 1.0) == math.inf
+
+
+def test_runs_of_one_key_have_the_same_loss():
+    short = replace(RUN, optimizer="adamw", correction="none")
+    torch.manual_seed(5)
+    first = perform(short)
+    torch.manual_seed(6)
+    assert perform(short)["losses"] == first["losses"]
