@@ -1,10 +1,11 @@
 """A reference of pipeline training in one process, from the papers' rules and a full history.
 
 Slow and plain on purpose: every version of every stage is kept, and microbatches run one by one. Of
-pyparallel only the names of the schedules are used; the rules are written out again.
+pyparallel only the names of the schedules and corrections are used; the rules are written out again.
 """
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from pyparallel.pipeline import (
     PipeOptim,
     Schedule,
     SpecTrain,
+    StageMomentum,
+    UpdateErrorFeedback,
     XPipe,
     ZeroBubble,
 )
@@ -35,6 +38,7 @@ from pyparallel.pipeline import (
 Call = tuple[Tensor, Tensor]  # inputs, target
 Weights = dict[str, Tensor]
 Value = Tensor | tuple[Tensor, ...]  # what layers return
+OptimizerFactory = Callable[..., Optimizer | list[Optimizer]]
 
 
 class Read(NamedTuple):
@@ -92,12 +96,13 @@ def microbatches_per_update(schedule: Schedule, num_microbatches: int) -> int:
 
 @dataclass
 class Version:
-    """The weights of a stage after some updates, with the optimizer as it was then."""
+    """The weights of a stage after some updates, with the optimizers as they were then."""
 
     parameters: dict[str, nn.Parameter]
-    optimizer: Optimizer | None
+    optimizers: list[Optimizer]
     count: int = 0  # of updates, never restarted
     change: Weights = field(default_factory=dict)  # by an update, on average
+    updates: Weights = field(default_factory=dict)  # what the optimizers subtracted last
 
     def weights(self) -> Weights:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -107,13 +112,28 @@ class Version:
         new = copy.deepcopy(self)
         for name, parameter in new.parameters.items():
             parameter.grad = gradients.get(name)
-        if new.optimizer is not None:
-            step_at(new.optimizer, correction.rate(self.count))
+        with correction.applied(new):
+            for optimizer in new.optimizers:
+                step_at(optimizer, correction.annealed_rate(self.count))
+        for name, before in self.weights().items():
+            if name in gradients:
+                new.updates[name] = before - new.weights()[name]
+                late = new.updates[name] - self.updates.get(name, new.updates[name])
+                new.parameters[name].data.sub_(correction.feedback * late)
         new.count += 1
         for name, before in self.weights().items():
             moved, average = new.weights()[name] - before, self.change.get(name, 0)
             new.change[name] = correction.decay * average + (1 - correction.decay) * moved
         return new
+
+    def stepped(self) -> Iterator[tuple[str, dict, dict, Tensor]]:
+        """Yield the name, group, state and gradient of each parameter of the last update."""
+        for optimizer in self.optimizers:
+            groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+            for name, parameter in self.parameters.items():
+                if id(parameter) in groups and parameter.grad is not None:
+                    state = optimizer.state[parameter]
+                    yield name, groups[id(parameter)], state, parameter.grad
 
 
 def step_at(optimizer: Optimizer, factor: float) -> None:
@@ -126,18 +146,33 @@ def step_at(optimizer: Optimizer, factor: float) -> None:
         group["lr"] = rate
 
 
+Rates = Callable[[int], float]  # the learning rate's factor after so many updates
+
+
 @dataclass
 class Correction:
-    """PipeMare's corrections of a stage (Yang et al., MLSys 2021).
+    """What changes a stage's updates: its delay, learning rates by their number, and PipeMare's.
 
-    The rate over a power of the delay (T1), and the averaged change of the weights (T2), from which
-    the backward recomputes earlier weights.
+    PipeMare (Yang et al., MLSys 2021) has the rate over a power of the delay (T1), and the averaged
+    change of the weights (T2), from which the backward recomputes earlier weights.
+
+    Args:
+        schedule: PipeMare or another one.
+        delay: updates between a microbatch's forward and its update, as PipeMare counts them.
+        given: the correction of delayed gradients.
+        delayed_by: updates by which they are delayed, of all schedules.
+        depth: number of stages.
+        rates: of a learning-rate scheduler.
     """
 
     schedule: Schedule
     delay: int
+    given: UpdateErrorFeedback | StageMomentum | None = None
+    delayed_by: int = 0
+    depth: int = 1
+    rates: Rates = field(default=lambda count: 1.0)
 
-    def rate(self, count: int) -> float:
+    def annealed_rate(self, count: int) -> float:
         annealing = getattr(self.schedule, "annealing", 0)
         if not (annealing and self.delay):
             return 1.0
@@ -149,38 +184,83 @@ class Correction:
         total = getattr(self.schedule, "decay", None)
         return total ** (1 / self.delay) if total and self.delay else 0.0
 
+    @property
+    def feedback(self) -> float:
+        """Return the coefficient of what an update adds to the last one."""
+        match self.given:
+            case UpdateErrorFeedback(coefficient=None):
+                return float(self.delayed_by)
+            case UpdateErrorFeedback(coefficient=coefficient) if self.delayed_by:
+                return coefficient
+        return 0.0
+
+    def momentum(self, own: float) -> float:
+        """Return a stage's momentum: on the way to a limit by its share of the stages."""
+        if isinstance(self.given, StageMomentum):
+            return own + self.delayed_by * (self.given.limit - own) / self.depth
+        return own
+
+    @contextmanager
+    def applied(self, version: Version) -> Iterator[None]:
+        """Give a version's groups the rate and the momentum of their next step inside."""
+        groups = [group for each in version.optimizers for group in each.param_groups]
+        before = [dict(group) for group in groups]
+        for group in groups:
+            group["lr"] *= self.rates(version.count)
+            if "betas" in group:
+                group["betas"] = self.momentum(group["betas"][0]), *group["betas"][1:]
+            elif group.get("momentum"):
+                group["momentum"] = self.momentum(group["momentum"])
+        yield
+        for group, values in zip(groups, before, strict=True):
+            group.update(values)
+
+
+def updates_late(schedule: Schedule, stage: int, depth: int, num_microbatches: int) -> int:
+    """Return by how many updates a stage's gradients are delayed once the pipeline is full."""
+    match schedule:
+        case PipeDream2BW():
+            return math.ceil((depth - 1) / num_microbatches)
+        case XPipe():
+            return math.ceil((depth - 1 - stage) / num_microbatches)
+        case PipeDream() | PipeOptim() | SpecTrain() | PipeMare() | Nesterov():
+            return depth - 1 - stage
+    return 0
+
 
 Prediction = Callable[[Version, int], Weights]
 
 
 def predict(version: Version, horizon: int) -> Weights:
     """Predict ``horizon`` steps equal to the last one (Guan et al., arXiv 2312.00839)."""
-    return displaced(version, lambda *seen: horizon * last_step(*seen))
+    ahead = version.weights()
+    for name, group, state, gradient in version.stepped():
+        if "ns_steps" in group:  # Muon
+            ahead[name] = ahead[name] - horizon * version.updates[name]
+        elif "momentum_decay" in group:
+            ahead[name] = ahead[name] - group["lr"] * next_nadam_steps(horizon, group, state)
+        else:
+            ahead[name] = ahead[name] - group["lr"] * horizon * last_step(group, state, gradient)
+    return ahead
+
+
+def repeat_last_update(version: Version, horizon: int) -> Weights:
+    """Predict by what the optimizers subtracted last, whatever they are."""
+    stepped = {name for name, *_ in version.stepped()}
+    return {
+        name: weight - horizon * version.updates[name] if name in stepped else weight
+        for name, weight in version.weights().items()
+    }
 
 
 def roll_out(persistence: float, version: Version, horizon: int) -> Weights:
     """Predict SGD with momentum on gradients that are a multiple of the last one."""
-
-    def steps(group: dict, state: dict, gradient: Tensor) -> Tensor:
-        momentum, total = state["momentum_buffer"], torch.zeros_like(gradient)
+    ahead = version.weights()
+    for name, group, state, gradient in version.stepped():
+        momentum = state["momentum_buffer"]
         for _ in range(horizon):
             momentum = group["momentum"] * momentum + persistence * gradient
-            total = total + momentum
-        return total
-
-    return displaced(version, steps)
-
-
-def displaced(version: Version, steps: Callable[[dict, dict, Tensor], Tensor]) -> Weights:
-    """Return the weights minus the rate times ``steps(group, state, last gradient)``."""
-    ahead = version.weights()
-    if version.optimizer is None:
-        return ahead
-    groups = {id(p): group for group in version.optimizer.param_groups for p in group["params"]}
-    for name, parameter in version.parameters.items():
-        if parameter.grad is not None:  # no prediction before the first step
-            group, state = groups[id(parameter)], version.optimizer.state[parameter]
-            ahead[name] = ahead[name] - group["lr"] * steps(group, state, parameter.grad)
+            ahead[name] = ahead[name] - group["lr"] * momentum
     return ahead
 
 
@@ -194,6 +274,29 @@ def last_step(group: dict, state: dict, gradient: Tensor) -> Tensor:
         case {"momentum": momentum, "dampening": _}:  # SGD
             return state["momentum_buffer"] if momentum else gradient
     raise NotImplementedError(f"no rule for {sorted(group)}")
+
+
+def next_nadam_steps(horizon: int, group: dict, state: dict) -> Tensor:
+    """Return NAdam's next steps for constant gradients, without the learning rate (Dozat, 2016).
+
+    Such a gradient is the unbiased first moment, and stays it.
+    """
+    (beta1, beta2), done = group["betas"], int(state["step"])
+    gradient = state["exp_avg"] / (1 - beta1**done)
+    scale = (state["exp_avg_sq"] / (1 - beta2**done)).sqrt() + group["eps"]
+
+    def momentum(count: int) -> float:
+        return beta1 * (1 - 0.96 ** (count * group["momentum_decay"]) / 2)
+
+    def product(count: int) -> float:
+        return math.prod(momentum(each) for each in range(1, count + 1))
+
+    total = torch.zeros_like(gradient)
+    for t in range(done + 1, done + horizon + 1):
+        mean = (1 - beta1**t) * gradient
+        own = (1 - momentum(t)) / (1 - product(t)) * gradient
+        total = total + (own + momentum(t + 1) / (1 - product(t + 1)) * mean) / scale
+    return total
 
 
 @dataclass
@@ -231,7 +334,8 @@ class Stage:
     def read(self, read: Read) -> Weights:
         version = self.history[read.version]
         if read.horizon > 0:
-            return self.prediction(version, read.horizon)
+            with self.correction.applied(version):
+                return self.prediction(version, read.horizon)
         weights = version.weights()
         if read.horizon == 0:
             return weights
@@ -278,14 +382,15 @@ def cut(layers: Sequence[nn.Module], split: Sequence[int]) -> list[nn.Sequential
 
 def make_stage(
     module: nn.Module,
-    optimizer_fn: Callable[..., Optimizer],
+    optimizer_fn: OptimizerFactory,
     prediction: Prediction,
     correction: Correction,
 ) -> Stage:
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     parameters = {name: nn.Parameter(p.detach().clone()) for name, p in trained.items()}
-    optimizer = optimizer_fn(list(parameters.values())) if parameters else None
-    return Stage(module, [Version(parameters, optimizer)], prediction, correction)
+    made = optimizer_fn(list(parameters.values())) if parameters else []
+    optimizers = made if isinstance(made, list) else [made]
+    return Stage(module, [Version(parameters, optimizers)], prediction, correction)
 
 
 def microbatches(
@@ -327,18 +432,21 @@ def train_in_one_process(
     build_layers: Callable[[], Sequence[nn.Module]],
     split: Sequence[int],
     loss_fn: Callable[[Tensor, Tensor], Tensor],
-    optimizer_fn: Callable[..., Optimizer],
+    optimizer_fn: OptimizerFactory,
     schedule: Schedule,
     streams: Sequence[Sequence[Call]],
     num_microbatches: int,
     prediction: Prediction = predict,
+    correction: UpdateErrorFeedback | StageMomentum | None = None,
+    rates: Rates = lambda count: 1.0,
 ) -> Trained:
     """Train as a pipeline that is flushed after each stream of steps."""
     every, depth = microbatches_per_update(schedule, num_microbatches), len(split) + 1
-    stages = [
-        make_stage(module, optimizer_fn, prediction, Correction(schedule, depth - 1 - index))
-        for index, module in enumerate(cut(build_layers(), split))
-    ]
+    stages = []
+    for index, module in enumerate(cut(build_layers(), split)):
+        late = updates_late(schedule, index, depth, num_microbatches)
+        own = Correction(schedule, depth - 1 - index, correction, late, depth, rates)
+        stages.append(make_stage(module, optimizer_fn, prediction, own))
     losses: list[float] = []
     for calls in streams:
         of_microbatches = []

@@ -191,7 +191,7 @@ def test_a_backward_reads_new_weights_and_old_activations(subtests):
 
 def step_on(optimizer_fn, gradients):
     parameter = nn.Parameter(torch.tensor(8.0, dtype=torch.float64))
-    version = Version({"w": parameter}, optimizer_fn([parameter]))
+    version = Version({"w": parameter}, [optimizer_fn([parameter])])
     for each in gradients:
         gradient = {"w": torch.tensor(each, dtype=torch.float64)}
         version = version.after(gradient, Correction(GPipe(), delay=0))
@@ -231,7 +231,7 @@ def test_predictions_by_hand(subtests):
 
 def test_pipemares_rates_grow_to_1():
     correction = Correction(PipeMare(annealing=4), delay=16)
-    rates = [correction.rate(count) for count in range(6)]
+    rates = [correction.annealed_rate(count) for count in range(6)]
     assert rates == pytest.approx([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 1])
 
 
