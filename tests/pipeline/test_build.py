@@ -187,11 +187,11 @@ def test_the_executor_of_a_schedule():
     modules = [nn.Sequential(*layers[:2]), *layers[2:]]
     common = modules, shape, 0, sgd, criterion, p2p
     splitter = MicrobatchSplitter(TOKENS, TOKENS, 0, 2)
-    with_heads = build_executor(Interlocking(2, LinearHead(11)), *common, splitter)
+    with_heads = build_executor(Interlocking(2, LinearHead(11)), *common, splitter, None)
     assert isinstance(with_heads, InterlockingExecutor)
     assert [stage.head is None for stage in with_heads.stages.values()] == [False, False, True]
     assert Interlocking.needs_batch
-    plain = build_executor(GPipe(), *common, None)
+    plain = build_executor(GPipe(), *common, None, None)
     assert type(plain) is Executor
     assert not GPipe.needs_batch
     for executor in (with_heads, plain):

@@ -255,7 +255,7 @@ def test_one_process_refuses_a_bad_target_too_and_skips_without_an_error():
         assert math.isnan(loss)
         assert math.isnan(trainer.evaluate(x, y * float("nan")))
         assert all(map(torch.equal, before, weights))
-        assert [stage.scheduler.last_epoch for stage in trainer.stages] == [0, 0, 0]
+        assert [each.last_epoch for stage in trainer.stages for each in stage.schedulers] == [0] * 3
         trainer.step(x, y)
         trainer.flush()
         assert not any(map(torch.equal, before, weights))

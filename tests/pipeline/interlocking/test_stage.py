@@ -38,7 +38,7 @@ def build(head=None):
     criterion = Criterion(mse_loss, lambda microbatch: True)
     optimizer = torch.optim.SGD([*module.parameters(), *head.parameters()], lr=0.1)
     runtime = HeadRuntime(head, criterion, reads_shared=False)
-    return InterlockingStage(1, module, optimizer, LiveWeights(None), None, runtime)
+    return InterlockingStage(1, module, [optimizer], LiveWeights(None), None, runtime)
 
 
 SPLITTER = MicrobatchSplitter(None, torch.ones(5, 2, dtype=torch.float64), 0, 1)
@@ -118,7 +118,7 @@ def test_one_backward_equals_input_vjp_and_accumulate_grads(inputs):
 @pytest.mark.parametrize("count", [1, 3])
 def test_inputs_without_gradients_get_none(count):
     module = nn.Embedding(4, 3)  # its inputs are tokens, which have no gradients
-    stage = InterlockingStage(0, module, None, LiveWeights(None), None, None)
+    stage = InterlockingStage(0, module, [], LiveWeights(None), None, None)
     stage.forward(0, torch.tensor([1, 2]), SPLITTER)
     assert stage.input_vjp(0, [(torch.ones(2, 3),)] * count) == [()] * count
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adadelta, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adadelta, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline import Displacement
@@ -18,6 +18,7 @@ from tests.pipeline.prediction.predictors import (
     assert_same_state,
     gradients_of,
 )
+from tests.pipeline.reference import next_nadam_steps
 
 EXACT = [
     partial(SGD, lr=0.1),
@@ -32,6 +33,14 @@ EXACT = [
     partial(AdamW, lr=1e-2, weight_decay=0, fused=True),
     partial(Adam, lr=1e-2, foreach=True),
 ]
+NADAM = [  # exact too, but not linear in the horizon
+    partial(NAdam, lr=1e-2),
+    partial(NAdam, lr=torch.tensor(1e-2), foreach=True),
+    partial(NAdam, lr=1e-2, momentum_decay=0.5, maximize=True),
+    partial(NAdam, lr=1e-2, momentum_decay=0.0, betas=(0.5, 0.9)),
+    partial(NAdam, lr=1e-2, betas=(0.0, 0.9)),
+    partial(NAdam, lr=1e-2, decoupled_weight_decay=True),
+]
 
 
 def name(make):
@@ -40,7 +49,7 @@ def name(make):
 
 
 def test_constant_gradients_are_predicted_exactly_at_every_step(subtests):
-    for make in EXACT:
+    for make in [*EXACT, *NADAM]:
         for horizon in [1, 2, 5]:
             with subtests.test(make=make, horizon=horizon):
                 stage = OneStage(make, Displacement())
@@ -156,7 +165,37 @@ def test_decoupled_decay_is_not_predicted():
     assert_close(*moves, rtol=1e-4, atol=1e-6)
 
 
-ALL = [*EXACT, *MOMENTUM, partial(RMSprop, lr=0.01), partial(RMSprop, lr=0.01, centered=True)]
+DECAYED = [
+    partial(NAdam, lr=1e-2, weight_decay=0.5),
+    partial(NAdam, lr=1e-2, weight_decay=0.5, decoupled_weight_decay=True),
+]
+
+
+def test_nadam_follows_its_momentum_schedule(subtests):
+    for make in [*NADAM, *DECAYED]:
+        with subtests.test(make=make):
+            stage = OneStage(make, Displacement())
+            for seed in range(3):
+                gradients = gradients_of(stage, seed)
+                gradients[0] = None if seed == 1 else gradients[0]  # a step fewer
+                stage.step(gradients)
+            (group,) = stage.optimizer.param_groups
+            for horizon in (1, 4):
+                expected = [
+                    p - group["lr"] * next_nadam_steps(horizon, group, stage.optimizer.state[p])
+                    for p in stage.parameters
+                ]
+                assert_close(stage.predicted(horizon), expected, rtol=1e-5, atol=2e-6)
+
+
+ALL = [
+    *EXACT,
+    *NADAM,
+    *DECAYED,
+    *MOMENTUM,
+    partial(RMSprop, lr=0.01),
+    partial(RMSprop, lr=0.01, centered=True),
+]
 
 
 def test_before_the_first_step_the_prediction_is_the_weights(subtests):
@@ -298,9 +337,11 @@ class Subclass(SGD):
 @pytest.mark.parametrize("make", [partial(Adadelta, lr=0.1), partial(Subclass, lr=0.1)])
 def test_an_optimizer_without_a_rule_is_refused(make):
     sentence = (
-        r"be of pyparallel.optim, or torch's SGD, Adam, AdamW or RMSprop, or have a method "
-        r"displacement\(parameter, state, group, horizon\), got .*(Adadelta|Subclass); add the "
-        r"method, or pass an object"
+        r"be of pyparallel.optim, or torch's SGD, Adam, AdamW, NAdam, RMSprop or Muon, or Lion of "
+        r"lion-pytorch or timm, or have a method displacement\(parameter, state, group, horizon\), "
+        r"got .*(Adadelta|Subclass); add the method, pass an object that has it as "
+        r"prediction=Displacement\(rule\), or pass prediction=LastUpdate\(\), which repeats the "
+        r"last update of any optimizer$"
     )
     with pytest.raises(ValueError, match=sentence):
         OneStage(make, Displacement())

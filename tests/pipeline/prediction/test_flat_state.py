@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, RMSprop
+from torch.optim import SGD, Adam, NAdam, RMSprop
 
 from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline import Displacement, PipelineShape, PipeMare, PipeOptim
@@ -25,6 +25,7 @@ MAKERS = [
     partial(SGD, lr=0.1, momentum=0.9),
     partial(Adam, lr=0.01, amsgrad=True),
     partial(RMSprop, lr=0.01, centered=True),
+    partial(NAdam, lr=0.01),
 ]
 makers = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.func.__name__)
 
