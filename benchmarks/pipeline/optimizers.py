@@ -250,10 +250,14 @@ def finals(
 def every_contestant(stages: int, chosen: Sequence[str]) -> list[tuple[str, str]]:
     """Return schedules without a correction, and some with each of the chosen ones.
 
-    Two stages are those of ``benchmarks.pipeline.clock``, which needs two rates alone.
+    Two stages are those of ``benchmarks.pipeline.clock``, which needs two rates alone. With eight,
+    whose runs are long, only those that train for longer are searched.
     """
     if stages == 2:
         return [("GPipe", NO_CORRECTION), ("PipeOptim", NO_CORRECTION)]
+    if stages == 8:
+        corrected = [(name, "error feedback") for name in ("2BW", "PipeOptim")]
+        return [*((schedule, NO_CORRECTION) for schedule in FINALISTS), *corrected]
     plain = [(schedule, NO_CORRECTION) for schedule in SCHEDULES]
     pairs = [(schedule, name) for schedule, names in CORRECTED.items() for name in names]
     return [*plain, *(pair for pair in pairs if pair[1] in chosen and pair not in plain)]

@@ -1,11 +1,10 @@
 """A reference of pipeline training in one process, from the papers' rules and a full history.
 
 Slow and plain on purpose: every version of every stage is kept, and microbatches run one by one. Of
-pyparallel only the names of the schedules and corrections are used; the rules are written out again.
+pyparallel only the names of the schedules are used; the rules are written out again.
 """
 
 import copy
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,8 +28,6 @@ from pyparallel.pipeline import (
     PipeOptim,
     Schedule,
     SpecTrain,
-    StageMomentum,
-    UpdateErrorFeedback,
     XPipe,
     ZeroBubble,
 )
@@ -38,7 +35,6 @@ from pyparallel.pipeline import (
 Call = tuple[Tensor, Tensor]  # inputs, target
 Weights = dict[str, Tensor]
 Value = Tensor | tuple[Tensor, ...]  # what layers return
-OptimizerFactory = Callable[..., Optimizer | list[Optimizer]]
 
 
 class Read(NamedTuple):
@@ -104,7 +100,7 @@ def delay_of(schedule: Schedule, stage: int, num_stages: int, num_microbatches: 
 
 @dataclass
 class Version:
-    """The weights of a stage after some updates, with the optimizers as they were then."""
+    """The weights of a stage after some updates, with the optimizer as it was then."""
 
     parameters: dict[str, nn.Parameter]
     optimizers: list[Optimizer]
@@ -134,15 +130,6 @@ class Version:
             new.change[name] = correction.decay * average + (1 - correction.decay) * moved
         return new
 
-    def stepped(self) -> Iterator[tuple[str, dict, dict, Tensor]]:
-        """Yield the name, group, state and gradient of each parameter of the last update."""
-        for optimizer in self.optimizers:
-            groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-            for name, parameter in self.parameters.items():
-                if id(parameter) in groups and parameter.grad is not None:
-                    state = optimizer.state[parameter]
-                    yield name, groups[id(parameter)], state, parameter.grad
-
 
 def step_with(
     optimizer: Optimizer, factor: float, adjust: Callable[[float], float] = float
@@ -161,9 +148,6 @@ def adjusted(group: dict, adjust: Callable[[float], float]) -> dict:
     if "betas" in group:
         return {**group, "betas": (adjust(group["betas"][0]), group["betas"][1])}
     return {**group, "momentum": adjust(group["momentum"])} if group["momentum"] else group
-
-
-Rates = Callable[[int], float]  # the learning rate's factor after so many updates
 
 
 @dataclass
@@ -188,7 +172,7 @@ class Correction:
             own if self.limit is None else own + self.delay * (self.limit - own) / self.num_stages
         )
 
-    def annealed_rate(self, count: int) -> float:
+    def rate(self, count: int) -> float:
         annealing = getattr(self.schedule, "annealing", 0)
         if not (annealing and self.delay):
             return 1.0
@@ -199,49 +183,6 @@ class Correction:
         """Return the decay of one update, which to the power of the delay is the schedule's."""
         total = getattr(self.schedule, "decay", None)
         return total ** (1 / self.delay) if total and self.delay else 0.0
-
-    @property
-    def feedback(self) -> float:
-        """Return the coefficient of what an update adds to the last one."""
-        match self.given:
-            case UpdateErrorFeedback(coefficient=None):
-                return float(self.delayed_by)
-            case UpdateErrorFeedback(coefficient=coefficient) if self.delayed_by:
-                return coefficient
-        return 0.0
-
-    def momentum(self, own: float) -> float:
-        """Return a stage's momentum: on the way to a limit by its share of the stages."""
-        if isinstance(self.given, StageMomentum):
-            return own + self.delayed_by * (self.given.limit - own) / self.depth
-        return own
-
-    @contextmanager
-    def applied(self, version: Version) -> Iterator[None]:
-        """Give a version's groups the rate and the momentum of their next step inside."""
-        groups = [group for each in version.optimizers for group in each.param_groups]
-        before = [dict(group) for group in groups]
-        for group in groups:
-            group["lr"] *= self.rates(version.count)
-            if "betas" in group:
-                group["betas"] = self.momentum(group["betas"][0]), *group["betas"][1:]
-            elif group.get("momentum"):
-                group["momentum"] = self.momentum(group["momentum"])
-        yield
-        for group, values in zip(groups, before, strict=True):
-            group.update(values)
-
-
-def updates_late(schedule: Schedule, stage: int, depth: int, num_microbatches: int) -> int:
-    """Return by how many updates a stage's gradients are delayed once the pipeline is full."""
-    match schedule:
-        case PipeDream2BW():
-            return math.ceil((depth - 1) / num_microbatches)
-        case XPipe():
-            return math.ceil((depth - 1 - stage) / num_microbatches)
-        case PipeDream() | PipeOptim() | SpecTrain() | PipeMare() | Nesterov():
-            return depth - 1 - stage
-    return 0
 
 
 Prediction = Callable[[Version, int], Weights]
@@ -263,9 +204,9 @@ def predict(version: Version, horizon: int) -> Weights:
 
 def roll_out(persistence: float, version: Version, horizon: int) -> Weights:
     """Predict SGD with momentum on gradients that are a multiple of the last one."""
-    ahead = version.weights()
-    for name, group, state, gradient in version.stepped():
-        momentum = state["momentum_buffer"]
+
+    def steps(group: dict, state: dict, gradient: Tensor) -> Tensor:
+        momentum, total = state["momentum_buffer"], torch.zeros_like(gradient)
         for _ in range(horizon):
             momentum = group["momentum"] * momentum + persistence * gradient
             total = total + momentum
@@ -308,29 +249,6 @@ def last_step(group: dict, state: dict, gradient: Tensor) -> Tensor:
     raise NotImplementedError(f"no rule for {sorted(group)}")
 
 
-def next_nadam_steps(horizon: int, group: dict, state: dict) -> Tensor:
-    """Return NAdam's next steps for constant gradients, without the learning rate (Dozat, 2016).
-
-    Such a gradient is the unbiased first moment, and stays it.
-    """
-    (beta1, beta2), done = group["betas"], int(state["step"])
-    gradient = state["exp_avg"] / (1 - beta1**done)
-    scale = (state["exp_avg_sq"] / (1 - beta2**done)).sqrt() + group["eps"]
-
-    def momentum(count: int) -> float:
-        return beta1 * (1 - 0.96 ** (count * group["momentum_decay"]) / 2)
-
-    def product(count: int) -> float:
-        return math.prod(momentum(each) for each in range(1, count + 1))
-
-    total = torch.zeros_like(gradient)
-    for t in range(done + 1, done + horizon + 1):
-        mean = (1 - beta1**t) * gradient
-        own = (1 - momentum(t)) / (1 - product(t)) * gradient
-        total = total + (own + momentum(t + 1) / (1 - product(t + 1)) * mean) / scale
-    return total
-
-
 @dataclass
 class Pass:
     """A microbatch on a stage, between forward and backward."""
@@ -366,8 +284,7 @@ class Stage:
     def read(self, read: Read) -> Weights:
         version = self.history[read.version]
         if read.horizon > 0:
-            with self.correction.applied(version):
-                return self.prediction(version, read.horizon)
+            return self.prediction(version, read.horizon)
         weights = version.weights()
         if read.horizon == 0:
             return weights
