@@ -26,8 +26,8 @@ from benchmarks.harness.link import loopback
 from benchmarks.harness.measure import summary
 from benchmarks.harness.program import Row, make_parser, measure
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.pipeline import bubbles, ours, peers, prediction, throughput
-from benchmarks.pipeline.limit import Limit
+from benchmarks.pipeline import bubbles, ours, peers, prediction
+from benchmarks.pipeline.limit import Limit, Speed, measure_speeds
 from benchmarks.pipeline.models import (
     FOR_TWO_CORES,
     SMALL_MICROBATCHES,
@@ -117,12 +117,12 @@ def bench_throughput(sizes: Sizes) -> Iterator[list[Row]]:
         systems = [*sizes.ours(OURS), *PEERS]
         arguments = (sizes.model, systems, num_microbatches, sizes.throughput, sizes.optimizer)
         with loopback() as place:
-            speeds = run_ranks(RANKS, place, 300, throughput.measure, *arguments)[0]
+            speeds = run_ranks(RANKS, place, 300, measure_speeds, *arguments)[0]
         yield rows_of_throughput(speeds, sizes, num_microbatches)
 
 
 def rows_of_throughput(
-    speeds: Mapping[str, throughput.Speed], sizes: Sizes, num_microbatches: int
+    speeds: Mapping[str, Speed], sizes: Sizes, num_microbatches: int
 ) -> list[Row]:
     """Return a row per system, relative to the best of torch's and to the limit."""
     model = sizes.model
@@ -171,13 +171,13 @@ def bench_small(sizes: Sizes) -> Iterator[list[Row]]:
 
 def measure_runs(
     sizes: Sizes, model: Model, systems: Sequence[System], num_microbatches: int
-) -> list[Mapping[str, throughput.Speed]]:
+) -> list[Mapping[str, Speed]]:
     """Return the speeds of systems and of the limit in each run."""
     runs = []
     for _ in range(sizes.runs):
         with loopback() as place:
             arguments = (model, systems, num_microbatches, sizes.small, sizes.optimizer)
-            runs.append(run_ranks(RANKS, place, 120, throughput.measure, *arguments)[0])
+            runs.append(run_ranks(RANKS, place, 120, measure_speeds, *arguments)[0])
     return runs
 
 
@@ -190,7 +190,7 @@ def bench_limit(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def rows_of_limit(
-    runs: Sequence[Mapping[str, throughput.Speed]], sizes: Sizes, num_microbatches: int
+    runs: Sequence[Mapping[str, Speed]], sizes: Sizes, num_microbatches: int
 ) -> list[Row]:
     """Return a row per system: the median of all turns, and of the ratios within each run."""
     rows: list[Row] = []
@@ -221,7 +221,7 @@ def rows_of_limit(
 
 
 def rows_of_small(
-    runs: Sequence[Mapping[str, throughput.Speed]], sizes: Sizes, num_microbatches: int
+    runs: Sequence[Mapping[str, Speed]], sizes: Sizes, num_microbatches: int
 ) -> list[Row]:
     """Return a row per system: the median of all turns, and of the ratios within each run."""
     rows: list[Row] = []
@@ -252,7 +252,7 @@ def rows_of_small(
     return rows
 
 
-def speed_ratios(run: Mapping[str, throughput.Speed], name: str) -> tuple[float, float]:
+def speed_ratios(run: Mapping[str, Speed], name: str) -> tuple[float, float]:
     """Return the speed of a system relative to torch's and to the limit in the same run."""
     medians = {each: statistics.median(speed.seconds) for each, speed in run.items()}
     fastest = min(medians[peer.name] for peer in SMALL_PEERS)

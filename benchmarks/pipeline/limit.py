@@ -1,15 +1,17 @@
-"""The upper limit of a pipeline's speed: all stages compute at once without waiting."""
+"""The upper limit of a pipeline's speed: all stages compute without waiting; systems beside it."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.pipeline.models import Model, build_stages
-from benchmarks.pipeline.systems import ADAMW, make_optimizer
+from benchmarks.pipeline.systems import ADAMW, System, copies_by_stage, make_optimizer
+from benchmarks.pipeline.turns import Plan, start, take_turns
 
 
 class StageAlone:
@@ -92,3 +94,33 @@ class LimitTraining:
         self._optimizer.step()
         for weight in self._weights:
             weight.grad = None
+
+
+class Speed(NamedTuple):
+    """The measurements of one system.
+
+    Args:
+        seconds: per microbatch in each turn, on the slowest rank.
+        weight_copies: peak number of each stage; empty: not counted.
+    """
+
+    seconds: list[float]
+    weight_copies: list[int]
+
+
+def measure_speeds(
+    rank: int,
+    model: Model,
+    systems: Sequence[System],
+    num_microbatches: int,
+    plan: Plan,
+    optimizer: str = ADAMW,
+) -> dict[str, Speed]:
+    """Measure all systems in turns, and the limit with an optimizer of this class."""
+    pipelines = start(systems, model, num_microbatches)
+    limit = start([Limit(optimizer)], model, num_microbatches)
+    seconds = take_turns(limit | pipelines, num_microbatches, plan)
+    return {
+        name: Speed(times, copies_by_stage(pipelines[name]) if name in pipelines else [])
+        for name, times in seconds.items()
+    }

@@ -81,7 +81,7 @@ class MarkedBytes(Bytes):
     """The byte transformer, with a mark on the parameters that are for Muon.
 
     Embeddings begin as torch's do, with a standard deviation of 1. From 0.02, as in the examples,
-    GPipe is worse, and late Adam, whose first steps are as long as such weights, far worse.
+    GPipe is worse, and delayed Adam, whose first steps are as long as such weights, far worse.
     """
 
     @override

@@ -203,7 +203,7 @@ def draw_sweeps(rows: Sequence[Row]) -> Figure | None:
     shown = [GPIPE, ("2BW", PLAIN), ("PipeDream", PLAIN), ("PipeOptim", PLAIN)]
     colors = dict(zip(shown, [BLACK, SKY, ORANGE, GREEN], strict=True))
     depths = [depth for depth in of(rows, "stages") if depth != "2"]
-    figure, axes = panels("Which rates do late gradients bear?", len(depths), 4.4)
+    figure, axes = panels("Which rates do delayed gradients bear?", len(depths), 4.4)
     for own, depth in zip(axes, depths, strict=True):
         of_depth = where(rows, stages=depth)
         for contestant, color in colors.items():
@@ -236,7 +236,7 @@ def draw_finals(rows: Sequence[Row]) -> Figure | None:
     if not rows:
         return None
     depths = of(rows, "stages")
-    title = "Do late gradients cost loss? Each contestant at its own best rate"
+    title = "Do delayed gradients cost loss? Each contestant at its own best rate"
     figure, axes = panels(title, len(depths), 4.2)
     for own, depth in zip(axes, depths, strict=True):
         of_depth = where(rows, stages=depth)

@@ -31,7 +31,7 @@ FIELDS = [
 
 @dataclass(frozen=True)
 class Contestant:
-    """A schedule, the number of microbatches per update, and a correction of late gradients."""
+    """A schedule, the number of microbatches per update, and a correction of delayed gradients."""
 
     schedule: Schedule
     microbatches: int

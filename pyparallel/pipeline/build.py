@@ -51,7 +51,7 @@ def build_executor(
         criterion: of the last stage.
         p2p: messages between stages.
         splitter: of the first batch; None if the schedule does not need it.
-        correction: of late gradients; None: none.
+        correction: of delayed gradients; None: none.
 
     Raises:
         TypeError: ``optimizer_fn`` returns anything but optimizers.

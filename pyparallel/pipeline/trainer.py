@@ -77,7 +77,7 @@ class PipelineTrainer:
             update; None: no scheduler.
         max_norm: clip the gradient of the whole model to this 2-norm before an update; only with
             schedules that flush, as others never have the whole gradient at once.
-        correction: of late gradients, such as ``UpdateErrorFeedback()`` or ``StageMomentum()``;
+        correction: of delayed gradients, such as ``UpdateErrorFeedback()`` or ``StageMomentum()``;
             only with schedules that do not flush. None: none.
         compress_activations: compressor for the activations sent to the next stage on another rank,
             in ``evaluate`` too: floating-point tensors, which must be float32, bfloat16 or float16.

@@ -84,8 +84,8 @@ def find_option_error(
         if not isinstance(schedule, Streaming):
             return (
                 f"correction must be None with {type(schedule).__name__}, whose gradients are not "
-                f"late, got {correction!r}; leave it out, or take a schedule that does not flush, "
-                "such as PipeOptim()"
+                f"delayed, got {correction!r}; leave it out, or take a schedule that does not "
+                "flush, such as PipeOptim()"
             )
     for name, compressor in compressors.items():
         if not isinstance(compressor, Compressor | None):

@@ -1,4 +1,4 @@
-"""Weight prediction, and corrections of late gradients."""
+"""Weight prediction, and corrections of delayed gradients."""
 
 from .base import NoPrediction, Prediction, WeightPredictor
 from .corrections import Correction, StageMomentum, UpdateErrorFeedback

@@ -1,4 +1,4 @@
-"""Corrections of late gradients: error feedback of updates, and momentum by stage."""
+"""Corrections of delayed gradients: error feedback of updates, and momentum by stage."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ LAST_UNCORRECTED = "last_uncorrected_update"
 
 
 class Correction(Protocol):
-    """Protocol of a correction of late gradients, for schedules that do not flush."""
+    """Protocol of a correction of delayed gradients, for schedules that do not flush."""
 
     def wrap(
         self,
@@ -35,7 +35,7 @@ class Correction(Protocol):
             predictor: takes the steps and predicts.
             optimizer: of the stage's parameters.
             weights: one entry for each parameter group of the optimizer.
-            delay: by how many updates the stage's gradients are late, at least 1.
+            delay: by how many updates the stage's gradients are delayed, at least 1.
             num_stages: of the pipeline.
 
         Raises:
@@ -45,18 +45,18 @@ class Correction(Protocol):
 
 @dataclass(frozen=True)
 class UpdateErrorFeedback(Correction):
-    """Error feedback of updates (arXiv 2606.30634): a late update goes on as it has changed.
+    """Error feedback of updates (arXiv 2606.30634): it is extrapolated by its last change.
 
-    With u the whole update that the optimizer computes from a late gradient, learning rate and
+    With u the whole update that the optimizer computes from a delayed gradient, learning rate and
     decoupled weight decay included, the step is ``w -= u + coefficient * (u - last u)``; the first
-    one is plain. The optimizer's own state is not changed by it. The paper has gradients that are
-    late by one update, and the coefficient 1.
+    one is plain. The optimizer's own state is not changed by it. In the paper gradients are delayed
+    by one update, and the coefficient is 1.
 
     The last u is kept in the optimizer's state, which takes one more copy of the weights' size.
 
     Args:
-        coefficient: above 0; None: by how many updates the gradients of the stage are late. Stages
-            whose gradients are not late are not corrected.
+        coefficient: above 0; None: by how many updates the stage's gradients are delayed. Stages
+            without a delay are not corrected.
     """
 
     coefficient: float | None = 1.0
@@ -140,7 +140,7 @@ class _ErrorFeedbackPredictor(WeightPredictor):
 class StageMomentum(Correction):
     """A momentum that grows with the delay (AsyncPP; Ajanthan et al., arXiv 2505.01099).
 
-    With gradients that are late by ``delay`` updates on a stage of ``num_stages``, it steps with
+    With gradients delayed by ``delay`` updates on a stage of ``num_stages``, it steps with
     the momentum ``m + delay * (limit - m) / num_stages``, where m is the parameter groups' own:
     ``momentum``, or the first of ``betas``. The groups keep m, as a scheduler may change it.
 

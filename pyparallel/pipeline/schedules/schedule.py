@@ -46,7 +46,7 @@ class Schedule(ABC):
         """Return the policy of which weights each action reads."""
 
     def delay(self, shape: PipelineShape, stage: int) -> int:
-        """Return by how many updates a stage's gradients are late once the pipeline is full."""
+        """Return by how many updates a stage's gradients are delayed once the pipeline is full."""
         return 0
 
     def weight_predictor(
