@@ -10,8 +10,8 @@ each microbatch, and four for those that update once per step. Muon's rate is ma
 The rate of each contestant is chosen by one rule: the best held-out loss of one seed after 500
 updates, of ``RATES``, then of further doublings or halvings while the best is at an end, then of
 the two neighbors of the best that are a factor of the square root of 2 away. Then ``FINALISTS``
-train for longer with several seeds, each at its own rate and at that of GPipe with the same
-optimizer. Rows that ``pipeline-optimizers.csv`` in ``benchmarks/results`` does not have yet are
+train for longer with several seeds, each at its own rate, and with four stages at that of GPipe with
+the same optimizer too. Rows that ``pipeline-optimizers.csv`` in ``benchmarks/results`` does not have yet are
 appended; then the tables are printed.
 
 One process holds all stages: the weights that a microbatch reads depend only on the schedule.
@@ -237,13 +237,14 @@ def search(
 def finals(
     rows: Rows, stages: int, optimizer: str, found: dict[tuple[str, str], tuple[float, float]]
 ) -> Iterator[Run]:
-    """Yield the long runs: at each one's own rate, and at GPipe's."""
+    """Yield the long runs: at each one's own rate, and with four stages at GPipe's too."""
     corrected = [each for each in found if each[1] != NO_CORRECTION]
     best = min(corrected, key=lambda each: found[each][1])
     own_rate = found["GPipe", NO_CORRECTION][0]
     for seed in range(SEEDS[stages]):
         for schedule, correction in [*((name, NO_CORRECTION) for name in FINALISTS), best]:
-            for rate in dict.fromkeys([found[schedule, correction][0], own_rate]):
+            rate = found[schedule, correction][0]
+            for rate in dict.fromkeys([rate, own_rate] if stages == 4 else [rate]):
                 yield Run(stages, optimizer, schedule, correction, rate, FINAL_UPDATES, seed)
 
 

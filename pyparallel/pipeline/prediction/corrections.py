@@ -45,7 +45,7 @@ class Correction(Protocol):
 
 @dataclass(frozen=True)
 class UpdateErrorFeedback(Correction):
-    """Error feedback of updates (arXiv 2606.30634): it is extrapolated by its last change.
+    """Error feedback of updates (arXiv 2606.30634): each is extrapolated by its last change.
 
     With u the whole update that the optimizer computes from a delayed gradient, learning rate and
     decoupled weight decay included, the step is ``w -= u + coefficient * (u - last u)``; the first

@@ -82,7 +82,7 @@ def test_the_long_runs_are_at_the_own_rate_and_at_that_of_gpipe():
     }
     found |= {("GPipe", "none"): (0.02, 2.9), ("2BW", "error feedback"): (0.02, 2.95)}
     found |= {("PipeDream", "error feedback"): (0.01, 3.1)}
-    runs = list(finals(Scored(1), 8, "muon", found))
+    runs = list(finals(Scored(1), 4, "muon", found))
     of_seed = [(run.schedule, run.correction, run.rate) for run in runs if run.seed == 1]
     assert of_seed == [
         ("GPipe", "none", 0.02),
@@ -93,7 +93,9 @@ def test_the_long_runs_are_at_the_own_rate_and_at_that_of_gpipe():
         ),
         ("2BW", "error feedback", 0.02),
     ]
-    assert {run.seed for run in runs} == {0, 1, 2}
+    assert {run.seed for run in runs} == {0, 1, 2, 3, 4}
+    deep = [run.rate for run in finals(Scored(1), 8, "muon", found) if run.seed == 2]
+    assert deep == [0.02, 0.01, 0.01, 0.01, 0.02]
     assert {run.updates for run in runs} == {1500}
 
 
