@@ -10,9 +10,9 @@ each microbatch, and four for those that update once per step. Muon's rate is ma
 The rate of each contestant is chosen by one rule: the best held-out loss of one seed after 500
 updates, of ``RATES``, then of further doublings or halvings while the best is at an end, then of
 the two neighbors of the best that are a factor of the square root of 2 away. Then ``FINALISTS``
-train for longer with several seeds, each at its own rate, and with four stages at that of GPipe with
-the same optimizer too. Rows that ``pipeline-optimizers.csv`` in ``benchmarks/results`` does not have yet are
-appended; then the tables are printed.
+train for longer with several seeds, each at its own rate, and with four stages at that of GPipe
+with the same optimizer too. Rows that ``pipeline-optimizers.csv`` in ``benchmarks/results`` does
+not have yet are appended; then the tables are printed.
 
 One process holds all stages: the weights that a microbatch reads depend only on the schedule.
 """
@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from benchmarks.harness.measure import RESULTS, commit
 from benchmarks.harness.rows import Key, Row, merge, read_rows, shorten, write_rows
+from benchmarks.pipeline import table
 from benchmarks.pipeline.tasks import Bytes
 from benchmarks.pipeline.training import Contestant, train
 from pyparallel.pipeline import (
@@ -147,16 +148,16 @@ class Rows:
     def __init__(self, path: Path, *, dry_run: bool = False) -> None:
         self._path = path
         self._dry_run = dry_run
-        self._known = read_rows(path)
+        self.known = read_rows(path)
 
     def score(self, run: Run) -> float:
         """Return the held-out bits per byte of a run, performed if it has no row."""
-        found = next((row for row in self._known if key_of(row) == run.key), None)
+        found = next((row for row in self.known if key_of(row) == run.key), None)
         if found is None:
             print(*run.key, file=sys.stderr, flush=True)
             found = perform(replace(run, updates=2) if self._dry_run else run)
             found = {**found, "updates": str(run.updates)}
-            self._known = merge(self._known, found, key_of)
+            self.known = merge(self.known, found, key_of)
             if not self._dry_run:
                 write_rows(merge(read_rows(self._path), found, key_of), self._path, FIELDS)
         return float(found["held_out_bits"])
@@ -240,11 +241,11 @@ def finals(
     """Yield the long runs: at each one's own rate, and with four stages at GPipe's too."""
     corrected = [each for each in found if each[1] != NO_CORRECTION]
     best = min(corrected, key=lambda each: found[each][1])
-    own_rate = found["GPipe", NO_CORRECTION][0]
+    gpipes_rate = found["GPipe", NO_CORRECTION][0]
     for seed in range(SEEDS[stages]):
         for schedule, correction in [*((name, NO_CORRECTION) for name in FINALISTS), best]:
-            rate = found[schedule, correction][0]
-            for rate in dict.fromkeys([rate, own_rate] if stages == 4 else [rate]):
+            rates = [found[schedule, correction][0], *([gpipes_rate] if stages == 4 else [])]
+            for rate in dict.fromkeys(rates):
                 yield Run(stages, optimizer, schedule, correction, rate, FINAL_UPDATES, seed)
 
 
@@ -286,6 +287,7 @@ def main() -> None:
             found = search(rows, stages, optimizer, contestants)
             for run in finals(rows, stages, optimizer, found) if stages in SEEDS else ():
                 rows.score(run)
+    print(table.searched(rows.known), table.finals(rows.known), sep="\n")
 
 
 if __name__ == "__main__":
