@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from pyparallel.pipeline import (
+    Correction,
     Displacement,
     GPipe,
+    LastUpdate,
+    Nesterov,
     PipeDream,
     PipeDream2BW,
     PipelineTrainer,
@@ -21,6 +25,8 @@ from pyparallel.pipeline import (
     Rollout,
     Schedule,
     SpecTrain,
+    StageMomentum,
+    UpdateErrorFeedback,
     XPipe,
     ZeroBubble,
 )
@@ -34,6 +40,7 @@ from tests.pipeline.models import (
     build_calls,
     build_layers,
     build_watched_layers,
+    smooth_muon,
 )
 from tests.pipeline.oracles import Counting, LastStep, Multiples, Oracle
 from tests.pipeline.reference import microbatches_per_update
@@ -60,6 +67,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     num_microbatches: int = 4
     bare_stage: bool = False
+    correction: Correction | None = None
+    halving: bool = False  # learning rates, with each update
 
     @property
     def streams(self) -> list[Calls]:
@@ -73,6 +82,10 @@ class Case:
 
     def split(self, num_stages: int) -> list[int]:
         return SPLIT_WITH_BARE_STAGE if self.bare_stage else SPLITS[num_stages]
+
+    def rates(self, count: int) -> float:
+        """Return the learning rates' factor after so many updates."""
+        return 0.5**count if self.halving else 1.0
 
     def __str__(self):
         return "-".join(str(value) for value in vars(self).values())
@@ -91,13 +104,15 @@ def train(
     schedule: Schedule,
     layers: Sequence[nn.Module],
     split: Sequence[int],
-    optimizer_fn: Callable[[list[nn.Parameter]], Optimizer],
+    optimizer_fn: Callable[[list[nn.Parameter]], Optimizer | list[Optimizer]],
     streams: Sequence[Calls],
     num_microbatches: int = 4,
+    **options: Any,
 ) -> Trained:
     trainer = PipelineTrainer(
-        layers, mse_loss, optimizer_fn, schedule, num_microbatches=num_microbatches, split=split
-    )
+        layers, mse_loss, optimizer_fn, schedule,
+        num_microbatches=num_microbatches, split=split, **options,
+    )  # fmt: skip
     done = Trained()
     for calls in streams:
         done.losses += [trainer.step(*call) for call in calls]
@@ -111,16 +126,20 @@ def train(
 
 def train_case(case: Case, num_stages: int) -> Trained:
     schedule = case.schedule
-    if isinstance(schedule, PREDICTING) and case.dtype == torch.float64:
+    by_op = schedule.prediction == Displacement() and case.optimizer != "Muon, PredictedAdamW"
+    if by_op and case.dtype == torch.float64:
         schedule = replace(schedule, prediction=Displacement(LastStep()))  # the ops take no float64
-    return train(
-        schedule,
-        build_layers(case.dtype),
-        case.split(num_stages),
-        OPTIMIZERS[case.optimizer],
-        case.streams,
-        case.num_microbatches,
-    )
+    with smooth_muon():
+        return train(
+            schedule,
+            build_layers(case.dtype),
+            case.split(num_stages),
+            OPTIMIZERS[case.optimizer],
+            case.streams,
+            case.num_microbatches,
+            correction=case.correction,
+            scheduler_fn=partial(LambdaLR, lr_lambda=case.rates) if case.halving else None,
+        )
 
 
 def stand_still(schedule: Schedule, num_stages: int) -> Trained:
@@ -191,6 +210,51 @@ ODD_ONCE = [
     *(Case(each, bare_stage=True) for each in (GPipe(), PipeDream(), *PREDICTED[::3])),
     *ODD_CASES[-4:],
 ]
+# All of them with Muon for matrices, and with each correction; of the products, one of each.
+LATE = [
+    PipeDream(), PipeDream2BW(), PipeMare(), Nesterov(), SpecTrain(1), SpecTrain(2),
+    *(kind(mode) for kind in (PipeOptim, XPipe) for mode in ("live", "consistent")),
+]  # fmt: skip
+CORRECTIONS = [
+    UpdateErrorFeedback(), UpdateErrorFeedback(0.5), UpdateErrorFeedback(None), StageMomentum(),
+    StageMomentum(0.97),
+]  # fmt: skip
+MUON = "Muon, PredictedAdamW"
+MUON_CASES = [Case(each, MUON) for each in LATE]
+CORRECTED_CASES = [
+    *(Case(each, MUON, correction=how) for each in LATE for how in CORRECTIONS),
+    *(Case(each, name, correction=how) for each in LATE for how in CORRECTIONS[2:4]
+      for name in ("momentum", "AdamW")),
+    *(Case(each, MUON, num_microbatches=2, correction=how) for each in (PipeDream2BW(), XPipe())
+      for how in CORRECTIONS),
+]  # fmt: skip
+REPEATING = [
+    PipeOptim("live", LastUpdate()),
+    PipeOptim("consistent", LastUpdate()),
+    SpecTrain(1, LastUpdate()),
+    XPipe("live", LastUpdate()),
+]
+REPEATING_CASES = [
+    *(Case(each, name) for each in REPEATING for name in ("AdamW", "groups", MUON)),
+    *(Case(each, MUON, halving=True) for each in (PipeDream(), *REPEATING)),
+    *(Case(each, MUON, correction=how, halving=True) for each in (PipeDream(), *REPEATING)
+      for how in CORRECTIONS[2:4]),
+]  # fmt: skip
+SINGLE_MUON_CASES = [
+    Case(schedule, optimizer, torch.float32)
+    for schedule in (PipeOptim("live"), PipeOptim("consistent"), XPipe("live"))
+    for optimizer in ("Muon, AdamW", "Muon, fused AdamW", "NAdam")
+]
+LATE_CASES = [*MUON_CASES, *CORRECTED_CASES, *REPEATING_CASES, *SINGLE_MUON_CASES]
+LATE_ONCE = [
+    *(Case(each, MUON) for each in (PipeDream2BW(), PipeOptim("live"), PipeOptim("consistent"))),
+    *(Case(each, MUON, correction=how) for each, how in zip(LATE, CORRECTIONS * 2, strict=True)),
+    Case(XPipe("live"), num_microbatches=2, correction=CORRECTIONS[2]),
+    Case(PipeOptim("live"), "AdamW", correction=CORRECTIONS[3]),
+    *(Case(each, MUON, halving=True) for each in REPEATING[:2]),
+    Case(REPEATING[0], "groups"),
+    *SINGLE_MUON_CASES[:3],
+]
 WATCHED = [GPipe(), *(schedule for schedule in STREAMING if schedule != CORRECTED)]
 STILL = list(dict.fromkeys([*EVERY_SCHEDULE, *FLUSHING, CORRECTED]))
 EXACT = [
@@ -206,23 +270,30 @@ Size = tuple[int, int]  # stages, ranks
 Job = tuple[Callable[[Any, int], Any], Case | Schedule]
 DEEP = (4, 4)
 CASES_OF: dict[Size, list[Case]] = {
-    (1, 1): [*SINGLE_CASES, *ADAM_ONCE],
+    (1, 1): [*SINGLE_CASES, *ADAM_ONCE, *LATE_ONCE[:8]],
     (2, 2): [
-        single if single.is_plain or single.schedule == CORRECTED else Case(single.schedule)
-        for single in SINGLE_CASES
+        *(
+            single if single.is_plain or single.schedule == CORRECTED else Case(single.schedule)
+            for single in SINGLE_CASES
+        ),
+        *LATE_ONCE[:8],
     ],
     (4, 2): CASES,
-    DEEP: [*CASES, *ADAM_ONCE, *ODD_ONCE],
+    DEEP: [*CASES, *ADAM_ONCE, *ODD_ONCE, *LATE_ONCE],
 }
 EVERY_CASE_OF: dict[Size, list[Case]] = {
     (1, 1): [*CASES, *SINGLE_CASES, *ADAM_CASES],
-    (2, 2): [*CASES, *SINGLE_CASES],
-    DEEP: [*CASES, *ADAM_CASES, *ODD_CASES],
+    (2, 2): [*CASES, *SINGLE_CASES, *LATE_CASES],
+    DEEP: [*CASES, *ADAM_CASES, *ODD_CASES, *LATE_CASES],
 }
 OTHER_CASES_OF = {
     size: [case for case in cases if case not in CASES_OF[size]]
     for size, cases in EVERY_CASE_OF.items()
 }
+
+
+def batched(cases: Sequence[Case], most: int) -> list[Sequence[Case]]:
+    return [cases[begin : begin + most] for begin in range(0, len(cases), most)]
 
 
 def train_cases(cases: Sequence[Case]) -> list[Job]:
@@ -231,7 +302,7 @@ def train_cases(cases: Sequence[Case]) -> list[Job]:
 
 # Lists of jobs, each for one set of processes.
 JOBS: dict[Size, list[list[Job]]] = {
-    size: [train_cases(cases), train_cases(OTHER_CASES_OF.get(size, []))]
+    size: [train_cases(cases), *map(train_cases, batched(OTHER_CASES_OF.get(size, []), 70))]
     for size, cases in CASES_OF.items()
 }
 JOBS[DEEP] += [

@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 
 from pyparallel.pipeline import (
     GPipe,
+    LastUpdate,
     PipeDream,
     PipeDream2BW,
     PipelineShape,
@@ -39,7 +40,7 @@ from tests.pipeline.jobs import (
     train_with_exact_predictions,
     watch,
 )
-from tests.pipeline.models import OPTIMIZERS, build_layers
+from tests.pipeline.models import OPTIMIZERS, build_layers, smooth_muon
 from tests.pipeline.oracles import AHEAD
 from tests.pipeline.reference import microbatches_per_update, reads, train_plainly
 
@@ -48,21 +49,26 @@ SIZES = pytest.mark.parametrize("size", CASES_OF, ids="{0[0]} stages, {0[1]} ran
 
 @cache
 def expected(case: Case, num_stages: int) -> reference.Trained:
-    return reference.train_in_one_process(
-        partial(build_layers, case.dtype),
-        case.split(num_stages),
-        mse_loss,
-        OPTIMIZERS[case.optimizer],
-        case.schedule,
-        case.streams,
-        case.num_microbatches,
-        prediction_of(case.schedule),
-    )
+    with smooth_muon():
+        return reference.train_in_one_process(
+            partial(build_layers, case.dtype),
+            case.split(num_stages),
+            mse_loss,
+            OPTIMIZERS[case.optimizer],
+            case.schedule,
+            case.streams,
+            case.num_microbatches,
+            prediction_of(case.schedule),
+            case.correction,
+            case.rates,
+        )
 
 
 def prediction_of(schedule: Schedule) -> reference.Prediction:
     if isinstance(schedule.prediction, Rollout):
         return partial(reference.roll_out, schedule.prediction.persistence)
+    if isinstance(schedule.prediction, LastUpdate):
+        return reference.repeat_last_update
     return reference.predict
 
 
@@ -84,14 +90,15 @@ def assert_plain(size: Size, case: Case) -> None:
     """Compare with a plain training loop, bitwise, if the case is of one stage or flushes."""
     if size != (1, 1) and not (size == DEEP and case.schedule in FLUSHING):
         return
-    model = train_plainly(
-        partial(build_layers, case.dtype),
-        mse_loss,
-        OPTIMIZERS[case.optimizer],
-        case.streams,
-        case.num_microbatches,
-        update_each=microbatches_per_update(case.schedule, case.num_microbatches) == 1,
-    )
+    with smooth_muon():
+        model = train_plainly(
+            partial(build_layers, case.dtype),
+            mse_loss,
+            OPTIMIZERS[case.optimizer],
+            case.streams,
+            case.num_microbatches,
+            update_each=microbatches_per_update(case.schedule, case.num_microbatches) == 1,
+        )
     assert_same(of_all_ranks(size, train_case, case).state, model.state_dict())
 
 
