@@ -124,22 +124,22 @@ def train(
     return done
 
 
+@smooth_muon()
 def train_case(case: Case, num_stages: int) -> Trained:
     schedule = case.schedule
     by_op = schedule.prediction == Displacement() and case.optimizer != "Muon, PredictedAdamW"
     if by_op and case.dtype == torch.float64:
         schedule = replace(schedule, prediction=Displacement(LastStep()))  # the ops take no float64
-    with smooth_muon():
-        return train(
-            schedule,
-            build_layers(case.dtype),
-            case.split(num_stages),
-            OPTIMIZERS[case.optimizer],
-            case.streams,
-            case.num_microbatches,
-            correction=case.correction,
-            scheduler_fn=partial(LambdaLR, lr_lambda=case.rates) if case.halving else None,
-        )
+    return train(
+        schedule,
+        build_layers(case.dtype),
+        case.split(num_stages),
+        OPTIMIZERS[case.optimizer],
+        case.streams,
+        case.num_microbatches,
+        correction=case.correction,
+        scheduler_fn=partial(LambdaLR, lr_lambda=case.rates) if case.halving else None,
+    )
 
 
 def stand_still(schedule: Schedule, num_stages: int) -> Trained:

@@ -48,20 +48,20 @@ SIZES = pytest.mark.parametrize("size", CASES_OF, ids="{0[0]} stages, {0[1]} ran
 
 
 @cache
+@smooth_muon()
 def expected(case: Case, num_stages: int) -> reference.Trained:
-    with smooth_muon():
-        return reference.train_in_one_process(
-            partial(build_layers, case.dtype),
-            case.split(num_stages),
-            mse_loss,
-            OPTIMIZERS[case.optimizer],
-            case.schedule,
-            case.streams,
-            case.num_microbatches,
-            prediction_of(case.schedule),
-            case.correction,
-            case.rates,
-        )
+    return reference.train_in_one_process(
+        partial(build_layers, case.dtype),
+        case.split(num_stages),
+        mse_loss,
+        OPTIMIZERS[case.optimizer],
+        case.schedule,
+        case.streams,
+        case.num_microbatches,
+        prediction_of(case.schedule),
+        case.correction,
+        case.rates,
+    )
 
 
 def prediction_of(schedule: Schedule) -> reference.Prediction:
@@ -86,19 +86,19 @@ def assert_like_reference(size: Size, case: Case) -> None:
         torch.testing.assert_close(found.state, wanted.state, rtol=tolerance, atol=tolerance)
 
 
+@smooth_muon()
 def assert_plain(size: Size, case: Case) -> None:
     """Compare with a plain training loop, bitwise, if the case is of one stage or flushes."""
     if size != (1, 1) and not (size == DEEP and case.schedule in FLUSHING):
         return
-    with smooth_muon():
-        model = train_plainly(
-            partial(build_layers, case.dtype),
-            mse_loss,
-            OPTIMIZERS[case.optimizer],
-            case.streams,
-            case.num_microbatches,
-            update_each=microbatches_per_update(case.schedule, case.num_microbatches) == 1,
-        )
+    model = train_plainly(
+        partial(build_layers, case.dtype),
+        mse_loss,
+        OPTIMIZERS[case.optimizer],
+        case.streams,
+        case.num_microbatches,
+        update_each=microbatches_per_update(case.schedule, case.num_microbatches) == 1,
+    )
     assert_same(of_all_ranks(size, train_case, case).state, model.state_dict())
 
 
