@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from pyparallel.pipeline import (
     Correction,
     Displacement,
     GPipe,
     LastUpdate,
-    OneForwardOneBackward,
+    Nesterov,
     PipeDream,
     PipeDream2BW,
     PipelineTrainer,
@@ -39,7 +40,7 @@ from tests.pipeline.models import (
     build_calls,
     build_layers,
     build_watched_layers,
-    smooth_orthogonalization,
+    smooth_muon,
 )
 from tests.pipeline.oracles import Counting, LastStep, Multiples, Oracle
 from tests.pipeline.reference import microbatches_per_update
@@ -66,8 +67,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     num_microbatches: int = 4
     bare_stage: bool = False
-    feedback: float | None = 0.0
-    limit: float | None = None
+    correction: Correction | None = None
+    halving: bool = False  # learning rates, with each update
 
     @property
     def streams(self) -> list[Calls]:
@@ -89,6 +90,10 @@ class Case:
     def split(self, num_stages: int) -> list[int]:
         return SPLIT_WITH_BARE_STAGE if self.bare_stage else SPLITS[num_stages]
 
+    def rates(self, count: int) -> float:
+        """Return the learning rates' factor after so many updates."""
+        return 0.5**count if self.halving else 1.0
+
     def __str__(self):
         return "-".join(str(value) for value in vars(self).values())
 
@@ -106,20 +111,15 @@ def train(
     schedule: Schedule,
     layers: Sequence[nn.Module],
     split: Sequence[int],
-    optimizer_fn: Callable[[list[nn.Parameter]], Optimizer],
+    optimizer_fn: Callable[[list[nn.Parameter]], Optimizer | list[Optimizer]],
     streams: Sequence[Calls],
     num_microbatches: int = 4,
-    correction: Correction | None = None,
+    **options: Any,
 ) -> Trained:
     trainer = PipelineTrainer(
-        layers,
-        mse_loss,
-        optimizer_fn,
-        schedule,
-        num_microbatches=num_microbatches,
-        split=split,
-        correction=correction,
-    )
+        layers, mse_loss, optimizer_fn, schedule,
+        num_microbatches=num_microbatches, split=split, **options,
+    )  # fmt: skip
     done = Trained()
     for calls in streams:
         done.losses += [trainer.step(*call) for call in calls]
@@ -131,10 +131,11 @@ def train(
     return done
 
 
+@smooth_muon()
 def train_case(case: Case, num_stages: int) -> Trained:
     schedule = case.schedule
-    needs_protocol = isinstance(schedule, PREDICTING) and case.dtype == torch.float64
-    if needs_protocol and schedule.prediction != LastUpdate():
+    by_op = schedule.prediction == Displacement() and case.optimizer != "Muon, PredictedAdamW"
+    if by_op and case.dtype == torch.float64:
         schedule = replace(schedule, prediction=Displacement(LastStep()))  # the ops take no float64
     if case.optimizer.startswith("Muon"):
         torch.optim._muon._zeropower_via_newtonschulz = smooth_orthogonalization
@@ -145,7 +146,8 @@ def train_case(case: Case, num_stages: int) -> Trained:
         OPTIMIZERS[case.optimizer],
         case.streams,
         case.num_microbatches,
-        case.correction,
+        correction=case.correction,
+        scheduler_fn=partial(LambdaLR, lr_lambda=case.rates) if case.halving else None,
     )
 
 
@@ -217,30 +219,51 @@ ODD_ONCE = [
     *(Case(each, bare_stage=True) for each in (GPipe(), PipeDream(), *PREDICTED[::3])),
     *ODD_CASES[-4:],
 ]
-REPEATED = LastUpdate()
-MUON_CASES = [
-    *(Case(each, "Muon") for each in (OneForwardOneBackward(), PipeDream(), PipeDream2BW())),
-    *(Case(replace(each, prediction=REPEATED), "Muon") for each in PREDICTED),
+# All of them with Muon for matrices, and with each correction; of the products, one of each.
+LATE = [
+    PipeDream(), PipeDream2BW(), PipeMare(), Nesterov(), SpecTrain(1), SpecTrain(2),
+    *(kind(mode) for kind in (PipeOptim, XPipe) for mode in ("live", "consistent")),
+]  # fmt: skip
+CORRECTIONS = [
+    UpdateErrorFeedback(), UpdateErrorFeedback(0.5), UpdateErrorFeedback(None), StageMomentum(),
+    StageMomentum(0.97),
+]  # fmt: skip
+MUON = "Muon, PredictedAdamW"
+MUON_CASES = [Case(each, MUON) for each in LATE]
+CORRECTED_CASES = [
+    *(Case(each, MUON, correction=how) for each in LATE for how in CORRECTIONS),
+    *(Case(each, name, correction=how) for each in LATE for how in CORRECTIONS[2:4]
+      for name in ("momentum", "AdamW")),
+    *(Case(each, MUON, num_microbatches=2, correction=how) for each in (PipeDream2BW(), XPipe())
+      for how in CORRECTIONS),
+]  # fmt: skip
+REPEATING = [
+    PipeOptim("live", LastUpdate()),
+    PipeOptim("consistent", LastUpdate()),
+    SpecTrain(1, LastUpdate()),
+    XPipe("live", LastUpdate()),
 ]
-LATE = [PipeDream(), PipeDream2BW(), PipeMare(), SpecTrain(1), XPipe("live"), PipeOptim("live")]
-CORRECTION_CASES = [
-    *(Case(each, feedback=1.0) for each in LATE),
-    *(Case(each, feedback=None) for each in LATE[:2]),
-    Case(XPipe("live"), num_microbatches=2, feedback=0.5),
-    *(Case(each, limit=0.99) for each in LATE),
-    Case(PipeDream(), "Muon", limit=0.99),
-    Case(PipeDream2BW(), "Muon", feedback=1.0),
-    Case(PipeOptim("consistent", REPEATED), "Muon", feedback=1.0),
-    Case(PipeOptim("consistent"), "AdamW", limit=0.99),
-    Case(PipeOptim("live"), "AdamW", feedback=1.0),
+REPEATING_CASES = [
+    *(Case(each, name) for each in REPEATING for name in ("AdamW", "groups", MUON)),
+    *(Case(each, MUON, halving=True) for each in (PipeDream(), *REPEATING)),
+    *(Case(each, MUON, correction=how, halving=True) for each in (PipeDream(), *REPEATING)
+      for how in CORRECTIONS[2:4]),
+]  # fmt: skip
+SINGLE_MUON_CASES = [
+    Case(schedule, optimizer, torch.float32)
+    for schedule in (PipeOptim("live"), PipeOptim("consistent"), XPipe("live"))
+    for optimizer in ("Muon, AdamW", "Muon, fused AdamW", "NAdam")
 ]
-# Of Muon in float32 too, whose rule is the last update repeated, as is that of other optimizers.
-REPEATED_CASES = [
-    *(Case(PipeOptim(mode, REPEATED), dtype=torch.float32) for mode in ("live", "consistent")),
-    Case(PipeOptim("live"), "Muon and SGD", torch.float32),
-    Case(PipeOptim("consistent"), "Muon and SGD", torch.float32),
+LATE_CASES = [*MUON_CASES, *CORRECTED_CASES, *REPEATING_CASES, *SINGLE_MUON_CASES]
+LATE_ONCE = [
+    *(Case(each, MUON) for each in (PipeDream2BW(), PipeOptim("live"), PipeOptim("consistent"))),
+    *(Case(each, MUON, correction=how) for each, how in zip(LATE, CORRECTIONS * 2, strict=True)),
+    Case(XPipe("live"), num_microbatches=2, correction=CORRECTIONS[2]),
+    Case(PipeOptim("live"), "AdamW", correction=CORRECTIONS[3]),
+    *(Case(each, MUON, halving=True) for each in REPEATING[:2]),
+    Case(REPEATING[0], "groups"),
+    *SINGLE_MUON_CASES[:3],
 ]
-NEW_CASES = [*MUON_CASES, *CORRECTION_CASES, *REPEATED_CASES]
 WATCHED = [GPipe(), *(schedule for schedule in STREAMING if schedule != CORRECTED)]
 STILL = list(dict.fromkeys([*EVERY_SCHEDULE, *FLUSHING, CORRECTED]))
 EXACT = [
@@ -256,23 +279,30 @@ Size = tuple[int, int]  # stages, ranks
 Job = tuple[Callable[[Any, int], Any], Case | Schedule]
 DEEP = (4, 4)
 CASES_OF: dict[Size, list[Case]] = {
-    (1, 1): [*SINGLE_CASES, *ADAM_ONCE, *MUON_CASES[:1]],
+    (1, 1): [*SINGLE_CASES, *ADAM_ONCE, *LATE_ONCE[:8]],
     (2, 2): [
-        single if single.is_plain or single.schedule == CORRECTED else Case(single.schedule)
-        for single in SINGLE_CASES
+        *(
+            single if single.is_plain or single.schedule == CORRECTED else Case(single.schedule)
+            for single in SINGLE_CASES
+        ),
+        *LATE_ONCE[:8],
     ],
     (4, 2): CASES,
-    DEEP: [*CASES, *ADAM_ONCE, *ODD_ONCE, *NEW_CASES],
+    DEEP: [*CASES, *ADAM_ONCE, *ODD_ONCE, *LATE_ONCE],
 }
 EVERY_CASE_OF: dict[Size, list[Case]] = {
-    (1, 1): [*CASES, *SINGLE_CASES, *ADAM_CASES, *NEW_CASES],
-    (2, 2): [*CASES, *SINGLE_CASES, *NEW_CASES],
-    DEEP: [*CASES, *ADAM_CASES, *ODD_CASES],
+    (1, 1): [*CASES, *SINGLE_CASES, *ADAM_CASES],
+    (2, 2): [*CASES, *SINGLE_CASES, *LATE_CASES],
+    DEEP: [*CASES, *ADAM_CASES, *ODD_CASES, *LATE_CASES],
 }
 OTHER_CASES_OF = {
     size: [case for case in cases if case not in CASES_OF[size]]
     for size, cases in EVERY_CASE_OF.items()
 }
+
+
+def batched(cases: Sequence[Case], most: int) -> list[Sequence[Case]]:
+    return [cases[begin : begin + most] for begin in range(0, len(cases), most)]
 
 
 def train_cases(cases: Sequence[Case]) -> list[Job]:
@@ -281,7 +311,7 @@ def train_cases(cases: Sequence[Case]) -> list[Job]:
 
 # Lists of jobs, each for one set of processes.
 JOBS: dict[Size, list[list[Job]]] = {
-    size: [train_cases(cases), train_cases(OTHER_CASES_OF.get(size, []))]
+    size: [train_cases(cases), *map(train_cases, batched(OTHER_CASES_OF.get(size, []), 70))]
     for size, cases in CASES_OF.items()
 }
 JOBS[DEEP] += [

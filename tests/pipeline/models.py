@@ -1,10 +1,16 @@
 """Models of layers whose backwards read weights in different ways."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import _muon
+
+from pyparallel.optim import AdamW as FusedAdamW
+from tests.pipeline.reference import last_step
 
 WIDTH = 6
 SPLITS = {1: [], 2: [6], 4: [3, 6, 9]}  # of build_layers, by the number of stages
@@ -21,29 +27,32 @@ def in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, eps=EPS)
 
 
-def muon_and_adamw(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Return AdamW for the vectors of a stage, and Muon for its matrices if it has any."""
-    return with_muon(parameters, lambda rest: torch.optim.AdamW(rest, 0.01, eps=EPS))
+class PredictedAdamW(torch.optim.AdamW):
+    """AdamW with its rule of prediction as a method, in any dtype."""
+
+    def displacement(self, parameter, state, group, horizon):
+        return -group["lr"] * horizon * last_step(group, state, parameter.grad)
 
 
-def muon_and_sgd(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Return SGD with momentum for the vectors of a stage, and Muon for its matrices if any."""
-    return with_muon(parameters, lambda rest: torch.optim.SGD(rest, lr=0.05, momentum=0.9))
-
-
-def with_muon(
-    parameters: list[nn.Parameter], others: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+def muon_and(
+    rest: type[torch.optim.Optimizer], parameters: list[nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
-    matrices = [parameter for parameter in parameters if parameter.dim() == 2]
-    optimizers = [others([parameter for parameter in parameters if parameter.dim() != 2])]
-    if matrices:
-        optimizers.append(torch.optim.Muon(matrices, 0.02, weight_decay=0.1))
-    return optimizers
+    """Return Muon for the matrices, if there are any, and another optimizer for the rest."""
+    matrices = [p for p in parameters if p.dim() == 2]
+    muon = [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1)] if matrices else []
+    others = [p for p in parameters if p.dim() != 2]
+    return [*muon, rest(others, lr=0.01, weight_decay=0.1, eps=0.01)]
 
 
-def smooth_orthogonalization(gradient: Tensor, *_: object) -> Tensor:
-    """Return a smooth map of a gradient, of its dtype, in place of Muon's iteration in bfloat16."""
-    return gradient / (1e-3 + gradient.square().mean()).sqrt()
+@contextmanager
+def smooth_muon() -> Iterator[None]:
+    """Give Muon a smooth map instead of Newton-Schulz in bfloat16, which magnifies rounding."""
+    before = _muon._zeropower_via_newtonschulz
+    _muon._zeropower_via_newtonschulz = lambda g, *_: g / (1 + g.square().mean()).sqrt()
+    try:
+        yield
+    finally:
+        _muon._zeropower_via_newtonschulz = before
 
 
 EPS = 1e-4  # a bias before a normalization has no gradient but rounding, which must not count
@@ -51,8 +60,10 @@ OPTIMIZERS = {
     "groups": in_groups,
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=0.1, eps=EPS),
-    "Muon": muon_and_adamw,
-    "Muon and SGD": muon_and_sgd,
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, 0.01, weight_decay=0.1, eps=0.01),
+    "Muon, AdamW": partial(muon_and, torch.optim.AdamW),
+    "Muon, fused AdamW": partial(muon_and, FusedAdamW),
+    "Muon, PredictedAdamW": partial(muon_and, PredictedAdamW),
     "resting": lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
 }
 

@@ -1,7 +1,7 @@
 """A reference of pipeline training in one process, from the papers' rules and a full history.
 
 Slow and plain on purpose: every version of every stage is kept, and microbatches run one by one. Of
-pyparallel only the names of the schedules are used; the rules are written out again.
+pyparallel only the names of schedules and corrections are used; the rules are written out again.
 """
 
 import copy
@@ -69,7 +69,8 @@ def reads(
         case PipeDream() | Nesterov(weights="consistent"):
             forward = backward = Read(then)
         case PipeDream2BW():
-            forward = backward = Read(max(0, call - 1) if num_stages > 1 else call)
+            lag = updates_late(schedule, stage, num_stages, num_microbatches)
+            forward = backward = Read(max(0, call - lag))
         case SpecTrain(variant=1):
             forward, backward = Read(then, in_flight + stage // 2), Read(now, stage // 2)
         case SpecTrain(variant=2) | PipeOptim(weights="consistent"):
@@ -463,7 +464,7 @@ def losses_of_calls(
 def train_plainly(
     build_layers: Callable[[], Sequence[nn.Module]],
     loss_fn: Callable[[Tensor, Tensor], Tensor],
-    optimizer_fn: Callable[..., Optimizer],
+    optimizer_fn: OptimizerFactory,
     streams: Sequence[Sequence[Call]],
     num_microbatches: int,
     *,

@@ -40,7 +40,7 @@ from tests.pipeline.jobs import (
     train_with_exact_predictions,
     watch,
 )
-from tests.pipeline.models import OPTIMIZERS, build_layers, smooth_orthogonalization
+from tests.pipeline.models import OPTIMIZERS, build_layers, smooth_muon
 from tests.pipeline.oracles import AHEAD
 from tests.pipeline.reference import microbatches_per_update, reads, train_plainly
 
@@ -55,6 +55,7 @@ SIZES = pytest.mark.parametrize("size", CASES_OF, ids="{0[0]} stages, {0[1]} ran
 
 
 @cache
+@smooth_muon()
 def expected(case: Case, num_stages: int) -> reference.Trained:
     return reference.train_in_one_process(
         partial(build_layers, case.dtype),
@@ -65,8 +66,8 @@ def expected(case: Case, num_stages: int) -> reference.Trained:
         case.streams,
         case.num_microbatches,
         prediction_of(case.schedule),
-        case.feedback,
-        case.limit,
+        case.correction,
+        case.rates,
     )
 
 
@@ -75,6 +76,8 @@ def prediction_of(schedule: Schedule) -> reference.Prediction:
         return reference.repeat
     if isinstance(schedule.prediction, Rollout):
         return partial(reference.roll_out, schedule.prediction.persistence)
+    if isinstance(schedule.prediction, LastUpdate):
+        return reference.repeat_last_update
     return reference.predict
 
 
@@ -92,6 +95,7 @@ def assert_like_reference(size: Size, case: Case) -> None:
         torch.testing.assert_close(found.state, wanted.state, rtol=tolerance, atol=tolerance)
 
 
+@smooth_muon()
 def assert_plain(size: Size, case: Case) -> None:
     """Compare with a plain training loop, bitwise, if the case is of one stage or flushes."""
     if size != (1, 1) and not (size == DEEP and case.schedule in FLUSHING):

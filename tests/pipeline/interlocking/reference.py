@@ -34,7 +34,7 @@ class ReferenceTrainer:
     modules: Sequence[nn.Module]
     heads: Sequence[nn.Module]
     loss_fn: Callable[..., Tensor]
-    optimizer_fn: Callable[..., torch.optim.Optimizer]
+    optimizer_fn: Callable[..., torch.optim.Optimizer | list[torch.optim.Optimizer]]
     window: int
     rule: Callable[[int, int, int], dict[int, float]] = farthest
     head_loss_fn: Callable[..., Tensor] | None = None
@@ -45,7 +45,8 @@ class ReferenceTrainer:
         self.optimizers = []
         for stage in range(len(self.modules)):
             parameters = self._module_parameters(stage) + self._head_parameters(stage)
-            self.optimizers.append(self.optimizer_fn(parameters) if parameters else None)
+            made = self.optimizer_fn(parameters) if parameters else []
+            self.optimizers += made if isinstance(made, list) else [made]
 
     def step(self, inputs: Tensor, target: Tensor) -> float:
         """Train all modules and heads on a batch; return its loss."""
@@ -56,7 +57,7 @@ class ReferenceTrainer:
             total += losses[-1].item()
             for stage in range(len(self.modules)):
                 self._accumulate(stage, losses)
-        for optimizer in filter(None, self.optimizers):
+        for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         return total

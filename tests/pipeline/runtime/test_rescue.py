@@ -142,7 +142,8 @@ def assert_like_version(saved, stage):
     """Compare a saved stage with the reference's after as many updates."""
     version = [*stage.past, *stage.history][saved["updates"]]
     torch.testing.assert_close(saved["module"], version.weights(), rtol=1e-12, atol=1e-12)
-    wanted = version.optimizers[0].state_dict()["state"]
+    (optimizer,) = version.optimizers
+    wanted = optimizer.state_dict()["state"]
     assert saved["optimizer"]["state"].keys() == wanted.keys()
     for index, each in wanted.items():
         momentum = saved["optimizer"]["state"][index]["momentum_buffer"]

@@ -1,0 +1,306 @@
+"""Corrections of delayed gradients, against the rules applied to torch's optimizers."""
+
+import copy
+import io
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
+
+from pyparallel.optim import AdamW as FusedAdamW
+from pyparallel.pipeline import (
+    Displacement,
+    LastUpdate,
+    Nesterov,
+    NoPrediction,
+    PipeDream,
+    PipeDream2BW,
+    PipelineShape,
+    PipeMare,
+    PipeOptim,
+    SpecTrain,
+    StageMomentum,
+    UpdateErrorFeedback,
+    XPipe,
+)
+from tests.pipeline.every_schedule import FLUSHING
+from tests.pipeline.prediction.predictors import (
+    OneStage,
+    assert_close,
+    assert_equal,
+    assert_same_state,
+    gradients_of,
+)
+
+MATRICES = [(7, 5), (3, 8), (4, 4)]
+MAKERS = [
+    partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    partial(AdamW, lr=0.01, weight_decay=0.5),
+    partial(Muon, lr=0.02),
+    partial(FusedAdamW, lr=0.01, weight_decay=0.5),
+]
+COEFFICIENTS = [(UpdateErrorFeedback(), 1.0), (UpdateErrorFeedback(0.5), 0.5),
+                (UpdateErrorFeedback(2), 2.0), (UpdateErrorFeedback(None), 3.0)]  # fmt: skip
+
+
+def build(make, correction, prediction=Displacement(), delay=3, num_stages=4):  # noqa: B008
+    stage = OneStage(make, prediction, [{}, {"lr": 0.003}], shapes=MATRICES)
+    if isinstance(stage.optimizer, FusedAdamW):
+        stage.weights = stage.optimizer.lay_out()
+        stage.predictor = prediction.attach(stage.optimizer, stage.weights)
+        stage.buffers = [buffer for each in stage.weights for buffer in each.buffers]
+    if correction is not None:
+        wrapped = stage.predictor, stage.optimizer, stage.weights
+        stage.predictor = correction.wrap(*wrapped, delay, num_stages)
+    return stage
+
+
+class ByHand:
+    """Error feedback of one parameter's updates; the optimizer's own weights go on beside it."""
+
+    def __init__(self, stage, coefficient):
+        self.twin, self.coefficient = stage.twin(), coefficient
+        self.last = [None] * len(stage.parameters)
+
+    def step(self, gradients):
+        before = [each.detach().clone() for each in self.twin.parameters]
+        after = self.twin.step(gradients)
+        for index, (old, new) in enumerate(zip(before, after, strict=True)):
+            if gradients[index] is not None:
+                update, last = old - new, self.last[index]
+                self.last[index] = update
+                if last is not None:
+                    new.sub_(update - last, alpha=self.coefficient)
+        return after
+
+
+def test_an_update_goes_on_as_it_has_changed(subtests):
+    for make in MAKERS:
+        for correction, coefficient in COEFFICIENTS:
+            with subtests.test(make=make, correction=correction):
+                stage = build(make, correction)
+                by_hand = ByHand(stage, coefficient)
+                for seed in range(4):
+                    gradients = gradients_of(stage, seed)
+                    if seed in (0, 2):  # its first update comes later; a later one is missing
+                        gradients[seed // 2] = None
+                    before = stage.values()
+                    stage.step(gradients)
+                    # Muon in bfloat16 magnifies rounding.
+                    loose = {"rtol": 1e-5, "atol": 1e-3 if make.func is Muon else 2e-6}
+                    assert_close(stage.values(), by_hand.step(gradients), **loose)
+                    for each, old, gradient in zip(
+                        stage.parameters, before, gradients, strict=True
+                    ):
+                        assert gradient is not None or torch.equal(each, old)
+
+
+def test_the_first_update_is_plain_and_constant_ones_stay_so():
+    stage = build(partial(SGD, lr=0.1), UpdateErrorFeedback())
+    twin, gradients = stage.twin(), gradients_of(stage)
+    stage.step(gradients)
+    assert_equal(stage.values(), twin.step(gradients))
+    stage.step(gradients)
+    assert_close(stage.values(), twin.step(gradients), rtol=1e-5, atol=1e-6)
+
+
+def test_moments_advance_once():
+    for make in MAKERS[1:3]:
+        stage = build(make, UpdateErrorFeedback())
+        twin = stage.twin()
+        for seed in range(3):
+            gradients = gradients_of(stage, seed)
+            stage.step(gradients)
+            twin.step(gradients)
+        for mine, its in zip(stage.parameters, twin.parameters, strict=True):
+            entries, wanted = stage.optimizer.state[mine], twin.optimizer.state[its]
+            assert set(entries) - set(wanted) <= {"last_uncorrected_update", "last_update"}
+            assert_equal([entries[name] for name in wanted], list(wanted.values()))
+
+
+def test_a_prediction_repeats_the_update_without_its_correction():
+    for prediction in (Displacement(), LastUpdate()):
+        stage = build(partial(SGD, lr=0.5), UpdateErrorFeedback(), prediction)
+        for seed in range(2):
+            gradients, out = gradients_of(stage, seed), stage.outputs()
+            stage.step(gradients, 2, out)
+        rates = [0.5] * 3 + [0.003] * 3
+        pairs = zip(stage.values(), rates, gradients, strict=True)
+        expected = [weight - 2 * rate * gradient for weight, rate, gradient in pairs]
+        assert_close(stage.parts(out), expected, rtol=1e-5, atol=1e-6)
+        assert_equal(stage.parts(out), stage.predicted(2))
+
+
+def test_a_loaded_state_corrects_bitwise_as_the_saved_one(subtests):
+    for make in MAKERS:
+        with subtests.test(make=make):
+            stage, other = (build(make, UpdateErrorFeedback()) for _ in range(2))
+            for seed in range(2):
+                stage.step([None, *gradients_of(stage, seed)[1:]])
+            file = io.BytesIO()
+            torch.save(stage.optimizer.state_dict(), file)
+            file.seek(0)
+            other.step(gradients_of(stage, 7))  # a state to be replaced
+            for mine, its in zip(other.parameters, stage.parameters, strict=True):
+                mine.data.copy_(its.data)
+            other.optimizer.load_state_dict(torch.load(file))
+            for seed in range(3, 6):
+                for each in (stage, other):
+                    each.step(gradients_of(stage, seed))
+                assert_equal(other.values(), stage.values())
+            assert_same_state(other.optimizer.state_dict(), stage.optimizer.state_dict())
+
+
+def with_momentum(optimizer, value):
+    """Give an optimizer's groups a momentum."""
+    for group in optimizer.param_groups:
+        if "betas" in group:
+            group["betas"] = value, group["betas"][1]
+        else:
+            group["momentum"] = value
+
+
+MOMENTA = [
+    (partial(SGD, lr=0.1, momentum=0.8), 0.8),
+    (partial(SGD, lr=0.1, momentum=0.8, nesterov=True), 0.8),
+    (partial(RMSprop, lr=0.01, momentum=0.6), 0.6),
+    (partial(Adam, lr=0.01, betas=(0.9, 0.99)), 0.9),
+    (partial(NAdam, lr=0.01), 0.9),
+    (partial(FusedAdamW, lr=0.01), 0.9),
+    (partial(Muon, lr=0.02), 0.95),
+]
+
+
+def test_momentum_grows_with_the_delay(subtests):
+    for make, momentum in MOMENTA:
+        for limit, delay, num_stages in [(0.99, 1, 2), (0.97, 3, 4), (0.95, 1, 8)]:
+            with subtests.test(make=make, limit=limit, delay=delay):
+                stage = build(make, StageMomentum(limit), delay=delay, num_stages=num_stages)
+                plain = OneStage(make, NoPrediction(), [{}, {"lr": 0.003}], shapes=MATRICES)
+                own = momentum + delay * (limit - momentum) / num_stages
+                with_momentum(plain.optimizer, own)
+                groups = [dict(group) for group in stage.optimizer.param_groups]
+                for seed in range(3):
+                    gradients = gradients_of(stage, seed)
+                    stage.step(gradients, 2, stage.outputs())
+                    plain.step(gradients)
+                    assert_close(stage.values(), plain.values(), rtol=0.0, atol=0.0)
+                    now = [dict(group) for group in stage.optimizer.param_groups]
+                    assert [g.get("momentum", g.get("betas")) for g in now] == [
+                        g.get("momentum", g.get("betas")) for g in groups
+                    ]
+
+
+def test_a_prediction_uses_the_grown_momentum(subtests):
+    for make, momentum in MOMENTA:
+        with subtests.test(make=make):
+            stage, plain = build(make, StageMomentum(0.99)), build(make, None)
+            with_momentum(plain.optimizer, momentum + 3 * (0.99 - momentum) / 4)
+            for seed in range(3):
+                gradients = gradients_of(stage, seed)
+                out = stage.outputs()
+                stage.step(gradients, 3, out)
+                plain.step(gradients)
+                assert_equal(stage.parts(out), plain.predicted(3))
+                assert_equal(stage.predicted(3), plain.predicted(3))
+            if make.func in (Adam, NAdam):  # whose bias correction has the momentum
+                with_momentum(plain.optimizer, momentum)
+                moved = zip(stage.predicted(3), plain.predicted(3), strict=True)
+                assert not any(torch.equal(a, b) for a, b in moved)
+
+
+def test_the_groups_have_their_own_momentum_after_a_step_that_fails():
+    stage = build(partial(SGD, lr=0.1, momentum=0.5), StageMomentum())
+    seen = []
+
+    def fail(optimizer, *ignored):
+        seen.append(optimizer.param_groups[0]["momentum"])
+        raise ArithmeticError("in the middle")
+
+    stage.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ArithmeticError, match="in the middle"):
+        stage.step(gradients_of(stage))
+    assert seen == [pytest.approx(0.5 + 3 * 0.49 / 4)]
+    assert [group["momentum"] for group in stage.optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_a_scheduler_may_change_the_momentum_between_steps():
+    stage = build(partial(SGD, lr=0.1, momentum=0.5), StageMomentum(0.9))
+    seen = []
+    stage.optimizer.register_step_pre_hook(
+        lambda optimizer, *ignored: seen.append(optimizer.param_groups[0]["momentum"])
+    )
+    stage.step(gradients_of(stage))
+    with_momentum(stage.optimizer, 0.7)
+    stage.step(gradients_of(stage))
+    assert seen == pytest.approx([0.5 + 0.75 * 0.4, 0.7 + 0.75 * 0.2])
+
+
+BY_ONE_LESS = [PipeDream(), PipeOptim("live"), PipeOptim("consistent"), SpecTrain(1), SpecTrain(2),
+               PipeMare(), Nesterov(), Nesterov("live")]  # fmt: skip
+
+
+def test_the_delay_of_a_stage():
+    def delays(schedule, num_stages, num_microbatches):
+        shape = PipelineShape(num_stages, num_microbatches, num_stages)
+        return [schedule.delay(shape, stage) for stage in range(num_stages)]
+
+    for schedule in BY_ONE_LESS:
+        assert delays(schedule, 4, 2) == delays(schedule, 4, 9) == [3, 2, 1, 0], schedule
+        assert delays(schedule, 1, 2) == [0]
+    for schedule in (XPipe("live"), XPipe("consistent")):
+        assert delays(schedule, 5, 4) == [1, 1, 1, 1, 0]
+        assert delays(schedule, 5, 3) == [2, 1, 1, 1, 0]
+        assert delays(schedule, 5, 1) == [4, 3, 2, 1, 0]
+    assert delays(PipeDream2BW(), 5, 4) == [1] * 5
+    assert delays(PipeDream2BW(), 5, 3) == [2] * 5
+    assert delays(PipeDream2BW(), 1, 3) == [0]
+    for schedule in FLUSHING:
+        assert delays(schedule, 4, 4) == [0] * 4, schedule
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.0, float("nan"), float("inf"), True, "1", [1]])
+def test_a_coefficient_must_be_above_0(value):
+    sentence = f"coefficient must be a finite number above 0, or None, got {value!r}; 1 is the "
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}paper's$"):
+        UpdateErrorFeedback(value)
+
+
+@pytest.mark.parametrize("value", [0, 1, 2, -0.5, float("nan"), True, "0.9", None])
+def test_a_limit_must_be_between_0_and_1(value):
+    sentence = f"limit must be a number in (0, 1), got {value!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        StageMomentum(value)
+
+
+class Plain(Optimizer):
+    """An optimizer without a momentum."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (partial(SGD, lr=0.1), "0 in SGD"),
+        (Plain, "none in Plain"),
+        (partial(Adam, betas=(0.0, 0.9)), "0 in Adam"),
+        (partial(SGD, lr=0.1, momentum=0.95), "0.95 in SGD"),
+    ],
+)
+def test_a_momentum_must_be_above_0_and_at_most_the_limit(make, got):
+    sentence = (
+        "optimizer must, for StageMomentum, have a momentum (or betas) above 0 and at most the "
+        f"limit 0.9, got {got}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        build(make, StageMomentum(0.9), NoPrediction())
+
+
+def test_corrections_compare_by_their_values():
+    assert repr(UpdateErrorFeedback(0.5)) == "UpdateErrorFeedback(coefficient=0.5)"
+    assert UpdateErrorFeedback() == UpdateErrorFeedback(1.0) != UpdateErrorFeedback(None)
+    assert copy.deepcopy(StageMomentum()) == StageMomentum(0.99) != StageMomentum(0.9)

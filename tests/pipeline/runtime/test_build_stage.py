@@ -1,0 +1,292 @@
+"""A stage's optimizers: which ones are accepted, and their states."""
+
+import copy
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Adadelta, AdamW, Muon
+from torch.optim.lr_scheduler import LambdaLR
+
+from pyparallel.comm import seal
+from pyparallel.optim import AdamW as FusedAdamW
+from pyparallel.pipeline import (
+    Displacement,
+    FromActions,
+    GPipe,
+    Interlocking,
+    LastUpdate,
+    OneForwardOneBackward,
+    PipeDream,
+    PipelineTrainer,
+    PipeOptim,
+    StageMomentum,
+    UpdateErrorFeedback,
+)
+
+NUM_MICROBATCHES = 3
+WIDTH = 4
+
+
+def build_layers():
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+
+
+def batches(number):
+    generator = torch.Generator().manual_seed(1)
+    return [tuple(torch.randn(2, 6, WIDTH, generator=generator)) for _ in range(number)]
+
+
+def muon_and(rest, parameters):
+    vectors = [p for p in parameters if p.dim() != 2]
+    return [Muon([p for p in parameters if p.dim() == 2], lr=0.02), rest(vectors, lr=0.02)]
+
+
+def build(schedule, optimizer_fn=partial(muon_and, AdamW), **options):  # noqa: B008
+    return PipelineTrainer(
+        build_layers(), mse_loss, optimizer_fn, schedule,
+        num_microbatches=NUM_MICROBATCHES, split=[2], **options,
+    )  # fmt: skip
+
+
+def train(trainer, calls):
+    losses = [trainer.step(*call) for call in calls]
+    trainer.flush()
+    return losses
+
+
+def weights_of(trainer):
+    return [each.detach().clone() for stage in trainer.stages for each in stage.optimized]
+
+
+def twice(parameters):
+    return [SGD(parameters, lr=0.1), AdamW(parameters[:1], lr=0.1)]
+
+
+def same_twice(parameters):
+    return [SGD(parameters, lr=0.1)] * 2
+
+
+ONCE = (
+    "ValueError: optimizer_fn must return optimizers that hold each parameter once, got 0.weight "
+    "of shape [4, 4] in "
+)
+RETURN = "optimizer_fn must be a function that returns a torch optimizer or a list of them, got "
+LATE_ONLY = "must be None with {}, whose gradients are not late, got UpdateErrorFeedback("
+AN_OBJECT = "correction must be an object such as UpdateErrorFeedback() or StageMomentum(), or None"
+MISTAKES = {
+    "no optimizer": ({"optimizer_fn": lambda parameters: 3}, f"TypeError: {RETURN}3"),
+    "a class": ({"optimizer_fn": lambda parameters: SGD}, f"{RETURN}the class SGD"),
+    "no optimizer in a list": (
+        {"optimizer_fn": lambda parameters: [SGD(parameters, lr=0.1), "SGD"]}, f"{RETURN}'SGD'"),
+    "a generator": ({"optimizer_fn": lambda parameters: iter([SGD(parameters)])}, RETURN),
+    "an empty list": (
+        {"optimizer_fn": lambda parameters: []},
+        f"{ONCE}none; freeze it with requires_grad_(False) to train without it"),
+    "a parameter in none": (
+        {"optimizer_fn": lambda parameters: SGD(parameters[1:], lr=0.1)}, f"{ONCE}none; freeze it"),
+    "a parameter twice": ({"optimizer_fn": twice}, f"{ONCE}SGD and AdamW"),
+    "an optimizer twice": ({"optimizer_fn": same_twice}, f"{ONCE}SGD and SGD"),
+    "Muon of a vector": (
+        {"optimizer_fn": partial(Muon, lr=0.1)},
+        "Muon only supports 2D parameters whereas we found a parameter with size: torch.Size([4])"),
+    "no rule": (
+        {"optimizer_fn": lambda parameters: [*muon_and(Adadelta, parameters)]},
+        "optimizer must, for a schedule that predicts weights, be of pyparallel.optim, or torch's "
+        "SGD, Adam, AdamW, NAdam, RMSprop or Muon, or Lion of lion-pytorch or timm, or have a "
+        "method displacement(parameter, state, group, horizon), got "
+        "torch.optim.adadelta.Adadelta; add the method, pass an object that has it as "
+        "prediction=Displacement(rule), or pass prediction=LastUpdate()"),
+    "no momentum": (
+        {"optimizer_fn": partial(SGD, lr=0.1), "correction": StageMomentum()},
+        "optimizer must, for StageMomentum, have a momentum (or betas) above 0 and at most the "
+        "limit 0.99, got 0 in SGD"),
+    "a correction with a flush": (
+        {"schedule": GPipe(), "correction": UpdateErrorFeedback()},
+        f"correction {LATE_ONLY.format('GPipe')}"),
+    "a correction with 1F1B": (
+        {"schedule": OneForwardOneBackward(), "correction": UpdateErrorFeedback()},
+        f"correction {LATE_ONLY.format('OneForwardOneBackward')}"),
+    "a correction with heads": (
+        {"schedule": Interlocking(2, nn.Linear(WIDTH, WIDTH)), "correction": UpdateErrorFeedback()},
+        f"correction {LATE_ONLY.format('Interlocking')}"),
+    "a correction with actions": (
+        {"schedule": FromActions(GPipe().actions(2, NUM_MICROBATCHES)),
+         "correction": UpdateErrorFeedback()},
+        f"correction {LATE_ONLY.format('FromActions')}"),
+    "a correction's class": (
+        {"correction": UpdateErrorFeedback},
+        f"{AN_OBJECT}, got the class UpdateErrorFeedback; create an object"),
+    "a prediction": ({"correction": Displacement()}, f"{AN_OBJECT}, got Displacement()"),
+    "a coefficient": ({"correction": 1.0}, f"{AN_OBJECT}, got 1.0"),
+}  # fmt: skip
+
+
+LOCAL = [name for name, (options, _) in MISTAKES.items() if set(options) == {"optimizer_fn"}]
+
+
+def find_error(options):
+    try:
+        build(**{"schedule": PipeOptim(), **options})
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def find_errors(rank):
+    """Return the errors of mistakes of both ranks, of rank 1 alone, and between the ranks."""
+    found = [find_error(options) for options, _ in MISTAKES.values()]
+    found += [find_error(MISTAKES[name][0] if rank else {}) for name in LOCAL]
+    others = [UpdateErrorFeedback(), UpdateErrorFeedback(0.5)], [StageMomentum(), None]
+    found += [find_error({"correction": each[rank]}) for each in others]
+    train(build(PipeOptim()), batches(1))  # after all that
+    return found
+
+
+def test_a_mistake_is_one_error_on_every_rank(ranks, subtests):
+    first, second = ranks.run(2, find_errors)
+    assert first == second
+    *found, coefficients, kinds = first
+    for index, (name, error) in enumerate(zip([*MISTAKES, *LOCAL], found, strict=True)):
+        with subtests.test(name=name, index=index):
+            sentence = MISTAKES[name][1]
+            if index >= len(MISTAKES):
+                assert error.startswith("DisagreementError: rank 1: ")
+                sentence = sentence.replace("got 0.weight", "got 2.weight")
+            assert sentence in error
+            assert "\n" not in error
+    assert coefficients == (
+        "DisagreementError: all ranks must have the same correction, got UpdateErrorFeedback("
+        "coefficient=1.0) on rank 0 and UpdateErrorFeedback(coefficient=0.5) on rank 1"
+    )
+    assert "the same correction, got StageMomentum(limit=0.99) on rank 0 and None on" in kinds
+
+
+def test_a_mistake_is_the_same_error_in_one_process(subtests):
+    for name, (options, sentence) in MISTAKES.items():
+        if name != "a correction with actions":  # which are for two ranks
+            with subtests.test(name=name):
+                assert sentence in find_error(options)
+
+
+HALVING = partial(LambdaLR, lr_lambda=lambda update: 0.5**update)
+RESUMED = [
+    (PipeOptim(), {"optimizer_fn": partial(muon_and, FusedAdamW)}),
+    (PipeOptim("consistent"), {"scheduler_fn": HALVING, "correction": StageMomentum()}),
+    (PipeDream(), {"scheduler_fn": HALVING, "correction": UpdateErrorFeedback(None)}),
+    (PipeOptim("live", LastUpdate()), {"correction": UpdateErrorFeedback(), "nonfinite": "skip"}),
+    (OneForwardOneBackward(), {"scheduler_fn": HALVING, "max_norm": 0.1}),
+    (Interlocking(2, nn.Linear(WIDTH, WIDTH)), {"scheduler_fn": HALVING}),
+]
+
+
+def resume(rank):
+    """Return of each case the losses and weights of a run, and of two that go on from its state.
+
+    One from its state, and one from the state that would be rescued after a failure.
+    """
+    return [resume_with(copy.deepcopy(schedule), options) for schedule, options in RESUMED]
+
+
+def resume_with(schedule, options):
+    trainer, calls = build(schedule, **options), batches(6)
+    train(trainer, calls[:2])
+    if "nonfinite" in options:
+        train(trainer, [(calls[2][0], torch.full_like(calls[2][1], float("nan")))])
+    kinds = [type(each).__name__ for stage in trainer.stages for each in stage.optimizers]
+    states = [copy.deepcopy(save()) for save in (trainer.state_dict, trainer.rescue_state_dict)]
+    found = [(kinds, train(trainer, calls[3:]), weights_of(trainer))]
+    for state in states:
+        other = build(schedule, **options)
+        other.prepare(*calls[0])
+        other.load_state_dict(state)
+        optimizers = [each for stage in other.stages for each in stage.optimizers]
+        rates = [group["lr"] for each in optimizers for group in each.param_groups]
+        assert all((rate < 0.02) == ("scheduler_fn" in options) for rate in rates)
+        found.append((kinds, train(other, calls[3:]), weights_of(other)))
+    return found
+
+
+def test_a_stage_with_several_optimizers_resumes_from_its_state_bitwise(ranks, subtests):
+    for of_rank in ranks.run(2, resume):
+        for (schedule, options), (run, *others) in zip(RESUMED, of_rank, strict=True):
+            with subtests.test(schedule=repr(schedule), options=list(options)):
+                assert run[0] == ["Muon", "AdamW"]
+                for kinds, losses, weights in others:
+                    assert (kinds, losses) == run[:2]
+                    torch.testing.assert_close(weights, run[2], rtol=0, atol=0)
+
+
+def adamw(parameters):
+    return AdamW(parameters, lr=0.02)
+
+
+def state_of(optimizer_fn):
+    trainer = build(PipeDream(), optimizer_fn)
+    train(trainer, batches(1))
+    return copy.deepcopy(trainer.state_dict())
+
+
+def test_one_optimizer_has_the_state_that_it_has_always_had():
+    state = state_of(adamw)
+    assert state["0"]["optimizer_kind"] == "AdamW"
+    assert set(state["0"]["optimizer"]) == {"state", "param_groups"}
+    in_list = build(PipeDream(), lambda parameters: [adamw(parameters)])
+    in_list.load_state_dict(copy.deepcopy(state))
+    saved = in_list.state_dict()
+    assert saved["0"]["optimizer_kind"] == "AdamW"
+    for key in ("module", "optimizer"):
+        torch.testing.assert_close(saved["0"][key], state["0"][key], rtol=0, atol=0)
+
+
+OTHERS = [
+    (adamw, partial(muon_and, AdamW), "0.optimizer must be of the same optimizers, Muon, AdamW, "
+     "got AdamW"),
+    (partial(muon_and, AdamW), adamw, "0.optimizer must be of the same optimizers, AdamW, got "
+     "Muon, AdamW"),
+    (partial(muon_and, SGD), partial(muon_and, AdamW), "must be of the same optimizer, AdamW, got "
+     "SGD"),
+    (lambda parameters: muon_and(AdamW, parameters)[::-1], partial(muon_and, AdamW),
+     "must be of the same optimizer, Muon, got AdamW"),
+]  # fmt: skip
+
+
+def test_the_state_of_other_optimizers_is_refused(subtests):
+    for saved, own, sentence in OTHERS:
+        with subtests.test(sentence):
+            trainer = build(PipeDream(), own)
+            before = weights_of(trainer)
+            with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+                trainer.load_state_dict(state_of(saved))
+            assert "\n" not in str(caught.value)
+            torch.testing.assert_close(weights_of(trainer), before, rtol=0, atol=0)
+
+
+MALFORMED = [("optimizer", []), ("optimizer", None), ("optimizer", [3, 4]),
+             ("optimizer_kind", ["Muon"]), ("optimizer_kind", None), ("optimizer_kind", "Muon"),
+             ("scheduler", []), ("scheduler", {}), ("scheduler", [1, 2])]  # fmt: skip
+
+
+def test_a_malformed_state_of_several_optimizers_is_refused(subtests):
+    trainer = build(PipeDream(), scheduler_fn=HALVING)
+    train(trainer, batches(1))
+    good, before = copy.deepcopy(trainer.state_dict()), weights_of(trainer)
+    for key, value in MALFORMED:
+        with subtests.test(key=key, value=value):
+            state = {
+                index: seal({**copy.deepcopy(saved), key: value}) for index, saved in good.items()
+            }
+            with pytest.raises(ValueError, match="must be ") as caught:
+                trainer.load_state_dict(state)
+            assert "\n" not in str(caught.value)
+            torch.testing.assert_close(weights_of(trainer), before, rtol=0, atol=0)
+
+
+def test_the_one_optimizer_of_a_stage_with_several_is_an_error():
+    stage = build(PipeDream()).stages[0]
+    sentence = "optimizer must be read of a stage with one, got 2; read optimizers"
+    with pytest.raises(RuntimeError, match=f"^{sentence}$"):
+        stage.optimizer  # noqa: B018
