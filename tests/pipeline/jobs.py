@@ -78,14 +78,7 @@ class Case:
     @property
     def is_plain(self) -> bool:
         """Return whether no predicted weights are read."""
-        predicts = isinstance(self.schedule, PREDICTING)
-        return self.schedule != CORRECTED and not predicts and self.correction is None
-
-    @property
-    def correction(self) -> Correction | None:
-        if self.limit is not None:
-            return StageMomentum(self.limit)
-        return None if self.feedback == 0 else UpdateErrorFeedback(self.feedback)
+        return self.schedule != CORRECTED and not isinstance(self.schedule, PREDICTING)
 
     def split(self, num_stages: int) -> list[int]:
         return SPLIT_WITH_BARE_STAGE if self.bare_stage else SPLITS[num_stages]
@@ -137,8 +130,6 @@ def train_case(case: Case, num_stages: int) -> Trained:
     by_op = schedule.prediction == Displacement() and case.optimizer != "Muon, PredictedAdamW"
     if by_op and case.dtype == torch.float64:
         schedule = replace(schedule, prediction=Displacement(LastStep()))  # the ops take no float64
-    if case.optimizer.startswith("Muon"):
-        torch.optim._muon._zeropower_via_newtonschulz = smooth_orthogonalization
     return train(
         schedule,
         build_layers(case.dtype),

@@ -5,6 +5,7 @@ pyparallel only the names of schedules and corrections are used; the rules are w
 """
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from pyparallel.pipeline import (
     PipeOptim,
     Schedule,
     SpecTrain,
+    StageMomentum,
+    UpdateErrorFeedback,
     XPipe,
     ZeroBubble,
 )
@@ -35,6 +38,7 @@ from pyparallel.pipeline import (
 Call = tuple[Tensor, Tensor]  # inputs, target
 Weights = dict[str, Tensor]
 Value = Tensor | tuple[Tensor, ...]  # what layers return
+OptimizerFactory = Callable[..., Optimizer | list[Optimizer]]
 
 
 class Read(NamedTuple):
@@ -91,24 +95,15 @@ def microbatches_per_update(schedule: Schedule, num_microbatches: int) -> int:
     return 1 if isinstance(schedule, each) else num_microbatches
 
 
-def delay_of(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> int:
-    """Return how many updates late the gradients of a stage are at most."""
-    if isinstance(schedule, PipeDream2BW):
-        return -(-(num_stages - 1) // num_microbatches)
-    late = num_stages - 1 - stage  # microbatches
-    return -(-late // microbatches_per_update(schedule, num_microbatches))
-
-
 @dataclass
 class Version:
-    """The weights of a stage after some updates, with the optimizer as it was then."""
+    """The weights of a stage after some updates, with the optimizers as they were then."""
 
     parameters: dict[str, nn.Parameter]
     optimizers: list[Optimizer]
     count: int = 0  # of updates, never restarted
     change: Weights = field(default_factory=dict)  # by an update, on average
-    update: Weights = field(default_factory=dict)  # what the last one subtracted, uncorrected
-    momentum: Callable[[float], float] = float  # what the optimizers' own has been replaced by
+    updates: Weights = field(default_factory=dict)  # what the optimizers subtracted last
 
     def weights(self) -> Weights:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -118,62 +113,67 @@ class Version:
         new = copy.deepcopy(self)
         for name, parameter in new.parameters.items():
             parameter.grad = gradients.get(name)
-        for optimizer in new.optimizers:
-            step_with(optimizer, correction.rate(self.count), correction.momentum)
-        new.count += 1
-        new.momentum = correction.momentum
+        with correction.applied(new):
+            for optimizer in new.optimizers:
+                step_at(optimizer, correction.annealed_rate(self.count))
         for name, before in self.weights().items():
-            new.update[name] = before - new.weights()[name]
-            if name in gradients and name in self.update:
-                change = new.update[name] - self.update[name]
-                new.parameters[name].data -= correction.feedback * change
+            if name in gradients:
+                new.updates[name] = before - new.weights()[name]
+                late = new.updates[name] - self.updates.get(name, new.updates[name])
+                new.parameters[name].data.sub_(correction.feedback * late)
+        new.count += 1
+        for name, before in self.weights().items():
             moved, average = new.weights()[name] - before, self.change.get(name, 0)
             new.change[name] = correction.decay * average + (1 - correction.decay) * moved
         return new
 
+    def stepped(self) -> Iterator[tuple[str, dict, dict, Tensor]]:
+        """Yield the name, group, state and gradient of each parameter of the last update."""
+        for optimizer in self.optimizers:
+            groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+            for name, parameter in self.parameters.items():
+                if id(parameter) in groups and parameter.grad is not None:
+                    state = optimizer.state[parameter]
+                    yield name, groups[id(parameter)], state, parameter.grad
 
-def step_with(
-    optimizer: Optimizer, factor: float, adjust: Callable[[float], float] = float
-) -> None:
-    """Step at a multiple of the learning rates, and with other momenta."""
-    kept = [dict(group) for group in optimizer.param_groups]
+
+def step_at(optimizer: Optimizer, factor: float) -> None:
+    """Step at a multiple of the learning rates."""
+    rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group.update(adjusted(group, adjust), lr=group["lr"] * factor)
+        group["lr"] *= factor
     optimizer.step()
-    for group, before in zip(optimizer.param_groups, kept, strict=True):
-        group.update({name: before[name] for name in ("lr", "betas", "momentum") if name in group})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
-def adjusted(group: dict, adjust: Callable[[float], float]) -> dict:
-    """Return a parameter group with another momentum."""
-    if "betas" in group:
-        return {**group, "betas": (adjust(group["betas"][0]), group["betas"][1])}
-    return {**group, "momentum": adjust(group["momentum"])} if group["momentum"] else group
+Rates = Callable[[int], float]  # the learning rate's factor after so many updates
 
 
 @dataclass
 class Correction:
-    """The corrections of a stage.
+    """What changes a stage's updates: its delay, learning rates by their number, and PipeMare's.
 
-    PipeMare's (Yang et al., MLSys 2021): the rate over a power of the delay (T1), and the averaged
+    PipeMare (Yang et al., MLSys 2021) has the rate over a power of the delay (T1), and the averaged
     change of the weights (T2), from which the backward recomputes earlier weights.
 
-    Error feedback of updates (arXiv 2606.30634): an update goes on by ``feedback`` times as it has
-    changed. Momentum by stage (arXiv 2505.01099): a part of the way to ``limit``, by the delay.
+    Args:
+        schedule: PipeMare or another one.
+        delay: updates between a microbatch's forward and its update, as PipeMare counts them.
+        given: the correction of delayed gradients.
+        delayed_by: updates by which they are delayed, of all schedules.
+        depth: number of stages.
+        rates: of a learning-rate scheduler.
     """
 
     schedule: Schedule
     delay: int
-    feedback: float = 0.0
-    limit: float | None = None
-    num_stages: int = 1
+    given: UpdateErrorFeedback | StageMomentum | None = None
+    delayed_by: int = 0
+    depth: int = 1
+    rates: Rates = field(default=lambda count: 1.0)
 
-    def momentum(self, own: float) -> float:
-        return (
-            own if self.limit is None else own + self.delay * (self.limit - own) / self.num_stages
-        )
-
-    def rate(self, count: int) -> float:
+    def annealed_rate(self, count: int) -> float:
         annealing = getattr(self.schedule, "annealing", 0)
         if not (annealing and self.delay):
             return 1.0
@@ -185,55 +185,84 @@ class Correction:
         total = getattr(self.schedule, "decay", None)
         return total ** (1 / self.delay) if total and self.delay else 0.0
 
+    @property
+    def feedback(self) -> float:
+        """Return the coefficient of what an update adds to the last one."""
+        match self.given:
+            case UpdateErrorFeedback(coefficient=None):
+                return float(self.delayed_by)
+            case UpdateErrorFeedback(coefficient=coefficient) if self.delayed_by:
+                return coefficient
+        return 0.0
+
+    def momentum(self, own: float) -> float:
+        """Return a stage's momentum: on the way to a limit by its share of the stages."""
+        if isinstance(self.given, StageMomentum):
+            return own + self.delayed_by * (self.given.limit - own) / self.depth
+        return own
+
+    @contextmanager
+    def applied(self, version: Version) -> Iterator[None]:
+        """Give a version's groups the rate and the momentum of their next step inside."""
+        groups = [group for each in version.optimizers for group in each.param_groups]
+        before = [dict(group) for group in groups]
+        for group in groups:
+            group["lr"] *= self.rates(version.count)
+            if "betas" in group:
+                group["betas"] = self.momentum(group["betas"][0]), *group["betas"][1:]
+            elif group.get("momentum"):
+                group["momentum"] = self.momentum(group["momentum"])
+        yield
+        for group, values in zip(groups, before, strict=True):
+            group.update(values)
+
+
+def updates_late(schedule: Schedule, stage: int, depth: int, num_microbatches: int) -> int:
+    """Return by how many updates a stage's gradients are delayed once the pipeline is full."""
+    match schedule:
+        case PipeDream2BW():
+            return math.ceil((depth - 1) / num_microbatches)
+        case XPipe():
+            return math.ceil((depth - 1 - stage) / num_microbatches)
+        case PipeDream() | PipeOptim() | SpecTrain() | PipeMare() | Nesterov():
+            return depth - 1 - stage
+    return 0
+
 
 Prediction = Callable[[Version, int], Weights]
 
 
 def predict(version: Version, horizon: int) -> Weights:
-    """Predict ``horizon`` steps equal to the last one (Guan et al., arXiv 2312.00839).
-
-    Those of Muon are its last update, weight decay included.
-    """
-    ahead = displaced(version, lambda *seen: horizon * last_step(*seen))
-    groups = [group for optimizer in version.optimizers for group in optimizer.param_groups]
-    by_muon = {id(p) for group in groups if "ns_steps" in group for p in group["params"]}
-    for name, parameter in version.parameters.items():
-        if id(parameter) in by_muon:
-            ahead[name] = repeat(version, horizon)[name]
+    """Predict ``horizon`` steps equal to the last one (Guan et al., arXiv 2312.00839)."""
+    ahead = version.weights()
+    for name, group, state, gradient in version.stepped():
+        if "ns_steps" in group:  # Muon
+            ahead[name] = ahead[name] - horizon * version.updates[name]
+        elif "momentum_decay" in group:
+            ahead[name] = ahead[name] - group["lr"] * next_nadam_steps(horizon, group, state)
+        else:
+            ahead[name] = ahead[name] - group["lr"] * horizon * last_step(group, state, gradient)
     return ahead
+
+
+def repeat_last_update(version: Version, horizon: int) -> Weights:
+    """Predict by what the optimizers subtracted last, whatever they are."""
+    stepped = {name for name, *_ in version.stepped()}
+    return {
+        name: weight - horizon * version.updates[name] if name in stepped else weight
+        for name, weight in version.weights().items()
+    }
 
 
 def roll_out(persistence: float, version: Version, horizon: int) -> Weights:
     """Predict SGD with momentum on gradients that are a multiple of the last one."""
-
-    def steps(group: dict, state: dict, gradient: Tensor) -> Tensor:
-        momentum, total = state["momentum_buffer"], torch.zeros_like(gradient)
+    ahead = version.weights()
+    for name, group, state, gradient in version.stepped():
+        momentum = state["momentum_buffer"]
         for _ in range(horizon):
             momentum = group["momentum"] * momentum + persistence * gradient
-            total = total + momentum
-        return total
-
-    return displaced(version, steps)
-
-
-def displaced(version: Version, steps: Callable[[dict, dict, Tensor], Tensor]) -> Weights:
-    """Return the weights minus the rate times ``steps(group, state, last gradient)``."""
-    ahead = version.weights()
-    names = {id(parameter): name for name, parameter in version.parameters.items()}
-    for optimizer in version.optimizers:
-        for own in optimizer.param_groups:
-            group = adjusted(own, version.momentum)
-            for parameter in group["params"]:
-                if parameter.grad is not None:  # no prediction before the first step
-                    name, state = names[id(parameter)], optimizer.state[parameter]
-                    ahead[name] = ahead[name] - group["lr"] * steps(group, state, parameter.grad)
+            ahead[name] = ahead[name] - group["lr"] * momentum
     return ahead
-
-
-def repeat(version: Version, horizon: int) -> Weights:
-    """Predict that the last update is repeated."""
-    weights = version.weights()
-    return {name: each - horizon * version.update.get(name, 0) for name, each in weights.items()}
 
 
 def last_step(group: dict, state: dict, gradient: Tensor) -> Tensor:
@@ -243,11 +272,32 @@ def last_step(group: dict, state: dict, gradient: Tensor) -> Tensor:
             count = int(state["step"])
             mean, square = state["exp_avg"], state["exp_avg_sq"]
             return mean / (1 - beta1**count) / ((square / (1 - beta2**count)).sqrt() + eps)
-        case {"ns_steps": _}:
-            return torch.zeros_like(gradient)
         case {"momentum": momentum, "dampening": _}:  # SGD
             return state["momentum_buffer"] if momentum else gradient
     raise NotImplementedError(f"no rule for {sorted(group)}")
+
+
+def next_nadam_steps(horizon: int, group: dict, state: dict) -> Tensor:
+    """Return NAdam's next steps for constant gradients, without the learning rate (Dozat, 2016).
+
+    Such a gradient is the unbiased first moment, and stays it.
+    """
+    (beta1, beta2), done = group["betas"], int(state["step"])
+    gradient = state["exp_avg"] / (1 - beta1**done)
+    scale = (state["exp_avg_sq"] / (1 - beta2**done)).sqrt() + group["eps"]
+
+    def momentum(count: int) -> float:
+        return beta1 * (1 - 0.96 ** (count * group["momentum_decay"]) / 2)
+
+    def product(count: int) -> float:
+        return math.prod(momentum(each) for each in range(1, count + 1))
+
+    total = torch.zeros_like(gradient)
+    for t in range(done + 1, done + horizon + 1):
+        mean = (1 - beta1**t) * gradient
+        own = (1 - momentum(t)) / (1 - product(t)) * gradient
+        total = total + (own + momentum(t + 1) / (1 - product(t + 1)) * mean) / scale
+    return total
 
 
 @dataclass
@@ -285,7 +335,8 @@ class Stage:
     def read(self, read: Read) -> Weights:
         version = self.history[read.version]
         if read.horizon > 0:
-            return self.prediction(version, read.horizon)
+            with self.correction.applied(version):
+                return self.prediction(version, read.horizon)
         weights = version.weights()
         if read.horizon == 0:
             return weights
@@ -332,7 +383,7 @@ def cut(layers: Sequence[nn.Module], split: Sequence[int]) -> list[nn.Sequential
 
 def make_stage(
     module: nn.Module,
-    optimizer_fn: Callable[..., Optimizer | list[Optimizer]],
+    optimizer_fn: OptimizerFactory,
     prediction: Prediction,
     correction: Correction,
 ) -> Stage:
@@ -382,27 +433,21 @@ def train_in_one_process(
     build_layers: Callable[[], Sequence[nn.Module]],
     split: Sequence[int],
     loss_fn: Callable[[Tensor, Tensor], Tensor],
-    optimizer_fn: Callable[..., Optimizer | list[Optimizer]],
+    optimizer_fn: OptimizerFactory,
     schedule: Schedule,
     streams: Sequence[Sequence[Call]],
     num_microbatches: int,
     prediction: Prediction = predict,
-    feedback: float | None = 0.0,
-    limit: float | None = None,
+    correction: UpdateErrorFeedback | StageMomentum | None = None,
+    rates: Rates = lambda count: 1.0,
 ) -> Trained:
-    """Train as a pipeline that is flushed after each stream of steps.
-
-    Args:
-        feedback: the coefficient of the updates' error feedback; None: each stage's delay.
-        limit: of the momentum by stage; None: all stages have the optimizer's own.
-    """
+    """Train as a pipeline that is flushed after each stream of steps."""
     every, depth = microbatches_per_update(schedule, num_microbatches), len(split) + 1
     stages = []
     for index, module in enumerate(cut(build_layers(), split)):
-        delay = delay_of(schedule, index, depth, num_microbatches)
-        coefficient = delay if feedback is None or not delay else feedback
-        correction = Correction(schedule, delay, coefficient, limit, depth)
-        stages.append(make_stage(module, optimizer_fn, prediction, correction))
+        late = updates_late(schedule, index, depth, num_microbatches)
+        own = Correction(schedule, depth - 1 - index, correction, late, depth, rates)
+        stages.append(make_stage(module, optimizer_fn, prediction, own))
     losses: list[float] = []
     for calls in streams:
         of_microbatches = []

@@ -44,13 +44,6 @@ from tests.pipeline.models import OPTIMIZERS, build_layers, smooth_muon
 from tests.pipeline.oracles import AHEAD
 from tests.pipeline.reference import microbatches_per_update, reads, train_plainly
 
-
-@pytest.fixture(autouse=True)
-def smooth_muon(monkeypatch):
-    """Replace Muon's iteration in the reference, as jobs do on the ranks."""
-    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", smooth_orthogonalization)
-
-
 SIZES = pytest.mark.parametrize("size", CASES_OF, ids="{0[0]} stages, {0[1]} ranks".format)
 
 
@@ -72,8 +65,6 @@ def expected(case: Case, num_stages: int) -> reference.Trained:
 
 
 def prediction_of(schedule: Schedule) -> reference.Prediction:
-    if isinstance(schedule.prediction, LastUpdate):
-        return reference.repeat
     if isinstance(schedule.prediction, Rollout):
         return partial(reference.roll_out, schedule.prediction.persistence)
     if isinstance(schedule.prediction, LastUpdate):

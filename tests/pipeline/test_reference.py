@@ -231,7 +231,7 @@ def test_predictions_by_hand(subtests):
 
 def test_pipemares_rates_grow_to_1():
     correction = Correction(PipeMare(annealing=4), delay=16)
-    rates = [correction.rate(count) for count in range(6)]
+    rates = [correction.annealed_rate(count) for count in range(6)]
     assert rates == pytest.approx([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 1])
 
 
