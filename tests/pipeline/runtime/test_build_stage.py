@@ -76,7 +76,7 @@ ONCE = (
     "of shape [4, 4] in "
 )
 RETURN = "optimizer_fn must be a function that returns a torch optimizer or a list of them, got "
-LATE_ONLY = "must be None with {}, whose gradients are not late, got UpdateErrorFeedback("
+LATE_ONLY = "must be None with {}, whose gradients are not delayed, got UpdateErrorFeedback("
 AN_OBJECT = "correction must be an object such as UpdateErrorFeedback() or StageMomentum(), or None"
 MISTAKES = {
     "no optimizer": ({"optimizer_fn": lambda parameters: 3}, f"TypeError: {RETURN}3"),
