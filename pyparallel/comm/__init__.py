@@ -53,7 +53,13 @@ from .state_format import (
     optimizer_kind,
     seal,
 )
-from .step_hook import StepCounts, StepHook, refuse_other_optimizers
+from .step_hook import (
+    StepCounts,
+    StepHook,
+    StepHooks,
+    name_optimizers,
+    refuse_other_optimizers,
+)
 from .store import Flags, store_of, timeout_of
 from .wire_format import Value, tensors_of
 
@@ -81,6 +87,7 @@ __all__ = [
     "Segment",
     "StepCounts",
     "StepHook",
+    "StepHooks",
     "Transfer",
     "Value",
     "WrappedAverager",
@@ -103,6 +110,7 @@ __all__ = [
     "is_creating_state",
     "join_buckets",
     "keys_of",
+    "name_optimizers",
     "new_group",
     "new_trainer_group",
     "node_of",
