@@ -315,6 +315,13 @@ def _sums(optimizer: Optimizer) -> list[float]:
     return [float(p.float().sum()) for group in optimizer.param_groups for p in group["params"]]
 
 
+def _optimizers_of(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that one holds as attributes, also in lists, as a wrapper does."""
+    values = vars(optimizer).values()
+    several = [value if isinstance(value, list | tuple) else [value] for value in values]
+    return [each for value in several for each in value if isinstance(each, Optimizer)]
+
+
 def refuse_other_optimizers(
     trainer: object,
     parameters: Iterable[Tensor],
@@ -324,7 +331,7 @@ def refuse_other_optimizers(
 ) -> "weakref.finalize[Any, Any]":
     """Raise a RuntimeError when another optimizer is about to step a trainer's parameters.
 
-    Another one is any torch optimizer that does not hold the trainer's, as a wrapper does. It is
+    Another one is any torch optimizer that holds none of the trainer's, as a wrapper does. It is
     about to step a parameter that has a gradient, or may get one from a closure. What the trainer's
     own optimizer steps inside its step is that one's. Only weak references are kept.
 
@@ -359,9 +366,11 @@ def refuse_other_optimizers(
         known = shared_of.get(other)
         if known is None or known[0] != size:
             parameters = [p for group in other.param_groups for p in group["params"]]
-            values = vars(other).values()
-            wraps = any(isinstance(value, Optimizer) and value in own for value in values)
-            shared = [] if wraps else [p for p in parameters if id(p) in identities]
+            shared = (
+                []
+                if any(each in own for each in _optimizers_of(other))
+                else [p for p in parameters if id(p) in identities]
+            )
             known = shared_of[other] = size, shared
         has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
         steps = has_closure or any(p.grad is not None for p in known[1])

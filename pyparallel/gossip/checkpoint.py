@@ -68,7 +68,7 @@ torch.serialization.add_safe_globals([RankState])  # for torch.load(weights_only
 class GossipState:
     """All of a run's state, as a ``Stateful`` for torch's distributed checkpoint.
 
-    Gossiping ranks differ from each other, so each saves its own state: module, optimizer, and of
+    Gossiping ranks differ from each other, so each saves its own state: module, optimizers, and of
     the algorithm the push-sum weight, the topology's round, the state of outer steps, and messages
     not merged yet. Schedulers, a ``GradScaler``, random generators and the position in the data
     are up to the user. Both methods must be called by all ranks together, between two steps::

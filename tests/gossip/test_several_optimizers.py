@@ -110,14 +110,16 @@ def sgd(kind, parameters, lr):
     return kind(parameters, lr=lr, momentum=0.9, weight_decay=0.01)
 
 
-def train_with(algorithm, make, num_steps=7):
+def train_with(algorithm, make, has_unequal_batches=False):
     """Return all that a run with schedulers ends with; ``make`` creates the argument."""
     model = build_model()
     given = make(*split(model))
     wrapped = GossipDataParallel(model, given, algorithm)
     optimizers = given if isinstance(given, list) else [given]
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 3, gamma=0.5) for each in optimizers]
-    train(wrapped, optimizers, batches(dist.get_rank(), num_steps), schedulers)
+    num_steps = 7 + (dist.get_rank() if has_unequal_batches else 0)
+    with wrapped.join(enable=has_unequal_batches):
+        train(wrapped, optimizers, batches(dist.get_rank(), num_steps), schedulers)
     wrapped.flush()
     result = flat(model).clone(), float(wrapped.push_sum_weight), wrapped.bytes_sent
     wrapped.close()
@@ -139,6 +141,11 @@ def equals_one_optimizer(rank):
         one = train_with(algorithm, one_of(torch.optim.SGD))
         two = train_with(algorithm, two_of(torch.optim.SGD))
         found[name] = torch.equal(one[0], two[0]) and one[1:] == two[1:]
+    for name in ("sgp-overlap-3", "allreduce"):
+        algorithm = EVERY_ALGORITHM[name](4)
+        one = train_with(algorithm, one_of(torch.optim.SGD), True)
+        two = train_with(algorithm, two_of(torch.optim.SGD), True)
+        found[f"{name}, join"] = torch.equal(one[0], two[0]) and one[1:] == two[1:]
     return found
 
 
@@ -329,6 +336,19 @@ def test_a_misused_step_is_one_error_and_nothing_is_lost(ranks):
         )
 
 
+class Both(torch.optim.Optimizer):
+    """A user's wrapper of several optimizers."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+        groups = [group for each in optimizers for group in each.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+
+    def step(self, closure=None):
+        for each in self.optimizers:
+            each.step()
+
+
 def ends_cleanly(rank):
     gc.disable()
     model = build_model()
@@ -336,6 +356,8 @@ def ends_cleanly(rank):
     wrapped = GossipDataParallel(model, optimizers, SGP(Ring(1), overlap=1))
     train(wrapped, optimizers, batches(0, 2))
     left = [weakref.ref(each) for each in (wrapped, wrapped._running)]
+    Both(optimizers).step()
+    assert wrapped._counts.steps == 3
     del wrapped, optimizers
     freed = [each() is None for each in left]
     gc.enable()
