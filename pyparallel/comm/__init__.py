@@ -57,7 +57,6 @@ from .step_hook import (
     StepCounts,
     StepHook,
     StepHooks,
-    name_optimizers,
     refuse_other_optimizers,
 )
 from .store import Flags, store_of, timeout_of
@@ -110,7 +109,6 @@ __all__ = [
     "is_creating_state",
     "join_buckets",
     "keys_of",
-    "name_optimizers",
     "new_group",
     "new_trainer_group",
     "node_of",

@@ -19,12 +19,12 @@ from ..comm import (
     check_on_all_ranks,
     find_ddp_error,
     join_buckets,
-    name_optimizers,
     plain_name,
     summarize,
     uncompiled,
     wrong_type,
 )
+from ..comm.step_hook import name_optimizers
 from ..ops import FLOAT_DTYPES
 from ..optim import FusedOptimizer
 from .push_sum.buffer import MASS_TOLERANCE
@@ -52,9 +52,9 @@ def find_type_error(module: object, optimizer: object, bucket_cap_mb: object) ->
     return None
 
 
-def as_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+def as_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers of an argument that is one or several."""
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
 
 
 def resolve_bucket_cap_mb(module: nn.Module, bucket_cap_mb: float | None) -> float:
