@@ -53,7 +53,12 @@ from .state_format import (
     optimizer_kind,
     seal,
 )
-from .step_hook import StepCounts, StepHook, refuse_other_optimizers
+from .step_hook import (
+    StepCounts,
+    StepHook,
+    StepHooks,
+    refuse_other_optimizers,
+)
 from .store import Flags, store_of, timeout_of
 from .wire_format import Value, tensors_of
 
@@ -81,6 +86,7 @@ __all__ = [
     "Segment",
     "StepCounts",
     "StepHook",
+    "StepHooks",
     "Transfer",
     "Value",
     "WrappedAverager",

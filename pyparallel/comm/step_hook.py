@@ -1,8 +1,9 @@
 """Optimizer steps counted once each: nested and failed steps do not count."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,6 +173,135 @@ class _TrackedClosure:
         return self._hook._evaluate(self._closure, self._optimizer)
 
 
+class StepHooks:
+    """Callbacks around every training step, which is one step of each optimizer, in any order.
+
+    With one optimizer they are those of its ``StepHook``. Several are stepped without closures: a
+    closure of one would evaluate the model between the updates of the others.
+
+    Args:
+        optimizers: one or more. They hold this object, and this object holds none of them.
+        after: called after the last optimizer's step.
+        before: called before the first one's; see ``StepHook``.
+        before_update: called before an update of each with its index, and with whether it is the
+            first one.
+        before_evaluation: called before each evaluation of a closure.
+        after_each: called after each one's step.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        after: Callable[[], None],
+        before: Callable[[Optimizer, bool | None], None],
+        before_update: Callable[[int, bool], None],
+        before_evaluation: Callable[[], None],
+        after_each: Callable[[], None],
+    ) -> None:
+        self._before, self._after, self._after_each = before, after, after_each
+        self._before_update, self._before_evaluation = before_update, before_evaluation
+        self._names = name_optimizers(optimizers)
+        self._stepped: set[int] = set()  # in this training step
+        self._hooks = [
+            weakref.ref(
+                StepHook(
+                    optimizer,
+                    partial(self._after_one, index),
+                    partial(self._before_one, index),
+                    partial(self._before_update_of, index),
+                    partial(self._before_evaluation_of, index),
+                )
+            )
+            for index, optimizer in enumerate(optimizers)
+        ]
+
+    @property
+    def in_step(self) -> bool:
+        """Whether an optimizer is inside its step, as far as is known."""
+        return any(hook.in_step for hook in self._alive())
+
+    def find_unfinished(self) -> str | None:
+        """Return which optimizers have stepped and which have not, or None between two steps."""
+        if not self._stepped:
+            return None
+        waiting = self._names_of(set(range(len(self._names))) - self._stepped)
+        return f"a step of {self._names_of(self._stepped)} and none of {waiting}"
+
+    def see_forward(self) -> None:
+        """Record a forward pass."""
+        for hook in self._alive():
+            hook.see_forward()
+
+    def reset(self) -> None:
+        """Begin a new training step."""
+        self._stepped.clear()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._alive():
+            hook.close()
+
+    def _alive(self) -> list[StepHook]:
+        return [hook for reference in self._hooks if (hook := reference())]
+
+    def _names_of(self, indices: Iterable[int]) -> str:
+        return " and ".join(self._names[index] for index in sorted(indices))
+
+    def _before_one(self, index: int, optimizer: Optimizer, has_gradients: bool | None) -> None:
+        if len(self._names) > 1:
+            if has_gradients is not True:
+                self._refuse_closure(index)
+            self._check_order(index)
+        if not self._stepped:
+            self._before(optimizer, has_gradients)
+
+    def _check_order(self, index: int) -> None:
+        if index in self._stepped:
+            waiting = self._names_of(set(range(len(self._names))) - self._stepped)
+            raise RuntimeError(
+                "each of several optimizers must take one step in a training step, got a second "
+                f"one of {self._names[index]} before one of {waiting}; nothing has been stepped: "
+                f"call step() of {waiting} first, in every training step"
+            )
+        gone = {each for each, hook in enumerate(self._hooks) if hook() is None}
+        if gone:
+            raise RuntimeError(
+                "all optimizers of a trainer must be kept and stepped, got a step of "
+                f"{self._names[index]} after {self._names_of(gone)} was deleted; close() the "
+                "trainer and wrap again with those that are left"
+            )
+
+    def _before_update_of(self, index: int) -> None:
+        self._before_update(index, not self._stepped)
+
+    def _before_evaluation_of(self, index: int) -> None:
+        if len(self._names) > 1:
+            self._refuse_closure(index)
+        self._before_evaluation()
+
+    def _refuse_closure(self, index: int) -> None:
+        raise RuntimeError(
+            "several optimizers must be stepped without a closure, which would evaluate the model "
+            f"between their updates, got one for {self._names[index]}; call backward() once, then "
+            "step() of each"
+        )
+
+    def _after_one(self, index: int) -> None:
+        self._stepped.add(index)
+        self._after_each()
+        if len(self._stepped) == len(self._names):
+            self._stepped.clear()
+            self._after()
+
+
+def name_optimizers(optimizers: Sequence[object]) -> list[str]:
+    """Return what errors call optimizers: their classes, with the index if there are several."""
+    names = [type(each).__name__ for each in optimizers]
+    if len(names) == 1:
+        return names
+    return [f"{name} (optimizer[{index}])" for index, name in enumerate(names)]
+
+
 def _evaluates_once(optimizer: Optimizer) -> bool | None:
     """Return whether an optimizer evaluates a closure once and first; None: not known."""
     if isinstance(optimizer, LBFGS):
@@ -185,30 +315,40 @@ def _sums(optimizer: Optimizer) -> list[float]:
     return [float(p.float().sum()) for group in optimizer.param_groups for p in group["params"]]
 
 
+def _optimizers_of(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that one holds as attributes, also in lists, as a wrapper does."""
+    values = vars(optimizer).values()
+    several = [value if isinstance(value, list | tuple) else [value] for value in values]
+    return [each for value in several for each in value if isinstance(each, Optimizer)]
+
+
 def refuse_other_optimizers(
     trainer: object,
     parameters: Iterable[Tensor],
-    optimizer: Optimizer,
-    step_hook: StepHook,
+    optimizers: Optimizer | Sequence[Optimizer],
+    step_hook: StepHook | StepHooks,
     synchronizes: Callable[[], bool] | None = None,
 ) -> "weakref.finalize[Any, Any]":
     """Raise a RuntimeError when another optimizer is about to step a trainer's parameters.
 
-    Another one is any torch optimizer that does not hold the trainer's, as a wrapper does. It is
+    Another one is any torch optimizer that holds none of the trainer's, as a wrapper does. It is
     about to step a parameter that has a gradient, or may get one from a closure. What the trainer's
     own optimizer steps inside its step is that one's. Only weak references are kept.
 
     Args:
         trainer: named in the error.
         parameters: those that the trainer keeps together.
-        optimizer: the trainer's, which may be gone by then.
-        step_hook: the optimizer's.
+        optimizers: the trainer's, one or more, which may be gone by then.
+        step_hook: of the optimizers.
         synchronizes: a method of the trainer that returns False where steps are local.
 
     Returns:
         What removes the check when it is called; also called when the trainer is gone.
     """
-    own, own_name, hook = weakref.ref(optimizer), type(optimizer).__name__, weakref.ref(step_hook)
+    several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    own, hook = weakref.WeakSet(several), weakref.ref(step_hook)
+    own_name = " and ".join(name_optimizers(several))
+    what = "the one" if len(several) == 1 else "those"
     trainer_name = type(trainer).__name__
     method = synchronizes and weakref.WeakMethod(synchronizes)
     identities = frozenset(map(id, parameters))
@@ -220,14 +360,17 @@ def refuse_other_optimizers(
         return not (own_hook and own_hook.in_step) and bool(bound is None or bound())
 
     def check(other: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or other is own():
+        if torch.compiler.is_compiling() or other in own:
             return
         size = sum(len(group["params"]) for group in other.param_groups)
         known = shared_of.get(other)
         if known is None or known[0] != size:
             parameters = [p for group in other.param_groups for p in group["params"]]
-            wraps = any(value is not None and value is own() for value in vars(other).values())
-            shared = [] if wraps else [p for p in parameters if id(p) in identities]
+            shared = (
+                []
+                if any(each in own for each in _optimizers_of(other))
+                else [p for p in parameters if id(p) in identities]
+            )
             known = shared_of[other] = size, shared
         has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
         steps = has_closure or any(p.grad is not None for p in known[1])
@@ -235,7 +378,7 @@ def refuse_other_optimizers(
             raise RuntimeError(
                 f"the parameters of a {trainer_name} must be stepped by the {own_name} that it was "
                 f"given, got a step of another optimizer, {type(other).__name__}, after which no "
-                "round would be taken; nothing has been stepped: step the one it was given, or "
+                f"round would be taken; nothing has been stepped: step {what} it was given, or "
                 "close() the trainer and wrap again with this one"
             )
 

@@ -3,7 +3,7 @@
 import copy
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,13 @@ from ..comm import (
     summarize,
 )
 from .trainer import GossipDataParallel
-from .validation import BUCKETS, IN_MODULE_ORDER, averagers_part, check_states_together
+from .validation import (
+    BUCKETS,
+    IN_MODULE_ORDER,
+    as_optimizers,
+    averagers_part,
+    check_states_together,
+)
 
 _COPYING = threading.Lock()  # torch's asynchronous saving copies a state in a thread of its own
 
@@ -62,7 +68,7 @@ torch.serialization.add_safe_globals([RankState])  # for torch.load(weights_only
 class GossipState:
     """All of a run's state, as a ``Stateful`` for torch's distributed checkpoint.
 
-    Gossiping ranks differ from each other, so each saves its own state: module, optimizer, and of
+    Gossiping ranks differ from each other, so each saves its own state: module, optimizers, and of
     the algorithm the push-sum weight, the topology's round, the state of outer steps, and messages
     not merged yet. Schedulers, a ``GradScaler``, random generators and the position in the data
     are up to the user. Both methods must be called by all ranks together, between two steps::
@@ -81,12 +87,24 @@ class GossipState:
 
     Args:
         model: the trainer.
-        optimizer: the optimizer it was created with.
+        optimizer: the optimizer it was created with, or the list of several.
+
+    Raises:
+        ValueError: a list is not that of the trainer's optimizers.
     """
 
-    def __init__(self, model: GossipDataParallel, optimizer: Optimizer) -> None:
+    def __init__(
+        self, model: GossipDataParallel, optimizer: Optimizer | Sequence[Optimizer]
+    ) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = as_optimizers(optimizer)
+        own = [reference() for reference in model._optimizers]
+        is_one = len(own) == len(self._optimizers) == 1
+        if not (is_one or list(map(id, own)) == list(map(id, self._optimizers))):
+            names, got = (_join_kinds(each) for each in (own, self._optimizers))
+            raise ValueError(
+                f"optimizer must be what the trainer was created with, {names}, got {got}"
+            )
         group = model.process_group
         self._key = f"rank-{dist.get_rank(group)}-of-{dist.get_world_size(group)}"
 
@@ -99,13 +117,15 @@ class GossipState:
         """
         algorithm = self._model.algorithm_state_dict()
         del algorithm[CHECKSUMS_KEY]  # those of the whole state are enough
-        values = {
+        values: dict[str, Any] = {
             "facts": self._model.config_fields,
             "algorithm": algorithm,
             "module": self._model.state_dict(),
-            "optimizer_kind": optimizer_kind(self._optimizer),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer_kind": [optimizer_kind(each) for each in self._optimizers],
+            "optimizer": [each.state_dict() for each in self._optimizers],
         }
+        if len(self._optimizers) == 1:  # as before there could be several
+            values.update({key: values[key][0] for key in ("optimizer_kind", "optimizer")})
         state = RankState(seal(values))
         self._model._saved_states.add(state)
         return {self._key: state}
@@ -127,7 +147,8 @@ class GossipState:
         model._preserve_saved_states()
         values = state_dict[self._key].values
         model.load_state_dict(values["module"])
-        self._optimizer.load_state_dict(values["optimizer"])
+        for optimizer, saved in zip(self._optimizers, _as_list(values["optimizer"]), strict=True):
+            optimizer.load_state_dict(saved)
         averager.load_state_dict(averagers_part(values["algorithm"]))
 
     def load(self, checkpoint_id: str | os.PathLike[str], name: str = "gossip") -> None:
@@ -181,13 +202,21 @@ class GossipState:
         self._check_fields(values["facts"])
         own, module = self._model.state_dict(), plain_keys(values["module"])
         check_like(module, own, "module")
-        kind = values.get("optimizer_kind")
-        check_optimizer_state(self._optimizer, values["optimizer"], kind, "optimizer")
+        self._check_optimizers(_as_list(values["optimizer"]), values.get("optimizer_kind"))
         if not self._model._averager.has_equal_parameters:
             return algorithm, []
         names = [name for name, _ in self._model.named_parameters() if name in own]
         total = sum(checksum(module[name]) for name in names)
         return algorithm, [("checksum of the parameters in state_dict", str(total))]
+
+    def _check_optimizers(self, states: list[Any], kind: str | list[str] | None) -> None:
+        kinds = [None] * len(states) if kind is None else _as_list(kind)
+        if len(states) != len(self._optimizers) or len(kinds) != len(states):
+            mine, other = _join_kinds(self._optimizers), ", ".join(map(str, kinds))
+            raise ValueError(f"state_dict must be of the same optimizers, {mine}, got {other}")
+        for index, (optimizer, saved) in enumerate(zip(self._optimizers, states, strict=True)):
+            path = "optimizer" if len(states) == 1 else f"optimizer.{index}"
+            check_optimizer_state(optimizer, saved, kinds[index], path)
 
     def _check_fields(self, saved: list[tuple[str, str]]) -> None:
         fields, saved = self._model.config_fields, modernize_saved(saved)
@@ -198,6 +227,14 @@ class GossipState:
         if difference := first_difference(fields, saved):
             name, here, there = difference
             raise ValueError(f"state_dict must be of the same {name}, {here}, got {there}")
+
+
+def _join_kinds(optimizers: Sequence[Any]) -> str:
+    return ", ".join(map(optimizer_kind, optimizers))
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _take_buckets(

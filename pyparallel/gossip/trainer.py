@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,18 +17,16 @@ from .._deprecated import adopt_old_methods
 from ..comm import (
     ANY,
     Collectives,
-    FlatBuckets,
     MessageHeaders,
     ModelAverager,
     NonFiniteError,
     StepCounts,
-    StepHook,
+    StepHooks,
     check_consistent_across_ranks,
     check_format,
     check_group_exists,
     forget_trainer,
     is_creating_state,
-    join_buckets,
     new_trainer_group,
     raising_peer_errors,
     refuse_other_optimizers,
@@ -38,15 +36,17 @@ from ..comm.arguments import NonFinitePolicy, find_policy_error
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from . import consensus
-from .algorithms.base import Algorithm, find_algorithm_error
+from .algorithms.base import Algorithm, JoinedOptimizers, find_algorithm_error
 from .module_wrapper import ModuleWrapper
 from .validation import (
+    as_optimizers,
     averagers_part,
     check_states_together,
     describe,
     describe_groups,
     find_type_error,
     find_validation_error,
+    lay_out,
     resolve_bucket_cap_mb,
 )
 
@@ -69,6 +69,9 @@ class GossipDataParallel(ModuleWrapper):
         optimizer: any torch optimizer over the module's trainable parameters; frozen ones may be
             among them, as in DistributedDataParallel: they are neither sent nor changed. One of
             ``pyparallel.optim`` steps, averages and writes messages in one pass over its buckets.
+            Or a list of several, such as ``[Muon(...), AdamW(...)]``, each parameter in one: a
+            training step is then one step of each, in any order and without closures. Its round
+            begins before the first one's update and ends after the last one's.
         algorithm: for example ``SGP(OnePeerExponential(num_ranks))`` or ``AllReduce()``.
         process_group: the ranks that train together; None means the default group.
         bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB. None: 25 on the
@@ -87,7 +90,7 @@ class GossipDataParallel(ModuleWrapper):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         algorithm: Algorithm,
         *,
         process_group: dist.ProcessGroup | None = None,
@@ -104,43 +107,50 @@ class GossipDataParallel(ModuleWrapper):
         self.config_fields, error_text = _collect_config(
             module, optimizer, algorithm, process_group, bucket_cap_mb, nonfinite
         )
-        policy = ("nonfinite", str(nonfinite))  # not saved: a run may go on with another one
-        check_consistent_across_ranks([*self.config_fields, policy], error_text, process_group)
+        # Not saved: states have the classes themselves, and a run may go on with another policy.
+        classes = ("optimizers", _describe_optimizers(optimizer))
+        policy = ("nonfinite", str(nonfinite))
+        config_fields = [classes, *self.config_fields, policy]
+        check_consistent_across_ranks(config_fields, error_text, process_group)
         self._wrap(module)
         self.algorithm = algorithm
         self.process_group = process_group
         self._group: dist.ProcessGroup | None = new_trainer_group(process_group)
         cap_bytes = int(resolve_bucket_cap_mb(module, bucket_cap_mb) * 2**20)
-        if isinstance(optimizer, FusedOptimizer):
-            self._fused: weakref.ref[FusedOptimizer] | None = weakref.ref(optimizer)
-            self._buckets = join_buckets(optimizer.lay_out(cap_bytes))
-            optimizer.adopt(self._step_buckets)
-        else:
-            self._fused = None
-            parameters = [p for p in module.parameters() if p.requires_grad]
-            self._buckets = FlatBuckets(parameters, cap_bytes)
+        optimizers = as_optimizers(optimizer)
+        self._optimizers = [weakref.ref(each) for each in optimizers]
+        self._buckets = lay_out(module, optimizers, cap_bytes)
+        fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
+        # With others the round is a pass of its own.
+        self._takes_round_in_pass = bool(fused) and len(optimizers) == 1
+        for each in fused:
+            each.adopt(self._step_buckets if self._takes_round_in_pass else None)
         self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._broadcast_from_first_rank()
-        averager = algorithm.start(module, optimizer, self._buckets, self._group)
+        # Held here, as algorithms hold weak references.
+        self._joined: Any = JoinedOptimizers(optimizers)
+        whole: Any = optimizers[0] if len(optimizers) == 1 else self._joined
+        averager = algorithm.start(module, whole, self._buckets, self._group)
         self._running: ModelAverager | None = averager
         averager.counts = self._counts = StepCounts(policy=nonfinite)
         device = self._buckets.parameters[0].device
-        self._finite_steps = FiniteSteps(optimizer, nonfinite, self._counts, device)
+        self._finite_steps = FiniteSteps(optimizers, nonfinite, self._counts, device)
         self._saw_forward = False  # in training since the last step
         self._warns_of_closures = True
         self._received_error: NonFiniteError | None = None
-        # The optimizer holds the hook, which holds the trainer. A cycle would keep process groups
+        # The optimizers hold the hooks, which hold the trainer. A cycle would keep process groups
         # beyond destroy_process_group(), until Python collects garbage.
-        step_hook = StepHook(
-            optimizer,
+        step_hook = StepHooks(
+            optimizers,
             self._after_step,
             self._before_step,
             self._before_update,
             self._before_evaluation,
+            self._finite_steps.end,
         )
         self._step_hook = weakref.ref(step_hook)
         self._allow_other_optimizers = refuse_other_optimizers(
-            self, self._buckets.parameters, optimizer, step_hook, self._synchronizes
+            self, self._buckets.parameters, optimizers, step_hook, self._synchronizes
         )
         # Also called when the trainer is garbage collected, and at exit.
         self._close_averager = weakref.finalize(self, averager.close)
@@ -263,6 +273,7 @@ class GossipDataParallel(ModuleWrapper):
             self.flush()  # also preserves saved states
         result = super().load_state_dict(state_dict, strict, assign)
         self._averager.reset()
+        self._begin_new_step()
         return result
 
     def algorithm_state_dict(self) -> dict[str, Any]:
@@ -271,6 +282,7 @@ class GossipDataParallel(ModuleWrapper):
         ``GossipState`` saves it together with everything else that a run needs to resume.
         """
         self._averager.restore_debiased()
+        self._check_between_steps()
         self._check_equal_steps()
         return seal(self._averager.state_dict())
 
@@ -293,6 +305,7 @@ class GossipDataParallel(ModuleWrapper):
         self._preserve_saved_states()
         averager.load_state_dict(averagers_part(state_dict))
         self._counts.reset()
+        self._begin_new_step()
 
     def close(self) -> None:
         """Stop all communication: the optimizer then trains the module on this rank alone.
@@ -305,8 +318,9 @@ class GossipDataParallel(ModuleWrapper):
         self._allow_other_optimizers()
         if self._running is not None:
             self._finite_steps.close()
-            if self._fused and (optimizer := self._fused()):
-                optimizer.release()
+            for reference in self._optimizers:
+                if isinstance(optimizer := reference(), FusedOptimizer):
+                    optimizer.release()
         self._close_averager()
         self._running = None
         forget_trainer(self._group)
@@ -347,12 +361,12 @@ class GossipDataParallel(ModuleWrapper):
     def _before_step(self, optimizer: Optimizer, has_gradients: bool | None) -> None:
         """Receive and merge, unless a fused optimizer does so in its pass."""
         check_group_exists()
-        self._buckets.check(p for group in optimizer.param_groups for p in group["params"])
+        self._buckets.check(p for group in self._joined.param_groups for p in group["params"])
         self._check_module()
         averager = self._averager
         averager.restore_debiased()
         self._preserve_saved_states()
-        if self._fused is not None:
+        if self._takes_round_in_pass:
             return
         if has_gradients is False and averager.in_flight and self._warns_of_closures:
             self._warns_of_closures = False
@@ -360,17 +374,17 @@ class GossipDataParallel(ModuleWrapper):
                 f"{type(optimizer).__name__} evaluates its closure several times in a step, or at "
                 "other parameters, so messages are received before the first evaluation: overlap "
                 "hides nothing",
-                stacklevel=5,  # the user's optimizer.step(closure)
+                stacklevel=6,  # the user's optimizer.step(closure)
             )
         with self._after_the_step():
             averager.before_step()
         if not has_gradients:  # the optimizer may copy the parameters first
             averager.before_update()
 
-    def _before_update(self) -> None:
-        if self._fused is None:
-            self._averager.before_update()
-            self._finite_steps.begin()
+    def _before_update(self, index: int, is_first: bool) -> None:
+        if not self._takes_round_in_pass:
+            self._averager.before_update()  # again if a forward has been between two optimizers
+            self._finite_steps.begin(index, is_first)
 
     def _before_evaluation(self) -> None:
         self._finite_steps.end()
@@ -390,8 +404,7 @@ class GossipDataParallel(ModuleWrapper):
             averager.step_buckets(optimizer.step_bucket, optimizer.num_buckets)
 
     def _after_step(self) -> None:
-        self._finite_steps.end()
-        if self._fused is None:
+        if not self._takes_round_in_pass:
             self._count_step()
             averager = self._averager
             averager.after_update()
@@ -413,6 +426,20 @@ class GossipDataParallel(ModuleWrapper):
         self._counts.steps += 1
         self._counts.repeats += not self._saw_forward
         self._saw_forward = False
+
+    def _begin_new_step(self) -> None:
+        if step_hook := self._step_hook():
+            step_hook.reset()
+
+    def _check_between_steps(self) -> None:
+        """Raise on all ranks if some of several optimizers have stepped and others have not."""
+        step_hook = self._step_hook()
+        if step_hook is not None and len(self._optimizers) > 1:
+            found = step_hook.find_unfinished()
+            text = (
+                found and f"states must be saved between two training steps, got one after {found}"
+            )
+            check_consistent_across_ranks([], text, self._group)
 
     def _check_equal_steps(self) -> None:
         """Raise on all ranks if one has skipped or repeated a step, before it is waited for."""
@@ -468,7 +495,7 @@ class GossipDataParallel(ModuleWrapper):
 
 def _collect_config(
     module: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     algorithm: Algorithm,
     process_group: dist.ProcessGroup | None,
     bucket_cap_mb: float | None,
@@ -482,14 +509,14 @@ def _collect_config(
         type_error = find_type_error(module, optimizer, bucket_cap_mb)
         if type_error := type_error or find_algorithm_error(algorithm):
             return [], type_error
-        cap = resolve_bucket_cap_mb(module, bucket_cap_mb)
+        cap, optimizers = resolve_bucket_cap_mb(module, bucket_cap_mb), as_optimizers(optimizer)
         config_fields = [
             *algorithm.config_fields(),
             ("bucket_cap_mb", str(cap)),
             *describe(module),
-            *describe_groups(module, optimizer),
+            *describe_groups(module, optimizers),
         ]
-        error_text = find_validation_error(module, optimizer, process_group)
+        error_text = find_validation_error(module, optimizers, process_group)
         error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"
@@ -497,6 +524,12 @@ def _collect_config(
     except Exception as error:
         return [], f"{type(error).__name__}: {error}"
     return config_fields, error_text
+
+
+def _describe_optimizers(optimizer: object) -> str:
+    """Return the classes of several optimizers; one may be of another class on every rank."""
+    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    return "one" if len(several) == 1 else ", ".join(type(each).__name__ for each in several)
 
 
 @contextmanager

@@ -13,15 +13,18 @@ from ..comm import (
     FORMAT_KEY,
     Collectives,
     DisagreementError,
+    FlatBuckets,
     ModelAverager,
     check_consistent_across_ranks,
     check_on_all_ranks,
     find_ddp_error,
+    join_buckets,
     plain_name,
     summarize,
     uncompiled,
     wrong_type,
 )
+from ..comm.step_hook import name_optimizers
 from ..ops import FLOAT_DTYPES
 from ..optim import FusedOptimizer
 from .push_sum.buffer import MASS_TOLERANCE
@@ -37,13 +40,21 @@ def find_type_error(module: object, optimizer: object, bucket_cap_mb: object) ->
         return wrong_type("module", "a torch.nn.Module", module)
     if ddp_error := find_ddp_error("module", uncompiled(module)):
         return ddp_error
-    if not isinstance(optimizer, Optimizer):
-        rule = "a torch optimizer such as SGD(module.parameters(), lr=0.1)"
-        return wrong_type("optimizer", rule, optimizer)
+    rule = "a torch optimizer such as SGD(module.parameters(), lr=0.1)"
+    if not isinstance(optimizer, Optimizer | list | tuple):
+        return wrong_type("optimizer", f"{rule}, or a list of them", optimizer)
+    for index, each in enumerate(as_optimizers(optimizer)):
+        if not isinstance(each, Optimizer):
+            return wrong_type(f"optimizer[{index}]", rule, each)
     is_number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
     if not (is_number or bucket_cap_mb is None):
         return wrong_type("bucket_cap_mb", "a number of MiB such as 25", bucket_cap_mb)
     return None
+
+
+def as_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers of an argument that is one or several."""
+    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
 
 
 def resolve_bucket_cap_mb(module: nn.Module, bucket_cap_mb: float | None) -> float:
@@ -58,7 +69,7 @@ def resolve_bucket_cap_mb(module: nn.Module, bucket_cap_mb: float | None) -> flo
 
 
 def find_validation_error(
-    module: nn.Module, optimizer: Optimizer, process_group: dist.ProcessGroup | None
+    module: nn.Module, optimizers: Sequence[Optimizer], process_group: dist.ProcessGroup | None
 ) -> str | None:
     """Return the first reason why a module's trainable parameters cannot be trained, or None."""
     parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -67,7 +78,8 @@ def find_validation_error(
     return (
         _find_tensor_error(parameters)
         or _find_device_error(parameters, process_group)
-        or _find_ownership_error(module, parameters, optimizer)
+        or _find_list_error(module, optimizers)
+        or _find_ownership_error(module, parameters, optimizers)
     )
 
 
@@ -88,18 +100,34 @@ def describe(module: nn.Module) -> list[tuple[str, str]]:
     return config_fields
 
 
-def describe_groups(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, str]]:
-    """Return as config fields what the buckets of a fused optimizer depend on: its groups.
+def lay_out(module: nn.Module, optimizers: Sequence[Optimizer], cap_bytes: int) -> FlatBuckets:
+    """Return buckets of a module's trainable parameters, of which they become views.
+
+    Those of the fused optimizers' groups come first, and the others in the module's order.
+    """
+    fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
+    parts = [part for each in fused for part in each.lay_out(cap_bytes)]
+    inside = {id(p) for part in parts for p in part.parameters}
+    others = [p for p in module.parameters() if p.requires_grad and id(p) not in inside]
+    return join_buckets([*parts, FlatBuckets(others, cap_bytes)])
+
+
+def describe_groups(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, str]]:
+    """Return as config fields what the buckets of fused optimizers depend on: their groups.
 
     Without one the buckets are in the order of the module's parameters.
     """
-    if not isinstance(optimizer, FusedOptimizer):
+    fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
+    if not fused:
         return [(BUCKETS, IN_MODULE_ORDER)]
-    number = {id(parameter): index for index, parameter in enumerate(module.parameters())}
+    number = {id(p): index for index, p in enumerate(module.parameters()) if p.requires_grad}
     groups = [
-        [number[id(p)] for p in group["params"] if p.requires_grad and id(p) in number]
-        for group in optimizer.param_groups
+        [number.pop(id(p)) for p in group["params"] if id(p) in number]
+        for each in fused
+        for group in each.param_groups
     ]
+    if number:  # as if the others were one group more
+        groups.append(list(number.values()))
     return [(BUCKETS, f"of the optimizer's parameter groups {groups}")]
 
 
@@ -189,10 +217,33 @@ def _find_device_error(
     return None
 
 
+def _find_list_error(module: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
+    if not optimizers:
+        return "optimizer must be a torch optimizer or a list of them, got an empty list"
+    names = name_optimizers(optimizers)
+    owner: dict[int, int] = {}
+    for index, each in enumerate(optimizers):
+        first = next(i for i, other in enumerate(optimizers) if other is each)
+        if first < index:
+            return (
+                f"optimizer must hold each optimizer once, got {names[first]} again as "
+                f"optimizer[{index}]; remove one"
+            )
+        for p in (p for group in each.param_groups for p in group["params"]):
+            other = owner.setdefault(id(p), index)
+            if other != index:
+                named = (name for name, mine in module.named_parameters() if mine is p)
+                return (
+                    f"a parameter must be in one optimizer, got {next(named, summarize(p))} in "
+                    f"{names[other]} and {names[index]}; remove it from one of them"
+                )
+    return None
+
+
 def _find_ownership_error(
-    module: nn.Module, parameters: NamedParameters, optimizer: Optimizer
+    module: nn.Module, parameters: NamedParameters, optimizers: Sequence[Optimizer]
 ) -> str | None:
-    given = [p for group in optimizer.param_groups for p in group["params"]]
+    given = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     owned = {id(p) for p in given}
     missing = [name for name, parameter in parameters if id(parameter) not in owned]
     if missing:

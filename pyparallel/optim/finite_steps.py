@@ -7,10 +7,12 @@ ones do), and they are handled here, before and after the optimizer's own step.
 
 import contextlib
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..comm import StepCounts
 from ..comm.arguments import NonFinitePolicy
@@ -27,8 +29,12 @@ class FiniteSteps:
     finds: an optimizer without that support then steps with 0 in place of such elements. One of
     ``pyparallel.optim`` with "raise" leaves such elements out and counts them in its own pass.
 
+    Of several optimizers, which take a training step together, the gradients of all are read before
+    the first one's update, and either all are updated or none. A ``GradScaler`` decides for each.
+
     Args:
-        optimizer: its hooks reference the trainer, so it is only weakly referenced here.
+        optimizers: one or more; their hooks reference the trainer, so they are only weakly
+            referenced here.
         policy: "allow": gradients are not read.
         counts: gets the number of non-finite elements; on a GPU with "raise" 1 or 0 unless the
             optimizer counts.
@@ -37,25 +43,24 @@ class FiniteSteps:
             calls every step; else it does both by itself and leaves out the step.
     """
 
-    # Any: torch declares none of these attributes.
     def __init__(
         self,
-        optimizer: Any,
+        optimizers: Optimizer | Sequence[Optimizer],
         policy: NonFinitePolicy,
         counts: StepCounts,
         device: torch.device,
         *,
         takes_scales: bool = True,
     ) -> None:
-        self._optimizer: Any = weakref.proxy(optimizer)
+        several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+        self._handled = [_handle(each, takes_scales) for each in several]
         self._policy, self._counts = policy, counts
+        self._begun: set[int] = set()  # optimizers in this training step
+        self._is_found: bool | Tensor | None = None  # in this training step; None: not read
         self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._found_inf: Tensor | None = None  # that this object has set
-        self._is_ours = not getattr(optimizer, "_step_supports_amp_scaling", False)
-        self._takes_scales = self._is_ours and takes_scales
-        if self._takes_scales:
-            optimizer._step_supports_amp_scaling = True
-        self._counts_in_pass = policy == "raise" and isinstance(optimizer, FusedOptimizer)
+        self._found_inf: tuple[Any, Tensor] | None = None  # that this object has set, and where
+        in_pass = len(several) == 1 and isinstance(several[0], FusedOptimizer)
+        self._counts_in_pass = policy == "raise" and in_pass
         self._in_pass = torch.zeros((), dtype=torch.float64, device=device)
         self._counter: CorruptCounter | None = None  # None: the host waits
         if policy == "raise" and device.type != "cpu":
@@ -63,43 +68,49 @@ class FiniteSteps:
         self.found: Tensor | None = None
         """The first parameter whose gradient was not finite in this step, if the host knows."""
 
-    def begin(self) -> None:
-        """Unscale, check or hide the gradients; called before the update."""
+    def begin(self, index: int = 0, is_first: bool = True) -> None:
+        """Unscale, check or hide the gradients of an optimizer; called before its update.
+
+        Args:
+            index: of the optimizer.
+            is_first: whether a training step begins with it.
+        """
         self.end()
-        self._counts.nonfinite, self.found = 0.0, None
-        found_inf = getattr(self._optimizer, "found_inf", None)
-        if found_inf is None:
-            if self._counts_in_pass:
-                self._optimizer.nonfinite = self._counts.nonfinite = self._in_pass.zero_()
-            elif self._policy != "allow":
-                self._check()
-        elif self._is_ours:
-            scale, self._optimizer.grad_scale = self._optimizer.grad_scale, None
-            self._optimizer.found_inf = None
-            if float(found_inf):  # torch sets the number 0 if there are no gradients
-                self._hide()
-            elif scale is not None:
-                inverse = scale.double().reciprocal().float()  # rounds as the scaler does
-                for parameter in self._with_gradients():
-                    parameter.grad.mul_(inverse.to(parameter.device))
+        if is_first:
+            self._counts.nonfinite, self.found = 0.0, None
+            self._begun, self._is_found = set(), None
+        handled = self._handled[index]
+        if getattr(handled.optimizer, "found_inf", None) is not None:
+            if handled.is_ours:
+                self._unscale(handled.optimizer)
+        elif self._counts_in_pass:
+            handled.optimizer.nonfinite = self._counts.nonfinite = self._in_pass.zero_()
+        elif self._policy != "allow":
+            if self._is_found is None:
+                self._is_found = self._check()
+            self._keep_from_update(handled)
+        self._begun.add(index)
 
     def end(self) -> None:
-        """Restore what was hidden; called after the update."""
+        """Restore what was hidden; called after the update of each optimizer."""
         for parameter, gradient in self._hidden:
             if parameter.grad is None:
                 parameter.grad = gradient
         self._hidden = []
         if self._found_inf is not None:
-            if getattr(self._optimizer, "found_inf", None) is self._found_inf:
-                del self._optimizer.grad_scale, self._optimizer.found_inf
+            optimizer, found_inf = self._found_inf
+            if getattr(optimizer, "found_inf", None) is found_inf:
+                del optimizer.grad_scale, optimizer.found_inf
             self._found_inf = None
-        if self._counts_in_pass and self._optimizer.nonfinite is not None:
-            self._optimizer.nonfinite = None
+        if self._counts_in_pass and self._handled[0].optimizer.nonfinite is not None:
+            optimizer = self._handled[0].optimizer
+            optimizer.nonfinite = None
             if self._counter is not None:
                 self._counter.tensor += self._in_pass != 0
             elif float(self._in_pass):
                 self.found = next(
-                    (p for p in self._with_gradients() if not bool(p.grad.isfinite().all())), None
+                    (p for p in _with_gradients(optimizer) if not bool(p.grad.isfinite().all())),
+                    None,
                 )
 
     def num_found_late(self) -> int:
@@ -107,25 +118,38 @@ class FiniteSteps:
         return 0 if self._counter is None else self._counter.num_unreported()
 
     def close(self) -> None:
-        """Restore the optimizer's attributes, if it still exists."""
-        with contextlib.suppress(ReferenceError):
-            if self._takes_scales:
-                del self._optimizer._step_supports_amp_scaling
-            elif self._counts_in_pass:
-                self._optimizer.nonfinite = None
+        """Restore the attributes of the optimizers that still exist."""
+        for handled in self._handled:
+            with contextlib.suppress(ReferenceError):
+                if handled.takes_scales:
+                    del handled.optimizer._step_supports_amp_scaling
+                elif self._counts_in_pass:
+                    handled.optimizer.nonfinite = None
+
+    def _unscale(self, optimizer: Any) -> None:
+        """Do what a ``GradScaler`` has left to this object."""
+        scale, optimizer.grad_scale = optimizer.grad_scale, None
+        found_inf, optimizer.found_inf = optimizer.found_inf, None
+        if float(found_inf):  # torch sets the number 0 if there are no gradients
+            self._hide(optimizer)
+        elif scale is not None:
+            inverse = scale.double().reciprocal().float()  # rounds as the scaler does
+            for parameter in _with_gradients(optimizer):
+                parameter.grad.mul_(inverse.to(parameter.device))
 
     @torch.no_grad()
-    def _check(self) -> None:
-        parameters = self._with_gradients()
+    def _check(self) -> bool | Tensor:
+        """Count in the gradients of the optimizers that have not begun; return if any was found."""
+        waiting = [each for i, each in enumerate(self._handled) if i not in self._begun]
+        parameters = [p for each in waiting for p in _with_gradients(each.optimizer)]
         gradients = [_values(parameter.grad) for parameter in parameters]
         if not any(gradient.numel() for gradient in gradients):
-            return
+            return False
         if self._counter is not None:
-            self._check_on_device([each for each in gradients if each.numel()])
-            return
+            return self._check_on_device([each for each in gradients if each.numel()])
         # A norm may overflow where no element does; one that is finite has read finite ones only.
         if bool(_norms(gradients, 2.0).isfinite().all()):
-            return
+            return False
         number = 0
         for parameter, gradient in zip(parameters, gradients, strict=True):
             found = gradient.numel() - int(gradient.isfinite().sum())
@@ -133,34 +157,55 @@ class FiniteSteps:
                 self.found = parameter
             number += found
         self._counts.nonfinite = float(number)
-        if number and self._is_ours:
-            self._hide()
-        elif number:
-            self._set_found_inf(torch.ones((), device=gradients[0].device))
+        return number > 0
 
-    def _check_on_device(self, gradients: list[Tensor]) -> None:
+    def _check_on_device(self, gradients: list[Tensor]) -> Tensor:
         assert self._counter is not None
         found = _norms(gradients, float("inf")).isfinite().all().logical_not()
         self._counts.nonfinite = found.double()
         self._counter.tensor += found
-        if not self._is_ours:
-            self._set_found_inf(found.float())
+        return found
+
+    @torch.no_grad()
+    def _keep_from_update(self, handled: "_Handled") -> None:
+        """Keep what was found from an optimizer's update."""
+        if self._is_found is False or self._is_found is None:
             return
-        for gradient in gradients:
-            gradient.nan_to_num_(0.0, 0.0, 0.0)
+        optimizer, found = handled.optimizer, self._is_found
+        if not handled.is_ours:
+            found_inf = torch.as_tensor(found, device=self._in_pass.device).float()
+            self._found_inf = optimizer, found_inf
+            optimizer.found_inf, optimizer.grad_scale = found_inf, None
+        elif found is True:
+            self._hide(optimizer)
+        else:  # the host does not know
+            for parameter in _with_gradients(optimizer):
+                _values(parameter.grad).nan_to_num_(0.0, 0.0, 0.0)
 
-    def _set_found_inf(self, found_inf: Tensor) -> None:
-        self._found_inf = self._optimizer.found_inf = found_inf
-        self._optimizer.grad_scale = None
-
-    def _hide(self) -> None:
-        self._hidden = [(p, p.grad) for p in self._with_gradients()]
+    def _hide(self, optimizer: Any) -> None:
+        self._hidden = [(p, p.grad) for p in _with_gradients(optimizer)]
         for parameter, _ in self._hidden:
             parameter.grad = None
 
-    def _with_gradients(self) -> list[Any]:
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return [p for p in parameters if p.grad is not None]
+
+class _Handled(NamedTuple):
+    """An optimizer, whether its infs are left out here, and whether its scales are taken here."""
+
+    optimizer: Any  # a weak proxy; torch declares none of the attributes
+    is_ours: bool
+    takes_scales: bool
+
+
+def _handle(optimizer: Any, takes_scales: bool) -> _Handled:
+    is_ours = not getattr(optimizer, "_step_supports_amp_scaling", False)
+    if is_ours and takes_scales:
+        optimizer._step_supports_amp_scaling = True
+    return _Handled(weakref.proxy(optimizer), is_ours, is_ours and takes_scales)
+
+
+def _with_gradients(optimizer: Any) -> list[Any]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in parameters if p.grad is not None]
 
 
 def _values(gradient: Tensor) -> Tensor:

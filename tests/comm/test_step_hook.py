@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.comm.step_hook import StepHook
+from pyparallel.comm.step_hook import StepHook, StepHooks
 
 
 class Forwarding(torch.optim.SGD):
@@ -169,3 +169,53 @@ def test_a_step_that_ignores_its_closure_counts():
         events.clear()
         optimizer.step(closure)
         assert events == ["before, None", "after"]
+
+
+def test_a_training_step_is_one_step_of_each_also_after_one_that_raises():
+    events = []
+    kinds = (Forwarding, Failing, torch.optim.SGD)
+    optimizers = [kind([nn.Parameter(torch.zeros(2))], lr=0.1) for kind in kinds]
+    hooks = StepHooks(
+        optimizers,
+        lambda: events.append("after"),
+        lambda optimizer, _: events.append(f"before {type(optimizer).__name__}"),
+        lambda index, is_first: events.append((index, is_first)),
+        lambda: None,
+        lambda: events.append("each"),
+    )
+    forwarding, failing, sgd = optimizers
+    failing.fails = False
+    for first, second, third in [(0, 1, 2), (2, 0, 1)]:
+        events.clear()
+        names = [kinds[index].__name__ for index in (first, second, third)]
+        for index in (first, second, third):
+            # Failing evaluates a closure itself.
+            torch.optim.SGD.step(optimizers[index])
+        expected = [(first, True), "each", (second, False), "each", (third, False), "each"]
+        assert events == [f"before {names[0]}", *expected, "after"]
+    failing.register_step_pre_hook(fail_once := FailOnce())
+    events.clear()
+    with pytest.raises(MemoryError):
+        torch.optim.SGD.step(failing)
+    assert fail_once.has_failed
+    hooks.see_forward()
+    for each in (failing, sgd):
+        torch.optim.SGD.step(each)
+    assert events[:4] == ["before Failing", (1, True), "before Failing", (1, True)]
+    for each in (failing, sgd):
+        with pytest.raises(RuntimeError, match=r"before one of Forwarding \(optimizer\[0\]\)"):
+            torch.optim.SGD.step(each)
+    assert "after" not in events
+    forwarding.step()
+    assert events[-2:] == ["each", "after"]
+
+
+class FailOnce:
+    """A hook of a user that raises in its first call."""
+
+    has_failed = False
+
+    def __call__(self, *_):
+        if not self.has_failed:
+            self.has_failed = True
+            raise MemoryError

@@ -210,3 +210,38 @@ def test_what_a_device_finds_is_counted_and_not_waited_for(fused):
         optimizer.zero_grad()
     assert found == [(0.0, 0), (1.0, 1), (0.0, 0)]
     assert flat(model).isfinite().all()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_several_optimizers_are_checked_together(on_device):
+    """Also if one is stepped by a scaler before another that is not."""
+    model, counts = build_model(), StepCounts()
+    weight, bias, *_ = model.parameters()
+    sgd = torch.optim.SGD([weight], lr=0.1)
+    adamw = torch.optim.AdamW([bias], lr=0.1, fused=True)
+    steps = FiniteSteps([sgd, adamw], "raise", counts, torch.device("cpu"))
+    if on_device:
+        steps._counter = CorruptCounter(torch.device("cpu"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    stepped = []
+    for spoiled, scales in [(None, False), (weight, False), (bias, False), (bias, True)]:
+        for parameter in (weight, bias):
+            parameter.grad = torch.ones_like(parameter)
+        if spoiled is not None:
+            spoiled.grad.view(-1)[0] = float("nan")
+        before = weight.detach().clone(), bias.detach().clone()
+        scaler.scale(torch.zeros(1))
+        for index, optimizer in enumerate((sgd, adamw)):
+            hook = optimizer.register_step_pre_hook(lambda *_, i=index: steps.begin(i, i == 0))
+            (scaler.step if scales and index == 0 else type(optimizer).step)(optimizer)
+            hook.remove()
+            steps.end()
+        if scales:
+            scaler.update()
+        after = weight, bias
+        stepped.append([not torch.equal(a, b) for a, b in zip(after, before, strict=True)])
+        assert float(counts.nonfinite) == (spoiled is not None)
+    # On a device a parameter of an optimizer without found_inf is stepped with 0 in such places.
+    assert stepped == [[True, True], [on_device, False], [on_device, False], [True, False]]
+    assert weight.isfinite().all()
+    assert bias.isfinite().all()

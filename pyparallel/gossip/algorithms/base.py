@@ -1,6 +1,9 @@
 """The interface of an algorithm: an immutable configuration that starts a ModelAverager."""
 
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -22,7 +25,15 @@ class Algorithm(ABC):
         buckets: FlatBuckets,
         process_group: dist.ProcessGroup | None,
     ) -> ModelAverager:
-        """Start the algorithm on this rank; parameters are equal on all ranks."""
+        """Start the algorithm on this rank; parameters are equal on all ranks.
+
+        Args:
+            module: trained in place.
+            optimizer: the trainer's; for several an object with their ``param_groups`` and
+                ``state``. Its hooks reference the trainer, so keep only a ``weakref.proxy``.
+            buckets: of the module's trainable parameters.
+            process_group: the ranks that train together; None: the default group.
+        """
 
     def config_fields(self) -> list[tuple[str, str]]:
         """Return the (name, value) pairs that must be equal on all ranks."""
@@ -31,6 +42,27 @@ class Algorithm(ABC):
     def validation_error(self, num_ranks: int) -> str | None:
         """Return why the algorithm cannot run on ``num_ranks`` ranks, or None."""
         return None
+
+
+class JoinedOptimizers:
+    """What algorithms read of several optimizers: all groups, in order, and all state.
+
+    Args:
+        optimizers: only weakly referenced, as their hooks reference the trainer.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers: list[Any] = [weakref.proxy(each) for each in optimizers]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of each optimizer, which are the live ones."""
+        return [group for each in self._optimizers for group in each.param_groups]
+
+    @property
+    def state(self) -> dict[Any, dict[str, Any]]:
+        """The state of each parameter, which is the live one."""
+        return {p: state for each in self._optimizers for p, state in each.state.items()}
 
 
 def find_algorithm_error(algorithm: object, name: str = "algorithm") -> TypeError | None:

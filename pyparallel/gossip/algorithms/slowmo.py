@@ -22,7 +22,7 @@ class SlowMo(Algorithm):
     Every ``interval`` steps the ranks average exactly, update the slow momentum
     ``u = momentum * u + (x_old - average) / lr``, where x_old is the result of the last outer step,
     and continue from ``x_old - outer_lr * lr * u``, with the ``lr`` of the first parameter group of
-    rank 0's optimizer.
+    rank 0's optimizer, or of its first one.
 
     Args:
         inner: ``SGP(...)``, ``OSGP(...)`` or ``DPSGD(...)``; None: no communication between

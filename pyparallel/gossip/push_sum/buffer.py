@@ -148,9 +148,10 @@ class RoundBuffer(ABC):
 
     @torch.no_grad()
     def to_numerator(self) -> None:
-        """Turn z into x = w * z, in place."""
-        self._holds_numerator = True
-        self.values.mul_(self.weight)
+        """Turn z into x = w * z, in place; do nothing if the values are x."""
+        if not self._holds_numerator:
+            self._holds_numerator = True
+            self.values.mul_(self.weight)
 
     @torch.no_grad()
     def to_debiased(self) -> None:
