@@ -225,7 +225,7 @@ CORRECTED_CASES = [
     *(Case(each, MUON, correction=how) for each in LATE for how in CORRECTIONS),
     *(Case(each, name, correction=how) for each in LATE for how in CORRECTIONS[2:4]
       for name in ("momentum", "AdamW")),
-    *(Case(each, MUON, num_microbatches=2, correction=how) for each in (PipeDream2BW(), XPipe())
+    *(Case(each, MUON, num_microbatches=2, correction=how) for each in (XPipe(),)
       for how in CORRECTIONS),
 ]  # fmt: skip
 REPEATING = [
