@@ -127,7 +127,7 @@ def train(
 @smooth_muon()
 def train_case(case: Case, num_stages: int) -> Trained:
     schedule = case.schedule
-    by_op = schedule.prediction == Displacement() and case.optimizer != "Muon, PredictedAdamW"
+    by_op = schedule.prediction == Displacement() and not case.optimizer.endswith("PredictedAdamW")
     if by_op and case.dtype == torch.float64:
         schedule = replace(schedule, prediction=Displacement(LastStep()))  # the ops take no float64
     return train(
@@ -225,7 +225,7 @@ CORRECTED_CASES = [
     *(Case(each, MUON, correction=how) for each in LATE for how in CORRECTIONS),
     *(Case(each, name, correction=how) for each in LATE for how in CORRECTIONS[2:4]
       for name in ("momentum", "AdamW")),
-    *(Case(each, MUON, num_microbatches=2, correction=how) for each in (PipeDream2BW(), XPipe())
+    *(Case(each, MUON, num_microbatches=2, correction=how) for each in (XPipe(),)
       for how in CORRECTIONS),
 ]  # fmt: skip
 REPEATING = [
@@ -253,6 +253,8 @@ LATE_ONCE = [
     Case(PipeOptim("live"), "AdamW", correction=CORRECTIONS[3]),
     *(Case(each, MUON, halving=True) for each in REPEATING[:2]),
     Case(REPEATING[0], "groups"),
+    Case(REPEATING[1], "Adadelta"),
+    Case(PipeOptim("live"), "Lion, PredictedAdamW"),
     *SINGLE_MUON_CASES[:3],
 ]
 WATCHED = [GPipe(), *(schedule for schedule in STREAMING if schedule != CORRECTED)]

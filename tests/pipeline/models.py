@@ -27,6 +27,34 @@ def in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, eps=EPS)
 
 
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al., arXiv 2302.06675), instead of the packages that have it."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for each in group["params"]:
+                if each.grad is not None:
+                    state = self.state[each]
+                    if not state:
+                        state["exp_avg"] = torch.zeros_like(each)
+                    each.mul_(1 - lr * group["weight_decay"])
+                    each.sub_(state["exp_avg"].lerp(each.grad, 1 - beta1).sign_(), alpha=lr)
+                    state["exp_avg"].lerp_(each.grad, 1 - beta2)
+
+
+def lion_of(module: str) -> type[Lion]:
+    """Return Lion as the class of another module."""
+    return type("Lion", (Lion,), {"__module__": module, "__qualname__": "Lion"})
+
+
+LIONS = [lion_of("lion_pytorch.lion_pytorch"), lion_of("timm.optim.lion")]
+
+
 class PredictedAdamW(torch.optim.AdamW):
     """AdamW with its rule of prediction as a method, in any dtype."""
 
@@ -34,14 +62,16 @@ class PredictedAdamW(torch.optim.AdamW):
         return -group["lr"] * horizon * last_step(group, state, parameter.grad)
 
 
-def muon_and(
-    rest: type[torch.optim.Optimizer], parameters: list[nn.Parameter]
+def matrices_by(
+    first: type[torch.optim.Optimizer],
+    rest: type[torch.optim.Optimizer],
+    parameters: list[nn.Parameter],
 ) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices, if there are any, and another optimizer for the rest."""
+    """Return an optimizer for the matrices, if there are any, and another one for the rest."""
     matrices = [p for p in parameters if p.dim() == 2]
-    muon = [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1)] if matrices else []
+    of_matrices = [first(matrices, lr=0.02, weight_decay=0.1)] if matrices else []
     others = [p for p in parameters if p.dim() != 2]
-    return [*muon, rest(others, lr=0.01, weight_decay=0.1, eps=0.01)]
+    return [*of_matrices, rest(others, lr=0.01, weight_decay=0.1, eps=0.01)]
 
 
 @contextmanager
@@ -61,9 +91,11 @@ OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=0.1, eps=EPS),
     "NAdam": lambda parameters: torch.optim.NAdam(parameters, 0.01, weight_decay=0.1, eps=0.01),
-    "Muon, AdamW": partial(muon_and, torch.optim.AdamW),
-    "Muon, fused AdamW": partial(muon_and, FusedAdamW),
-    "Muon, PredictedAdamW": partial(muon_and, PredictedAdamW),
+    "Adadelta": lambda parameters: torch.optim.Adadelta(parameters, 0.1, eps=0.01),
+    "Muon, AdamW": partial(matrices_by, torch.optim.Muon, torch.optim.AdamW),
+    "Muon, fused AdamW": partial(matrices_by, torch.optim.Muon, FusedAdamW),
+    "Muon, PredictedAdamW": partial(matrices_by, torch.optim.Muon, PredictedAdamW),
+    "Lion, PredictedAdamW": partial(matrices_by, LIONS[0], PredictedAdamW),
     "resting": lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
 }
 

@@ -236,7 +236,7 @@ def predict(version: Version, horizon: int) -> Weights:
     """Predict ``horizon`` steps equal to the last one (Guan et al., arXiv 2312.00839)."""
     ahead = version.weights()
     for name, group, state, gradient in version.stepped():
-        if "ns_steps" in group:  # Muon
+        if "ns_steps" in group or ("betas" in group and "eps" not in group):  # Muon, Lion
             ahead[name] = ahead[name] - horizon * version.updates[name]
         elif "momentum_decay" in group:
             ahead[name] = ahead[name] - group["lr"] * next_nadam_steps(horizon, group, state)

@@ -16,14 +16,19 @@ from pyparallel.pipeline import (
     Displacement,
     GPipe,
     Interlocking,
+    LastUpdate,
     PipeDream,
+    PipeDream2BW,
     PipelineTrainer,
     PipeOptim,
+    StageMomentum,
     Sum,
+    UpdateErrorFeedback,
+    XPipe,
     ZeroBubble,
 )
 from pyparallel.pipeline.schedules.streaming import Streaming
-from tests.pipeline import reference
+from tests.pipeline import jobs, reference
 from tests.pipeline.every_schedule import FLUSHING
 from tests.pipeline.jobs import CORRECTED, PREDICTING, SCHEDULES
 from tests.pipeline.models import OPTIMIZERS, build_calls, build_layers
@@ -41,6 +46,15 @@ TARGET = (
     "every rank, got None"
 )
 NAN = "rank {last}, step 1: the loss of microbatch 6 must be finite, got nan"
+
+
+CORRECTED_SKIPS = [
+    (PipeDream(), UpdateErrorFeedback()),
+    (PipeDream2BW(), UpdateErrorFeedback(None)),
+    (PipeOptim("live", LastUpdate()), UpdateErrorFeedback(0.5)),
+    (PipeOptim("consistent", LastUpdate()), None),
+    (XPipe("live", LastUpdate()), StageMomentum()),
+]
 
 
 def dtype_of(schedule):
@@ -157,6 +171,27 @@ def expected(schedule, split):
         partial(build_layers, dtype_of(schedule)), split, mse_loss,
         OPTIMIZERS["momentum"], schedule, [[first, *others, final], [first]], NUM_MICROBATCHES,
     ).state  # fmt: skip
+
+
+def skip_with_corrections(rank):
+    done = []
+    for schedule, correction in CORRECTED_SKIPS:
+        options = {"correction": correction, "nonfinite": "skip"}
+        common = SPLIT_OF[2], OPTIMIZERS["momentum"], [calls_of(schedule)]
+        done.append(jobs.train(schedule, build_layers(), *common, **options).state)
+    return done
+
+
+def test_skipped_updates_leave_corrections_and_predictions_in_order(ranks, subtests):
+    found = ranks.run(2, skip_with_corrections)
+    for (schedule, correction), *states in zip(CORRECTED_SKIPS, *found, strict=True):
+        with subtests.test(schedule=str(schedule)):
+            wanted = reference.train_in_one_process(
+                build_layers, SPLIT_OF[2], mse_loss, OPTIMIZERS["momentum"], schedule,
+                [calls_of(schedule)], NUM_MICROBATCHES, reference.repeat_last_update, correction,
+            ).state  # fmt: skip
+            state = states[0] | states[1]
+            torch.testing.assert_close(state, wanted, rtol=1e-12, atol=1e-12)
 
 
 LOCAL = [  # the schedule, and which stages skip an update without the loss of stage 1, or 2

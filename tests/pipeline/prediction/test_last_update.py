@@ -6,9 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from torch.optim import SGD, Adadelta, AdamW, Muon, Optimizer
+from torch.optim import SGD, Adadelta, AdamW, Muon
 
 from pyparallel.pipeline import Displacement, LastUpdate
+from tests.pipeline.models import LIONS, Lion, lion_of
 from tests.pipeline.prediction.predictors import (
     OneStage,
     assert_close,
@@ -19,34 +20,6 @@ from tests.pipeline.prediction.predictors import (
 
 MATRICES = [(7, 5), (3, 8), (4, 4), (1, 6)]
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic iteration (Jordan et al., 2024)
-
-
-class Lion(Optimizer):
-    """Lion (Chen et al., arXiv 2302.06675), instead of the packages that have it."""
-
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            (beta1, beta2), lr = group["betas"], group["lr"]
-            for each in group["params"]:
-                if each.grad is not None:
-                    state = self.state[each]
-                    if not state:
-                        state["exp_avg"] = torch.zeros_like(each)
-                    each.mul_(1 - lr * group["weight_decay"])
-                    each.sub_(state["exp_avg"].lerp(each.grad, 1 - beta1).sign_(), alpha=lr)
-                    state["exp_avg"].lerp_(each.grad, 1 - beta2)
-
-
-def named(module: str) -> type[Lion]:
-    """Return Lion as the class of another module."""
-    return type("Lion", (Lion,), {"__module__": module, "__qualname__": "Lion"})
-
-
-LIONS = [named("lion_pytorch.lion_pytorch"), named("timm.optim.lion")]
 
 
 class Subclass(SGD):
@@ -235,6 +208,6 @@ def test_only_these_classes_of_lion_and_muon_are_known():
     class MyMuon(Muon):
         pass
 
-    for make in (Lion, named("my.lion"), MyMuon):
+    for make in (Lion, lion_of("my.lion"), MyMuon):
         with pytest.raises(ValueError, match=r"got .*(Lion|MyMuon); add the method"):
             build(Displacement(), partial(make, lr=0.1))
