@@ -17,8 +17,11 @@ FORMAT = 2  # 1 has no checksums; states that were saved before there was a numb
 CHECKSUMS_KEY = "checksums"
 
 _WORDS = 1024  # of 8 bytes, summed into one: 0.1 % of a tensor's bytes are hashed on the host
-# What the optimizers of torch keep in the shape of the parameter.
-_OF_PARAMETERS_SHAPE = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+# What the optimizers of torch, and then a pipeline, keep in the shape of the parameter.
+_OF_PARAMETERS_SHAPE = {
+    *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    *("last_gradient", "last_update", "last_uncorrected_update", "average_change"),
+}
 
 
 def seal(state: Mapping[str, Any]) -> dict[str, Any]:

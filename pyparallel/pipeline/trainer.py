@@ -26,6 +26,7 @@ from .partition.auto import split_automatically
 from .partition.slice import slice_layers
 from .partition.torch_pipe import layers_and_split
 from .prediction.corrections import Correction
+from .prediction.last_update import LastUpdate
 from .runtime.build_stage import OptimizerFactory
 from .runtime.clipping import clip_grad_norm_
 from .runtime.codec import Codec, CompressingCodec, IdentityCodec
@@ -479,7 +480,9 @@ class PipelineTrainer:
         """Have stages skip updates on the device, if all ranks' optimizers can."""
         optimizers = [optimizer for stage in self.stages for optimizer in stage.optimizers]
         can = all(isinstance(each, FusedOptimizer) and each.skips_on_device for each in optimizers)
-        can = can and self._correction is None  # it would take a skipped update for one of 0
+        # Both would take a skipped update for one of 0.
+        repeats_updates = isinstance(self._schedule.prediction, LastUpdate)
+        can = can and self._correction is None and not repeats_updates
         device = device_of(self._group) if dist.is_initialized() else torch.device("cpu")
         if Collectives(self._group).all_gather(torch.tensor([int(can)], device=device)).all():
             self._criterion.defers_check = True

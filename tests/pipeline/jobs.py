@@ -250,6 +250,7 @@ LATE_ONCE = [
     *(Case(each, MUON) for each in (PipeDream2BW(), PipeOptim("live"), PipeOptim("consistent"))),
     *(Case(each, MUON, correction=how) for each, how in zip(LATE, CORRECTIONS * 2, strict=True)),
     Case(XPipe("live"), num_microbatches=2, correction=CORRECTIONS[2]),
+    Case(CORRECTED, dtype=torch.float32, correction=CORRECTIONS[0]),
     Case(PipeOptim("live"), "AdamW", correction=CORRECTIONS[3]),
     *(Case(each, MUON, halving=True) for each in REPEATING[:2]),
     Case(REPEATING[0], "groups"),

@@ -24,7 +24,8 @@ class LastUpdate(Prediction):
     rule for ``torch.optim.Muon``, whose Newton-Schulz iteration is not repeated, and for Lion.
 
     The update is kept in the optimizer's state, which takes one more copy of the weights' size. A
-    prediction after a change of the learning rate is still at the rate of the last update.
+    prediction after a change of the learning rate is still at the rate of the last update, and with
+    ``UpdateErrorFeedback`` that update is the uncorrected one.
     """
 
     @override

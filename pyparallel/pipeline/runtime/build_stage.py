@@ -100,16 +100,13 @@ def attach_predictors(
     """
     flat: list[FlatBuckets] = []
     parts = []
-    delay = 0 if correction is None else schedule.delay(shape, stage)
     for optimizer in optimizers:
         if isinstance(optimizer, FusedOptimizer):
             optimizer.adopt()
             own = optimizer.lay_out()
         else:
             own = [FlatBuckets(group["params"], 1 << 62) for group in optimizer.param_groups]
-        predictor = schedule.weight_predictor(shape, stage, optimizer, own)
-        if correction is not None and delay:
-            predictor = correction.wrap(predictor, optimizer, own, delay, shape.num_stages)
+        predictor = schedule.weight_predictor(shape, stage, optimizer, own, correction)
         flat += own
         parts.append((predictor, sum(len(each.buffers) for each in own)))
     return flat, parts[0][0] if len(parts) == 1 else JoinedPredictor(parts)

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from ...comm import FlatBuckets
 from ..prediction.base import WeightPredictor
+from ..prediction.corrections import Correction
 from ..prediction.discrepancy import DiscrepancyCorrected
 from ..prediction.lr_rescheduling import LRRescheduled
 from .shape import PipelineShape
@@ -54,9 +55,10 @@ class PipeMare(Streaming):
         stage: int,
         optimizer: Optimizer,
         weights: Sequence[FlatBuckets],
+        correction: Correction | None = None,
     ) -> WeightPredictor:
         """Return a predictor that rescales learning rates and averages the weights' changes."""
-        predictor = super().weight_predictor(shape, stage, optimizer, weights)
+        predictor = super().weight_predictor(shape, stage, optimizer, weights, correction)
         if self.decay is not None and self.delay(shape, stage):
             per_update = self.decay ** (1 / self.delay(shape, stage))
             predictor = DiscrepancyCorrected(predictor, optimizer, weights, per_update)

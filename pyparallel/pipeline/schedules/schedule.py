@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from ..._deprecated import renamed_arguments
 from ...comm import FlatBuckets
 from ..prediction.base import NoPrediction, Prediction, WeightPredictor
+from ..prediction.corrections import Correction
 from .action import Action, Kind
 from .shape import PipelineShape
 from .versions import Live, Versions
@@ -55,6 +56,7 @@ class Schedule(ABC):
         stage: int,
         optimizer: Optimizer,
         weights: Sequence[FlatBuckets],
+        correction: Correction | None = None,
     ) -> WeightPredictor:
         """Return the object that steps a stage's optimizer and, if needed, predicts its weights.
 
@@ -63,11 +65,15 @@ class Schedule(ABC):
             stage: the stage's index.
             optimizer: of the stage's parameters.
             weights: one entry for each parameter group of the optimizer.
+            correction: of the steps of stages whose gradients are delayed.
 
         Raises:
-            ValueError: this optimizer's steps cannot be predicted.
+            ValueError: this optimizer's steps cannot be predicted, or not corrected.
         """
-        return self.prediction.attach(optimizer, weights)
+        predictor, delay = self.prediction.attach(optimizer, weights), self.delay(shape, stage)
+        if correction is None or not delay:
+            return predictor
+        return correction.wrap(predictor, optimizer, weights, delay, shape.num_stages)
 
     @renamed_arguments(layout="shape", calls="steps")
     def rank_actions(self, shape: PipelineShape, rank: int, steps: int = 1) -> Iterator[Action]:

@@ -285,6 +285,35 @@ def test_a_malformed_state_of_several_optimizers_is_refused(subtests):
             torch.testing.assert_close(weights_of(trainer), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("value", [1.0, "x", torch.zeros(2, 2)])
+def test_a_malformed_last_update_is_refused(value):
+    schedule, correction = PipeOptim(prediction=LastUpdate()), UpdateErrorFeedback()
+    for name in ("last_update", "last_uncorrected_update"):
+        trainer = build(schedule, adamw, correction=correction)
+        train(trainer, batches(1))
+        state = copy.deepcopy(trainer.state_dict())
+        state["0"]["optimizer"]["state"][0][name] = value
+        state = {index: seal(saved) for index, saved in state.items()}
+        with pytest.raises(ValueError, match=f"state.0.{name} must be a tensor of shape"):
+            build(schedule, adamw, correction=correction).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"prediction": LastUpdate()}, False),
+        ({"correction": UpdateErrorFeedback()}, False),
+    ],
+)
+def test_what_repeats_updates_has_the_host_skip_them(options, expected):
+    # On the device a skipped update would be an update of 0.
+    schedule = PipeOptim(prediction=options.pop("prediction", Displacement()))
+    trainer = build(schedule, partial(FusedAdamW, capturable=True), **options)
+    trainer._decide_on_device()  # as on GPUs
+    assert {stage.sends_found_inf for stage in trainer.stages} == {expected}
+
+
 def test_the_one_optimizer_of_a_stage_with_several_is_an_error():
     stage = build(PipeDream()).stages[0]
     sentence = "optimizer must be read of a stage with one, got 2; read optimizers"
