@@ -495,7 +495,9 @@ class PipelineTrainer:
         try:
             yield
         except Exception as error:  # perhaps on one rank only, while the others wait for it
-            problem, cause = f"{type(error).__name__}: {error}", error
+            # It is raised as a ValueError.
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            problem, cause = f"{kind}{error}", error
         try:
             self._check_consistent([], problem)
         except ValueError as error:

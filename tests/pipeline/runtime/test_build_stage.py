@@ -72,7 +72,7 @@ def same_twice(parameters):
 
 
 ONCE = (
-    "ValueError: optimizer_fn must return optimizers that hold each parameter once, got 0.weight "
+    "optimizer_fn must return optimizers that hold each parameter once, got 0.weight "
     "of shape [4, 4] in "
 )
 RETURN = "optimizer_fn must be a function that returns a torch optimizer or a list of them, got "
