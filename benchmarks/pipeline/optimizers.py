@@ -165,7 +165,7 @@ class Rows:
 
 def perform(run: Run) -> Row:
     """Train once and return the row."""
-    contestant = contestant_of(run.schedule, run.correction)
+    contestant = contestant_of(run.schedule, run.correction, run.stages)
     task = replace(MODELS[run.stages], make_optimizer=MAKERS[run.optimizer])
     outcome = train(task, contestant, run.rate, run.seed, run.updates, WARM_UP)
     options = repr(contestant.schedule)
@@ -185,9 +185,13 @@ def perform(run: Run) -> Row:
     return {**row, **{name: str(value) for name, value in values.items()}}
 
 
-def contestant_of(schedule: str, correction: str) -> Contestant:
-    """Return a schedule with a correction."""
-    return replace(SCHEDULES[schedule], correction=CORRECTIONS[correction])
+def contestant_of(schedule: str, correction: str, stages: int) -> Contestant:
+    """Return a schedule with a correction.
+
+    2BW has as many microbatches as stages, as its paper requires: else it delays by more updates.
+    """
+    contestant = replace(SCHEDULES[schedule], correction=CORRECTIONS[correction])
+    return replace(contestant, microbatches=stages) if schedule == "2BW" else contestant
 
 
 def adamw(parameters: list[nn.Parameter], lr: float) -> Optimizer:
