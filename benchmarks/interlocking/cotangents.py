@@ -79,7 +79,7 @@ def measure(
 
 def take_turns(compute: Compute, count: int, turns: int) -> dict[str, list[float]]:
     """Return the seconds of ``count`` gradients in each turn."""
-    stage = InterlockingStage(0, compute.build(), None, LiveWeights(None), None, None)
+    stage = InterlockingStage(0, compute.build(), [], LiveWeights(None), None, None)
     inputs = compute.make_input().requires_grad_()
     output = stage.forward(0, inputs, MicrobatchSplitter(None, None, 0, 1))
     assert isinstance(output, Tensor)

@@ -170,6 +170,7 @@ def descend_each(rank, cases):
     return [descend(rank, *case) for case in cases]
 
 
+@pytest.mark.slow  # 21 seconds; an independent simulation has the same limits
 def test_the_library_diverges_above_the_limit_and_converges_below(ranks):
     of_ranks = np.array(ranks.run(4, descend_each, LIBRARY_CASES)).max(axis=0)
     for case, (below, above) in zip(LIBRARY_CASES, of_ranks, strict=True):

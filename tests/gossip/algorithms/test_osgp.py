@@ -153,6 +153,7 @@ def train_each_on_gloo(rank, cases):
     return [train_on_gloo(rank, *case) for case in cases]
 
 
+@pytest.mark.slow  # 26 seconds; the order alone is tested without processes
 def test_osgp_is_algorithm_2_on_gloo(ranks):
     graphs = [OnePeerExponential(4), Ring(4), Star(4), Complete(4), GRAPHS["phases"]]
     makers = [torch.optim.SGD, optim.SGD]
