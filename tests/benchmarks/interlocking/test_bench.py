@@ -74,7 +74,7 @@ def check_both_ways_give_the_same_gradients(compute):
     torch.manual_seed(0)
     module = compute.build()
     assert isinstance(module, nn.Module)
-    stage = InterlockingStage(0, module, None, LiveWeights(None), None, None)
+    stage = InterlockingStage(0, module, [], LiveWeights(None), None, None)
     output = stage.forward(
         0, compute.make_input().requires_grad_(), MicrobatchSplitter(None, None, 0, 1)
     )
