@@ -197,10 +197,31 @@ FAULTS = [
     Fault(
         "gradients are kept across an update",
         "pyparallel/pipeline/runtime/stage.py",
-        """        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        if self.scheduler""",
-        "        if self.scheduler",
+        """        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        if not""",
+        "        if not",
+        "tests/pipeline/test_equivalence.py",
+    ),
+    Fault(
+        "the last update is repeated once too often",
+        "pyparallel/pipeline/prediction/last_update.py",
+        "torch.sub(buffer, update, alpha=horizon, out=next(rest))",
+        "torch.sub(buffer, update, alpha=horizon + 1, out=next(rest))",
+        "tests/pipeline/prediction/test_last_update.py",
+    ),
+    Fault(
+        "error feedback takes an update back instead of extrapolating it",
+        "pyparallel/pipeline/prediction/corrections.py",
+        "buffer.add_(before.sub_(update), alpha=self._coefficient)",
+        "buffer.sub_(before.sub_(update), alpha=self._coefficient)",
+        "tests/pipeline/prediction/test_corrections.py",
+    ),
+    Fault(
+        "the second of several optimizers predicts the first one's weights",
+        "pyparallel/pipeline/prediction/joined.py",
+        "list(islice(rest, count))",
+        "list(out[:count])",
         "tests/pipeline/test_equivalence.py",
     ),
     Fault(
