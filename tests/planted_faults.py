@@ -206,8 +206,8 @@ FAULTS = [
     Fault(
         "the last update is repeated once too often",
         "pyparallel/pipeline/prediction/last_update.py",
-        "torch.sub(buffer, update, alpha=horizon, out=next(rest))",
-        "torch.sub(buffer, update, alpha=horizon + 1, out=next(rest))",
+        "torch.lerp(buffer, last, -float(horizon), out=next(rest))",
+        "torch.lerp(buffer, last, -float(horizon + 1), out=next(rest))",
         "tests/pipeline/prediction/test_last_update.py",
     ),
     Fault(

@@ -104,6 +104,7 @@ class Version:
     count: int = 0  # of updates, never restarted
     change: Weights = field(default_factory=dict)  # by an update, on average
     updates: Weights = field(default_factory=dict)  # what the optimizers subtracted last
+    corrected: Weights = field(default_factory=dict)  # the same with the correction
 
     def weights(self) -> Weights:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -121,6 +122,7 @@ class Version:
                 new.updates[name] = before - new.weights()[name]
                 late = new.updates[name] - self.updates.get(name, new.updates[name])
                 new.parameters[name].data.sub_(correction.feedback * late)
+            new.corrected[name] = before - new.weights()[name]
         new.count += 1
         for name, before in self.weights().items():
             moved, average = new.weights()[name] - before, self.change.get(name, 0)
@@ -237,7 +239,7 @@ def predict(version: Version, horizon: int) -> Weights:
     ahead = version.weights()
     for name, group, state, gradient in version.stepped():
         if "ns_steps" in group or ("betas" in group and "eps" not in group):  # Muon, Lion
-            ahead[name] = ahead[name] - horizon * version.updates[name]
+            ahead[name] = ahead[name] - horizon * version.corrected[name]
         elif "momentum_decay" in group:
             ahead[name] = ahead[name] - group["lr"] * next_nadam_steps(horizon, group, state)
         else:
@@ -246,10 +248,10 @@ def predict(version: Version, horizon: int) -> Weights:
 
 
 def repeat_last_update(version: Version, horizon: int) -> Weights:
-    """Predict by what the optimizers subtracted last, whatever they are."""
+    """Predict by what the last update subtracted, whatever the optimizers are."""
     stepped = {name for name, *_ in version.stepped()}
     return {
-        name: weight - horizon * version.updates[name] if name in stepped else weight
+        name: weight - horizon * version.corrected[name] if name in stepped else weight
         for name, weight in version.weights().items()
     }
 

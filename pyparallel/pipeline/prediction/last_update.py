@@ -12,7 +12,7 @@ from ...comm import FlatBuckets
 from .base import Prediction, WeightPredictor
 from .flat_state import FlatState
 
-LAST_UPDATE = "last_update"
+LAST_WEIGHTS = "last_weights"
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class LastUpdate(Prediction):
     learning rate, momentum and decoupled weight decay are in the update. It is ``Displacement``'s
     rule for ``torch.optim.Muon``, whose Newton-Schulz iteration is not repeated, and for Lion.
 
-    The update is kept in the optimizer's state, which takes one more copy of the weights' size. A
-    prediction after a change of the learning rate is still at the rate of the last update, and with
-    ``UpdateErrorFeedback`` that update is the uncorrected one.
+    The weights before it are kept in the optimizer's state, which takes one more copy of them. A
+    prediction after a change of the learning rate is still at the rate of the last update; with
+    ``UpdateErrorFeedback`` that update is the corrected one.
     """
 
     @override
@@ -34,10 +34,11 @@ class LastUpdate(Prediction):
 
 
 class LastUpdatePredictor(WeightPredictor):
-    """A predictor that keeps what the last step has subtracted from the weights.
+    """A predictor that keeps the weights before the last step.
 
     Args:
-        optimizer: steps the parameters; keeps the update in its state, so that it is saved with it.
+        optimizer: steps the parameters; has the weights before its last step in its state, so that
+            they are saved with it.
         weights: one entry for each of its parameter groups; of any floating-point dtype.
     """
 
@@ -50,25 +51,25 @@ class LastUpdatePredictor(WeightPredictor):
     @torch.no_grad()
     def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
         stepped = [[p for p in each.parameters if p.grad is not None] for each in self._weights]
-        updates = [state.buffers(LAST_UPDATE) for state in self._states]
-        for each, of_group in zip(self._weights, updates, strict=True):
-            for update, buffer in zip(of_group, each.buffers, strict=True):
-                update.copy_(buffer)
+        for each, state in zip(self._weights, self._states, strict=True):
+            for last, buffer in zip(state.buffers(LAST_WEIGHTS), each.buffers, strict=True):
+                last.copy_(buffer)
         self._optimizer.step()
-        for each, of_group in zip(self._weights, updates, strict=True):
-            for update, buffer in zip(of_group, each.buffers, strict=True):
-                torch.sub(update, buffer, out=update)
         # Only now: some optimizers assume that a parameter with any state has all of it.
         for state, parameters in zip(self._states, stepped, strict=True):
-            state.publish(LAST_UPDATE, parameters)
+            state.publish(LAST_WEIGHTS, parameters)
         if horizon:
             self.predict(horizon, out)
 
     @override
     @torch.no_grad()
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        """Predict the weights; copy the live ones before the first step."""
+        """Predict the weights; copy those of parameters that have not been stepped."""
         rest = iter(out)
         for each, state in zip(self._weights, self._states, strict=True):
-            for buffer, update in zip(each.buffers, state.buffers(LAST_UPDATE), strict=True):
-                torch.sub(buffer, update, alpha=horizon, out=next(rest))
+            buffers = state.buffers(LAST_WEIGHTS)
+            for parameter, last in zip(each.parameters, state.views(LAST_WEIGHTS), strict=True):
+                if LAST_WEIGHTS not in self._optimizer.state.get(parameter, {}):
+                    last.copy_(parameter)
+            for buffer, last in zip(each.buffers, buffers, strict=True):
+                torch.lerp(buffer, last, -float(horizon), out=next(rest))  # in one pass

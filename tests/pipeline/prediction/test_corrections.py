@@ -116,19 +116,21 @@ def test_moments_advance_once():
             twin.step(gradients)
         for mine, its in zip(stage.parameters, twin.parameters, strict=True):
             entries, wanted = stage.optimizer.state[mine], twin.optimizer.state[its]
-            assert set(entries) - set(wanted) <= {"last_uncorrected_update", "last_update"}
+            assert set(entries) - set(wanted) <= {"last_uncorrected_update", "last_weights"}
             assert_equal([entries[name] for name in wanted], list(wanted.values()))
 
 
-def test_a_prediction_repeats_the_update_without_its_correction():
+def test_a_prediction_is_by_the_optimizers_rule_or_by_the_corrected_update():
     for prediction in (Displacement(), LastUpdate()):
         stage = build(partial(SGD, lr=0.5), UpdateErrorFeedback(), prediction)
         for seed in range(2):
-            gradients, out = gradients_of(stage, seed), stage.outputs()
+            before, gradients, out = stage.values(), gradients_of(stage, seed), stage.outputs()
             stage.step(gradients, 2, out)
         rates = [0.5] * 3 + [0.003] * 3
-        pairs = zip(stage.values(), rates, gradients, strict=True)
-        expected = [weight - 2 * rate * gradient for weight, rate, gradient in pairs]
+        moves = [rate * gradient for rate, gradient in zip(rates, gradients, strict=True)]
+        if prediction == LastUpdate():
+            moves = [last - now for last, now in zip(before, stage.values(), strict=True)]
+        expected = [weight - 2 * move for weight, move in zip(stage.values(), moves, strict=True)]
         assert_close(stage.parts(out), expected, rtol=1e-5, atol=1e-6)
         assert_equal(stage.parts(out), stage.predicted(2))
 
