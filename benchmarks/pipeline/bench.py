@@ -92,7 +92,7 @@ FULL = Sizes(
     small_model=SMALL_MICROBATCHES,
     small=Plan(turns=4, microbatches=16),
     runs=5,
-    updates=40,
+    updates=120,
     forward=0.02,
     deep=(Deep(4, 8), Deep(8, 16)),
     bubble_turns=3,
