@@ -218,6 +218,10 @@ def draw_sweeps(rows: Sequence[Row]) -> Figure | None:
                     )
         own.set(xscale="log", xlabel="learning rate", ylabel="held-out bits per byte")
         own.set_title(f"{depth} stages, {SEARCHED} updates, one seed")
+        own.set_xticks([], minor=True)
+        own.set_xticks(
+            [0.003, 0.006, 0.012, 0.024, 0.048], ["0.003", ".006", ".012", ".024", ".048"]
+        )
         low = min(map(bits, of_depth))
         own.set_ylim(low - 0.03, low + 0.9)
         own.grid()
@@ -237,27 +241,25 @@ def draw_finals(rows: Sequence[Row]) -> Figure | None:
         return None
     depths = of(rows, "stages")
     title = "Do delayed gradients cost loss? Each contestant at its own best rate"
-    figure, axes = panels(title, len(depths), 4.2)
+    figure, axes = panels(title, len(depths), 4.2, sharey=True)
+    names = [(who, optimizer) for optimizer in OPTIMIZERS for who in contestants(rows)]
     for own, depth in zip(axes, depths, strict=True):
         of_depth = where(rows, stages=depth)
-        names = []
-        for optimizer, name in OPTIMIZERS.items():
-            for contestant in contestants(of_depth):
-                found = long_runs(of_depth, contestant, optimizer)
-                if not found:
-                    continue
-                group = min(found.values(), key=mean_bits)
-                color = BLUE if optimizer == "muon" else GRAY
-                place = [len(names)]
-                own.plot(list(map(bits, group)), place * len(group), "o", mfc="white", mec=color)
-                own.plot([mean_bits(group)], place, "o", color=color, ms=8)
-                names.append(f"{label(contestant)}, {name}")
+        for place, (contestant, optimizer) in enumerate(names):
+            found = long_runs(of_depth, contestant, optimizer)
+            if not found:
+                continue
+            group = min(found.values(), key=mean_bits)
+            color = BLUE if optimizer == "muon" else GRAY
+            own.plot(list(map(bits, group)), [place] * len(group), "o", mfc="white", mec=color)
+            own.plot([mean_bits(group)], [place], "o", color=color, ms=8)
         baseline = min(long_runs(of_depth, GPIPE, "adamw").values(), key=mean_bits)
         own.axvline(mean_bits(baseline), color=BLACK, lw=1)
-        own.set_yticks(range(len(names)), names)
-        own.invert_yaxis()
         own.set_title(f"{depth} stages")
         own.grid(axis="x")
+    labels = [f"{label(who)}, {OPTIMIZERS[optimizer]}" for who, optimizer in names]
+    axes[0].set_yticks(range(len(names)), labels)
+    axes[0].invert_yaxis()
     figure.supxlabel(
         "held-out bits per byte; hollow: one seed; full: their mean; line: GPipe with AdamW",
         fontsize=10,
