@@ -21,6 +21,7 @@ from .runtime.executor import Executor
 from .runtime.loss import Criterion
 from .runtime.microbatches import MicrobatchSplitter
 from .runtime.p2p import StageP2P
+from .runtime.stage_layers import StageLayers
 from .runtime.stage_weights import LiveWeights
 from .schedules.schedule import Schedule
 from .schedules.shape import PipelineShape
@@ -29,7 +30,7 @@ from .schedules.shape import PipelineShape
 @singledispatch
 def build_executor(
     schedule: Schedule,
-    modules: Sequence[nn.Module],
+    modules: Sequence[StageLayers],
     shape: PipelineShape,
     rank: int,
     optimizer_fn: OptimizerFactory,
@@ -77,7 +78,7 @@ def build_executor(
 @build_executor.register
 def _build_interlocking(
     schedule: Interlocking,
-    modules: Sequence[nn.Module],
+    modules: Sequence[StageLayers],
     shape: PipelineShape,
     rank: int,
     optimizer_fn: OptimizerFactory,

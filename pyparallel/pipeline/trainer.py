@@ -23,7 +23,8 @@ from ..optim import FusedOptimizer
 from .build import build_executor
 from .checkpoint import load_stages, rescue_stages, save_stages
 from .partition.auto import split_automatically
-from .partition.slice import slice_layers
+from .partition.slice import find_ties, slice_layers
+from .partition.tied_parameters import TiedParameters
 from .partition.torch_pipe import layers_and_split
 from .prediction.corrections import Correction
 from .prediction.last_update import LastUpdate
@@ -40,7 +41,7 @@ from .runtime.stage import SchedulerFactory, Stage
 from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
 from .schedules.streaming import Streaming
-from .validation import find_option_error, find_size_error, find_type_error
+from .validation import check_skips, find_option_error, find_size_error, find_type_error
 
 
 class PipelineTrainer:
@@ -53,6 +54,13 @@ class PipelineTrainer:
 
     The gradient of an update is the mean over its samples: each microbatch's loss is weighted by
     its fraction of them.
+
+    Layers of several stages may share parameters, such as an embedding that is tied to the head.
+    The first stage that holds one owns it: its optimizer updates it with the sum of all gradients.
+    With schedules that flush, the gradients are summed and the weights copied once a step. With
+    others, which update at each microbatch, the weight travels with the activations, in the version
+    that the first stage's forward reads, and its gradient with theirs, through all stages between:
+    that costs its size for each microbatch. (Do not recompute a layer that reads it.)
 
     A batch that is invalid, or a loss that is not finite, harms nothing: training goes on with the
     next batch. Inputs are checked before anything is sent, and a step without valid ones is not
@@ -245,6 +253,7 @@ class PipelineTrainer:
         self._total_steps += 1
         if flushes:
             self._barrier()  # the program may end now, or another rank may have failed
+            self._tied.copy_from_owners()
         elif self._criterion.defers_check:
             self._find_non_finite(splitter)
         return self._report()
@@ -273,6 +282,7 @@ class PipelineTrainer:
         refusal, self._non_finite = self._non_finite, None
         self._barrier(refusal)
         executor.restart()
+        self._tied.copy_from_owners()
 
     def evaluate(self, inputs: Any = None, target: Any = None) -> float | None:
         """Flush, and return the loss of a batch in evaluation mode.
@@ -365,6 +375,7 @@ class PipelineTrainer:
                 "stages, got none yet"
             )
         self._total_steps = load_stages(self.stages, state, self._group, self._check_consistent)
+        self._tied.copy_from_owners()
 
     def _split_batch(self, inputs: Any, target: Any, step: int) -> MicrobatchSplitter:
         num_microbatches = self._shape.num_microbatches
@@ -418,15 +429,20 @@ class PipelineTrainer:
             self._non_finite = self._non_finite or refusal
 
     def _before_updates(self, splitter: MicrobatchSplitter) -> None:
-        """Check the losses of the step for all ranks, and clip the gradients."""
+        """Check the losses of the step for all ranks, sum tied gradients, and clip all."""
         assert self._executor is not None
-        if self._max_norm is not None or self._criterion.defers_check:
-            # It raises if a rank has failed; the all-reduce below would hang.
+        exchanges = self._max_norm is not None or self._tied.are_on_several_ranks
+        if exchanges or self._criterion.defers_check:
+            # It raises if a rank has failed; the all-reduces below would hang.
             refusal = self._p2p.barrier(self._criterion.find_non_finite(splitter))
             if refusal is not None:
                 self._executor.skip_update(refusal)
-        if self._max_norm is None or any(stage.skips_update for stage in self.stages):
-            return  # all ranks skip it
+        if any(stage.skips_update for stage in self.stages):  # all ranks skip it
+            self._tied.drop_gradients()
+            return
+        self._tied.sum_gradients()
+        if self._max_norm is None:
+            return
         parameters = [p for stage in self.stages for p in stage.optimized]
         gradients = [p.grad for p in parameters if p.grad is not None]
         clip_grad_norm_(gradients, self._max_norm, self._group)
@@ -448,7 +464,10 @@ class PipelineTrainer:
 
     def _build(self, split: tuple[int, ...], splitter: MicrobatchSplitter | None) -> None:
         with self._raising_on_all_ranks():
-            modules = slice_layers(self._layers, split)
+            streams = isinstance(self._schedule, Streaming)
+            modules = slice_layers(self._layers, split, ties_travel=streams)
+            ties = find_ties(modules)
+            check_skips(self._schedule, modules, ties, self._compressors)
         codecs = (self._codec(compressor) for compressor in self._compressors.values())
         local = [modules[stage] for stage in self._shape.stages(self._rank)]
         parameters = (p for module in local for p in module.parameters())
@@ -464,6 +483,8 @@ class PipelineTrainer:
         waits_for_gpu = groups.headers is not None if groups else device.type != "cpu"
         self._criterion.defers_check = waits_for_gpu and isinstance(self._schedule, Flushing)
         self._p2p = StageP2P(self._shape, groups, *codecs)
+        self._tied = TiedParameters(ties, self._shape, self._rank, self._group)
+        self._tied.copy_from_owners()  # the ranks may have initialized the model differently
         with self._raising_on_all_ranks():
             executor = build_executor(
                 self._schedule, modules, self._shape, self._rank,

@@ -8,7 +8,9 @@ from ..comm import find_ddp_error, has_methods, wrong_type
 from ..comm.arguments import find_policy_error
 from ..compression import AttachPoint, Compressor
 from .partition.auto import check_split
+from .partition.slice import Tie
 from .partition.solver import check_num_stages
+from .runtime.stage_layers import StageLayers
 from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
 from .schedules.streaming import Streaming
@@ -95,3 +97,37 @@ def find_option_error(
         if problem:
             return f"{name}: {problem}"
     return find_policy_error(nonfinite, ("raise", "skip"))
+
+
+def check_skips(
+    schedule: Schedule,
+    stages: Sequence[StageLayers],
+    ties: Sequence[Tie],
+    compressors: Mapping[str, Compressor | None],
+) -> None:
+    """Check that tied weights and skip connections between stages fit the other arguments.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if not isinstance(schedule, Flushing | Streaming):  # Interlocking
+        whose = f"with {type(schedule).__name__}, whose stages learn from losses of their own"
+        if ties:
+            raise ValueError(
+                f"layers must not share parameters across stages {whose}, got {ties[0]}: move the "
+                "split, or give each stage its own"
+            )
+        skips = [name for stage in stages for name in stage.skips_out]
+        if skips:
+            raise ValueError(
+                f"layers must have no skip connections between stages {whose}, got {skips[0]!r}: "
+                "move the split"
+            )
+    if ties and isinstance(schedule, Streaming):
+        for name, compressor in compressors.items():
+            if compressor is not None:
+                raise ValueError(
+                    f"{name} must be None with a schedule that does not flush and tied weights, "
+                    f"which travel with the activations, got {ties[0]}: use a schedule that "
+                    "flushes, or move the split"
+                )

@@ -278,9 +278,8 @@ def test_an_automatic_split_holds_every_layer(values):
 
 
 def shared_layers():
-    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
-    last.weight = first.weight
-    return [first, last]
+    norm = nn.BatchNorm1d(6)
+    return [nn.Sequential(nn.Linear(6, 6), norm), norm]
 
 
 def one_stage_actions():
@@ -307,9 +306,9 @@ MISTAKES = {
     "stages that ranks do not divide": (
         {"split": (1, 2)}, GPipe(),
         "num_stages must be a multiple of num_ranks, got 3 stages for 2 ranks"),
-    "a parameter on two stages": (
+    "a module with buffers on two stages": (
         {"split": (1,), "layers": shared_layers()}, GPipe(),
-        "layers must not share parameters across"),
+        "layers must not share modules with buffers across stages, got BatchNorm1d 1 on stages 0"),
     "a schedule for other sizes": (
         {}, one_stage_actions(), "schedule must be for the trainer's PipelineShape("),
 }  # fmt: skip

@@ -54,7 +54,7 @@ def split_automatically(
     """Profile the layers on rank 0 and balance the stages; return the same split on all ranks.
 
     All ranks must call this; the others wait for rank 0. Layers that share parameters, and those
-    between them, stay on one stage.
+    between them, stay on one stage, if that leaves enough others for all stages.
 
     Args:
         layers: equally many on all ranks; rank 0 runs its own, see ``profile_layers``.
@@ -100,11 +100,8 @@ def _decide(
 ) -> Split:
     check_num_stages(len(layers), num_stages)
     begins = _separable(layers)
-    if len(begins) < num_stages:
-        raise ValueError(
-            f"num_stages must be at most {len(begins)}, got {num_stages}: of the {len(layers)} "
-            "layers some share parameters, and these and all between them stay on one stage"
-        )
+    if len(begins) < num_stages:  # as with an embedding that is tied to the last layer
+        begins = list(range(len(layers)))
     if example is None:
         raise ValueError("example must be a microbatch on the rank of the first stage, got None")
     seconds = [cost.seconds for cost in profile_layers(layers, example)]

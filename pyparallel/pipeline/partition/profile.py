@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from ...comm import Value, tensors_of
-from ..runtime.microbatches import Inputs, call_module, input_tensors, map_tensors
+from ...comm import Value, tensors_of, uncompiled
+from ..runtime.microbatches import Arguments, Inputs, call_module, input_tensors, map_tensors
 from ..runtime.preserve_state import preserving_state
+from ..runtime.skippable import Skippable, check_stashed
 from ..runtime.stage import check_value
 from .saved_bytes import SavedBytes, storages
 
@@ -92,10 +93,16 @@ class _LayerProfiler:
 
     def __init__(self, value: Inputs) -> None:
         self._value = value
+        self._stashed: dict[str, Tensor] = {}
         self._kept = [False] * len(input_tensors(value))  # which of its tensors autograd has saved
 
     def profile(self, layer: nn.Module, repeats: int) -> LayerCost:
         """Profile a layer, and keep its output for the next one."""
+        inner = uncompiled(layer)
+        if isinstance(inner, Skippable) and inner.pop:
+            popped = tuple(self._stashed[name] for name in inner.pop)
+            self._value = Arguments((self._value, *popped))
+            self._kept += [False] * len(popped)
         own = [*layer.parameters(), *layer.buffers()]
         devices = {tensor.device for tensor in (*own, *input_tensors(self._value))}
         times = [_time(_LayerRun(layer, self._value), devices) for _ in range(1 + repeats)][1:]
@@ -108,6 +115,8 @@ class _LayerProfiler:
         outputs = tensors_of(run.output)
         self._kept = [not (held.keys() | before.keys()).isdisjoint(storages([y])) for y in outputs]
         self._value = _detached(run.output)
+        if isinstance(inner, Skippable) and inner.stash is not None:
+            self._stashed[inner.stash] = check_stashed(inner.stash, self._value)
         return LayerCost(
             forward=median(forward for forward, _ in times),
             backward=median(backward for _, backward in times),

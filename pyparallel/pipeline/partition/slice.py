@@ -1,49 +1,138 @@
-"""Slicing of layers into the modules of stages."""
+"""Slicing of layers into the modules of stages, and what travels between them besides."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from torch import nn
-from typing_extensions import override
+
+from ...comm import uncompiled
+from ..runtime.skippable import Skippable
+from ..runtime.stage_layers import StageLayers
 
 
-class StageLayers(nn.Sequential):
-    """A stage's layers in their order; the first one is called with the stage's arguments."""
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several stages hold; the first of them owns it.
 
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        first, *rest = self
-        value = first(*args, **kwargs)
-        for layer in rest:
-            value = layer(value)
-        return value
+    Args:
+        name: its name in each stage.
+        parameter: the one that they share, in this process.
+    """
+
+    name: Mapping[int, str]
+    parameter: nn.Parameter
+
+    @property
+    def stages(self) -> list[int]:
+        """Return the stages that hold it, ascending."""
+        return list(self.name)
+
+    def __str__(self) -> str:
+        owner, *_, last = self.stages
+        return (
+            f"{self.name[last]} of shape {list(self.parameter.shape)} on stages {owner} and {last}"
+        )
 
 
-def slice_layers(layers: Sequence[nn.Module], split: Sequence[int]) -> list[StageLayers]:
+def slice_layers(
+    layers: Sequence[nn.Module], split: Sequence[int], *, ties_travel: bool = False
+) -> list[StageLayers]:
     """Return one module per stage; each layer keeps its name in the whole model.
 
     Args:
         layers: of the whole model, as ``nn.Sequential`` runs them.
         split: the first layer of stages 1, 2, ...
+        ties_travel: tied parameters travel with the activations, in the version that the forward of
+            their first stage reads.
 
     Raises:
-        ValueError: two stages share a parameter; its gradients would not be summed.
+        ValueError: two stages share a module with buffers; or a skip connection lacks an end.
     """
     edges = [0, *split, len(layers)]
     stages = [
         StageLayers(OrderedDict((str(index), layers[index]) for index in range(begin, end)))
         for begin, end in pairwise(edges)
     ]
-    stage_of: dict[int, int] = {}
+    _check_no_shared_buffers(stages)
+    _connect_skips(stages)
+    for tie in find_ties(stages):
+        owner, *readers = tie.stages
+        skip = f"weight {tie.name[owner]}" if ties_travel else None
+        for reader in readers:
+            own = stages[reader].named_parameters(remove_duplicate=False)
+            stages[reader].borrowed.update(
+                (name, skip) for name, each in own if each is tie.parameter
+            )
+        if skip is not None:
+            stages[owner].lent[skip] = tie.parameter
+            _let_pass(stages, skip, owner, readers[-1])
+    return stages
+
+
+def find_ties(stages: Sequence[nn.Module]) -> list[Tie]:
+    """Return the parameters that several stages hold."""
+    holders: dict[nn.Parameter, dict[int, str]] = {}
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
-            owner = stage_of.setdefault(id(parameter), number)
-            if owner != number:
+            holders.setdefault(parameter, {})[number] = name
+    return [Tie(names, parameter) for parameter, names in holders.items() if len(names) > 1]
+
+
+def _check_no_shared_buffers(stages: Sequence[nn.Module]) -> None:
+    """Check that no two stages have a module with a state that is no parameter.
+
+    Raises:
+        ValueError: they have; each would have statistics of its own.
+    """
+    stage_of: dict[nn.Module, int] = {}
+    for number, stage in enumerate(stages):
+        for name, module in stage.named_modules():
+            owner = stage_of.setdefault(module, number)
+            if owner != number and module._buffers.keys() - module._non_persistent_buffers_set:
                 raise ValueError(
-                    f"layers must not share parameters across stages, got {name} of shape "
-                    f"{list(parameter.shape)} on stages {owner} and {number}: move the split, or "
-                    "give each stage its own"
+                    "layers must not share modules with buffers across stages, got "
+                    f"{type(module).__name__} {name} on stages {owner} and {number}: move the "
+                    "split, or give each stage its own"
                 )
-    return stages
+
+
+def _connect_skips(stages: Sequence[StageLayers]) -> None:
+    """Have what ``Skippable`` layers stash travel to the last layer that pops it.
+
+    Raises:
+        ValueError: a name is stashed twice, popped before it is stashed, or never popped.
+    """
+    stashed: dict[str, int] = {}  # the stage of each name
+    popped: dict[str, int] = {}  # the last one
+    for number, stage in enumerate(stages):
+        for index, layer in stage._modules.items():
+            inner = uncompiled(layer) if layer is not None else None
+            if not isinstance(inner, Skippable):
+                continue
+            for name in inner.pop:
+                if name not in stashed:
+                    raise ValueError(
+                        f"pop must name what an earlier layer has stashed, got {name!r} in "
+                        f"layers[{index}]; stashed before it: {sorted(stashed) or 'nothing'}"
+                    )
+                popped[name] = number
+            if inner.stash in stashed:
+                raise ValueError(
+                    f"stash must be a name of its own for each layer, got {inner.stash!r} again in "
+                    f"layers[{index}]"
+                )
+            if inner.stash is not None:
+                stashed[inner.stash] = number
+    for name, number in stashed.items():
+        if name not in popped:
+            raise ValueError(f"stash must be popped by a later layer, got {name!r}, which is not")
+        _let_pass(stages, name, number, popped[name])
+
+
+def _let_pass(stages: Sequence[StageLayers], name: str, first: int, last: int) -> None:
+    """Have a tensor travel from a stage to a later one."""
+    for number in range(first, last):
+        stages[number].skips_out += (name,)
+        stages[number + 1].skips_in += (name,)

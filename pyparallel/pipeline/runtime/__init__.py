@@ -1,8 +1,10 @@
 """Running a schedule on one rank: stages, weight versions, messages and the executor."""
 
 from .executor import Span, StageError
+from .skippable import Skippable
 
 __all__ = [
+    "Skippable",
     "Span",
     "StageError",
 ]

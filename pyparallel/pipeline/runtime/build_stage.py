@@ -15,6 +15,7 @@ from ..schedules.schedule import Flushing, Schedule
 from ..schedules.shape import PipelineShape
 from .loss import Criterion
 from .stage import Stage
+from .stage_layers import StageLayers
 from .stage_weights import LiveWeights, StageWeights, Weights
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
@@ -22,7 +23,7 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer
 
 def build_stage(
     index: int,
-    module: nn.Module,
+    module: StageLayers,
     optimizer_fn: OptimizerFactory,
     schedule: Schedule,
     shape: PipelineShape,
@@ -36,7 +37,7 @@ def build_stage(
         ValueError: they do not hold each parameter once, or the schedule cannot predict their
             steps, or the correction not correct them.
     """
-    named = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    named = {name: each for name, each in module.owned_parameters() if each.requires_grad}
     if not named:
         return Stage(index, module, [], LiveWeights(None), criterion)
     optimizers = build_optimizers(named, optimizer_fn)

@@ -1,0 +1,100 @@
+"""The module of a stage: its layers, and what travels through it besides their value."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+from typing_extensions import override
+
+from ...comm import tensors_of, uncompiled
+from .skippable import Skippable, check_stashed
+
+
+class StageLayers(nn.Sequential):
+    """A stage's layers in their order; the first one is called with the stage's arguments.
+
+    Tensors that skip layers follow the value in a stage's inputs and outputs. With a schedule that
+    does not flush, tied parameters are such tensors too.
+
+    Attributes:
+        skips_in: names of the tensors that follow the input.
+        skips_out: names of those that follow the output.
+        lent: this stage's parameters that later stages read, by the name under which they travel.
+        borrowed: parameters of this stage that an earlier one owns and its optimizer updates; by
+            name, the name under which they travel, or None if each rank has a copy of its own.
+    """
+
+    def __init__(self, layers: "OrderedDict[str, nn.Module]") -> None:
+        super().__init__(layers)
+        self.skips_in: tuple[str, ...] = ()
+        self.skips_out: tuple[str, ...] = ()
+        self.lent: dict[str, nn.Parameter] = {}
+        self.borrowed: dict[str, str | None] = {}
+
+    def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the names and parameters that this stage owns."""
+        for name, parameter in self.named_parameters():
+            if name not in self.borrowed:
+                yield name, parameter
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        skips: dict[str, Tensor] = {}
+        if self.skips_in:
+            value, arrived = _split_off(args[0], len(self.skips_in))
+            skips.update(zip(self.skips_in, arrived, strict=True))
+            args = (value,)
+        for name, parameter in self.lent.items():
+            # The memory of the parameter may hold another version before this one has been sent.
+            skips[name] = parameter.clone()
+        for name, layer in self._modules.items():
+            assert layer is not None
+            inner = uncompiled(layer)
+            skippable = inner if isinstance(inner, Skippable) else None
+            if skippable is not None:
+                args = (*args, *(skips[each] for each in skippable.pop))
+            value = self._run(name, layer, args, kwargs, skips)
+            if skippable is not None and skippable.stash is not None:
+                skips[skippable.stash] = check_stashed(skippable.stash, value)
+            args, kwargs = (value,), {}
+        return _join(value, [skips[name] for name in self.skips_out])
+
+    def _run(
+        self,
+        name: str,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        skips: Mapping[str, Tensor],
+    ) -> Any:
+        """Run a layer, with tied parameters replaced by those that have arrived."""
+        prefix = f"{name}."
+        replaced = {
+            parameter.removeprefix(prefix): skips[skip]
+            for parameter, skip in self.borrowed.items()
+            if skip is not None and parameter.startswith(prefix)
+        }
+        return (
+            functional_call(layer, replaced, args, kwargs) if replaced else layer(*args, **kwargs)
+        )
+
+
+def _split_off(value: Any, number: int) -> tuple[Any, tuple[Tensor, ...]]:
+    """Return a stage's input and the tensors that follow it."""
+    parts = tensors_of(value)
+    own, skips = parts[:-number], parts[-number:]
+    return own[0] if len(own) == 1 else own, skips
+
+
+def _join(value: Any, skips: Sequence[Tensor]) -> Any:
+    """Return a stage's output followed by tensors; a wrong output as it is, to be refused."""
+    if not skips or not isinstance(value, Tensor | tuple):
+        return value
+    if isinstance(value, tuple) and len(value) == 1:
+        raise TypeError(
+            "a layer's output before a skip connection or a tied weight must be a tensor or a "
+            "tuple of two tensors or more, got a tuple of one; return the tensor itself"
+        )
+    return (*tensors_of(value), *skips)

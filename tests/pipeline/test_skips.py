@@ -1,0 +1,250 @@
+"""Tied weights and skip connections against the unsplit model."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, linear
+
+from pyparallel.compression import Cast
+from pyparallel.pipeline import (
+    Displacement,
+    GPipe,
+    Interleaved,
+    Interlocking,
+    LinearHead,
+    OneForwardOneBackward,
+    PipeDream,
+    PipeDream2BW,
+    PipelineTrainer,
+    PipeOptim,
+    Skippable,
+    ZeroBubble,
+)
+from tests.pipeline import reference
+from tests.pipeline.oracles import LastStep
+
+WORDS, WIDTH, NUM_MICROBATCHES = 7, 6, 4
+FLUSHING = [GPipe(), OneForwardOneBackward(), ZeroBubble(), Interleaved()]
+LAST_STEP = Displacement(LastStep())  # the ops take no float64
+NUM_RANKS = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
+SPLITS = {1: [2, 5], 2: [3], 4: [1, 3, 5]}
+STREAMING = [
+    PipeDream(),
+    PipeDream2BW(),
+    PipeOptim("live", prediction=LAST_STEP),
+    PipeOptim("consistent", prediction=LAST_STEP),
+]
+
+
+class Add(nn.Module):
+    """A block that also takes an earlier block's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value, skip):
+        return self.linear(value).tanh() * skip
+
+
+def build_layers():
+    """An embedding tied to the head, with a skip connection from layer 1 to layer 4."""
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, WORDS, bias=False)
+    embedding = nn.Embedding(WORDS, WIDTH)
+    head.weight = embedding.weight
+    layers = [
+        embedding,
+        Skippable(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), stash="high"),
+        nn.Linear(WIDTH, WIDTH),
+        nn.LayerNorm(WIDTH),
+        Skippable(Add(), pop="high"),
+        nn.Linear(WIDTH, WIDTH),
+        head,
+    ]
+    return [layer.double() for layer in layers]
+
+
+class Plain(nn.Module):
+    """The same model, unsplit."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*build_layers())
+
+    def forward(self, words):
+        embedding, down, middle, norm, up, last, head = self.layers
+        high = down.module(embedding(words))
+        return head(last(up.module(norm(middle(high)), high)))
+
+
+def loss_fn(output, target):
+    return cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, weight_decay=0.01)
+
+
+def batches(number=3):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        tuple(torch.randint(WORDS, (8, 5), generator=generator) for _ in range(2))
+        for _ in range(number)
+    ]
+
+
+def train(rank, schedule, split, max_norm=None):
+    layers = build_layers()
+    if rank:
+        nn.init.ones_(layers[-1].weight)  # the rank of the first stage decides
+    trainer = PipelineTrainer(
+        layers, loss_fn, sgd, schedule,
+        num_microbatches=NUM_MICROBATCHES, split=split, max_norm=max_norm,
+    )  # fmt: skip
+    losses = [trainer.step(*batch) for batch in batches()]
+    trainer.flush()
+    state = {}
+    for stage in trainer.stages:
+        for name, value in stage.module.state_dict().items():
+            state[name] = value.clone()
+    return losses, state, trainer.evaluate(*batches(1)[0])
+
+
+def merge(outcomes):
+    """Return the losses, the state of all stages, and the loss in evaluation."""
+    state = {name: value for _, each, _ in outcomes for name, value in each.items()}
+    losses = [each for losses, *_ in outcomes for each in losses if each is not None]
+    return losses, state, next(loss for *_, loss in outcomes if loss is not None)
+
+
+def train_unsplit(max_norm):
+    model = Plain()
+    optimizer, losses = sgd(model.parameters()), []
+    for words, target in batches():
+        loss = loss_fn(model(words), target)
+        loss.backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    words, target = batches(1)[0]
+    return losses, model.layers.state_dict(), loss_fn(model(words), target).item()
+
+
+def check_equal(actual, expected):
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-12, atol=1e-12)
+    assert actual[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        torch.testing.assert_close(actual[1][name], value, rtol=1e-12, atol=1e-12, msg=name)
+    torch.testing.assert_close(actual[2], expected[2], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_schedules_that_flush_train_as_the_unsplit_model(num_ranks, ranks, subtests):
+    for schedule in FLUSHING:
+        for max_norm in (None, 0.1):
+            with subtests.test(f"{schedule} {max_norm}"):
+                args = schedule, SPLITS[num_ranks], max_norm
+                outcomes = run(ranks, num_ranks, train, *args)
+                check_equal(merge(outcomes), train_unsplit(max_norm))
+                copies = [state for _, state, _ in outcomes]
+                owned, copy = copies[0]["0.weight"], copies[-1]["6.weight"]
+                assert torch.equal(owned, copy)
+
+
+def run(ranks, num_ranks, job, *args):
+    return [job(0, *args)] if num_ranks == 1 else ranks.run(num_ranks, job, *args)
+
+
+class Carried(nn.Module):
+    """A layer of the reference: everything that skips layers is a part of its value."""
+
+    def __init__(self, layer, kind):
+        super().__init__()
+        self.layer = layer
+        self.kind = kind
+
+    def forward(self, value):
+        if self.kind == "embedding":
+            return self.layer(value), self.layer.weight.clone()
+        value, weight, *high = value
+        if self.kind == "head":
+            return linear(value, weight)
+        if self.kind == "up":
+            return self.layer.module(value, *high), weight
+        value = self.layer(value)
+        return (value, weight, value) if self.kind == "down" else (value, weight, *high)
+
+
+def build_reference_layers():
+    layers = build_layers()
+    layers[-1] = nn.Identity()
+    kinds = ["embedding", "down", "", "", "up", "", "head"]
+    return [Carried(layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_schedules_that_do_not_flush_carry_the_weight_that_the_first_stage_reads(
+    num_ranks, ranks, subtests
+):
+    for schedule in STREAMING:
+        with subtests.test(f"{schedule}"):
+            outcomes = run(ranks, num_ranks, train, schedule, SPLITS[num_ranks])
+            losses, state, _ = merge(outcomes)
+            expected = reference.train_in_one_process(
+                build_reference_layers, SPLITS[num_ranks], loss_fn, sgd, schedule, [batches()],
+                NUM_MICROBATCHES,
+            )  # fmt: skip
+            weights = {name.replace(".layer", ""): w for name, w in expected.state.items()}
+            weights["6.weight"] = weights["0.weight"]
+            torch.testing.assert_close(sum(losses), sum(expected.losses), rtol=1e-12, atol=1e-12)
+            assert state.keys() == weights.keys()
+            for name, value in weights.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def make_mistakes(rank):
+    """Return the error of each mistake, and the loss of a trainer built after them."""
+    errors = []
+    for schedule, options in [
+        (Interlocking(1, LinearHead(WORDS)), {}),
+        (PipeDream(), {"compress_activations": Cast()}),
+        (PipeDream(), {"compress_gradients": Cast()}),
+    ]:
+        try:
+            trainer = PipelineTrainer(
+                build_layers(), loss_fn, sgd, schedule,
+                num_microbatches=NUM_MICROBATCHES, split=[3], **options,
+            )  # fmt: skip
+            trainer.prepare(*batches()[0])
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_tie_that_cannot_be_trained_is_one_error_on_every_rank(ranks):
+    first, second = ranks.run(2, make_mistakes)
+    assert first == second
+    interlocking, *compressed = first
+    tie = r"got 6.weight of shape \[7, 6\] on stages 0 and 1"
+    assert re.match(f"ranks 0-1: layers must not share parameters .* {tie}", interlocking)
+    for name, error in zip(("activations", "gradients"), compressed, strict=True):
+        assert re.match(f"ranks 0-1: compress_{name} must be None .* {tie}", error)
+
+
+def split_by_times(rank):
+    trainer = PipelineTrainer(
+        build_layers(), loss_fn, sgd, OneForwardOneBackward(), num_microbatches=NUM_MICROBATCHES
+    )
+    trainer.step(*batches()[0])
+    return trainer.split
+
+
+def test_an_automatic_split_may_cut_ties_and_skips(ranks):
+    first, second = ranks.run(2, split_by_times)
+    assert first == second
+    assert len(first) == 1
