@@ -1,5 +1,6 @@
 """The trainer of a model that is split into stages, one or more for each rank."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -22,7 +23,9 @@ from ..compression import Compressor
 from ..optim import FusedOptimizer
 from .build import build_executor
 from .checkpoint import load_stages, rescue_stages, save_stages
+from .named_state import NamedStage, full_state, load_checkpoint, sharded_state
 from .partition.auto import split_automatically
+from .partition.names import names_of_modules, plain_names
 from .partition.slice import find_ties, slice_layers
 from .partition.tied_parameters import TiedParameters
 from .partition.torch_pipe import layers_and_split
@@ -124,6 +127,7 @@ class PipelineTrainer:
         compress_gradients: Compressor | None = None,
         nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
+        self._model = layers
         self._layers, split = layers_and_split(layers, split)
         self._scheduler_fn = scheduler_fn
         self._max_norm = max_norm
@@ -376,6 +380,68 @@ class PipelineTrainer:
             )
         self._total_steps = load_stages(self.stages, state, self._group, self._check_consistent)
         self._tied.copy_from_owners()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the state dict of the whole model, with its own keys; all ranks call it together.
+
+        Returns:
+            On rank 0 copies in the CPU's memory, which the plain model loads; {} elsewhere. The
+            names are those of the model that was split: of an ``nn.Sequential``, of the model of
+            ``split_model`` or of torch's ``Pipe``; of a list of layers, of ``nn.Sequential`` of it.
+
+        Raises:
+            RuntimeError: microbatches are in flight, or the stages are not built yet.
+        """
+        return full_state(
+            self._named_stages("full_state_dict()"), self._group, self._shape.num_ranks
+        )
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the state, under the plain model's own keys.
+
+        It is for ``torch.distributed.checkpoint``, whose ``save`` or ``async_save`` all ranks call
+        with it, and holds the model, the optimizers, the schedulers and the number of steps. The
+        plain model loads its part too: ``load({"model": model.state_dict()}, checkpoint_id=...)``.
+        Tensors are not copied: ``async_save`` copies them before it returns.
+
+        Raises:
+            RuntimeError: microbatches are in flight, or the stages are not built yet; or with
+                ``Interlocking``, whose heads are no part of the model: use ``state_dict()``.
+        """
+        stages = self._named_stages("sharded_state_dict()")
+        if isinstance(self._schedule, Flushing | Streaming):
+            return sharded_state(stages, self._total_steps)
+        raise RuntimeError(
+            f"sharded_state_dict() must be of a schedule without heads, got {self._schedule!r}, "
+            "whose heads are no part of the model: save state_dict()"
+        )
+
+    def load_checkpoint(self, checkpoint_id: str | os.PathLike[str]) -> None:
+        """Load a folder that ``torch.distributed.checkpoint`` has saved of ``sharded_state_dict``.
+
+        The number of stages, the split and the schedule may be others than those that saved it. All
+        ranks call it together, and check all that they read before anything is written.
+
+        Raises:
+            DisagreementError: (a ValueError) on all ranks, which have changed nothing: the
+                checkpoint is of another model or other optimizers.
+            RuntimeError: microbatches are in flight, or the stages are not built yet.
+        """
+        stages = self._named_stages("load_checkpoint()")
+        step = load_checkpoint(stages, checkpoint_id, self._group, self._check_consistent)
+        self._total_steps = step
+        self._tied.copy_from_owners()
+
+    def _named_stages(self, what: str) -> list[NamedStage]:
+        """Return this rank's stages with the names of the whole model."""
+        self._check_empty(what)
+        if self._executor is None:
+            raise RuntimeError(
+                f"{what} must come after prepare(inputs, target), which builds the stages, got "
+                "none yet"
+            )
+        names = names_of_modules(self._model, self._layers)
+        return [NamedStage(each, plain_names(each.module, names)) for each in self.stages]
 
     def _split_batch(self, inputs: Any, target: Any, step: int) -> MicrobatchSplitter:
         num_microbatches = self._shape.num_microbatches

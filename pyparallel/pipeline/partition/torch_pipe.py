@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ...comm import find_ddp_error, wrong_type
 
@@ -51,13 +52,13 @@ def _one_layer_each(
     if split is not None:
         raise ValueError(f"split must be None for a model that is split already, got {split!r}")
     layers: list[nn.Module] = [
-        _UnpackInputs(modules[index]) if index in modules else nn.Identity()
+        UnpackInputs(modules[index]) if index in modules else nn.Identity()
         for index in range(num_stages)
     ]
     return layers, range(1, num_stages)
 
 
-class _UnpackInputs(nn.Module):
+class UnpackInputs(nn.Module):
     """A wrapper that unpacks a tuple: torch's stages take arguments, ours take one value.
 
     The first stage is also called with the arguments of a batch that is a list or a dict.
@@ -65,8 +66,9 @@ class _UnpackInputs(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = module
+        self.module: nn.Module = module
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         is_value = len(args) == 1 and not kwargs and isinstance(args[0], tuple)
         return self.module(*(args[0] if is_value else args), **kwargs)

@@ -1,0 +1,244 @@
+"""States of a pipeline under the names of the whole model, whatever its split."""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..comm import (
+    Collectives,
+    check_like,
+    check_on_all_ranks,
+    check_optimizer_state,
+    device_of,
+    optimizer_kind,
+)
+from .checkpoint import CheckConsistent
+from .runtime.stage import Stage
+
+State = dict[str, Any]
+
+_STATE, _GROUPS, _KIND = "optimizer.state", "optimizer.param_groups", "optimizer.kind"
+
+
+class NamedStage(NamedTuple):
+    """A stage, and the names that its parameters and its module's state have in the whole model."""
+
+    stage: Stage
+    names: Mapping[str, str]
+
+    def module_state(self) -> State:
+        """Return the state of the module by name in the whole model."""
+        state = self.stage.module.state_dict()
+        return {self.names[key]: value for key, value in state.items()}
+
+    def parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Return the names of the parameters in each of an optimizer's groups.
+
+        Raises:
+            RuntimeError: the optimizer holds a parameter of none of the layers.
+        """
+        own = {p: self.names[key] for key, p in self.stage.module.named_parameters()}
+        groups = [group["params"] for group in optimizer.param_groups]
+        if any(parameter not in own for group in groups for parameter in group):
+            raise RuntimeError(
+                f"the optimizers of stage {self.stage.index} must hold parameters of its layers "
+                "alone to be saved by name, got others; save trainer.state_dict()"
+            )
+        return [[own[parameter] for parameter in group] for group in groups]
+
+    def schedulers(self) -> Iterator[tuple[str, LRScheduler]]:
+        """Yield each scheduler with its key: the kind of its optimizer, and which of this kind."""
+        kinds = [optimizer_kind(each) for each in self.stage.optimizers]
+        for index, scheduler in enumerate(self.stage.schedulers):
+            yield f"scheduler.{kinds[index]}.{kinds[:index].count(kinds[index])}", scheduler
+
+
+def sharded_state(stages: Sequence[NamedStage], step: int) -> State:
+    """Return the state of this rank's stages by keys of the whole model; tensors are not copied.
+
+    The keys are ``model.NAME``, ``optimizer.state.NAME.KEY``, ``optimizer.param_groups.NAME.KEY``,
+    ``optimizer.kind.NAME``, ``scheduler.KIND.INDEX``, ``step`` and ``updates``.
+    """
+    state: State = {"step": step}
+    for each in stages:
+        state["updates"] = each.stage.num_updates
+        state.update((f"model.{name}", value) for name, value in each.module_state().items())
+        for optimizer in each.stage.optimizers:
+            named = zip(optimizer.param_groups, each.parameter_names(optimizer), strict=True)
+            for group, names in named:
+                for parameter, name in zip(group["params"], names, strict=True):
+                    state[f"{_KIND}.{name}"] = optimizer_kind(optimizer)
+                    of_parameter = optimizer.state.get(parameter, {})
+                    state.update((f"{_STATE}.{name}.{k}", v) for k, v in of_parameter.items())
+                    options = {k: v for k, v in group.items() if not k.startswith("param")}
+                    state.update((f"{_GROUPS}.{name}.{k}", v) for k, v in options.items())
+        # In a tuple: DCP saves it as one object.
+        state.update((key, (own.state_dict(),)) for key, own in each.schedulers())
+    return state
+
+
+def load_checkpoint(
+    stages: Sequence[NamedStage],
+    checkpoint_id: str | os.PathLike[str],
+    process_group: dist.ProcessGroup | None,
+    check_consistent: CheckConsistent,
+) -> int:
+    """Load a folder of ``torch.distributed.checkpoint`` with ``sharded_state``; return its step.
+
+    Raises:
+        DisagreementError: on all ranks, which have changed nothing.
+    """
+    # It takes long to import.
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(checkpoint_id)
+    state: State = {}
+
+    def find_keys() -> list[tuple[str, str]]:
+        try:
+            saved = reader.read_metadata().state_dict_metadata
+        except OSError as error:
+            raise ValueError(
+                f"checkpoint_id must be a folder that torch.distributed.checkpoint has saved, got "
+                f"{os.fspath(checkpoint_id)}: {error.strerror}"
+            ) from error
+        keys = _keys_of(stages, list(saved))
+        missing = [key for key in keys if key not in saved]
+        if missing:
+            shown = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")
+            raise ValueError(
+                "checkpoint_id must hold the sharded_state_dict() of a trainer of the same model "
+                f"and optimizers, got {os.fspath(checkpoint_id)} without {shown}"
+            )
+        for key in keys:
+            kept = saved[key]
+            state[key] = None
+            if isinstance(kept, TensorStorageMetadata):
+                state[key] = torch.empty(kept.size, dtype=kept.properties.dtype)
+        return []
+
+    def check() -> list[tuple[str, str]]:
+        for each in stages:
+            own = {f"model.{name}": value for name, value in each.module_state().items()}
+            check_like({key: state[key] for key in own}, own, "checkpoint_id")
+            for optimizer in each.stage.optimizers:
+                loaded = _optimizer_state(each, optimizer, state)
+                check_optimizer_state(optimizer, loaded, optimizer_kind(optimizer), "checkpoint_id")
+        return []
+
+    check_on_all_ranks(find_keys, check_consistent)
+    with warnings.catch_warnings():
+        if not dist.is_initialized():  # of which DCP warns, as if it were a mistake
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        load(state, storage_reader=reader, process_group=process_group)
+    check_on_all_ranks(check, check_consistent)
+    for each in stages:
+        module = each.stage.module
+        own = {key: state[f"model.{each.names[key]}"] for key in module.state_dict()}
+        module.load_state_dict(own)
+        for optimizer in each.stage.optimizers:
+            optimizer.load_state_dict(_optimizer_state(each, optimizer, state))
+        for key, scheduler in each.schedulers():
+            scheduler.load_state_dict(state[key][0])
+        each.stage.num_updates = state["updates"]
+    step: int = state["step"]
+    return step
+
+
+def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
+    """Return the keys of a checkpoint that stages need, whether or not it has them."""
+    of_parameter: dict[str, list[str]] = {}
+    for key in saved:
+        if key.startswith((_STATE, _GROUPS)):
+            of_parameter.setdefault(key.rpartition(".")[0], []).append(key)
+    keys = ["step", "updates"]
+    for each in stages:
+        keys += [f"model.{name}" for name in each.module_state()]
+        for optimizer in each.stage.optimizers:
+            for name in (name for names in each.parameter_names(optimizer) for name in names):
+                keys.append(f"{_KIND}.{name}")
+                keys += of_parameter.get(f"{_STATE}.{name}", [])
+                keys += of_parameter.get(f"{_GROUPS}.{name}", [])
+        keys += [key for key, _ in each.schedulers()]
+    return keys
+
+
+def _optimizer_state(each: NamedStage, optimizer: Optimizer, state: State) -> State:
+    """Return the state of an optimizer, as of its ``state_dict()``, from keys of parameters.
+
+    Raises:
+        ValueError: it was saved of another optimizer, or with other options in one group.
+    """
+    loaded = optimizer.state_dict()
+    loaded["state"] = {}
+    by_name: dict[str, dict[str, State]] = {}
+    for key, value in state.items():
+        if key.startswith((_STATE, _GROUPS)):
+            head, _, last = key.rpartition(".")
+            what = _STATE if key.startswith(_STATE) else _GROUPS
+            name = head.removeprefix(f"{what}.")
+            by_name.setdefault(name, {_STATE: {}, _GROUPS: {}})[what][last] = value
+    kind = optimizer_kind(optimizer)
+    for group, names in zip(loaded["param_groups"], each.parameter_names(optimizer), strict=True):
+        options: list[State] = []
+        for number, name in zip(group["params"], names, strict=True):
+            if state[f"{_KIND}.{name}"] != kind:
+                raise ValueError(
+                    f"checkpoint_id must be of the same optimizer, {kind} for {name}, got "
+                    f"{state[f'{_KIND}.{name}']}"
+                )
+            saved = by_name.get(name, {_STATE: {}, _GROUPS: {}})
+            if saved[_STATE]:
+                loaded["state"][number] = saved[_STATE]
+            options.append(saved[_GROUPS])
+        for key, value in options[0].items():
+            if any(repr(value) != repr(other.get(key)) for other in options):
+                raise ValueError(
+                    f"checkpoint_id must have one {key} for the parameters of a group, got several "
+                    f"for {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}: group "
+                    "them as they were saved"
+                )
+            group[key] = value
+    return loaded
+
+
+def full_state(
+    stages: Sequence[NamedStage], process_group: dist.ProcessGroup | None, num_ranks: int
+) -> State:
+    """Return the state dict of the whole model on rank 0, in the CPU's memory; {} elsewhere."""
+    own = {name: value for each in stages for name, value in each.module_state().items()}
+    if num_ranks == 1:
+        return {name: _on_cpu(value) for name, value in own.items()}
+    described = {
+        name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+        for name, value in own.items()
+    }
+    of_ranks: list[Any] = [None] * num_ranks
+    dist.all_gather_object(of_ranks, described, process_group)
+    ranks, device = Collectives(process_group), device_of(process_group)
+    state: State = {}
+    for rank, theirs in enumerate(of_ranks):
+        for name, kept in theirs.items():
+            value = kept
+            if isinstance(kept, tuple) and isinstance(kept[-1], torch.dtype):
+                value = torch.empty(kept[0], dtype=kept[1], device=device)
+                if rank == ranks.rank:
+                    value = own[name].detach().to(device).contiguous()
+                ranks.broadcast_(value, rank)
+            if ranks.rank == 0:
+                state[name] = _on_cpu(value)
+    return state
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return a copy of a tensor that shares memory with nothing, on the CPU."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -1,0 +1,52 @@
+"""The names that tensors of stages have in the whole model."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ...comm import plain_name
+from .torch_pipe import UnpackInputs
+
+
+def names_of_modules(model: Any, layers: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """Return the names of modules in the whole model.
+
+    Args:
+        model: what the layers are of: a module, a list with the whole model as ``model``, any other
+            list, whose layers are named as those of ``nn.Sequential(*layers)``, or stages of
+            torch's, whose modules keep the names of the model that was split.
+        layers: of all stages.
+    """
+    whole = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    if isinstance(whole, nn.Module):
+        return {module: name for name, module in whole.named_modules()}
+    names: dict[nn.Module, str] = {}
+    for index, layer in enumerate(layers):
+        root, prefix = layer, str(index)
+        if isinstance(layer, UnpackInputs):
+            root, prefix = layer.module, ""
+        for name, module in root.named_modules(prefix=prefix):
+            names.setdefault(module, name)
+    return names
+
+
+def plain_names(stage: nn.Module, names: Mapping[nn.Module, str]) -> dict[str, str]:
+    """Return the names in the whole model of a stage's parameters and entries of its state dict.
+
+    Args:
+        stage: of these modules or of others that wrap them.
+        names: of modules in the whole model.
+    """
+    paths = dict(stage.named_modules(remove_duplicate=False))
+    keys = [*stage.state_dict(), *(name for name, _ in stage.named_parameters())]
+    return {key: plain_name(_name_of(key, paths, names)) for key in keys}
+
+
+def _name_of(key: str, paths: Mapping[str, nn.Module], names: Mapping[nn.Module, str]) -> str:
+    path = key
+    while path:
+        path = path.rpartition(".")[0]
+        if path and (name := names.get(paths[path])) is not None:
+            return f"{name}{key[len(path) :]}".removeprefix(".")
+    return key

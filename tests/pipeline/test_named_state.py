@@ -1,0 +1,212 @@
+"""States under the plain model's names: saved by DCP, loaded on another split, gathered whole."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from pyparallel import optim
+from pyparallel.pipeline import (
+    Interlocking,
+    LinearHead,
+    OneForwardOneBackward,
+    PipeDream2BW,
+    PipelineTrainer,
+    PipeOptim,
+    UpdateErrorFeedback,
+)
+
+WORDS, WIDTH = 7, 6
+
+
+class Tied(nn.Module):
+    """A model with names of its own; the head is tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class Layers(list):
+    """The layers of a model, as ``split_model`` returns them."""
+
+    def __init__(self, model):
+        super().__init__([model.embed, *model.blocks, nn.Sequential(model.norm, model.head)])
+        self.model = model
+
+
+def adam(parameters):
+    return optim.AdamW(parameters, lr=0.05)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def several(parameters):
+    matrices = [p for p in parameters if p.dim() == 2]
+    others = [p for p in parameters if p.dim() != 2]
+    made = [torch.optim.Muon(matrices, lr=0.02)] if matrices else []
+    return [*made, torch.optim.AdamW(others, lr=0.02)] if others else made
+
+
+def build(schedule, split, optimizer_fn=adam, **options):
+    torch.manual_seed(0)
+    model = Tied()
+    trainer = PipelineTrainer(
+        Layers(model), nn.functional.cross_entropy, optimizer_fn, schedule,
+        num_microbatches=4, split=split,
+        **{"scheduler_fn": partial(StepLR, step_size=3, gamma=0.7), **options},
+    )  # fmt: skip
+    return model, trainer
+
+
+def batches(number, seed):
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randint, WORDS, (16,), generator=generator)
+    return [(draw(), draw()) for _ in range(number)]
+
+
+def run(trainer, seed):
+    losses = [trainer.step(*batch) for batch in batches(3, seed)]
+    trainer.flush()
+    return losses
+
+
+def save_and_resume(rank, folder, schedule, optimizer_fn, options):
+    """Return whether the resumed run equals the first one, to the bit."""
+    _, trainer = build(schedule, [3], optimizer_fn, **options)
+    run(trainer, 1)
+    saving = dcp.async_save(trainer.sharded_state_dict(), checkpoint_id=folder)
+    losses = run(trainer, 2)  # while it is written
+    saving.result()
+    _, other = build(schedule, [3], optimizer_fn, **options)
+    other.load_checkpoint(folder)
+    again = run(other, 2)
+    state, same = trainer.full_state_dict(), other.full_state_dict()
+    assert state.keys() == same.keys()
+    assert bool(state) == (rank == 0)
+    return losses == again and all(torch.equal(state[name], same[name]) for name in state)
+
+
+CASES = {
+    "1f1b": (OneForwardOneBackward(), adam, {}),
+    "2bw": (PipeDream2BW(), momentum, {"correction": UpdateErrorFeedback()}),
+    "pipeoptim": (PipeOptim(), several, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_resumes_bitwise_on_the_same_split(name, ranks, tmp_path):
+    assert ranks.run(2, save_and_resume, str(tmp_path), *CASES[name]) == [True, True]
+
+
+def save(rank, folder):
+    model, trainer = build(PipeOptim(), [2, 4] if rank is None else [3])
+    run(trainer, 1)
+    dcp.save(trainer.sharded_state_dict(), checkpoint_id=folder)
+    state = trainer.full_state_dict()
+    if rank in (0, None):
+        model.load_state_dict(state)
+        model.eval()
+    return state, trainer.evaluate(*batches(1, 5)[0])
+
+
+def load(rank, folder, split, schedule):
+    _, trainer = build(schedule, split)
+    before = copy.deepcopy(trainer.full_state_dict())
+    trainer.load_checkpoint(folder)
+    loss = trainer.evaluate(*batches(1, 5)[0])
+    state = trainer.full_state_dict()
+    return before, state, loss, run(trainer, 2), trainer.full_state_dict()
+
+
+def value(outcomes):
+    return next(each for each in outcomes if each is not None)
+
+
+def test_another_split_schedule_and_number_of_ranks_go_on_from_it(ranks, tmp_path, subtests):
+    folder = str(tmp_path)
+    (state, _), (_, loss) = ranks.run(2, save, folder)
+    plain = Tied()
+    assert state.keys() == plain.state_dict().keys()
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load({"model": plain.state_dict()}, checkpoint_id=folder)
+    for name, expected in state.items():
+        assert torch.equal(plain.state_dict()[name], expected), name
+    whole = load(0, folder, [], OneForwardOneBackward())  # the unsplit model goes on
+    for num_ranks, split in [(1, [1, 2, 3, 4]), (2, [1]), (2, [5]), (3, [2, 4])]:
+        with subtests.test(f"{num_ranks} {split}"):
+            args = folder, split, OneForwardOneBackward()
+            outcomes = [load(0, *args)] if num_ranks == 1 else ranks.run(num_ranks, load, *args)
+            before, loaded, _, _, trained = outcomes[0]
+            assert not torch.equal(before["embed.weight"], state["embed.weight"])
+            assert loaded.keys() == state.keys() == trained.keys()
+            assert all(torch.equal(loaded[name], state[name]) for name in state)
+            torch.testing.assert_close(value(each[2] for each in outcomes), loss)
+            losses = [value(each) for each in zip(*(o[3] for o in outcomes), strict=True)]
+            torch.testing.assert_close(losses, whole[3], rtol=1e-5, atol=1e-6)
+            for name in state:
+                torch.testing.assert_close(trained[name], whole[4][name], rtol=1e-5, atol=1e-6)
+
+
+def make_mistakes(rank, folder):
+    _, trainer = build(OneForwardOneBackward(), [3])
+    run(trainer, 1)
+    before = copy.deepcopy(trainer.full_state_dict())
+    errors = []
+
+    def attempt(function, *args):
+        try:
+            function(*args)
+        except (ValueError, RuntimeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    dcp.save(trainer.sharded_state_dict(), checkpoint_id=f"{folder}/good")
+    part = {
+        key: each for key, each in trainer.sharded_state_dict().items() if "blocks.3" not in key
+    }
+    dcp.save(part, checkpoint_id=f"{folder}/part")
+    attempt(trainer.load_checkpoint, f"{folder}/part")
+    attempt(trainer.load_checkpoint, f"{folder}/none")
+    _, other = build(OneForwardOneBackward(), [3], momentum)
+    attempt(other.load_checkpoint, f"{folder}/good")
+    _, other = build(OneForwardOneBackward(), [3], momentum, scheduler_fn=None)
+    attempt(other.load_checkpoint, f"{folder}/good")
+    _, wide = build(PipeOptim(), [3])
+    wide.step(*batches(1, 1)[0])
+    attempt(wide.sharded_state_dict)
+    attempt(wide.load_checkpoint, f"{folder}/good")
+    _, interlocking = build(Interlocking(1, LinearHead(WORDS)), [3])
+    attempt(interlocking.full_state_dict)
+    state = trainer.full_state_dict()
+    unchanged = all(torch.equal(state[name], before[name]) for name in before)
+    return errors, unchanged
+
+
+def test_a_checkpoint_of_something_else_is_one_error_on_every_rank(ranks, tmp_path):
+    (first, unchanged), (second, _) = ranks.run(2, make_mistakes, str(tmp_path))
+    assert unchanged
+    assert first == second
+    for error, words in zip(
+        first,
+        [
+            "rank 1: checkpoint_id must hold the sharded_state_dict() of a trainer of the same",
+            "checkpoint_id must be a folder that torch.distributed.checkpoint has saved, got",
+            "good without scheduler.SGD.0",
+            "checkpoint_id must be of the same optimizer, SGD for ",
+            "sharded_state_dict() must be called after flush()",
+            "load_checkpoint() must be called after flush()",
+            "full_state_dict() must come after prepare(inputs, target)",
+        ],
+        strict=True,
+    ):
+        assert words in error
