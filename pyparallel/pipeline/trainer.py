@@ -32,7 +32,7 @@ from .partition.torch_pipe import layers_and_split
 from .prediction.corrections import Correction
 from .prediction.last_update import LastUpdate
 from .runtime.build_stage import OptimizerFactory
-from .runtime.clipping import clip_grad_norm_
+from .runtime.clipping import LastNormClipper, clip_grad_norm_
 from .runtime.codec import Codec, CompressingCodec, IdentityCodec
 from .runtime.executor import Executor, Span
 from .runtime.loss import Criterion, Loss, find_target_refusal, shares_update_fn
@@ -509,8 +509,7 @@ class PipelineTrainer:
         self._tied.sum_gradients()
         if self._max_norm is None:
             return
-        parameters = [p for stage in self.stages for p in stage.optimized]
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [each for stage in self.stages for each in stage.gradients]
         clip_grad_norm_(gradients, self._max_norm, self._group)
 
     def _build_for(self, splitter: MicrobatchSplitter) -> None:
@@ -559,6 +558,10 @@ class PipelineTrainer:
             if self._scheduler_fn is not None:
                 for stage in executor.stages.values():
                     stage.schedule_rates(self._scheduler_fn)
+        if self._max_norm is not None and isinstance(self._schedule, Streaming):
+            every = self._schedule.microbatches_per_update(self._shape)
+            for stage in executor.stages.values():
+                stage.clipper = LastNormClipper(self._max_norm, every)
         self._split, self._executor = split, executor
         if waits_for_gpu and isinstance(self._schedule, Streaming):
             self._decide_on_device()

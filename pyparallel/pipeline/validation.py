@@ -73,12 +73,18 @@ def find_option_error(
     compressors: Mapping[str, object],
 ) -> str | TypeError | None:
     """Return what is wrong with the other arguments, or None."""
-    if max_norm is not None and not isinstance(schedule, Flushing):
-        return (
-            f"max_norm must be None with a schedule that does not flush, got {max_norm}: no stage "
-            "ever has the gradient of the whole model; clip a stage's own in a hook of its "
-            "optimizer (register_step_pre_hook)"
-        )
+    if max_norm is not None:
+        is_number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
+        if not is_number:
+            return wrong_type("max_norm", "a number above 0, or None", max_norm)
+        if not max_norm > 0:
+            return f"max_norm must be a number above 0, or None, got {max_norm!r}"
+        if not isinstance(schedule, Flushing | Streaming):
+            return (
+                f"max_norm must be None with {type(schedule).__name__}, whose stages learn from "
+                f"several losses, got {max_norm!r}: clip a stage's own gradient in a hook of its "
+                "optimizer (register_step_pre_hook)"
+            )
     if correction is not None:
         if not has_methods(correction, "wrap"):
             rule = "an object such as UpdateErrorFeedback() or StageMomentum(), or None"

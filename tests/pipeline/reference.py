@@ -333,6 +333,7 @@ class Stage:
     gradients: Weights = field(default_factory=dict)
     skips_update: bool = False  # a microbatch of the update has no gradient
     past: list[Version] = field(default_factory=list)
+    squared_norms: list[float] = field(default_factory=lambda: [0.0])  # of the history's last updates
 
     def read(self, read: Read) -> Weights:
         version = self.history[read.version]
@@ -361,6 +362,10 @@ class Stage:
                 before = self.gradients.get(name)
                 self.gradients[name] = leaf.grad if before is None else before + leaf.grad
 
+    def clip(self, norm: float, max_norm: float) -> None:
+        factor = min(1.0, max_norm / (norm + 1e-6))
+        self.gradients = {name: factor * each for name, each in self.gradients.items()}
+
     def update(self) -> None:
         last = self.history[-1]
         new = last if self.skips_update else last.after(self.gradients, self.correction)
@@ -370,6 +375,7 @@ class Stage:
     def flush(self) -> None:
         self.past += self.history[:-1]
         self.history = self.history[-1:]
+        self.squared_norms = self.squared_norms[-1:]
 
     def state(self) -> Weights:
         """Return the newest weights and the buffers."""
@@ -442,6 +448,7 @@ def train_in_one_process(
     prediction: Prediction = predict,
     correction: UpdateErrorFeedback | StageMomentum | None = None,
     rates: Rates = lambda count: 1.0,
+    max_norm: float | None = None,
 ) -> Trained:
     """Train as a pipeline that is flushed after each stream of steps."""
     every, depth = microbatches_per_update(schedule, num_microbatches), len(split) + 1
@@ -457,12 +464,36 @@ def train_in_one_process(
             rules = [reads(schedule, m, s, depth, num_microbatches) for s in range(depth)]
             of_microbatches.append(run_microbatch(stages, rules, loss_fn, *batch))
             if (m + 1) % every == 0:
+                if max_norm is not None:
+                    clip_by_last_norms(stages, m, every, num_microbatches * len(calls), max_norm)
                 for stage in stages:
                     stage.update()
         for stage in stages:
             stage.flush()
         losses += losses_of_calls(of_microbatches, calls, num_microbatches)
     return Trained(losses, stages)
+
+
+def clip_by_last_norms(
+    stages: Sequence[Stage], microbatch: int, every: int, total: int, max_norm: float
+) -> None:
+    """Clip the gradients of an update that ends with a microbatch, on all stages.
+
+    Each stage clips by the norm of: the gradients of this update on it and on later stages; and on
+    each earlier stage, of the last update that it had done before the newest of its forwards of
+    which this stage has run the forward. (0: before the first one.)
+    """
+    depth = len(stages)
+    squares = [sum(g.square().sum().item() for g in s.gradients.values()) for s in stages]
+    for index, stage in enumerate(stages):
+        newest = min(microbatch + depth - 1 - index, total - 1)
+        square = sum(squares[index:])
+        for number, earlier in enumerate(stages[:index]):
+            backwards = max(0, newest - (depth - 1 - number))
+            square += earlier.squared_norms[backwards // every]
+        stage.clip(math.sqrt(square), max_norm)
+    for stage, square in zip(stages, squares, strict=True):
+        stage.squared_norms.append(stage.squared_norms[-1] if stage.skips_update else square)
 
 
 def run_microbatch(

@@ -21,6 +21,7 @@ from ...comm import (
     tensors_of,
 )
 from ...comm.wire_format import Refusal
+from .clipping import LastNormClipper
 from .loss import Criterion, find_target_refusal
 from .microbatches import Arguments, Inputs, MicrobatchSplitter, call_module
 from .split_backward import WeightBackward, backward_input
@@ -63,12 +64,14 @@ class Stage:
         sends_found_inf: a gradient's last tensor is whether its microbatch's loss is not finite:
             0-d, bool, on the stage's device. The optimizer skips the update there, as it does with
             a GradScaler.
+        clipper: of its updates; None: they are not clipped, or all stages' together.
         num_updates: completed since the stage was built, and in what it has loaded.
         is_updating: an update has begun and not ended, or has failed.
     """
 
     skips_update = False
     sends_found_inf = False
+    clipper: LastNormClipper | None = None
     num_updates = 0
     is_updating = False
     head_loss: float | None = None  # of the last step, where the stage has a head of its own
@@ -112,6 +115,11 @@ class Stage:
         groups = (group for each in self.optimizers for group in each.param_groups)
         return [parameter for group in groups for parameter in group["params"]]
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Return the accumulated gradients of the parameters that have some."""
+        return [each.grad for each in self.optimized if each.grad is not None]
+
     def forward(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
         """Return the module's output for a microbatch; on the last stage, its loss.
 
@@ -124,6 +132,8 @@ class Stage:
         if self.optimizers and not torch.is_grad_enabled():
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
         self._check_optimized()
+        if self.clipper is not None and self.index and not isinstance(inputs, Arguments):
+            inputs = self.clipper.unpack_activations(inputs)
         output: Value | Refusal | None = None
         with self.weights.forward(microbatch):
             if self._criterion is not None:
@@ -140,6 +150,8 @@ class Stage:
         if self.sends_found_inf and self._criterion is not None:
             in_flight.found_inf = ~in_flight.outputs[0].detach().isfinite()
         self._in_flight[microbatch] = in_flight
+        if self.clipper is not None and self._criterion is None:
+            return self.clipper.pack_activations(output)
         return output
 
     def evaluate(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
@@ -172,12 +184,17 @@ class Stage:
         if self.sends_found_inf and gradients is not None:
             *rest, found_inf = tensors_of(gradients)
             gradients = tuple(rest)
+        if self.clipper is not None and gradients is not None:
+            gradients = self.clipper.unpack_gradients(microbatch, gradients)
         with self.weights.backward(microbatch):
             roots, output_grads = roots_of(in_flight.outputs, gradients)
             if roots:
                 torch.autograd.backward(roots, output_grads)
         self.weights.end_backward(microbatch)
         grads = self._copy_if_shared([_grad_of(each) for each in differentiable(in_flight.inputs)])
+        if self.clipper is not None:
+            outputs = in_flight.outputs
+            grads = self.clipper.pack_gradients(grads, self.gradients, microbatch, outputs)
         if found_inf is None:
             return grads
         self._found_inf = found_inf if self._found_inf is None else self._found_inf | found_inf
@@ -233,6 +250,8 @@ class Stage:
             self.weights.skip_update()
         else:
             self.is_updating = True
+            if self.clipper is not None:
+                self.clipper.clip_(self.gradients, self._found_inf)
             with self._skipping_on_device():
                 self.weights.update()
             torch.clear_autocast_cache()  # its casts are of the old contents
@@ -274,6 +293,8 @@ class Stage:
             state["optimizer"] = _one_or_all([each.state_dict() for each in self.optimizers])
         if self.schedulers:
             state["scheduler"] = _one_or_all([each.state_dict() for each in self.schedulers])
+        if self.clipper is not None and self.clipper.last is not None:
+            state["squared_norm"] = self.clipper.last
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -286,6 +307,8 @@ class Stage:
             for scheduler, saved in zip(self.schedulers, _all(state["scheduler"]), strict=True):
                 scheduler.load_state_dict(saved)
         self.num_updates = state.get("updates", 0)  # which older versions did not save
+        if self.clipper is not None:
+            self.clipper.last = state.get("squared_norm")
 
     def check_state(self, state: dict[str, Any], path: str) -> None:
         """Check that ``load_state_dict`` can load a state; changes nothing.
@@ -296,6 +319,9 @@ class Stage:
         own = plain_keys(self.module.state_dict())
         check_like(plain_keys(state["module"]), own, f"{path}.module")
         check_like(state.get("updates", 0), self.num_updates, f"{path}.updates")
+        if self.clipper is not None and "squared_norm" in state:
+            norm = torch.zeros((), dtype=torch.float64)
+            check_like(state["squared_norm"], norm, f"{path}.squared_norm")
         if self.optimizers:
             self._check_optimizer_states(state, f"{path}.optimizer")
         if self.schedulers:
@@ -336,7 +362,7 @@ class Stage:
         """
         if not gradients:
             return ()
-        own = [parameter.grad for parameter in self.optimized if parameter.grad is not None]
+        own = self.gradients
         return tuple(each.clone() if _shares_storage(each, own) else each for each in gradients)
 
 

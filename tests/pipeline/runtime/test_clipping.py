@@ -1,11 +1,34 @@
+"""Clipping by the norm of the whole model, with schedules that flush and those that do not."""
+
 import copy
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
-from pyparallel.pipeline import Interleaved, OneForwardOneBackward, PipeDream, PipelineTrainer
-from tests.workers import run_ranks
+from pyparallel.compression import Cast
+from pyparallel.pipeline import (
+    Displacement,
+    Interleaved,
+    Nesterov,
+    OneForwardOneBackward,
+    PipeDream,
+    PipeDream2BW,
+    PipelineTrainer,
+    PipeMare,
+    PipeOptim,
+    SpecTrain,
+    StageMomentum,
+    UpdateErrorFeedback,
+    XPipe,
+)
+from tests.pipeline import jobs, models, reference
+from tests.pipeline.jobs import PREDICTING
+from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls
+from tests.pipeline.oracles import LastStep
 
 
 def build_layers():
@@ -46,29 +69,73 @@ def train(schedule, split):
     return min(norms) > 0.05
 
 
-def clip_without_a_flush():
-    with pytest.raises(ValueError, match="max_norm") as caught:
-        build(build_layers(), PipeDream(), [2, 4])
-    return str(caught.value)
-
-
 def work(rank):
-    return (
-        train(OneForwardOneBackward(), [2, 4]),
-        train(Interleaved(), [1, 2, 3, 4, 5]),
-        clip_without_a_flush(),
-    )
+    return train(OneForwardOneBackward(), [2, 4]), train(Interleaved(), [1, 2, 3, 4, 5])
 
 
-@pytest.fixture(scope="module")
-def results():
-    return run_ranks(3, work)
+def test_the_norm_is_that_of_the_whole_model(ranks):
+    assert ranks.run(3, work) == [(True, True)] * 3
 
 
-def test_the_norm_is_that_of_the_whole_model(results):
-    assert [each[:2] for each in results] == [(True, True)] * 3
+MAX_NORM = 0.3
+# Schedules, optimizers, and options of the trainer.
+STREAMED = [
+    (PipeOptim("live"), "momentum", {}),
+    (PipeOptim("live"), "AdamW", {}),
+    (PipeOptim("consistent"), "AdamW", {}),
+    (PipeDream(), "momentum", {"correction": UpdateErrorFeedback(None)}),
+    (PipeDream2BW(), "momentum", {}),
+    (PipeDream2BW(), "AdamW", {"nonfinite": "skip"}),
+    (SpecTrain(1), "momentum", {}),
+    (XPipe("live"), "momentum", {"correction": StageMomentum()}),
+    (PipeMare(annealing=10), "momentum", {"nonfinite": "skip"}),
+    (Nesterov(), "AdamW", {}),
+]
+SIZES = [(1, 1), (2, 2), (4, 4), (4, 2), (4, 1)]  # stages, ranks
 
 
-def test_a_schedule_without_a_flush_is_refused(results):
-    message = "max_norm must be None with a schedule that does not flush, got 0.05: no stage ever"
-    assert all(message in each[2] for each in results)
+def streams_of(options):
+    """Return two streams of calls; where losses may be refused, a nan in the second call."""
+    large, small = build_calls(3, 13), build_calls(2, 12)
+    if "nonfinite" in options:
+        large[1][1][8] = float("nan")
+    return [large, small]
+
+
+def train_streamed(schedule, optimizer, options, num_stages, dtype=torch.float64):
+    """Return the state of this rank's stages."""
+    if isinstance(schedule, PREDICTING) and dtype == torch.float64:
+        schedule = replace(schedule, prediction=Displacement(LastStep()))  # its op takes no float64
+    layers, optimizer_fn = models.build_layers(dtype), OPTIMIZERS[optimizer]
+    streams = [[(x.to(dtype), y.to(dtype)) for x, y in calls] for calls in streams_of(options)]
+    options = {"max_norm": MAX_NORM, **options}
+    return jobs.train(
+        schedule, layers, SPLITS[num_stages], optimizer_fn, streams, **options
+    ).state  # fmt: skip
+
+
+def train_all_streamed(rank, num_stages):
+    return [train_streamed(*each, num_stages) for each in STREAMED]
+
+
+def expected(schedule, optimizer, options, num_stages, max_norm=MAX_NORM):
+    return reference.train_in_one_process(
+        models.build_layers, SPLITS[num_stages], mse_loss, OPTIMIZERS[optimizer], schedule,
+        streams_of(options), 4, correction=options.get("correction"), max_norm=max_norm,
+    ).state  # fmt: skip
+
+
+@pytest.mark.parametrize("size", SIZES, ids="{0[0]} stages, {0[1]} ranks".format)
+def test_without_a_flush_each_stage_clips_by_the_last_norms(ranks, subtests, size):
+    num_stages, num_ranks = size
+    if num_ranks == 1:
+        found = [train_all_streamed(0, num_stages)]
+    else:
+        found = ranks.run(num_ranks, train_all_streamed, num_stages)
+    for case, *states in zip(STREAMED, *found, strict=True):
+        with subtests.test(case=str(case)):
+            state = {name: value for each in states for name, value in each.items()}
+            wanted = expected(*case, num_stages)
+            torch.testing.assert_close(state, wanted, rtol=1e-12, atol=1e-12)
+            free = expected(*case, num_stages, max_norm=1e9)
+            assert not torch.allclose(wanted["0.weight"], free["0.weight"], rtol=1e-3)
