@@ -1,7 +1,7 @@
 """The trainer of a model that is split into stages, one or more for each rank."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -34,13 +34,14 @@ from .prediction.last_update import LastUpdate
 from .runtime.build_stage import OptimizerFactory
 from .runtime.clipping import LastNormClipper, clip_grad_norm_
 from .runtime.codec import Codec, CompressingCodec, IdentityCodec
-from .runtime.executor import Executor, Span
+from .runtime.executor import Actions, Executor, Span
 from .runtime.loss import Criterion, Loss, find_target_refusal, shares_update_fn
 from .runtime.microbatches import MicrobatchSplitter
 from .runtime.p2p import StageP2P
 from .runtime.preserve_state import evaluating
 from .runtime.refusals import StepRefusedError, error_of_refusals
 from .runtime.stage import SchedulerFactory, Stage
+from .schedules.action import Action, Kind
 from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
 from .schedules.streaming import Streaming
@@ -87,8 +88,23 @@ class PipelineTrainer:
         num_stages: a multiple of the ranks; None: that of ``split``, or else one for each rank.
         scheduler_fn: builds the learning-rate scheduler of each optimizer, which steps after each
             update; None: no scheduler.
-        max_norm: clip the gradient of the whole model to this 2-norm before an update; only with
-            schedules that flush, as others never have the whole gradient at once.
+        max_norm: clip the gradient of the whole model to this 2-norm before an update. With a
+            schedule that never flushes, a stage comes to its update before the earlier stages have
+            their gradients. It clips by what it knows: the norm of its own and the later stages'
+            gradients of this update and, of each earlier stage, those of the last update that it
+            knows of. With m microbatches for each update and g(i, u) the gradient of stage i in
+            update u, stage s clips its update u by the root of the
+
+                sum of |g(i, u)|^2 over i >= s, and of |g(j, u - ceil((1 + s - j) / m))|^2 over j < s
+
+            once the pipeline is full: the first stage by the exact norm. An update that is skipped,
+            or one before the first, counts with the last norm before it, or 0. Not with
+            ``Interlocking``.
+        gradient_accumulation_steps: how many steps there are to an update, its clipping and the
+            step of the learning-rate schedulers; its gradient is the mean of the steps' gradients,
+            as with ``no_sync()`` and ``loss / steps`` in DistributedDataParallel. Only with
+            schedules that flush. ``flush`` and ``evaluate`` come between without an effect. A step
+            that is refused before it is taken does not count.
         correction: of delayed gradients, such as ``UpdateErrorFeedback()`` or ``StageMomentum()``;
             only with schedules that do not flush. None: none.
         compress_activations: compressor for the activations sent to the next stage on another rank,
@@ -122,6 +138,7 @@ class PipelineTrainer:
         num_stages: int | None = None,
         scheduler_fn: SchedulerFactory | None = None,
         max_norm: float | None = None,
+        gradient_accumulation_steps: int = 1,
         correction: Correction | None = None,
         compress_activations: Compressor | None = None,
         compress_gradients: Compressor | None = None,
@@ -151,14 +168,16 @@ class PipelineTrainer:
         sizes = num_stages, num_microbatches, num_ranks
         problem = problem or find_size_error(schedule, sizes, len(self._layers), split)
         problem = problem or find_option_error(
-            schedule, max_norm, correction, nonfinite, self._compressors
-        )
+            schedule, max_norm, gradient_accumulation_steps, correction, nonfinite,
+            self._compressors,
+        )  # fmt: skip
         self._check_consistent(
             [
                 ("schedule", repr(schedule)),
                 ("num_microbatches", repr(num_microbatches)),
                 ("number of layers", repr(len(self._layers))),
                 ("max_norm", repr(max_norm)),
+                ("gradient_accumulation_steps", repr(gradient_accumulation_steps)),
                 ("correction", repr(correction)),
                 ("nonfinite", repr(nonfinite)),
                 ("split", repr(None if split is None else list(split))),
@@ -171,6 +190,8 @@ class PipelineTrainer:
         self._shape = PipelineShape(*sizes)
         # Not a method: a reference cycle would keep the groups' threads until garbage collection.
         self._criterion = Criterion(loss_fn, shares_update_fn(schedule, self._shape))
+        self._criterion.steps_per_update = gradient_accumulation_steps
+        self._num_accumulated = 0  # steps since the last update, of a schedule that flushes
         self._optimizer_fn = optimizer_fn
         self._executor: Executor | None = None
         self._num_steps = 0  # since the last flush
@@ -244,11 +265,11 @@ class PipelineTrainer:
         splitter = self._split_batch(inputs, target, self._num_steps)
         splitter.place = place_of(self._rank, self._total_steps)
         self._build_for(splitter)
-        index = self._num_steps
+        flushes = isinstance(self._schedule, Flushing)
+        accumulates = self._num_accumulated + 1 < self._criterion.steps_per_update
         with self._recording_failure() as executor:
-            flushes = isinstance(self._schedule, Flushing)
             executor.train(
-                lambda rank: self._schedule.step(self._shape, rank, index),
+                self._actions_of_step(self._num_steps, accumulates),
                 splitter,
                 (lambda: self._before_updates(splitter)) if flushes else None,
                 empty=flushes,
@@ -256,8 +277,14 @@ class PipelineTrainer:
         self._num_steps += 1
         self._total_steps += 1
         if flushes:
-            self._barrier()  # the program may end now, or another rank may have failed
-            self._tied.copy_from_owners()
+            refusal = self._criterion.find_non_finite(splitter) if accumulates else None
+            self._num_accumulated = self._num_accumulated + 1 if accumulates else 0
+            # The program may end now, or another rank may have failed.
+            refusal = self._barrier(refusal)
+            if refusal is not None:
+                executor.skip_update(refusal)
+            if not accumulates:
+                self._tied.copy_from_owners()
         elif self._criterion.defers_check:
             self._find_non_finite(splitter)
         return self._report()
@@ -329,7 +356,8 @@ class PipelineTrainer:
         agree.
 
         Raises:
-            RuntimeError: microbatches are in flight; call ``flush`` before.
+            RuntimeError: microbatches are in flight, or gradients accumulated; call ``flush``, or
+                ``step`` until the update, before.
         """
         self._check_empty("state_dict()")
         return save_stages(self.stages, self._total_steps)
@@ -367,7 +395,8 @@ class PipelineTrainer:
             RuntimeWarning: a stage of the state may be half updated.
 
         Raises:
-            RuntimeError: microbatches are in flight, or the stages are not built yet.
+            RuntimeError: microbatches are in flight, or gradients accumulated, or the stages are
+                not built yet.
             DisagreementError: (a ValueError) on all ranks, which have changed nothing: the state of
                 a rank is damaged, malformed, of other stages or another optimizer, or was saved by
                 a newer pyparallel, or the ranks' states are of different steps.
@@ -443,6 +472,16 @@ class PipelineTrainer:
         names = names_of_modules(self._model, self._layers)
         return [NamedStage(each, plain_names(each.module, names)) for each in self.stages]
 
+    def _actions_of_step(self, index: int, accumulates: bool) -> Actions:
+        """Return the actions of a step by rank, without updates if its gradients accumulate."""
+
+        def actions_of(rank: int) -> Iterable[Action]:
+            for action in self._schedule.step(self._shape, rank, index):
+                if not (accumulates and action.kind is Kind.UPDATE):
+                    yield action
+
+        return actions_of
+
     def _split_batch(self, inputs: Any, target: Any, step: int) -> MicrobatchSplitter:
         num_microbatches = self._shape.num_microbatches
         splitter = MicrobatchSplitter(inputs, target, step * num_microbatches, num_microbatches)
@@ -468,12 +507,13 @@ class PipelineTrainer:
         if refusals:
             raise error_of_refusals(refusals)
 
-    def _barrier(self, refusal: Refusal | None = None) -> None:
-        """Wait for all ranks; ``refusal``: of one of them, for all."""
+    def _barrier(self, refusal: Refusal | None = None) -> Refusal | None:
+        """Wait for all ranks; return the refusal of one of them, for all to raise."""
         with self._recording_failure() as executor:
             refusal = executor.barrier(max(0, self._total_steps - 1), refusal)
             if refusal is not None:
                 executor.refusals.append(refusal)
+        return refusal
 
     @contextmanager
     def _recording_failure(self) -> Iterator[Executor]:
@@ -620,4 +660,10 @@ class PipelineTrainer:
         if self._num_steps and not isinstance(self._schedule, Flushing):
             raise RuntimeError(
                 f"{what} must be called after flush(), got it with microbatches in flight"
+            )
+        if self._num_accumulated:
+            raise RuntimeError(
+                f"{what} must be called after an update, as a state has no gradients, got it after "
+                f"{self._num_accumulated} of {self._criterion.steps_per_update} accumulated steps: "
+                "call step until the update"
             )

@@ -67,15 +67,15 @@ def find_size_error(
 
 def find_option_error(
     schedule: Schedule,
-    max_norm: float | None,
+    max_norm: object,
+    gradient_accumulation_steps: object,
     correction: object,
     nonfinite: object,
     compressors: Mapping[str, object],
 ) -> str | TypeError | None:
     """Return what is wrong with the other arguments, or None."""
     if max_norm is not None:
-        is_number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
-        if not is_number:
+        if not isinstance(max_norm, int | float) or isinstance(max_norm, bool):
             return wrong_type("max_norm", "a number above 0, or None", max_norm)
         if not max_norm > 0:
             return f"max_norm must be a number above 0, or None, got {max_norm!r}"
@@ -85,6 +85,17 @@ def find_option_error(
                 f"several losses, got {max_norm!r}: clip a stage's own gradient in a hook of its "
                 "optimizer (register_step_pre_hook)"
             )
+    steps = gradient_accumulation_steps
+    if not isinstance(steps, int) or isinstance(steps, bool):
+        return wrong_type("gradient_accumulation_steps", "a positive integer", steps)
+    if steps < 1:
+        return f"gradient_accumulation_steps must be a positive integer, got {steps}"
+    if steps > 1 and not isinstance(schedule, Flushing):
+        return (
+            f"gradient_accumulation_steps must be 1 with {type(schedule).__name__}, which does not "
+            f"flush, got {steps}: take a schedule that flushes, or PipeDream2BW() with "
+            f"{steps} times the microbatches in a step"
+        )
     if correction is not None:
         if not has_methods(correction, "wrap"):
             rule = "an object such as UpdateErrorFeedback() or StageMomentum(), or None"

@@ -141,7 +141,11 @@ MISTAKES = {  # on all ranks, or on one
         "all ranks must have the same schedule, got Interlocking("),
     "a norm of the whole gradient": (
         lambda *_: {"max_norm": 1.0},
-        "max_norm must be None with a schedule that does not flush, got 1.0"),
+        "max_norm must be None with Interlocking, whose stages learn from several losses, got 1.0: "
+        "clip a stage's own gradient in a hook of its optimizer (register_step_pre_hook)"),
+    "accumulation": (
+        lambda *_: {"gradient_accumulation_steps": 2},
+        "gradient_accumulation_steps must be 1 with Interlocking, which does not flush, got 2: "),
 }  # fmt: skip
 
 

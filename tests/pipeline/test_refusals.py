@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -301,18 +302,18 @@ def test_a_policy_must_be_to_raise_or_to_skip():
         build_alone(GPipe(), nonfinite="allow")
 
 
-def skip_on_device(rank, schedules):
-    """Return of each schedule the weights and errors: losses checked on the host, on the device."""
-    return [[skip_updates(schedule, late) for late in (False, True)] for schedule in schedules]
+def skip_on_device(rank, cases):
+    """Return of each case the weights and errors: losses checked on the host, on the device."""
+    return [[skip_updates(*case, late) for late in (False, True)] for case in cases]
 
 
-def skip_updates(schedule, late):
+def skip_updates(schedule, max_norm, late):
     torch.manual_seed(0)
     last = dist.get_world_size() - 1
     layers = build_layers(torch.float32)
     trainer = PipelineTrainer(
         layers, mse_loss, partial(AdamW, lr=0.1, capturable=True), schedule,
-        num_microbatches=NUM_MICROBATCHES, split=SPLIT_OF[last + 1],
+        num_microbatches=NUM_MICROBATCHES, split=SPLIT_OF[last + 1], max_norm=max_norm,
     )  # fmt: skip
     if late:
         trainer._decide_on_device()  # as on GPUs
@@ -334,9 +335,10 @@ def test_updates_are_skipped_alike_on_the_device(ranks, subtests):
     # The learning rate of annealing goes on with an update that is skipped on the device.
     streaming = [each for each in SCHEDULES if isinstance(each, Streaming)]
     schedules = [each for each in streaming if not getattr(each, "annealing", 0)]
-    of_ranks = ranks.run(2, skip_on_device, schedules, time_limit=90)
-    for index, schedule in enumerate(schedules):
-        with subtests.test(schedule=str(schedule)):
+    cases = [*product(schedules, [None]), (PipeOptim(), 0.1), (PipeDream2BW(), 0.1)]
+    of_ranks = ranks.run(2, skip_on_device, cases, time_limit=90)
+    for index, case in enumerate(cases):
+        with subtests.test(case=str(case)):
             for rank, of_rank in enumerate(of_ranks):
                 (weights, states, errors), (late_weights, late_states, late_errors) = of_rank[index]
                 torch.testing.assert_close(late_weights, weights, rtol=0, atol=0)

@@ -47,9 +47,11 @@ class Criterion:
         defers_check: leave it to ``find_non_finite`` whether losses are finite: the host would wait
             for each loss on a GPU. With schedules that do not flush, which update in between,
             only if stages send ``found_inf``.
+        steps_per_update: an update takes the mean of the gradients of as many steps.
     """
 
     defers_check = False
+    steps_per_update = 1
 
     def __init__(self, loss_fn: Loss, shares_update: Callable[[int], bool]) -> None:
         self.loss_fn = loss_fn
@@ -85,7 +87,9 @@ class Criterion:
             self._values += _host_values(loss.detach())
             if not math.isfinite(self._values[-1]):
                 return _non_finite(microbatch, self._values[-1], splitter)
-        return loss * splitter.share(microbatch) if self._shares_update(microbatch) else loss
+        if not self._shares_update(microbatch):
+            return loss
+        return loss * (splitter.share(microbatch) / self.steps_per_update)
 
     def loss_for_report(
         self, microbatch: int, output: Value, splitter: MicrobatchSplitter

@@ -174,7 +174,7 @@ def test_a_mistake_is_the_same_error_in_one_process(subtests):
 
 HALVING = partial(LambdaLR, lr_lambda=lambda update: 0.5**update)
 RESUMED = [
-    (PipeOptim(), {"optimizer_fn": partial(muon_and, FusedAdamW)}),
+    (PipeOptim(), {"optimizer_fn": partial(muon_and, FusedAdamW), "max_norm": 0.1}),
     (PipeOptim("consistent"), {"scheduler_fn": HALVING, "correction": StageMomentum()}),
     (PipeDream(), {"scheduler_fn": HALVING, "correction": UpdateErrorFeedback(None)}),
     (PipeOptim("live", LastUpdate()), {"correction": UpdateErrorFeedback(), "nonfinite": "skip"}),

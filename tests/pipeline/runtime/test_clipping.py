@@ -139,3 +139,21 @@ def test_without_a_flush_each_stage_clips_by_the_last_norms(ranks, subtests, siz
             torch.testing.assert_close(state, wanted, rtol=1e-12, atol=1e-12)
             free = expected(*case, num_stages, max_norm=1e9)
             assert not torch.allclose(wanted["0.weight"], free["0.weight"], rtol=1e-3)
+
+
+def train_in_16_bits(rank):
+    """Return for each schedule the weights with and without a compressor that changes nothing."""
+    both = {name: Cast(torch.bfloat16) for name in ("compress_activations", "compress_gradients")}
+    return [
+        [
+            train_streamed(schedule, "momentum", each, 2, torch.bfloat16)
+            for each in ({}, both)
+        ]
+        for schedule in (PipeDream(), PipeDream2BW())
+    ]
+
+
+def test_norms_are_not_compressed(ranks):
+    for of_rank in ranks.run(2, train_in_16_bits):
+        for plain, compressed in of_rank:
+            torch.testing.assert_close(compressed, plain, rtol=0, atol=0)
