@@ -16,6 +16,7 @@ from .runtime.build_stage import (
     attach_predictors,
     build_optimizers,
     build_stage,
+    trained_parameters,
 )
 from .runtime.executor import Executor
 from .runtime.loss import Criterion
@@ -48,7 +49,8 @@ def build_executor(
         modules: of all stages.
         shape: of the pipeline.
         rank: this one.
-        optimizer_fn: builds the optimizers of a stage from the list of its parameters.
+        optimizer_fn: builds the optimizers of a stage from the list of its parameters, or from
+            that and the list of their names.
         criterion: of the last stage.
         p2p: messages between stages.
         splitter: of the first batch; None if the schedule does not need it.
@@ -111,12 +113,9 @@ def _build_interlocking(
                 heads[index].shared is not None,
             )
         trained = {"": module} if head is None else {"": module, "head.": head.module}
-        named = {
-            prefix + name: parameter
-            for prefix, each in trained.items()
-            for name, parameter in each.named_parameters()
-            if parameter.requires_grad
-        }
+        named: dict[str, nn.Parameter] = {}
+        for prefix, each in trained.items():
+            named |= trained_parameters(each, prefix)
         optimizers, weights = [], LiveWeights(None)
         if named:
             optimizers = build_optimizers(named, optimizer_fn)

@@ -78,8 +78,11 @@ class PipelineTrainer:
         layers: an ``nn.Sequential`` or a list of modules, as many on every rank; or a model that is
             split for ``torch.distributed.pipelining``: a ``Pipe``, or this rank's stages of it.
         loss_fn: ``loss_fn(output, target)``, 0-d: the mean over a microbatch.
-        optimizer_fn: builds the optimizer of a stage from the list of its parameters; or a list of
-            optimizers that share them out, such as Muon for matrices and AdamW for the rest.
+        optimizer_fn: builds the optimizer of a stage from the list of its parameters that require
+            gradients; or a list of optimizers that share them out, such as Muon for matrices and
+            AdamW for the rest. A function with two required positional parameters is called with
+            the list of their names, too: as ``nn.Sequential(*layers)`` has them, such as
+            "3.weight", and "head.weight" of a head of ``Interlocking``.
         schedule: such as ``PipeOptim()`` or ``OneForwardOneBackward()``.
         num_microbatches: how many parts the batch of a ``step`` is split into.
         process_group: None means the default group; without one there is a single process.
@@ -573,6 +576,9 @@ class PipelineTrainer:
             modules = slice_layers(self._layers, split, ties_travel=streams)
             ties = find_ties(modules)
             check_skips(self._schedule, modules, ties, self._compressors)
+        names = names_of_modules(self._model, self._layers)
+        for stage in self._shape.stages(self._rank):
+            modules[stage].names = plain_names(modules[stage], names)
         codecs = (self._codec(compressor) for compressor in self._compressors.values())
         local = [modules[stage] for stage in self._shape.stages(self._rank)]
         parameters = (p for module in local for p in module.parameters())

@@ -51,9 +51,11 @@ def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def several(parameters):
-    matrices = [p for p in parameters if p.dim() == 2]
-    others = [p for p in parameters if p.dim() != 2]
+def several(parameters, names):
+    """Muon for the blocks' matrices, by their names in the whole model."""
+    named = list(zip(names, parameters, strict=True))
+    matrices = [p for name, p in named if name.startswith("blocks.") and p.dim() == 2]
+    others = [p for name, p in named if not (name.startswith("blocks.") and p.dim() == 2)]
     made = [torch.optim.Muon(matrices, lr=0.02)] if matrices else []
     return [*made, torch.optim.AdamW(others, lr=0.02)] if others else made
 

@@ -1,12 +1,13 @@
 """Building a stage: its optimizers, their predictors, and the versions of its weights."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm import FlatBuckets, wrong_type
+from ...comm import FlatBuckets, plain_name, wrong_type
 from ...optim import FusedOptimizer
 from ..prediction.base import WeightPredictor
 from ..prediction.corrections import Correction
@@ -18,7 +19,10 @@ from .stage import Stage
 from .stage_layers import StageLayers
 from .stage_weights import LiveWeights, StageWeights, Weights
 
-OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
+Optimizers = Optimizer | Sequence[Optimizer]
+OptimizerFactory = (
+    Callable[[list[nn.Parameter]], Optimizers] | Callable[[list[nn.Parameter], list[str]], Optimizers]
+)
 
 
 def build_stage(
@@ -37,7 +41,7 @@ def build_stage(
         ValueError: they do not hold each parameter once, or the schedule cannot predict their
             steps, or the correction not correct them.
     """
-    named = {name: each for name, each in module.owned_parameters() if each.requires_grad}
+    named = trained_parameters(module)
     if not named:
         return Stage(index, module, [], LiveWeights(None), criterion)
     optimizers = build_optimizers(named, optimizer_fn)
@@ -54,16 +58,35 @@ def build_stage(
     return Stage(index, module, optimizers, weights, criterion)
 
 
+def trained_parameters(module: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:
+    """Return the parameters of a stage's module that are not frozen, by their names in the model.
+
+    Args:
+        module: compiled or not, in whole or in parts, which changes no name.
+        prefix: of the names.
+    """
+    is_stage = isinstance(module, StageLayers)
+    named = module.owned_parameters() if is_stage else module.named_parameters()
+    return {prefix + plain_name(name): each for name, each in named if each.requires_grad}
+
+
 def build_optimizers(
     named: Mapping[str, nn.Parameter], optimizer_fn: OptimizerFactory
 ) -> list[Optimizer]:
     """Build the optimizers of a stage's parameters.
 
+    Args:
+        named: the parameters.
+        optimizer_fn: called with a list of them; if it has two required positional parameters, with
+            a list of their names, too.
+
     Raises:
         TypeError: ``optimizer_fn`` returns anything but optimizers.
         ValueError: they do not hold each parameter once.
     """
-    returned: Any = optimizer_fn(list(named.values()))
+    function: Any = optimizer_fn
+    names = [list(named)] if _requires_two(function) else []
+    returned = function(list(named.values()), *names)
     several = isinstance(returned, list | tuple)
     optimizers: list[Any] = list(returned) if several else [returned]
     holders: dict[int, list[str]] = {id(parameter): [] for parameter in named.values()}
@@ -85,6 +108,17 @@ def build_optimizers(
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)  # gradients that a failed pipeline may have left
     return optimizers
+
+
+def _requires_two(function: Callable[..., Any]) -> bool:
+    """Return whether a function has exactly two positional parameters without a default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some that are not written in Python have no signature
+        return False
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    required = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    return len(required) == 2
 
 
 def attach_predictors(

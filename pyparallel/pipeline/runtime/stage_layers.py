@@ -24,6 +24,7 @@ class StageLayers(nn.Sequential):
         lent: this stage's parameters that later stages read, by the name under which they travel.
         borrowed: parameters of this stage that an earlier one owns and its optimizer updates; by
             name, the name under which they travel, or None if each rank has a copy of its own.
+        names: of parameters in the whole model, by name here; the same where there is none.
     """
 
     def __init__(self, layers: "OrderedDict[str, nn.Module]") -> None:
@@ -32,12 +33,13 @@ class StageLayers(nn.Sequential):
         self.skips_out: tuple[str, ...] = ()
         self.lent: dict[str, nn.Parameter] = {}
         self.borrowed: dict[str, str | None] = {}
+        self.names: Mapping[str, str] = {}
 
     def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the names and parameters that this stage owns."""
+        """Yield the parameters that this stage owns, with their names in the whole model."""
         for name, parameter in self.named_parameters():
             if name not in self.borrowed:
-                yield name, parameter
+                yield self.names.get(name, name), parameter
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -79,6 +79,11 @@ RETURN = "optimizer_fn must be a function that returns a torch optimizer or a li
 LATE_ONLY = "must be None with {}, whose gradients are not delayed, got UpdateErrorFeedback("
 AN_OBJECT = "correction must be an object such as UpdateErrorFeedback() or StageMomentum(), or None"
 MISTAKES = {
+    "three parameters": (
+        {"optimizer_fn": lambda parameters, names, rate: SGD(parameters, rate)},
+        "missing 2 required positional arguments: 'names' and 'rate'"),
+    "names taken for a rate": (
+        {"optimizer_fn": lambda parameters, lr: SGD(parameters, lr)}, "TypeError: '<' not supported"),
     "no optimizer": ({"optimizer_fn": lambda parameters: 3}, f"TypeError: {RETURN}3"),
     "a class": ({"optimizer_fn": lambda parameters: SGD}, f"{RETURN}the class SGD"),
     "no optimizer in a list": (
@@ -170,6 +175,87 @@ def test_a_mistake_is_the_same_error_in_one_process(subtests):
         if name != "a correction with actions":  # which are for two ranks
             with subtests.test(name=name):
                 assert sentence in find_error(options)
+
+
+class Named:
+    """An object that is called with names."""
+
+    def __call__(self, parameters, names, /, *rest, lr=0.1, **options):
+        assert not rest
+        assert not options
+        return named_sgd(lr, parameters, names)
+
+
+class NamedSGD(SGD):
+    def __init__(self, params, names, lr=0.1):
+        super().__init__([{"params": params, "names": names}], lr=lr)
+
+
+def named_sgd(lr, parameters, names):
+    return SGD([{"params": parameters, "names": names}], lr=lr)
+
+
+def sgd_or(parameters, names=None, *others):
+    assert names is None
+    assert not others
+    return SGD(parameters, lr=0.1)
+
+
+FACTORIES = {  # what is called with names, and what is not
+    "a function": (lambda parameters, names: named_sgd(0.1, parameters, names), True),
+    "a partial function": (partial(named_sgd, 0.1), True),
+    "a partial with a keyword": (partial(lambda p, n, lr: named_sgd(lr, p, n), lr=0.1), True),
+    "an object": (Named(), True),
+    "a method": (Named().__call__, True),
+    "a class": (NamedSGD, True),
+    "torch's class": (AdamW, False),
+    "a partial class": (partial(SGD, lr=0.1), False),
+    "a default": (sgd_or, False),
+    "a partial with the names": (partial(lambda p, names: SGD(p, lr=0.1), names=[]), False),
+    "any arguments": (lambda *args: SGD(*args, lr=0.1), False),
+    "several optimizers": (
+        lambda p, n: [named_sgd(0.1, p[:1], n[:1]), named_sgd(0.1, p[1:], n[1:])], True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), PipeDream()])
+def test_a_function_of_two_parameters_is_called_with_names(schedule, subtests):
+    for what, (optimizer_fn, takes_names) in FACTORIES.items():
+        with subtests.test(what):
+            trainer = build(schedule, optimizer_fn)
+            plain = dict(nn.Sequential(*trainer._layers).named_parameters())
+            for stage, own in zip(trainer.stages, ([0, 1], [2, 3]), strict=True):
+                groups = [group for each in stage.optimizers for group in each.param_groups]
+                names = [name for group in groups for name in group.get("names", ())]
+                expected = [f"{layer}.{kind}" for layer in own for kind in ("weight", "bias")]
+                assert names == (expected if takes_names else [])
+                for name, parameter in zip(names, stage.optimized, strict=takes_names):
+                    assert parameter is plain[name]
+            train(trainer, batches(1))
+
+
+def test_names_are_those_of_the_model_before_it_was_compiled_or_frozen():
+    linears = [torch.compile(nn.Linear(WIDTH, WIDTH), backend="eager") for _ in range(2)]
+    layers = [nn.Sequential(nn.LayerNorm(WIDTH), linears[0]), linears[1]]
+    layers[0][0].bias.requires_grad_(False)
+    seen = []
+
+    def sgd(parameters, names):
+        seen.append(names)
+        return SGD(parameters, lr=0.1)
+
+    PipelineTrainer(layers, mse_loss, sgd, PipeOptim(), num_microbatches=1, split=[1])
+    assert seen == [["0.0.weight", "0.1.weight", "0.1.bias"], ["1.weight", "1.bias"]]
+
+
+def test_a_head_has_names_too():
+    schedule = Interlocking(2, nn.Linear(WIDTH, WIDTH))
+    trainer = build(schedule, partial(named_sgd, 0.1))
+    trainer.prepare(*batches(1)[0])
+    names = [group["names"] for stage in trainer.stages for group in stage.optimizer.param_groups]
+    own = [[f"{layer}.{kind}" for layer in of for kind in ("weight", "bias")]
+           for of in ([0, 1], [2, 3])]  # fmt: skip
+    assert names == [[*own[0], "head.weight", "head.bias"], own[1]]
 
 
 HALVING = partial(LambdaLR, lr_lambda=lambda update: 0.5**update)
