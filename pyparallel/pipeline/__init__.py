@@ -7,13 +7,14 @@ A schedule says in which order each rank works (``actions``) and on which weight
 from .. import _deprecated
 from . import interlocking, prediction, runtime, schedules, simulation
 from .interlocking import *  # noqa: F403 - each folder lists its public names itself
+from .partition import SplitModel, split_model
 from .prediction import *  # noqa: F403
 from .runtime import *  # noqa: F403
 from .schedules import *  # noqa: F403
 from .simulation import *  # noqa: F403
 from .trainer import PipelineTrainer
 
-__all__ = ["PipelineTrainer"]
+__all__ = ["PipelineTrainer", "SplitModel", "split_model"]
 __all__ += interlocking.__all__
 __all__ += prediction.__all__
 __all__ += runtime.__all__

@@ -4,14 +4,17 @@ from .auto import check_split, split_automatically
 from .profile import LayerCost, profile_layers
 from .slice import slice_layers
 from .solver import balance
+from .split_model import SplitModel, split_model
 from .torch_pipe import layers_and_split
 
 __all__ = [
     "LayerCost",
+    "SplitModel",
     "balance",
     "check_split",
     "layers_and_split",
     "profile_layers",
     "slice_layers",
     "split_automatically",
+    "split_model",
 ]
