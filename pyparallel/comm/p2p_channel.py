@@ -26,6 +26,8 @@ from .p2p_payloads import (
 )
 from .wire_format import (
     HEADER_BYTES,
+    NO_BATCH,
+    BatchMeta,
     Header,
     Refusal,
     Value,
@@ -51,6 +53,7 @@ class P2PMessage:
     stream: int
     number: int
     value: Value | Refusal
+    batch: BatchMeta = NO_BATCH
 
 
 class Channel:
@@ -92,7 +95,13 @@ class Channel:
         self._room_sent, self._room_received = InlineRoom(), InlineRoom()
 
     def send(
-        self, stream: int, number: int, value: Value | Refusal, *, via_host: bool = False
+        self,
+        stream: int,
+        number: int,
+        value: Value | Refusal,
+        *,
+        via_host: bool = False,
+        batch: BatchMeta = NO_BATCH,
     ) -> None:
         """Send a value asynchronously; it must not be written to until it is delivered.
 
@@ -102,6 +111,7 @@ class Channel:
             value: a tensor or a tuple of tensors, or why there is none.
             via_host: wait for a value on a GPU and send it from the host's memory, so that no
                 kernel of NCCL waits on the GPU.
+            batch: that the value is computed from, for the header.
 
         Raises:
             ValueError: a dtype or a number of tensors that the header cannot hold.
@@ -113,8 +123,9 @@ class Channel:
         is_single, is_nccl = isinstance(value, Tensor), self._groups.headers is not None
         via_host = not self._groups.supports_tags and (via_host or not is_nccl)
         header = Header(
-            stream, number, self._num_received, describe(value), is_single, None, via_host, refusal
-        )
+            stream, number, self._num_received, describe(value), is_single, None, via_host, refusal,
+            batch,
+        )  # fmt: skip
         length = header.num_bytes
         index = self._num_delivered + len(self._sent)
         if length <= self._next_room(self._room_sent, index):
@@ -184,7 +195,7 @@ class Channel:
         self._room_received.add(length)
         self._num_received += 1
         self._release_sent(header.received)
-        return P2PMessage(stream, header.number, value)
+        return P2PMessage(stream, header.number, value, header.batch)
 
     @property
     def is_ready(self) -> bool:

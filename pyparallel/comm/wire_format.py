@@ -23,7 +23,8 @@ HEADER_BYTES = 8 * HEADER_WORDS
 _NUMBER = 1  # the index of the message's number in a header
 _UNWRITTEN = -1  # never a message's number; in bytes too
 _CHECKSUM = 5  # the index of the CRC-32 of all other words
-_BEGIN = 6  # of what describes the tensors, or of the error
+_BATCH = 6  # of the batch's three words
+_BEGIN = 9  # of what describes the tensors, or of the error
 _ALIGNMENT_BYTES = 64
 _ONE_TENSOR = 3  # the count of a value that is a tensor and not a tuple
 _FAILURE = -1  # in place of a count, as are -2 - kind of a refusal
@@ -55,6 +56,23 @@ class TensorMeta(NamedTuple):
     def num_bytes(self) -> int:
         """Return the size of the tensor, without alignment."""
         return self.dtype.itemsize * math.prod(self.shape)
+
+
+class BatchMeta(NamedTuple):
+    """What the first stage's rank knows of a batch, with the activations of its microbatches.
+
+    Args:
+        samples: of this microbatch; 0: not known.
+        total: of all microbatches of the step; 0: not known.
+        has_short_form: that rank was called with two positional arguments, inputs and target.
+    """
+
+    samples: int = 0
+    total: int = 0
+    has_short_form: bool = False
+
+
+NO_BATCH = BatchMeta()
 
 
 class RefusalKind(IntEnum):
@@ -101,6 +119,7 @@ class Header:
     failure: str | None = None
     via_host: bool = False
     refusal: Refusal | None = None
+    batch: BatchMeta = NO_BATCH
 
     @property
     def num_bytes(self) -> int:
@@ -122,6 +141,7 @@ class Header:
         elif self.failure is not None:
             count = _FAILURE
         words = array("q", (self.stream, self.number, self.received, count, self.via_host, 0))
+        words.extend(self.batch)
         for meta in self.tensors:
             if meta.dtype not in _DTYPES:
                 raise ValueError(f"tensors to send must be of a plain dtype, got {meta.dtype}")
@@ -173,6 +193,8 @@ def read_header(tensor: Tensor) -> Header:
     if checksum != zlib.crc32(words):
         raise ValueError("a wrong checksum")
     stream, number, received, count, via_host = words[:_CHECKSUM]
+    samples, total, has_short_form = words[_BATCH:_BEGIN]
+    batch = BatchMeta(samples, total, bool(has_short_form))
     if _FAILURE - len(RefusalKind) <= count <= _FAILURE:
         text = words[_BEGIN:].tobytes().rstrip(b"\0").decode(errors="ignore")
         if count == _FAILURE:
@@ -190,7 +212,9 @@ def read_header(tensor: Tensor) -> Header:
     for _ in range(count // 2):
         tensors.append(_read_meta(words[at:]))
         at += 3 + len(tensors[-1].shape)
-    header = Header(stream, number, received, tuple(tensors), is_single, via_host=bool(via_host))
+    header = Header(
+        stream, number, received, tuple(tensors), is_single, via_host=bool(via_host), batch=batch
+    )
     if header.num_bytes > _MEMORY_BYTES:
         raise ValueError(f"a value of {header.num_bytes} bytes, more than this machine's memory")
     return header

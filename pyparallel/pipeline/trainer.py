@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ..comm import (
     Collectives,
     P2PGroups,
+    Value,
     check_consistent_across_ranks,
     check_group_exists,
     device_of,
@@ -35,11 +36,13 @@ from .runtime.build_stage import OptimizerFactory
 from .runtime.clipping import LastNormClipper, clip_grad_norm_
 from .runtime.codec import Codec, CompressingCodec, IdentityCodec
 from .runtime.executor import Actions, Executor, Span
+from .runtime.inputs import batch_of_call, inputs_of_call
 from .runtime.loss import Criterion, Loss, find_target_refusal, shares_update_fn
-from .runtime.microbatches import MicrobatchSplitter
+from .runtime.loss_weights import LossWeightFn
+from .runtime.microbatches import MicrobatchSplitter, concatenate
 from .runtime.p2p import StageP2P
 from .runtime.preserve_state import evaluating
-from .runtime.refusals import StepRefusedError, error_of_refusals
+from .runtime.refusals import StepRefusedError, error_of_refusals, refusal_of
 from .runtime.stage import SchedulerFactory, Stage
 from .schedules.action import Action, Kind
 from .schedules.schedule import Flushing, Schedule
@@ -57,7 +60,7 @@ class PipelineTrainer:
     of the previous one, a tensor or a tuple of tensors, as in ``nn.Sequential``.
 
     The gradient of an update is the mean over its samples: each microbatch's loss is weighted by
-    its fraction of them.
+    its fraction of them, or of what ``loss_weight_fn`` counts.
 
     Layers of several stages may share parameters, such as an embedding that is tied to the head.
     The first stage that holds one owns it: its optimizer updates it with the sum of all gradients.
@@ -122,6 +125,10 @@ class PipelineTrainer:
             others with ``capturable=True``, and without a correction: the rank of the last stage
             then raises at the end of the step, the others in ``flush``, and learning-rate
             schedulers, also PipeMare's, go on. Otherwise the host waits for each loss.
+        loss_weight_fn: the weight of a microbatch's loss in the mean over a step, of its target: a
+            positive number or 0-d tensor, such as ``lambda target: (target != -100).sum()`` for a
+            mean over tokens, in ``evaluate`` too; the host waits for those of a step at once. In
+            an update for each microbatch its mean has the weight 1. None: its number of samples.
 
     Raises:
         ValueError: (DisagreementError between ranks) the arguments are invalid or differ.
@@ -146,6 +153,7 @@ class PipelineTrainer:
         compress_activations: Compressor | None = None,
         compress_gradients: Compressor | None = None,
         nonfinite: Literal["raise", "skip"] = "raise",
+        loss_weight_fn: LossWeightFn | None = None,
     ) -> None:
         self._model = layers
         self._layers, split = layers_and_split(layers, split)
@@ -158,6 +166,7 @@ class PipelineTrainer:
         }
         self._schedule = schedule
         self._nonfinite = nonfinite
+        self._loss_weight_fn = loss_weight_fn
         self._group = process_group
         warn_if_alone()
         single = not dist.is_initialized()
@@ -166,7 +175,7 @@ class PipelineTrainer:
         if num_stages is None:
             num_stages = num_ranks if split is None else len(split) + 1
         problem: str | TypeError | None = find_type_error(
-            self._layers, schedule, loss_fn, optimizer_fn, scheduler_fn
+            self._layers, schedule, loss_fn, optimizer_fn, scheduler_fn, loss_weight_fn
         )
         sizes = num_stages, num_microbatches, num_ranks
         problem = problem or find_size_error(schedule, sizes, len(self._layers), split)
@@ -183,6 +192,7 @@ class PipelineTrainer:
                 ("gradient_accumulation_steps", repr(gradient_accumulation_steps)),
                 ("correction", repr(correction)),
                 ("nonfinite", repr(nonfinite)),
+                ("loss_weight_fn", "None" if loss_weight_fn is None else "a function"),
                 ("split", repr(None if split is None else list(split))),
                 *((name, repr(each)) for name, each in self._compressors.items()),
             ],
@@ -238,34 +248,49 @@ class PipelineTrainer:
         """Return the bytes that this rank has sent to other ranks, headers included."""
         return 0 if self._executor is None else self._p2p.bytes_sent
 
-    def step(self, inputs: Any = None, target: Any = None) -> float | None:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> float | None:
         """Train on one batch, with the actions that the schedule has for this step.
 
         Batches may differ in their numbers of samples, from ``num_microbatches`` up.
 
         Args:
-            inputs: what the first layer is called with, read on the rank of the first stage: a
-                tensor of shape (batch, ...) or a tuple of such tensors, which is one argument; or,
-                as in torch's schedules, a list of arguments or a dict of keyword arguments, of
-                which tensors are split along dimension 0 and other values given to each microbatch.
+            args: positional arguments of the first layer, read on the rank of the first stage: of
+                tensors, also in lists and dicts, each microbatch gets a part along dimension 0, of
+                other values all. Two alone are inputs and target: ``step(x, y)``. One alone may be
+                a loader's batch: a list of the arguments, or a dict of keyword arguments.
             target: a tensor of shape (batch, ...), or a tuple, list or dict of such tensors, passed
                 to ``loss_fn`` in the same structure; read on the rank of the last stage, with
                 ``Interlocking`` on every rank.
+            arg_mbs: ``args`` that are split already, a tuple for each microbatch, of any shapes; as
+                in torch 2.14, without ``args``, ``kwargs`` and ``target``.
+            kwarg_mbs: likewise ``kwargs``, a dict for each microbatch.
+            target_mbs: likewise ``target``. Its first dimension is the number of samples, as that
+                of its inputs, but for ``loss_weight_fn``.
+            kwargs: keyword arguments of the first layer, read and split as ``args``.
 
         Returns:
             The mean loss of the batch on the rank of the last stage; None elsewhere.
 
         Raises:
-            DisagreementError: (a ValueError) the inputs or the target are invalid; training goes
-                on with the next batch. Every rank raises the same message: in this step for inputs,
-                and with schedules that flush; else as ``nonfinite`` says.
+            DisagreementError: (a ValueError) the inputs or the target are invalid, or of different
+                samples; training goes on with the next batch. Every rank raises the same message:
+                in this step for inputs, and with schedules that flush; else as ``nonfinite`` says.
             ArgumentTypeError: (a DisagreementError) likewise, of a wrong type.
             NonFiniteError: a loss is not finite; training goes on likewise.
             StageError: a stage failed or a rank died; every rank raises the same message.
         """
         self._check_health()
         self._check_group()
-        splitter = self._split_batch(inputs, target, self._num_steps)
+        batch = batch_of_call(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        splitter = self._split_batch(*batch, self._num_steps)
         splitter.place = place_of(self._rank, self._total_steps)
         self._build_for(splitter)
         flushes = isinstance(self._schedule, Flushing)
@@ -309,7 +334,7 @@ class PipelineTrainer:
         if not self._num_steps:
             return
         steps, self._num_steps = self._num_steps, 0
-        no_batch = self._split_batch(None, None, 0)
+        no_batch = self._split_batch(None, None)
         # Optimizer states created in inference mode could not be updated outside it.
         with torch.inference_mode(mode=False), self._recording_failure() as executor:
             executor.train(lambda rank: self._schedule.drain(self._shape, rank, steps), no_batch)
@@ -318,7 +343,15 @@ class PipelineTrainer:
         executor.restart()
         self._tied.copy_from_owners()
 
-    def evaluate(self, inputs: Any = None, target: Any = None) -> float | None:
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> float | None:
         """Flush, and return the loss of a batch in evaluation mode.
 
         Arguments and errors are as of ``step`` and ``flush``, but that a loss may be any number;
@@ -327,30 +360,81 @@ class PipelineTrainer:
         self._check_health()
         self._check_group()
         self._flush()
-        splitter = self._split_batch(inputs, target, 0)
+        batch = batch_of_call(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        splitter = self._split_batch(*batch)
         self._build_for(splitter)
-        with (
-            torch.inference_mode(mode=False),
-            torch.no_grad(),
-            evaluating(stage.module for stage in self.stages),
-            self._recording_failure() as executor,
-        ):
+        with self._evaluating() as executor:
             executor.evaluate(splitter)
-        is_last = self._shape.num_stages - 1 in self._shape.stages(self._rank)
-        self._barrier(find_target_refusal(splitter) if is_last else None)
+        self._barrier(find_target_refusal(splitter) if self._is_last else None)
         return self._report()
 
-    def prepare(self, inputs: Any = None, target: Any = None) -> None:
-        """Build the stages without training, if they are not built yet.
-
-        Needed to load a state, or to use the stages' optimizers, before the first step.
+    def predict(
+        self,
+        *args: Any,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Flush, and return the model's outputs for a batch in evaluation mode, without a target.
 
         Args:
-            inputs: a batch as for ``step``.
-            target: likewise.
+            args: positional arguments of the first layer, as of ``step``, however many.
+            arg_mbs: as of ``step``.
+            kwarg_mbs: likewise.
+            kwargs: keyword arguments of the first layer.
+
+        Returns:
+            On the rank of the last stage its outputs, a tensor or a tuple of tensors, those of the
+            microbatches concatenated along dimension 0; a list of each microbatch's if ``arg_mbs``
+            or ``kwarg_mbs`` are given on that rank. None elsewhere.
+
+        Raises:
+            DisagreementError: the inputs are invalid, or the outputs cannot be concatenated.
+            RuntimeError: with ``Interlocking``, before the first step or ``prepare``.
+            StageError: a stage failed or a rank died; every rank raises the same message.
         """
         self._check_health()
-        self._build_for(self._split_batch(inputs, target, 0))
+        self._check_group()
+        if self._executor is None and self._schedule.needs_batch:
+            raise RuntimeError(
+                "predict() must come after the first step or prepare(...) with this schedule, "
+                "whose heads are built for a target, got no stages yet"
+            )
+        self._flush()
+        splitter = self._split_batch(inputs_of_call(args, kwargs, arg_mbs, kwarg_mbs), None)
+        self._build_for(splitter)
+        outputs: list[Value] = []
+        with self._evaluating() as executor:
+            executor.evaluate(splitter, outputs)
+        predicted: Any = None
+        refusal = None
+        if self._is_last:
+            try:
+                is_whole = arg_mbs is None and kwarg_mbs is None
+                predicted = concatenate(outputs) if is_whole else outputs
+            except Exception as error:  # the other ranks are in the barrier
+                refusal = refusal_of(splitter.place, str(error))
+        self._barrier(refusal)
+        self._raise_refusals()
+        return predicted
+
+    def prepare(
+        self,
+        *args: Any,
+        target: Any = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Build the stages without training, if they are not built yet.
+
+        Needed to load a state, or to use the stages' optimizers, before the first step. Arguments
+        are as of ``step``.
+        """
+        self._check_health()
+        batch = batch_of_call(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        self._build_for(self._split_batch(*batch))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages: modules, optimizers and schedulers.
@@ -485,11 +569,33 @@ class PipelineTrainer:
 
         return actions_of
 
-    def _split_batch(self, inputs: Any, target: Any, step: int) -> MicrobatchSplitter:
+    def _split_batch(
+        self, inputs: Any, target: Any, has_short_form: bool = False, step: int = 0
+    ) -> MicrobatchSplitter:
         num_microbatches = self._shape.num_microbatches
-        splitter = MicrobatchSplitter(inputs, target, step * num_microbatches, num_microbatches)
+        splitter = MicrobatchSplitter(
+            inputs, target, step * num_microbatches, num_microbatches, self._loss_weight_fn,
+            self._layers[0] if self._rank == 0 else None,
+        )  # fmt: skip
+        splitter.has_short_form = has_short_form
         splitter.place = place_of(self._rank, None)
         return splitter
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[Executor]:
+        """Yield the executor, with this rank's stages in evaluation mode and no gradients."""
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            evaluating(stage.module for stage in self.stages),
+            self._recording_failure() as executor,
+        ):
+            yield executor
+
+    @property
+    def _is_last(self) -> bool:
+        """Return whether this is the rank of the last stage."""
+        return self._shape.num_stages - 1 in self._shape.stages(self._rank)
 
     def _report(self) -> float | None:
         """Return the mean loss since the last report, unless a rank has refused a part of it."""

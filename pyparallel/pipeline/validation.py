@@ -22,6 +22,7 @@ def find_type_error(
     loss_fn: object,
     optimizer_fn: object,
     scheduler_fn: object,
+    loss_weight_fn: object,
 ) -> TypeError | None:
     """Return the first argument of a wrong type, as an error, or None."""
     for index, layer in enumerate(layers):
@@ -30,14 +31,19 @@ def find_type_error(
     if not has_methods(schedule, "step", "update_index", "versions", "validation_error"):
         rule = "an object such as OneForwardOneBackward() or PipeOptim()"
         return wrong_type("schedule", rule, schedule)
-    if not callable(loss_fn):
-        return wrong_type("loss_fn", "a function of output and target", loss_fn)
-    if not callable(optimizer_fn):
-        rule = "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"
-        return wrong_type("optimizer_fn", rule, optimizer_fn)
-    if scheduler_fn is not None and not callable(scheduler_fn):
-        rule = "a function of an optimizer such as lambda o: StepLR(o, 10), or None"
-        return wrong_type("scheduler_fn", rule, scheduler_fn)
+    functions = [
+        ("loss_fn", loss_fn, "a function of output and target"),
+        ("optimizer_fn", optimizer_fn,
+         "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"),
+        ("scheduler_fn", scheduler_fn,
+         "a function of an optimizer such as lambda o: StepLR(o, 10), or None"),
+        ("loss_weight_fn", loss_weight_fn,
+         "a function of a target such as lambda target: (target != -100).sum(), or None"),
+    ]  # fmt: skip
+    for name, value, rule in functions:
+        is_left_out = value is None and rule.endswith("or None")
+        if not is_left_out and not callable(value):
+            return wrong_type(name, rule, value)
     return None
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ...comm import Value, tensors_of
 from ...comm.wire_format import Refusal
+from ..runtime.inputs import Inputs, call_module, input_tensors
 from ..runtime.loss import Loss
-from ..runtime.microbatches import Inputs, MicrobatchSplitter, call_module, input_tensors
+from ..runtime.microbatches import MicrobatchSplitter
 from ..runtime.p2p import StageP2P
 from ..runtime.preserve_state import preserving_state
 from ..runtime.stage import check_value

@@ -13,7 +13,7 @@ from ...comm import (
     check_consistent_across_ranks,
     device_of,
 )
-from ..runtime.microbatches import Inputs
+from ..runtime.inputs import Inputs
 from .profile import profile_layers
 from .solver import Split, balance, check_num_stages
 

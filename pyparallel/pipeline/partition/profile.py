@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from ...comm import Value, tensors_of, uncompiled
-from ..runtime.microbatches import Arguments, Inputs, call_module, input_tensors, map_tensors
+from ..runtime.inputs import Arguments, Inputs, call_module, input_tensors, map_tensors
 from ..runtime.preserve_state import preserving_state
 from ..runtime.skippable import Skippable, check_stashed
 from ..runtime.stage import check_value

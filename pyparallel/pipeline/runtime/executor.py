@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ...comm import PeerError, RemoteError, Value
-from ...comm.wire_format import Refusal
+from ...comm.wire_format import NO_BATCH, Refusal
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .microbatches import MicrobatchSplitter
@@ -131,11 +131,16 @@ class Executor:
         else:  # the other ranks wait for the first output
             self._run(actions_of(self._rank), splitter, self.destinations, run_action, expect)
 
-    def evaluate(self, splitter: MicrobatchSplitter) -> None:
+    def evaluate(self, splitter: MicrobatchSplitter, outputs: list[Value] | None = None) -> None:
         """Run the forwards of all microbatches without backwards; raises as ``train``.
 
         An invalid target of the last stage leaves out its forwards.
+
+        Args:
+            splitter: of the batch.
+            outputs: where to append those of the last stage, in place of computing its losses.
         """
+        last = self._shape.num_stages - 1
 
         def forwards(rank: int) -> Iterator[Action]:
             for stage in self._shape.stages(rank):
@@ -145,8 +150,14 @@ class Executor:
         def run_action(action: Action, inputs: Value | Refusal | None) -> Value:
             assert inputs is not None
             assert not isinstance(inputs, Refusal), "p2p raises StepRefusedError"
+            stage, microbatch = self.stages[action.stage], action.microbatch
             with self._recording(action):
-                return self.stages[action.stage].evaluate(action.microbatch, inputs, splitter)
+                if outputs is None:
+                    return stage.evaluate(microbatch, inputs, splitter)
+                output = stage.predict(inputs)
+            if action.stage == last:
+                outputs.append(output)
+            return output
 
         self._check_batch(forwards, splitter, destinations_of)
         self._p2p.expect(forwards)
@@ -263,7 +274,9 @@ class Executor:
             try:
                 output = run_action(action, self._inputs(action, splitter))
                 if output is not None:
-                    self._p2p.send_output(action, output)
+                    is_forward = action.kind is Kind.FORWARD
+                    batch = splitter.batch_meta(action.microbatch) if is_forward else NO_BATCH
+                    self._p2p.send_output(action, output, batch)
                 before = output  # noqa: F841
                 if after_first is not None:
                     after_first()
@@ -286,8 +299,12 @@ class Executor:
     def _inputs(self, action: Action, splitter: MicrobatchSplitter) -> Value | Refusal | None:
         """Return the inputs of a forward or the output gradients of a backward, or None."""
         if action.kind is Kind.FORWARD:
-            first = action.stage == 0
-            return splitter.inputs(action.microbatch) if first else self._p2p.recv_input(action)
+            if action.stage == 0:
+                first: Value = splitter.inputs(action.microbatch)
+                return first
+            inputs = self._p2p.recv_input(action)
+            splitter.note_batch_meta(action.microbatch, self._p2p.batch)
+            return inputs
         last = action.stage == self._shape.num_stages - 1
         if last or action.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             return None

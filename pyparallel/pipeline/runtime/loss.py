@@ -13,6 +13,7 @@ from ...comm import Value, tensors_of
 from ...comm.wire_format import Refusal, RefusalKind
 from ..schedules.schedule import Schedule
 from ..schedules.shape import PipelineShape
+from .loss_weights import host_values
 from .microbatches import MicrobatchSplitter
 from .refusals import refusal_of
 
@@ -84,7 +85,7 @@ class Criterion:
         if self.defers_check:
             self._reported[-1].must_be_finite = True
         else:
-            self._values += _host_values(loss.detach())
+            self._values += host_values(loss.detach())
             if not math.isfinite(self._values[-1]):
                 return _non_finite(microbatch, self._values[-1], splitter)
         if not self._shares_update(microbatch):
@@ -114,7 +115,7 @@ class Criterion:
         if not any(each.must_be_finite for each in self._reported[len(self._values) :]):
             return None
         unknown = [each.loss.double() for each in self._reported[len(self._values) :]]
-        self._values += _host_values(torch.stack(unknown))
+        self._values += host_values(torch.stack(unknown))
         for each, value in zip(self._reported, self._values, strict=True):
             if each.must_be_finite and not math.isfinite(value):
                 return _non_finite(each.microbatch, value, splitter)
@@ -130,7 +131,7 @@ class Criterion:
         if len(values) == len(reported):
             return sum(map(operator.mul, values, shares), 0.0)
         losses = [each.loss.double() * each.share for each in reported]
-        return _host_values(torch.stack(losses).sum())[0]
+        return host_values(torch.stack(losses).sum())[0]
 
 
 def shares_update_fn(schedule: Schedule, shape: PipelineShape) -> Callable[[int], bool]:
@@ -153,16 +154,3 @@ def find_target_refusal(splitter: MicrobatchSplitter) -> Refusal | None:
 def _non_finite(microbatch: int, loss: float, splitter: MicrobatchSplitter) -> Refusal:
     text = f"{splitter.place}: the loss of microbatch {microbatch} must be finite, got {loss}"
     return Refusal(RefusalKind.NOT_FINITE, text)
-
-
-def _host_values(tensor: Tensor) -> list[float]:
-    """Return a tensor's elements; the host waits for its stream."""
-    if tensor.is_cuda:
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        pinned.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        event.synchronize()
-        tensor = pinned
-    values: list[float] = tensor.view(-1).tolist()
-    return values

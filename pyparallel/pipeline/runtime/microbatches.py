@@ -1,8 +1,6 @@
 """Splitting a batch into microbatches, and checking it before any of them enters the pipeline."""
 
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,100 +8,82 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ...comm import Value, summarize, wrong_type
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of the model's first layer for one microbatch, as torch's schedules give them.
-
-    Args:
-        args: the positional ones; a batch that is a list.
-        kwargs: the keyword arguments; a batch that is a dict.
-    """
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-
-Inputs = Value | Arguments  # Value: one argument, as each layer gets from the previous one
-
-
-def call_module(module: nn.Module, inputs: Inputs) -> Any:
-    """Return the output of a stage's module, or of the model's first layer, for its inputs."""
-    if isinstance(inputs, Arguments):
-        return module(*inputs.args, **inputs.kwargs)
-    return module(inputs)
-
-
-def input_tensors(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Return the tensors of a layer's inputs, also those nested in its arguments."""
-    nested = (inputs.args, inputs.kwargs) if isinstance(inputs, Arguments) else inputs
-    return tuple(each for each in tree_leaves(nested) if isinstance(each, Tensor))
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
-    """Return a layer's inputs with each tensor replaced by ``function(tensor)``."""
-    if isinstance(inputs, Arguments):
-        mapped = tree_map_only(Tensor, function, (inputs.args, inputs.kwargs))
-        return Arguments(*mapped)
-    return function(inputs) if isinstance(inputs, Tensor) else tuple(map(function, inputs))
+from ...comm import Value, summarize, tensors_of, wrong_type
+from ...comm.wire_format import NO_BATCH, BatchMeta
+from .inputs import (
+    Arguments,
+    Inputs,
+    PreSplit,
+    as_arguments,
+    find_argument_error,
+    find_inputs_error,
+    find_size_error,
+    input_tensors,
+    map_tensors,
+    missing,
+)
+from .loss_weights import LossWeightFn, compute_loss_weights
 
 
 class MicrobatchSplitter:
     """One step's batch, split along the first dimension as ``torch.tensor_split`` does.
 
-    Inputs that are a list are the positional arguments of the first layer, and those that are a
-    dict its keyword arguments, as in ``step`` of the schedules of ``torch.distributed.pipelining``:
-    every tensor in them is split, and every other value is given to each microbatch. A tuple of
-    tensors is one argument.
+    Arguments of the first layer are split as by ``step`` of the schedules of
+    ``torch.distributed.pipelining``: every tensor in them, also in a list or a dict; every other
+    value is given to each microbatch. Inputs that are a list are positional arguments, and those
+    that are a dict keyword arguments. A tuple of tensors is one argument.
 
     Args:
-        inputs: a tensor, a tuple of tensors, or a list or dict; None on ranks without the first
-            stage.
-        target: a tensor, or a tuple, list or dict of tensors, for the last stage, or stages with
-            heads; None on other ranks.
+        inputs: a tensor, a tuple of tensors, a list, a dict or Arguments; or the microbatches
+            themselves. None on ranks without the first stage.
+        target: a tensor, or a tuple, list or dict of tensors, or the microbatches' own, for the
+            last stage, or stages with heads; None on other ranks.
         first: the number of the step's first microbatch.
         num_microbatches: how many parts.
+        loss_weight_fn: the weight of a microbatch's loss, of its target; None: its samples.
+        first_layer: of the model, on the rank that calls it, to check the inputs by; None: not.
+
+    Attributes:
+        place: rank and step, for errors.
+        has_short_form: inputs and target are a call's two positional arguments.
     """
 
-    place = ""  # rank and step, for errors
+    place = ""
+    has_short_form = False
 
-    def __init__(self, inputs: Any, target: Any, first: int, num_microbatches: int) -> None:
+    def __init__(
+        self,
+        inputs: Any,
+        target: Any,
+        first: int,
+        num_microbatches: int,
+        loss_weight_fn: LossWeightFn | None = None,
+        first_layer: nn.Module | None = None,
+    ) -> None:
         self._inputs = _as_dict(inputs)
         self._target = _as_dict(target)
         self._first = first
         self._num_microbatches = num_microbatches
+        self._loss_weight_fn = loss_weight_fn
+        self._first_layer = first_layer
+        self._received: dict[int, BatchMeta] = {}  # of microbatches from the previous rank
+        self._mismatch: str | None = None
 
     def find_input_error(self) -> str | TypeError | None:
         """Return why the inputs cannot be split, or None; for the rank of the first stage.
 
         If the target is given too, and can be split, it must have as many samples.
         """
-        error = self._input_type_error() or self._size_error("inputs", self._inputs)
-        if error or self._target is None or self.find_target_error():
-            return error
-        num_inputs, num_targets = _num_samples(self._inputs), _num_samples(self._target)
-        if num_inputs == num_targets:
-            return None
-        return (
-            f"inputs and target must have the same number of samples, got {num_inputs} and "
-            f"{num_targets}: take both from one batch"
-        )
+        return self._input_error
 
     def find_target_error(self) -> str | TypeError | None:
-        """Return why the target cannot be split, or None; for ranks that compute a loss."""
-        return self._target_error
+        """Return why the target cannot be split, or None; for ranks that compute a loss.
 
-    @cached_property
-    def _target_error(self) -> str | TypeError | None:
-        target = self._target
-        if target is None:
-            return _missing("target", "the rank of the last stage, with Interlocking on every rank")
-        leaves = tree_leaves(target)
-        if not leaves or not all(isinstance(each, Tensor) for each in leaves):
-            return wrong_type("target", "a tensor, or a tuple, list or dict of tensors", target)
-        return self._size_error("target", target)
+        From the first received microbatch on that is of other samples than its target, it is that.
+        """
+        if self._target_error is None and isinstance(self._weights, str):
+            return self._weights
+        return self._target_error or self._mismatch
 
     def inputs(self, microbatch: int) -> Any:
         """Return the inputs of a microbatch: a ``Value``, or ``Arguments``.
@@ -112,31 +92,154 @@ class MicrobatchSplitter:
             ValueError: the batch is missing, or cannot be split into the microbatches.
             TypeError: it is of a wrong type.
         """
+        _raise(self._input_error)
         return self._split_inputs[microbatch - self._first]
 
     def target(self, microbatch: int) -> Any:
         """Return the target of a microbatch, in the structure of the batch's; raises as above."""
+        _raise(self.find_target_error())
         return self._split_target[microbatch - self._first]
 
     def share(self, microbatch: int) -> float:
-        """Return a microbatch's fraction of the step's samples, which the target counts."""
-        samples = _num_samples(self._target)
-        least, rest = divmod(samples, self._num_microbatches)
-        return (least + (microbatch - self._first < rest)) / samples
+        """Return a microbatch's fraction of the step's weights, or of the target's samples."""
+        _raise(self.find_target_error())
+        weights = self._weights
+        assert not isinstance(weights, str), "which would be an error of the target"
+        return weights[microbatch - self._first] / sum(weights)
+
+    def batch_meta(self, microbatch: int) -> BatchMeta:
+        """Return what is sent with the activations of a microbatch, for ranks with targets."""
+        if microbatch in self._received:
+            return self._received[microbatch]
+        if self._inputs is None or self._input_error is not None:
+            return NO_BATCH
+        samples = self._input_samples
+        return BatchMeta(samples[microbatch - self._first], _sum(samples), self.has_short_form)
+
+    def note_batch_meta(self, microbatch: int, batch: BatchMeta) -> None:
+        """Compare what has been received with a microbatch's activations with this rank's target.
+
+        A difference is an error of the target.
+        """
+        if batch == NO_BATCH:
+            return
+        self._received[microbatch] = batch
+        if self._target is not None and self._target_error is None and self._mismatch is None:
+            self._mismatch = self._find_mismatch(microbatch, batch)
+
+    def _find_argument_error(self) -> str | None:
+        """Return why the first layer cannot be called with the batch, or a microbatch, or None."""
+        if self._first_layer is None:
+            return None
+        if not isinstance(self._inputs, PreSplit):
+            called = as_arguments(self._inputs)
+            return find_argument_error(self._first_layer, called.args, called.kwargs)
+        for microbatch, (args, kwargs) in enumerate(self._inputs.arguments(), self._first):
+            error = find_argument_error(self._first_layer, args, kwargs)
+            if error is not None:
+                return f"microbatch {microbatch}: {error}"
+        return None
+
+    def _find_mismatch(self, microbatch: int, batch: BatchMeta) -> str | None:
+        if batch.has_short_form and not self.has_short_form:
+            return (
+                "target must be given by name on every rank or on none, got a second argument "
+                "without a name on the rank of the first stage, which is the target there: pass "
+                "target=..., or the first layer's arguments by name"
+            )
+        if isinstance(self._target, PreSplit) and self._loss_weight_fn is not None:
+            return None  # the first dimensions of its entries may be of anything
+        samples = self._target_samples
+        for name, given, wanted in (
+            ("inputs and target", batch.total, _sum(samples)),
+            (f"microbatch {microbatch} of inputs and target", batch.samples,
+             samples[microbatch - self._first]),
+        ):  # fmt: skip
+            if given and given != wanted:
+                return (
+                    f"{name} must have the same number of samples, got {given} and {wanted}: take "
+                    "both from one batch"
+                )
+        return None
+
+    @cached_property
+    def _input_error(self) -> str | TypeError | None:
+        error = find_inputs_error(self._inputs, self._num_microbatches)
+        error = error or self._find_argument_error()
+        if error or self._target is None or self._target_error:
+            return error
+        for microbatch, samples in enumerate(self._input_samples, self._first):
+            batch = BatchMeta(samples, _sum(self._input_samples))
+            error = error or self._find_mismatch(microbatch, batch)
+        return error
+
+    @cached_property
+    def _target_error(self) -> str | TypeError | None:
+        target, rule = self._target, "a tensor, or a tuple, list or dict of tensors"
+        if target is None:
+            return missing("target", "the rank of the last stage, with Interlocking on every rank")
+        named = {"target": target}
+        if isinstance(target, PreSplit):
+            if (error := target.find_error(self._num_microbatches)) is not None:
+                return error
+            (entries,) = target.lists.values()
+            named = {f"target_mbs[{index}]": each for index, each in enumerate(entries)}
+        for name, each in named.items():
+            leaves = tree_leaves(each)
+            if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+                return wrong_type(name, rule, each)
+        if not isinstance(target, PreSplit):
+            return find_size_error("target", target, self._num_microbatches)
+        if self._loss_weight_fn is None and 0 in self._target_samples:
+            index = self._target_samples.index(0)
+            return (
+                "target_mbs must have entries of tensors with one number of samples, their first "
+                f"dimension, got {summarize(entries[index])} for target_mbs[{index}]: give "
+                "loss_weight_fn where it is not the samples"
+            )
+        return None
+
+    @cached_property
+    def _weights(self) -> list[float] | list[int] | str:
+        """The weight of each microbatch's loss, or why ``loss_weight_fn`` gives none."""
+        if self._loss_weight_fn is None:
+            return self._target_samples
+        return compute_loss_weights(self._loss_weight_fn, self._split_target, self._first)
+
+    @cached_property
+    def _input_samples(self) -> list[int]:
+        """The number of samples of each microbatch of the inputs; 0: not known."""
+        return self._samples(self._inputs, self._split_inputs)
+
+    @cached_property
+    def _target_samples(self) -> list[int]:
+        return self._samples(self._target, self._split_target)
+
+    def _samples(self, batch: Any, parts: list[Any]) -> list[int]:
+        if isinstance(batch, PreSplit):
+            return [_num_samples(part) for part in parts]
+        least, rest = divmod(_num_samples(batch), self._num_microbatches)
+        return [least + (index < rest) for index in range(self._num_microbatches)]
 
     @cached_property
     def _split_inputs(self) -> list[Inputs]:
-        _raise(self.find_input_error())
-        parts = self._split(self._inputs)
-        if isinstance(self._inputs, list):
+        inputs = self._inputs
+        if isinstance(inputs, PreSplit):
+            return [map_tensors(Tensor.detach, Arguments(*each)) for each in inputs.arguments()]
+        if isinstance(inputs, Arguments):
+            return [Arguments(*part) for part in self._split((inputs.args, inputs.kwargs))]
+        parts = self._split(inputs)
+        if isinstance(inputs, list):
             return [Arguments(args=tuple(part)) for part in parts]
-        if isinstance(self._inputs, dict):
+        if isinstance(inputs, dict):
             return [Arguments(kwargs=part) for part in parts]
         return parts
 
     @cached_property
     def _split_target(self) -> list[Any]:
-        _raise(self.find_target_error())
+        if isinstance(self._target, PreSplit):
+            (entries,) = self._target.lists.values()
+            return [tree_map_only(Tensor, Tensor.detach, each) for each in entries]
         return self._split(self._target)
 
     def _split(self, value: Any) -> list[Any]:
@@ -150,41 +253,24 @@ class MicrobatchSplitter:
         ]
         return [tree_unflatten(part, structure) for part in zip(*parts, strict=True)]
 
-    def _input_type_error(self) -> str | TypeError | None:
-        inputs = self._inputs
-        if inputs is None:
-            return _missing("inputs", "the rank of the first stage")
-        rule = "a tensor, a tuple of tensors, a list of arguments or a dict of keyword arguments"
-        if not isinstance(inputs, Tensor | tuple | list | dict):
-            return wrong_type("inputs", rule, inputs)
-        if isinstance(inputs, tuple) and not (
-            inputs and all(isinstance(each, Tensor) for each in inputs)
-        ):
-            fix = "a list's items are the arguments of the first layer, of any type"
-            return wrong_type("inputs", rule, inputs, fix)
-        leaves = tree_leaves(inputs)
-        if not any(isinstance(each, Tensor) for each in leaves):
-            return wrong_type("inputs", f"{rule}, with a tensor to split into microbatches", inputs)
-        if isinstance(inputs, dict) and not all(isinstance(key, str) for key in inputs):
-            rule = "names of the first layer's arguments"
-            return wrong_type("the keys of inputs", rule, list(inputs))
-        return _mask_error(leaves)
 
-    def _size_error(self, name: str, value: Any) -> str | None:
-        tensors = [each for each in tree_leaves(value) if isinstance(each, Tensor)]
-        if not all(each.dim() for each in tensors):
-            return (
-                f"{name} must be of tensors whose first dimension is the batch, got one of shape "
-                f"[] in {summarize(value)}"
-            )
-        sizes = sorted({len(each) for each in tensors})
-        if len(sizes) == 1 and sizes[0] >= self._num_microbatches:
-            return None
-        fix = "" if len(sizes) > 1 else "; use drop_last=True, or fewer microbatches"
-        return (
-            f"{name} must have one number of samples, at least one for each of the "
-            f"{self._num_microbatches} microbatches, got {sizes}{fix}"
+def concatenate(outputs: Sequence[Value]) -> Value:
+    """Return the outputs of microbatches as one batch's.
+
+    Raises:
+        ValueError: their shapes differ in more than the first dimension, or have none.
+    """
+    parts = [tensors_of(each) for each in outputs]
+    shapes = [[list(tensor.shape) for tensor in part] for part in parts]
+    if not all(map(all, shapes)) or len({str([s[1:] for s in each]) for each in shapes}) > 1:
+        found = " and ".join(dict.fromkeys(", ".join(map(str, each)) for each in shapes))
+        raise ValueError(
+            "the outputs of microbatches must be of one shape but for dimension 0, the batch, to "
+            f"be concatenated, got {found}; with arg_mbs or kwarg_mbs, given on the rank of the "
+            "last stage too, predict returns a list"
         )
+    whole = tuple(map(torch.cat, zip(*parts, strict=True)))
+    return whole[0] if isinstance(outputs[0], Tensor) else whole
 
 
 def _as_dict(value: Any) -> Any:
@@ -192,26 +278,15 @@ def _as_dict(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
 
 
-def _mask_error(leaves: list[Any]) -> str | None:
-    """Return why FlexAttention's masks among the inputs cannot be given to each microbatch."""
-    # Torch's schedules split a mask of several samples, together with its function.
-    flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
-    mask = getattr(flex_attention, "BlockMask", ())
-    sizes = {len(each.kv_num_blocks) for each in leaves if isinstance(each, mask)} - {1}
-    if not sizes:
-        return None
-    return (
-        "inputs must have block masks that all samples share, with B=None, as each microbatch gets "
-        f"the whole mask, got one of {min(sizes)} samples: create it in the layer instead"
-    )
-
-
-def _missing(name: str, where: str) -> str:
-    return f"{name} must be given on {where}, got None"
-
-
 def _num_samples(value: Any) -> int:
-    return next(len(each) for each in tree_leaves(value) if isinstance(each, Tensor))
+    """Return the first dimension of all tensors of a batch; 0 if they have not one."""
+    sizes = {len(each) if each.dim() else 0 for each in input_tensors(value)}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _sum(samples: list[int]) -> int:
+    """Return the samples of all microbatches; 0 if those of one are not known."""
+    return sum(samples) if all(samples) else 0
 
 
 def _raise(error: str | TypeError | None) -> None:

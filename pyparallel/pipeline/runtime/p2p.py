@@ -8,7 +8,7 @@ import torch
 
 from ...comm import Channel, P2PGroups, PeerError, Value, tensors_of
 from ...comm.p2p_channel import P2PMessage
-from ...comm.wire_format import Refusal
+from ...comm.wire_format import NO_BATCH, BatchMeta, Refusal
 from ...compression import CorruptMessageError
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
@@ -67,9 +67,11 @@ class StageP2P:
 
     Attributes:
         via_host: send values from the host's memory where they would travel over NCCL.
+        batch: that the value received last is of, if it is of a peer's forward.
     """
 
     via_host = True
+    batch = NO_BATCH
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class StageP2P:
             {} if groups is None else {peer: Channel(peer, groups) for peer in sorted(neighbors)}
         )
         self._arrived: dict[tuple[int, int], Value | Refusal] = {}  # by stream and number
+        self._batches: dict[tuple[int, int], BatchMeta] = {}  # likewise, of peers
 
     @property
     def bytes_sent(self) -> int:
@@ -129,12 +132,16 @@ class StageP2P:
         for channel in self._channels.values():
             channel.forget()
 
-    def send_output(self, action: Action, value: Value | Refusal) -> None:
-        """Send an action's output to the stage that needs it, if there is one."""
+    def send_output(
+        self, action: Action, value: Value | Refusal, batch: BatchMeta = NO_BATCH
+    ) -> None:
+        """Send an action's output, and a forward's batch, to the stage that needs it, if any."""
         for endpoint in destinations_of(action):
-            self.send(endpoint, action.microbatch, value)
+            self.send(endpoint, action.microbatch, value, batch)
 
-    def send(self, endpoint: Endpoint, number: int, value: Value | Refusal) -> None:
+    def send(
+        self, endpoint: Endpoint, number: int, value: Value | Refusal, batch: BatchMeta = NO_BATCH
+    ) -> None:
         """Send a value under a number that is unique among those in flight on its stream."""
         if not 0 <= endpoint.stage < self._shape.num_stages:
             return
@@ -147,7 +154,7 @@ class StageP2P:
             self._arrived[endpoint.stream, number] = value
         else:
             channel = self._channels[peer]
-            channel.send(endpoint.stream, number, value, via_host=self.via_host)
+            channel.send(endpoint.stream, number, value, via_host=self.via_host, batch=batch)
 
     def recv_input(self, action: Action) -> Value | Refusal:
         """Wait for an action's input from another stage and return it.
@@ -165,6 +172,7 @@ class StageP2P:
         """Wait for the value of a number and return it; raises as ``recv_input``."""
         while (endpoint.stream, number) not in self._arrived:
             self._recv_message(endpoint)
+        self.batch = self._batches.pop((endpoint.stream, number), NO_BATCH)
         return self._decoded(endpoint, self._arrived.pop((endpoint.stream, number)))
 
     def recv_next(self, endpoint: Endpoint) -> tuple[int, Value | Refusal]:
@@ -251,6 +259,8 @@ class StageP2P:
         if isinstance(value, Refusal) and kind != StreamKind.GRADIENTS:
             raise StepRefusedError(value, peer)
         self._arrived[message.stream, message.number] = value
+        if message.batch != NO_BATCH:
+            self._batches[message.stream, message.number] = message.batch
 
     def _sender_to(self, endpoint: Endpoint) -> int:
         source = endpoint.stage + (1 if endpoint.kind is StreamKind.GRADIENTS else -1)

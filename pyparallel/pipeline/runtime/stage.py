@@ -22,8 +22,9 @@ from ...comm import (
 )
 from ...comm.wire_format import Refusal
 from .clipping import LastNormClipper
+from .inputs import Arguments, Inputs, call_module
 from .loss import Criterion, find_target_refusal
-from .microbatches import Arguments, Inputs, MicrobatchSplitter, call_module
+from .microbatches import MicrobatchSplitter
 from .split_backward import WeightBackward, backward_input
 from .stage_weights import LiveWeights, Weights
 
@@ -158,12 +159,16 @@ class Stage:
         """Run a forward on the live weights without a backward; none if the target is invalid."""
         if self._criterion is not None and splitter.find_target_error() is not None:
             return ()
-        output = check_value(call_module(self.module, inputs))
+        output = self.predict(inputs)
         return (
             output
             if self._criterion is None
             else self._criterion.loss_for_report(microbatch, output, splitter)
         )
+
+    def predict(self, inputs: Inputs) -> Value:
+        """Run a forward on the live weights without a backward or a loss."""
+        return check_value(call_module(self.module, inputs))
 
     def backward(self, microbatch: int, gradients: Value | Refusal | None) -> Value | Refusal:
         """Accumulate the parameters' gradients; return those of the differentiable inputs.

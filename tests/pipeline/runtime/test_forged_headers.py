@@ -11,7 +11,8 @@ from tests.comm.headers import write_checksum
 from tests.workers import observe_ranks
 
 NUM_MICROBATCHES = 2
-STREAM, NUMBER, RECEIVED, COUNT, VIA_HOST, CHECKSUM, DTYPE, GRADIENT, DIMENSIONS, SIZE = range(10)
+STREAM, NUMBER, RECEIVED, COUNT, VIA_HOST, CHECKSUM = range(6)
+DTYPE, GRADIENT, DIMENSIONS, SIZE = range(9, 13)
 # A word of the header of a float32 tensor (3, 4) that requires a gradient, and what it becomes.
 # Corrupt: its checksum is that of the header before.
 CORRUPT = {

@@ -9,7 +9,8 @@ from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunk
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._pytree import tree_flatten
 
-from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter, call_module, input_tensors
+from pyparallel.pipeline.runtime.inputs import call_module, input_tensors
+from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
 
 
 def test_splits_like_tensor_split_and_counts_from_first():

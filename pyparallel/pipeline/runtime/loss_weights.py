@@ -1,0 +1,69 @@
+"""The weights of microbatches' losses in the mean over a step."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm import summarize
+
+LossWeightFn = Callable[[Any], float | Tensor]
+
+
+def compute_loss_weights(
+    loss_weight_fn: LossWeightFn, targets: Sequence[Any], first: int
+) -> list[float] | str:
+    """Return the weight of each microbatch's loss, or why there are none.
+
+    The host waits for the weights on a GPU all at once.
+
+    Args:
+        loss_weight_fn: of a microbatch's target.
+        targets: of all microbatches of a step.
+        first: the number of the first of them.
+    """
+    found: list[float | Tensor] = []
+    for microbatch, target in enumerate(targets, first):
+        try:
+            with torch.no_grad():
+                weight = loss_weight_fn(target)
+        except Exception as error:  # ranks without a target would wait for this one
+            return _error(microbatch, f"{type(error).__name__}: {error}")
+        is_number = isinstance(weight, int | float) or (
+            isinstance(weight, Tensor) and not weight.dim() and not weight.is_complex()
+        )
+        if not is_number:
+            return _error(microbatch, summarize(weight))
+        found.append(weight)
+    tensors = [each for each in found if isinstance(each, Tensor)]
+    if tensors:
+        device = tensors[0].device
+        known = iter(host_values(torch.stack([each.double().to(device) for each in tensors])))
+        found = [next(known) if isinstance(each, Tensor) else each for each in found]
+    weights = [float(each) for each in found]
+    for microbatch, weight in enumerate(weights, first):
+        if not 0 < weight < math.inf:
+            return _error(microbatch, f"{weight:g}")
+    return weights
+
+
+def host_values(tensor: Tensor) -> list[float]:
+    """Return a tensor's elements; the host waits for its stream."""
+    if tensor.is_cuda:
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
+        tensor = pinned
+    values: list[float] = tensor.view(-1).tolist()
+    return values
+
+
+def _error(microbatch: int, what: str) -> str:
+    return (
+        "loss_weight_fn must return a positive, finite number for the target of each microbatch, "
+        f"got {what} for microbatch {microbatch}"
+    )
