@@ -308,8 +308,8 @@ def send_malformed(rank):
     """Return what a receiver raises for headers that no channel writes; then one that it does."""
     channel = connect(rank)
     headers = [Header(0, 0, 0, describe(torch.ones(2))).to_tensor() for _ in range(5)]
-    headers[0][6] = 99  # the dtype
-    headers[1][9] = 2**45  # the size
+    headers[0][9] = 99  # the dtype
+    headers[1][12] = 2**45  # the size
     headers[2][2] = 10**9  # how many messages it has received
     headers[3][3] = -2 - len(RefusalKind)  # the count: no refusal of a kind
     headers[4] = Header(0, 0, 10**9, refusal=REFUSAL).to_tensor()

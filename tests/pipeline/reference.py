@@ -39,6 +39,7 @@ Call = tuple[Tensor, Tensor]  # inputs, target
 Weights = dict[str, Tensor]
 Value = Tensor | tuple[Tensor, ...]  # what layers return
 OptimizerFactory = Callable[..., Optimizer | list[Optimizer]]
+Weigh = Callable[[Tensor], float]  # a microbatch's loss, by its target
 
 
 class Read(NamedTuple):
@@ -403,13 +404,13 @@ def make_stage(
 
 
 def microbatches(
-    calls: Sequence[Call], num_microbatches: int, per_update: int
+    calls: Sequence[Call], num_microbatches: int, per_update: int, weigh: Weigh = len
 ) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Yield the inputs and target of each microbatch, and its fraction of its update's samples."""
+    """Yield the inputs and target of each microbatch, and its fraction of its update's weight."""
     for call in calls:
         for inputs, target in zip(*(t.tensor_split(num_microbatches) for t in call), strict=True):
-            total = len(call[0]) if per_update > 1 else len(inputs)
-            yield inputs, target, len(inputs) / total
+            total = weigh(call[1]) if per_update > 1 else weigh(target)
+            yield inputs, target, weigh(target) / total
 
 
 @dataclass
@@ -449,8 +450,12 @@ def train_in_one_process(
     correction: UpdateErrorFeedback | StageMomentum | None = None,
     rates: Rates = lambda count: 1.0,
     max_norm: float | None = None,
+    weigh: Weigh = len,
 ) -> Trained:
-    """Train as a pipeline that is flushed after each stream of steps."""
+    """Train as a pipeline that is flushed after each stream of steps.
+
+    ``weigh``: the weight of a microbatch's loss, of its target; it must be additive.
+    """
     every, depth = microbatches_per_update(schedule, num_microbatches), len(split) + 1
     stages = []
     for index, module in enumerate(cut(build_layers(), split)):
@@ -460,7 +465,7 @@ def train_in_one_process(
     losses: list[float] = []
     for calls in streams:
         of_microbatches = []
-        for m, batch in enumerate(microbatches(calls, num_microbatches, every)):
+        for m, batch in enumerate(microbatches(calls, num_microbatches, every, weigh)):
             rules = [reads(schedule, m, s, depth, num_microbatches) for s in range(depth)]
             of_microbatches.append(run_microbatch(stages, rules, loss_fn, *batch))
             if (m + 1) % every == 0:
@@ -470,7 +475,7 @@ def train_in_one_process(
                     stage.update()
         for stage in stages:
             stage.flush()
-        losses += losses_of_calls(of_microbatches, calls, num_microbatches)
+        losses += losses_of_calls(of_microbatches, calls, num_microbatches, weigh)
     return Trained(losses, stages)
 
 
@@ -527,14 +532,17 @@ def run_microbatch(
 
 
 def losses_of_calls(
-    of_microbatches: Sequence[float], calls: Sequence[Call], num_microbatches: int
+    of_microbatches: Sequence[float],
+    calls: Sequence[Call],
+    num_microbatches: int,
+    weigh: Weigh = len,
 ) -> list[float]:
-    """Return the mean loss over the samples of each step."""
+    """Return the weighted mean loss of each step."""
     means = []
-    for index, (inputs, _) in enumerate(calls):
-        sizes = [len(part) for part in inputs.tensor_split(num_microbatches)]
+    for index, (_, target) in enumerate(calls):
+        weights = [weigh(part) for part in target.tensor_split(num_microbatches)]
         own = of_microbatches[index * num_microbatches :][:num_microbatches]
-        means.append(sum(n * loss for n, loss in zip(sizes, own, strict=True)) / len(inputs))
+        means.append(sum(n * loss for n, loss in zip(weights, own, strict=True)) / weigh(target))
     return means
 
 
