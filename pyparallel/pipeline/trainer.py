@@ -683,8 +683,8 @@ class PipelineTrainer:
             ties = find_ties(modules)
             check_skips(self._schedule, modules, ties, self._compressors)
         names = names_of_modules(self._model, self._layers)
-        for stage in self._shape.stages(self._rank):
-            modules[stage].names = plain_names(modules[stage], names)
+        for index in self._shape.stages(self._rank):
+            modules[index].names = plain_names(modules[index], names)
         codecs = (self._codec(compressor) for compressor in self._compressors.values())
         local = [modules[stage] for stage in self._shape.stages(self._rank)]
         parameters = (p for module in local for p in module.parameters())

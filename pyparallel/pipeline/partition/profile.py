@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from ...comm import Value, tensors_of, uncompiled
 from ..runtime.inputs import Arguments, Inputs, call_module, input_tensors, map_tensors
 from ..runtime.preserve_state import preserving_state
-from ..runtime.skippable import Skippable, check_stashed
 from ..runtime.stage import check_value
+from ..runtime.stage_layers import Skippable, check_stashed
 from .saved_bytes import SavedBytes, storages
 
 

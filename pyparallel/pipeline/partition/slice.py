@@ -8,8 +8,7 @@ from itertools import pairwise
 from torch import nn
 
 from ...comm import uncompiled
-from ..runtime.skippable import Skippable
-from ..runtime.stage_layers import StageLayers
+from ..runtime.stage_layers import Skippable, StageLayers
 
 
 @dataclass(frozen=True)

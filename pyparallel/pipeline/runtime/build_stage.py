@@ -65,8 +65,9 @@ def trained_parameters(module: nn.Module, prefix: str = "") -> dict[str, nn.Para
         module: compiled or not, in whole or in parts, which changes no name.
         prefix: of the names.
     """
-    is_stage = isinstance(module, StageLayers)
-    named = module.owned_parameters() if is_stage else module.named_parameters()
+    named = module.named_parameters()
+    if isinstance(module, StageLayers):
+        named = module.owned_parameters()
     return {prefix + plain_name(name): each for name, each in named if each.requires_grad}
 
 
