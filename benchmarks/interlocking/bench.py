@@ -31,8 +31,8 @@ from benchmarks.interlocking import cotangents, straggler, windows
 from benchmarks.interlocking.cotangents import MLP, Compute, OneBlock
 from benchmarks.interlocking.straggler import Slowdown, StragglingModel
 from benchmarks.interlocking.windows import SleepingHead, end_to_end, every_window
-from benchmarks.pipeline import ours
 from benchmarks.pipeline.models import FOR_TWO_CORES, NUM_BYTES, ByteModel, SleepingModel
+from benchmarks.pipeline.systems import ours
 from benchmarks.pipeline.turns import Plan
 from pyparallel.pipeline import LinearHead
 

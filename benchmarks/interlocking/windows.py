@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from benchmarks.pipeline import ours, peers
 from benchmarks.pipeline.models import Model, SleepingLayer
-from benchmarks.pipeline.ours import OurSchedule
-from benchmarks.pipeline.systems import System
+from benchmarks.pipeline.systems import System, ours, peers
+from benchmarks.pipeline.systems.ours import OurSchedule
 from benchmarks.pipeline.turns import Plan, start, take_turns
 from pyparallel.comm import Value
 from pyparallel.pipeline import Head, Interlocking

@@ -10,6 +10,7 @@ all stages, ours and the limit with the class of ``--optimizer``, torch's with t
   around it counts: PipeOptim against the faster of torch's GPipe and 1F1B, 1F1B against torch's.
 * ``limit``: PipeOptim against computing without waiting and messages, with the same optimizer.
 * ``prediction``: the cost of weight prediction in PipeOptim.
+* ``link``: the time in which stages wait for messages over 1 Gbit/s, of PipeOptim and of torch's.
 * ``bubbles``: deeper pipelines whose stages sleep instead of computing: the idle time of ranks,
   measured and simulated.
 
@@ -22,11 +23,11 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.harness.link import loopback
+from benchmarks.harness.link import limited_links, loopback
 from benchmarks.harness.measure import summary
 from benchmarks.harness.program import Row, make_parser, measure
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.pipeline import bubbles, ours, peers, prediction
+from benchmarks.pipeline import bubbles, prediction, waiting
 from benchmarks.pipeline.limit import Limit, Speed, measure_speeds
 from benchmarks.pipeline.models import (
     FOR_TWO_CORES,
@@ -36,9 +37,9 @@ from benchmarks.pipeline.models import (
     Model,
     SleepingModel,
 )
-from benchmarks.pipeline.ours import OURS, OurSchedule
-from benchmarks.pipeline.peers import DEEP_PEERS, PEERS
-from benchmarks.pipeline.systems import ADAMW, System
+from benchmarks.pipeline.systems import ADAMW, System, ours, peers
+from benchmarks.pipeline.systems.ours import OURS, OurSchedule
+from benchmarks.pipeline.systems.peers import DEEP_PEERS, PEERS
 from benchmarks.pipeline.turns import Plan
 
 FIELDS = [
@@ -291,6 +292,51 @@ def rows_of_prediction(
     ]
 
 
+LINK_OURS = [ours.PIPE_OPTIM, ours.ONE_FORWARD_ONE_BACKWARD]
+LINK_PEERS = [peers.GPIPE, peers.ONE_FORWARD_ONE_BACKWARD]
+MBIT_PER_S = 1000
+
+
+def bench_link(sizes: Sizes) -> Iterator[list[Row]]:
+    """Measure both stages in a network namespace of its own."""
+    for num_microbatches in sizes.microbatches:
+        systems = [*sizes.ours(LINK_OURS), *LINK_PEERS]
+        arguments = (sizes.model, systems, num_microbatches, sizes.throughput)
+        with limited_links(RANKS, MBIT_PER_S) as place:
+            waits = run_ranks(RANKS, place, 300, waiting.measure, *arguments)[0]
+        for kind in (waiting.ACTIVATIONS, waiting.GRADIENTS):
+            of_kind = {name: each[kind] for name, each in waits.items()}
+            yield rows_of_link(of_kind, kind, sizes, num_microbatches)
+
+
+def rows_of_link(
+    waits: Mapping[str, Sequence[float]], kind: str, sizes: Sizes, num_microbatches: int
+) -> list[Row]:
+    """Return a row per system, relative to torch's 1F1B in the same turns."""
+    peer = peers.ONE_FORWARD_ONE_BACKWARD.name
+    rows: list[Row] = []
+    for name, seconds in waits.items():
+        ratios = [own / theirs for own, theirs in zip(seconds, waits[peer], strict=True)]
+        rows.append(
+            {
+                **summary(seconds),
+                "part": "link",
+                "case": f"M = {num_microbatches}, {kind}",
+                "compute": f"{sizes.model.name}, {MBIT_PER_S} Mbit/s",
+                "system": name,
+                "ranks": RANKS,
+                "microbatches": num_microbatches,
+                "ratio": f"{statistics.median(ratios):.3f}",
+                "ratio_is": f"wait of {peer}",
+                "optimizer": optimizer_of(name, sizes),
+                "runs": len(seconds),
+                "ratio_low": f"{min(ratios):.3f}",
+                "ratio_high": f"{max(ratios):.3f}",
+            }
+        )
+    return rows
+
+
 def bench_bubbles(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure all systems in each pipeline."""
     for deep in sizes.deep:
@@ -330,6 +376,7 @@ PARTS = {
     "small": bench_small,
     "limit": bench_limit,
     "prediction": bench_prediction,
+    "link": bench_link,
     "bubbles": bench_bubbles,
 }
 

@@ -43,7 +43,7 @@ from benchmarks.pipeline.optimizers import (
     Run,
     choose_rate,
 )
-from benchmarks.pipeline.peers import PEERS, TorchSchedule
+from benchmarks.pipeline.systems.peers import PEERS, TorchSchedule
 from pyparallel.pipeline import PipelineTrainer, PipeOptim
 
 FIELDS = [

@@ -26,8 +26,13 @@ from benchmarks.harness.measure import RESULTS, machine, summary, write_rows
 from benchmarks.harness.program import Row
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.pipeline.models import SMALL_MICROBATCHES, EncoderModel
-from benchmarks.pipeline.ours import ONE_FORWARD_ONE_BACKWARD, PIPE_OPTIM, OurSchedule, OurTraining
 from benchmarks.pipeline.systems import ADAMW
+from benchmarks.pipeline.systems.ours import (
+    ONE_FORWARD_ONE_BACKWARD,
+    PIPE_OPTIM,
+    OurSchedule,
+    OurTraining,
+)
 from benchmarks.pipeline.turns import WARM_UP
 from pyparallel.comm import Channel
 from pyparallel.pipeline import PipelineTrainer

@@ -11,15 +11,22 @@ from torch import nn
 from benchmarks.harness.link import loopback
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.pipeline import ours, parts
-from benchmarks.pipeline.bench import FIELDS, PARTS, SMALL_OURS, SMALL_PEERS
+from benchmarks.pipeline import parts
+from benchmarks.pipeline.bench import (
+    FIELDS,
+    LINK_OURS,
+    LINK_PEERS,
+    PARTS,
+    SMALL_OURS,
+    SMALL_PEERS,
+)
 from benchmarks.pipeline.bubbles import simulated_seconds
 from benchmarks.pipeline.limit import Limit
 from benchmarks.pipeline.models import ByteModel, SleepingModel, build_stages
-from benchmarks.pipeline.ours import OURS
-from benchmarks.pipeline.peers import DEEP_PEERS, PEERS
 from benchmarks.pipeline.picture import PICTURES
-from benchmarks.pipeline.systems import make_optimizer
+from benchmarks.pipeline.systems import make_optimizer, ours
+from benchmarks.pipeline.systems.ours import OURS
+from benchmarks.pipeline.systems.peers import DEEP_PEERS, PEERS
 from pyparallel.pipeline import GPipe, PipeDream
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,6 +50,8 @@ def test_the_dry_run_measures_every_part(tmp_path):
     assert systems["throughput"] == [Limit.name, *names]
     small = [system.name for system in (*SMALL_OURS, *SMALL_PEERS)]
     assert systems["small"] == [Limit.name, *small]
+    link = [system.name for system in (*LINK_OURS, *LINK_PEERS)]
+    assert systems["link"] == 2 * link
     assert systems["bubbles"] == [system.name for system in (*OURS, *DEEP_PEERS)]
     assert all(float(row["median_ms"]) > 0 for row in table if "difference" not in row["system"])
     copies = {row["system"]: row["weight_copies"] for row in table if row["part"] == "bubbles"}

@@ -7,8 +7,8 @@ from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows, write_rows
 from benchmarks.pipeline import clock
 from benchmarks.pipeline.clock import FIELDS, Entry, race, rows_of
-from benchmarks.pipeline.peers import ONE_FORWARD_ONE_BACKWARD, ZERO_BUBBLE
 from benchmarks.pipeline.picture import PICTURES
+from benchmarks.pipeline.systems.peers import ONE_FORWARD_ONE_BACKWARD, ZERO_BUBBLE
 from benchmarks.pipeline.table import race as table_of_race
 
 ENTRIES = [

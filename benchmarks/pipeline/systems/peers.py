@@ -62,14 +62,16 @@ class TorchTraining:
         num_stages = num_ranks * system.stages_per_rank
         mine = system.stages(dist.get_rank(), num_ranks)
         modules = build_stages(model, num_stages)
-        stages = [
+        self.stages = [
             PipelineStage(modules[index], index, num_stages, torch.device("cpu")) for index in mine
         ]
         kind = getattr(schedules, system.schedule)
         self._num_microbatches = num_microbatches
-        held: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        held: Any = self.stages
+        if issubclass(kind, PipelineScheduleSingle):
+            held = self.stages[0]
         self._schedule = kind(held, num_microbatches, loss_fn=model.loss)
-        self._optimizers = [make_optimizer(modules[index].parameters()) for index in mine]
+        self.optimizers = [make_optimizer(modules[index].parameters()) for index in mine]
         inputs, target = model.make_batch(num_microbatches)
         self._inputs = (inputs,) if 0 in mine else ()
         self._target = target if num_stages - 1 in mine else None
@@ -78,7 +80,7 @@ class TorchTraining:
         """Step; return the mean loss on the rank of the last stage, else None."""
         losses: list[torch.Tensor] | None = None if self._target is None else []
         self._schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         return None if losses is None else float(torch.stack(losses).detach().mean())

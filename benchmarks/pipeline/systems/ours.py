@@ -18,6 +18,7 @@ from pyparallel.pipeline import (
     PipelineTrainer,
     PipeOptim,
     Schedule,
+    Span,
     ZeroBubble,
 )
 from pyparallel.pipeline.runtime.stage import Stage
@@ -69,6 +70,11 @@ class OurTraining:
     def stages(self) -> Sequence[Stage]:
         """Return the stages of this rank."""
         return self._trainer.stages
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """Return the actions of this rank in the last step."""
+        return self._trainer.spans
 
     def step(self) -> float | None:
         """Step; return the mean loss on the rank of the last stage, else None."""
