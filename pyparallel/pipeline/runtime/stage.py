@@ -17,6 +17,7 @@ from ...comm import (
     keys_of,
     optimizer_kind,
     plain_keys,
+    plain_name,
     summarize,
     tensors_of,
 )
@@ -95,6 +96,8 @@ class Stage:
         self._in_flight: dict[int, _InFlight] = {}  # by microbatch
         self._found_inf: Tensor | None = None  # in the gradients of the next update
         self._num_optimized = len(self.optimized)
+        named = module.named_parameters()
+        self._frozen = {plain_name(name): each for name, each in named if not each.requires_grad}
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -127,7 +130,8 @@ class Stage:
         If that is not finite, or the target invalid, the backward will return a refusal.
 
         Raises:
-            RuntimeError: gradients are disabled, or parameters were added to the optimizer.
+            RuntimeError: gradients are disabled, or parameters were unfrozen, or added to the
+                optimizer.
             TypeError: the module's output is neither a tensor nor a tuple of tensors.
         """
         if self.optimizers and not torch.is_grad_enabled():
@@ -349,7 +353,21 @@ class Stage:
             check_optimizer_state(optimizer, saved[number], kinds[number], own_path)
 
     def _check_optimized(self) -> None:
-        """Check that the optimizers have no parameters of which the schedule keeps no versions."""
+        """Check that the optimizers have all parameters, and none without versions of its weights.
+
+        Raises:
+            RuntimeError: parameters were unfrozen, or added to an optimizer.
+        """
+        thawed = [name for name, each in self._frozen.items() if each.requires_grad]
+        if thawed:
+            held = {id(parameter) for parameter in self.optimized}
+            thawed = [name for name in thawed if id(self._frozen[name]) not in held]
+        if thawed:
+            raise RuntimeError(
+                "parameters that train must be held by an optimizer of their stage, got "
+                f"{thawed[0]}, which was unfrozen after the stage was built; create a new "
+                "PipelineTrainer, or freeze what is to train later only after it was built"
+            )
         if not isinstance(self.weights, LiveWeights):
             num_added = len(self.optimized) - self._num_optimized
             if num_added > 0:

@@ -180,6 +180,7 @@ class StageWeights(Weights):
         key = self._next_forward_key()
         if key.version == self._version and key.horizon:
             self._weight_predictor.step(key.horizon, self._allocate(key))
+            self._leave_out_frozen(key)
             self._prefetched = key
         else:
             self._weight_predictor.step()
@@ -268,7 +269,16 @@ class StageWeights(Weights):
             if key.version != self._version:
                 raise RuntimeError(f"stage {self._stage} holds no weights of {key}")
             self._weight_predictor.predict(key.horizon, self._allocate(key))
+            self._leave_out_frozen(key)
         return self._copies[key]
+
+    def _leave_out_frozen(self, key: VersionKey) -> None:
+        """Replace predictions of parameters that were frozen after steps, which stay as they are."""
+        parameters = (parameter for each in self._weights for parameter in each.parameters)
+        views = self._copies[key].views, self._live.views
+        for parameter, predicted, live in zip(parameters, *views, strict=True):
+            if not parameter.requires_grad:
+                predicted.copy_(live)
 
     def _replacing_weights(
         self, counters: VersionCounters, key: VersionKey

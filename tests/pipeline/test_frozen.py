@@ -1,0 +1,200 @@
+"""Models of which a part is frozen train as the unsplit model does, under every schedule."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from pyparallel import optim
+from pyparallel.pipeline import (
+    Displacement,
+    LastUpdate,
+    OneForwardOneBackward,
+    PipeDream,
+    PipelineTrainer,
+    PipeMare,
+    PipeOptim,
+    StageError,
+    XPipe,
+)
+from tests.pipeline import reference
+from tests.pipeline.every_schedule import FLUSHING
+from tests.pipeline.jobs import CORRECTED, PREDICTING, SCHEDULES, train
+from tests.pipeline.models import OPTIMIZERS, SPLITS, WIDTH, build_calls, build_layers
+from tests.pipeline.oracles import LastStep
+
+# The layers that train; stages are three layers each.
+TRAINED = {
+    "the last layers": [8, 10, 11],  # no stage before needs a gradient
+    "the first layer": [0],  # gradients go through three stages without anything to train
+    "adapters": [4, 10],  # in one layer of every second stage
+}
+STREAMS = [build_calls(3, 13), build_calls(1, 12)]
+NUM_STAGES = 4
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank addition that trains."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(2, WIDTH, bias=False, dtype=torch.float64)
+
+    def forward(self, value):
+        return self.layer(value) + self.up(self.down(value))
+
+
+def build_frozen(what):
+    layers = build_layers()
+    for number, layer in enumerate(layers):
+        if number not in TRAINED[what]:
+            layer.requires_grad_(False)
+        elif what == "adapters":
+            layers[number] = Adapted(layer)
+    return layers
+
+
+def norm_of(schedule):
+    return None if schedule in FLUSHING else 0.3
+
+
+def split_and_train(rank):
+    """Return the state of each schedule and way of freezing."""
+    found = {}
+    for schedule in (each for each in SCHEDULES if each != CORRECTED):
+        for what in TRAINED:
+            shown = schedule
+            if isinstance(schedule, PREDICTING):
+                shown = replace(schedule, prediction=Displacement(LastStep()))
+            found[schedule, what] = train(
+                shown, build_frozen(what), SPLITS[NUM_STAGES], OPTIMIZERS["momentum"], STREAMS,
+                max_norm=norm_of(schedule),
+            ).state  # fmt: skip
+    return found
+
+
+@cache
+def train_whole(schedule, what):
+    if schedule in FLUSHING:
+        return reference.train_plainly(
+            lambda: build_frozen(what), mse_loss, OPTIMIZERS["momentum"], STREAMS, 4,
+            update_each=False,
+        ).state_dict()  # fmt: skip
+    return reference.train_in_one_process(
+        lambda: build_frozen(what), SPLITS[NUM_STAGES], mse_loss, OPTIMIZERS["momentum"],
+        schedule, STREAMS, 4, max_norm=norm_of(schedule),
+    ).state  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_trained_layers_alone_change(ranks, subtests, num_ranks):
+    of_ranks = [split_and_train(0)] if num_ranks == 1 else ranks.run(num_ranks, split_and_train)
+    for schedule, what in of_ranks[0]:
+        with subtests.test(schedule=str(schedule), trained=what):
+            state = {k: v for each in of_ranks for k, v in each[schedule, what].items()}
+            wanted = train_whole(schedule, what)
+            torch.testing.assert_close(state, wanted, rtol=1e-12, atol=1e-12)
+            first = nn.Sequential(*build_frozen(what))
+            for name, parameter in first.named_parameters():
+                assert torch.equal(parameter, state[name]) != parameter.requires_grad, name
+
+
+class Recorder(nn.Module):
+    """A linear layer that records the weights that its forwards read."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.read = []
+
+    def forward(self, value):
+        self.read.append(self.linear.weight.detach().clone())
+        return self.linear(value)
+
+
+def unfreeze_in_turn(rank, schedule, optimizer_fn):
+    """Freeze and unfreeze the first stage; return whether its forwards read its frozen weights."""
+    torch.manual_seed(0)
+    layers = [Recorder(), nn.Tanh(), Recorder()]
+    trainer = PipelineTrainer(
+        layers, mse_loss, optimizer_fn, schedule, num_microbatches=4, split=[2]
+    )
+    mine = layers[0]
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    frozen = []
+    for trains in (False, True, False, True):
+        mine.linear.requires_grad_(trains)
+        before = mine.linear.weight.detach().clone()
+        mine.read.clear()
+        for _ in range(3):
+            trainer.step(x, y)
+        trainer.flush()
+        if rank == 0:
+            assert torch.equal(mine.linear.weight, before) != trains
+            frozen.append(all(torch.equal(each, before) for each in mine.read))
+    return frozen
+
+
+CASES = [
+    (PipeOptim("live"), partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    (PipeOptim("consistent"), partial(torch.optim.AdamW, lr=0.1)),
+    (PipeOptim("live"), partial(optim.AdamW, lr=0.1)),
+    (PipeMare(decay=0.25), partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    (XPipe(prediction=LastUpdate()), partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    (OneForwardOneBackward(), partial(torch.optim.AdamW, lr=0.1)),
+]
+
+
+def unfreeze_all(rank):
+    return [unfreeze_in_turn(rank, *case) for case in CASES]
+
+
+def test_what_is_frozen_after_the_build_may_be_unfrozen_again(ranks, subtests):
+    of_rank, _ = ranks.run(2, unfreeze_all)
+    for case, frozen in zip(CASES, of_rank, strict=True):
+        with subtests.test(case=str(case)):
+            assert frozen == [True, False, True, False]
+
+
+def unfreeze_too_late(rank, schedule):
+    layers = build_frozen("the last layers")
+    trainer = PipelineTrainer(
+        layers, mse_loss, OPTIMIZERS["momentum"], schedule, num_microbatches=4, split=[6]
+    )
+    x, y = STREAMS[0][0]
+    trainer.step(x, y)
+    layers[1].requires_grad_(True)
+    with pytest.raises(StageError) as caught:
+        trainer.step(x, y)
+        trainer.flush()
+    return str(caught.value)
+
+
+def test_what_was_frozen_before_the_build_cannot_be_unfrozen(ranks, subtests):
+    for schedule in (OneForwardOneBackward(), PipeDream()):
+        with subtests.test(schedule=str(schedule)):
+            (found,) = set(ranks.run(2, unfreeze_too_late, schedule))
+            assert found == (
+                "stage 0 on rank 0 failed in the forward of microbatch 4 (0F4): RuntimeError: "
+                "parameters that train must be held by an optimizer of their stage, got 1.weight, "
+                "which was unfrozen after the stage was built; create a new PipelineTrainer, or "
+                "freeze what is to train later only after it was built"
+            )
+
+
+def test_what_was_unfrozen_may_be_added_to_the_optimizer_where_the_schedule_flushes():
+    layers = build_frozen("the first layer")
+    trainer = PipelineTrainer(
+        layers, mse_loss, OPTIMIZERS["momentum"], OneForwardOneBackward(),
+        num_microbatches=4, split=[6],
+    )  # fmt: skip
+    layers[1].requires_grad_(True)
+    trainer.stages[0].optimizer.add_param_group({"params": layers[1].parameters()})
+    before = layers[1].weight.detach().clone()
+    trainer.step(*STREAMS[0][0])
+    assert not torch.equal(layers[1].weight, before)
