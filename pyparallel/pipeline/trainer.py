@@ -95,22 +95,18 @@ class PipelineTrainer:
         scheduler_fn: builds the learning-rate scheduler of each optimizer, which steps after each
             update; None: no scheduler.
         max_norm: clip the gradient of the whole model to this 2-norm before an update. With a
-            schedule that never flushes, a stage comes to its update before the earlier stages have
-            their gradients. It clips by what it knows: the norm of its own and the later stages'
-            gradients of this update and, of each earlier stage, those of the last update that it
-            knows of. With m microbatches for each update and g(i, u) the gradient of stage i in
-            update u, stage s clips its update u by the root of the
+            schedule that never flushes, stage s clips update u by the gradients g_i(u) of itself
+            and the later stages, and by the last ones that it knows of each earlier stage:
 
-                sum of |g(i, u)|^2 over i >= s, and of |g(j, u - ceil((1 + s - j) / m))|^2 over j < s
+                sqrt(sum_{i >= s} |g_i(u)|^2 + sum_{j < s} |g_j(u - ceil((1 + s - j) / m))|^2)
 
-            once the pipeline is full: the first stage by the exact norm. An update that is skipped,
-            or one before the first, counts with the last norm before it, or 0. Not with
-            ``Interlocking``.
-        gradient_accumulation_steps: how many steps there are to an update, its clipping and the
-            step of the learning-rate schedulers; its gradient is the mean of the steps' gradients,
-            as with ``no_sync()`` and ``loss / steps`` in DistributedDataParallel. Only with
-            schedules that flush. ``flush`` and ``evaluate`` come between without an effect. A step
-            that is refused before it is taken does not count.
+            once the pipeline is full, with m microbatches for each update. So the first stage clips
+            by the exact norm. Before its first update, a stage counts 0. Updates that are skipped
+            do not count. Not with ``Interlocking``.
+        gradient_accumulation_steps: how many steps go into an update, with the mean of their
+            gradients, as with ``no_sync()`` and ``loss / steps`` in DistributedDataParallel;
+            clipping and learning-rate schedulers come with the update. Only with schedules that
+            flush. ``flush`` and ``evaluate`` do not update; a refused step does not count.
         correction: of delayed gradients, such as ``UpdateErrorFeedback()`` or ``StageMomentum()``;
             only with schedules that do not flush. None: none.
         compress_activations: compressor for the activations sent to the next stage on another rank,

@@ -80,28 +80,10 @@ def find_option_error(
     compressors: Mapping[str, object],
 ) -> str | TypeError | None:
     """Return what is wrong with the other arguments, or None."""
-    if max_norm is not None:
-        if not isinstance(max_norm, int | float) or isinstance(max_norm, bool):
-            return wrong_type("max_norm", "a number above 0, or None", max_norm)
-        if not max_norm > 0:
-            return f"max_norm must be a number above 0, or None, got {max_norm!r}"
-        if not isinstance(schedule, Flushing | Streaming):
-            return (
-                f"max_norm must be None with {type(schedule).__name__}, whose stages learn from "
-                f"several losses, got {max_norm!r}: clip a stage's own gradient in a hook of its "
-                "optimizer (register_step_pre_hook)"
-            )
-    steps = gradient_accumulation_steps
-    if not isinstance(steps, int) or isinstance(steps, bool):
-        return wrong_type("gradient_accumulation_steps", "a positive integer", steps)
-    if steps < 1:
-        return f"gradient_accumulation_steps must be a positive integer, got {steps}"
-    if steps > 1 and not isinstance(schedule, Flushing):
-        return (
-            f"gradient_accumulation_steps must be 1 with {type(schedule).__name__}, which does not "
-            f"flush, got {steps}: take a schedule that flushes, or PipeDream2BW() with "
-            f"{steps} times the microbatches in a step"
-        )
+    error = _find_norm_error(schedule, max_norm)
+    error = error or _find_accumulation_error(schedule, gradient_accumulation_steps)
+    if error is not None:
+        return error
     if correction is not None:
         if not has_methods(correction, "wrap"):
             rule = "an object such as UpdateErrorFeedback() or StageMomentum(), or None"
@@ -154,3 +136,34 @@ def check_skips(
                     f"which travel with the activations, got {ties[0]}: use a schedule that "
                     "flushes, or move the split"
                 )
+
+
+def _find_norm_error(schedule: Schedule, max_norm: object) -> str | TypeError | None:
+    if max_norm is None:
+        return None
+    rule = "a number above 0, or None"
+    if not isinstance(max_norm, int | float) or isinstance(max_norm, bool):
+        return wrong_type("max_norm", rule, max_norm)
+    if not max_norm > 0:
+        return f"max_norm must be {rule}, got {max_norm!r}"
+    if isinstance(schedule, Flushing | Streaming):
+        return None
+    return (
+        f"max_norm must be None with {type(schedule).__name__}, whose stages learn from several "
+        f"losses, got {max_norm!r}: clip a stage's own gradient in a hook of its optimizer "
+        "(register_step_pre_hook)"
+    )
+
+
+def _find_accumulation_error(schedule: Schedule, steps: object) -> str | TypeError | None:
+    if not isinstance(steps, int) or isinstance(steps, bool):
+        return wrong_type("gradient_accumulation_steps", "a positive integer", steps)
+    if steps < 1:
+        return f"gradient_accumulation_steps must be a positive integer, got {steps}"
+    if steps == 1 or isinstance(schedule, Flushing):
+        return None
+    return (
+        f"gradient_accumulation_steps must be 1 with {type(schedule).__name__}, which does not "
+        f"flush, got {steps}: take a schedule that flushes, or PipeDream2BW() with {steps} times "
+        "the microbatches in a step"
+    )

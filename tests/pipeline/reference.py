@@ -334,7 +334,7 @@ class Stage:
     gradients: Weights = field(default_factory=dict)
     skips_update: bool = False  # a microbatch of the update has no gradient
     past: list[Version] = field(default_factory=list)
-    squared_norms: list[float] = field(default_factory=lambda: [0.0])  # of the history's last updates
+    squared_norms: list[float] = field(default_factory=lambda: [0.0])  # after each of the history
 
     def read(self, read: Read) -> Weights:
         version = self.history[read.version]

@@ -21,7 +21,8 @@ from .stage_weights import LiveWeights, StageWeights, Weights
 
 Optimizers = Optimizer | Sequence[Optimizer]
 OptimizerFactory = (
-    Callable[[list[nn.Parameter]], Optimizers] | Callable[[list[nn.Parameter], list[str]], Optimizers]
+    Callable[[list[nn.Parameter]], Optimizers]
+    | Callable[[list[nn.Parameter], list[str]], Optimizers]
 )
 
 

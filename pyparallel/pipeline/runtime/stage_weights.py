@@ -273,7 +273,7 @@ class StageWeights(Weights):
         return self._copies[key]
 
     def _leave_out_frozen(self, key: VersionKey) -> None:
-        """Replace predictions of parameters that were frozen after steps, which stay as they are."""
+        """Predict that parameters which were frozen after some steps stay as they are."""
         parameters = (parameter for each in self._weights for parameter in each.parameters)
         views = self._copies[key].views, self._live.views
         for parameter, predicted, live in zip(parameters, *views, strict=True):

@@ -78,12 +78,20 @@ ONCE = (
 RETURN = "optimizer_fn must be a function that returns a torch optimizer or a list of them, got "
 LATE_ONLY = "must be None with {}, whose gradients are not delayed, got UpdateErrorFeedback("
 AN_OBJECT = "correction must be an object such as UpdateErrorFeedback() or StageMomentum(), or None"
+NORM = "max_norm must be a number above 0, or None"
+STEPS = "gradient_accumulation_steps must be a positive integer"
+
+
+def accumulating(steps):
+    return {"gradient_accumulation_steps": steps}
+
+
 MISTAKES = {
     "three parameters": (
         {"optimizer_fn": lambda parameters, names, rate: SGD(parameters, rate)},
         "missing 2 required positional arguments: 'names' and 'rate'"),
     "names taken for a rate": (
-        {"optimizer_fn": lambda parameters, lr: SGD(parameters, lr)}, "TypeError: '<' not supported"),
+        {"optimizer_fn": lambda parameters, lr: SGD(parameters, float(lr))}, "TypeError: float()"),
     "no optimizer": ({"optimizer_fn": lambda parameters: 3}, f"TypeError: {RETURN}3"),
     "a class": ({"optimizer_fn": lambda parameters: SGD}, f"{RETURN}the class SGD"),
     "no optimizer in a list": (
@@ -127,6 +135,21 @@ MISTAKES = {
         {"correction": UpdateErrorFeedback},
         f"{AN_OBJECT}, got the class UpdateErrorFeedback; create an object"),
     "a prediction": ({"correction": Displacement()}, f"{AN_OBJECT}, got Displacement()"),
+    "a norm in words": ({"max_norm": "1.0"}, f"{NORM}, got '1.0'"),
+    "a norm that is true": ({"max_norm": True}, f"{NORM}, got True"),
+    "a norm in a tensor": ({"max_norm": torch.ones(1)}, f"{NORM}, got a tensor of"),
+    "a norm of 0": ({"max_norm": 0}, f"{NORM}, got 0"),
+    "a negative norm": ({"max_norm": -1.0, "schedule": GPipe()}, f"{NORM}, got -1.0"),
+    "a norm of nan": ({"max_norm": float("nan")}, f"{NORM}, got nan"),
+    "steps in words": ({**accumulating("2"), "schedule": GPipe()}, f"{STEPS}, got '2'"),
+    "half steps": (accumulating(1.5), f"{STEPS}, got 1.5"),
+    "true steps": (accumulating(True), f"{STEPS}, got True"),
+    "no steps": ({**accumulating(0), "schedule": GPipe()}, f"{STEPS}, got 0"),
+    "negative steps": (accumulating(-1), f"{STEPS}, got -1"),
+    "steps without a flush": (
+        accumulating(2),
+        "gradient_accumulation_steps must be 1 with PipeOptim, which does not flush, got 2: take a "
+        "schedule that flushes, or PipeDream2BW() with 2 times the microbatches in a step"),
     "a coefficient": ({"correction": 1.0}, f"{AN_OBJECT}, got 1.0"),
 }  # fmt: skip
 
@@ -147,6 +170,8 @@ def find_errors(rank):
     found += [find_error(MISTAKES[name][0] if rank else {}) for name in LOCAL]
     others = [UpdateErrorFeedback(), UpdateErrorFeedback(0.5)], [StageMomentum(), None]
     found += [find_error({"correction": each[rank]}) for each in others]
+    found += [find_error({"max_norm": [1.0, None][rank]})]
+    found += [find_error({"schedule": GPipe(), **accumulating(rank + 1)})]
     train(build(PipeOptim()), batches(1))  # after all that
     return found
 
@@ -154,7 +179,7 @@ def find_errors(rank):
 def test_a_mistake_is_one_error_on_every_rank(ranks, subtests):
     first, second = ranks.run(2, find_errors)
     assert first == second
-    *found, coefficients, kinds = first
+    *found, coefficients, kinds, norms, steps = first
     for index, (name, error) in enumerate(zip([*MISTAKES, *LOCAL], found, strict=True)):
         with subtests.test(name=name, index=index):
             sentence = MISTAKES[name][1]
@@ -168,6 +193,8 @@ def test_a_mistake_is_one_error_on_every_rank(ranks, subtests):
         "coefficient=1.0) on rank 0 and UpdateErrorFeedback(coefficient=0.5) on rank 1"
     )
     assert "the same correction, got StageMomentum(limit=0.99) on rank 0 and None on" in kinds
+    assert "all ranks must have the same max_norm, got 1.0 on rank 0 and None on rank 1" in norms
+    assert "the same gradient_accumulation_steps, got 1 on rank 0 and 2 on rank 1" in steps
 
 
 def test_a_mistake_is_the_same_error_in_one_process(subtests):

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -145,10 +144,7 @@ def train_in_16_bits(rank):
     """Return for each schedule the weights with and without a compressor that changes nothing."""
     both = {name: Cast(torch.bfloat16) for name in ("compress_activations", "compress_gradients")}
     return [
-        [
-            train_streamed(schedule, "momentum", each, 2, torch.bfloat16)
-            for each in ({}, both)
-        ]
+        [train_streamed(schedule, "momentum", each, 2, torch.bfloat16) for each in ({}, both)]
         for schedule in (PipeDream(), PipeDream2BW())
     ]
 

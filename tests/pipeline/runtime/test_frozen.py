@@ -161,6 +161,11 @@ def test_what_is_frozen_after_the_build_may_be_unfrozen_again(ranks, subtests):
             assert frozen == [True, False, True, False]
 
 
+def step_and_flush(trainer, x, y):
+    trainer.step(x, y)
+    trainer.flush()
+
+
 def unfreeze_too_late(rank, schedule):
     layers = build_frozen("the last layers")
     trainer = PipelineTrainer(
@@ -170,8 +175,7 @@ def unfreeze_too_late(rank, schedule):
     trainer.step(x, y)
     layers[1].requires_grad_(True)
     with pytest.raises(StageError) as caught:
-        trainer.step(x, y)
-        trainer.flush()
+        step_and_flush(trainer, x, y)
     return str(caught.value)
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LambdaLR
 
 from pyparallel.comm import DisagreementError, NonFiniteError
-from pyparallel.pipeline import GPipe, OneForwardOneBackward, PipelineTrainer
+from pyparallel.pipeline import PipelineTrainer
 from tests.pipeline.every_schedule import FLUSHING
 from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls, build_layers
 
