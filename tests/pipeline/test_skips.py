@@ -30,11 +30,11 @@ FLUSHING = [GPipe(), OneForwardOneBackward(), ZeroBubble(), Interleaved()]
 LAST_STEP = Displacement(LastStep())  # the ops take no float64
 NUM_RANKS = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 SPLITS = {1: [2, 5], 2: [3], 4: [1, 3, 5]}
-STREAMING = [
-    PipeDream(),
-    PipeDream2BW(),
-    PipeOptim("live", prediction=LAST_STEP),
-    PipeOptim("consistent", prediction=LAST_STEP),
+STREAMING = [  # with the norm that gradients are clipped to
+    (PipeDream(), None),
+    (PipeDream2BW(), 0.1),
+    (PipeOptim("live", prediction=LAST_STEP), 0.1),
+    (PipeOptim("consistent", prediction=LAST_STEP), None),
 ]
 
 
@@ -96,13 +96,14 @@ def batches(number=3):
     ]
 
 
-def train(rank, schedule, split, max_norm=None):
+def train(rank, schedule, split, max_norm=None, accumulated=1):
     layers = build_layers()
     if rank:
         nn.init.ones_(layers[-1].weight)  # the rank of the first stage decides
     trainer = PipelineTrainer(
         layers, loss_fn, sgd, schedule,
         num_microbatches=NUM_MICROBATCHES, split=split, max_norm=max_norm,
+        gradient_accumulation_steps=accumulated,
     )  # fmt: skip
     losses = [trainer.step(*batch) for batch in batches()]
     trainer.flush()
@@ -120,17 +121,18 @@ def merge(outcomes):
     return losses, state, next(loss for *_, loss in outcomes if loss is not None)
 
 
-def train_unsplit(max_norm):
+def train_unsplit(max_norm, accumulated):
     model = Plain()
     optimizer, losses = sgd(model.parameters()), []
     for words, target in batches():
         loss = loss_fn(model(words), target)
-        loss.backward()
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        (loss / accumulated).backward()
         losses.append(loss.item())
+        if len(losses) % accumulated == 0:
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
     words, target = batches(1)[0]
     return losses, model.layers.state_dict(), loss_fn(model(words), target).item()
 
@@ -146,11 +148,11 @@ def check_equal(actual, expected):
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_schedules_that_flush_train_as_the_unsplit_model(num_ranks, ranks, subtests):
     for schedule in FLUSHING:
-        for max_norm in (None, 0.1):
-            with subtests.test(f"{schedule} {max_norm}"):
-                args = schedule, SPLITS[num_ranks], max_norm
+        for options in ((None, 1), (0.1, 1), (0.1, 3)):  # norm, accumulated steps
+            with subtests.test(f"{schedule} {options}"):
+                args = schedule, SPLITS[num_ranks], *options
                 outcomes = run(ranks, num_ranks, train, *args)
-                check_equal(merge(outcomes), train_unsplit(max_norm))
+                check_equal(merge(outcomes), train_unsplit(*options))
                 copies = [state for _, state, _ in outcomes]
                 owned, copy = copies[0]["0.weight"], copies[-1]["6.weight"]
                 assert torch.equal(owned, copy)
@@ -191,13 +193,13 @@ def build_reference_layers():
 def test_schedules_that_do_not_flush_carry_the_weight_that_the_first_stage_reads(
     num_ranks, ranks, subtests
 ):
-    for schedule in STREAMING:
+    for schedule, max_norm in STREAMING:
         with subtests.test(f"{schedule}"):
-            outcomes = run(ranks, num_ranks, train, schedule, SPLITS[num_ranks])
+            outcomes = run(ranks, num_ranks, train, schedule, SPLITS[num_ranks], max_norm)
             losses, state, _ = merge(outcomes)
             expected = reference.train_in_one_process(
                 build_reference_layers, SPLITS[num_ranks], loss_fn, sgd, schedule, [batches()],
-                NUM_MICROBATCHES,
+                NUM_MICROBATCHES, max_norm=max_norm,
             )  # fmt: skip
             weights = {name.replace(".layer", ""): w for name, w in expected.state.items()}
             weights["6.weight"] = weights["0.weight"]

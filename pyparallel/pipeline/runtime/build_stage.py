@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm import FlatBuckets, plain_name, wrong_type
+from ...comm import FlatBuckets, wrong_type
 from ...optim import FusedOptimizer
 from ..prediction.base import WeightPredictor
 from ..prediction.corrections import Correction
@@ -16,7 +16,7 @@ from ..schedules.schedule import Flushing, Schedule
 from ..schedules.shape import PipelineShape
 from .loss import Criterion
 from .stage import Stage
-from .stage_layers import StageLayers
+from .stage_layers import StageLayers, owned_parameters
 from .stage_weights import LiveWeights, StageWeights, Weights
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -66,10 +66,8 @@ def trained_parameters(module: nn.Module, prefix: str = "") -> dict[str, nn.Para
         module: compiled or not, in whole or in parts, which changes no name.
         prefix: of the names.
     """
-    named = module.named_parameters()
-    if isinstance(module, StageLayers):
-        named = module.owned_parameters()
-    return {prefix + plain_name(name): each for name, each in named if each.requires_grad}
+    named = owned_parameters(module)
+    return {prefix + name: each for name, each in named.items() if each.requires_grad}
 
 
 def build_optimizers(

@@ -17,7 +17,6 @@ from ...comm import (
     keys_of,
     optimizer_kind,
     plain_keys,
-    plain_name,
     summarize,
     tensors_of,
 )
@@ -27,6 +26,7 @@ from .inputs import Arguments, Inputs, call_module
 from .loss import Criterion, find_target_refusal
 from .microbatches import MicrobatchSplitter
 from .split_backward import WeightBackward, backward_input
+from .stage_layers import owned_parameters
 from .stage_weights import LiveWeights, Weights
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -96,8 +96,8 @@ class Stage:
         self._in_flight: dict[int, _InFlight] = {}  # by microbatch
         self._found_inf: Tensor | None = None  # in the gradients of the next update
         self._num_optimized = len(self.optimized)
-        named = module.named_parameters()
-        self._frozen = {plain_name(name): each for name, each in named if not each.requires_grad}
+        named = owned_parameters(module)
+        self._frozen = {name: each for name, each in named.items() if not each.requires_grad}
 
     @property
     def optimizer(self) -> Optimizer | None:

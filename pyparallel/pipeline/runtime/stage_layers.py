@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from typing_extensions import override
 
-from ...comm import tensors_of, uncompiled, wrong_type
+from ...comm import plain_name, tensors_of, uncompiled, wrong_type
 
 
 class Skippable(nn.Module):
@@ -120,6 +120,14 @@ class StageLayers(nn.Sequential):
         return (
             functional_call(layer, replaced, args, kwargs) if replaced else layer(*args, **kwargs)
         )
+
+
+def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that a stage's module owns, by their names in the whole model."""
+    named = module.named_parameters()
+    if isinstance(module, StageLayers):
+        named = module.owned_parameters()
+    return {plain_name(name): each for name, each in named}
 
 
 def _split_off(value: Any, number: int) -> tuple[Any, tuple[Tensor, ...]]:
