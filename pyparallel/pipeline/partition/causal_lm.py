@@ -65,8 +65,8 @@ class CausalBlock(nn.Module, ABC):
     def forward(self, value: Value) -> Value:
         """Return the output in the place of the hidden state."""
         hidden, mask, position_ids = _unpack(value)
-        # Once for each stage and microbatch: it is an attribute of the very tensor that the previous
-        # block returned. A compiler finds equal expressions itself.
+        # Once for each stage and microbatch: it is an attribute of the very tensor that the
+        # previous block returned. A compiler finds equal expressions itself.
         shares = not torch.compiler.is_compiling()
         context = getattr(hidden, _CONTEXT, None) if shares else None
         context = context or self._compute_context(hidden, mask, position_ids)
@@ -228,14 +228,15 @@ def check_config(model: nn.Module, inner: nn.Module, inner_class: str) -> None:
                 f"model.config.{name} must be {allowed} for a model that is split, got {value}: "
                 "its blocks would need more than the hidden state and a causal mask"
             )
-    owner = next((cls for cls in type(inner).__mro__ if cls.__name__ == inner_class), None)
-    if owner is None or type(inner).forward is not owner.forward:
+    mro: tuple[Any, ...] = type(inner).__mro__
+    owner = next((cls for cls in mro if cls.__name__ == inner_class), None)
+    if owner is None or mro[0].forward is not owner.forward:
         raise ValueError(
             f"the model must run the forward of {inner_class}, got that of {type(inner).__name__}"
         )
     masking = sys.modules.get("transformers.masking_utils")
     create = getattr(masking, "create_causal_mask", None)
-    if create is None or not _MASK_ARGUMENTS <= inspect.signature(create).parameters.keys():
+    if create is None or not inspect.signature(create).parameters.keys() >= _MASK_ARGUMENTS:
         version = getattr(sys.modules.get("transformers"), "__version__", "an unknown version")
         raise ValueError(f"transformers must be version 5 or newer, got {version}")
 

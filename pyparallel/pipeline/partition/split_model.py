@@ -1,6 +1,7 @@
 """The layers of models that others wrote, by one adapter for each family."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -54,12 +55,16 @@ def split_model(model: nn.Module) -> SplitModel:
         TypeError: it is of another class.
         ValueError: its configuration computes what its layers in a row do not.
     """
-    for cls in type(model).__mro__:
-        adapter = _ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}")
-        if adapter is not None and type(model).forward is cls.forward:
-            return SplitModel(adapter(model), model)
-    kind = type(model)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if any(f"{cls.__module__}.{cls.__qualname__}" in _ADAPTERS for cls in kind.__mro__):
-        name += " with a forward of its own"
-    raise TypeError(f"model must be one of {_KNOWN}, got {name}; {_WAY_OUT}")
+    mro: tuple[Any, ...] = type(model).__mro__
+    found = _name_of(mro[0])
+    for cls in mro:
+        adapter = _ADAPTERS.get(_name_of(cls))
+        if adapter is not None:
+            if mro[0].forward is cls.forward:
+                return SplitModel(adapter(model), model)
+            found += " with a forward of its own"
+    raise TypeError(f"model must be one of {_KNOWN}, got {found}; {_WAY_OUT}")
+
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

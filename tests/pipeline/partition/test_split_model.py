@@ -6,74 +6,36 @@ from functools import cache, partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
-from benchmarks.harness.torchvision import load_torchvision
-
-load_torchvision()
-
-from timm.models import resnet as timm_resnet
-from torchvision.models import resnet as torchvision_resnet
-from transformers import (
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
+from pyparallel.pipeline import PipelineTrainer, PipeOptim, SplitModel, split_model
+from tests.pipeline.public_models import (
+    COMMON,
+    LANGUAGE_MODELS,
+    LENGTH,
+    TIMM,
+    VOCABULARY,
+    build_gpt2,
+    build_ids,
+    build_llama,
+    build_timm,
+    build_torchvision,
+    load,
+    next_token_loss,
+    padded,
 )
-
-from pyparallel.pipeline import (
-    GPipe,
-    OneForwardOneBackward,
-    PipelineTrainer,
-    PipeOptim,
-    SplitModel,
-    split_model,
-)
-
-VOCABULARY, LENGTH, NUM_POSITIONS = 61, 12, 16
-COMMON = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-
-
-def build_gpt2(**options):
-    torch.manual_seed(0)
-    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": NUM_POSITIONS}
-    given = {"vocab_size": VOCABULARY, **COMMON, **sizes, **options}
-    return GPT2LMHeadModel(GPT2Config(**given))
-
-
-def build_llama(**options):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    positions = {"max_position_embeddings": NUM_POSITIONS}
-    given = {"vocab_size": VOCABULARY, **COMMON, **sizes, **heads, **positions, **options}
-    return LlamaForCausalLM(LlamaConfig(**given))
-
-
-LANGUAGE_MODELS = {"GPT-2": build_gpt2, "Llama": build_llama}
-
-
-def build_ids(samples=4):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)
 
 
 @cache
 def arguments():
     """Return keyword arguments besides the input ids, by name."""
-    left, right = (torch.ones(4, LENGTH, dtype=torch.int64) for _ in range(2))
-    left[0, :3], left[2, :1] = 0, 0
+    right = torch.ones(4, LENGTH, dtype=torch.int64)
     right[1, -4:], right[3, -1:] = 0, 0
-    shifted = (left.cumsum(1) - 1).clamp(min=0)
     packed = torch.arange(LENGTH).repeat(4, 1)
     packed[:, 5:] -= 5
     return {
         "nothing": {},
-        "no padding": {"attention_mask": torch.ones_like(left)},
-        "left padding": {"attention_mask": left, "position_ids": shifted},
+        "no padding": {"attention_mask": torch.ones_like(right)},
+        "left padding": padded(build_ids()),
         "right padding": {"attention_mask": right},
         "bool mask": {"attention_mask": right.bool()},
         "packed sequences": {"position_ids": packed},
@@ -216,13 +178,13 @@ def test_what_travels_between_layers_is_small():
     torch.testing.assert_close(positions, given["position_ids"])
 
 
-@pytest.mark.parametrize("family", LANGUAGE_MODELS)
-def test_layers_compile_without_graph_breaks(family):
-    model, given = LANGUAGE_MODELS[family]().eval(), arguments()["left padding"]
-    layers = nn.Sequential(*split_model(model)[1:])
-    value = tuple(each.detach() for each in split_model(model)[0](build_ids(), **given))
-    compiled = torch.compile(layers, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(value), layers(value), rtol=1e-5, atol=1e-6)
+def test_layers_compile_without_graph_breaks():
+    layers, given = split_model(build_llama()), padded(build_ids())
+    value = tuple(each.detach() for each in layers[0](build_ids(), **given))
+    stage = nn.Sequential(*layers[1:3])
+    compiled = torch.compile(stage, backend="aot_eager", fullgraph=True)
+    for found, wanted in zip(compiled(value), stage(value), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 IDS = build_ids()
@@ -295,25 +257,29 @@ def test_invalid_inputs_are_found_before_they_are_sent(family, subtests):
         first(IDS, attn_mask=MASK)
 
 
-class OwnForward(LlamaForCausalLM):
-    def forward(self, input_ids):
-        return super().forward(input_ids).logits * 2
-
-
-class Subclass(LlamaForCausalLM):
-    """With the same forward."""
-
-
 def test_models_that_cannot_be_split_are_refused():
-    config = build_llama().config
-    assert len(split_model(Subclass(config))) == 5
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, **COMMON}
-    mistral = MistralForCausalLM(
-        MistralConfig(vocab_size=8, num_attention_heads=4, num_key_value_heads=2, **small)
-    )
+    transformers, config = load("transformers"), build_llama().config
+
+    class OwnForward(transformers.LlamaForCausalLM):
+        def forward(self, input_ids):
+            return super().forward(input_ids).logits * 2
+
+    class SameForward(transformers.LlamaForCausalLM):
+        pass
+
+    assert len(split_model(SameForward(config))) == 5
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    mistral = transformers.MistralConfig(**COMMON, **small, **heads)
     others = [
-        (mistral, "got transformers.models.mistral.modeling_mistral.MistralForCausalLM; give"),
-        (GPT2ForSequenceClassification(build_gpt2().config), "GPT2ForSequenceClassification"),
+        (
+            transformers.MistralForCausalLM(mistral),
+            "got transformers.models.mistral.modeling_mistral.MistralForCausalLM; give",
+        ),
+        (
+            transformers.GPT2ForSequenceClassification(build_gpt2().config),
+            "GPT2ForSequenceClassification",
+        ),
         (OwnForward(config), "OwnForward with a forward of its own; give PipelineTrainer"),
         (nn.Linear(2, 2), r"must be one of GPT2LMHeadModel .*got torch.nn.*Linear; .*pipeline\(\)"),
         (build_llama, "got builtins.function"),
@@ -321,17 +287,13 @@ def test_models_that_cannot_be_split_are_refused():
     for model, message in others:
         with pytest.raises(TypeError, match=message):
             split_model(model)
-    with pytest.raises(ValueError, match="add_cross_attention must be False .*got True"):
+    with pytest.raises(ValueError, match=r"add_cross_attention must be False .*got True"):
         split_model(build_gpt2(add_cross_attention=True))
     for name, value in (("is_encoder_decoder", True), ("is_causal", False)):
         model = build_llama()
         setattr(model.config, name, value)
         with pytest.raises(ValueError, match=rf"model.config.{name} must be .*got {value}"):
             split_model(model)
-
-
-def next_token_loss(logits, ids):
-    return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)
@@ -358,32 +320,6 @@ def test_the_whole_model_is_trained_in_place(family, tmp_path):
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-TIMM = {
-    "basic": (timm_resnet.BasicBlock, {}),
-    "bottleneck": (timm_resnet.Bottleneck, {"stem_width": 32, "stem_type": "deep"}),
-    "dropout": (timm_resnet.BasicBlock, {"drop_rate": 0.5, "drop_path_rate": 0.5}),
-    "average": (timm_resnet.BasicBlock, {"avg_down": True, "replace_stem_pool": True}),
-}
-
-
-def build_timm(kind):
-    block, options = TIMM[kind]
-    torch.manual_seed(0)
-    return timm_resnet.ResNet(
-        block,
-        (2, 1, 1, 1),
-        num_classes=5,
-        channels=(8, 16, 24, 32),
-        zero_init_last=False,
-        **options,
-    )
-
-
-def build_torchvision():
-    torch.manual_seed(0)
-    return torchvision_resnet.ResNet(torchvision_resnet.BasicBlock, [2, 1, 1, 1], num_classes=5)
-
-
 @pytest.mark.parametrize("kind", [*TIMM, "torchvision"])
 def test_layers_compute_what_the_resnet_computes(kind):
     model = build_torchvision() if kind == "torchvision" else build_timm(kind)
@@ -408,5 +344,5 @@ def test_layers_compute_what_the_resnet_computes(kind):
 def test_recomputation_of_a_resnet_is_refused():
     model = build_timm("basic")
     model.set_grad_checkpointing()
-    with pytest.raises(ValueError, match="grad_checkpointing must be False .*got True"):
+    with pytest.raises(ValueError, match=r"grad_checkpointing must be False .*got True"):
         split_model(model)

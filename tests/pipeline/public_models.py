@@ -1,0 +1,92 @@
+"""Small models of transformers, timm and torchvision, and batches for them.
+
+Importing these libraries takes seconds: it is done where they are used.
+"""
+
+import importlib
+from functools import cache
+
+import torch
+from torch.nn.functional import cross_entropy
+
+VOCABULARY, LENGTH, NUM_POSITIONS = 61, 12, 16
+COMMON = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+
+
+@cache
+def load(name):
+    """Return the module `name`, which imports torchvision.
+
+    PyPI's torchvision is built for CUDA: beside a CPU torch its compiled operators do not load, and
+    its import ends in "operator torchvision::nms does not exist", where it registers the shapes of
+    two of them. No model here has such an operator.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for each in ("nms", "qnms"):
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{each}", schema)
+    return importlib.import_module(name)
+
+
+def build_gpt2(**options):
+    """Return a GPT-2 of three blocks, the same one every time."""
+    transformers = load("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": NUM_POSITIONS}
+    config = transformers.GPT2Config(**{**COMMON, **sizes, **options})
+    return transformers.GPT2LMHeadModel(config)
+
+
+def build_llama(**options):
+    """Return a Llama of three blocks, the same one every time."""
+    transformers = load("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    given = {**COMMON, **sizes, **heads, "max_position_embeddings": NUM_POSITIONS, **options}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**given))
+
+
+LANGUAGE_MODELS = {"GPT-2": build_gpt2, "Llama": build_llama}
+
+
+def build_ids(samples=4):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)
+
+
+def padded(ids):
+    """Return a mask of some padding on the left, and the position ids that fit it."""
+    mask = torch.ones_like(ids)
+    mask[::2, :3] = 0
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+def next_token_loss(logits, ids):
+    return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+TIMM = {
+    "basic": ("BasicBlock", {}),
+    "bottleneck": ("Bottleneck", {"stem_width": 32, "stem_type": "deep"}),
+    "dropout": ("BasicBlock", {"drop_rate": 0.5, "drop_path_rate": 0.5}),
+    "average": ("BasicBlock", {"avg_down": True, "replace_stem_pool": True}),
+}
+
+
+def build_timm(kind="basic"):
+    """Return timm's ResNet of five blocks."""
+    resnet = load("timm.models.resnet")
+    block, options = TIMM[kind]
+    sizes = {"num_classes": 5, "channels": (8, 16, 24, 32), "zero_init_last": False}
+    torch.manual_seed(0)
+    return resnet.ResNet(getattr(resnet, block), (2, 1, 1, 1), **sizes, **options)
+
+
+def build_torchvision():
+    """Return torchvision's ResNet of five blocks."""
+    resnet = load("torchvision.models.resnet")
+    torch.manual_seed(0)
+    return resnet.ResNet(resnet.BasicBlock, [2, 1, 1, 1], num_classes=5)
