@@ -12,7 +12,15 @@ _trainers: "weakref.WeakKeyDictionary[Any, tuple[int, str]]" = weakref.WeakKeyDi
 
 
 class PeerError(RuntimeError):
-    """Communication failed; names the rank, the step and what failed."""
+    """Communication failed; names the rank, the step and what failed.
+
+    Attributes:
+        failed: the ranks that were found to have failed, as numbered in the process group.
+        how: what they did, such as "died, or ended without this call": the same on all ranks.
+    """
+
+    failed: tuple[int, ...] = ()
+    how = ""
 
 
 class RemoteError(RuntimeError):

@@ -24,6 +24,7 @@ from .store import store_of, timeout_of
 
 _LONGEST_SECONDS = 5.0  # for the reports of ranks whose own timeout ends a little later
 _CLOSED_SECONDS = 1.0  # for the report of a rank whose connection is closed: it may be alive
+_LONGEST_STAY_SECONDS = 30.0  # of the store's host, for ranks that compute before they find out
 _READERS_SECONDS = 2.0  # that rank 0 stays for ranks that read the reports
 _POLL_SECONDS = 0.02
 _TAG = 2**31 - 2  # of receives for which nothing is sent; no payload of a gossip round has it
@@ -87,8 +88,9 @@ def peer_error(
     own = Report(place_of(me, step, trainer_to_name(process_group)), waited_for)
     quoted = _quote(error)
     if not _OF_PEERS.search(str(error)):
-        _Reports(group, me).publish(replace(own, failed=[me], how=quoted))
-        return PeerError(f"{own.place}: {what} on this rank: {quoted}")
+        found = replace(own, failed=[me], how=quoted)
+        _Reports(group, me).publish(found)
+        return _with(PeerError(f"{own.place}: {what} on this rank: {quoted}"), found, members)
     timed_out = _OF_TIMEOUTS.search(str(error)) is not None
     closed = set() if timed_out else _closed_of(group, members, me)  # a timeout closes them all
     timeout = timeout_of(process_group).total_seconds()
@@ -99,7 +101,10 @@ def peer_error(
     if me == 0:
         reports.wait_for_readers(found)
     silent = f"did not respond within the process group's timeout of {timeout:g} s"
-    return PeerError(f"{own.place}: {what}: {_describe(found, me, silent, otherwise)} ({quoted})")
+    text = _describe(found, me, silent, otherwise)
+    return _with(
+        PeerError(f"{own.place}: {what}: {text} ({quoted})"), found, members, silent, otherwise
+    )
 
 
 @contextmanager
@@ -124,14 +129,59 @@ def raising_peer_errors(
         raise peer_error(process_group, step, what, error) from error
 
 
+def agree_on_error(process_group: dist.ProcessGroup | None, text: str, without_store: str) -> str:
+    """Publish the text of this rank's error, unless another rank has; return what was published.
+
+    So all ranks of a trainer that fail together raise one text.
+
+    Args:
+        process_group: the trainer's, or one of it; None: the default group.
+        text: of the error that this rank has found.
+        without_store: what to return if the store is gone, maybe with the rank that failed: a text
+            that other ranks come to as well.
+    """
+    try:
+        return _Reports(process_group or dist.group.WORLD, dist.get_rank()).agree(text)
+    except PeerError:
+        return without_store
+
+
+def end_agreement(process_group: dist.ProcessGroup | None, *, waits: bool) -> None:
+    """Let the others know that this rank has agreed on an error; where the store is, wait for them.
+
+    The ranks that failed are not waited for, and the others for at most half of the group's timeout
+    and 30 s: a rank may compute before it finds out.
+
+    Args:
+        process_group: as of `agree_on_error`.
+        waits: for others.
+    """
+    seconds = min(timeout_of(process_group).total_seconds() / 2, _LONGEST_STAY_SECONDS)
+    with suppress(PeerError):  # the store is gone: nobody needs it
+        _Reports(process_group or dist.group.WORLD, dist.get_rank()).leave(seconds * waits)
+
+
+def _with(
+    error: PeerError, found: Report, members: Sequence[int], silent: str = "", otherwise: str = ""
+) -> PeerError:
+    """Set the attributes of an error by the ranks that failed; ``members``: of the group."""
+    error.failed = tuple(members.index(rank) for rank in found.failed if rank in members)
+    error.how = _describe_how(found, silent, otherwise)
+    return error
+
+
 def _describe(found: Report, me: int, silent: str, otherwise: str) -> str:
     """Return what the failed ranks have done; of ranks that wait for each other, their places."""
     if not found.failed:
         return f"{_names(found.waited_for)} {silent}{found.how}"
     names = "this rank" if list(found.failed) == [me] else _names(found.failed)
+    return f"{names} {_describe_how(found, silent, otherwise)}"
+
+
+def _describe_how(found: Report, silent: str, otherwise: str) -> str:
     if found.how == _DIED:
-        return f"{names} died, or {otherwise}"
-    return f"{names} {silent}" if found.how == _SILENT else f"{names} failed: {found.how}"
+        return f"died, or {otherwise}"
+    return silent if found.how == _SILENT else f"failed: {found.how}"
 
 
 def _names(ranks: Sequence[int]) -> str:
@@ -184,7 +234,7 @@ class _Reports:
     """
 
     def __init__(self, group: Any, me: int) -> None:
-        self._me = me
+        self._group, self._me = group, me
         self._prefix = f"failures/{first_group_of(group)}"
         self._store = store_of(None)
 
@@ -253,6 +303,21 @@ class _Reports:
                 if all(rank in reports and reports[rank].failed for rank in others):
                     return
                 time.sleep(_POLL_SECONDS)
+
+    def agree(self, text: str) -> str:
+        """Publish a text, unless another rank has; return the one that was published."""
+        return self._store.setdefault(f"{self._prefix}/text", text)
+
+    def leave(self, seconds: float) -> None:
+        """Note that this rank reads no more; stay some seconds for others, if the store is here."""
+        self._store.set(f"{self._prefix}/left/{self._me}", "")
+        end = time.monotonic() + seconds
+        while self._store.may_be_here and time.monotonic() < end:
+            failed = {rank for report in self._read().values() for rank in report.failed}
+            others = {*dist.get_process_group_ranks(self._group)} - failed - {self._me}
+            if self._store.wait([f"{self._prefix}/left/{rank}" for rank in others], 0):
+                return
+            time.sleep(_POLL_SECONDS)
 
     def _read(self) -> dict[int, Report]:
         """Return the reports that ranks have published."""

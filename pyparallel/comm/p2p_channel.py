@@ -24,6 +24,7 @@ from .p2p_payloads import (
     NcclPayloads,
     Payloads,
 )
+from .store import timeout_of
 from .wire_format import (
     HEADER_BYTES,
     NO_BATCH,
@@ -210,12 +211,18 @@ class Channel:
             message = header.to_tensor()
             with suppress(RuntimeError):  # the peer has died or failed: why is known already
                 self._abort = message, self._send_group.send([message], self.peer, _HEADER_TAG)
+                # Gloo sends what a receive is posted for: a peer that has failed too sends its own.
+                self._post_headers(PREFETCH_DEPTH)
 
     def flush_abort(self) -> None:
-        """Wait up to ABORT_FLUSH_SECONDS for the abort, and all sends before it, to be received."""
+        """Wait for the abort, and all sends before it, to be received.
+
+        At most ABORT_FLUSH_SECONDS, and half of the process group's timeout.
+        """
         if self._abort is None:
             return
-        deadline = time.monotonic() + ABORT_FLUSH_SECONDS
+        seconds = timeout_of(self._send_group).total_seconds() / 2
+        deadline = time.monotonic() + min(ABORT_FLUSH_SECONDS, seconds)
         works = [work for message in [*self._sent, [self._abort]] for _, work in message]
         with suppress(RuntimeError):  # the peer died or receives no more: nothing left to do
             for work in works:
@@ -291,12 +298,16 @@ class Channel:
 
     def _post_receives(self) -> None:
         """Post receives of the next headers, and of their payloads where the length is known."""
-        while len(self._headers) < min(len(self._expected), PREFETCH_DEPTH):
+        self._post_headers(min(len(self._expected), PREFETCH_DEPTH))
+        self._payloads.prefetch([*islice(self._expected, len(self._headers))])
+
+    def _post_headers(self, number: int) -> None:
+        """Post receives until there are some for so many headers."""
+        while len(self._headers) < number:
             index = self._num_received + len(self._headers)
             header = new_header(self._next_room(self._room_received, index))
             work = self._irecv(header, self._recv_group, _HEADER_TAG)
             self._headers.append((header, work))
-        self._payloads.prefetch([*islice(self._expected, len(self._headers))])
 
     def _release_sent(self, num_delivered: int) -> None:
         """Release the buffers of delivered messages."""

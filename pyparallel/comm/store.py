@@ -76,6 +76,12 @@ class DeadlineStore:
         """Return the global rank whose process hosts the store; None: unknown, or no rank's."""
         return 0 if self._connection.host.endswith("(rank 0)") else None
 
+    @property
+    def may_be_here(self) -> bool:
+        """Return whether the store may end with this process: rank 0 hosts it without torchrun."""
+        host = self._connection.host
+        return self._rank == 0 and host != "" and not host.endswith("(torchrun)")
+
     def set(self, key: str, text: str) -> None:
         """Set a key; a TCPStore does not confirm it.
 
@@ -90,6 +96,12 @@ class DeadlineStore:
         key = self._prefix + key
         text = self._call(lambda store: store.get(key) if store.check([key]) else None)
         return None if text is None else text.decode()
+
+    def setdefault(self, key: str, text: str) -> str:
+        """Set a key unless it is set, atomically; return its text."""
+        key = self._prefix + key
+        value: bytes = self._call(lambda store: store.compare_set(key, "", text))
+        return value.decode()
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which starts at 0, atomically; return its new value."""

@@ -160,6 +160,11 @@ class Header:
         return tensor
 
 
+def cut_failure(text: str) -> str:
+    """Return what a receiver reads of a failure's text: as much as a header has room for."""
+    return text.encode()[: HEADER_BYTES - 8 * _BEGIN].decode(errors="ignore")
+
+
 def new_header(capacity: int = 0) -> Tensor:
     """Return an int64 tensor to receive a header into, with room for a payload behind it.
 

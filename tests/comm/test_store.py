@@ -111,6 +111,7 @@ def test_calls_are_those_of_the_store(tmp_path):
             threading.Timer(0.1, store.set, ("other", "1")).start()
             assert store.wait(["text", "other"], 30)
             assert [store.add("count", 2), store.add("count", -1)] == [2, 1]
+            assert [store.setdefault("first", each) for each in ("é", "b")] == ["é", "é"]
 
 
 def test_a_connection_ends_with_its_last_store():

@@ -1,8 +1,9 @@
 """The executor, which runs the actions of one rank in their order."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from ...comm import PeerError, RemoteError, Value
 from ...comm.wire_format import NO_BATCH, Refusal
@@ -30,9 +31,9 @@ _UPDATES_VIA_HOST = 2  # of each stage
 
 
 class StageError(RuntimeError):
-    """A failure of a stage, with the same message on every rank; or the death of a rank.
+    """A failure of a stage or the death of a rank, with the same message on every rank.
 
-    Of a rank that died each of the others says what it waited for.
+    The message is that of the rank which found it out first; ``__cause__`` is what this rank met.
     """
 
 
@@ -218,17 +219,41 @@ class Executor:
         """
         try:
             return self._p2p.barrier(refusal)
-        except RemoteError as error:
-            raise self._abort(str(error)) from error
-        except PeerError as error:
-            raise self._abort(
-                f"rank {self._rank} waited for all ranks to finish step {step}: {error}"
-            ) from error
+        except (PeerError, RemoteError) as error:
+            self._abort(error, f"rank {self._rank} waited for all ranks to finish step {step}")
 
-    def _abort(self, message: str) -> StageError:
-        """Send the error to the neighbors, and return it to be raised here."""
+    def _abort(self, error: Exception, where: str) -> NoReturn:
+        """Raise the error that all ranks raise, after it is sent to the neighbors.
+
+        Args:
+            error: what this rank has met.
+            where: what it did meanwhile.
+        """
+        message, own = self._agree_on_error(error, where)
         self._p2p.abort(message)
-        return StageError(message)
+        cause: Exception = error
+        if message != own:
+            cause = StageError(own)
+            cause.__cause__ = error
+        raise StageError(message) from cause
+
+    def _agree_on_error(self, error: BaseException, where: str) -> tuple[str, str]:
+        """Return the message that all ranks raise, and the one that this rank would."""
+        if isinstance(error, RemoteError):  # whose rank has agreed
+            return str(error), str(error)
+        message = without_store = f"{where}: {error}"
+        if isinstance(error, PeerError) and error.failed:
+            without_store = f"{self._names(error.failed)} {error.how}"
+            message = f"{without_store}: {where}"
+        return self._p2p.agree_on_error(message, without_store), message
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        """Return "rank 1 (stage 1) and rank 2 (stage 2)"."""
+        stages = "stage" if self._shape.stages_per_rank == 1 else "stages"
+        return " and ".join(
+            f"rank {rank} ({stages} {', '.join(map(str, self._shape.stages(rank)))})"
+            for rank in ranks
+        )
 
     def _check_batch(
         self, actions_of: Actions, splitter: MicrobatchSplitter, destinations: Destinations
@@ -255,7 +280,7 @@ class Executor:
         try:
             self._p2p.refuse_step(action, destinations(action), refusal)
         except (PeerError, RemoteError) as error:
-            raise self._abort(self._message(action, error)) from error
+            self._abort(error, self._where(action, error))
         return StepRefusedError(refusal, self._rank)
 
     def _run(
@@ -287,9 +312,10 @@ class Executor:
                 if may_be_refused and isinstance(error, StepRefusedError):
                     self._p2p.forget()
                     raise self._refuse(action, destinations, error.refusal) from None
-                raise self._abort(self._message(self._failed_action(action), error)) from error
+                self._abort(error, self._where(self._failed_action(action), error))
             except BaseException as interrupt:  # else the neighbors wait for this rank
-                self._p2p.abort(self._message(self._failed_action(action), interrupt))
+                where = self._where(self._failed_action(action), interrupt)
+                self._p2p.abort(self._agree_on_error(interrupt, where)[0], waits=False)
                 raise
 
     def _recording(self, action: Action) -> "_Recording":
@@ -314,13 +340,10 @@ class Executor:
         """Return the action that was running: an action of the schedule may run others."""
         return self.running or action
 
-    def _message(self, action: Action, error: BaseException) -> str:
-        if isinstance(error, RemoteError):
-            return str(error)
+    def _where(self, action: Action, error: BaseException) -> str:
+        """Return what this rank waited for, or of an error of its own where it failed."""
         where = f"{_DESCRIPTIONS[action.kind]} of microbatch {action.microbatch} ({action})"
-        if isinstance(error, PeerError):
-            return f"rank {self._rank} waited for {where} on stage {action.stage}: {error}"
-        return (
-            f"stage {action.stage} on rank {self._rank} failed in {where}: "
-            f"{type(error).__name__}: {error}"
-        )
+        if isinstance(error, (PeerError, RemoteError)):
+            return f"rank {self._rank} waited for {where} on stage {action.stage}"
+        place = f"stage {action.stage} on rank {self._rank}"
+        return f"{place} failed in {where}: {type(error).__name__}"

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 
 from ...comm import Channel, P2PGroups, PeerError, Value, tensors_of
+from ...comm.failures import agree_on_error, end_agreement
 from ...comm.p2p_channel import P2PMessage
-from ...comm.wire_format import NO_BATCH, BatchMeta, Refusal
+from ...comm.wire_format import NO_BATCH, BatchMeta, Refusal, cut_failure
 from ...compression import CorruptMessageError
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
@@ -87,6 +88,7 @@ class StageP2P:
             StreamKind.SHARED: IdentityCodec(),
         }
         self._rank = 0 if groups is None else groups.rank
+        self._group = None if groups is None else groups.payloads[0]
         neighbors = {
             stage % shape.num_ranks
             for local in shape.stages(self._rank)
@@ -230,12 +232,31 @@ class StageP2P:
                 channel.send(_BARRIER_STREAM, 0, refusal or ())
         return refusal
 
-    def abort(self, reason: str) -> None:
-        """Send an error to the neighbors that are still connected."""
+    def agree_on_error(self, text: str, without_store: str) -> str:
+        """Return the text of the error that all ranks raise: that of the first to find one.
+
+        Args:
+            text: of this rank's error; cut to what neighbors can be sent.
+            without_store: instead, if no rank can publish its own.
+        """
+        if self._group is None:
+            return text
+        return agree_on_error(self._group, cut_failure(text), cut_failure(without_store))
+
+    def abort(self, reason: str, *, waits: bool = True) -> None:
+        """Send an error to the neighbors that are still connected.
+
+        Args:
+            reason: of the error.
+            waits: keep the process group's store, if this rank hosts it, until all others have
+                agreed on the error.
+        """
         for channel in self._channels.values():
             channel.abort(reason)
         for channel in self._channels.values():
             channel.flush_abort()
+        if self._group is not None:
+            end_agreement(self._group, waits=waits)
 
     def _recv_barrier(self, channel: Channel) -> Refusal | None:
         """Receive until the barrier's message, and return its refusal; keep the values before."""

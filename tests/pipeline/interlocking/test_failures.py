@@ -117,9 +117,9 @@ def test_all_ranks_end_when_one_dies(window, stage):
     errors = [outcome.error for outcome in outcomes]
     dead = errors.pop(stage)
     assert dead == "ended without a result (killed, or its time limit: see the stacks)"
-    for error in errors:
-        assert error.startswith("StageError: rank ")
-        assert f": rank {stage} died, or ended without this call (" in error
+    assert errors[0] == errors[1]
+    dead = f"StageError: rank {stage} (stage {stage}) died, or ended without this call: rank "
+    assert errors[0].startswith(dead)
 
 
 def test_the_error_in_one_process_is_the_same():
