@@ -6,6 +6,8 @@
 * ``faults``: a rank of every trainer is killed, stopped, slowed, cut off, or leaves; all others
   must end soon after the process group's timeout, with an error that names it (`faults/plan.py` has
   the trials, `faults/judge.py` the requirements and columns).
+* ``restarts``: a rank of a pipeline is killed at a random moment, and all start again from the last
+  checkpoint: the others must end with one message, and the run go on bit for bit (`restarts.py`).
 
 In the first two, memory, file descriptors and threads must be flat: after a warm-up of 40 % of the
 steps no file descriptor and no thread is added, and resident memory rises by less than 100 kB in
@@ -14,11 +16,12 @@ single jump is no leak. The table has the rank that grows most. Rows go to
 ``benchmarks/results/soak-<machine>.csv``, where they replace those of the same cases. The exit
 status is 1 if a case failed. Ranks that exceed a case's time limit print their stacks and end.
 
-Rows of trials go to ``benchmarks/results/faults-<machine>.csv``. A seed draws victims and moments.
+Rows of trials go to ``benchmarks/results/faults-<machine>.csv``, and those of restarts to
+``restarts-<machine>.csv``. A seed draws victims and moments.
 Links are cut between network namespaces; where a machine refuses those, the rows say skipped.
 
 ``--dry-run`` takes 60 steps, which show that all runs, and that descriptors and threads are flat;
-of each fault, one trial.
+of each fault, one trial; of restarts, two.
 """
 
 import argparse
@@ -35,7 +38,7 @@ from benchmarks.harness.link import loopback
 from benchmarks.harness.measure import RESULTS, commit, machine, write_rows
 from benchmarks.harness.program import Row
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.soak import rounds, steps, trainers
+from benchmarks.soak import restarts, rounds, steps, trainers
 from benchmarks.soak.faults import campaign, table
 from benchmarks.soak.faults import judge as trials
 from benchmarks.soak.rounds import find_problems
@@ -71,7 +74,7 @@ PARTS = {
 }
 
 
-FAULTS = "faults"
+FAULTS, RESTARTS = "faults", "restarts"
 
 
 def main() -> None:
@@ -83,6 +86,8 @@ def main() -> None:
     failed = watch_growth(options) if {*options.part} & {*PARTS} else []
     if FAULTS in options.part:
         failed += watch_faults(options)
+    if RESTARTS in options.part:
+        failed += watch_restarts(options)
     if failed:
         sys.exit("\n".join(["not as it must be:", *failed]))
 
@@ -120,13 +125,31 @@ def watch_faults(options: argparse.Namespace) -> list[str]:
     ]
 
 
+def watch_restarts(options: argparse.Namespace) -> list[str]:
+    """Kill ranks and start again; return the trials in which a requirement is broken."""
+    path = options.out or RESULTS / f"restarts-{machine()}.csv"
+    found = []
+    for row in restarts.campaign(2 if options.dry_run else options.trials, options.seed):
+        found.append(row)
+        write_rows([row], path, restarts.FIELDS, restarts.KEY)
+        print(f"{row['trial']:>3} {row['schedule']:<20} store: {row['store']:<8} rank {row['victim']} "
+              f"after {row['after_s']} s: ended in {row['last_end_s']} s, {row['verdict']}",
+              flush=True)  # fmt: skip
+    print(f"\n{restarts.summarize(found)}\nrows: {path}")
+    return [
+        f"restart {row['trial']}: {row['verdict']}"
+        for row in found
+        if row["verdict"] != restarts.OK
+    ]
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parts = [*PARTS, FAULTS]
+    parts = [*PARTS, FAULTS, RESTARTS]
     parser.add_argument("--part", nargs="+", choices=parts, default=parts)
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="cases, faults or trainers whose names begin so"
@@ -137,12 +160,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=300, help="time limit of a case")
     parser.add_argument("--seed", type=int, default=0, help="of faults: draws victims and moments")
+    parser.add_argument("--trials", type=int, default=20, help="of restarts")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--out", type=Path, help="another CSV file")
     options = parser.parse_args(arguments)
-    if options.out and FAULTS in options.part and len(options.part) > 1:
-        parser.error("--out is one file: faults have other columns than rounds and steps; "
-                     "pass one --part")  # fmt: skip
+    if options.out and {*options.part} & {FAULTS, RESTARTS} and len(options.part) > 1:
+        parser.error("--out is one file: faults and restarts have other columns than rounds and "
+                     "steps; pass one --part")  # fmt: skip
     if options.dry_run:
         options.steps = options.steps or 60
     known = [case for part in options.part if part in PARTS for case in PARTS[part].cases]

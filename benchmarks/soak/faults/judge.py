@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.harness.measure import commit
 from benchmarks.harness.program import Row
-from benchmarks.soak.faults.plan import Trial
+from benchmarks.soak.faults.plan import Trial, is_pipeline
 from benchmarks.soak.faults.texts import Reading, read
 from benchmarks.soak.faults.trial import Outcome
 
@@ -102,6 +102,9 @@ def judge(trial: Trial, outcome: Outcome, undisturbed: list[str | None] | None) 
     else:
         problems += find_silent(outcome, hung, {*survivors, *([] if hung else _living(trial))})
         problems += find_unclear(trial, readings)
+        if is_pipeline(trial.trainer) and trial.what.kind in ("kill", "raise", "exit", "return"):
+            texts = {text for kind, text in raised.values() if kind.endswith("StageError")}
+            problems += ["the messages differ"] * (len(texts) > 1)
     return {**row, "verdict": "; ".join(problems) or OK}
 
 
