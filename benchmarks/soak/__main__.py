@@ -132,8 +132,8 @@ def watch_restarts(options: argparse.Namespace) -> list[str]:
     for row in restarts.campaign(2 if options.dry_run else options.trials, options.seed):
         found.append(row)
         write_rows([row], path, restarts.FIELDS, restarts.KEY)
-        print(f"{row['trial']:>3} {row['schedule']:<20} store: {row['store']:<8} rank {row['victim']} "
-              f"after {row['after_s']} s: ended in {row['last_end_s']} s, {row['verdict']}",
+        print(f"{row['trial']:>3} {row['schedule']:<20} store: {row['store']:<8} "
+              f"rank {row['victim']} after {row['after_s']} s: ended in {row['last_end_s']} s, {row['verdict']}",
               flush=True)  # fmt: skip
     print(f"\n{restarts.summarize(found)}\nrows: {path}")
     return [

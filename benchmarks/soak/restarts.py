@@ -171,8 +171,7 @@ def run(
     with loopback() as place, contextlib.ExitStack() as stack:
         host = None
         if store == "launcher":
-            host = dist.TCPStore(place.host, 0, is_master=True, wait_for_workers=False)
-            place = Rendezvous(place.host, host.port, place.interface)
+            host = dist.TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
         pipes: dict[int, Connection] = {}
         processes: dict[int, Any] = {}
         for rank in range(NUM_RANKS):
@@ -211,10 +210,10 @@ def watch(
             rank = running.pop(sentinel)
             with contextlib.suppress(EOFError):  # it is missing in the outcome
                 result = pipes[rank].recv()
-                where: dict[int, Any] = (
-                    outcome.texts if isinstance(result, str) else outcome.results
-                )
-                where[rank] = result
+                if isinstance(result, str):
+                    outcome.texts[rank] = result
+                else:
+                    outcome.results[rank] = result
     outcome.struck = outcome.struck and not outcome.results
     outcome.hung = [*running.values()]
     outcome.seconds = time.monotonic() - begin
@@ -234,7 +233,7 @@ def live(
     rank: int, place: Rendezvous, hosts: bool, schedule: str, folder: Path, resume: int | None,
     sender: Connection,
 ) -> None:  # fmt: skip
-    """Train in a process of its own; send the losses and a checksum of the weights, or the error."""
+    """Train in a process of its own; send what ``train`` returns, or the error."""
     faulthandler.dump_traceback_later(LONGEST_RUN + 2 * TIMEOUT, exit=True)
     place.enter(rank)
     torch.set_num_threads(1)
