@@ -133,7 +133,8 @@ def watch_restarts(options: argparse.Namespace) -> list[str]:
         found.append(row)
         write_rows([row], path, restarts.FIELDS, restarts.KEY)
         print(f"{row['trial']:>3} {row['schedule']:<20} store: {row['store']:<8} "
-              f"rank {row['victim']} after {row['after_s']} s: ended in {row['last_end_s']} s, {row['verdict']}",
+              f"rank {row['victim']} after {row['after_s']} s: "
+              f"ended in {row['last_end_s']} s, {row['verdict']}",
               flush=True)  # fmt: skip
     print(f"\n{restarts.summarize(found)}\nrows: {path}")
     return [
