@@ -15,7 +15,7 @@ class PeerError(RuntimeError):
     """Communication failed; names the rank, the step and what failed.
 
     Attributes:
-        failed: the ranks that were found to have failed, as numbered in the process group.
+        failed: the global ranks that were found to have failed.
         how: what they did, such as "died, or ended without this call": the same on all ranks.
     """
 

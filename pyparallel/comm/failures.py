@@ -90,7 +90,7 @@ def peer_error(
     if not _OF_PEERS.search(str(error)):
         found = replace(own, failed=[me], how=quoted)
         _Reports(group, me).publish(found)
-        return _with(PeerError(f"{own.place}: {what} on this rank: {quoted}"), found, members)
+        return _with(PeerError(f"{own.place}: {what} on this rank: {quoted}"), found)
     timed_out = _OF_TIMEOUTS.search(str(error)) is not None
     closed = set() if timed_out else _closed_of(group, members, me)  # a timeout closes them all
     timeout = timeout_of(process_group).total_seconds()
@@ -102,9 +102,7 @@ def peer_error(
         reports.wait_for_readers(found)
     silent = f"did not respond within the process group's timeout of {timeout:g} s"
     text = _describe(found, me, silent, otherwise)
-    return _with(
-        PeerError(f"{own.place}: {what}: {text} ({quoted})"), found, members, silent, otherwise
-    )
+    return _with(PeerError(f"{own.place}: {what}: {text} ({quoted})"), found, silent, otherwise)
 
 
 @contextmanager
@@ -161,11 +159,9 @@ def end_agreement(process_group: dist.ProcessGroup | None, *, waits: bool) -> No
         _Reports(process_group or dist.group.WORLD, dist.get_rank()).leave(seconds * waits)
 
 
-def _with(
-    error: PeerError, found: Report, members: Sequence[int], silent: str = "", otherwise: str = ""
-) -> PeerError:
-    """Set the attributes of an error by the ranks that failed; ``members``: of the group."""
-    error.failed = tuple(members.index(rank) for rank in found.failed if rank in members)
+def _with(error: PeerError, found: Report, silent: str = "", otherwise: str = "") -> PeerError:
+    """Set the attributes of an error by what was found."""
+    error.failed = tuple(found.failed)
     error.how = _describe_how(found, silent, otherwise)
     return error
 

@@ -73,7 +73,7 @@ class Channel:
 
     def __init__(self, peer: int, groups: P2PGroups) -> None:
         self.peer = peer
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_received = 0
         self._groups = groups
         send_group = groups.of_payloads(groups.rank, peer)
         recv_group = groups.of_payloads(peer, groups.rank)
@@ -194,6 +194,7 @@ class Channel:
         else:
             value = unpack(self._recv_payload(header, length), header)
         self._room_received.add(length)
+        self.bytes_received += length + HEADER_BYTES
         self._num_received += 1
         self._release_sent(header.received)
         return P2PMessage(stream, header.number, value, header.batch)

@@ -35,7 +35,7 @@ from .prediction.last_update import LastUpdate
 from .runtime.build_stage import OptimizerFactory
 from .runtime.clipping import LastNormClipper, clip_grad_norm_
 from .runtime.codec import Codec, CompressingCodec, IdentityCodec
-from .runtime.executor import Actions, Executor, Span
+from .runtime.executor import Actions, Executor
 from .runtime.inputs import batch_of_call, inputs_of_call
 from .runtime.loss import Criterion, Loss, find_target_refusal, shares_update_fn
 from .runtime.loss_weights import LossWeightFn
@@ -44,10 +44,12 @@ from .runtime.p2p import StageP2P
 from .runtime.preserve_state import evaluating
 from .runtime.refusals import StepRefusedError, error_of_refusals, refusal_of
 from .runtime.stage import SchedulerFactory, Stage
+from .runtime.telemetry import Span
 from .schedules.action import Action, Kind
 from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
 from .schedules.streaming import Streaming
+from .simulation.chrome_trace import export_chrome_trace, gather_spans
 from .validation import check_skips, find_option_error, find_size_error, find_type_error
 
 
@@ -125,6 +127,8 @@ class PipelineTrainer:
             positive number or 0-d tensor, such as ``lambda target: (target != -100).sum()`` for a
             mean over tokens, in ``evaluate`` too; the host waits for those of a step at once. In
             an update for each microbatch its mean has the weight 1. None: its number of samples.
+        measure_gradient_norms: compute the norm of each stage's gradient in every update, in a pass
+            over it, for ``metrics``.
 
     Raises:
         ValueError: (DisagreementError between ranks) the arguments are invalid or differ.
@@ -150,6 +154,7 @@ class PipelineTrainer:
         compress_gradients: Compressor | None = None,
         nonfinite: Literal["raise", "skip"] = "raise",
         loss_weight_fn: LossWeightFn | None = None,
+        measure_gradient_norms: bool = False,
     ) -> None:
         self._model = layers
         self._layers, split = layers_and_split(layers, split)
@@ -163,6 +168,8 @@ class PipelineTrainer:
         self._schedule = schedule
         self._nonfinite = nonfinite
         self._loss_weight_fn = loss_weight_fn
+        self._measure_gradient_norms = measure_gradient_norms
+        self._loss: float | None = None  # of the last step
         self._group = process_group
         warn_if_alone()
         single = not dist.is_initialized()
@@ -232,7 +239,7 @@ class PipelineTrainer:
     @property
     def spans(self) -> list[Span]:
         """Return the actions of this rank in the last step, with their times."""
-        return [] if self._executor is None else self._executor.spans
+        return [] if self._executor is None else self._executor.telemetry.spans
 
     @property
     def peak_weight_copies(self) -> list[int]:
@@ -243,6 +250,57 @@ class PipelineTrainer:
     def bytes_sent(self) -> int:
         """Return the bytes that this rank has sent to other ranks, headers included."""
         return 0 if self._executor is None else self._p2p.bytes_sent
+
+    def metrics(self) -> dict[str, float]:
+        """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
+
+        Nothing is exchanged. Seconds are the host's, of the last step, ``flush`` or ``evaluate``;
+        of the last step's loss the host knows already. Of ``stageN``, a stage of this rank:
+
+        * ``busy_seconds``;
+        * ``staleness``: over the gradients that were applied, the mean number of updates between
+          the weights that the forward read, or predicted from, and those that the update changed;
+          counted as they happen. ``prediction_horizon``: by how many updates the weights were
+          predicted ahead. Their difference is left. Missing if there was no update;
+        * ``updates`` since the stage was built, and in what it has loaded; ``skipped_updates``, but
+          those that are decided on a GPU;
+        * ``peak_microbatches``: the most in flight; ``peak_weight_copies`` since the stage was
+          built, the live weights included, and their ``peak_weight_bytes``;
+        * ``gradient_norm`` of the last update, before clipping, if ``measure_gradient_norms``; the
+          host waits for it here.
+
+        Of ``rank``: ``busy_seconds``; ``waiting_seconds``, of which ``waiting_for_activations_``,
+        ``waiting_for_gradients_`` and, in barriers, ``waiting_for_ranks_seconds``; ``bytes_sent``
+        and ``bytes_received`` since the stages were built, headers included; on a GPU
+        ``peak_memory_bytes`` of torch's allocator. And ``loss``, where ``step`` has returned one.
+        Nothing before the stages are built.
+        """
+        if self._executor is None:
+            return {}
+        loss = {} if self._loss is None else {"loss": self._loss}
+        return loss | self._executor.telemetry.metrics()
+
+    def export_chrome_trace(
+        self, path: str | os.PathLike[str], spans: Sequence[Span] | None = None
+    ) -> None:
+        """Write the last step of all ranks as one file for Perfetto or ``chrome://tracing``.
+
+        All ranks must call this together; rank 0 of the process group writes. See
+        ``pyparallel.pipeline.export_chrome_trace`` for what the file has.
+
+        Args:
+            path: such as "trace.json".
+            spans: of this rank, such as those of several steps; None: ``self.spans``.
+
+        Raises:
+            OSError: the file cannot be written; on rank 0.
+            PeerError: a rank died.
+        """
+        self._check_group()
+        own = self.spans if spans is None else spans
+        gathered = gather_spans(own, None if self._shape.num_ranks == 1 else self._group)
+        if self._rank == 0:
+            export_chrome_trace(gathered, path)
 
     def step(
         self,
@@ -308,10 +366,12 @@ class PipelineTrainer:
             if refusal is not None:
                 executor.skip_update(refusal)
             if not accumulates:
-                self._tied.copy_from_owners()
+                self._copy_ties()
         elif self._criterion.defers_check:
             self._find_non_finite(splitter)
-        return self._report()
+        self._loss = None
+        self._loss = self._report()
+        return self._loss
 
     def flush(self) -> None:
         """Run all pending backwards and updates; weight versions then start at 0 again.
@@ -337,7 +397,7 @@ class PipelineTrainer:
         refusal, self._non_finite = self._non_finite, None
         self._barrier(refusal)
         executor.restart()
-        self._tied.copy_from_owners()
+        self._copy_ties()
 
     def evaluate(
         self,
@@ -632,6 +692,11 @@ class PipelineTrainer:
             self._failure = str(error) or type(error).__name__
             raise
 
+    def _copy_ties(self) -> None:
+        """Give the ranks that hold copies of tied parameters the owners' values."""
+        with self._recording_failure() as executor, executor.together("tied parameters"):
+            self._tied.copy_from_owners()
+
     def _find_non_finite(self, splitter: MicrobatchSplitter) -> None:
         """Keep the first loss of the step that is not finite, for this rank and the others."""
         assert self._executor is not None
@@ -652,6 +717,8 @@ class PipelineTrainer:
             self._tied.drop_gradients()
             return
         self._tied.sum_gradients()
+        for stage in self.stages:
+            self._executor.telemetry.measure_gradient(stage)
         if self._max_norm is None:
             return
         gradients = [each for stage in self.stages for each in stage.gradients]
@@ -710,6 +777,7 @@ class PipelineTrainer:
             every = self._schedule.microbatches_per_update(self._shape)
             for stage in executor.stages.values():
                 stage.clipper = LastNormClipper(self._max_norm, every)
+        executor.telemetry.measures_gradients = self._measure_gradient_norms
         self._split, self._executor = split, executor
         if waits_for_gpu and isinstance(self._schedule, Streaming):
             self._decide_on_device()

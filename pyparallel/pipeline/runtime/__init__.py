@@ -1,7 +1,8 @@
 """Running a schedule on one rank: stages, weight versions, messages and the executor."""
 
-from .executor import Span, StageError
+from .executor import StageError
 from .stage_layers import Skippable
+from .telemetry import Span
 
 __all__ = [
     "Skippable",

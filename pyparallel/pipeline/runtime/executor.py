@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import NoReturn
 
 from ...comm import PeerError, RemoteError, Value
@@ -13,6 +13,7 @@ from .microbatches import MicrobatchSplitter
 from .p2p import Destinations, Endpoint, StageP2P, destinations_of
 from .refusals import StepRefusedError, refusal_of
 from .stage import Stage
+from .telemetry import Telemetry
 
 _DESCRIPTIONS = {
     Kind.FORWARD: "the forward",
@@ -37,18 +38,6 @@ class StageError(RuntimeError):
     """
 
 
-@dataclass(frozen=True)
-class Span:
-    """An action that has run, in seconds of a clock that all ranks of a machine share.
-
-    ``begin`` is after the wait for the action's inputs.
-    """
-
-    action: Action
-    begin: float
-    end: float
-
-
 Actions = Callable[[int], Iterable[Action]]  # by rank
 
 
@@ -66,7 +55,7 @@ class _Recording:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
             self._executor.running = None
-            self._executor.spans.append(Span(self._action, self._begin, time.perf_counter()))
+            self._executor.telemetry.record(self._action, self._begin)
 
 
 class Executor:
@@ -83,7 +72,7 @@ class Executor:
         self, stages: Mapping[int, Stage], shape: PipelineShape, p2p: StageP2P, rank: int
     ) -> None:
         self.stages = stages
-        self.spans: list[Span] = []  # of the last run
+        self.telemetry = Telemetry(stages, p2p)
         self.running: Action | None = None  # stays set after a failure
         self.refusals: list[Refusal] = []  # besides those of stages
         self._shape = shape
@@ -116,6 +105,8 @@ class Executor:
         def run_action(action: Action, inputs: Value | Refusal | None) -> Value | Refusal | None:
             if action.kind is Kind.UPDATE and pending:
                 pending.pop()()
+            elif action.kind is Kind.UPDATE and before_updates is None:
+                self.telemetry.measure_gradient(self.stages[action.stage])
             output = self.train_action(action, inputs, splitter)
             if action.kind is Kind.UPDATE:
                 self._num_updates += 1
@@ -126,6 +117,7 @@ class Executor:
             self._p2p.expect(actions_of, self.destinations)
 
         self._check_batch(actions_of, splitter, self.destinations)
+        self.telemetry.begin(is_training=True)
         if not empty or 0 not in self.stages:
             expect()
             self._run(actions_of(self._rank), splitter, self.destinations, run_action)
@@ -161,6 +153,7 @@ class Executor:
             return output
 
         self._check_batch(forwards, splitter, destinations_of)
+        self.telemetry.begin(is_training=False)
         self._p2p.expect(forwards)
         self._run(forwards(self._rank), splitter, destinations_of, run_action)
 
@@ -222,6 +215,21 @@ class Executor:
         except (PeerError, RemoteError) as error:
             self._abort(error, f"rank {self._rank} waited for all ranks to finish step {step}")
 
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Raise errors of communication inside as those of all ranks.
+
+        Args:
+            what: the ranks wait for.
+
+        Raises:
+            StageError: a rank failed or died; neighbors have been aborted.
+        """
+        try:
+            yield
+        except (PeerError, RemoteError) as error:
+            self._abort(error, f"rank {self._rank} waited for {what}")
+
     def _abort(self, error: Exception, where: str) -> NoReturn:
         """Raise the error that all ranks raise, after it is sent to the neighbors.
 
@@ -243,7 +251,7 @@ class Executor:
             return str(error), str(error)
         message = without_store = f"{where}: {error}"
         if isinstance(error, PeerError) and error.failed:
-            without_store = f"{self._names(error.failed)} {error.how}"
+            without_store = f"{self._names(self._p2p.ranks_of(error.failed))} {error.how}"
             message = f"{without_store}: {where}"
         return self._p2p.agree_on_error(message, without_store), message
 
@@ -291,7 +299,7 @@ class Executor:
         run_action: Callable[[Action, Value | Refusal | None], Value | Refusal | None],
         after_first: Callable[[], None] | None = None,
     ) -> None:
-        self.spans, self.running = [], None
+        self.running = None
         # A loss, whose graph is released after the gradient is sent.
         before: Value | Refusal | None = None
         may_be_refused = True

@@ -1,10 +1,13 @@
 """Values sent between stages: as messages between ranks, as detached tensors within a rank."""
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ...comm import Channel, P2PGroups, PeerError, Value, tensors_of
 from ...comm.failures import agree_on_error, end_agreement
@@ -69,6 +72,7 @@ class StageP2P:
     Attributes:
         via_host: send values from the host's memory where they would travel over NCCL.
         batch: that the value received last is of, if it is of a peer's forward.
+        waited: seconds for messages of each kind; None: of barriers.
     """
 
     via_host = True
@@ -88,6 +92,7 @@ class StageP2P:
             StreamKind.SHARED: IdentityCodec(),
         }
         self._rank = 0 if groups is None else groups.rank
+        self.waited: defaultdict[StreamKind | None, float] = defaultdict(float)
         self._group = None if groups is None else groups.payloads[0]
         neighbors = {
             stage % shape.num_ranks
@@ -105,6 +110,16 @@ class StageP2P:
     def bytes_sent(self) -> int:
         """Return the bytes that this rank has sent to other ranks."""
         return sum(channel.bytes_sent for channel in self._channels.values())
+
+    @property
+    def bytes_received(self) -> int:
+        """Return the bytes that this rank has received from other ranks."""
+        return sum(channel.bytes_received for channel in self._channels.values())
+
+    def ranks_of(self, global_ranks: Iterable[int]) -> list[int]:
+        """Return ranks as numbered in the pipeline's process group, without others."""
+        members = [] if self._group is None else dist.get_process_group_ranks(self._group)
+        return [members.index(rank) for rank in global_ranks if rank in members]
 
     def expect(
         self,
@@ -260,7 +275,7 @@ class StageP2P:
 
     def _recv_barrier(self, channel: Channel) -> Refusal | None:
         """Receive until the barrier's message, and return its refusal; keep the values before."""
-        while (message := channel.recv()).stream != _BARRIER_STREAM:
+        while (message := self._waiting(channel, None)).stream != _BARRIER_STREAM:
             self._keep(message, channel.peer)
         return message.value if isinstance(message.value, Refusal) else None
 
@@ -268,7 +283,14 @@ class StageP2P:
         """Receive one message, of whichever stream, from the rank that sends to an endpoint."""
         peer = self._sender_to(endpoint)
         assert peer != self._rank, f"the schedule must compute {endpoint} before they are used"
-        self._keep(self._channels[peer].recv(), peer)
+        self._keep(self._waiting(self._channels[peer], endpoint.kind), peer)
+
+    def _waiting(self, channel: Channel, kind: StreamKind | None) -> P2PMessage:
+        """Receive the next message, and count how long that took."""
+        begin = time.perf_counter()
+        message = channel.recv()
+        self.waited[kind] += time.perf_counter() - begin
+        return message
 
     def _keep(self, message: P2PMessage, peer: int) -> None:
         if (message.stream, message.number) in self._arrived:

@@ -68,6 +68,7 @@ class Stage:
             a GradScaler.
         clipper: of its updates; None: they are not clipped, or all stages' together.
         num_updates: completed since the stage was built, and in what it has loaded.
+        num_skipped: updates that were skipped since the stage was built, but on the device.
         is_updating: an update has begun and not ended, or has failed.
     """
 
@@ -75,6 +76,7 @@ class Stage:
     sends_found_inf = False
     clipper: LastNormClipper | None = None
     num_updates = 0
+    num_skipped = 0
     is_updating = False
     head_loss: float | None = None  # of the last step, where the stage has a head of its own
 
@@ -256,6 +258,7 @@ class Stage:
         """
         self._check_optimized()
         if self.skips_update:
+            self.num_skipped += 1
             self.weights.skip_update()
         else:
             self.is_updating = True

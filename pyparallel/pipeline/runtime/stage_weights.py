@@ -32,9 +32,19 @@ class VersionKey(NamedTuple):
 class Weights(Protocol):
     """The weights of one stage, as its forwards, backwards and optimizer use them."""
 
+    last_read: VersionKey | None = None
+
     @property
     def peak_copies(self) -> int:
         """Return the most copies of the weights held at once, the live ones included."""
+
+    def take_last_read(self) -> VersionKey | None:
+        """Return the version that a forward or backward, or an update, was the last to read.
+
+        None if nothing has read one since the last call.
+        """
+        found, self.last_read = self.last_read, None
+        return found
 
     def forward(self, microbatch: int) -> AbstractContextManager[VersionKey]:
         """Return a context for the forward of a microbatch; it yields the version read."""
@@ -73,11 +83,12 @@ class LiveWeights(Weights):
 
     @override
     def forward(self, microbatch: int) -> AbstractContextManager[VersionKey]:
-        return nullcontext(VersionKey(self._version, 0))
+        self.last_read = VersionKey(self._version, 0)
+        return nullcontext(self.last_read)
 
     @override
     def backward(self, microbatch: int) -> AbstractContextManager[VersionKey]:
-        return nullcontext(VersionKey(self._version, 0))
+        return self.forward(microbatch)
 
     @override
     def end_backward(self, microbatch: int) -> None:
@@ -85,12 +96,13 @@ class LiveWeights(Weights):
 
     @override
     def update(self) -> None:
-        self._version += 1
+        self.skip_update()
         if self._weight_predictor is not None:
             self._weight_predictor.step()
 
     @override
     def skip_update(self) -> None:
+        self.last_read = VersionKey(self._version, 0)
         self._version += 1
 
     @override
@@ -147,7 +159,7 @@ class StageWeights(Weights):
         counters = self._counters_of(microbatch)
         self._pending[microbatch] = counters
         self._next_microbatch = microbatch + 1
-        key = _key_of(self._policy.forward(counters, self._stage))
+        key = self.last_read = _key_of(self._policy.forward(counters, self._stage))
         self._prefetched = None
         self._memory.point_to(self._copy(key))
         try:
@@ -161,7 +173,7 @@ class StageWeights(Weights):
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[VersionKey]:
         counters = self._pending[microbatch]._replace(backward=self._version)
-        key = _key_of(self._policy.backward(counters, self._stage))
+        key = self.last_read = _key_of(self._policy.backward(counters, self._stage))
         self._memory.point_to(self._copy(key))
         try:
             yield key
@@ -193,7 +205,7 @@ class StageWeights(Weights):
         """Count an update, and stash the weights before it while they are still to be read."""
         for each in self._weights:
             each.check(each.parameters)
-        previous = VersionKey(self._version, 0)
+        previous = self.last_read = VersionKey(self._version, 0)
         self._version += 1
         if previous in self._still_read():
             for copy, live in zip(self._allocate(previous), self._live.buffers, strict=True):

@@ -1,6 +1,7 @@
 """The simulator of schedules: timeline, memory, weight versions, pictures."""
 
 from .action_table import ActionTable, tabulate
+from .chrome_trace import export_chrome_trace
 from .costs import Costs
 from .csv_file import read_csv, without_updates, write_csv
 from .from_actions import FromActions
@@ -17,6 +18,7 @@ __all__ = [
     "Timeline",
     "costs_from_timeline",
     "draw",
+    "export_chrome_trace",
     "read_csv",
     "simulate",
     "tabulate",

@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 
-from ..runtime.executor import Span
+from ..runtime.telemetry import Span
 from ..schedules.action import Kind
 from .action_table import tabulate
 from .costs import Costs
