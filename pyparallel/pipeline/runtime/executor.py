@@ -152,7 +152,7 @@ class Executor:
                 outputs.append(output)
             return output
 
-        self._check_batch(forwards, splitter, destinations_of)
+        self._check_batch(forwards, splitter, destinations_of, needs_target=outputs is None)
         self.telemetry.begin(is_training=False)
         self._p2p.expect(forwards)
         self._run(forwards(self._rank), splitter, destinations_of, run_action)
@@ -264,7 +264,12 @@ class Executor:
         )
 
     def _check_batch(
-        self, actions_of: Actions, splitter: MicrobatchSplitter, destinations: Destinations
+        self,
+        actions_of: Actions,
+        splitter: MicrobatchSplitter,
+        destinations: Destinations,
+        *,
+        needs_target: bool = True,
     ) -> None:
         """Refuse a step, before anything is sent, whose batch is invalid here.
 
@@ -274,7 +279,7 @@ class Executor:
         if 0 not in self.stages:
             return
         problem = splitter.find_input_error()
-        if problem is None and self._shape.num_ranks == 1:
+        if problem is None and needs_target and self._shape.num_ranks == 1:
             problem = splitter.find_target_error()
         action = None if problem is None else next(iter(actions_of(self._rank)), None)
         if problem is not None and action is not None and action.kind is Kind.FORWARD:

@@ -9,7 +9,13 @@ from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunk
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._pytree import tree_flatten
 
-from pyparallel.pipeline.runtime.inputs import call_module, input_tensors
+from pyparallel.pipeline.runtime.inputs import (
+    Arguments,
+    PreSplit,
+    batch_of_call,
+    call_module,
+    input_tensors,
+)
 from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
 
 
@@ -153,3 +159,99 @@ def test_inputs_and_target_of_different_numbers_of_samples_are_refused():
     message = "inputs and target must have the same number of samples, got 8 and 6: take both"
     check(splitter.find_input_error(), splitter.inputs, message)
     assert splitter.find_target_error() is None
+
+
+def test_the_callers_microbatches_are_taken_as_they_are():
+    parts = [(torch.ones(2, 3), "a"), (torch.ones(1, 5), "b")]
+    args, kwargs = [(x,) for x, _ in parts], [{"name": name} for _, name in parts]
+    targets = [torch.ones(2, requires_grad=True), torch.ones(1)]
+    splitter = MicrobatchSplitter(*batch_of_call((), {}, None, args, kwargs, targets)[:2], 4, 2)
+    assert splitter.find_input_error() is splitter.find_target_error() is None
+    for microbatch, (x, name) in enumerate(parts, 4):
+        (found,), named = call_module(Recorder(), splitter.inputs(microbatch))
+        assert torch.equal(found, x)
+        assert named == {"name": name}
+    assert not splitter.target(4).requires_grad
+    assert [splitter.share(4), splitter.share(5)] == [2 / 3, 1 / 3]
+
+
+FORMS = [  # of a call, and the inputs, whether a target, and whether two positional arguments
+    (((1, 2), {}, None), 1, True, True),
+    (((1, None), {}, None), 1, False, False),
+    (((1, 2), {}, 3), Arguments((1, 2)), True, False),
+    (((1, 2), {"a": 3}, None), Arguments((1, 2), {"a": 3}), False, False),
+    (((1,), {}, 3), 1, True, False),
+    (((1, 2, 3), {}, None), Arguments((1, 2, 3)), False, False),
+    (((), {"a": 3}, 4), Arguments((), {"a": 3}), True, False),
+    (((), {}, 4), None, True, False),
+    (((), {}, None), None, False, False),
+]
+
+
+def test_two_positional_arguments_alone_are_inputs_and_target(subtests):
+    for call, inputs, has_target, is_short in FORMS:
+        with subtests.test(str(call)):
+            found, target, has_short_form = batch_of_call(*call, None, None, None)
+            assert found == inputs
+            assert (target is not None) == has_target
+            assert has_short_form == is_short
+
+
+def test_weights_of_losses_are_of_the_targets():
+    targets = [torch.tensor([1, 0, 1]), torch.tensor([1, 1, 1, 1, 1])]
+    for weigh in (torch.sum, lambda target: target.sum().item(), lambda target: target.sum() / 4):
+        splitter = MicrobatchSplitter(None, PreSplit({"target_mbs": targets}), 2, 2, weigh)
+        assert [splitter.share(2), splitter.share(3)] == [2 / 7, 5 / 7]
+
+
+BAD_WEIGHTS = [
+    (0, "0 for"), (-1, "-1 for"), (float("nan"), "nan for"), (torch.tensor(float("inf")), "inf"),
+    (torch.ones(2), r"a tensor of shape \[2\] for"), ("text", "'text' for"), (None, "None for"),
+    (torch.tensor(1j), r"a tensor of shape \[\] for"),
+]  # fmt: skip
+
+
+def test_bad_weights_are_refused_with_the_microbatch(subtests):
+    for weight, what in BAD_WEIGHTS:
+        with subtests.test(what):
+            weights = iter([1.0, weight])
+            splitter = MicrobatchSplitter(
+                torch.ones(4), torch.ones(4), 6, 2, lambda target, rest=weights: next(rest)
+            )
+            error = splitter.find_target_error()
+            assert re.match(f"loss_weight_fn must return a positive, finite .*, got {what}", error)
+            assert error.endswith("microbatch 7")
+            assert splitter.find_input_error() is None, "the rank of the inputs computes no weights"
+
+
+def test_first_dimensions_are_compared_but_where_they_may_be_of_anything():
+    args, targets = [(torch.ones(2, 3),), (torch.ones(1, 2),)], [torch.ones(1), torch.ones(2)]
+    counted = PreSplit({"arg_mbs": args}), PreSplit({"target_mbs": targets})
+    message = "microbatch 0 of inputs and target must have the same number of samples, got 2 and 1"
+    assert MicrobatchSplitter(*counted, 0, 2).find_input_error().startswith(message)
+    assert MicrobatchSplitter(*counted, 0, 2, torch.sum).find_input_error() is None
+    packed = PreSplit({"arg_mbs": [(torch.ones(1, 5), torch.tensor([0, 2, 5]))] * 2})
+    assert MicrobatchSplitter(packed, counted[1], 0, 2).find_input_error() is None
+    unknown = PreSplit({"target_mbs": [[torch.ones(1), torch.ones(2)]] * 2})
+    assert re.match(
+        r"target_mbs must have entries of tensors with one number of samples, .*\[0\]: give loss_",
+        MicrobatchSplitter(packed, unknown, 0, 2).find_target_error(),
+    )
+    assert MicrobatchSplitter(packed, unknown, 0, 2, len).find_target_error() is None
+
+
+class Hooked(Recorder):
+    def __init__(self):
+        super().__init__()
+        self.register_forward_pre_hook(lambda module, args: (*args, 1))
+
+    def forward(self, x, one):
+        return x
+
+
+def test_a_layer_whose_hooks_add_arguments_is_not_checked_by_its_signature():
+    for layer, error in ((Hooked(), None), (nn.Identity(), "got 2 by position")):
+        splitter = MicrobatchSplitter(Arguments((SAMPLES, 1)), None, 0, 2, None, layer)
+        found = splitter.find_input_error()
+        assert (found is None) == (error is None)
+        assert error is None or error in found
