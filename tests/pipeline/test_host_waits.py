@@ -7,7 +7,7 @@ from torch import nn
 
 from pyparallel import optim
 from pyparallel.pipeline import Interlocking, LinearHead, PipelineTrainer, schedules
-from pyparallel.pipeline.runtime import loss
+from pyparallel.pipeline.runtime import loss, loss_weights
 from pyparallel.pipeline.schedules.schedule import Flushing
 from pyparallel.pipeline.schedules.streaming import Streaming
 
@@ -31,9 +31,10 @@ def build(schedule, optimizer_fn, device, **options):
 def test_the_host_reads_losses_alone_and_once_a_step_where_it_can(monkeypatch, subtests):
     """On the meta device, where whatever reads a tensor's elements raises."""
     reads = []
-    monkeypatch.setattr(
-        loss, "host_values", lambda losses: reads.append(1) or [1.0] * losses.numel()
-    )
+    for module in (loss, loss_weights):
+        monkeypatch.setattr(
+            module, "host_values", lambda values: reads.append(1) or [1.0] * values.numel()
+        )
     batch = torch.empty(8, 4, device="meta")
     cases = zip(
         [*schedules.EVERY_SCHEDULE, Interlocking(2, HEADS)], cycle(OPTIMIZERS), strict=False
@@ -48,6 +49,10 @@ def test_the_host_reads_losses_alone_and_once_a_step_where_it_can(monkeypatch, s
             num_stages = 4 if isinstance(schedule, Interlocking) else 1
             # Else a loss is read before its backward, as an update may follow; heads report, too.
             assert len(reads) == 2 * (1 if late else 4 * num_stages)
+            reads.clear()
+            weighted = build(schedule, OPTIMIZERS[name], "meta", loss_weight_fn=torch.sum)
+            assert [weighted.step(batch, batch) for _ in range(2)] == [1.0] * 2
+            assert len(reads) == 2 * (1 + (1 if late else 4 * num_stages)), "the weights at once"
             reads.clear()
 
 
