@@ -274,10 +274,24 @@ FAULTS = [
     Fault(
         "evaluation leaves microbatches in flight",
         "pyparallel/pipeline/trainer.py",
-        """        self.flush()
-        splitter =""",
-        "        splitter =",
+        """        self._flush()
+        batch =""",
+        "        batch =",
         "tests/pipeline/test_trainer.py",
+    ),
+    Fault(
+        "a batch is trained on with a target of other samples",
+        "pyparallel/pipeline/runtime/microbatches.py",
+        "if given and given != wanted:",
+        "if False:",
+        "tests/pipeline/runtime/test_bad_batches.py",
+    ),
+    Fault(
+        "a microbatch's loss counts alike whatever its tokens",
+        "pyparallel/pipeline/runtime/microbatches.py",
+        "return weights[microbatch - self._first] / sum(weights)",
+        "return 1 / len(weights)",
+        "tests/pipeline/runtime/test_batches.py",
     ),
     Fault(
         "gradients are clipped by the norm of one rank",

@@ -194,10 +194,10 @@ def count_gradients(window, losses, monkeypatch):
     counts = [0, 0, 0]
     send = StageP2P.send
 
-    def counting(p2p, endpoint, number, value):
+    def counting(p2p, endpoint, number, value, *batch):
         if endpoint.kind is StreamKind.GRADIENTS and endpoint.stage >= 0 and value != ():
             counts[endpoint.stage] += 1
-        send(p2p, endpoint, number, value)
+        send(p2p, endpoint, number, value, *batch)
 
     monkeypatch.setattr(StageP2P, "send", counting)
     interlock(*chain(), window, losses, num_microbatches=2).step(*build_calls(1, 6)[0])
