@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pyparallel.pipeline import PipelineTrainer, PipeOptim, SplitModel, split_model
-from tests.pipeline.public_models import (
+from tests.pipeline.partition.public_models import (
     COMMON,
     LANGUAGE_MODELS,
     LENGTH,

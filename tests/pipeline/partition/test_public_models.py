@@ -19,7 +19,7 @@ from pyparallel.pipeline import (
 )
 from tests.pipeline import reference
 from tests.pipeline.oracles import LastStep
-from tests.pipeline.public_models import (
+from tests.pipeline.partition.public_models import (
     LANGUAGE_MODELS,
     build_ids,
     build_llama,
