@@ -53,8 +53,7 @@ def train(name, schedule, options, text, held_out):
     seconds = (time.perf_counter() - begin) / options.steps
     after = trainer.evaluate(*held_out)  # finishes the microbatches in flight first
     before, after, losses = gather((before, after, losses))[-1]
-    states = gather([stage.module.state_dict() for stage in trainer.stages])
-    state = {key: tensor for stage in chain(*states) for key, tensor in stage.items()}
+    state = trainer.full_state_dict()  # of the whole model, on rank 0
     updates = [span.action.kind for span in spans[-1]].count(pipeline.Kind.UPDATE)
     copies = " ".join(map(str, chain(*gather(trainer.peak_weight_copies))))
     costs = f"{updates}", f"{1000 * seconds:.0f}", waiting([*chain(*spans[-20:])]), copies
