@@ -52,6 +52,12 @@ class Block:
         return match[1] if match and self.language == "python" else None
 
     @property
+    def runnable(self) -> str:
+        """Return the text; torchvision is loaded before transformers, which imports it."""
+        loaded = "from benchmarks.harness.libraries import load; load('transformers')\n"
+        return loaded + self.text if "transformers" in self.text else self.text
+
+    @property
     def commands(self) -> list[str]:
         """Return the commands of a console block, without comments and line breaks."""
         lines = self.text.replace("\\\n", " ").splitlines()
@@ -116,7 +122,7 @@ def run_page(rank: int, blocks: list[Block], folder: Path) -> list[str]:
             mock.patch.object(dist, "destroy_process_group"),
             contextlib.redirect_stdout(io.StringIO()) as output,
         ):
-            exec(compile(block.text, block.place, "exec"), scope)
+            exec(compile(block.runnable, block.place, "exec"), scope)
         printed.append(output.getvalue())
     return printed
 

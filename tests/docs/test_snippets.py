@@ -156,7 +156,7 @@ def test_the_commands_of_a_page_run(page, tmp_path):
         if block.language == "python":
             printed, ran = "", False  # what it prints is compared by the fast test
         if block.script:
-            (tmp_path / block.script).write_text(block.text)
+            (tmp_path / block.script).write_text(block.runnable)
         elif block.language == "console":
             for command in block.commands:
                 if not command.startswith(NOT_RUN):

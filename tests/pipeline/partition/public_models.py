@@ -3,31 +3,13 @@
 Importing these libraries takes seconds: it is done where they are used.
 """
 
-import importlib
-from functools import cache
-
 import torch
 from torch.nn.functional import cross_entropy
 
+from benchmarks.harness.libraries import load
+
 VOCABULARY, LENGTH, NUM_POSITIONS = 61, 12, 16
 COMMON = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-
-
-@cache
-def load(name):
-    """Return the module `name`, which imports torchvision.
-
-    PyPI's torchvision is built for CUDA: beside a CPU torch its compiled operators do not load, and
-    its import ends in "operator torchvision::nms does not exist", where it registers the shapes of
-    two of them. No model here has such an operator.
-    """
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        for each in ("nms", "qnms"):
-            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{each}", schema)
-    return importlib.import_module(name)
 
 
 def build_gpt2(**options):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.libraries import load
 from pyparallel.pipeline import PipelineTrainer, PipeOptim, SplitModel, split_model
 from tests.pipeline.partition.public_models import (
     COMMON,
@@ -19,7 +20,6 @@ from tests.pipeline.partition.public_models import (
     build_llama,
     build_timm,
     build_torchvision,
-    load,
     next_token_loss,
     padded,
 )
