@@ -1,0 +1,230 @@
+"""``python -m benchmarks.language_models.bench [--steps 200]``.
+
+Hugging Face's GPT-2, its embedding tied to the head, and Llama, each of more than 10 million
+parameters, from random weights: unsplit in a plain loop with two threads, and on two gloo ranks
+with a thread each under ``OneForwardOneBackward`` and ``PipeOptim``. All have the same initial
+weights, batches, learning rates and updates: AdamW, an update for each batch of 8 windows of 128
+bytes of Python's standard library, warm-up over the first tenth, cosine decay. A batch is four
+microbatches of ``OneForwardOneBackward`` and one of ``PipeOptim``, which updates after each.
+
+Rows go to ``benchmarks/results/language-models-<machine>.csv``, each as soon as it is measured.
+"""
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from benchmarks.harness.learning_rate import rate as rate_at
+from benchmarks.harness.libraries import load
+from benchmarks.harness.link import loopback
+from benchmarks.harness.measure import RESULTS, commit, machine, write_rows
+from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.rows import shorten
+from benchmarks.language_models.table import UNSPLIT, markdown
+from examples.data import as_tensor, cut_windows, draw_windows, load_files
+from pyparallel.pipeline import (
+    OneForwardOneBackward,
+    PipelineTrainer,
+    PipeOptim,
+    Schedule,
+    split_model,
+)
+
+FIELDS = [
+    "model", "schedule", "seed", "rate", "parameters", "tied", "ranks", "threads", "microbatches",
+    "batch", "length", "steps", "training_bits", "held_out_bits", "seconds_per_step", "losses",
+    "torch", "transformers", "commit",
+]  # fmt: skip
+BITS_PER_NAT = 1 / math.log(2)
+BATCH, LENGTH, HELD_OUT = 8, 128, 64  # windows, bytes of a window, held-out windows
+RATE, WARM_UP = 1e-3, 0.1
+SPLIT = [4]  # the embedding and three of six blocks
+CONTESTANTS: dict[str, tuple[Schedule, int]] = {  # with the microbatches of a batch
+    "OneForwardOneBackward": (OneForwardOneBackward(), 4),
+    "PipeOptim": (PipeOptim(), 1),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Bits per byte of each step and of the held-out text, on the rank of the last stage."""
+
+    losses: list[float]
+    held_out: float
+    seconds: float
+    num_parameters: int
+    tied: bool
+
+
+def build_gpt2() -> nn.Module:
+    """Return a GPT-2 of six blocks, whose embedding is tied to the head."""
+    transformers = load("transformers")
+    sizes = {"n_positions": LENGTH, "n_embd": 384, "n_layer": 6, "n_head": 6}
+    undropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # for equal losses
+    config = transformers.GPT2Config(**COMMON, **sizes, **undropped)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def build_llama() -> nn.Module:
+    """Return a Llama of six blocks."""
+    transformers = load("transformers")
+    sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6}
+    others = {"num_attention_heads": 6, "max_position_embeddings": LENGTH}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, **sizes, **others))
+
+
+COMMON = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+MODELS = {"GPT-2": build_gpt2, "Llama": build_llama}
+
+
+@cache
+def load_text() -> tuple[Tensor, Tensor]:
+    """Return the training and the held-out bytes."""
+    train, held_out = load_files()
+    return as_tensor(train), as_tensor(held_out)
+
+
+def batches(seed: int) -> Iterator[Tensor]:
+    """Yield random windows forever."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield draw_windows(load_text()[0], BATCH, LENGTH, generator)
+
+
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the cross-entropy of each byte but the first of a window, in nats."""
+    return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def decayed(optimizer: Optimizer, steps: int) -> LambdaLR:
+    """Return the schedule of the rates, with warm-up and cosine decay."""
+    return LambdaLR(optimizer, lambda step: rate_at(min(step, steps), steps, WARM_UP))
+
+
+def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Trained:
+    """Train in a plain loop, with two threads."""
+    del rank
+    torch.set_num_threads(2)
+    torch.manual_seed(seed)
+    model: Any = MODELS[name]()
+    optimizer = AdamW(model.parameters(), lr=RATE)
+    scheduler, losses = decayed(optimizer, steps), []
+    load_text()
+    begin = time.perf_counter()
+    for ids in islice(batches(seed), steps):
+        loss = next_token_loss(model(ids, use_cache=False).logits, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    seconds = time.perf_counter() - begin
+    held_out = cut_windows(load_text()[1], HELD_OUT, LENGTH)
+    with torch.no_grad():
+        final = float(next_token_loss(model.eval()(held_out).logits, held_out))
+    return trained(model, losses, final, seconds)
+
+
+def train_split(rank: int, name: str, schedule: str, steps: int, seed: int) -> Trained | None:
+    """Train in two stages, and return the result on the rank of the last one."""
+    torch.manual_seed(seed)
+    model = MODELS[name]()
+    trainer = PipelineTrainer(
+        split_model(model),
+        next_token_loss,
+        partial(AdamW, lr=RATE),
+        CONTESTANTS[schedule][0],
+        num_microbatches=CONTESTANTS[schedule][1],
+        split=SPLIT,
+        scheduler_fn=partial(decayed, steps=steps),
+    )
+    load_text()
+    begin = time.perf_counter()
+    losses = [trainer.step(ids, target=ids) for ids in islice(batches(seed), steps)]
+    trainer.flush()
+    seconds = time.perf_counter() - begin
+    held_out = cut_windows(load_text()[1], HELD_OUT, LENGTH)
+    final = trainer.evaluate(held_out, target=held_out)
+    if final is None:
+        return None
+    return trained(model, [loss for loss in losses if loss is not None], final, seconds)
+
+
+def trained(model: Any, losses: list[float], held_out: float, seconds: float) -> Trained:
+    """Return the result in bits per byte."""
+    sizes = {parameter: parameter.numel() for parameter in model.parameters()}
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    bits = [loss * BITS_PER_NAT for loss in losses]
+    return Trained(bits, held_out * BITS_PER_NAT, seconds, sum(sizes.values()), tied)
+
+
+def row_of(name: str, schedule: str, steps: int, seed: int, limit: float) -> dict[str, object]:
+    """Train once and return the row."""
+    ranks = 1 if schedule == UNSPLIT else 2
+    with loopback() as place:
+        if schedule == UNSPLIT:
+            done = run_ranks(1, place, limit, train_unsplit, name, steps, seed)[0]
+        else:
+            done = run_ranks(2, place, limit, train_split, name, schedule, steps, seed)[-1]
+    last_tenth = done.losses[len(done.losses) * 9 // 10 :]
+    return {
+        "model": name,
+        "schedule": schedule,
+        "seed": seed,
+        "rate": f"{RATE:g}",
+        "parameters": done.num_parameters,
+        "tied": done.tied,
+        "ranks": ranks,
+        "threads": 2 // ranks,
+        "microbatches": 1 if schedule == UNSPLIT else CONTESTANTS[schedule][1],
+        "batch": BATCH,
+        "length": LENGTH,
+        "steps": steps,
+        "training_bits": f"{statistics.fmean(last_tenth):.5f}",
+        "held_out_bits": f"{done.held_out:.5f}",
+        "seconds_per_step": f"{done.seconds / steps:.4f}",
+        "losses": " ".join(f"{loss:.4g}" for loss in shorten([done.losses])),
+        "torch": torch.__version__,
+        "transformers": load("transformers").__version__,
+        "commit": commit(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.language_models.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--out", type=Path, help="another CSV file")
+    options = parser.parse_args()
+    path = options.out or RESULTS / f"language-models-{machine()}.csv"
+    rows = []
+    for name in options.model:
+        for schedule in (UNSPLIT, *CONTESTANTS):
+            limit = 60 + 10.0 * options.steps
+            rows.append(row_of(name, schedule, options.steps, options.seed, limit))
+            write_rows(rows[-1:], path, FIELDS, ["model", "schedule", "seed"])
+            print(name, schedule, rows[-1]["seconds_per_step"], "s a step", flush=True)
+    print(markdown([{name: str(each) for name, each in row.items()} for row in rows]))
+    print(f"rows: {path}")
+
+
+if __name__ == "__main__":
+    main()
