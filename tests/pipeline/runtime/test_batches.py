@@ -113,7 +113,12 @@ def train(rank, schedule, form, num_stages):
 
 def train_in_every_form(rank, forms):
     found = [train(rank, FLUSHING[index % 3], form, 2) for index, form in enumerate(forms)]
-    return [*found, train(rank, Interleaved(), "by name", 4)]
+    heads = [nn.Linear(WIDTH, VOCAB).double()]
+    return [
+        *found,
+        train(rank, Interleaved(), "by name", 4),
+        train(rank, Interlocking(2, heads), "by name", 2),
+    ]
 
 
 def train_unsplit():
@@ -147,7 +152,7 @@ def train_unsplit():
 def test_every_form_of_a_batch_trains_like_the_unsplit_model_by_token(ranks, subtests):
     by_rank = ranks.run(2, train_in_every_form, FORMS)
     wanted_losses, weights, wanted_evaluated, outputs = train_unsplit()
-    for form, first, last in zip([*FORMS, "interleaved"], *by_rank, strict=True):
+    for form, first, last in zip([*FORMS, "interleaved", "interlocking"], *by_rank, strict=True):
         with subtests.test(form):
             losses, own, evaluated, predicted = last
             assert first[0] == first[2] == first[3] == [None] * len(SIZES)
@@ -170,17 +175,27 @@ def test_every_form_of_a_batch_trains_like_the_unsplit_model_by_token(ranks, sub
 def stream(rank, schedules, num_stages):
     found = []
     for schedule in schedules:
-        trainer = build(schedule, num_stages, build_layers(partial(nn.Embedding, VOCAB, WIDTH)))
-        losses = [trainer.step(ids, target) for ids, _, target in draw_batches()]
-        trainer.flush()
-        found.append((losses, parameters_of(trainer)))
+        for form in ("a loader's", "split"):
+            trainer = build(schedule, num_stages, build_layers(partial(nn.Embedding, VOCAB, WIDTH)))
+            losses = []
+            for ids, mask, target in draw_batches():
+                parts = list(cut((ids, mask, target), NUM_MICROBATCHES))
+                args, targets = [(part[0],) for part in parts], [part[2] for part in parts]
+                losses.append(
+                    trainer.step(arg_mbs=args, target_mbs=targets)
+                    if form == "split"
+                    else trainer.step(ids, target)
+                )
+            trainer.flush()
+            found.append((losses, parameters_of(trainer)))
     return found
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_losses_by_token_follow_the_reference_with_explicit_history(ranks, subtests, num_ranks):
     by_rank = ranks.run(num_ranks, stream, STREAMING, num_ranks)
-    for schedule, *found in zip(STREAMING, *by_rank, strict=True):
+    twice = [schedule for schedule in STREAMING for _ in range(2)]
+    for schedule, *found in zip(twice, *by_rank, strict=True):
         with subtests.test(str(schedule)):
             wanted = reference.train_in_one_process(
                 lambda: build_layers(partial(nn.Embedding, VOCAB, WIDTH)), SPLITS[num_ranks],
