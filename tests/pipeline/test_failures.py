@@ -172,8 +172,8 @@ def forge_a_refusal(rank):
     )  # fmt: skip
     send = trainer._p2p.send
 
-    def forge(endpoint, number, value):
-        send(endpoint, number, Refusal(RefusalKind.TYPE, "no") if number == 1 else value)
+    def forge(endpoint, number, value, *batch):
+        send(endpoint, number, Refusal(RefusalKind.TYPE, "no") if number == 1 else value, *batch)
 
     if rank == 0:
         trainer._p2p.send = forge
