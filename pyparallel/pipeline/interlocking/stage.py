@@ -14,6 +14,7 @@ from ...comm import Value, check_like, tensors_of
 from ...comm.wire_format import Refusal
 from ..runtime.loss import Criterion, find_target_refusal
 from ..runtime.microbatches import MicrobatchSplitter
+from ..runtime.preserve_state import outside_autocast
 from ..runtime.stage import Stage, differentiable, roots_of
 from ..runtime.stage_weights import Weights
 
@@ -90,7 +91,8 @@ class InterlockingStage(Stage):
             self.skip_update(loss)
             return loss
         if loss.requires_grad:
-            loss.backward()
+            with outside_autocast():
+                loss.backward()
         leaves = [each for each in inputs if each.requires_grad]
         return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in leaves)
 
@@ -141,7 +143,8 @@ class InterlockingStage(Stage):
         in_flight = self._in_flight.pop(microbatch)
         roots, output_grads = roots_of(in_flight.outputs, gradients)
         if roots and output_grads and self._parameters:
-            torch.autograd.backward(roots, output_grads, inputs=self._parameters)
+            with outside_autocast():
+                torch.autograd.backward(roots, output_grads, inputs=self._parameters)
 
     def backward_and_input_vjp(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Accumulate the weights' gradients and return the inputs', in one backward."""
@@ -176,7 +179,8 @@ class InterlockingStage(Stage):
 
 
 def _input_grads(roots: list[Tensor], inputs: list[Tensor], gradients: Gradients) -> Gradients:
-    grads = torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
+    with outside_autocast():
+        grads = torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
     return tuple(
         torch.zeros_like(each) if grad is None else grad
         for each, grad in zip(inputs, grads, strict=True)
@@ -187,9 +191,10 @@ def _input_grads_batched(
     roots: list[Tensor], inputs: list[Tensor], gradients: Sequence[Gradients]
 ) -> list[Gradients]:
     output_grads = [torch.stack(each) for each in zip(*gradients, strict=True)]
-    batched = torch.autograd.grad(
-        roots, inputs, output_grads, retain_graph=True, allow_unused=True, is_grads_batched=True
-    )
+    with outside_autocast():
+        batched = torch.autograd.grad(
+            roots, inputs, output_grads, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
     stacked = [
         each.new_zeros(len(gradients), *each.shape) if grad is None else grad
         for each, grad in zip(inputs, batched, strict=True)

@@ -1,7 +1,7 @@
-"""Restoring modules after a trial run or an evaluation."""
+"""Contexts: modules restored after a trial run or an evaluation, and no autocast."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,18 @@ def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
     with _modes(modules):
         for module in modules:
             module.training = False
+        yield
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Disable the caller's autocast, as torch advises for a backward."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    with ExitStack() as disabled:
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                disabled.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

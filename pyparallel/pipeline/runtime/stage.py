@@ -25,6 +25,7 @@ from .clipping import LastNormClipper
 from .inputs import Arguments, Inputs, call_module
 from .loss import Criterion, find_target_refusal
 from .microbatches import MicrobatchSplitter
+from .preserve_state import outside_autocast
 from .split_backward import WeightBackward, backward_input
 from .stage_layers import owned_parameters
 from .stage_weights import LiveWeights, Weights
@@ -197,7 +198,7 @@ class Stage:
             gradients = tuple(rest)
         if self.clipper is not None and gradients is not None:
             gradients = self.clipper.unpack_gradients(microbatch, gradients)
-        with self.weights.backward(microbatch):
+        with self.weights.backward(microbatch), outside_autocast():
             roots, output_grads = roots_of(in_flight.outputs, gradients)
             if roots:
                 torch.autograd.backward(roots, output_grads)
@@ -221,7 +222,7 @@ class Stage:
             in_flight.refusal, in_flight.outputs = gradients, ()
             return gradients
         inputs = differentiable(in_flight.inputs)
-        with self.weights.backward(microbatch):
+        with self.weights.backward(microbatch), outside_autocast():
             roots, output_grads = roots_of(in_flight.outputs, gradients)
             grads, in_flight.weight_backward = backward_input(roots, output_grads, inputs)
         in_flight.outputs = ()
@@ -238,7 +239,7 @@ class Stage:
             self.weights.end_backward(microbatch)
             return
         assert in_flight.weight_backward is not None, "a schedule runs backward_input first"
-        with self.weights.backward(microbatch):
+        with self.weights.backward(microbatch), outside_autocast():
             in_flight.weight_backward.run()
         for parameter in self.optimized if in_flight.input_grads else ():
             gradient = parameter.grad

@@ -1,0 +1,126 @@
+"""Steps inside autocast: forwards and losses run in it, backwards outside of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from pyparallel.pipeline import Displacement, Schedule
+from tests.pipeline import reference
+from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING
+from tests.pipeline.jobs import CORRECTED, PREDICTING, Trained, train
+from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls, build_layers
+from tests.pipeline.oracles import LastStep
+from tests.workers import run_ranks
+
+FLOAT, BFLOAT = torch.float32, torch.bfloat16
+NUM_STAGES = 4
+STREAMS = [build_calls(3, 12, FLOAT), build_calls(1, 12, FLOAT)]
+SCHEDULES = [
+    replace(each, prediction=Displacement(LastStep())) if isinstance(each, PREDICTING) else each
+    for each in EVERY_SCHEDULE
+    if each != CORRECTED
+]
+SGD = OPTIMIZERS["momentum"]
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", BFLOAT)
+
+
+class Observed(nn.Module):
+    """Records dtypes of activations, and whether forwards and backwards run in autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, bool, torch.dtype]] = set()
+
+    def forward(self, value):
+        self.seen.add(("forward", torch.is_autocast_enabled("cpu"), value.dtype))
+        if value.requires_grad:
+            value.register_hook(self._on_gradient)
+        return value.clone()
+
+    def _on_gradient(self, gradient):
+        self.seen.add(("backward", torch.is_autocast_enabled("cpu"), gradient.dtype))
+
+
+def train_all(rank: int) -> list[Trained]:
+    with autocast():
+        return [
+            train(each, build_layers(FLOAT), SPLITS[NUM_STAGES], SGD, STREAMS) for each in SCHEDULES
+        ]
+
+
+def observe_all(rank: int) -> list[set]:
+    found = []
+    for schedule in SCHEDULES:
+        observed = Observed()
+        layers = [nn.Linear(6, 6), nn.Linear(6, 6), observed, nn.Linear(6, 2)]
+        with autocast():
+            train(schedule, layers, [1, 2, 3], SGD, STREAMS)
+        found.append(observed.seen)
+    return found
+
+
+class Autocast(nn.Module):
+    """A layer whose forward is in autocast, and whose backward is not."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value):
+        with autocast():
+            return self.layer(value)
+
+
+def loss_in_autocast(output, target):
+    with autocast():
+        return mse_loss(output, target)
+
+
+def expected(schedule: Schedule) -> Trained:
+    done = reference.train_in_one_process(
+        lambda: [Autocast(layer) for layer in build_layers(FLOAT)],
+        SPLITS[NUM_STAGES], loss_in_autocast, SGD, schedule, STREAMS, 4,
+    )  # fmt: skip
+    state = {name.replace(".layer.", "."): value for name, value in done.state.items()}
+    return Trained(done.losses, state)
+
+
+def unsplit() -> Trained:
+    """Train the model with a plain loop as torch's documentation has it."""
+    model, done = nn.Sequential(*build_layers(FLOAT)), Trained()
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad])
+    with reference.one_thread():
+        for inputs, target in [*STREAMS[0], *STREAMS[1]]:
+            losses = []
+            for x, y in zip(inputs.tensor_split(4), target.tensor_split(4), strict=True):
+                with autocast():
+                    losses.append(mse_loss(model(x), y) * 0.25)
+                losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done.losses.append(sum(each.item() for each in losses))
+    return replace(done, state=model.state_dict())
+
+
+def test_steps_inside_autocast_are_those_of_the_unsplit_model(subtests):
+    ranks = run_ranks(NUM_STAGES, train_all)
+    plain = unsplit()
+    for index, schedule in enumerate(SCHEDULES):
+        with subtests.test(schedule=schedule):
+            state = {k: v for rank in ranks for k, v in rank[index].state.items()}
+            wanted = plain if schedule in FLUSHING else expected(schedule)
+            assert ranks[-1][index].losses == pytest.approx(wanted.losses, rel=1e-6)
+            torch.testing.assert_close(state, wanted.state, rtol=0, atol=0)
+
+
+def test_backwards_are_outside_of_autocast_and_activations_are_sent_in_bfloat16(subtests):
+    found = run_ranks(NUM_STAGES, observe_all)[2]
+    for schedule, seen in zip(SCHEDULES, found, strict=True):
+        with subtests.test(schedule=schedule):
+            assert seen == {("forward", True, BFLOAT), ("backward", False, BFLOAT)}
