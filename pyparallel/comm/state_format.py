@@ -19,7 +19,7 @@ CHECKSUMS_KEY = "checksums"
 _WORDS = 1024  # of 8 bytes, summed into one: 0.1 % of a tensor's bytes are hashed on the host
 # What the optimizers of torch, and then a pipeline, keep in the shape of the parameter.
 _OF_PARAMETERS_SHAPE = {
-    *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"),
     *("last_gradient", "last_weights", "last_uncorrected_update", "average_change"),
 }
 

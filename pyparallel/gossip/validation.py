@@ -75,6 +75,11 @@ def find_validation_error(
     parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not parameters:
         return "module must have parameters that require gradients, got none"
+    if any(isinstance(each, FusedOptimizer) and each.master_weights for each in optimizers):
+        return (
+            "optimizer must have master_weights=False, got True: parameters are averaged with "
+            "other ranks', not their float32 copies; train float32 parameters inside torch.autocast"
+        )
     return (
         _find_tensor_error(parameters)
         or _find_device_error(parameters, process_group)

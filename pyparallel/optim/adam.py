@@ -35,6 +35,8 @@ class Adam(FusedOptimizer):
         differentiable: must be False.
         fused: as ``foreach``; True also keeps step counts on the parameters' device.
         decoupled_weight_decay: decay the parameters instead of adding a penalty, as AdamW.
+        master_weights: step 16-bit parameters in float32 copies, with all state in float32, and
+            write them rounded in the same pass; as in apex. Other parameters have no copies.
 
     Raises:
         ValueError: an argument is out of range, or needs ``torch.optim.Adam``.
@@ -56,7 +58,9 @@ class Adam(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
+        master_weights: bool = False,
     ) -> None:
+        self.master_weights = master_weights
         check_numbers({"lr": lr, "eps": eps, "weight_decay": weight_decay})
         for index, beta in enumerate(betas):
             check_numbers({f"betas[{index}]": beta})
@@ -109,7 +113,7 @@ class Adam(FusedOptimizer):
         mean, square = map(bucket.flat, _MOMENTS)
         beta1, beta2 = group["betas"]
         adamw_step_unchecked(
-            part(bucket.values, span),
+            part(bucket.stepped, span),
             *gradients,
             part(mean, span),
             part(square, span),
@@ -140,10 +144,10 @@ class Adam(FusedOptimizer):
         beta1, beta2 = map(float, group["betas"])
         for span in bucket.spans():
             if not bucket.has(STEP, span.first):
-                part(out, span).copy_(part(bucket.values, span))
+                part(out, span).copy_(part(bucket.stepped, span))
                 continue
             predict_adam_unchecked(
-                part(bucket.values, span),
+                part(bucket.stepped, span),
                 part(mean, span),
                 part(square, span),
                 as_double(group["lr"]),
@@ -173,6 +177,7 @@ class AdamW(Adam):
         capturable: keep step counts on the parameters' device.
         differentiable: must be False.
         fused: as ``foreach``; True also keeps step counts on the parameters' device.
+        master_weights: step 16-bit parameters in float32 copies.
 
     Raises:
         ValueError: an argument is out of range, or needs ``torch.optim.AdamW``.
@@ -193,6 +198,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        master_weights: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -207,6 +213,7 @@ class AdamW(Adam):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
+            master_weights=master_weights,
         )
 
     @override

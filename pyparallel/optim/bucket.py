@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..comm import FlatBuckets
 
 STEP = "step"
+MASTER = "master_param"  # as in TransformerEngine
 _NO_STATE: dict[str, Any] = {}
 
 
@@ -47,11 +48,24 @@ class Bucket:
         group: index of the parameter group.
         weights: of that group.
         index: of the bucket among its buffers.
+        master_weights: step float32 copies of 16-bit parameters, which are a state of them.
+
+    Attributes:
+        stepped: the flat buffer that a step reads and writes: the float32 copies or the parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, group: int, weights: FlatBuckets, index: int) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: int,
+        weights: FlatBuckets,
+        index: int,
+        *,
+        master_weights: bool = False,
+    ) -> None:
         self.group = group
-        self.values = weights.buffers[index]
+        self.values = self.stepped = weights.buffers[index]
+        self.has_masters = master_weights and self.values.dtype != torch.float32
         inside = [
             (parameter, segment.offset)
             for parameter, segment in zip(weights.parameters, weights.segments, strict=True)
@@ -75,6 +89,7 @@ class Bucket:
         self._entered: dict[str, list[Tensor | None]] = {}  # what the optimizer has of each
         self._spans: list[Span] | None = None
         self._version = 0
+        self._versions: list[int] | None = None  # of the parameters that the masters follow
 
     def is_in_place(self) -> bool:
         """Return whether all parameters still are the views that they were made."""
@@ -109,8 +124,10 @@ class Bucket:
                 )
         if not (self._is_contiguous and all(map(Tensor.is_contiguous, tensors))):
             tensors = list(map(_in_memory_order, tensors, stepped))
+        are_followed = self.has_masters and self._versions == self._parameter_versions()
         # Autograd sees that tensors saved for a backward have changed, as of torch's optimizers.
         torch.autograd.graph.increment_version(stepped)
+        self._versions = self._parameter_versions() if are_followed else None
         self._gradients = Gradients(tensors, offsets)
 
     def take_gradients(self) -> Gradients:
@@ -118,6 +135,20 @@ class Bucket:
         gradients, self._gradients = self._gradients, None
         assert gradients is not None, "a bucket is stepped once within a step"
         return gradients
+
+    def update_masters(self) -> None:
+        """Take over into the masters what others have written into the parameters.
+
+        That is each parameter's element that is not the rounded master: at first all of them.
+        """
+        if not self.has_masters:
+            return
+        (self.stepped,) = self.state(MASTER)
+        versions = self._parameter_versions()
+        if self._versions != versions:
+            is_same = self.stepped.to(self.values.dtype) == self.values
+            self.stepped.copy_(torch.where(is_same, self.stepped, self.values))
+            self._versions = versions
 
     def state(self, *names: str) -> list[Tensor]:
         """Return the flat buffers of these states; zero for parameters that do not have them.
@@ -214,11 +245,15 @@ class Bucket:
             self._views[name] = [counts[index] for index in range(len(found))]
             return
         dtype = next((entry.dtype for entry in found if entry is not None), None)
+        dtype = torch.float32 if self.has_masters else dtype
         flat = self._flat[name] = torch.zeros_like(self.values, dtype=dtype)
         self._views[name] = [
             flat.as_strided(parameter.size(), parameter.stride(), offset)
             for parameter, offset in zip(self.parameters, self.offsets, strict=True)
         ]
+
+    def _parameter_versions(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters]
 
     def _place(self) -> torch.device:
         """Return where step counts are: where torch's optimizers have them."""
@@ -230,6 +265,7 @@ class Bucket:
     def _take(self, name: str, index: int, found: Any) -> None:
         """Take over what the optimizer's state of a parameter now is: another tensor, or none."""
         view = self._views[name][index]
+        self._versions = None
         if isinstance(found, Tensor) and found.numel() != view.numel():
             raise ValueError(
                 f"state {name!r} must have the parameter's shape {list(view.shape)}, got a tensor "

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..comm import FlatBuckets, join_buckets
-from .bucket import Bucket, Gradients, Span
+from .bucket import MASTER, STEP, Bucket, Gradients, Span
 from .validation import check_apart, check_options, check_parameters
 
 NO_LIMIT = 1 << 62
@@ -43,6 +43,9 @@ class FusedOptimizer(Optimizer):
     """Counter of the elements with a gradient that is not finite, 0-d float64 where the parameters
     are: they are not stepped, and their number is added to it in the same pass. None: all are."""
 
+    master_weights = False
+    """Whether 16-bit parameters are stepped in float32 copies, and rounded from them."""
+
     # GradScaler then passes its scale, and whether it found an inf, without reading them.
     _step_supports_amp_scaling = True
     _weights: list[FlatBuckets] | None = None
@@ -67,6 +70,25 @@ class FusedOptimizer(Optimizer):
             raise
         if not self._is_adopted:  # a trainer raises in its next step
             self._weights = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "master_weights": self.master_weights}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state as torch's optimizers do; with ``master_weights`` float32 stays float32."""
+        super().load_state_dict(state_dict)
+        if not self.master_weights:
+            return
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                # Torch has cast it to the dtype of the parameter.
+                if name != STEP and isinstance(value, Tensor) and value.dtype == torch.float32:
+                    copied = value.to(parameter.device, copy=True)
+                    self.state[parameter][name] = copied
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -134,7 +156,10 @@ class FusedOptimizer(Optimizer):
             ]
             self._weights.append(join_buckets(weights))
             count = len(self._weights[-1].buffers)
-            buckets += [Bucket(self, index, self._weights[-1], each) for each in range(count)]
+            buckets += [
+                Bucket(self, index, self._weights[-1], each, master_weights=self.master_weights)
+                for each in range(count)
+            ]
         self._buckets = buckets
         return self._weights
 
@@ -187,6 +212,11 @@ class FusedOptimizer(Optimizer):
         bucket = self._buckets[index]
         group = self.param_groups[bucket.group]
         gradients = bucket.take_gradients()
+        if bucket.has_masters:
+            assert message is None, "a trainer that mixes refuses master weights"
+            bucket.update_masters()
+            bucket.publish(MASTER)
+            message = bucket.values
         spans = self._begin_step(bucket, group, len(gradients.tensors))
         scale, found_inf = self._amp()
         ahead = as_double(horizon) if horizon else _ZERO
@@ -216,6 +246,7 @@ class FusedOptimizer(Optimizer):
         """
         bucket = self._buckets[index]
         group = self.param_groups[bucket.group]
+        bucket.update_masters()
         self._predict(bucket, group, as_double(horizon), out)
 
     @property

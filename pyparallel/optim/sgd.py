@@ -34,6 +34,8 @@ class SGD(FusedOptimizer):
         foreach: accepted without effect, the step is always fused.
         differentiable: must be False.
         fused: as ``foreach``.
+        master_weights: step 16-bit parameters in float32 copies, with all state in float32, and
+            write them rounded in the same pass; as in apex. Other parameters have no copies.
 
     Raises:
         ValueError: an argument is out of range, or needs ``torch.optim.SGD``.
@@ -56,7 +58,9 @@ class SGD(FusedOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
+        master_weights: bool = False,
     ) -> None:
+        self.master_weights = master_weights
         check_numbers({"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError(
@@ -113,7 +117,7 @@ class SGD(FusedOptimizer):
         # As in torch the first gradient becomes the momentum buffer undamped.
         damped = name == _MOMENTUM and bucket.has(name, span.first)
         sgd_step_unchecked(
-            part(bucket.values, span),
+            part(bucket.stepped, span),
             *gradients,
             None if name is None else part(bucket.flat(name), span),
             as_double(group["lr"]),
@@ -147,7 +151,7 @@ class SGD(FusedOptimizer):
                 "keeps_last_gradient must be True to predict SGD without momentum, got False"
             )
         (velocity,) = bucket.state(name)
-        predict_sgd_unchecked(bucket.values, velocity, as_double(group["lr"]), horizon, out)
+        predict_sgd_unchecked(bucket.stepped, velocity, as_double(group["lr"]), horizon, out)
 
     def _state_name(self, group: Group) -> str | None:
         if group["momentum"]:

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..comm import find_ddp_error, has_methods, wrong_type
+from ..optim import FusedOptimizer
 from .partition.cut_dim import CutDim
 from .partition.partition import Partition, find_units_error
 from .placement import Placement
@@ -100,6 +101,12 @@ def find_optimizer_error(optimizer: Any, parameters: Sequence[nn.Parameter]) -> 
     """Return why an optimizer cannot train these parameters, or None."""
     if not isinstance(optimizer, Optimizer):
         return f"optimizer_fn must return a torch optimizer, got {type(optimizer).__name__}"
+    if isinstance(optimizer, FusedOptimizer) and optimizer.master_weights:
+        return (
+            "optimizer_fn must return an optimizer with master_weights=False, got True: the "
+            "parameters are averaged, not their float32 copies; train float32 parameters inside "
+            "torch.autocast"
+        )
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     wanted = {id(p) for p in parameters}
     if owned != wanted:

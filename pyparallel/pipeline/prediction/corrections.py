@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import FlatBuckets
+from ...optim import FusedOptimizer
 from .base import WeightPredictor
 from .flat_state import FlatState
 
@@ -79,6 +80,11 @@ class UpdateErrorFeedback(Correction):
         delay: int,
         num_stages: int,
     ) -> WeightPredictor:
+        if isinstance(optimizer, FusedOptimizer) and optimizer.master_weights:
+            raise ValueError(
+                "optimizer must, for UpdateErrorFeedback, have master_weights=False, got True: it "
+                "corrects the 16-bit parameters, not their float32 copies; use StageMomentum"
+            )
         coefficient = delay if self.coefficient is None else self.coefficient
         return _ErrorFeedbackPredictor(predictor, optimizer, weights, float(coefficient))
 
