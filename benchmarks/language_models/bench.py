@@ -13,7 +13,6 @@ Rows go to ``benchmarks/results/language-models-<machine>.csv``, each as soon as
 import argparse
 import math
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -45,7 +44,7 @@ from pyparallel.pipeline import (
 
 FIELDS = [
     "model", "schedule", "seed", "rate", "parameters", "tied", "ranks", "threads", "microbatches",
-    "batch", "length", "steps", "training_bits", "held_out_bits", "seconds_per_step", "losses",
+    "batch", "length", "steps", "training_bits", "held_out_bits", "losses",
     "torch", "transformers", "commit",
 ]  # fmt: skip
 BITS_PER_NAT = 1 / math.log(2)
@@ -64,7 +63,6 @@ class Trained:
 
     losses: list[float]
     held_out: float
-    seconds: float
     num_parameters: int
     tied: bool
 
@@ -123,7 +121,6 @@ def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Trained:
     optimizer = AdamW(model.parameters(), lr=RATE)
     scheduler, losses = decayed(optimizer, steps), []
     load_text()
-    begin = time.perf_counter()
     for ids in islice(batches(seed), steps):
         loss = next_token_loss(model(ids, use_cache=False).logits, ids)
         loss.backward()
@@ -131,11 +128,10 @@ def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Trained:
         optimizer.zero_grad()
         scheduler.step()
         losses.append(loss.item())
-    seconds = time.perf_counter() - begin
     held_out = cut_windows(load_text()[1], HELD_OUT, LENGTH)
     with torch.no_grad():
         final = float(next_token_loss(model.eval()(held_out).logits, held_out))
-    return trained(model, losses, final, seconds)
+    return trained(model, losses, final)
 
 
 def train_split(rank: int, name: str, schedule: str, steps: int, seed: int) -> Trained | None:
@@ -152,23 +148,21 @@ def train_split(rank: int, name: str, schedule: str, steps: int, seed: int) -> T
         scheduler_fn=partial(decayed, steps=steps),
     )
     load_text()
-    begin = time.perf_counter()
     losses = [trainer.step(ids, target=ids) for ids in islice(batches(seed), steps)]
     trainer.flush()
-    seconds = time.perf_counter() - begin
     held_out = cut_windows(load_text()[1], HELD_OUT, LENGTH)
     final = trainer.evaluate(held_out, target=held_out)
     if final is None:
         return None
-    return trained(model, [loss for loss in losses if loss is not None], final, seconds)
+    return trained(model, [loss for loss in losses if loss is not None], final)
 
 
-def trained(model: Any, losses: list[float], held_out: float, seconds: float) -> Trained:
+def trained(model: Any, losses: list[float], held_out: float) -> Trained:
     """Return the result in bits per byte."""
     sizes = {parameter: parameter.numel() for parameter in model.parameters()}
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     bits = [loss * BITS_PER_NAT for loss in losses]
-    return Trained(bits, held_out * BITS_PER_NAT, seconds, sum(sizes.values()), tied)
+    return Trained(bits, held_out * BITS_PER_NAT, sum(sizes.values()), tied)
 
 
 def row_of(name: str, schedule: str, steps: int, seed: int, limit: float) -> dict[str, object]:
@@ -195,7 +189,6 @@ def row_of(name: str, schedule: str, steps: int, seed: int, limit: float) -> dic
         "steps": steps,
         "training_bits": f"{statistics.fmean(last_tenth):.5f}",
         "held_out_bits": f"{done.held_out:.5f}",
-        "seconds_per_step": f"{done.seconds / steps:.4f}",
         "losses": " ".join(f"{loss:.4g}" for loss in shorten([done.losses])),
         "torch": torch.__version__,
         "transformers": load("transformers").__version__,
@@ -221,7 +214,7 @@ def main() -> None:
             limit = 60 + 10.0 * options.steps
             rows.append(row_of(name, schedule, options.steps, options.seed, limit))
             write_rows(rows[-1:], path, FIELDS, ["model", "schedule", "seed"])
-            print(name, schedule, rows[-1]["seconds_per_step"], "s a step", flush=True)
+            print(name, schedule, rows[-1]["held_out_bits"], "bits", flush=True)
     print(markdown([{name: str(each) for name, each in row.items()} for row in rows]))
     print(f"rows: {path}")
 

@@ -9,11 +9,10 @@ ORDER = [UNSPLIT, "OneForwardOneBackward", "PipeOptim"]
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return losses and times of each model, the unsplit one first."""
+    """Return losses of each model, the unsplit one first."""
     lines = [
-        "| | parameters | training, bits per byte | held-out, bits per byte "
-        "| against unsplit | seconds a step |",
-        "|---|---|---|---|---|---|",
+        "| | parameters | training, bits per byte | held-out, bits per byte | against unsplit |",
+        "|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(row["model"] for row in rows):
         own = {row["schedule"]: row for row in rows if row["model"] == name}
@@ -23,7 +22,7 @@ def markdown(rows: Sequence[Row]) -> str:
             lines.append(
                 f"| {name}{tie}, {shown(row)} | {int(row['parameters']) / 1e6:.1f} M "
                 f"| {float(row['training_bits']):.4f} | {float(row['held_out_bits']):.4f} "
-                f"| {behind(row, own[UNSPLIT]):+.3f} % | {float(row['seconds_per_step']):.2f} |"
+                f"| {behind(row, own[UNSPLIT]):+.3f} % |"
             )
     return "\n".join(lines)
 
