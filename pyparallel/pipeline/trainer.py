@@ -50,7 +50,13 @@ from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
 from .schedules.streaming import Streaming
 from .simulation.chrome_trace import export_chrome_trace, gather_spans
-from .validation import check_skips, find_option_error, find_size_error, find_type_error
+from .validation import (
+    check_memory,
+    check_skips,
+    find_option_error,
+    find_size_error,
+    find_type_error,
+)
 
 
 class PipelineTrainer:
@@ -748,11 +754,13 @@ class PipelineTrainer:
         self._build(split_automatically(self._layers, example, num_stages, self._group), splitter)
 
     def _build(self, split: tuple[int, ...], splitter: MicrobatchSplitter | None) -> None:
-        with self._raising_on_all_ranks():
+        with self._raising_on_all_ranks() as fields:
             streams = isinstance(self._schedule, Streaming)
             modules = slice_layers(self._layers, split, ties_travel=streams)
             ties = find_ties(modules)
+            fields.append(("tied weights", repr([str(tie) for tie in ties])))
             check_skips(self._schedule, modules, ties, self._compressors)
+            check_memory(ties, self._shape.stages(self._rank))
         names = names_of_modules(self._model, self._layers)
         for index in self._shape.stages(self._rank):
             modules[index].names = plain_names(modules[index], names)
@@ -804,16 +812,18 @@ class PipelineTrainer:
                 stage.sends_found_inf = True
 
     @contextmanager
-    def _raising_on_all_ranks(self) -> Iterator[None]:
+    def _raising_on_all_ranks(self) -> Iterator[list[tuple[str, str]]]:
+        """Yield config fields to fill, which the ranks compare at the end."""
         problem, cause = None, None
+        config_fields: list[tuple[str, str]] = []
         try:
-            yield
+            yield config_fields
         except Exception as error:  # perhaps on one rank only, while the others wait for it
             # It is raised as a ValueError.
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             problem, cause = f"{kind}{error}", error
         try:
-            self._check_consistent([], problem)
+            self._check_consistent([] if problem else config_fields, problem)
         except ValueError as error:
             raise error from cause
 

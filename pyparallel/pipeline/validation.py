@@ -167,3 +167,17 @@ def _find_accumulation_error(schedule: Schedule, steps: object) -> str | TypeErr
         f"flush, got {steps}: take a schedule that flushes, or PipeDream2BW() with {steps} times "
         "the microbatches in a step"
     )
+
+
+def check_memory(ties: Sequence[Tie], stages: Sequence[int]) -> None:
+    """Check that tied weights are in memory on the ranks of all stages that hold them.
+
+    Raises:
+        ValueError: one is on the meta device.
+    """
+    for tie in ties:
+        if tie.parameter.is_meta and set(stages) & set(tie.stages):
+            raise ValueError(
+                "layers must have their tied weights in memory on each rank that holds one, got "
+                f"{tie} on the meta device: create the weight on this rank's device"
+            )

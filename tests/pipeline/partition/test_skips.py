@@ -225,17 +225,31 @@ def make_mistakes(rank):
             trainer.prepare(*batches()[0])
         except ValueError as error:
             errors.append(str(error))
+    with torch.device("cpu" if rank == 0 else "meta"):
+        embedding, head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+    head.weight = embedding.weight
+    untied = nn.Linear(WIDTH, WORDS, bias=False) if rank else head
+    for last in (head, untied):
+        try:
+            PipelineTrainer(
+                [embedding, last], loss_fn, sgd, OneForwardOneBackward(),
+                num_microbatches=NUM_MICROBATCHES, split=[1],
+            )  # fmt: skip
+        except ValueError as error:
+            errors.append(str(error))
     return errors
 
 
 def test_a_tie_that_cannot_be_trained_is_one_error_on_every_rank(ranks):
     first, second = ranks.run(2, make_mistakes)
     assert first == second
-    interlocking, *compressed = first
+    interlocking, *compressed, on_meta, untied = first
     tie = r"got 6.weight of shape \[7, 6\] on stages 0 and 1"
     assert re.match(f"ranks 0-1: layers must not share parameters .* {tie}", interlocking)
     for name, error in zip(("activations", "gradients"), compressed, strict=True):
         assert re.match(f"ranks 0-1: compress_{name} must be None .* {tie}", error)
+    assert on_meta.startswith("rank 1: layers must have their tied weights in memory on each rank")
+    assert untied.startswith("all ranks must have the same tied weights, got [")
 
 
 def split_by_times(rank):
