@@ -294,6 +294,27 @@ FAULTS = [
         "tests/pipeline/runtime/test_batches.py",
     ),
     Fault(
+        "the mask of a language model does not travel to the next stage",
+        "pyparallel/pipeline/partition/causal_lm.py",
+        "for each in (mask, position_ids) if each is not None)",
+        "for each in (position_ids,) if each is not None)",
+        "tests/pipeline/partition/test_split_model.py",
+    ),
+    Fault(
+        "packed sequences attend to each other",
+        "pyparallel/pipeline/partition/causal_lm.py",
+        "position_ids=position_ids,  # given",
+        "position_ids=None,  # given",
+        "tests/pipeline/partition/test_split_model.py",
+    ),
+    Fault(
+        "the head of a ResNet drops nothing out",
+        "pyparallel/pipeline/partition/resnet.py",
+        "dropout(pooled, self._drop_rate, self.fc.training)",
+        "dropout(pooled, self._drop_rate, False)",
+        "tests/pipeline/partition/test_split_model.py",
+    ),
+    Fault(
         "gradients are clipped by the norm of one rank",
         "pyparallel/pipeline/runtime/clipping.py",
         "Collectives(process_group).all_reduce_(total)",

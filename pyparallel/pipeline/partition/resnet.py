@@ -5,18 +5,17 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
 
 
 def timm_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of timm's ``ResNet``; raises as ``split_model``."""
+    """Return the layers of timm's ``ResNet``."""
     parts: Any = model
-    if parts.grad_checkpointing:
-        raise ValueError(
-            "model.grad_checkpointing must be False for a model that is split, got True: "
-            "call model.set_grad_checkpointing(False)"
-        )
     stem = nn.Sequential(parts.conv1, parts.bn1, parts.act1, parts.maxpool)
-    return [stem, *_blocks(parts), _TimmHead(parts.global_pool, parts.fc, parts.drop_rate)]
+    blocks = _blocks(parts)
+    if parts.grad_checkpointing:
+        blocks = [_Recomputed(block) for block in blocks]
+    return [stem, *blocks, _TimmHead(parts.global_pool, parts.fc, parts.drop_rate)]
 
 
 def torchvision_layers(model: nn.Module) -> list[nn.Module]:
@@ -28,6 +27,18 @@ def torchvision_layers(model: nn.Module) -> list[nn.Module]:
 
 def _blocks(model: Any) -> list[nn.Module]:
     return list(chain(model.layer1, model.layer2, model.layer3, model.layer4))
+
+
+class _Recomputed(nn.Module):
+    """A block whose activations are computed again in its backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, features: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.block, features, use_reentrant=False)
+        return output
 
 
 class _TimmHead(nn.Module):

@@ -46,7 +46,8 @@ def split_model(model: nn.Module) -> SplitModel:
       called with ``input_ids`` or ``inputs_embeds``, ``attention_mask`` of shape (batch, sequence),
       ``position_ids`` and with GPT-2 ``token_type_ids``, as the model is; the result is that of
       ``model(..., use_cache=False)``. The target is an argument of ``loss_fn``, not ``labels``.
-    * ``ResNet`` of timm and torchvision: the stem, each block, and the head.
+    * ``ResNet`` of timm and torchvision: the stem, each block, and the head. With timm's, call
+      ``set_grad_checkpointing`` before: its blocks then recompute their activations.
 
     Args:
         model: of one of these classes, or of a subclass with the same ``forward``.

@@ -54,6 +54,7 @@ TIMM = {
     "basic": ("BasicBlock", {}),
     "bottleneck": ("Bottleneck", {"stem_width": 32, "stem_type": "deep"}),
     "dropout": ("BasicBlock", {"drop_rate": 0.5, "drop_path_rate": 0.5}),
+    "recomputed": ("BasicBlock", {"drop_path_rate": 0.5}),
     "average": ("BasicBlock", {"avg_down": True, "replace_stem_pool": True}),
 }
 
