@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import pyparallel.optim
+from pyparallel.gossip import validation as gossip_validation
 from pyparallel.optim import SGD, AdamW
+from pyparallel.subnets import validation as subnets_validation
 from tests.optim.pairs import make_parameters
 
 BFLOAT, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -193,3 +195,15 @@ def test_gradients_accumulate_in_the_dtype_that_torch_is_told():
         optimizer.step()
         expected = -300.0 if dtype == FLOAT else -256.0
         assert optimizer.state[parameter]["master_param"].tolist() == [expected] * 3
+
+
+def test_trainers_that_average_parameters_refuse_them():
+    model = nn.Linear(3, 2).to(BFLOAT)
+    optimizer = SGD(model.parameters(), master_weights=True)
+    problems = (
+        gossip_validation.find_validation_error(model, [optimizer], None),
+        subnets_validation.find_optimizer_error(optimizer, list(model.parameters())),
+    )
+    for problem in problems:
+        assert "master_weights=False, got True: " in problem
+        assert problem.endswith("train float32 parameters inside torch.autocast")
