@@ -19,7 +19,7 @@ from tqdm import tqdm
 from data import as_tensor, cut_windows, draw_windows, load_files
 from models import build_transformer, byte_loss
 from pyparallel import PipelineTrainer, optim, pipeline
-from ranks import following, gather, join_ranks, make_parser, waiting
+from ranks import following, gather, join_ranks, log_metrics, make_parser, waiting
 from show import draw, print_next, print_table, save_model, smooth
 
 SCHEDULES = {
@@ -43,13 +43,13 @@ def train(name, schedule, options, text, held_out):
     before = trainer.evaluate(*held_out)
     generator, losses, spans = torch.Generator().manual_seed(options.seed), [], []
     begin = time.perf_counter()
-    for _ in (bar := tqdm(range(options.steps), name, disable=before is None)):
+    for step in (bar := tqdm(range(options.steps), name, disable=before is None)):
         windows = draw_windows(text, 16, 129, generator)
         loss = trainer.step(windows[:, :-1], windows[:, 1:])  # every byte predicts the next
         spans.append(trainer.spans)  # what this rank computed when
-        if loss is not None:  # on the rank of the last stage; None elsewhere
-            losses.append(loss)
-            bar.set_postfix(loss=f"{loss:.2f}", refresh=False)
+        log_metrics(options.tensorboard, name, trainer.metrics(), step)
+        losses += [] if loss is None else [loss]  # on the rank of the last stage; None elsewhere
+        bar.set_postfix(loss=f"{loss or 0:.2f}", refresh=False)
     seconds = (time.perf_counter() - begin) / options.steps
     after = trainer.evaluate(*held_out)  # finishes the microbatches in flight first
     before, after, losses = gather((before, after, losses))[-1]
@@ -64,6 +64,7 @@ def train(name, schedule, options, text, held_out):
 def main():
     parser = make_parser(__doc__, steps=200)
     parser.add_argument("--schedule", choices=SCHEDULES, default="pipeoptim")
+    parser.add_argument("--tensorboard", metavar="DIR", help="write every rank's metrics there")
     options = parser.parse_args()
     device, schedule = join_ranks(options.seed), SCHEDULES[options.schedule]
     text, others = (as_tensor(files).to(device) for files in load_files())

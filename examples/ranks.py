@@ -1,6 +1,7 @@
 """The ranks of the examples: joining the group that torchrun started, and gathering results."""
 
 import argparse
+import functools
 import os
 import signal
 import sys
@@ -56,6 +57,24 @@ def join_ranks(seed: int) -> torch.device:
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def log_metrics(folder: str | None, run: str, metrics: dict[str, float], step: int) -> None:
+    """Write this rank's metrics of a step for TensorBoard; without a folder, nothing."""
+    if folder is not None:
+        writer = writer_of(f"{folder}/{run}/rank-{dist.get_rank()}")
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+
+@functools.cache
+def writer_of(folder: str) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        sys.exit("--tensorboard needs a package that is missing: pip install tensorboard")
+    return SummaryWriter(folder)
 
 
 def waiting(spans: list[Any]) -> str:

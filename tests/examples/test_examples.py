@@ -167,6 +167,24 @@ def test_a_script_without_torchrun_names_it(monkeypatch):
         importlib.import_module("ranks").join_ranks(0)
 
 
+def test_metrics_are_written_for_tensorboard(monkeypatch):
+    monkeypatch.syspath_prepend("examples")
+    ranks = importlib.import_module("ranks")
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # not installed
+    ranks.log_metrics(None, "1f1b", {"loss": 1.0}, 0)
+    with pytest.raises(SystemExit, match="a package that is missing: pip install tensorboard"):
+        ranks.log_metrics("runs", "1f1b", {"loss": 1.0}, 0)
+    tensorboard = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    for step in range(2):
+        ranks.log_metrics("runs", "1f1b", {"loss": 1.0, "rank/busy_seconds": 0.5}, step)
+    tensorboard.SummaryWriter.assert_called_once_with("runs/1f1b/rank-1")
+    calls = tensorboard.SummaryWriter.return_value.add_scalar.call_args_list
+    names = ("loss", 1.0), ("rank/busy_seconds", 0.5)
+    assert [call.args for call in calls] == [(*each, step) for step in range(2) for each in names]
+
+
 def test_every_file_is_one_screen():
     files = sorted((ROOT / "examples").glob("*.py"))
     assert {file.stem for file in files} >= RUNS.keys()

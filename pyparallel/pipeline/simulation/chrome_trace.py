@@ -64,7 +64,7 @@ def gather_spans(
     lengths = ranks.all_gather(torch.tensor([len(spans)], device=device)).flatten().tolist()
     padded = torch.zeros(max(lengths), _COLUMNS, dtype=torch.float64, device=device)
     padded[: len(spans)] = own.view(-1, _COLUMNS)
-    gathered = ranks.all_gather(padded).view(len(lengths), -1, _COLUMNS).tolist()
+    gathered = ranks.all_gather(padded.flatten()).view(len(lengths), -1, _COLUMNS).tolist()
     return [
         [_from_row(row) for row in rows[:length]]
         for rows, length in zip(gathered, lengths, strict=True)

@@ -18,6 +18,7 @@ from pyparallel.pipeline import (
     LinearHead,
     OneForwardOneBackward,
     PipeDream2BW,
+    PipelineShape,
     PipelineTrainer,
     PipeOptim,
     ZeroBubble,
@@ -33,7 +34,7 @@ DELAY = 0.05  # seconds of each forward of stage 0
 
 def build_layers():
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(4, 4, dtype=torch.float64) for _ in range(6)])
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
 
 
 def sgd(parameters):
@@ -42,7 +43,7 @@ def sgd(parameters):
 
 def batch_of(step):
     generator = torch.Generator().manual_seed(step)
-    return tuple(torch.randn(8, 4, dtype=torch.float64, generator=generator) for _ in range(2))
+    return tuple(torch.randn(8, 4, generator=generator) for _ in range(2))
 
 
 def build(schedule, **options):
@@ -64,15 +65,12 @@ def follow(rank, schedule, folder):
         spans += trainer.spans
     trainer.flush()
     found.append(trainer.metrics())
-    if trainer.spans is not spans and not isinstance(schedule, tuple(FLUSHING)):
+    if trainer.spans != spans[-len(trainer.spans) :]:  # a schedule that flushes has none left
         spans += trainer.spans
     trainer.export_chrome_trace(f"{folder}/{type(schedule).__name__}.json", spans)
     trainer.evaluate(*batch_of(0))  # whose forwards are of no update
     trainer.step(*batch_of(3))
     return before, found, losses, trainer.metrics(), spans
-
-
-FLUSHING = (GPipe, OneForwardOneBackward, Interleaved, ZeroBubble)
 
 
 def clip(rank):
@@ -110,7 +108,9 @@ def interlock(rank):
     batch = torch.ones(8, 4)
     for _ in range(2):
         trainer.step(batch, batch)
-    return unbuilt, trainer.metrics()
+    found = trainer.metrics()
+    trainer.flush()
+    return unbuilt, found, trainer.metrics()
 
 
 def work(rank, folder):
@@ -129,11 +129,12 @@ def merged(dicts):
     return {key: value for each in dicts for key, value in each.items()}
 
 
-def gradient_norms(step_batches, max_norm=None):
+def gradient_norms(step_batches):
     """Return the norm of each layer's gradient in the last of some steps of the unsplit model."""
-    layers = build_layers()
+    layers = build_layers().double()
     optimizer = sgd(layers.parameters())
     for inputs, target in step_batches:
+        inputs, target = inputs.double(), target.double()
         optimizer.zero_grad()
         mse_loss(layers(inputs), target).backward()
         norms = [
@@ -153,13 +154,13 @@ def test_versions_and_staleness_are_those_of_the_simulator(results, subtests):
             actions = schedule.actions(num_stages, NUM_MICROBATCHES, NUM_RANKS, STEPS)
             spans = [span for *_, own in ranks for span in own]
             assert [span.action for span in spans] == [a for rank in actions for a in rank]
-            simulation = simulate(schedule, num_stages, NUM_MICROBATCHES, NUM_RANKS, steps=STEPS)
-            weights = simulation.weights
+            shape = PipelineShape(num_stages, NUM_MICROBATCHES, NUM_RANKS)
+            weights = simulate(actions, versions=schedule.versions(shape)).weights
             assert [span.weights.version for span in spans] == weights.version.tolist()
             assert [span.weights.horizon for span in spans] == weights.horizon.tolist()
             reported = merged(each[1][-2] for each in ranks)  # of a step with a full pipeline
             for stage in range(num_stages):
-                wanted = schedule.delay(simulation.shape, stage)
+                wanted = schedule.delay(shape, stage)
                 assert reported[f"stage{stage}/staleness"] == wanted
                 predicted = wanted if schedule == PipeOptim() else 0
                 assert reported[f"stage{stage}/prediction_horizon"] == predicted
@@ -198,18 +199,18 @@ def test_counts_bytes_and_losses_are_those_that_were(results, subtests):
 
 def test_norms_are_those_of_the_unsplit_model(results):
     _, followed, clipped, *_ = results
-    for index, schedule in enumerate(SCHEDULES[:4]):
+    for index, schedule in enumerate(SCHEDULES[:4]):  # those that flush
         reported = merged(each[index][1][STEPS - 1] for each in followed)
         layers = gradient_norms([batch_of(step) for step in range(STEPS)])
         num_stages = 6 if isinstance(schedule, Interleaved) else 3
         every = 6 // num_stages
         for stage in range(num_stages):
             own = math.hypot(*layers[every * stage : every * (stage + 1)])
-            assert reported[f"stage{stage}/gradient_norm"] == pytest.approx(own, rel=1e-12)
+            assert reported[f"stage{stage}/gradient_norm"] == pytest.approx(own, rel=1e-5)  # float32
     layers = gradient_norms([batch_of(0)])
     for stage in range(3):
         own = math.hypot(*layers[2 * stage : 2 * stage + 2])
-        assert merged(clipped)[f"stage{stage}/gradient_norm"] == pytest.approx(own, rel=1e-12)
+        assert merged(clipped)[f"stage{stage}/gradient_norm"] == pytest.approx(own, rel=1e-5)  # float32
 
 
 def test_a_skipped_update_is_counted(results):
@@ -232,10 +233,10 @@ def test_waits_are_told_apart(results):
 
 
 def test_interlocking_stages_are_measured(results):
-    for rank, (unbuilt, found) in enumerate(results[5]):
+    for rank, (unbuilt, found, flushed) in enumerate(results[5]):
         assert unbuilt == {}
         assert found[f"stage{rank}/busy_seconds"] > 0
-        assert found[f"stage{rank}/updates"] == 2 * NUM_MICROBATCHES
+        assert flushed[f"stage{rank}/updates"] == 2  # one a step
         assert found[f"stage{rank}/prediction_horizon"] == 0
 
 
@@ -256,7 +257,8 @@ def test_the_trace_has_every_action_of_every_rank(results):
 
 def test_a_single_process_measures_itself(tmp_path):
     trainer = build(PipeOptim())
-    trainer.step(*batch_of(0))
+    for step in range(2):  # the pipeline is full in the second
+        trainer.step(*batch_of(step))
     found = trainer.metrics()
     assert found["rank/bytes_sent"] == found["rank/waiting_seconds"] == 0
     assert found["stage0/staleness"] == 2
