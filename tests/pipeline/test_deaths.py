@@ -48,6 +48,8 @@ def die_in(moment, trainer):
             die()
 
         trainer._p2p.barrier = die_after
+    elif moment == "tied parameters":
+        trainer._tied.copy_from_owners = die
     elif moment == "evaluate":
         stage.module.register_forward_hook(lambda module, *_: None if module.training else die())
     else:
@@ -69,8 +71,11 @@ def join_store_on_rank_0(rank, num_ranks, port):
 def train(rank, num_ranks, schedule, victims, moment, port):
     if port is not None:
         join_store_on_rank_0(rank, num_ranks, port)
+    layers = [nn.Linear(4, 4) for _ in range(NUM_LAYERS)]
+    if moment == "tied parameters":
+        layers[-1].weight = layers[0].weight
     trainer = PipelineTrainer(
-        [nn.Linear(4, 4) for _ in range(NUM_LAYERS)],
+        layers,
         nn.functional.mse_loss,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         schedule,
@@ -103,6 +108,7 @@ CASES = {
     "an update": (3, PipeOptim(), (1,), "update", True),
     "a barrier": (3, GPipe(), (1,), "barrier", True),
     "clipping": (4, GPipe(), (2,), "clipping", True),
+    "tied parameters": (4, GPipe(), (3,), "tied parameters", False),
     "flush": (4, PipeOptim(), (1,), "flush", False),
     "evaluate": (3, OneForwardOneBackward(), (1,), "evaluate", True),
     "two ranks": (2, PipeOptim(), (0,), "update", True),
