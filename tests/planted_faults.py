@@ -248,7 +248,7 @@ FAULTS = [
         "pyparallel/comm/p2p_groups.py",
         "        return 2 * (lower % 2)",
         "        return 0",
-        "tests/pipeline/test_nccl.py",
+        "tests/pipeline/gpu/test_nccl.py",
     ),
     Fault(
         "a message has room for a payload that is not received yet",

@@ -22,7 +22,7 @@ from pyparallel.pipeline.runtime.executor import Executor
 from pyparallel.pipeline.runtime.p2p import StageP2P
 from pyparallel.pipeline.schedules.schedule import Flushing
 from tests.pipeline.every_schedule import EVERY_SCHEDULE
-from tests.pipeline.nccl_model import META, Group, World, run_streams
+from tests.pipeline.gpu.nccl_model import META, Group, World, run_streams
 
 STEPS = 2
 
