@@ -24,6 +24,7 @@ from pyparallel.pipeline import (
     UpdateErrorFeedback,
     XPipe,
 )
+from pyparallel.pipeline.runtime.clipping import LastNormClipper, clip_grad_norm_
 from tests.pipeline import jobs, models, reference
 from tests.pipeline.jobs import PREDICTING
 from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls
@@ -153,3 +154,18 @@ def test_norms_are_not_compressed(ranks):
     for of_rank in ranks.run(2, train_in_16_bits):
         for plain, compressed in of_rank:
             torch.testing.assert_close(compressed, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_16_bit_gradients_are_neither_rounded_nor_infinite(dtype):
+    torch.manual_seed(0)
+    whole = 300 * torch.randn(5000, dtype=torch.float64).to(dtype)  # whose squares overflow
+    norm = whole.double().norm()
+    expected = (whole.double() / norm).to(dtype)
+    clipper = LastNormClipper(1.0, microbatches_per_update=1)
+    gathered, streamed = ([each.clone() for each in whole.split(1000)] for _ in range(2))
+    clip_grad_norm_(gathered, 1.0, None)
+    clipper.pack_gradients((), streamed, 0, whole)
+    clipper.clip_(streamed, None)
+    for found in (gathered, streamed):
+        torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=0)
