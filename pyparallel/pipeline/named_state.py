@@ -25,6 +25,7 @@ from .runtime.stage import Stage
 State = dict[str, Any]
 
 _STATE, _GROUPS, _KIND = "optimizer.state", "optimizer.param_groups", "optimizer.kind"
+_NORM = "squared_norm"  # of the gradient in the last update, where updates are clipped by it
 
 
 class NamedStage(NamedTuple):
@@ -53,6 +54,13 @@ class NamedStage(NamedTuple):
             )
         return [[own[parameter] for parameter in group] for group in groups]
 
+    def norm_keys(self) -> list[str]:
+        """Return the key of each parameter's norm, in the order of the stage's; none without."""
+        if self.stage.clipper is None:
+            return []
+        of_groups = (self.parameter_names(optimizer) for optimizer in self.stage.optimizers)
+        return [f"{_NORM}.{name}" for groups in of_groups for names in groups for name in names]
+
     def schedulers(self) -> Iterator[tuple[str, LRScheduler]]:
         """Yield each scheduler with its key: the kind of its optimizer, and which of this kind."""
         kinds = [optimizer_kind(each) for each in self.stage.optimizers]
@@ -64,7 +72,8 @@ def sharded_state(stages: Sequence[NamedStage], step: int) -> State:
     """Return the state of this rank's stages by keys of the whole model; tensors are not copied.
 
     The keys are ``model.NAME``, ``optimizer.state.NAME.KEY``, ``optimizer.param_groups.NAME.KEY``,
-    ``optimizer.kind.NAME``, ``scheduler.KIND.INDEX``, ``step`` and ``updates``.
+    ``optimizer.kind.NAME``, ``scheduler.KIND.INDEX``, ``squared_norm.NAME``, ``step`` and
+    ``updates``.
     """
     state: State = {"step": step}
     for each in stages:
@@ -79,6 +88,8 @@ def sharded_state(stages: Sequence[NamedStage], step: int) -> State:
                     state.update((f"{_STATE}.{name}.{k}", v) for k, v in of_parameter.items())
                     options = {k: v for k, v in group.items() if not k.startswith("param")}
                     state.update((f"{_GROUPS}.{name}.{k}", v) for k, v in options.items())
+        if each.stage.clipper is not None and each.stage.clipper.last is not None:
+            state.update(zip(each.norm_keys(), each.stage.clipper.last.unbind(), strict=True))
         # In a tuple: DCP saves it as one object.
         state.update((key, (own.state_dict(),)) for key, own in each.schedulers())
     return state
@@ -129,6 +140,8 @@ def load_checkpoint(
     def check() -> list[tuple[str, str]]:
         for each in stages:
             own = {f"model.{name}": value for name, value in each.module_state().items()}
+            zero = torch.zeros((), dtype=torch.float64)
+            own.update((key, zero) for key in each.norm_keys() if key in state)
             check_like({key: state[key] for key in own}, own, "checkpoint_id")
             for optimizer in each.stage.optimizers:
                 loaded = _optimizer_state(each, optimizer, state)
@@ -149,6 +162,11 @@ def load_checkpoint(
             optimizer.load_state_dict(_optimizer_state(each, optimizer, state))
         for key, scheduler in each.schedulers():
             scheduler.load_state_dict(state[key][0])
+        if each.stage.clipper is not None:
+            norms = [
+                state.get(key, torch.zeros((), dtype=torch.float64)) for key in each.norm_keys()
+            ]
+            each.stage.clipper.last = torch.stack(norms) if norms else None
         each.stage.num_updates = state["updates"]
     step: int = state["step"]
     return step
@@ -169,6 +187,7 @@ def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
                 keys += of_parameter.get(f"{_STATE}.{name}", [])
                 keys += of_parameter.get(f"{_GROUPS}.{name}", [])
         keys += [key for key, _ in each.schedulers()]
+        keys += [key for key in each.norm_keys() if key in saved]  # else it counts as 0
     return keys
 
 

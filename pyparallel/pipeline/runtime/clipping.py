@@ -31,10 +31,16 @@ def clip_grad_norm_(
 
 def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all elements: 0-d, float64, on ``device``."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-    return total
+    return squared_norms(gradients, device).sum()
+
+
+def squared_norms(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Return the sum of the squares of each gradient's elements: (n,), float64, on ``device``."""
+    squares = torch.zeros(len(gradients), dtype=torch.float64, device=device)
+    for square, gradient in zip(squares.unbind(), gradients, strict=True):
+        if gradient is not None:
+            square.copy_(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
+    return squares
 
 
 def _scale_(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
@@ -66,8 +72,8 @@ class LastNormClipper:
         microbatches_per_update: the last one's gradients carry the norm.
 
     Attributes:
-        last: the squared norm of the stage's gradients in its last update that was not skipped:
-            0-d, float64; None before.
+        last: the squared norm of each parameter's gradient in the last update of the stage that was
+            not skipped: (n,), float64; None before.
     """
 
     def __init__(self, max_norm: float, microbatches_per_update: int) -> None:
@@ -84,7 +90,7 @@ class LastNormClipper:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for each in (self.last, self._earlier):
             if each is not None:
-                total += each.to(device)
+                total += each.sum().to(device)
         bits = total.view(torch.int64)
         return (value, bits) if isinstance(value, Tensor) else (*value, bits.view(1))
 
@@ -106,7 +112,7 @@ class LastNormClipper:
     def pack_gradients(
         self,
         value: tuple[Tensor, ...],
-        accumulated: Sequence[Tensor],
+        accumulated: Sequence[Tensor | None],
         microbatch: int,
         outputs: Value,
     ) -> tuple[Tensor, ...]:
@@ -114,14 +120,14 @@ class LastNormClipper:
 
         Args:
             value: the input gradients, of a backward.
-            accumulated: gradients of the parameters.
+            accumulated: gradient of each parameter; None: it has none.
             microbatch: whose backward it was.
             outputs: of its forward, on the device of the norm.
         """
         if not self._ends_update(microbatch):
             return value
-        self._own = squared_norm(accumulated, _device_of(outputs))
-        total = self._own if self._later is None else self._own + self._later
+        self._own = squared_norms(accumulated, _device_of(outputs))
+        total = self._own.sum() if self._later is None else self._own.sum() + self._later
         return *value, total.view(torch.int64)
 
     def clip_(self, gradients: Sequence[Tensor], found_inf: Tensor | None) -> None:
@@ -132,7 +138,7 @@ class LastNormClipper:
             found_inf: 0-d bool: the optimizer will skip the update; None: it will not.
         """
         assert self._own is not None, "the backward of the update's last microbatch comes before"
-        known = [each for each in (self._own, self._later, self._earlier) if each is not None]
+        known = [each for each in (self._own.sum(), self._later, self._earlier) if each is not None]
         _scale_(gradients, self._max_norm, torch.stack(known).sum())
         if found_inf is not None:
             last = torch.zeros_like(self._own) if self.last is None else self.last

@@ -205,8 +205,8 @@ class Stage:
         self.weights.end_backward(microbatch)
         grads = self._copy_if_shared([_grad_of(each) for each in differentiable(in_flight.inputs)])
         if self.clipper is not None:
-            outputs = in_flight.outputs
-            grads = self.clipper.pack_gradients(grads, self.gradients, microbatch, outputs)
+            own = [each.grad for each in self.optimized]
+            grads = self.clipper.pack_gradients(grads, own, microbatch, in_flight.outputs)
         if found_inf is None:
             return grads
         self._found_inf = found_inf if self._found_inf is None else self._found_inf | found_inf
@@ -307,7 +307,7 @@ class Stage:
         if self.schedulers:
             state["scheduler"] = _one_or_all([each.state_dict() for each in self.schedulers])
         if self.clipper is not None and self.clipper.last is not None:
-            state["squared_norm"] = self.clipper.last
+            state["squared_norms"] = self.clipper.last
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -321,7 +321,7 @@ class Stage:
                 scheduler.load_state_dict(saved)
         self.num_updates = state.get("updates", 0)  # which older versions did not save
         if self.clipper is not None:
-            self.clipper.last = state.get("squared_norm")
+            self.clipper.last = state.get("squared_norms")
 
     def check_state(self, state: dict[str, Any], path: str) -> None:
         """Check that ``load_state_dict`` can load a state; changes nothing.
@@ -332,9 +332,9 @@ class Stage:
         own = plain_keys(self.module.state_dict())
         check_like(plain_keys(state["module"]), own, f"{path}.module")
         check_like(state.get("updates", 0), self.num_updates, f"{path}.updates")
-        if self.clipper is not None and "squared_norm" in state:
-            norm = torch.zeros((), dtype=torch.float64)
-            check_like(state["squared_norm"], norm, f"{path}.squared_norm")
+        if self.clipper is not None and "squared_norms" in state:
+            norms = torch.zeros(len(self.optimized), dtype=torch.float64)
+            check_like(state["squared_norms"], norms, f"{path}.squared_norms")
         if self.optimizers:
             self._check_optimizer_states(state, f"{path}.optimizer")
         if self.schedulers:

@@ -102,13 +102,33 @@ def save_and_resume(rank, folder, schedule, optimizer_fn, options):
 CASES = {
     "1f1b": (OneForwardOneBackward(), adam, {}),
     "2bw": (PipeDream2BW(), momentum, {"correction": UpdateErrorFeedback()}),
-    "pipeoptim": (PipeOptim(), several, {}),
+    "pipeoptim": (PipeOptim(), several, {"max_norm": 0.1}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_resumes_bitwise_on_the_same_split(name, ranks, tmp_path):
     assert ranks.run(2, save_and_resume, str(tmp_path), *CASES[name]) == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_norms_for_clipping_go_to_any_split(tmp_path):
+    _, trainer = build(PipeOptim(), [3], max_norm=0.1)
+    run(trainer, 1)
+    dcp.save(trainer.sharded_state_dict(), checkpoint_id=tmp_path / "clipped")
+    norms = torch.cat([stage.clipper.last for stage in trainer.stages])
+    for split in ([1, 2, 4], []):
+        _, other = build(PipeOptim(), split, max_norm=0.1)
+        other.load_checkpoint(tmp_path / "clipped")
+        loaded = torch.cat([stage.clipper.last for stage in other.stages])
+        assert torch.equal(loaded, norms)
+        run(other, 2)
+    _, free = build(PipeOptim(), [3])
+    free.load_checkpoint(tmp_path / "clipped")
+    run(free, 2)
+    dcp.save(free.sharded_state_dict(), checkpoint_id=tmp_path / "free")
+    trainer.load_checkpoint(tmp_path / "free")  # norms count 0, as before the first update
+    assert not any(stage.clipper.last.any() for stage in trainer.stages)
 
 
 def save(rank, folder):
