@@ -85,10 +85,10 @@ class PipelineTrainer:
     such as the statistics of BatchNorm, stays.) Whether a loss is finite the host reads: once a
     step with schedules that flush, else before each backward of the last stage.
 
-    Inside ``torch.autocast`` forwards and losses run in it, backwards outside of it, and activations
-    and their gradients are sent in the dtypes that they have. Autograd keeps the cast of a weight,
-    so the backward of a layer that casts reads the version of its forward, with schedules that
-    otherwise read the live weights, too.
+    Inside ``torch.autocast`` forwards and losses run in it, backwards outside of it, and
+    activations and their gradients are sent in the dtypes that they have. Autograd keeps the cast
+    of a weight, so the backward of a layer that casts reads the version of its forward, with
+    schedules that otherwise read the live weights, too.
 
     A layer that ``torch.utils.checkpoint`` recomputes does so with the weights that its backward
     reads: the forward's version, or with ``weights="live"`` the live ones.

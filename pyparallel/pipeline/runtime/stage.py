@@ -19,6 +19,7 @@ from ...comm import (
     plain_keys,
     summarize,
     tensors_of,
+    uncompiled,
 )
 from ...comm.wire_format import Refusal
 from .clipping import LastNormClipper
@@ -147,7 +148,7 @@ class Stage:
             if self._criterion is not None:
                 output = find_target_refusal(splitter)
             if output is None:
-                output = check_value(call_module(self.module, _as_non_leaf(inputs)))
+                output = check_value(call_module(self.module, _as_non_leaf(inputs)), self.module)
                 if self._criterion is not None:
                     output = self._criterion.loss_for_backward(microbatch, output, splitter)
         if isinstance(output, Refusal):
@@ -175,7 +176,7 @@ class Stage:
 
     def predict(self, inputs: Inputs) -> Value:
         """Run a forward on the live weights without a backward or a loss."""
-        return check_value(call_module(self.module, inputs))
+        return check_value(call_module(self.module, inputs), self.module)
 
     def backward(self, microbatch: int, gradients: Value | Refusal | None) -> Value | Refusal:
         """Accumulate the parameters' gradients; return those of the differentiable inputs.
@@ -402,8 +403,12 @@ def _all(saved: Any) -> list[Any]:
     return saved if isinstance(saved, list) else [saved]
 
 
-def check_value(output: Any) -> Value:
+def check_value(output: Any, module: nn.Module | None = None) -> Value:
     """Return a layer's output after checking its type.
+
+    Args:
+        output: the layer's.
+        module: of the stage, whose last layer it is, to name it.
 
     Raises:
         TypeError: it is neither a tensor nor a tuple of tensors.
@@ -415,9 +420,13 @@ def check_value(output: Any) -> Value:
     what = type(output).__name__
     if isinstance(output, tuple):
         what = f"a tuple with {', '.join(sorted({type(each).__name__ for each in output}))}"
+    whose = "a layer's output"
+    if isinstance(module, nn.Sequential) and len(module):
+        name, last = list(module.named_children())[-1]
+        whose = f"the output of layers[{name}], {type(uncompiled(last)).__name__},"
     raise TypeError(
-        f"a layer's output must be a tensor or a tuple of tensors, got {what}; return the tensors "
-        "themselves"
+        f"{whose} must be a tensor or a tuple of tensors, got {what}; return the tensors "
+        "themselves, or wrap the layer in a module that does"
     )
 
 
