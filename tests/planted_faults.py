@@ -423,6 +423,34 @@ FAULTS = [
         "if False and checksum(leaf) != checksums",
         "tests/comm/test_state_format.py tests/test_saved_states.py",
     ),
+    Fault(
+        "each rank raises what it has found of a rank that died",
+        "pyparallel/pipeline/runtime/executor.py",
+        "return self._p2p.agree_on_error(message, without_store), message",
+        "return message, message",
+        "tests/pipeline/test_deaths.py",
+    ),
+    Fault(
+        "ranks that fail together wait for each other's aborts",
+        "pyparallel/comm/p2p_channel.py",
+        "                self._post_headers(PREFETCH_DEPTH)\n",
+        "",
+        "tests/pipeline/test_deaths.py",
+    ),
+    Fault(
+        "staleness is what the prediction leaves of it",
+        "pyparallel/pipeline/runtime/telemetry.py",
+        "weights.version - read.version,",
+        "weights.version - read.version - read.horizon,",
+        "tests/pipeline/runtime/test_telemetry.py",
+    ),
+    Fault(
+        "all waits are for other ranks",
+        "pyparallel/pipeline/runtime/p2p.py",
+        "self.waited[kind] +=",
+        "self.waited[None] +=",
+        "tests/pipeline/runtime/test_telemetry.py",
+    ),
 ]
 
 
