@@ -107,13 +107,13 @@ CASES = {
         "the backward for the inputs of microbatch 5 (1I5): ZeroDivisionError: division by zero"),
     "a dict to send": Case(
         return_dict, 0, GPipe(),
-        "the forward of microbatch 5 (0F5): TypeError: the output of layers[1], Faulty, must be a tensor or "
-        "a tuple of tensors, got dict; return the tensors themselves, or wrap the layer in a module "
-        "that does"),
+        "the forward of microbatch 5 (0F5): TypeError: the output of layers[1], Faulty, must be a "
+        "tensor or a tuple of tensors, got dict; return the tensors themselves, or wrap the layer "
+        "in a module that does"),
     "a tuple with None to send": Case(
         return_none_in_tuple, 0, GPipe(),
-        "the forward of microbatch 5 (0F5): TypeError: the output of layers[1], Faulty, must be a tensor or "
-        "a tuple of tensors, got a tuple with NoneType, Tensor; return the tensors themselves, or "
+        "the forward of microbatch 5 (0F5): TypeError: the output of layers[1], Faulty, must be a "
+        "tensor or a tuple of tensors, got a tuple with NoneType, Tensor; return the tensors themselves, or "
         "wrap the layer in a module that does"),
     "eight bits to send": Case(
         return_eight_bits, 0, GPipe(),
