@@ -86,7 +86,7 @@ FAULTS = [
     Fault(
         "a failed round loses the mass that was sent",
         "pyparallel/gossip/push_sum/dense_buffer.py",
-        "self.weight += total_mass(self._sent_masses)",
+        "self.weight += total_mass(masses)",
         "pass",
         "tests/gossip/push_sum",
     ),
@@ -124,7 +124,7 @@ FAULTS = [
     Fault(
         "ranks do not check that their arguments are consistent",
         "pyparallel/gossip/trainer.py",
-        "check_consistent_across_ranks([*self.config_fields, policy], error_text, process_group)",
+        "check_consistent_across_ranks(config_fields, error_text, process_group)",
         "check_consistent_across_ranks([policy], error_text, process_group)",
         "tests/gossip/test_misuse.py tests/gossip/test_contract.py tests/gossip/test_failures.py",
     ),
@@ -267,8 +267,8 @@ FAULTS = [
     Fault(
         "a microbatch's loss counts as a whole step's",
         "pyparallel/pipeline/runtime/loss.py",
-        "return loss * splitter.share(microbatch) if",
-        "return loss if",
+        "return loss * (splitter.share(microbatch) / self.steps_per_update)",
+        "return loss / self.steps_per_update",
         "tests/pipeline/test_equivalence.py",
     ),
     Fault(
