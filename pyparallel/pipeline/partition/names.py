@@ -47,6 +47,7 @@ def _name_of(key: str, paths: Mapping[str, nn.Module], names: Mapping[nn.Module,
     path = key
     while path:
         path = path.rpartition(".")[0]
-        if path and (name := names.get(paths[path])) is not None:
+        module = paths.get(path) if path else None  # torch's checkpoint_wrapper is in no key
+        if module is not None and (name := names.get(module)) is not None:
             return f"{name}{key[len(path) :]}".removeprefix(".")
     return key
