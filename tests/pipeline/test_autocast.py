@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from pyparallel.pipeline import Displacement, Schedule
+from pyparallel.pipeline import Displacement, PipelineTrainer, Schedule, StageError
 from tests.pipeline import reference
 from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING
 from tests.pipeline.jobs import CORRECTED, PREDICTING, Trained, train
@@ -124,3 +124,10 @@ def test_backwards_are_outside_of_autocast_and_activations_are_sent_in_bfloat16(
     for schedule, seen in zip(SCHEDULES, found, strict=True):
         with subtests.test(schedule=schedule):
             assert seen == {("forward", True, BFLOAT), ("backward", False, BFLOAT)}
+
+
+def test_float16_is_refused():
+    trainer = PipelineTrainer([nn.Linear(6, 2)], mse_loss, SGD, SCHEDULES[0], num_microbatches=4)
+    refused = "must not be called inside autocast to float16.*pass dtype=torch.bfloat16"
+    with torch.autocast("cpu", torch.float16), pytest.raises(StageError, match=refused):
+        trainer.step(*STREAMS[0][0])

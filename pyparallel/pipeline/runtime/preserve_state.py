@@ -34,13 +34,26 @@ def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
 @contextmanager
 def outside_autocast() -> Iterator[None]:
     """Disable the caller's autocast, as torch advises for a backward."""
+    with ExitStack() as disabled:
+        for kind in _autocast_kinds():
+            disabled.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def check_autocast() -> None:
+    """Raise a RuntimeError inside autocast to float16."""
+    if any(torch.get_autocast_dtype(kind) == torch.float16 for kind in _autocast_kinds()):
+        raise RuntimeError(
+            "step must not be called inside autocast to float16, whose gradients need a loss "
+            "scale, which pipelines do not have; pass dtype=torch.bfloat16 to autocast"
+        )
+
+
+def _autocast_kinds() -> list[str]:
+    """Return the types of devices for which autocast is enabled."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    with ExitStack() as disabled:
-        for kind in kinds:
-            if torch.is_autocast_enabled(kind):
-                disabled.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    return [kind for kind in kinds if torch.is_autocast_enabled(kind)]
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from .clipping import LastNormClipper
 from .inputs import Arguments, Inputs, call_module
 from .loss import Criterion, find_target_refusal
 from .microbatches import MicrobatchSplitter
-from .preserve_state import outside_autocast
+from .preserve_state import check_autocast, outside_autocast
 from .split_backward import WeightBackward, backward_input
 from .stage_layers import owned_parameters
 from .stage_weights import LiveWeights, Weights
@@ -134,12 +134,13 @@ class Stage:
         If that is not finite, or the target invalid, the backward will return a refusal.
 
         Raises:
-            RuntimeError: gradients are disabled, or parameters were unfrozen, or added to the
-                optimizer.
+            RuntimeError: gradients are disabled, or autocast is to float16, or parameters were
+                unfrozen, or added to the optimizer.
             TypeError: the module's output is neither a tensor nor a tuple of tensors.
         """
         if self.optimizers and not torch.is_grad_enabled():
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
+        check_autocast()
         self._check_optimized()
         if self.clipper is not None and self.index and not isinstance(inputs, Arguments):
             inputs = self.clipper.unpack_activations(inputs)
