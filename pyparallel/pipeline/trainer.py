@@ -33,7 +33,7 @@ from .partition.torch_pipe import layers_and_split
 from .prediction.corrections import Correction
 from .prediction.last_update import LastUpdate
 from .runtime.build_stage import OptimizerFactory
-from .runtime.clipping import LastNormClipper, clip_grad_norm_
+from .runtime.clipping import LastNormClipper, LossScale, clip_grad_norm_
 from .runtime.codec import Codec, CompressingCodec, IdentityCodec
 from .runtime.executor import Actions, Executor
 from .runtime.inputs import batch_of_call, inputs_of_call
@@ -52,6 +52,7 @@ from .schedules.streaming import Streaming
 from .simulation.chrome_trace import export_chrome_trace, gather_spans
 from .validation import (
     check_memory,
+    check_scalable,
     check_skips,
     find_option_error,
     find_size_error,
@@ -123,6 +124,11 @@ class PipelineTrainer:
             gradients, as with ``no_sync()`` and ``loss / steps`` in DistributedDataParallel;
             clipping and learning-rate schedulers come with the update. Only with schedules that
             flush. ``flush`` and ``evaluate`` do not update; a refused step does not count.
+        grad_scaler: for ``torch.autocast`` to float16: its scale multiplies the losses, and divides
+            the gradients before they are clipped. If a gradient of any stage is not finite, all
+            stages skip the update, and the scale backs off, by torch's rule, on all ranks alike.
+            Do not call its ``step`` and ``update``; save its state yourself. Only with schedules
+            that flush, for float32 parameters. None: no scale.
         correction: of delayed gradients, such as ``UpdateErrorFeedback()`` or ``StageMomentum()``;
             only with schedules that do not flush. None: none.
         compress_activations: compressor for the activations sent to the next stage on another rank,
@@ -163,6 +169,7 @@ class PipelineTrainer:
         scheduler_fn: SchedulerFactory | None = None,
         max_norm: float | None = None,
         gradient_accumulation_steps: int = 1,
+        grad_scaler: torch.amp.GradScaler | None = None,
         correction: Correction | None = None,
         compress_activations: Compressor | None = None,
         compress_gradients: Compressor | None = None,
@@ -197,7 +204,7 @@ class PipelineTrainer:
         sizes = num_stages, num_microbatches, num_ranks
         problem = problem or find_size_error(schedule, sizes, len(self._layers), split)
         problem = problem or find_option_error(
-            schedule, max_norm, gradient_accumulation_steps, correction, nonfinite,
+            schedule, max_norm, gradient_accumulation_steps, grad_scaler, correction, nonfinite,
             self._compressors,
         )  # fmt: skip
         self._check_consistent(
@@ -207,6 +214,7 @@ class PipelineTrainer:
                 ("number of layers", repr(len(self._layers))),
                 ("max_norm", repr(max_norm)),
                 ("gradient_accumulation_steps", repr(gradient_accumulation_steps)),
+                ("grad_scaler", _describe_scaler(grad_scaler)),
                 ("correction", repr(correction)),
                 ("nonfinite", repr(nonfinite)),
                 ("loss_weight_fn", "None" if loss_weight_fn is None else "a function"),
@@ -221,6 +229,9 @@ class PipelineTrainer:
         # Not a method: a reference cycle would keep the groups' threads until garbage collection.
         self._criterion = Criterion(loss_fn, shares_update_fn(schedule, self._shape))
         self._criterion.steps_per_update = gradient_accumulation_steps
+        self._loss_scale = None
+        if grad_scaler is not None and grad_scaler.is_enabled():
+            self._loss_scale = LossScale(grad_scaler, self._group)
         self._num_accumulated = 0  # steps since the last update, of a schedule that flushes
         self._optimizer_fn = optimizer_fn
         self._executor: Executor | None = None
@@ -361,6 +372,8 @@ class PipelineTrainer:
         splitter = self._split_batch(*batch, self._num_steps)
         splitter.place = place_of(self._rank, self._total_steps)
         self._build_for(splitter)
+        if self._loss_scale is not None:
+            self._criterion.scale = self._loss_scale.read()
         flushes = isinstance(self._schedule, Flushing)
         accumulates = self._num_accumulated + 1 < self._criterion.steps_per_update
         with self._recording_failure() as executor:
@@ -721,7 +734,8 @@ class PipelineTrainer:
     def _before_updates(self, splitter: MicrobatchSplitter) -> None:
         """Check the losses of the step for all ranks, sum tied gradients, and clip all."""
         assert self._executor is not None
-        exchanges = self._max_norm is not None or self._tied.are_on_several_ranks
+        exchanges = self._max_norm is not None or self._loss_scale is not None
+        exchanges = exchanges or self._tied.are_on_several_ranks
         if exchanges or self._criterion.defers_check:
             # It raises if a rank has failed; the all-reduces below would hang.
             refusal = self._p2p.barrier(self._criterion.find_non_finite(splitter))
@@ -731,11 +745,15 @@ class PipelineTrainer:
             self._tied.drop_gradients()
             return
         self._tied.sum_gradients()
+        gradients = [each for stage in self.stages for each in stage.gradients]
+        if self._loss_scale is not None and not self._loss_scale.unscale_(gradients):
+            for stage in self.stages:
+                stage.skips_update = True
+            return
         for stage in self.stages:
             self._executor.telemetry.measure_gradient(stage)
         if self._max_norm is None:
             return
-        gradients = [each for stage in self.stages for each in stage.gradients]
         clip_grad_norm_(gradients, self._max_norm, self._group)
 
     def _build_for(self, splitter: MicrobatchSplitter) -> None:
@@ -786,9 +804,13 @@ class PipelineTrainer:
                 self._schedule, modules, self._shape, self._rank,
                 self._optimizer_fn, self._criterion, self._p2p, splitter, self._correction,
             )  # fmt: skip
+            if self._loss_scale is not None:
+                check_scalable(executor.stages.values())
             if self._scheduler_fn is not None:
                 for stage in executor.stages.values():
                     stage.schedule_rates(self._scheduler_fn)
+        for stage in executor.stages.values():
+            stage.scales_loss = self._loss_scale is not None
         if self._max_norm is not None and isinstance(self._schedule, Streaming):
             every = self._schedule.microbatches_per_update(self._shape)
             for stage in executor.stages.values():
@@ -861,3 +883,10 @@ class PipelineTrainer:
                 f"{self._num_accumulated} of {self._criterion.steps_per_update} accumulated steps: "
                 "call step until the update"
             )
+
+
+def _describe_scaler(grad_scaler: torch.amp.GradScaler | None) -> str:
+    """Return what ranks compare of a scaler; of another object, which is refused, its class."""
+    if isinstance(grad_scaler, torch.amp.GradScaler):
+        return repr(grad_scaler.state_dict())
+    return type(grad_scaler).__name__

@@ -1,7 +1,8 @@
 """Checks of a trainer's arguments: each returns a rank's own mistake, for all to raise."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from ..comm import find_ddp_error, has_methods, wrong_type
@@ -10,6 +11,7 @@ from ..compression import AttachPoint, Compressor
 from .partition.auto import check_split
 from .partition.slice import Tie
 from .partition.solver import check_num_stages
+from .runtime.stage import Stage
 from .runtime.stage_layers import StageLayers
 from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
@@ -75,6 +77,7 @@ def find_option_error(
     schedule: Schedule,
     max_norm: object,
     gradient_accumulation_steps: object,
+    grad_scaler: object,
     correction: object,
     nonfinite: object,
     compressors: Mapping[str, object],
@@ -82,6 +85,7 @@ def find_option_error(
     """Return what is wrong with the other arguments, or None."""
     error = _find_norm_error(schedule, max_norm)
     error = error or _find_accumulation_error(schedule, gradient_accumulation_steps)
+    error = error or _find_scaler_error(schedule, grad_scaler)
     if error is not None:
         return error
     if correction is not None:
@@ -155,6 +159,21 @@ def _find_norm_error(schedule: Schedule, max_norm: object) -> str | TypeError | 
     )
 
 
+def _find_scaler_error(schedule: Schedule, grad_scaler: object) -> str | TypeError | None:
+    if grad_scaler is None:
+        return None
+    if not has_methods(grad_scaler, "get_scale", "state_dict", "load_state_dict"):
+        rule = "a torch.amp.GradScaler, or None"
+        return wrong_type("grad_scaler", rule, grad_scaler)
+    if isinstance(schedule, Flushing):
+        return None
+    return (
+        f"grad_scaler must be None with {type(schedule).__name__}, whose stages update at "
+        "different times, so that one that finds an infinity cannot have the others skip their "
+        "updates, got a GradScaler: use bfloat16, or a schedule that flushes"
+    )
+
+
 def _find_accumulation_error(schedule: Schedule, steps: object) -> str | TypeError | None:
     if not isinstance(steps, int) or isinstance(steps, bool):
         return wrong_type("gradient_accumulation_steps", "a positive integer", steps)
@@ -167,6 +186,20 @@ def _find_accumulation_error(schedule: Schedule, steps: object) -> str | TypeErr
         f"flush, got {steps}: take a schedule that flushes, or PipeDream2BW() with {steps} times "
         "the microbatches in a step"
     )
+
+
+def check_scalable(stages: Iterable[Stage]) -> None:
+    """Check that the gradients of stages can be divided by a loss scale.
+
+    Raises:
+        ValueError: a parameter is float16, in which they would vanish.
+    """
+    dtypes = {parameter.dtype for stage in stages for parameter in stage.optimized}
+    if torch.float16 in dtypes:
+        raise ValueError(
+            "layers must be float32 with grad_scaler, as gradients in float16 vanish without their "
+            "scale, got torch.float16: use torch.autocast"
+        )
 
 
 def check_memory(ties: Sequence[Tie], stages: Sequence[int]) -> None:

@@ -113,8 +113,8 @@ CASES = {
     "a tuple with None to send": Case(
         return_none_in_tuple, 0, GPipe(),
         "the forward of microbatch 5 (0F5): TypeError: the output of layers[1], Faulty, must be a "
-        "tensor or a tuple of tensors, got a tuple with NoneType, Tensor; return the tensors themselves, or "
-        "wrap the layer in a module that does"),
+        "tensor or a tuple of tensors, got a tuple with NoneType, Tensor; return the tensors "
+        "themselves, or wrap the layer in a module that does"),
     "eight bits to send": Case(
         return_eight_bits, 0, GPipe(),
         "the forward of microbatch 5 (0F5): ValueError: tensors to send must be of a plain dtype, "

@@ -1,4 +1,4 @@
-"""Gradient clipping by the norm of the whole model."""
+"""The gradients of the whole model before an update: unscaled, and clipped by their norm."""
 
 from collections.abc import Sequence
 
@@ -50,6 +50,56 @@ def _scale_(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None
     factor = scale.item() if scale.is_cpu else scale  # on a GPU the host would wait
     for gradient in gradients:
         gradient.mul_(factor)
+
+
+class LossScale:
+    """The scale of the losses, a ``GradScaler``'s, which all ranks change alike.
+
+    It is that of Micikevicius et al., ICLR 2018, arXiv 1710.03740, by torch's rule: after an update
+    without an infinity for ``growth_interval`` times it grows, after one with it backs off.
+
+    Args:
+        grad_scaler: enabled, in the same state on all ranks.
+        process_group: None means the default group, or this rank alone where there is none.
+    """
+
+    def __init__(
+        self, grad_scaler: torch.amp.GradScaler, process_group: dist.ProcessGroup | None
+    ) -> None:
+        self._grad_scaler = grad_scaler
+        self._group = process_group
+
+    def read(self) -> float:
+        """Return the scale; on a GPU the host may wait for it."""
+        return float(self._grad_scaler.get_scale())
+
+    @torch.no_grad()
+    def unscale_(self, gradients: Sequence[Tensor]) -> bool:
+        """Divide gradients in place; return whether those of all ranks are finite.
+
+        Every rank of the group must call this.
+        """
+        is_alone = self._group is None and not dist.is_initialized()
+        own = gradients[0].device if gradients else None
+        device = own or (torch.device("cpu") if is_alone else device_of(self._group))
+        found_inf, inverse = torch.zeros((), device=device), 1 / self.read()
+        for gradient in gradients:
+            gradient.mul_(inverse)
+            found_inf += ~gradient.isfinite().all()
+        Collectives(self._group).all_reduce_(found_inf)
+        is_finite = not found_inf.item()
+        self._update(is_finite)
+        return is_finite
+
+    def _update(self, is_finite: bool) -> None:
+        """Change the scale as ``GradScaler.update`` does on one rank."""
+        state = self._grad_scaler.state_dict()
+        scale, steps = state["scale"], state["_growth_tracker"] + 1
+        if not is_finite:
+            scale, steps = scale * state["backoff_factor"], 0
+        elif steps == state["growth_interval"]:
+            scale, steps = scale * state["growth_factor"], 0
+        self._grad_scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": steps})
 
 
 class LastNormClipper:

@@ -49,10 +49,12 @@ class Criterion:
             for each loss on a GPU. With schedules that do not flush, which update in between,
             only if stages send ``found_inf``.
         steps_per_update: an update takes the mean of the gradients of as many steps.
+        scale: the factor of gradients that are float16 on the way.
     """
 
     defers_check = False
     steps_per_update = 1
+    scale = 1.0
 
     def __init__(self, loss_fn: Loss, shares_update: Callable[[int], bool]) -> None:
         self.loss_fn = loss_fn
@@ -90,7 +92,10 @@ class Criterion:
                 return _non_finite(microbatch, self._values[-1], splitter)
         if not self._shares_update(microbatch):
             return loss
-        return loss * (splitter.share(microbatch) / self.steps_per_update)
+        share = splitter.share(microbatch) / self.steps_per_update
+        if self.scale == 1:
+            return loss * share
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * (share * self.scale)
 
     def loss_for_report(
         self, microbatch: int, output: Value, splitter: MicrobatchSplitter

@@ -65,6 +65,7 @@ class Stage:
     Attributes:
         refusals: of gradients that the stage has not had, since they were last taken.
         skips_update: such a gradient would be in the next update.
+        scales_loss: there is a loss scale, which float16 needs.
         sends_found_inf: a gradient's last tensor is whether its microbatch's loss is not finite:
             0-d, bool, on the stage's device. The optimizer skips the update there, as it does with
             a GradScaler.
@@ -75,6 +76,7 @@ class Stage:
     """
 
     skips_update = False
+    scales_loss = False
     sends_found_inf = False
     clipper: LastNormClipper | None = None
     num_updates = 0
@@ -140,7 +142,8 @@ class Stage:
         """
         if self.optimizers and not torch.is_grad_enabled():
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
-        check_autocast()
+        if not self.scales_loss:
+            check_autocast()
         self._check_optimized()
         if self.clipper is not None and self.index and not isinstance(inputs, Arguments):
             inputs = self.clipper.unpack_activations(inputs)
