@@ -113,7 +113,7 @@ class PipelineTrainer:
             update; None: no scheduler.
         max_norm: clip the gradient of the whole model to this 2-norm before an update. With a
             schedule that never flushes, stage s clips update u by the gradients g_i(u) of itself
-            and the later stages, and by the last ones that it knows of each earlier stage:
+            and the later stages, and by the last ones that it knows of each earlier stage::
 
                 sqrt(sum_{i >= s} |g_i(u)|^2 + sum_{j < s} |g_j(u - ceil((1 + s - j) / m))|^2)
 

@@ -41,12 +41,12 @@ def split_model(model: nn.Module) -> SplitModel:
     Layers hold the model's own modules, and so does the model after training: ``generate`` and
     ``save_pretrained`` work on it as before. A tied embedding is in the first and the last layer.
 
-    * ``GPT2LMHeadModel`` and ``LlamaForCausalLM`` of transformers 5: the embedding, each block, and
+    * GPT2LMHeadModel and LlamaForCausalLM of transformers 5: the embedding, each block, and
       the head, which returns logits of shape (batch, sequence, vocabulary). The first layer is
       called with ``input_ids`` or ``inputs_embeds``, ``attention_mask`` of shape (batch, sequence),
       ``position_ids`` and with GPT-2 ``token_type_ids``, as the model is; the result is that of
       ``model(..., use_cache=False)``. The target is an argument of ``loss_fn``, not ``labels``.
-    * ``ResNet`` of timm and torchvision: the stem, each block, and the head. With timm's, call
+    * ResNet of timm and torchvision: the stem, each block, and the head. With timm's, call
       ``set_grad_checkpointing`` before: its blocks then recompute their activations.
 
     Args:
