@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from pyparallel.comm import P2PGroups, p2p_channel, p2p_groups
 from pyparallel.comm.p2p_payloads import NcclPayloads
+from pyparallel.comm.wire_format import NO_BATCH
 from pyparallel.pipeline import (
     Interleaved,
     Interlocking,
@@ -56,6 +57,9 @@ class FakeStage:
     def update(self):
         self._world.compute()
 
+    def take_last_read(self):
+        return None  # nothing is measured
+
     def restart(self):
         pass
 
@@ -66,6 +70,12 @@ class FakeSplitter:
 
     def inputs(self, microbatch):
         return torch.empty(1, device=META)
+
+    def batch_meta(self, microbatch):
+        return NO_BATCH
+
+    def note_batch_meta(self, microbatch, batch):
+        pass
 
 
 def enqueue(schedule, shape, monkeypatch, *, groups=None, lengths=lambda nr: 1 + nr % 3):
