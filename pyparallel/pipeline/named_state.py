@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,11 @@ class NamedStage(NamedTuple):
         state = self.stage.module.state_dict()
         return {self.names[key]: value for key, value in state.items()}
 
+    def owned_names(self) -> list[str]:
+        """Return the names of the module's state, but for what an earlier stage owns."""
+        borrowed = getattr(self.stage.module, "borrowed", {})
+        return [self.names[key] for key in self.stage.module.state_dict() if key not in borrowed]
+
     def parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Return the names of the parameters in each of an optimizer's groups.
 
@@ -66,6 +72,31 @@ class NamedStage(NamedTuple):
         kinds = [optimizer_kind(each) for each in self.stage.optimizers]
         for index, scheduler in enumerate(self.stage.schedulers):
             yield f"scheduler.{kinds[index]}.{kinds[:index].count(kinds[index])}", scheduler
+
+
+def check_names(
+    stages: Sequence[NamedStage], process_group: dist.ProcessGroup | None, num_ranks: int
+) -> None:
+    """Check that no two stages have tensors of one name; all ranks call this together.
+
+    Tied weights may have. Stages of ``torch.distributed.pipelining`` that were not split from one
+    model have, as each has names of its own.
+
+    Raises:
+        ValueError: on all ranks: two have.
+    """
+    own = [name for each in stages for name in each.owned_names()]
+    of_ranks: list[Any] = [own]
+    if num_ranks > 1:
+        of_ranks = [None] * num_ranks
+        dist.all_gather_object(of_ranks, own, process_group)
+    counts = Counter(name for names in of_ranks for name in names)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(
+            "stages must have the names of one model for a state of the whole, got "
+            f"{', '.join(twice[:3])}{' and more' if len(twice) > 3 else ''} in several: split the "
+            "stages from one model, or save state_dict() of each rank"
+        )
 
 
 def sharded_state(stages: Sequence[NamedStage], step: int) -> State:

@@ -15,9 +15,9 @@ from ..comm import (
 from ..comm.errors import place_of
 from ..compression import Compressor
 from .checkpoint import load_stages, rescue_stages, save_stages
-from .named_state import NamedStage, full_state, load_checkpoint, sharded_state
+from .named_state import NamedStage, check_names, full_state, load_checkpoint, sharded_state
 from .partition.names import names_of_modules, plain_names
-from .partition.torch_pipe import layers_and_split
+from .partition.torch_pipe import UnpackInputs, layers_and_split
 from .prediction.corrections import Correction
 from .runtime.build_stage import OptimizerFactory
 from .runtime.clipping import LossScale
@@ -564,6 +564,7 @@ class PipelineTrainer(TrainerBase):
 
         Raises:
             RuntimeError: microbatches are in flight, or the stages are not built yet.
+            ValueError: stages of torch's have tensors of one name, as they are not of one model.
         """
         return full_state(
             self._named_stages("full_state_dict()"), self._group, self._shape.num_ranks
@@ -614,7 +615,10 @@ class PipelineTrainer(TrainerBase):
                 "none yet"
             )
         names = names_of_modules(self._model, self._layers)
-        return [NamedStage(each, plain_names(each.module, names)) for each in self.stages]
+        stages = [NamedStage(each, plain_names(each.module, names)) for each in self.stages]
+        if any(isinstance(layer, UnpackInputs) for layer in self._layers):
+            check_names(stages, self._group, self._shape.num_ranks)
+        return stages
 
 
 def _describe_scaler(grad_scaler: torch.amp.GradScaler | None) -> str:

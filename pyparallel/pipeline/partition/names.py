@@ -19,7 +19,7 @@ def names_of_modules(model: Any, layers: Sequence[nn.Module]) -> dict[nn.Module,
         layers: of all stages.
     """
     whole = model if isinstance(model, nn.Module) else getattr(model, "model", None)
-    if isinstance(whole, nn.Module):
+    if isinstance(whole, nn.Module) and not any(isinstance(each, UnpackInputs) for each in layers):
         return {module: name for name, module in whole.named_modules()}
     names: dict[nn.Module, str] = {}
     for index, layer in enumerate(layers):

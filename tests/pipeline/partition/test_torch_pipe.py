@@ -50,7 +50,29 @@ def train(rank, kind):
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
+    state = trainer.full_state_dict()
+    if kind == "pipe":  # whose stages keep the names of the model
+        assert state.keys() == (whole.state_dict().keys() if rank == 0 else set())
+        for name, value in state.items():
+            torch.testing.assert_close(value, whole.state_dict()[name])
     return losses, expected
+
+
+def name_twice(rank):
+    part = nn.Sequential(nn.Linear(4, 4))
+    stages = PipelineStage(part, rank, 2, torch.device("cpu"))
+    trainer = PipelineTrainer(stages, nn.functional.mse_loss, sgd, GPipe(), num_microbatches=3)
+    errors = []
+    for state in (trainer.full_state_dict, trainer.sharded_state_dict):
+        with pytest.raises(ValueError, match=r"got 0.weight, 0.bias in several: split") as caught:
+            state()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_stages_that_are_not_of_one_model_have_no_state_of_the_whole():
+    first, second = run_ranks(2, name_twice)
+    assert first == second
 
 
 def train_both(rank):
