@@ -192,7 +192,7 @@ def load_checkpoint(
         for optimizer in each.stage.optimizers:
             optimizer.load_state_dict(_optimizer_state(each, optimizer, state))
         for key, scheduler in each.schedulers():
-            scheduler.load_state_dict(state[key][0])
+            scheduler.load_state_dict(_scheduler_state(scheduler, state[key][0]))
         if each.stage.clipper is not None:
             norms = [
                 state.get(key, torch.zeros((), dtype=torch.float64)) for key in each.norm_keys()
@@ -259,6 +259,28 @@ def _optimizer_state(each: NamedStage, optimizer: Optimizer, state: State) -> St
                 )
             group[key] = value
     return loaded
+
+
+def _scheduler_state(scheduler: Any, saved: State) -> State:
+    """Return a saved state of a scheduler with rates for the groups that its optimizer has here.
+
+    Stages may have other numbers of groups. The optimizer has been loaded.
+    """
+    groups = scheduler.optimizer.param_groups
+    own = scheduler.state_dict()
+    state: State = {}
+    for key, value in saved.items():
+        if key == "_schedulers":  # of SequentialLR and ChainedScheduler
+            parts = zip(scheduler._schedulers, value, strict=True)
+            state[key] = [_scheduler_state(each, part) for each, part in parts]
+        elif key == "base_lrs":
+            state[key] = [group["initial_lr"] for group in groups]
+        elif key == "_last_lr":
+            state[key] = [group["lr"] for group in groups]
+        else:
+            is_of_groups = isinstance(value, list) and len(value) != len(own.get(key, value))
+            state[key] = own[key] if is_of_groups else value
+    return state
 
 
 def full_state(

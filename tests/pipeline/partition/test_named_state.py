@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 
 from pyparallel import optim
 from pyparallel.pipeline import (
@@ -49,6 +49,17 @@ def adam(parameters):
 
 def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def alone(parameters):
+    """A group for each parameter, so that stages have other numbers of groups."""
+    groups = [{"params": [each], "lr": 0.01 * (1 + each.dim())} for each in parameters]
+    return torch.optim.AdamW(groups)
+
+
+def warmed_up(optimizer):
+    parts = [LinearLR(optimizer, 0.1, total_iters=4), StepLR(optimizer, 1)]
+    return SequentialLR(optimizer, parts, milestones=[4])  # after the checkpoint
 
 
 def several(parameters, names):
@@ -103,6 +114,7 @@ CASES = {
     "1f1b": (OneForwardOneBackward(), adam, {}),
     "2bw": (PipeDream2BW(), momentum, {"correction": UpdateErrorFeedback()}),
     "pipeoptim": (PipeOptim(), several, {"max_norm": 0.1}),
+    "groups": (OneForwardOneBackward(), alone, {"scheduler_fn": warmed_up}),
 }
 
 
