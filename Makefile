@@ -30,10 +30,10 @@ $(VENV)/dependencies: constraints.txt pyproject.toml
 	@touch $@
 
 $(VENV)/tools: $(VENV)/dependencies
-	@echo "== Installing pytest, linters, sphinx, transformers and timm: about 1 minute"
+	@echo "== Installing pytest, linters, sphinx, lightning, transformers and timm: about 1 minute"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt \
 	  pytest pytest-xdist hypothesis safetensors ruff mypy clang-format build \
-	  sphinx myst-parser pydata-sphinx-theme sphinx-copybutton transformers timm
+	  sphinx myst-parser pydata-sphinx-theme sphinx-copybutton transformers timm lightning accelerate
 	@touch $@
 
 # The install is editable, so only native sources make it stale; ninja then compiles what changed.

@@ -1,0 +1,20 @@
+"""A host that is missing or too old is one sentence with the least version."""
+
+from unittest import mock
+
+import pytest
+
+from pyparallel.integrations import versions
+
+
+def test_an_old_or_missing_host_is_one_sentence_with_the_least_version():
+    versions.require("pytest", "1.0")
+    with pytest.raises(ImportError, match=r"pytest 999\.0 or newer, got \d+\."):
+        versions.require("pytest", "999.0")
+    with pytest.raises(ImportError, match=r"nothing-of-this-name 2\.1 or newer, got none"):
+        versions.require("nothing-of-this-name", "2.1")
+    with (
+        mock.patch.object(versions, "version", return_value="2.10.0.dev1"),
+        pytest.raises(ImportError, match=r"2\.10 or newer, got 2\.10\.0\.dev1"),
+    ):
+        versions.require("host", "2.10")
