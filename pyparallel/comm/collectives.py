@@ -31,12 +31,14 @@ class CommStats:
         wire_bytes: bytes sent, assuming ring or pairwise collectives.
         encode_seconds: host time to encode.
         decode_seconds: host time to decode.
+        waiting_seconds: host time in collectives and waits for messages; on NCCL only to queue.
     """
 
     payload_bytes: int = 0
     wire_bytes: float = 0.0
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
+    waiting_seconds: float = 0.0
 
     def count(self, tensor: Tensor, times: float) -> None:
         """Add a tensor that is sent ``times`` times."""
@@ -220,11 +222,12 @@ class Collectives:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leave what is sent inside the context out of ``stats``."""
+        """Leave what is sent inside the context out of ``stats``, but not the time waited."""
         counted, self.stats = self.stats, CommStats()
         try:
             yield
         finally:
+            counted.waiting_seconds += self.stats.waiting_seconds
             self.stats = counted
 
     def _gather_padded(self, tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -237,10 +240,13 @@ class Collectives:
     def _run(
         self, name: str, collective: Callable[..., Any], *arguments: Any, **options: Any
     ) -> None:
+        begin = time.perf_counter()
         try:
             collective(*arguments, group=self.group, **options)
         except RuntimeError as error:
             raise peer_error(self.group, self.step, f"the {name} failed", error) from error
+        finally:
+            self.stats.waiting_seconds += time.perf_counter() - begin
 
 
 def int64_on(device: torch.device, numbers: Sequence[int]) -> Tensor:

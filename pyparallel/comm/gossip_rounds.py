@@ -1,5 +1,6 @@
 """Rounds of point-to-point messages in one process group."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -88,6 +89,7 @@ class PendingExchange:
         self._exchange.failed.append(self)
 
     def _wait(self, is_due: Callable[[int], bool]) -> None:
+        begin = time.perf_counter()
         for entry in [each for each in self._works if is_due(each[0])]:
             index, work = entry
             try:
@@ -97,6 +99,7 @@ class PendingExchange:
                 edges = self._edges if self._is_batched else self._edges[index : index + 1]
                 raise self._exchange.peer_error(self._step, edges, error) from error
             self._works.remove(entry)
+        self._exchange.collectives.stats.waiting_seconds += time.perf_counter() - begin
 
 
 class NeighborExchange:
@@ -133,6 +136,11 @@ class NeighborExchange:
     def bytes_sent(self) -> int:
         """Bytes sent by this rank; an all-reduce counts as a ring."""
         return self._bytes_sent + int(self.collectives.stats.wire_bytes)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Seconds for which the host has waited for messages and collectives."""
+        return self.collectives.stats.waiting_seconds
 
     def start(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer], step: int

@@ -1,5 +1,6 @@
 """The interface between a trainer and the algorithm that keeps the replicas of a model together."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -62,7 +63,7 @@ class ModelAverager(Joinable):
         """False inside ``no_sync()``."""
         self._weight = torch.ones((), dtype=torch.float64, device=self.buffers[0].device)
         self._counts = StepCounts()
-        self._bytes_sent = 0
+        self._bytes_sent, self._waiting_seconds = 0, 0.0
 
     @property
     def counts(self) -> StepCounts:
@@ -82,6 +83,16 @@ class ModelAverager(Joinable):
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent for training so far."""
         return self._bytes_sent
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Seconds for which the host has waited for other ranks so far; on NCCL streams wait."""
+        return self._waiting_seconds
+
+    @property
+    def staleness(self) -> int:
+        """Steps between the sending and the merging of the messages merged last; 0: none late."""
+        return 0
 
     @property
     def in_flight(self) -> bool:
@@ -192,7 +203,9 @@ class ModelAverager(Joinable):
         with raising_peer_errors(self.process_group, self.counts.steps, NOTIFYING):
             work = Join.notify_join_context(self)
             if work is not None:
+                begin = time.perf_counter()
                 work.wait()
+                self._waiting_seconds += time.perf_counter() - begin
 
     def shadow_step(self) -> None:
         """Communicate as in a step, for a rank without batches, whose counts are not compared."""
@@ -249,6 +262,16 @@ class WrappedAverager(ModelAverager):
     @override
     def bytes_sent(self) -> int:
         return self.inner.bytes_sent + self._bytes_sent
+
+    @property
+    @override
+    def waiting_seconds(self) -> float:
+        return self.inner.waiting_seconds + self._waiting_seconds
+
+    @property
+    @override
+    def staleness(self) -> int:
+        return self.inner.staleness
 
     @property
     @override

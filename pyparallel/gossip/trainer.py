@@ -138,6 +138,8 @@ class GossipDataParallel(ModuleWrapper):
         self._saw_forward = False  # in training since the last step
         self._warns_of_closures = True
         self._received_error: NonFiniteError | None = None
+        self._num_steps = 0
+        self._waiting_seconds, self._waited_before = 0.0, 0.0  # of the last step; until its end
         # The optimizers hold the hooks, which hold the trainer. A cycle would keep process groups
         # beyond destroy_process_group(), until Python collects garbage.
         step_hook = StepHooks(
@@ -184,6 +186,37 @@ class GossipDataParallel(ModuleWrapper):
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent for training, excluding ``consensus`` and checks."""
         return self._averager.bytes_sent
+
+    def metrics(self, *, consensus_distance: bool = False) -> dict[str, float]:
+        """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
+
+        Nothing is exchanged, unless ``consensus_distance``. On a GPU the host waits for the weight.
+
+        * ``rank/bytes_sent``: for training, so far, excluding ``consensus`` and checks;
+        * ``rank/waiting_seconds``: for which the host has waited for other ranks in the last step:
+          from the end of the step before, so in backward too. On NCCL streams wait instead;
+        * ``rank/staleness``: how many steps old the messages merged last were, 0 without overlap;
+        * ``rank/push_sum_weight``: 1 for algorithms without PushSum;
+        * ``rank/steps`` that were completed since the trainer was created, and of these the
+          ``rank/skipped_steps``, whose update an inf or a nan in the gradients has prevented; but
+          those that only a GPU knows.
+
+        Args:
+            consensus_distance: add ``consensus_distance``, of all ranks, as
+                ``consensus_distance()``; all ranks must call this together.
+        """
+        averager = self._averager
+        found: dict[str, float | Tensor] = {
+            "rank/bytes_sent": averager.bytes_sent,
+            "rank/waiting_seconds": self._waiting_seconds,
+            "rank/staleness": averager.staleness,
+            "rank/push_sum_weight": averager.weight,
+            "rank/steps": self._num_steps,
+            "rank/skipped_steps": self._finite_steps.num_skipped,
+        }
+        if consensus_distance:
+            found["consensus_distance"] = self.consensus_distance()
+        return {name: float(value) for name, value in found.items()}
 
     def record_loss(self, loss: Tensor | float) -> None:
         """Record the loss of a batch before ``optimizer.step()``; no host synchronization.
@@ -412,6 +445,9 @@ class GossipDataParallel(ModuleWrapper):
                 averager.notify_joined_ranks()
                 with self._after_the_step():
                     averager.after_step()
+        self._num_steps += 1
+        waited = self._averager.waiting_seconds
+        self._waiting_seconds, self._waited_before = waited - self._waited_before, waited
         self._raise_nonfinite()
 
     @contextmanager

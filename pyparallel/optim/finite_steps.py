@@ -67,6 +67,9 @@ class FiniteSteps:
             self._counter = CorruptCounter(device)
         self.found: Tensor | None = None
         """The first parameter whose gradient was not finite in this step, if the host knows."""
+        self.num_skipped = 0
+        """Training steps that have left out an update, as far as the host knows."""
+        self._is_skipped = False  # the current one
 
     def begin(self, index: int = 0, is_first: bool = True) -> None:
         """Unscale, check or hide the gradients of an optimizer; called before its update.
@@ -78,7 +81,7 @@ class FiniteSteps:
         self.end()
         if is_first:
             self._counts.nonfinite, self.found = 0.0, None
-            self._begun, self._is_found = set(), None
+            self._begun, self._is_found, self._is_skipped = set(), None, False
         handled = self._handled[index]
         if getattr(handled.optimizer, "found_inf", None) is not None:
             if handled.is_ours:
@@ -108,6 +111,7 @@ class FiniteSteps:
             if self._counter is not None:
                 self._counter.tensor += self._in_pass != 0
             elif float(self._in_pass):
+                self._count_skipped()
                 self.found = next(
                     (p for p in _with_gradients(optimizer) if not bool(p.grad.isfinite().all())),
                     None,
@@ -131,6 +135,7 @@ class FiniteSteps:
         scale, optimizer.grad_scale = optimizer.grad_scale, None
         found_inf, optimizer.found_inf = optimizer.found_inf, None
         if float(found_inf):  # torch sets the number 0 if there are no gradients
+            self._count_skipped()
             self._hide(optimizer)
         elif scale is not None:
             inverse = scale.double().reciprocal().float()  # rounds as the scaler does
@@ -172,6 +177,8 @@ class FiniteSteps:
         if self._is_found is False or self._is_found is None:
             return
         optimizer, found = handled.optimizer, self._is_found
+        if found is True:
+            self._count_skipped()
         if not handled.is_ours:
             found_inf = torch.as_tensor(found, device=self._in_pass.device).float()
             self._found_inf = optimizer, found_inf
@@ -181,6 +188,10 @@ class FiniteSteps:
         else:  # the host does not know
             for parameter in _with_gradients(optimizer):
                 _values(parameter.grad).nan_to_num_(0.0, 0.0, 0.0)
+
+    def _count_skipped(self) -> None:
+        self.num_skipped += not self._is_skipped
+        self._is_skipped = True
 
     def _hide(self, optimizer: Any) -> None:
         self._hidden = [(p, p.grad) for p in _with_gradients(optimizer)]

@@ -94,6 +94,12 @@ class AllReduceAverager(ModelAverager):
         # Computed for a ring all-reduce: each rank sends 2 (n - 1) / n of the gradients.
         self._bytes_per_step = 2 * buckets.num_bytes * (num_ranks - 1) // num_ranks
 
+    @property
+    @override
+    def waiting_seconds(self) -> float:
+        own = self._reducer.collectives.stats.waiting_seconds if self._reducer else 0.0
+        return super().waiting_seconds + own
+
     @override
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
         if self._reducer is None or torch.compiler.is_compiling():

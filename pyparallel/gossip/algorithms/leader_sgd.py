@@ -201,6 +201,11 @@ class LeaderAverager(ModelAverager):
         """Bytes sent per rank on average: each but the leader receives its parameters once."""
         return int(self._collectives.stats.wire_bytes)
 
+    @property
+    @override
+    def waiting_seconds(self) -> float:
+        return super().waiting_seconds + self._collectives.stats.waiting_seconds
+
     @override
     def record_loss(self, loss: Tensor | float) -> None:
         """Record a loss for the next comparison."""

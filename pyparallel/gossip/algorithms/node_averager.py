@@ -1,6 +1,7 @@
 """Hierarchical gossip on one rank: each rank of a node gossips its shard of the parameters."""
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -70,6 +71,12 @@ class NodeAverager(WrappedAverager):
     def bytes_sent(self) -> int:
         """Bytes sent for gradients within the node, to other nodes, and to gather shards."""
         return self._within.bytes_sent + super().bytes_sent
+
+    @property
+    @override
+    def waiting_seconds(self) -> float:
+        own = super().waiting_seconds + self._node.stats.waiting_seconds
+        return self._within.waiting_seconds + own
 
     @override
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
@@ -215,8 +222,10 @@ class NodeAverager(WrappedAverager):
                 for local_rank, shard in enumerate(shards)
                 for buffer in shard.buffers
             ]
+            begin = time.perf_counter()
             for work in works:
                 work.wait()
+            self._waiting_seconds += time.perf_counter() - begin
 
     def _buffers_of_other_shards(self) -> Iterator[Tensor]:
         return (buffer for shard in self._other_shards for buffer in shard.buffers)

@@ -107,6 +107,11 @@ class NoLoCoAverager(ModelAverager):
         self._momentum = [torch.zeros_like(slow) for slow in self._slow]
         self._steps = 0
 
+    @property
+    @override
+    def waiting_seconds(self) -> float:
+        return super().waiting_seconds + self._exchange.waiting_seconds
+
     @override
     def after_step(self) -> None:
         """Take an outer step every ``interval`` steps."""

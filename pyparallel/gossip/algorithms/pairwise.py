@@ -89,6 +89,7 @@ class PairwiseAverager(ModelAverager):
         self._replies = _Replies(self.buffers, exchange)
         self._pending_requests: deque[int] = deque()
         self._must_accept_next = False
+        self._num_steps = self._started_at = self._staleness = 0  # of the exchange
         self._failure: PeerError | None = None
         self._join_work: dist.Work | None = None
 
@@ -96,6 +97,17 @@ class PairwiseAverager(ModelAverager):
     @override
     def bytes_sent(self) -> int:
         return self.exchange.bytes_sent
+
+    @property
+    @override
+    def waiting_seconds(self) -> float:
+        return super().waiting_seconds + self.exchange.waiting_seconds
+
+    @property
+    @override
+    def staleness(self) -> int:
+        """Steps of this rank since it has sent its request, or accepted the neighbor's."""
+        return self._staleness
 
     @override
     @torch.no_grad()
@@ -107,10 +119,13 @@ class PairwiseAverager(ModelAverager):
             NonFiniteError: a partner's gradient was not finite; the average has been taken.
         """
         self._write_counts()
+        self._num_steps += 1
         with self._reraise_failures():
             if self._request.is_replied:
                 self._request.apply_reply()
+                self._staleness = self._num_steps - self._started_at
             if self._replies.active_rank is not None:
+                self._staleness = self._num_steps - self._started_at
                 self._flags.raise_for(self._replies.reply(), REPLIED)
         self.exchange.headers.raise_nonfinite()
 
@@ -129,10 +144,10 @@ class PairwiseAverager(ModelAverager):
                 self._request.check(self._timeout)
             elif self._pending_requests and (self._must_accept_next or not self._is_active):
                 self._replies.accept(self._pending_requests.popleft())
-                self._must_accept_next = False
+                self._started_at, self._must_accept_next = self._num_steps, False
             elif self._is_active:
                 self._send_request()
-                self._must_accept_next = True
+                self._started_at, self._must_accept_next = self._num_steps, True
 
     @override
     @torch.no_grad()

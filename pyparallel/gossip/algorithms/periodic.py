@@ -36,6 +36,11 @@ class PeriodicAverager(WrappedAverager):
         """Bytes sent by the inner algorithm and in averages, which count as ring all-reduces."""
         return self.inner.bytes_sent + int(self._collectives.stats.wire_bytes)
 
+    @property
+    @override
+    def waiting_seconds(self) -> float:
+        return super().waiting_seconds + self._collectives.stats.waiting_seconds
+
     def outer_step(self) -> None:
         """Update the average in the buffers in place, equally on all ranks; default: keep it."""
 

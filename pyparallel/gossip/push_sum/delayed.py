@@ -100,6 +100,8 @@ class DelayedPushSum(PushSum):
         return index, replace(self._neighbors_of(index), in_masses=())
 
     def _complete(self, round_index: int) -> None:
+        if round_index > self.round_index:  # not in the first round, which merges nothing
+            self._staleness = self._steps_in_flight
         self.round_index = round_index
         self._steps_in_flight = 0
         self.exchange.headers.raise_nonfinite()

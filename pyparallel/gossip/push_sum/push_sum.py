@@ -64,7 +64,7 @@ class PushSum(ModelAverager):
         self._neighbors = lru_cache(maxsize=_NUM_CACHED_ROUNDS)(of_round)
         self._round_buffers = buffers
         self._overlap = overlap
-        self._steps_in_flight = 0
+        self._steps_in_flight = self._staleness = 0
         self._failure: PeerError | CorruptMessageError | None = None
         self.loads_other_buckets = layouts is not None
         self._places = None if layouts is None else list(map(_places_of, layouts))
@@ -97,6 +97,16 @@ class PushSum(ModelAverager):
     @override
     def bytes_sent(self) -> int:
         return self.exchange.bytes_sent
+
+    @property
+    @override
+    def waiting_seconds(self) -> float:
+        return super().waiting_seconds + self.exchange.waiting_seconds
+
+    @property
+    @override
+    def staleness(self) -> int:
+        return self._staleness
 
     @property
     @override
@@ -135,6 +145,7 @@ class PushSum(ModelAverager):
         """
         if self.in_flight:
             self._for_each(lambda buffer: buffer.merge())
+            self._staleness = self._steps_in_flight
             self.round_index += 1
             self.exchange.headers.raise_nonfinite()
 
@@ -202,6 +213,8 @@ class PushSum(ModelAverager):
             self._failure = without_traceback(failure)
             raise failure
         self.round_index = round_index
+        if merges:
+            self._staleness = self._steps_in_flight
         if sends:
             self._steps_in_flight = 0
             if self._overlap == 0:
