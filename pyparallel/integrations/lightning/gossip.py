@@ -1,0 +1,143 @@
+"""A strategy that trains by gossip."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from ...comm.arguments import NonFinitePolicy
+from ...gossip import SGP, Algorithm, GossipDataParallel, GossipState
+from ...gossip.topology import OnePeerExponential
+from .rank_files import RankFiles
+
+
+class GossipStrategy(RankFiles):
+    """Train by gossip: ``Trainer(strategy=GossipStrategy(lambda n: SGP(Ring(n))), devices=4)``.
+
+    Validation inside ``fit``, the weights in a checkpoint, and the module after ``fit`` have the
+    exact average of all ranks. To resume bit for bit, each rank's own state is in a file beside the
+    checkpoint, ``epoch=1.ckpt.rank-0-of-4``: keep them together. With accumulated batches only the
+    last one's step communicates. Several optimizers, which Lightning has in manual optimization,
+    take one step each in every training step.
+
+    Args:
+        algorithm_fn: called with the number of ranks, returns the algorithm.
+        bucket_cap_mb: as of ``GossipDataParallel``.
+        nonfinite: as of ``GossipDataParallel``.
+        kwargs: of ``DDPStrategy``, but those of DistributedDataParallel and its hooks.
+
+    Attributes:
+        gossip: the ``GossipDataParallel`` inside ``fit``; None otherwise.
+
+    Raises:
+        TypeError: algorithm_fn is not a function, or an argument is of DistributedDataParallel.
+        ValueError: there is one rank only, or a checkpoint is of another number of ranks.
+    """
+
+    def __init__(
+        self,
+        algorithm_fn: Callable[[int], Algorithm] = lambda n: SGP(OnePeerExponential(n)),
+        *,
+        bucket_cap_mb: float | None = None,
+        nonfinite: NonFinitePolicy = "raise",
+        **kwargs: Any,
+    ) -> None:
+        if not callable(algorithm_fn):
+            raise TypeError(
+                "algorithm_fn must be a function of the number of ranks, such as "
+                f"lambda n: SGP(Ring(n)), got {algorithm_fn!r}"
+            )
+        super().__init__(**kwargs)
+        hooks = {k: v for k, v in kwargs.items() if k.startswith("ddp_") and v is not None}
+        if unused := [*hooks, *self._ddp_kwargs]:
+            raise TypeError(
+                f"GossipStrategy must not be given arguments of DistributedDataParallel, got "
+                f"{', '.join(unused)}; gossip averages parameters and has no use for them"
+            )
+        self._algorithm_fn = algorithm_fn
+        self._options: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, "nonfinite": nonfinite}
+        self._consensus = ExitStack()
+        self.gossip: GossipDataParallel | None = None
+
+    @override
+    def configure_ddp(self) -> None:
+        """Leave the module as it is: it is wrapped when it has its optimizers."""
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            several = self.optimizers
+            self.model = self.gossip = GossipDataParallel(
+                self.lightning_module,
+                several[0] if len(several) == 1 else several,
+                self._algorithm_fn(self.world_size),
+                **self._options,
+            )
+            self._saved = None
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.gossip.no_sync():
+            yield
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        if len(self.optimizers) == 1 or getattr(self.precision_plugin, "scaler", None):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        closure()  # several optimizers are stepped without closures
+        self.precision_plugin._after_closure(self.lightning_module, optimizer)
+        return optimizer.step(**kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        if self.gossip is not None:
+            self._consensus.enter_context(self.gossip.consensus())
+
+    @override
+    def on_validation_end(self) -> None:
+        self._consensus.close()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the consensus, on all ranks together; validation's ends."""
+        if self.gossip is None:
+            return super().lightning_module_state_dict()
+        self._consensus.close()
+        with self.gossip.consensus():
+            return copy.deepcopy(self.gossip.state_dict())
+
+    @override
+    def on_train_end(self) -> None:
+        """Keep this rank's state for a checkpoint after ``fit``, and load the consensus."""
+        self._saved, consensus = self.rank_state(), self.lightning_module_state_dict()
+        self.gossip.load_state_dict(consensus)
+
+    @override
+    def rank_state(self) -> dict[str, Any]:
+        return self._saved or GossipState(self.gossip, self.optimizers).state_dict()
+
+    @override
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        GossipState(self.gossip, self.optimizers).load_state_dict(state)
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``GossipDataParallel.metrics()``, for ``log_dict``; nothing outside ``fit``."""
+        return {} if self.gossip is None else self.gossip.metrics()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._consensus.close()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._consensus.close()
+        if self.gossip is not None:
+            self.gossip.close()
+            self.model, self.gossip = self.lightning_module, None
+        super().teardown()

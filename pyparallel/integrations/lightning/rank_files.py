@@ -1,0 +1,75 @@
+"""What both strategies share: files of each rank beside Lightning's checkpoint."""
+
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+from ...comm import check_consistent_across_ranks, check_on_all_ranks
+
+_NUM_RANKS = "pyparallel_num_ranks"  # the key in a checkpoint with a file of each rank beside it
+
+
+class RankFiles(DDPStrategy):
+    """Save and load the states that differ between ranks, each in a file beside the checkpoint."""
+
+    _loaded_from: Any = None
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        if self.world_size < 2:
+            raise ValueError(
+                f"{type(self).__name__} must have at least 2 ranks, got devices=1 and num_nodes=1; "
+                "give Trainer(devices=2) or more, or start the script by torchrun"
+            )
+        super().setup(trainer)
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return the state of this rank; all ranks call it together."""
+        raise NotImplementedError
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Load what ``rank_state`` has returned; all ranks call it together."""
+        raise NotImplementedError
+
+    @override
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        if "optimizer_states" in checkpoint:  # else save_weights_only
+            checkpoint[_NUM_RANKS] = self.world_size
+            path = self._rank_file(filepath)
+            self.checkpoint_io.save_checkpoint(self.rank_state(), path, storage_options)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self.checkpoint_io.remove_checkpoint(self._rank_file(filepath))
+        super().remove_checkpoint(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._loaded_from = checkpoint_path
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if _NUM_RANKS not in checkpoint:  # of another strategy
+            return
+        states = []
+
+        def read() -> list[tuple[str, str]]:
+            if checkpoint[_NUM_RANKS] != self.world_size:
+                raise ValueError(
+                    f"ckpt_path must be of a run with {self.world_size} ranks, got one with "
+                    f"{checkpoint[_NUM_RANKS]}; to go on from its weights alone, use the module's "
+                    "load_from_checkpoint"
+                )
+            path = self._rank_file(self._loaded_from)
+            states.append(self.checkpoint_io.load_checkpoint(path))
+            return []
+
+        check_on_all_ranks(read, check_consistent_across_ranks)
+        self.load_rank_state(states[0])
+
+    def _rank_file(self, path: Any) -> str:
+        return f"{path}.rank-{self.global_rank}-of-{self.world_size}"
