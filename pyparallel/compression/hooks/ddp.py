@@ -1,5 +1,7 @@
 """Compressed gradients in DistributedDataParallel: a communication hook and its state."""
 
+import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # an imp
 from torch.futures import Future
 
 from ...comm import (
+    DisagreementError,
     check_consistent_across_ranks,
     check_on_all_ranks,
     new_group,
@@ -26,7 +29,12 @@ from ..state_store import StateStore, steps_of
 from ..wrappers.finite import Finite
 from .bucket_reducer import BucketReducer
 from .ddp_compiled import CustomOp, StepDetector
-from .end_of_backward import at_end_of_backward, before_end_of_backward, is_in_backward
+from .end_of_backward import (
+    at_end_of_backward,
+    before_end_of_backward,
+    is_in_backward,
+    raise_at_end_of_backward,
+)
 
 _RAISED_ON_ALL_RANKS = (CorruptMessageError, NonFiniteError)
 Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
@@ -36,6 +44,9 @@ class GradientCompression:
     """State of the DDP hook that `ddp_hook` returns.
 
     A DDP keeps its first hook for good; to change the compressor during a run, use `Switch`.
+
+    What needs a process group is created, and compared between ranks, with this object if there is
+    a group by then, else at the first bucket or ``load_state_dict``.
 
     Args:
         compressor: the compressor of all gradients.
@@ -52,27 +63,29 @@ class GradientCompression:
         process_group: dist.ProcessGroup | None,
         nonfinite: NonFinitePolicy = "raise",
     ) -> None:
-        problem = validation_error_at(AttachPoint.DDP, compressor) or find_policy_error(nonfinite)
-        fields = [("compressor", repr(compressor)), ("nonfinite", str(nonfinite))]
-        check_consistent_across_ranks(fields, problem, process_group)
-        named = [] if model is None else [(n, p) for n, p in named_parameters(model)]
-        self._names = {id(parameter): name for name, parameter in named}
+        self._compressor, self._nonfinite = compressor, nonfinite
+        self._model, self._group = model, process_group
         self._is_named = model is not None
         # DDP then has all-reduces of its own; only a DDP tells.
         self._may_find_unused = getattr(model, "find_unused_parameters", True)
-        layout = BufferLayout.of((n, _in_memory_order(p)) for n, p in named) if named else None
-        rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self._store = StateStore(compressor, rank, size, layout)
-        own = new_group(range(size), process_group)
-        checks_itself = nonfinite == "raise" and isinstance(compressor, Finite)
-        self._reducer = BucketReducer(own, self._store, "allow" if checks_itself else nonfinite)
+        self._loaded: dict[str, Any] | None = None  # before there was a group
+        self._is_started = False
+        self._names: dict[int, str] = {}  # of parameters, by id
+        self._store: StateStore
+        self._reducer: BucketReducer
         self._layouts: dict[tuple[int, ...], BufferLayout] = {}
         self._started: list[Future[Tensor]] = []  # of the current step
         self._last = CommStats()
+        self._sent_before = 0.0  # bytes, in the steps before
         self._step = 0
         self._step_detector = StepDetector()
         self._custom_op = CustomOp(self._reduce_one)
         self.reduce_one = self._custom_op.op
+        problem = validation_error_at(AttachPoint.DDP, compressor) or find_policy_error(nonfinite)
+        if self._has_group:
+            self._start(problem)
+        elif problem is not None:
+            raise problem if isinstance(problem, TypeError) else ValueError(problem)
 
     @property
     def last_step(self) -> CommStats:
@@ -84,20 +97,60 @@ class GradientCompression:
 
     @property
     def residual_norm(self) -> float:
-        """Euclidean norm of all residuals; 0 without error feedback."""
-        return self._store.norm("residual")
+        """Euclidean norm of all residuals; 0 without error feedback or before the first bucket."""
+        return self._store.norm("residual") if self._is_started else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
+
+        Nothing is exchanged. On a GPU the host waits for the residual's norm.
+
+        * ``rank/bytes_sent`` so far, assuming ring or pairwise collectives;
+        * ``rank/waiting_seconds``: for which the host has waited at the end of the last backward
+          pass, when all gradients had been computed, for buckets not averaged yet; if DDP is
+          compiled with its Python reducer, in collectives. On NCCL streams wait instead;
+        * ``rank/encode_seconds`` and ``rank/decode_seconds`` of the last step, as in ``last_step``;
+        * ``rank/residual_norm``: the Euclidean norm of what error feedback has not sent yet;
+        * ``rank/steps`` that have averaged gradients.
+        """
+        return {
+            "rank/bytes_sent": self._sent_before + self._last.wire_bytes,
+            "rank/waiting_seconds": self._last.waiting_seconds,
+            "rank/encode_seconds": self._last.encode_seconds,
+            "rank/decode_seconds": self._last.decode_seconds,
+            "rank/residual_norm": self.residual_norm,
+            "rank/steps": float(self._step),
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank as `StateStore.state_dict`; call it between steps."""
-        return self._store.state_dict()
+        """Return the state of this rank as `StateStore.state_dict`; call it between steps.
+
+        Raises:
+            RuntimeError: there is no process group yet, and no state has been loaded.
+        """
+        if self._loaded is not None:
+            return self._loaded
+        return (self._store if self._is_started else self._new_store()).state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state as `StateStore.load_state_dict`; all ranks call it between steps.
 
+        Before there is a process group, a copy is kept until the first bucket, at which the ranks
+        compare their states. What is wrong with it on any rank is raised at once on this one.
+
         Raises:
             DisagreementError: (a ValueError) on all ranks, which have changed nothing: that of a
                 rank cannot be loaded, or ranks have states of different steps.
+            ValueError: there is no process group, and the state is damaged, malformed, or was saved
+                with another compressor.
         """
+        if not self._has_group:
+            saved = state if isinstance(state, dict) else {}
+            rank, num_ranks = saved.get("rank", 0), saved.get("num_ranks", 1)
+            StateStore(self._compressor, rank, num_ranks).check_state(state)
+            self._loaded = copy.deepcopy(state)
+            return
+        self._start()
 
         def check() -> list[tuple[str, str]]:
             self._store.check_state(state)
@@ -114,6 +167,13 @@ class GradientCompression:
             parameters: their parameters, in order.
             last: whether this is the step's last bucket.
         """
+        try:
+            self._start()
+        except DisagreementError as error:  # on all ranks, which keep their own gradients
+            raise_at_end_of_backward(error)
+            unchanged: Future[Tensor] = Future(devices=[gradients.device] * gradients.is_cuda)
+            unchanged.set_result(gradients)
+            return unchanged
         layout = self._layout(parameters)
         self._reducer.collectives.step = self._step
         if not last:
@@ -133,19 +193,29 @@ class GradientCompression:
 
         future = self._reducer.start(gradients, layout, end_step)
         if in_backward:  # a future would quote the error in a RuntimeError
-            if self._may_find_unused and gradients.is_cpu:
-                before_end_of_backward(lambda: self._raise_peer_error(future))
+            if gradients.is_cpu:
+                before_end_of_backward(lambda: self._wait(future))
             at_end_of_backward(self._raise_failure)
         return future
 
     def _end_step(self) -> None:
-        self._last = self._reducer.take_stats()
+        self._count(self._reducer.take_stats())
         self._step += 1
 
-    def _raise_peer_error(self, last: Future[Tensor]) -> None:
-        """Raise that a rank has failed, before an all-reduce of DDP's own raises gloo's error."""
-        last.wait()  # so does DDP next
-        if isinstance(self._reducer.failure, PeerError):
+    def _count(self, stats: CommStats) -> None:
+        self._sent_before += self._last.wire_bytes
+        self._last = stats
+
+    def _wait(self, last: Future[Tensor]) -> None:
+        """Wait for the step's last bucket, as DDP does next, and measure the time.
+
+        Raises:
+            PeerError: a rank has failed; before an all-reduce of DDP's own raises gloo's error.
+        """
+        begin = time.perf_counter()
+        last.wait()
+        self._last.waiting_seconds = time.perf_counter() - begin  # the host's, not the worker's
+        if self._may_find_unused and isinstance(self._reducer.failure, PeerError):
             raise self._reducer.failure
 
     def _raise_failure(self) -> None:
@@ -166,15 +236,64 @@ class GradientCompression:
 
         Entries are encoded in the memory order of the parameter, as in DDP's buckets.
         """
+        self._start()
         layout, reducer = self._layout([parameter]), self._reducer
         if self._step_detector.is_new_step(layout.names[0]):
-            self._last = reducer.collectives.stats = CommStats()
+            self._count(CommStats())
+            reducer.collectives.stats = self._last
             reducer.collectives.step, self._step = self._step, self._step + 1
         in_order = gradient.permute(_memory_order(parameter))
         flat = in_order.reshape(-1)
         reducer.mean_(flat, layout)
         if not in_order.is_contiguous():  # then flat is a copy
             in_order.copy_(flat.view_as(in_order))
+
+    @property
+    def _has_group(self) -> bool:
+        return self._group is not None or dist.is_initialized()
+
+    def _start(self, problem: str | TypeError | None = None) -> None:
+        """Compare the arguments of all ranks, and create what needs a process group; only once.
+
+        All ranks call it together.
+
+        Args:
+            problem: of this rank's arguments.
+
+        Raises:
+            DisagreementError: on all ranks; the next call tries again.
+            RuntimeError: there is no process group.
+        """
+        if self._is_started:
+            return
+        store, steps = self._new_store(), "none"
+        if self._loaded is not None:
+            steps = steps_of(self._loaded)
+            try:
+                store.load_state_dict(self._loaded)
+            except ValueError as error:
+                problem = str(error)
+        fields = [("compressor", repr(self._compressor)), ("nonfinite", str(self._nonfinite))]
+        fields.append(("number of messages of state", steps))
+        check_consistent_across_ranks(fields, problem, self._group)
+        own = new_group(range(dist.get_world_size(self._group)), self._group)
+        checks_itself = self._nonfinite == "raise" and isinstance(self._compressor, Finite)
+        policy = "allow" if checks_itself else self._nonfinite
+        self._store, self._reducer = store, BucketReducer(own, store, policy)
+        if self._model is not None:
+            self._names = {id(each): name for name, each in named_parameters(self._model)}
+        self._model, self._loaded, self._is_started = None, None, True
+
+    def _new_store(self) -> StateStore:
+        if not self._has_group:
+            raise RuntimeError(
+                "a compressed hook needs the process group of DistributedDataParallel, got none: "
+                "call torch.distributed.init_process_group before the first backward pass"
+            )
+        named = [] if self._model is None else named_parameters(self._model)
+        layout = BufferLayout.of((n, _in_memory_order(p)) for n, p in named) if named else None
+        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        return StateStore(self._compressor, rank, size, layout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientCompression":
         """Return itself: a copied DDP averages gradients without the hook, as in PyTorch."""
@@ -211,6 +330,10 @@ def ddp_hook(
     ``ddp.register_comm_hook(*ddp_hook(ErrorFeedback(TopK(0.01)), ddp))``: gradients are means over
     ranks, as without a hook. All ranks of the group must call it.
 
+    It may be called before ``init_process_group``, and before the model is wrapped: what is wrong
+    on this rank alone is raised at once, and the ranks compare their arguments at the first bucket,
+    where backward raises the same DisagreementError on all of them.
+
     A model may be compiled. If backward is compiled too (``torch._dynamo.config.optimize_ddp =
     "python_reducer"`` before DDP is created, and ``compiled_autograd``), DDP has no buckets: each
     parameter's gradient is a message of its own inside the graph, without overlap. The state can be
@@ -246,8 +369,9 @@ def ddp_hook(
         nonfinite: "raise", "skip" or "allow"; see above.
 
     Raises:
-        DisagreementError: the compressor does not support DDP, or an argument is invalid or differs
-            between ranks.
+        DisagreementError: (a ValueError) the compressor does not support DDP, or an argument is
+            invalid or differs between ranks.
+        ValueError: (or a TypeError) likewise on this rank, if there is no process group yet.
     """
     ddp = None if model is None else uncompiled(model)
     if process_group is None and isinstance(ddp, nn.parallel.DistributedDataParallel):

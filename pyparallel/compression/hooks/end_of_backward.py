@@ -20,6 +20,17 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     before_end_of_backward(lambda: before_end_of_backward(function))
 
 
+def raise_at_end_of_backward(error: Exception) -> None:
+    """Raise when DDP or FSDP2 has ended this backward pass, else it could not run the next step."""
+
+    def fail() -> None:
+        raise error
+
+    if not is_in_backward():
+        fail()
+    at_end_of_backward(fail)
+
+
 def before_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when all gradients have been computed, before DDP waits for its buckets.
 

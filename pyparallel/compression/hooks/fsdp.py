@@ -25,7 +25,7 @@ from ..layout import BufferLayout, Piece
 from ..nonfinite import NonFiniteCheck
 from ..state_store import StateStore, steps_of
 from ..wrappers.finite import Finite
-from .end_of_backward import at_end_of_backward, is_in_backward
+from .end_of_backward import raise_at_end_of_backward
 from .fsdp_collectives import compressed_all_gather, compressed_reduce_scatter
 
 _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -144,7 +144,7 @@ class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
                 self._nonfinite.apply_(input_tensor, layout, collectives, self._num_calls)
             except NonFiniteError as error:
                 output_tensor.zero_()
-                _raise_at_end_of_backward(error)
+                raise_at_end_of_backward(error)
                 return
             total = compressed_reduce_scatter(input_tensor, self._name, store, collectives)
             output_tensor.copy_(total.mul_(factor))
@@ -288,6 +288,7 @@ class FSDPCompression:
         self._uncompressed = uncompressed
         self._group = process_group
         self._stats = CommStats()
+        self._sent_before = 0.0  # bytes, in the steps before
         self._num_steps = 0
         for each in self._each():
             each.stats = self._stats
@@ -301,6 +302,28 @@ class FSDPCompression:
     def residual_norm(self) -> float:
         """Euclidean norm of all gradient residuals; 0 without error feedback."""
         return math.hypot(*(each.residual_norm for each in self._each()))
+
+    def metrics(self) -> dict[str, float]:
+        """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
+
+        Nothing is exchanged, and uncompressed collectives are left out. On a GPU the host waits for
+        the residual's norm.
+
+        * ``rank/bytes_sent`` so far, assuming ring or pairwise collectives;
+        * ``rank/waiting_seconds`` of the host in collectives since the last forward pass began. On
+          NCCL streams wait instead;
+        * ``rank/encode_seconds`` and ``rank/decode_seconds``, likewise, as in ``last_step``;
+        * ``rank/residual_norm``: the Euclidean norm of what error feedback has not sent yet;
+        * ``rank/steps``: forward passes.
+        """
+        return {
+            "rank/bytes_sent": self._sent_before + self._stats.wire_bytes,
+            "rank/waiting_seconds": self._stats.waiting_seconds,
+            "rank/encode_seconds": self._stats.encode_seconds,
+            "rank/decode_seconds": self._stats.decode_seconds,
+            "rank/residual_norm": self.residual_norm,
+            "rank/steps": float(self._num_steps),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank: {"gradients" or "parameters": {module: state}}.
@@ -351,6 +374,7 @@ class FSDPCompression:
 
     def begin_step(self) -> None:
         """Count a step, which begins with a forward pass, and reset the statistics."""
+        self._sent_before += self._stats.wire_bytes
         self._stats = CommStats()
         for each in self._each():
             each.stats, each.step = self._stats, self._num_steps
@@ -465,17 +489,6 @@ def _check_supported(compressor: Compressor, place: AttachPoint) -> None:
     problem = validation_error_at(place, compressor)
     if problem is not None:
         raise problem if isinstance(problem, TypeError) else ValueError(problem)
-
-
-def _raise_at_end_of_backward(error: Exception) -> None:
-    """Raise when FSDP2 has ended the backward pass: else it could not run the next step."""
-
-    def fail() -> None:
-        raise error
-
-    if not is_in_backward():
-        fail()
-    at_end_of_backward(fail)
 
 
 def _factor_of(op: _ReduceOp, num_ranks: int) -> float:
