@@ -1,7 +1,9 @@
 """Lightning's ``Trainer`` with our strategies trains as the same loop written by hand."""
 
+import contextlib
 import copy
 import os
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,10 +14,12 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks.harness.libraries import load
 from pyparallel import SGP, GossipDataParallel, topology
-from pyparallel.compression import Cast, ErrorFeedback, TopK, ddp_hook
+from pyparallel.compression import ErrorFeedback, Int8, TopK, ddp_hook
 from pyparallel.gossip import AllReduce
 
 L = load("lightning")
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+
 from pyparallel.integrations.lightning import CompressedDDPStrategy, GossipStrategy  # noqa: E402
 
 NUM_BATCHES, BATCH_SIZE = 6, 4
@@ -83,11 +87,10 @@ def samples():
 
 def fit(folder, strategy, epochs, module=None, resume=None, **options):
     module = module or AutoEncoder()
-    options = {"enable_progress_bar": False, "enable_model_summary": False, **options}
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "devices": 2, **options}
     trainer = L.Trainer(
         max_epochs=epochs,
         accelerator="cpu",
-        devices=2,
         strategy=strategy,
         logger=False,
         default_root_dir=folder,
@@ -115,10 +118,11 @@ def by_hand(rank, algorithm, epochs, make_optimizer=None, accumulated=1, clip=No
     losses, validation = [], []
     for epoch in range(epochs):
         for index, batch in enumerate(batches_of(rank, epoch), 1):
-            with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                loss = nn.functional.mse_loss(model(batch), batch)
-            losses.append(loss.item())
-            (loss / accumulated).backward()
+            with model.no_sync() if index % accumulated else contextlib.nullcontext():
+                with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                    loss = nn.functional.mse_loss(model(batch), batch)
+                losses.append(loss.item())
+                (loss / accumulated).backward()
             if index % accumulated == 0:
                 if clip:
                     nn.utils.clip_grad_norm_(module.parameters(), clip)
@@ -153,10 +157,6 @@ def assert_equal(found, expected):
         assert torch.equal(found[key], tensor), key
 
 
-def gossip(rank, folder):
-    return launched(check_gossip)(rank, folder)
-
-
 def check_gossip(rank, folder):
     for overlap in (0, 1):
         expected, validation, weights, sent = by_hand(
@@ -164,13 +164,182 @@ def check_gossip(rank, folder):
         )
         strategy = GossipStrategy(lambda n, overlap=overlap: SGP(topology.Ring(n), overlap=overlap))
         trainer, module = fit(f"{folder}/{overlap}", strategy, 2)
-        assert module.losses == expected, (overlap, module.losses, expected)
-        assert module.validation == validation, (overlap, module.validation, validation)
+        assert module.losses == expected
+        assert module.validation == validation
         assert module.metrics["rank/bytes_sent"] == sent > 0
         assert trainer.callback_metrics["rank/bytes_sent"] > 0
         assert module.metrics["rank/staleness"] == overlap
         assert_equal(module.state_dict(), weights)
+        check_checkpoints(rank, f"{folder}/{overlap}", overlap, trainer, module)
 
 
-def test_gossip_in_lightning_is_the_loop_by_hand(ranks, tmp_path):
-    ranks.run(2, gossip, str(tmp_path))
+def check_checkpoints(rank, folder, overlap, whole, expected):
+    """Go on from the end of an epoch, from after ``fit``, and from the weights alone."""
+
+    def strategy():
+        return GossipStrategy(lambda n: SGP(topology.Ring(n), overlap=overlap))
+
+    trainer, module = fit(folder, strategy(), 1)
+    of_epoch, after = trainer.checkpoint_callback.best_model_path, f"{folder}/after.ckpt"
+    trainer.save_checkpoint(after)
+    for path in (of_epoch, after):
+        resumed = fit(folder, strategy(), 2, resume=path)[1]
+        assert resumed.losses == expected.losses[NUM_BATCHES:]
+        assert_equal(resumed.state_dict(), expected.state_dict())
+        assert_equal(AutoEncoder.load_from_checkpoint(path).state_dict(), module.state_dict())
+        assert len(list(Path(path).parent.glob(f"{Path(path).name}.rank-?-of-2"))) == 2
+    dist.barrier()
+    trainer.strategy.remove_checkpoint(after)
+    dist.barrier()
+    assert not list(Path(folder).glob("after*"))
+
+
+OPTIONS = [
+    ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}, {"accumulated": 2, "clip": 0.01}),
+    ({"precision": "bf16-mixed"}, {"dtype": torch.bfloat16}),
+]
+
+
+def check_options(rank, folder):
+    for algorithm_fn in (lambda n: SGP(topology.Ring(n), overlap=1), lambda n: AllReduce()):
+        for options, arguments in OPTIONS:
+            expected = by_hand(rank, algorithm_fn(2), 2, **arguments)
+            module = fit(folder, GossipStrategy(algorithm_fn), 2, **options)[1]
+            assert (module.losses, module.validation) == expected[:2], (algorithm_fn, options)
+            assert_equal(module.state_dict(), expected[2])
+    expected = by_hand(rank, SGP(topology.Ring(2)), 2, make_several)
+    strategy = GossipStrategy(lambda n: SGP(topology.Ring(n)))
+    module = fit(folder, strategy, 2, Alternating())[1]
+    assert (module.losses, module.validation) == expected[:2]
+    assert_equal(module.state_dict(), expected[2])
+
+
+def train_compressed(rank, compressor, epochs):
+    module = AutoEncoder()
+    ddp = nn.parallel.DistributedDataParallel(module)
+    state, hook = ddp_hook(compressor, ddp)
+    ddp.register_comm_hook(state, hook)
+    optimizer, losses = module.configure_optimizers(), []
+    for epoch in range(epochs):
+        for batch in batches_of(rank, epoch):
+            loss = nn.functional.mse_loss(ddp(batch), batch)
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return losses, module.state_dict(), state.metrics()["rank/bytes_sent"]
+
+
+def check_compressed(rank, folder):
+    compressor = ErrorFeedback(TopK(0.25))
+    losses, weights, sent = train_compressed(rank, compressor, 2)
+    trainer, module = fit(folder, CompressedDDPStrategy(compressor), 2)
+    assert module.losses == losses
+    assert module.metrics["rank/bytes_sent"] == sent > 0
+    assert_equal(module.state_dict(), weights)
+    trainer = fit(folder, CompressedDDPStrategy(compressor), 1)[0]
+    path = trainer.checkpoint_callback.best_model_path
+    resumed = fit(folder, CompressedDDPStrategy(compressor), 2, resume=path)[1]
+    assert resumed.losses == losses[NUM_BATCHES:]
+    assert_equal(resumed.state_dict(), weights)
+
+
+def check_scaler(rank, folder):
+    """With a GradScaler whose first step overflows, nothing is lost and all ranks go on."""
+    for strategy in (GossipStrategy(lambda n: AllReduce()), CompressedDDPStrategy(Int8())):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=1)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        module = fit(folder, strategy, 1, plugins=plugin, limit_val_batches=0)[1]
+        assert scaler.get_scale() < 2.0**120
+        assert all(bool(p.isfinite().all()) for p in module.parameters())
+        everywhere = [None] * 2
+        dist.all_gather_object(everywhere, [p.tolist() for p in module.parameters()])
+        assert everywhere[0] == everywhere[1]
+
+
+def check_last_checkpoint(rank, folder):
+    """Keep the files of one checkpoint, to which "last" is a link."""
+    callback = L.pytorch.callbacks.ModelCheckpoint(folder, save_last="link")
+    whole = fit(folder, GossipStrategy(), 2, callbacks=callback)[1]
+    names = ["epoch=1-step=12.ckpt", *(f"epoch=1-step=12.ckpt.rank-{r}-of-2" for r in range(2))]
+    assert sorted(each.name for each in Path(folder).glob("*")) == [*names, "last.ckpt"]
+    dist.barrier()
+    resumed = fit(f"{folder}/resumed", GossipStrategy(), 3, resume=callback.last_model_path)[1]
+    losses = fit(f"{folder}/whole", GossipStrategy(), 3)[1].losses
+    assert whole.losses + resumed.losses == losses
+    dist.barrier()
+    check_refused_checkpoints(rank, folder, callback.last_model_path)
+
+
+def check_refused_checkpoints(rank, folder, path):
+    saved = torch.load(path, weights_only=False)
+    other = f"{folder}/other-{rank}.ckpt"
+    torch.save({**saved, "pyparallel_num_ranks": 4}, other)
+    match = "ckpt_path must be of a run with 2 ranks, got one with 4"
+    with pytest.raises(ValueError, match=match):
+        fit(folder, GossipStrategy(), 2, resume=other)
+    if rank == 1:
+        Path(f"{path}").resolve().with_suffix(".ckpt.rank-1-of-2").unlink()
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"rank 1.*rank-1-of-2"):
+        fit(folder, GossipStrategy(), 2, resume=path)
+
+
+def run(rank, check, folder):
+    return launched(globals()[check])(rank, folder)
+
+
+CHECKS = ["gossip", "options", "compressed", "scaler", "last_checkpoint"]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_lightning_trains_as_the_loop_by_hand(ranks, tmp_path, check):
+    ranks.run(2, run, f"check_{check}", str(tmp_path))
+
+
+def fail(rank, folder):
+    """Return the errors of strategies that cannot train."""
+    cases = {
+        "algorithm": GossipStrategy(lambda n: topology.Ring(n)),
+        "raises": GossipStrategy(lambda n: SGP(topology.Hypercube(n + 1))),
+        "compressor": CompressedDDPStrategy(topology.Ring(2)),
+    }
+    errors = {}
+    for name, strategy in cases.items():
+        try:
+            fit(folder, strategy, 1)
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
+
+
+def test_mistakes_are_one_sentence_on_every_rank(ranks, tmp_path):
+    first, second = ranks.run(2, run, "fail", str(tmp_path))
+    assert first == second
+    assert first == {
+        "algorithm": "ArgumentTypeError: ranks 0-1: algorithm must be an object such as "
+        "SGP(topology.Ring(4)), got Ring(2); wrap it, SGP(Ring(2))",
+        "raises": "ValueError: num_ranks must be a power of two, got 3; the nearest are 2 and 4",
+        "compressor": "ArgumentTypeError: ranks 0-1: compressor must be an object such as Int8() "
+        "or TopK(0.01), got Ring(2)",
+    }
+
+
+def test_mistakes_before_there_are_ranks():
+    with pytest.raises(TypeError, match=r"algorithm_fn must be a function .* got SGP"):
+        GossipStrategy(SGP(topology.Ring(2)))
+    for name in ("find_unused_parameters", "ddp_comm_hook"):
+        with pytest.raises(TypeError, match=f"DistributedDataParallel, got {name}"):
+            GossipStrategy(**{name: True})
+    with pytest.raises(TypeError, match="must not be given ddp_comm_hook: DDP has one hook"):
+        CompressedDDPStrategy(TopK(0.1), ddp_comm_hook=print)
+
+
+def fail_alone(rank, folder):
+    for strategy in ("pyparallel_gossip", "pyparallel_compressed_ddp"):
+        with pytest.raises(ValueError, match="Strategy must have at least 2 ranks, got devices=1"):
+            fit(folder, strategy, 1, devices=1)
+
+
+def test_a_strategy_without_ranks_is_refused(ranks, tmp_path):
+    ranks.run(1, run, "fail_alone", str(tmp_path))

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -28,9 +28,6 @@ class GossipStrategy(RankFiles):
         bucket_cap_mb: as of ``GossipDataParallel``.
         nonfinite: as of ``GossipDataParallel``.
         kwargs: of ``DDPStrategy``, but those of DistributedDataParallel and its hooks.
-
-    Attributes:
-        gossip: the ``GossipDataParallel`` inside ``fit``; None otherwise.
 
     Raises:
         TypeError: algorithm_fn is not a function, or an argument is of DistributedDataParallel.
@@ -60,24 +57,30 @@ class GossipStrategy(RankFiles):
         self._algorithm_fn = algorithm_fn
         self._options: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, "nonfinite": nonfinite}
         self._consensus = ExitStack()
-        self.gossip: GossipDataParallel | None = None
+        self._saved: dict[str, Any] | None = None  # at the end of fit
 
     @override
     def configure_ddp(self) -> None:
         """Leave the module as it is: it is wrapped when it has its optimizers."""
 
+    @property
+    def gossip(self) -> GossipDataParallel:
+        """Return the trainer around the module, inside ``fit``."""
+        if not isinstance(self.model, GossipDataParallel):
+            raise RuntimeError("GossipStrategy.gossip must be read inside fit, got no trainer")
+        return self.model
+
     @override
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            several = self.optimizers
-            self.model = self.gossip = GossipDataParallel(
+        if trainer.state.fn == TrainerFn.FITTING and self.lightning_module is not None:
+            self._saved = None
+            self.model = GossipDataParallel(
                 self.lightning_module,
-                several[0] if len(several) == 1 else several,
+                self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers,
                 self._algorithm_fn(self.world_size),
                 **self._options,
             )
-            self._saved = None
 
     @override
     @contextmanager
@@ -90,12 +93,12 @@ class GossipStrategy(RankFiles):
         if len(self.optimizers) == 1 or getattr(self.precision_plugin, "scaler", None):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         closure()  # several optimizers are stepped without closures
-        self.precision_plugin._after_closure(self.lightning_module, optimizer)
+        self.precision_plugin._after_closure(cast(Any, self.lightning_module), optimizer)
         return optimizer.step(**kwargs)
 
     @override
     def on_validation_start(self) -> None:
-        if self.gossip is not None:
+        if self._is_fitting():
             self._consensus.enter_context(self.gossip.consensus())
 
     @override
@@ -104,8 +107,8 @@ class GossipStrategy(RankFiles):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the consensus, on all ranks together; validation's ends."""
-        if self.gossip is None:
+        """Return the consensus, on all ranks together; ends that of a validation."""
+        if not self._is_fitting():
             return super().lightning_module_state_dict()
         self._consensus.close()
         with self.gossip.consensus():
@@ -113,7 +116,7 @@ class GossipStrategy(RankFiles):
 
     @override
     def on_train_end(self) -> None:
-        """Keep this rank's state for a checkpoint after ``fit``, and load the consensus."""
+        """Keep this rank's state, for a checkpoint after ``fit``, and load the consensus."""
         self._saved, consensus = self.rank_state(), self.lightning_module_state_dict()
         self.gossip.load_state_dict(consensus)
 
@@ -127,7 +130,7 @@ class GossipStrategy(RankFiles):
 
     def metrics(self) -> dict[str, float]:
         """Return ``GossipDataParallel.metrics()``, for ``log_dict``; nothing outside ``fit``."""
-        return {} if self.gossip is None else self.gossip.metrics()
+        return self.gossip.metrics() if self._is_fitting() else {}
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -137,7 +140,10 @@ class GossipStrategy(RankFiles):
     @override
     def teardown(self) -> None:
         self._consensus.close()
-        if self.gossip is not None:
+        if self._is_fitting():
             self.gossip.close()
-            self.model, self.gossip = self.lightning_module, None
+            self.model = self.lightning_module
         super().teardown()
+
+    def _is_fitting(self) -> bool:
+        return isinstance(self.model, GossipDataParallel)

@@ -1,5 +1,6 @@
 """What both strategies share: files of each rank beside Lightning's checkpoint."""
 
+import os
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -72,4 +73,5 @@ class RankFiles(DDPStrategy):
         self.load_rank_state(states[0])
 
     def _rank_file(self, path: Any) -> str:
+        path = os.path.realpath(path) if os.path.islink(path) else path  # save_last="link"
         return f"{path}.rank-{self.global_rank}-of-{self.world_size}"
