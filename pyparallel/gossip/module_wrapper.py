@@ -113,6 +113,12 @@ class ModuleWrapper(nn.Module):
         raise _conversion_error()
 
     @override
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Accept what changes nothing; torch would copy to ``cpu:0``, as hosts name the CPU."""
+        args = tuple(_without_index(each) for each in args)
+        return super().to(*args, **{key: _without_index(each) for key, each in kwargs.items()})
+
+    @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Accept what changes nothing, such as ``.to(device)`` of the module's own device.
 
@@ -128,9 +134,27 @@ class ModuleWrapper(nn.Module):
                     raise _conversion_error()
         return self
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Refuse DistributedDataParallel around this, whose constructor asks for it.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"{type(self).__name__} must not be wrapped in DistributedDataParallel, which averages "
+            "gradients where this averages parameters: take one of them, and let the host that "
+            "wraps models (such as accelerator.prepare) have the optimizer and the loader alone"
+        )
+
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell ``torch.distributed.checkpoint.state_dict`` that names have no "module" in them."""
         return {"": _MODULE, **{name: _MODULE for name, _ in self.module.named_children()}}
+
+
+def _without_index(value: Any) -> Any:
+    is_cpu = isinstance(value, torch.device) and value.type == "cpu"
+    return torch.device("cpu") if is_cpu else value
 
 
 def _describe(tensor: Tensor) -> tuple[Any, ...]:

@@ -116,6 +116,8 @@ def refuses_conversions(rank):
     before = {name: (p, p.data_ptr()) for name, p in module.named_parameters()}
     for change_nothing in (
         lambda: model.to("cpu"),
+        lambda: model.to(torch.device("cpu:1")),
+        lambda: model.to(device=torch.device("cpu:0")),
         lambda: model.to(torch.device("cpu"), non_blocking=True),
         model.cpu,
         lambda: model.to(memory_format=torch.channels_last),

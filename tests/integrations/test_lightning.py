@@ -2,9 +2,7 @@
 
 import contextlib
 import copy
-import os
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from benchmarks.harness.libraries import load
 from pyparallel import SGP, GossipDataParallel, topology
 from pyparallel.compression import ErrorFeedback, Int8, TopK, ddp_hook
 from pyparallel.gossip import AllReduce
+from tests.integrations.launched import launched
 
 L = load("lightning")
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
@@ -137,18 +136,6 @@ def by_hand(rank, algorithm, epochs, make_optimizer=None, accumulated=1, clip=No
     with model.consensus() as averaged:
         weights = copy.deepcopy(model.state_dict())
     return losses, validation, weights, model.metrics()["rank/bytes_sent"]
-
-
-def launched(function):
-    """Run as a rank that torchrun has started, which Lightning recognizes."""
-
-    def run(rank, *arguments):
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-        values = dict(zip(names, map(str, (rank, rank, dist.get_world_size(), 2, 0)), strict=True))
-        with mock.patch.dict(os.environ, values | {"TORCHELASTIC_RUN_ID": "test"}):
-            return function(rank, *arguments)
-
-    return run
 
 
 def assert_equal(found, expected):
@@ -300,7 +287,7 @@ def test_lightning_trains_as_the_loop_by_hand(ranks, tmp_path, check):
 def fail(rank, folder):
     """Return the errors of strategies that cannot train."""
     cases = {
-        "algorithm": GossipStrategy(lambda n: topology.Ring(n)),
+        "algorithm": GossipStrategy(topology.Ring),
         "raises": GossipStrategy(lambda n: SGP(topology.Hypercube(n + 1))),
         "compressor": CompressedDDPStrategy(topology.Ring(2)),
     }

@@ -1,0 +1,170 @@
+"""Gossip and compressed gradients in scripts that use Accelerate."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ..comm import check_consistent_across_ranks, check_on_all_ranks
+from ..comm.arguments import NonFinitePolicy
+from ..compression import Compressor, ErrorFeedback, GradientCompression, TopK, ddp_hook
+from ..gossip import Algorithm, GossipDataParallel, GossipState
+from .versions import require
+
+require("accelerate", "1.0")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs  # noqa: E402
+
+
+def prepare_gossip(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    algorithm: Algorithm,
+    **options: Any,
+) -> tuple[GossipDataParallel, Any]:
+    """Prepare a model and its optimizer for gossip; ``accelerator.prepare`` the rest.
+
+    ``accelerator.save_state`` writes the exact average of all ranks as the model, and each rank's
+    own state to a file of its own, from which ``load_state`` resumes bit for bit. To evaluate,
+    enter ``with model.consensus() as averaged:`` on all ranks.
+
+    Args:
+        accelerator: of at least two processes; its mixed precision and accumulation apply.
+        model: as of ``GossipDataParallel``, not prepared.
+        optimizer: over the model's parameters, not prepared.
+        algorithm: such as ``SGP(OnePeerExponential(accelerator.num_processes))``.
+        options: of ``GossipDataParallel``.
+
+    Returns:
+        The trainer around the model, and the prepared optimizer.
+
+    Raises:
+        ValueError: there is one process only.
+        DisagreementError: (a ValueError) as of ``GossipDataParallel``.
+    """
+    if accelerator.num_processes < 2:
+        raise ValueError(
+            "accelerator must have at least 2 processes, got 1; start the script by "
+            "accelerate launch or torchrun"
+        )
+    module = accelerator.prepare_model(model, evaluation_mode=True)  # which is without DDP
+    gossip = GossipDataParallel(module, optimizer, algorithm, **options)
+
+    def save_consensus(models: Sequence[nn.Module], weights: list[Any], folder: str) -> None:
+        with gossip.consensus():
+            weights[list(map(id, models)).index(id(module))] = copy.deepcopy(gossip.state_dict())
+
+    def skip_consensus(models: list[nn.Module], folder: str) -> None:
+        models.remove(module)  # this rank's own weights are loaded instead
+
+    accelerator.register_save_state_pre_hook(save_consensus)
+    accelerator.register_load_state_pre_hook(skip_consensus)
+    RankStates(accelerator, GossipState(gossip, optimizer))
+    return gossip, accelerator.prepare_optimizer(optimizer)
+
+
+class RankStates:
+    """Save what differs between ranks in ``save_state``, and load it in ``load_state``.
+
+    Each rank has a file in the folder, such as ``rank-0-of-4-custom-0.pt``.
+
+    Args:
+        accelerator: whose folders are used.
+        state: with ``state_dict`` and ``load_state_dict``, such as ``CompressedDDPKwargs.state``.
+    """
+
+    def __init__(self, accelerator: Accelerator, state: Any) -> None:
+        self._state, self._folder = state, ""
+        rank, size = accelerator.process_index, accelerator.num_processes
+        self._name = f"rank-{rank}-of-{size}-custom-{len(accelerator._custom_objects)}.pt"
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._remember)
+        accelerator.register_for_checkpointing(self)  # which is loaded last
+
+    def _save(self, models: Any, weights: Any, folder: Any) -> None:
+        torch.save(self._state.state_dict(), Path(folder, self._name))
+
+    def _remember(self, models: Any, folder: Any) -> None:
+        self._folder = folder
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing for Accelerate's own file, which the main process alone writes."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load this rank's file; all ranks call it together.
+
+        Raises:
+            DisagreementError: (a ValueError) on all ranks: a file is missing or unreadable.
+        """
+        loaded = []
+
+        def read() -> list[tuple[str, str]]:
+            loaded.append(torch.load(Path(self._folder, self._name), map_location="cpu"))
+            return []
+
+        check_on_all_ranks(read, check_consistent_across_ranks)
+        self._state.load_state_dict(loaded[0])
+
+
+@dataclass
+class CompressedDDPKwargs(DistributedDataParallelKwargs):  # type: ignore[misc]  # untyped
+    """Compress gradients: ``Accelerator(kwargs_handlers=[CompressedDDPKwargs(compressor=...)])``.
+
+    Args:
+        compressor: of all gradients.
+        nonfinite: as of ``ddp_hook``; None: "allow" in fp16, whose GradScaler then skips the step
+            on all ranks, else "raise".
+
+    Raises:
+        ValueError: ``comm_hook`` is given too.
+    """
+
+    compressor: Compressor = field(default_factory=lambda: ErrorFeedback(TopK(0.01)))
+    nonfinite: NonFinitePolicy | None = None
+
+    def __post_init__(self) -> None:
+        self._state: GradientCompression | None = None
+        if self.comm_hook != DDPCommunicationHookType.NO:
+            raise ValueError(
+                "comm_hook must not be given to CompressedDDPKwargs: DDP has one hook, which "
+                f"compresses; got {self.comm_hook}"
+            )
+
+    # Accelerate looks a handler up by its exact class.
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return DistributedDataParallelKwargs
+
+    @property
+    def state(self) -> GradientCompression:
+        """Return the state of the hook, with ``metrics()``, once a model is prepared."""
+        if self._state is None:
+            raise RuntimeError(
+                "state must be read after accelerator.prepare(model) with at least 2 processes, "
+                "got no hook: nothing is compressed"
+            )
+        return self._state
+
+    @override
+    def to_dict(self, *args: Any) -> dict[str, Any]:
+        """Return the arguments of DistributedDataParallel."""
+        names = {each.name for each in fields(DistributedDataParallelKwargs)}
+        return {k: v for k, v in super().to_dict().items() if k in names}
+
+    @override
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        is_scaled = AcceleratorState().mixed_precision == "fp16"
+        policy = self.nonfinite or ("allow" if is_scaled else "raise")
+        self._state, hook = ddp_hook(self.compressor, model, nonfinite=policy)
+        model.register_comm_hook(self._state, hook)

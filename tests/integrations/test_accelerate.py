@@ -1,0 +1,223 @@
+"""Scripts with Accelerate train as the same loop written by hand."""
+
+import contextlib
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.harness.libraries import load
+from pyparallel import SGP, GossipDataParallel, topology
+from pyparallel.compression import ErrorFeedback, TopK, ddp_hook
+from pyparallel.gossip import AllReduce
+from tests.integrations.launched import launched
+
+load("accelerate")
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.utils import DistributedDataParallelKwargs  # noqa: E402
+
+from pyparallel.integrations.accelerate import (  # noqa: E402
+    CompressedDDPKwargs,
+    RankStates,
+    prepare_gossip,
+)
+
+NUM_BATCHES, BATCH_SIZE = 6, 4
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8))
+
+
+def make_optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def samples():
+    return torch.rand(2 * NUM_BATCHES * BATCH_SIZE, 8, generator=torch.Generator().manual_seed(1))
+
+
+def make_accelerator(**options):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True, **options)
+
+
+def train(accelerator, model, optimizer, loader, max_norm=None):
+    """Accelerate's quick start: an epoch of its loop."""
+    losses = []
+    for (batch,) in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(batch), batch)
+            losses.append(loss.item())
+            accelerator.backward(loss)
+            if max_norm and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def prepare(algorithm, **options):
+    accelerator = make_accelerator(**options)
+    model = make_model()
+    model, optimizer = prepare_gossip(accelerator, model, make_optimizer(model), algorithm)
+    loader = accelerator.prepare(DataLoader(TensorDataset(samples()), BATCH_SIZE))
+    return accelerator, model, optimizer, loader
+
+
+def batches_of(rank):
+    """Return a rank's batches, of which Accelerate gives every second one to each rank."""
+    return samples().split(BATCH_SIZE)[rank::2]
+
+
+def by_hand(rank, wrap, epochs, accumulated=1, max_norm=None, dtype=None):
+    module = make_model()
+    optimizer = make_optimizer(module)
+    model, losses = wrap(module, optimizer), []
+    for _ in range(epochs):
+        for index, batch in enumerate(batches_of(rank), 1):
+            with model.no_sync() if index % accumulated else contextlib.nullcontext():
+                with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                    output = model(batch).float()
+                loss = nn.functional.mse_loss(output, batch)
+                losses.append(loss.item())
+                (loss / accumulated).backward()
+            if index % accumulated == 0:
+                if max_norm:
+                    nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses, module, model
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+
+
+CASES = [
+    ({}, {}),
+    ({"gradient_accumulation_steps": 2}, {"accumulated": 2, "max_norm": 0.01}),
+    ({"mixed_precision": "bf16"}, {"dtype": torch.bfloat16}),
+]
+
+
+def check_gossip(rank, folder):
+    for algorithm in (SGP(topology.Ring(2), overlap=1), AllReduce()):
+        for options, arguments in CASES:
+
+            def wrap(module, optimizer, algorithm=algorithm):
+                return GossipDataParallel(module, optimizer, algorithm)
+
+            expected, module, reference = by_hand(rank, wrap, 2, **arguments)
+            accelerator, model, optimizer, loader = prepare(algorithm, **options)
+            max_norm = arguments.get("max_norm")
+            losses = train(accelerator, model, optimizer, loader, max_norm)
+            losses += train(accelerator, model, optimizer, loader, max_norm)
+            assert losses == expected, (algorithm, options)
+            assert_equal(model.state_dict(), module.state_dict())
+            assert model.bytes_sent == reference.bytes_sent > 0
+
+
+def check_gossip_resumes(rank, folder):
+    algorithm = SGP(topology.Ring(2), overlap=1)
+    accelerator, model, optimizer, loader = prepare(algorithm)
+    train(accelerator, model, optimizer, loader)
+    accelerator.save_state(folder)
+    with model.consensus() as averaged:
+        consensus = copy.deepcopy(averaged.state_dict())
+    losses = train(accelerator, model, optimizer, loader)
+    weights = copy.deepcopy(model.state_dict())
+    accelerator, model, optimizer, loader = prepare(algorithm)
+    accelerator.load_state(folder)
+    assert train(accelerator, model, optimizer, loader) == losses
+    assert_equal(model.state_dict(), weights)
+    saved = load("safetensors.torch").load_file(f"{folder}/model.safetensors")
+    assert_equal(saved, consensus)
+    dist.barrier()
+    if rank == 1:
+        Path(folder, "rank-1-of-2-custom-0.pt").unlink()
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"rank 1.*rank-1-of-2-custom-0\.pt"):
+        accelerator.load_state(folder)
+
+
+def check_compressed(rank, folder):
+    compressor = ErrorFeedback(TopK(0.25))
+    states = []
+
+    def wrap(module, optimizer):
+        ddp = nn.parallel.DistributedDataParallel(module)
+        states.append(ddp_hook(compressor, ddp))
+        ddp.register_comm_hook(*states[0])
+        return ddp
+
+    expected, module, _ = by_hand(rank, wrap, 2)
+
+    def prepare_compressed():
+        handler = CompressedDDPKwargs(compressor=compressor, gradient_as_bucket_view=True)
+        accelerator = make_accelerator(kwargs_handlers=[handler])
+        model = make_model()
+        loader = DataLoader(TensorDataset(samples()), BATCH_SIZE)
+        prepared = accelerator.prepare(model, make_optimizer(model), loader)
+        RankStates(accelerator, handler.state)
+        return accelerator, *prepared, handler
+
+    accelerator, model, optimizer, loader, handler = prepare_compressed()
+    assert model.gradient_as_bucket_view
+    losses = train(accelerator, model, optimizer, loader)
+    accelerator.save_state(folder)
+    losses += train(accelerator, model, optimizer, loader)
+    assert losses == expected
+    assert_equal(model.module.state_dict(), module.state_dict())
+    sent = handler.state.metrics()["rank/bytes_sent"]
+    assert sent == states[0][0].metrics()["rank/bytes_sent"] > 0
+    accelerator, model, optimizer, loader, handler = prepare_compressed()
+    accelerator.load_state(folder)
+    assert train(accelerator, model, optimizer, loader) == expected[NUM_BATCHES:]
+    assert_equal(model.module.state_dict(), module.state_dict())
+
+
+def check_refusals(rank, folder):
+    accelerator, model, _, _ = prepare(SGP(topology.Ring(2)))
+    assert accelerator.prepare(model) is model
+    module = make_model()
+    wrapped = GossipDataParallel(module, make_optimizer(module), SGP(topology.Ring(2)))
+    with pytest.raises(RuntimeError, match="GossipDataParallel must not be wrapped in Distributed"):
+        accelerator.prepare(wrapped)
+    with pytest.raises(ValueError, match=r"algorithm must be an object .* got Ring\(2\)"):
+        prepare(topology.Ring(2))
+    with pytest.raises(ValueError, match="You can only pass one"):
+        make_accelerator(kwargs_handlers=[CompressedDDPKwargs(), DistributedDataParallelKwargs()])
+    with pytest.raises(ValueError, match="comm_hook must not be given to CompressedDDPKwargs"):
+        CompressedDDPKwargs(comm_hook="fp16")
+
+
+def run(rank, check, folder):
+    launched(globals()[check])(rank, folder)
+
+
+@pytest.mark.parametrize("check", ["gossip", "gossip_resumes", "compressed", "refusals"])
+def test_accelerate_trains_as_the_loop_by_hand(ranks, tmp_path, check):
+    ranks.run(2, run, f"check_{check}", str(tmp_path))
+
+
+def check_alone(rank, folder):
+    with pytest.raises(ValueError, match="accelerator must have at least 2 processes, got 1"):
+        prepare(SGP(topology.Ring(2)))
+    handler = CompressedDDPKwargs()
+    make_accelerator(kwargs_handlers=[handler]).prepare(make_model())
+    with pytest.raises(RuntimeError, match="got no hook: nothing is compressed"):
+        assert handler.state
+
+
+def test_one_process_is_refused(ranks, tmp_path):
+    ranks.run(1, check_alone, str(tmp_path))
