@@ -157,6 +157,7 @@ class SubnetTrainer:
         self._shards = ModelShards(self._cuts, tensors, placement, collectives, enlargement)
         self._placement = placement
         self._round, self._steps, self._total_steps = 0, 0, 0
+        self._waiting_seconds = 0.0  # in the last step
         self._is_gathered = False
         self._draw_units()
         cut_tensors = self._shards.cut_tensors(tensors_of(self.subnet))
@@ -217,6 +218,28 @@ class SubnetTrainer:
             for name, cut in self._cuts.items()
             for subnet in range(size)
         )
+
+    def metrics(self) -> dict[str, float]:
+        """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
+
+        Nothing is exchanged, and the host waits for no GPU.
+
+        * ``rank/bytes_sent`` for training, so far;
+        * ``rank/waiting_seconds``: for which the host has waited for other ranks in the last step:
+          0 unless it has merged. On NCCL streams wait instead;
+        * ``rank/staleness``: steps since the last merge, so 0 after a step that has merged;
+        * ``rank/merges`` so far, and in what was loaded;
+        * ``rank/steps`` that were completed since the trainer was created, and of these the
+          ``rank/skipped_steps``, whose gradients ``nonfinite="skip"`` has left out.
+        """
+        return {
+            "rank/bytes_sent": float(self.bytes_sent),
+            "rank/waiting_seconds": self._waiting_seconds,
+            "rank/staleness": float(self._steps),
+            "rank/merges": float(self._round),
+            "rank/steps": float(self._total_steps),
+            "rank/skipped_steps": float(self._finite_steps.num_skipped),
+        }
 
     # In inference mode, optimizer state would be created that later steps could not write.
     @torch.inference_mode(mode=False)
@@ -341,9 +364,11 @@ class SubnetTrainer:
         self._steps += 1
         self._total_steps += 1
         self._collectives.step = self._total_steps
+        before = self._collectives.stats.waiting_seconds
         if self._steps >= self._interval:  # above it after a failed merge, which is tried again
             self._check_same_call(_Call.STEP)
             self._begin_round()
+        self._waiting_seconds = self._collectives.stats.waiting_seconds - before
 
     def _begin_round(self) -> None:
         parts, states = tensors_of(self.subnet), self._carried_state(self.optimizer)
