@@ -18,7 +18,7 @@ from tqdm import tqdm
 from data import load_digits, share
 from models import accuracy, count, digits_net
 from pyparallel.compression import ErrorFeedback, Int8, PowerSGD, Sign, TopK, ddp_hook
-from ranks import following, join_ranks, make_parser
+from ranks import following, join_ranks, log_metrics, make_parser
 from show import draw, print_next, print_table, save_model
 
 COMPRESSORS = {
@@ -39,7 +39,7 @@ def train(name, compressor, options, images, labels, test):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     all_reduce = 8 * (1 - 1 / dist.get_world_size()) * count(model)
     sent, seconds, scores = 0.0, 0.0, []
-    for _ in (bar := tqdm(range(options.epochs), name, disable=dist.get_rank() > 0)):
+    for epoch in (bar := tqdm(range(options.epochs), name, disable=dist.get_rank() > 0)):
         begin = time.perf_counter()
         for batch in torch.randperm(len(labels)).split(16):
             optimizer.zero_grad()
@@ -49,16 +49,13 @@ def train(name, compressor, options, images, labels, test):
             sent += all_reduce if compressor is None else compression.last_step.wire_bytes
         scheduler.step()
         seconds += time.perf_counter() - begin
+        if compressor is not None:
+            log_metrics(options.tensorboard, name, compression.metrics(), epoch)
         bar.set_postfix(loss=f"{loss:.3f}")
         scores.append((sent / 1e6, 100 * accuracy(model.module, *test)))
     steps = options.epochs * -(-len(labels) // 16)
-    column = (
-        name,
-        f"{scores[-1][1]:.1f} %",
-        f"{1000 * seconds / steps:.1f}",
-        f"{sent / steps / 1e3:.1f}",
-    )
-    return column, scores, model.module.state_dict()
+    costs = f"{1000 * seconds / steps:.1f}", f"{sent / steps / 1e3:.1f}"
+    return [name, f"{scores[-1][1]:.1f} %", *costs], scores, model.module.state_dict()
 
 
 def main():

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from data import load_digits, share
 from models import accuracy, digits_net
 from pyparallel import GossipDataParallel, gossip, topology
-from ranks import following, gather, join_ranks, make_parser
+from ranks import following, gather, join_ranks, log_metrics, make_parser
 from show import draw, print_next, print_table, save_model, smooth
 
 TOPOLOGIES = {
@@ -48,14 +48,14 @@ def train(name, algorithm, options, images, labels, test):
             loss.backward()
             optimizer.step()  # the local step, then a round of averaging
             losses.append(loss.item())
+            log_metrics(options.tensorboard, name, model.metrics(), len(losses))
         scheduler.step()
         bar.set_postfix(loss=f"{loss:.3f}")
-    steps, seconds = len(losses), time.perf_counter() - begin
-    sent, distance = model.bytes_sent / steps, model.consensus_distance()
+    ms, distance = 1000 * (time.perf_counter() - begin) / len(losses), model.consensus_distance()
     with model.consensus() as averaged:  # the mean of all ranks, restored afterwards
         score = accuracy(averaged, *test)
         state = {key: tensor.clone() for key, tensor in averaged.state_dict().items()}
-    costs = f"{1000 * seconds / steps:.1f}", f"{sent / 1000:.0f}", f"{distance:.1g}"
+    costs = f"{ms:.1f}", f"{model.bytes_sent / len(losses) / 1000:.0f}", f"{distance:.1g}"
     means = [sum(each) / len(each) for each in zip(*gather(losses), strict=True)]
     return [name, f"{100 * score:.1f} %", *costs], smooth(means), state
 

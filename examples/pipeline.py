@@ -64,7 +64,6 @@ def train(name, schedule, options, text, held_out):
 def main():
     parser = make_parser(__doc__, steps=200)
     parser.add_argument("--schedule", choices=SCHEDULES, default="pipeoptim")
-    parser.add_argument("--tensorboard", metavar="DIR", help="write every rank's metrics there")
     options = parser.parse_args()
     device, schedule = join_ranks(options.seed), SCHEDULES[options.schedule]
     text, others = (as_tensor(files).to(device) for files in load_files())

@@ -15,18 +15,17 @@ import torch.distributed as dist
 
 
 def make_parser(description: str, **lengths: int) -> argparse.ArgumentParser:
-    """Return a parser of --seed, --out and the given numbers, with their defaults."""
+    """Return a parser of --seed, --out, --tensorboard and the given numbers, with defaults."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default in lengths.items():
-        parser.add_argument(
-            f"--{name}", type=positive, default=default, help="default: %(default)s"
-        )
+    for name, each in lengths.items():
+        parser.add_argument(f"--{name}", type=positive, default=each, help="default: %(default)s")
     if int(os.environ.get("RANK", "0")):  # rank 0 prints help or an error; torchrun then ends all
         parser.print_help = lambda: None
         parser.error = lambda message: time.sleep(60) or sys.exit(2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tensorboard", metavar="DIR", help="write every rank's metrics there")
     parser.add_argument("--out", type=Path, default=Path("runs") / Path(sys.argv[0]).stem)
     return parser
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from data import load_digits, share
 from models import accuracy, count, wide_digits_net
 from pyparallel.subnets import Partition, SubnetTrainer, recalibrate
-from ranks import join_ranks, make_parser
+from ranks import join_ranks, log_metrics, make_parser
 from show import draw, print_next, print_table, save_model
 
 
@@ -28,7 +28,7 @@ def make_optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def train(name, model, optimizer, full_model, options, images, labels, test):
+def train(name, model, optimizer, full_model, metrics, options, images, labels, test):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     steps, seconds, scores = 0, 0.0, []
     for _ in (bar := tqdm(range(options.epochs), name, disable=dist.get_rank() > 0)):
@@ -39,6 +39,7 @@ def train(name, model, optimizer, full_model, options, images, labels, test):
             loss.backward()
             optimizer.step()  # of the subnet; every --interval steps a merge follows
             steps += 1
+            log_metrics(options.tensorboard, name, metrics(), steps)
         scheduler.step()
         seconds += time.perf_counter() - begin
         with full_model() as module:  # all ranks enter it together
@@ -57,11 +58,12 @@ def main():
     ddp = DistributedDataParallel(wide_digits_net().to(device))
     size, before = count(ddp), (0, 100 * accuracy(ddp.module, *test))
     sgd, whole = make_optimizer(ddp.parameters()), lambda: nullcontext(ddp.module)
-    exact, exact_ms, _ = train("all-reduce", ddp, sgd, whole, *data)
+    exact, exact_ms, _ = train("all-reduce", ddp, sgd, whole, dict, *data)
     torch.manual_seed(options.seed)
     model, partition = wide_digits_net().to(device), Partition(seed=options.seed)
     trainer = SubnetTrainer(model, make_optimizer, partition, options.interval)
-    scores, ms, state = train("subnets", trainer, trainer.optimizer, trainer.full_model, *data)
+    ours = trainer.optimizer, trainer.full_model, trainer.metrics
+    scores, ms, state = train("subnets", trainer, *ours, *data)
     steps, score = scores[-1]
     sent = 8 * size * (1 - 1 / dist.get_world_size()), trainer.bytes_sent / steps
     kilobytes = [f"{each / 1000:,.0f}" for each in sent]
@@ -74,11 +76,10 @@ def main():
         print_table(title, rows, first, ddp_column, column)
         curves = {"all-reduce": [before, *exact], "subnets": [before, *scores]}
         labels = "Do subnets learn as much?", curves, "step", "test accuracy, %"
-        picture = draw(options.out / f"every-{options.interval}-steps", *labels, ylim=(0, 102))
+        folder = options.out / f"every-{options.interval}-steps"
+        picture = draw(folder, *labels, ylim=(0, 102))
         note = "A rank trains and sends its own units only; merged, they are the whole model."
-        load = save_model(
-            state, options.out / f"every-{options.interval}-steps", "wide_digits_net()"
-        )
+        load = save_model(state, folder, "wide_digits_net()")
         print_next(
             note, picture, load, f'make train-subnets ARGS="--interval {5 * options.interval}"'
         )

@@ -7,6 +7,8 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -34,14 +36,20 @@ PICTURES = {
 
 
 def run_all(rank, folder):
-    """Run every example in this process; return what it printed."""
+    """Run every example in this process; return what it printed, and what it wrote by run."""
     sys.path.insert(0, "examples")
     torch.set_num_threads(1)
-    printed = {}
+    printed, written = {}, {}
+    tensorboard = mock.MagicMock(SummaryWriter=partial(Writer, written))
     for name, (arguments, *_) in RUNS.items():
         shown = io.StringIO()
         with (
-            mock.patch.object(sys, "argv", [f"{name}.py", *arguments, "--out", str(folder / name)]),
+            mock.patch.object(
+                sys,
+                "argv",
+                [f"{name}.py", *arguments, "--out", str(folder / name), "--tensorboard", name],
+            ),
+            mock.patch.dict("sys.modules", {"torch.utils.tensorboard": tensorboard}),
             mock.patch.dict("os.environ", RANK=str(rank)),
             mock.patch.object(dist, "init_process_group"),  # the group of the test serves
             mock.patch.object(dist, "destroy_process_group"),
@@ -49,7 +57,21 @@ def run_all(rank, folder):
         ):
             importlib.import_module(name).main()
         printed[name] = shown.getvalue()
-    return printed
+    return printed, written
+
+
+class Writer:
+    """Stands in for TensorBoard's: keeps the steps and last value of each name."""
+
+    def __init__(self, written, run):
+        self.scalars = written.setdefault(run, {})
+
+    def add_scalar(self, name, value, step):
+        assert type(value) is float
+        self.scalars.setdefault(name, {})[step] = value
+
+    def flush(self):
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +80,29 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def printed(folder):
-    first, second = run_ranks(2, run_all, folder)
+def results(folder):
+    return run_ranks(2, run_all, folder)
+
+
+@pytest.fixture(scope="module")
+def printed(results):
+    (first, _), (second, _) = results
     assert set(second.values()) == {""}  # only rank 0 prints
     return first
+
+
+@pytest.mark.slow  # trains for half a minute
+def test_every_rank_writes_its_metrics(results, subtests):
+    runs = ["gossip/all-reduce", "gossip/sgp", "pipeline/1f1b", "pipeline/pipeoptim"]
+    runs += ["subnets/subnets", "ddp_compression/int8"]
+    for (rank, (_, written)), run in product(enumerate(results), runs):
+        with subtests.test(rank=rank, run=run):
+            scalars = written[f"{run}/rank-{rank}"]
+            sent = list(scalars["rank/bytes_sent"].values())
+            assert len(sent) > 3
+            assert 0 <= sent[0] < sent[-1]
+            assert sent == sorted(sent)
+            assert max(scalars["rank/waiting_seconds"].values()) > 0
 
 
 @pytest.mark.slow  # trains for half a minute
