@@ -18,6 +18,7 @@ from ...comm import (
     new_group,
     plain_name,
     uncompiled,
+    wrong_type,
 )
 from ...comm.arguments import NonFinitePolicy, find_policy_error
 from ...comm.collectives import CommStats
@@ -64,7 +65,8 @@ class GradientCompression:
         nonfinite: NonFinitePolicy = "raise",
     ) -> None:
         self._compressor, self._nonfinite = compressor, nonfinite
-        self._model, self._group = model, process_group
+        self._model = model if isinstance(model, nn.Module) else None
+        self._group = process_group
         self._is_named = model is not None
         # DDP then has all-reduces of its own; only a DDP tells.
         self._may_find_unused = getattr(model, "find_unused_parameters", True)
@@ -82,6 +84,9 @@ class GradientCompression:
         self._custom_op = CustomOp(self._reduce_one)
         self.reduce_one = self._custom_op.op
         problem = validation_error_at(AttachPoint.DDP, compressor) or find_policy_error(nonfinite)
+        if model is not self._model:
+            rule = "the module inside DistributedDataParallel, or None"
+            problem = problem or wrong_type("model", rule, model)
         if self._has_group:
             self._start(problem)
         elif problem is not None:
@@ -373,7 +378,7 @@ def ddp_hook(
             invalid or differs between ranks.
         ValueError: (or a TypeError) likewise on this rank, if there is no process group yet.
     """
-    ddp = None if model is None else uncompiled(model)
+    ddp = uncompiled(model) if isinstance(model, nn.Module) else None
     if process_group is None and isinstance(ddp, nn.parallel.DistributedDataParallel):
         process_group = ddp.process_group
     return GradientCompression(compressor, model, process_group, nonfinite), compressed_hook

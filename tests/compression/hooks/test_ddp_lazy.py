@@ -42,6 +42,8 @@ def attach(pair, model=None, **options):
 def refuse_what_needs_no_ranks(rank, saved):
     with pytest.raises(TypeError, match=r"^compressor must be an object such as .* got the class"):
         ddp_hook(Int8)
+    with pytest.raises(TypeError, match=r"^model must be the module .*, or None, got "):
+        ddp_hook(Int8(), list(build().parameters()))
     with pytest.raises(ValueError, match=r"^nonfinite must be .*, got 'ignore'$"):
         ddp_hook(Int8(), nonfinite="ignore")
     state, _ = ddp_hook(Int8())
@@ -125,6 +127,8 @@ def all_cases(rank, folder):
     )
     assert pairs["compiled"][0].state_dict()["parameters"].keys() == keys
 
+    with pytest.raises(TypeError, match=r"^rank 1: model must be the module .*, got 'mlp'$"):
+        ddp_hook(Int8(), [None, "mlp"][rank])
     loads_now, _ = pair = ddp_hook(SPARSE, later := build())
     loads_now.load_state_dict(saved)
     assert torch.equal(train(rank, attach(pair, later), 2, 4), expected["resumed"])
