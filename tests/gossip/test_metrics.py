@@ -52,6 +52,16 @@ def counted(rank):
     wrapped, optimizer = wrap(SGP(OnePeerExponential(3)), model, nonfinite="skip")
     steps_of(wrapped, optimizer, model, 5, lambda index: rank == 1 and index in (1, 3))
     found["skipped"] = wrapped.metrics()
+    model, optimizer, wrapped = start(SGP(OnePeerExponential(3)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for index in range(3):
+        optimizer.zero_grad()
+        scaler.scale(wrapped(torch.randn(5, 6)).square().mean()).backward()
+        if index == rank:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+    found["scaled"] = wrapped.metrics()
     wrapped.close()
     with pytest.raises(RuntimeError, match="must not be used after close"):
         wrapped.metrics()
@@ -81,6 +91,8 @@ def test_counts_weight_and_distance(ranks, subtests):
         for (name, make), staleness in ((k, v) for k, v in found.items() if isinstance(k, tuple)):
             with subtests.test(name=name, make=make, rank=rank):
                 assert staleness == expected[name]
+        assert found["scaled"]["rank/steps"] == 3
+        assert found["scaled"]["rank/skipped_steps"] == 1
         assert found["skipped"]["rank/steps"] == 5
         assert found["skipped"]["rank/skipped_steps"] == (2 if rank == 1 else 0)
 
