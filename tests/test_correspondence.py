@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pyparallel
+from benchmarks.harness.libraries import load
 from pyparallel import ops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +99,7 @@ def test_missing_and_stray_files_are_seen(tmp_path):
 
 
 def find_modules() -> list[ModuleType]:
+    load("transformers")  # which hosts import, in an order that works beside a CPU torch
     names = [m.name for m in pkgutil.walk_packages(pyparallel.__path__, "pyparallel.")]
     public = [name for name in names if not re.search(r"\._", name)]
     return [pyparallel, *(importlib.import_module(name) for name in public)]

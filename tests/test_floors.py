@@ -36,6 +36,7 @@ SUB_FLOORS = {
         {"hooks"},
     ],
     "gossip": [{"topology"}, {"push_sum"}, {"algorithms"}, {OWN}],
+    "integrations": [{OWN}, {"lightning"}],
     "pipeline": [
         {"prediction"},
         {"schedules"},

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..comm import check_consistent_across_ranks, check_on_all_ranks
 from ..comm.arguments import NonFinitePolicy
 from ..compression import Compressor, ErrorFeedback, GradientCompression, TopK, ddp_hook
 from ..gossip import Algorithm, GossipDataParallel, GossipState
+from .rank_files import load_on_all_ranks, rank_file
 from .versions import require
 
 require("accelerate", "1.0")
@@ -76,7 +76,7 @@ def prepare_gossip(
 class RankStates:
     """Save what differs between ranks in ``save_state``, and load it in ``load_state``.
 
-    Each rank has a file in the folder, such as ``rank-0-of-4-custom-0.pt``.
+    Each rank has a file in the folder, such as ``custom-0.rank-0-of-4``.
 
     Args:
         accelerator: whose folders are used.
@@ -85,8 +85,7 @@ class RankStates:
 
     def __init__(self, accelerator: Accelerator, state: Any) -> None:
         self._state, self._folder = state, ""
-        rank, size = accelerator.process_index, accelerator.num_processes
-        self._name = f"rank-{rank}-of-{size}-custom-{len(accelerator._custom_objects)}.pt"
+        self._name = rank_file(f"custom-{len(accelerator._custom_objects)}")
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._remember)
         accelerator.register_for_checkpointing(self)  # which is loaded last
@@ -107,14 +106,9 @@ class RankStates:
         Raises:
             DisagreementError: (a ValueError) on all ranks: a file is missing or unreadable.
         """
-        loaded = []
-
-        def read() -> list[tuple[str, str]]:
-            loaded.append(torch.load(Path(self._folder, self._name), map_location="cpu"))
-            return []
-
-        check_on_all_ranks(read, check_consistent_across_ranks)
-        self._state.load_state_dict(loaded[0])
+        path = Path(self._folder, self._name)
+        loaded = load_on_all_ranks(lambda: torch.load(path, map_location="cpu"))
+        self._state.load_state_dict(loaded)
 
 
 @dataclass

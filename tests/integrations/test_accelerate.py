@@ -144,9 +144,9 @@ def check_gossip_resumes(rank, folder):
     assert_equal(saved, consensus)
     dist.barrier()
     if rank == 1:
-        Path(folder, "rank-1-of-2-custom-0.pt").unlink()
+        Path(folder, "custom-0.rank-1-of-2").unlink()
     dist.barrier()
-    with pytest.raises(ValueError, match=r"rank 1.*rank-1-of-2-custom-0\.pt"):
+    with pytest.raises(ValueError, match=r"rank 1.*custom-0\.rank-1-of-2"):
         accelerator.load_state(folder)
 
 

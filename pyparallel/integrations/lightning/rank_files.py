@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from ...comm import check_consistent_across_ranks, check_on_all_ranks
+from ..rank_files import load_on_all_ranks, rank_file
 
 _NUM_RANKS = "pyparallel_num_ranks"  # the key in a checkpoint with a file of each rank beside it
 
@@ -37,13 +37,13 @@ class RankFiles(DDPStrategy):
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint:  # else save_weights_only
             checkpoint[_NUM_RANKS] = self.world_size
-            path = self._rank_file(filepath)
+            path = _rank_file(filepath)
             self.checkpoint_io.save_checkpoint(self.rank_state(), path, storage_options)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        self.checkpoint_io.remove_checkpoint(self._rank_file(filepath))
+        self.checkpoint_io.remove_checkpoint(_rank_file(filepath))
         super().remove_checkpoint(filepath)
 
     @override
@@ -56,22 +56,18 @@ class RankFiles(DDPStrategy):
         super().load_optimizer_state_dict(checkpoint)
         if _NUM_RANKS not in checkpoint:  # of another strategy
             return
-        states = []
 
-        def read() -> list[tuple[str, str]]:
+        def read() -> dict[str, Any]:
             if checkpoint[_NUM_RANKS] != self.world_size:
                 raise ValueError(
                     f"ckpt_path must be of a run with {self.world_size} ranks, got one with "
                     f"{checkpoint[_NUM_RANKS]}; to go on from its weights alone, use the module's "
                     "load_from_checkpoint"
                 )
-            path = self._rank_file(self._loaded_from)
-            states.append(self.checkpoint_io.load_checkpoint(path))
-            return []
+            return self.checkpoint_io.load_checkpoint(_rank_file(self._loaded_from))
 
-        check_on_all_ranks(read, check_consistent_across_ranks)
-        self.load_rank_state(states[0])
+        self.load_rank_state(load_on_all_ranks(read))
 
-    def _rank_file(self, path: Any) -> str:
-        path = os.path.realpath(path) if os.path.islink(path) else path  # save_last="link"
-        return f"{path}.rank-{self.global_rank}-of-{self.world_size}"
+
+def _rank_file(path: Any) -> str:
+    return rank_file(os.path.realpath(path) if os.path.islink(path) else path)  # save_last="link"

@@ -1,0 +1,181 @@
+"""Gossip and compressed gradients in the ``Trainer`` of transformers."""
+
+import copy
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
+from typing_extensions import override
+
+from ..compression import Compressor, GradientCompression
+from ..gossip import Algorithm, GossipDataParallel, GossipState
+from .accelerate import CompressedDDPKwargs
+from .rank_files import load_on_all_ranks, rank_file
+from .versions import require
+
+require("transformers", "5.0")
+
+from transformers import Trainer  # noqa: E402
+
+
+class GossipTrainer(Trainer):
+    """Train by gossip: ``GossipTrainer(model, args, ..., algorithm_fn=lambda n: SGP(Ring(n)))``.
+
+    With a trainer of your own: ``class Mine(GossipTrainer, SFTTrainer)``. What is evaluated and
+    saved, and the model after ``train``, is the exact average of all ranks; ``evaluate`` and
+    ``save_model`` inside ``train`` are called by all ranks together. Each rank's own state is in
+    the folder ``gossip`` of a checkpoint: ``resume_from_checkpoint`` goes on bit for bit. Logs have
+    the first rank's ``metrics()``.
+
+    Args:
+        args: of ``Trainer``.
+        algorithm_fn: called with the number of ranks, returns the algorithm.
+        gossip_options: arguments of ``GossipDataParallel``.
+        kwargs: of ``Trainer``.
+
+    Raises:
+        TypeError: algorithm_fn is not a function.
+        ValueError: there is one rank only, FSDP or DeepSpeed is enabled, or a checkpoint is of
+            another number of ranks.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        algorithm_fn: Callable[[int], Algorithm],
+        gossip_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not callable(algorithm_fn):
+            raise TypeError(
+                "algorithm_fn must be a function of the number of ranks, such as "
+                f"lambda n: SGP(Ring(n)), got {algorithm_fn!r}"
+            )
+        super().__init__(*args, **kwargs)
+        _check_ranks(self)
+        self._algorithm_fn, self._options = algorithm_fn, gossip_options or {}
+
+    @property
+    def gossip(self) -> GossipDataParallel:
+        """Return the trainer around the model, once ``train`` has wrapped it."""
+        if not isinstance(self.model_wrapped, GossipDataParallel):
+            raise RuntimeError("gossip must be read once train() has begun, got no trainer")
+        return self.model_wrapped
+
+    @override
+    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any) -> nn.Module:
+        if not training or isinstance(model, GossipDataParallel):
+            return model
+        module = self.accelerator.prepare_model(model, evaluation_mode=True)  # without DDP
+        algorithm = self._algorithm_fn(self.args.world_size)
+        return GossipDataParallel(module, cast(Any, self.optimizer), algorithm, **self._options)
+
+    def _consensus(self) -> AbstractContextManager[Any]:
+        is_gossip = isinstance(self.model_wrapped, GossipDataParallel)
+        return self.gossip.consensus() if self.is_in_train and is_gossip else nullcontext()
+
+    @override
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().train(*args, **kwargs)
+        with self.gossip.consensus():
+            consensus = copy.deepcopy(self.gossip.state_dict())
+        self.gossip.load_state_dict(consensus)
+        return result
+
+    @override
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._consensus():
+            return super().evaluate(*args, **kwargs)
+
+    @override
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        with self._consensus():
+            super().save_model(*args, **kwargs)
+
+    @override
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self.is_in_train and "loss" in logs:
+            logs = {**logs, **self.gossip.metrics()}
+        super().log(logs, *args, **kwargs)
+
+    def _state(self) -> GossipState:
+        prepared: Any = self.optimizer
+        return GossipState(self.gossip, prepared.optimizer)
+
+    @override
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        save({"gossip": self._state()}, checkpoint_id=os.path.join(output_dir, "gossip"))
+
+    @override
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._state().load(os.path.join(checkpoint, "gossip"))
+
+
+class CompressedTrainer(Trainer):
+    """Compress gradients: ``CompressedTrainer(model, args, ..., compressor=TopK(0.01))``.
+
+    Each rank's residuals are in a file of a checkpoint: ``resume_from_checkpoint`` goes on bit for
+    bit. Logs have the first rank's ``metrics()``.
+
+    Args:
+        args: of ``Trainer``.
+        compressor: of all gradients; None: ``ErrorFeedback(TopK(0.01))``.
+        kwargs: of ``Trainer``.
+
+    Raises:
+        ValueError: as of ``GossipTrainer``.
+    """
+
+    def __init__(self, *args: Any, compressor: Compressor | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _check_ranks(self)
+        options = self.accelerator.ddp_handler.to_dict()  # by the arguments ddp_*
+        if compressor is not None:
+            options["compressor"] = compressor
+        self.accelerator.ddp_handler = CompressedDDPKwargs(**options)
+
+    @property
+    def compression(self) -> GradientCompression:
+        """Return the state of the hook, once ``train`` has wrapped the model."""
+        return cast(CompressedDDPKwargs, self.accelerator.ddp_handler).state
+
+    @override
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self.is_in_train and "loss" in logs:
+            logs = {**logs, **self.compression.metrics()}
+        super().log(logs, *args, **kwargs)
+
+    @override
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        os.makedirs(output_dir, exist_ok=True)  # perhaps before the main process does
+        torch.save(self.compression.state_dict(), rank_file(f"{output_dir}/compression"))
+
+    @override
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            path = rank_file(f"{checkpoint}/compression")
+            state = load_on_all_ranks(lambda: torch.load(path, map_location="cpu"))
+            self.compression.load_state_dict(state)
+
+
+def _check_ranks(trainer: Trainer) -> None:
+    name = type(trainer).__name__
+    if trainer.args.world_size < 2:
+        raise ValueError(
+            f"{name} must have at least 2 ranks, got 1; start the script by torchrun or "
+            "accelerate launch"
+        )
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError(
+            f"{name} must wrap a whole model on each rank, got args with fsdp or deepspeed; "
+            "leave them out"
+        )
