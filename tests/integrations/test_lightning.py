@@ -93,8 +93,7 @@ def fit(folder, strategy, epochs, module=None, resume=None, **options):
         strategy=strategy,
         logger=False,
         default_root_dir=folder,
-        num_sanity_val_steps=0,
-        **options,
+        **{"num_sanity_val_steps": 0, **options},
     )
     loader = DataLoader(TensorDataset(samples()), BATCH_SIZE)
     trainer.fit(module, loader, loader, ckpt_path=resume)

@@ -31,7 +31,8 @@ class GossipStrategy(RankFiles):
 
     Raises:
         TypeError: algorithm_fn is not a function, or an argument is of DistributedDataParallel.
-        ValueError: there is one rank only, or a checkpoint is of another number of ranks.
+        ValueError: there is one rank only, layers synchronize their batch statistics, or a
+            checkpoint is of another number of ranks.
     """
 
     def __init__(
@@ -72,6 +73,11 @@ class GossipStrategy(RankFiles):
 
     @override
     def setup(self, trainer: Any) -> None:
+        if self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm must be False with GossipStrategy, got True: it would wait for all "
+                "ranks in every forward; statistics are each rank's own, averaged in validation"
+            )
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self.lightning_module is not None:
             self._saved = None

@@ -35,7 +35,7 @@ class RankFiles(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if "optimizer_states" in checkpoint:  # else save_weights_only
+        if checkpoint.get("optimizer_states"):  # else save_weights_only, or nothing was trained
             checkpoint[_NUM_RANKS] = self.world_size
             path = _rank_file(filepath)
             self.checkpoint_io.save_checkpoint(self.rank_state(), path, storage_options)
