@@ -241,9 +241,15 @@ class GossipDataParallel(ModuleWrapper):
     ) -> AbstractContextManager[Any]:
         """Return a context for unequal numbers of batches: ranks without batches still communicate.
 
+        Of one trainer at a time: two in a loop need equal numbers of batches.
+
         Args:
             enable: False makes the context do nothing.
             throw_on_early_termination: raise on all ranks once one has no batches left.
+
+        Raises:
+            RuntimeError: inside the ``join()`` of another trainer: ranks would wait in one for each
+                other's rounds of the other.
         """
         self._preserve_saved_states()
         joinable = self._averager.joinable
@@ -568,6 +574,9 @@ def _describe_optimizers(optimizer: object) -> str:
     return "one" if len(several) == 1 else ", ".join(type(each).__name__ for each in several)
 
 
+_in_join: list[Joinable] = []  # what is inside its join() in this process
+
+
 @contextmanager
 def _join(
     joinable: Joinable,
@@ -576,7 +585,14 @@ def _join(
     enable: bool,
     throw_on_early_termination: bool,
 ) -> Iterator[None]:
+    if enable and _in_join:
+        raise RuntimeError(
+            "join() must be of one trainer at a time, got one inside that of another: a rank "
+            "without batches would take the rounds of one of them only, and the others wait for "
+            "it; give all ranks equally many batches, such as by drop_last=True"
+        )
     before = joinable._join_config
+    _in_join.extend([joinable] * enable)
     try:
         what = "a collective of join() failed"
         with (
@@ -585,6 +601,7 @@ def _join(
         ):
             yield
     finally:
+        _in_join.clear()
         joinable._join_config = before  # Join leaves its own, which every later step would notify
         if enable:
             counts.reset()  # ranks have taken different numbers of steps

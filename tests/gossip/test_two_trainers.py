@@ -102,6 +102,14 @@ def two_backwards(gan, real, noise):
     return critic, gan.step(0, lambda: is_real(gan.discriminator(gan.generator(noise[1]))))
 
 
+def around_the_trainer(gan, real, noise):
+    """The generator's step goes through the discriminator's bare module, which sends nothing."""
+    fake = gan.generator(noise[0])
+    critic = gan.step(1, lambda: critic_loss(gan.discriminator, real, fake))
+    bare = getattr(gan.discriminator, "module", gan.discriminator)
+    return critic, gan.step(0, lambda: is_real(bare(fake)))
+
+
 def frozen(gan, real, noise):
     """The discriminator takes no gradients in the generator's step, which comes first."""
     gan.discriminator.requires_grad_(False)
@@ -127,7 +135,9 @@ def penalized(gan, real, noise):
     return critic, gan.step(0, lambda: -gan.discriminator(gan.generator(noise[2])).mean())
 
 
-STEPS = {each.__name__: each for each in (one_fake, two_backwards, frozen, penalized)}
+STEPS = {
+    each.__name__: each for each in (one_fake, two_backwards, around_the_trainer, frozen, penalized)
+}
 
 
 def train(gan, step, data):
@@ -454,3 +464,59 @@ def load_wrongly(rank, exchanged_on):
 def test_the_state_of_the_other_network_is_refused_on_all_ranks(ranks, exchanged_on):
     first, second = ranks.run(2, load_wrongly, exchanged_on)
     assert first == second
+
+
+# ------------------------------------------------------------------------------------ mistakes
+
+
+def join_both(rank):
+    gan = Gan([SGP(Ring(2)), AllReduce()])
+    rule = "one trainer at a time, got one inside that of another"
+    with gan.generator.join(), pytest.raises(RuntimeError, match=rule), gan.discriminator.join():
+        pass
+    with gan.generator.join(), gan.discriminator.join(enable=False):
+        pass
+    return train(gan, one_fake, data_of(2, rank, 2))
+
+
+def back_propagate_twice(rank, algorithm):
+    """Return the error, if any, of two forwards before two backwards; then train on."""
+    gan = Gan([algorithm] * 2)
+    ((real, _),) = data_of(1, rank, 2)
+    losses, error = (is_real(gan.discriminator(real)), is_fake(gan.discriminator(real - 1))), None
+    before = flat(gan.discriminator).clone()
+    try:
+        gan.step(1, lambda: losses[0], lambda: losses[1])
+    except RuntimeError as raised:
+        error = str(raised)
+        assert torch.equal(flat(gan.discriminator), before)
+    train(gan, one_fake, data_of(2, rank, 2))
+    train(gan, around_the_trainer, data_of(2, rank, 2))
+    return error, *weights(gan)
+
+
+def share_a_layer(rank):
+    layer, optimizers, models = nn.Linear(DATA, DATA), [], []
+    for _ in range(2):
+        module = nn.Sequential(layer, nn.Linear(DATA, 1))
+        optimizers.append(torch.optim.SGD(module.parameters(), lr=LR))
+        models.append(GossipDataParallel(module, optimizers[-1], SGP(Ring(2))))
+    models[0](torch.ones(2, DATA)).sum().backward()
+    before = flat(models[0]).clone()
+    with pytest.raises(RuntimeError, match="must be stepped by the SGD that it was given"):
+        optimizers[0].step()
+    assert torch.equal(flat(models[0]), before)
+
+
+def test_mistakes_are_errors_on_all_ranks(ranks):
+    joined = ranks.run(2, join_both)
+    assert all(each.isfinite().all() for each in joined)
+    ranks.run(2, share_a_layer)
+    for algorithm in (AllReduce(), SGP(Complete(2))):
+        first, second = ranks.run(2, back_propagate_twice, algorithm)
+        assert first[0] == second[0]
+        if algorithm == AllReduce():
+            assert "got 2 since the last forward" in first[0]
+            assert all(map(torch.equal, first[1:], second[1:]))
+        else:
+            assert first[0] is None

@@ -2,9 +2,11 @@
 
 import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +45,8 @@ DDP = "DistributedDataParallel"
 class AllReduce(Algorithm):
     """Exact data parallelism: gradients are averaged over all ranks during backward.
 
-    It runs ``torch.nn.parallel.DistributedDataParallel``, as the baseline for gossip.
+    It runs ``torch.nn.parallel.DistributedDataParallel``, as the baseline for gossip. That averages
+    once a forward: every backward outside of ``no_sync()`` must follow one of its own.
 
     Args:
         find_unused_parameters: as in DistributedDataParallel.
@@ -91,6 +94,9 @@ class AllReduceAverager(ModelAverager):
         if self.buffers[0].is_cpu and num_ranks > 1:
             self._reducer = _BucketReducer(process_group)
             replica.register_comm_hook(self._reducer, _reduce)
+        self._num_backwards = 0  # since the last forward: DDP averages in the first alone
+        see = partial(_see_backward, weakref.ref(self))  # a cycle would keep the process group
+        self._hook = buckets.parameters[0].register_post_accumulate_grad_hook(see)
         # Computed for a ring all-reduce: each rank sends 2 (n - 1) / n of the gradients.
         self._bytes_per_step = 2 * buckets.num_bytes * (num_ranks - 1) // num_ranks
 
@@ -102,7 +108,11 @@ class AllReduceAverager(ModelAverager):
 
     @override
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
-        if self._reducer is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return self._replica
+        if torch.is_grad_enabled():
+            self._num_backwards = 0
+        if self._reducer is None:
             return self._replica
         if self._reducer.failure is not None:
             raise without_traceback(self._reducer.failure)
@@ -113,6 +123,18 @@ class AllReduceAverager(ModelAverager):
         what = f"a collective of {DDP} before forward failed"
         with raising_peer_errors(self.process_group, self.counts.steps, what):
             return self._replica(*inputs, **kwargs)
+
+    @override
+    def before_step(self) -> None:
+        """Raise if gradients were added that DistributedDataParallel has not averaged."""
+        found, self._num_backwards = self._num_backwards, 0
+        if found > 1:
+            raise RuntimeError(
+                "with AllReduce() each backward must follow a forward of its own, got "
+                f"{found} since the last forward, of which {DDP} has averaged the first alone; "
+                "nothing has been stepped: call backward once, on the sum of the losses, or "
+                "forward and backward for each loss in turn"
+            )
 
     @override
     def after_step(self) -> None:
@@ -135,6 +157,7 @@ class AllReduceAverager(ModelAverager):
         (see ``comm.process_groups``).
         """
         group = self._replica.process_group
+        self._hook.remove()
         self._running = self._reducer = None
         gc.collect()
         del group
@@ -198,6 +221,12 @@ class _BucketReducer:
         except PeerError as error:
             self.failure = without_traceback(error)
             raise
+
+
+def _see_backward(reference: "weakref.ref[AllReduceAverager]", parameter: Tensor) -> None:
+    averager = reference()
+    if averager is not None and averager.synchronizes and not torch.compiler.is_compiling():
+        averager._num_backwards += 1
 
 
 def _reduce(reducer: _BucketReducer, bucket: GradBucket) -> Future[Tensor]:
