@@ -29,13 +29,13 @@ def print_next(note: str, picture: Path, load: str, command: str) -> None:
     print(f"Load the model, in Python started in this folder:\n  {load}\n")
 
 
-def save_model(state: Mapping[str, torch.Tensor], path: Path, built_by: str) -> str:
+def save_model(state: Mapping[str, Any], path: Path, built_by: str, file: str = "models") -> str:
     """Save weights as .pt; return the line of Python that loads them into the plain module."""
     path.parent.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.cpu() for name, tensor in state.items()}
     torch.save(weights, path := path.with_suffix(".pt"))
     return (
-        f"import torch; from examples.models import {built_by.partition('(')[0]}; "
+        f"import torch; from examples.{file} import {built_by.partition('(')[0]}; "
         f'model = {built_by}; model.load_state_dict(torch.load("{path}"))'
     )
 
