@@ -13,7 +13,7 @@ OUT ?= runs/gpu
 # Tests wait for processes and compilers. A file stays together, for what its tests set up at length.
 IN_PARALLEL = --numprocesses 2 --dist loadfile
 
-.PHONY: docs train train-gossip train-pipeline train-subnets train-compression
+.PHONY: docs train train-gossip train-pipeline train-subnets train-compression train-gan
 .PHONY: test test-slow check
 .PHONY: bench bench-ops bench-gossip bench-pipeline bench-interlocking bench-compression soak gpu
 .PHONY: clean
@@ -67,6 +67,10 @@ train-subnets: $(VENV)/installed-AUTO
 train-compression: $(VENV)/installed-AUTO
 	@echo "== Compression: the largest 1 % of each gradient, on handwritten digits: about 30 seconds"
 	@$(call TORCHRUN,4) examples/ddp_compression.py $(ARGS)
+
+train-gan: $(VENV)/installed-AUTO
+	@echo "== GAN: generator and discriminator gossip, on handwritten digits: about 40 seconds"
+	@$(call TORCHRUN,4) examples/gan.py $(ARGS)
 
 # Machine code for GPUs compiles for minutes: these tests run the CUDA kernels in an emulator.
 test: $(VENV)/installed-AUTO $(VENV)/tools

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib import pyplot as plt
@@ -19,8 +20,8 @@ def generator_net() -> nn.Sequential:
     )  # fmt: skip
 
 
-def discriminator_net() -> nn.Sequential:
-    """Build a network from (batch, 1, 8, 8) to (batch, 1) logits: positive for real digits."""
+def critic_net() -> nn.Sequential:
+    """Build the discriminator, from (batch, 1, 8, 8) to (batch, 1) logits that it is real."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 128), nn.LeakyReLU(0.2),
         nn.Linear(128, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1),
@@ -38,37 +39,32 @@ def generate(generator: nn.Module, noise: Tensor) -> Tensor:
 
 def frechet_distance(images: Tensor, others: Tensor) -> float:
     """Return that of two Gaussians with the means and covariances of the pixels."""
-    (mean, cov), (other_mean, other_cov) = (
-        (each.mean(0), each.T.cov()) for each in (images.flatten(1).double(), others.flatten(1).double())
-    )
+    pixels, other_pixels = images.flatten(1).double(), others.flatten(1).double()
+    cov, other_cov = pixels.T.cov(), other_pixels.T.cov()
     roots = torch.linalg.eigvals(cov @ other_cov).real.clamp(min=0).sqrt()
-    return float((mean - other_mean).square().sum() + (cov + other_cov).trace() - 2 * roots.sum())
+    between = (pixels.mean(0) - other_pixels.mean(0)).square().sum()
+    return float(between + (cov + other_cov).trace() - 2 * roots.sum())
 
 
 def draw_gan(
-    path: Path,
-    question: str,
-    curves: Mapping[str, Sequence[tuple[int, float]]],
-    best: float,
-    rows: Mapping[str, Tensor],
+    path: Path, question: str, runs: Mapping[str, Sequence[Any]], best: float, real: Tensor
 ) -> Path:
-    """Draw the distance by step as .png, the first curve gray, and below it digits by name."""
-    figure, axes = plt.subplots(
-        1 + len(rows), 1, figsize=(7, 4 + 0.8 * len(rows)), layout="constrained",
-        height_ratios=[4] + [0.8] * len(rows),
-    )  # fmt: skip
-    for (name, points), color in zip(curves.items(), ("0.55", "tab:blue"), strict=True):
-        axes[0].plot(*zip(*points, strict=True), color=color, label=name)
-    axes[0].axhline(best, color="k", linestyle=":", label="training digits")
-    axes[0].set(title=question, xlabel="step", ylabel="distance to held-out digits", yscale="log")
-    axes[0].yaxis.set_major_formatter("{x:g}")
-    axes[0].grid(alpha=0.3)
-    axes[0].legend(frameon=False)
-    for below, (name, images) in zip(axes[1:], rows.items(), strict=True):
-        below.imshow(torch.cat(list(images[:12, 0].cpu()), 1), cmap="gray_r", vmin=0, vmax=1)
+    """Draw scores and digits of two runs as .png, the first one's curve gray."""
+    rows = {"held out": real, **{name: digits for name, (_, digits) in runs.items()}}
+    heights = [4.0] + [1.0] * len(rows)
+    size = {"figsize": (7, sum(heights)), "height_ratios": heights}
+    figure, (axes, *lower) = plt.subplots(len(heights), 1, layout="constrained", **size)
+    for (name, (scores, _)), color in zip(runs.items(), ("0.55", "tab:blue"), strict=True):
+        axes.plot(*zip(*scores, strict=True), color=color, label=name)
+    axes.axhline(best, color="black", linestyle=":", label="training digits")
+    axes.set(title=question, xlabel="step", ylabel="distance to held-out digits", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    for below, (name, digits) in zip(lower, rows.items(), strict=True):
+        below.imshow(torch.cat(list(digits[:12, 0].cpu()), 1), cmap="gray_r", vmin=0, vmax=1)
         below.set_title(name, loc="left", fontsize=9)
         below.set_axis_off()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path := path.with_suffix(".png"), dpi=120)
+    figure.savefig(path := path.with_suffix(".png"), dpi=120, bbox_inches="tight")
     plt.close(figure)
     return path

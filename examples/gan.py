@@ -15,16 +15,9 @@ from torch.nn.functional import softplus
 from tqdm import tqdm
 
 from data import load_digits, share
-from digits_gan import (
-    NOISE,
-    discriminator_net,
-    draw_gan,
-    frechet_distance,
-    generate,
-    generator_net,
-)
+from digits_gan import NOISE, critic_net, draw_gan, frechet_distance, generate, generator_net
 from pyparallel import GossipDataParallel, gossip, topology
-from ranks import following, gather, join_ranks, make_parser
+from ranks import following, join_ranks, log_metrics, make_parser
 from show import print_next, print_table, save_model
 
 ALGORITHMS = {
@@ -36,63 +29,59 @@ ALGORITHMS = {
 
 def train(name, algorithm, options, images, noise, test):
     torch.manual_seed(options.seed)
-    nets = [net().to(images.device) for net in (generator_net, discriminator_net)]
-    optimizers = [torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.5, 0.99)) for net in nets]
-    pairs = zip(nets, optimizers, strict=True)
-    generator, discriminator = (GossipDataParallel(*pair, algorithm) for pair in pairs)
+    nets = [net().to(images.device) for net in (generator_net, critic_net)]
+    both = [torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.5, 0.99)) for net in nets]
+    generator, critic = map(GossipDataParallel, nets, both, [algorithm] * 2)
     torch.manual_seed(options.seed + 1 + dist.get_rank())  # ranks draw other noise
     scores, seconds = [], 0.0
     for step in (bar := tqdm(range(1, options.steps + 1), name, disable=dist.get_rank() > 0)):
         begin = time.perf_counter()
         real = images[torch.randint(len(images), (16,))]
         fake = generator(torch.randn(16, NOISE, device=images.device))
-        optimizers[1].zero_grad()
-        logits, fake_logits = discriminator(torch.cat([real, fake.detach()])).chunk(2)
+        both[1].zero_grad()
+        logits, fake_logits = critic(torch.cat([real, fake.detach()])).chunk(2)
         (softplus(-logits) + softplus(fake_logits)).mean().backward()
-        optimizers[1].step()  # the local step, then a round of averaging
-        optimizers[0].zero_grad()
-        discriminator.requires_grad_(False)  # all-reduce would average its gradients here too
-        softplus(-discriminator(fake)).mean().backward()
-        discriminator.requires_grad_(True)
-        optimizers[0].step()
+        both[1].step()  # the critic's local step, then its round of averaging
+        both[0].zero_grad()
+        critic.requires_grad_(False)  # saves the all-reduce of gradients that nobody steps with
+        softplus(-critic(fake)).mean().backward()
+        critic.requires_grad_(True)
+        both[0].step()  # likewise the generator
         seconds += time.perf_counter() - begin
-        if step % max(1, options.steps // 25) == 0:
+        log_metrics(options.tensorboard, name, generator.metrics(), step)
+        if step % 50 == 0 or step == options.steps:
             with generator.consensus() as averaged:  # the mean of all ranks, restored afterwards
                 digits = generate(averaged, noise)
+                state = {key: value.clone() for key, value in averaged.state_dict().items()}
             scores.append((step, frechet_distance(digits, test)))
             bar.set_postfix(distance=f"{scores[-1][1]:.2f}")
-    sent = generator.bytes_sent + discriminator.bytes_sent
-    distance = generator.consensus_distance()
-    with generator.consensus() as averaged:
-        digits = generate(averaged, noise)
-        state = {key: tensor.clone() for key, tensor in averaged.state_dict().items()}
-    costs = 1000 * seconds / options.steps, sent / 1000 / options.steps, distance
-    row = [name, f"{frechet_distance(digits, test):.2f}", *map("{:.3g}".format, costs)]
+    ms, kilobytes = 1000 * seconds, (generator.bytes_sent + critic.bytes_sent) / 1000
+    costs = f"{ms / options.steps:.1f}", f"{kilobytes / options.steps:.0f}"
+    row = [name, f"{scores[-1][1]:.2f}", *costs, f"{generator.consensus_distance():.1g}"]
     return row, scores, digits, state
 
 
 def main():
-    parser = make_parser(__doc__, steps=1500)
+    parser = make_parser(__doc__, steps=1000)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sgp")
     options = parser.parse_args()
-    device = join_ranks(options.seed)
+    device, name = join_ranks(options.seed), options.algorithm
     images, _, test, _ = (tensor.to(device) for tensor in load_digits())
     noise = torch.randn(len(test), NOISE, device=device)
     data = options, *share(images), noise, test
     graph = topology.OnePeerExponential(dist.get_world_size())
     before = frechet_distance(generate(generator_net().to(device), noise), test)
-    exact, exact_scores, exact_digits, _ = train("all-reduce", gossip.AllReduce(), *data)
-    ours, scores, digits, state = train(options.algorithm, ALGORITHMS[options.algorithm](graph), *data)
+    exact, *exact_results, _ = train("all-reduce", gossip.AllReduce(), *data)
+    ours, *results, state = train(name, ALGORITHMS[name](graph), *data)
     if dist.get_rank() == 0:
-        best = frechet_distance(images, test)
-        rows = "", "distance to held-out digits", "ms per step", "kB a rank sends per step", "ranks differ by"
-        print_table(f"GAN, {options.algorithm}, {dist.get_world_size()} ranks", rows, ("untrained", f"{before:.2f}"), exact, ours)
-        curves = {"all-reduce": exact_scores, options.algorithm: scores}
-        pictures = {"held out": test, "all-reduce": exact_digits, options.algorithm: digits}
-        picture = draw_gan(options.out / options.algorithm, f"Does {options.algorithm} learn as fast?", curves, best, pictures)
-        note = f"The distance is Frechet's, of pixels: {best:.2f} for training digits."
-        load = save_model(state, options.out / options.algorithm, "generator_net()", "digits_gan")
-        other = following(options.algorithm, ALGORITHMS)
+        rows = "", "distance to held-out digits", "ms per step", "kB a rank sends per step"
+        title = f"GAN by {name}, {dist.get_world_size()} ranks"
+        print_table(title, (*rows, "ranks differ by"), ("untrained", f"{before:.2f}"), exact, ours)
+        best, runs = frechet_distance(images, test), {"all-reduce": exact_results, name: results}
+        picture = draw_gan(options.out / name, f"Does {name} learn as fast?", runs, best, test)
+        note = f"The distance is Frechet's, of pixels; that of training digits is {best:.2f}."
+        load = save_model(state, options.out / name, "generator_net()", "digits_gan")
+        other = following(name, ALGORITHMS)
         print_next(note, picture, load, f'make train-gan ARGS="--algorithm {other}"')
     dist.destroy_process_group()
 

@@ -26,12 +26,14 @@ RUNS = {
     "pipeline": (["--steps", "20"], "held-out bits per byte", -1),
     "subnets": (["--epochs", "2", "--interval", "5"], "test accuracy", 30),
     "ddp_compression": (["--epochs", "4", "--compressor", "int8"], "test accuracy", 30),
+    "gan": (["--steps", "100"], "distance to held-out digits", -3),
 }
 PICTURES = {
     "gossip": "sgp.png",
     "pipeline": "pipeoptim.png",
     "subnets": "every-5-steps.png",
     "ddp_compression": "int8.png",
+    "gan": "sgp.png",
 }
 
 
@@ -119,7 +121,7 @@ def test_what_each_table_claims(printed):
     rows = {name: rows_of(text) for name, text in printed.items()}
     exact, sgp = numbers(rows["gossip"]["ranks differ by"])
     assert exact == 0 < sgp < 0.2
-    for name in ("gossip", "subnets", "ddp_compression"):
+    for name in ("gossip", "subnets", "ddp_compression", "gan"):
         exact, ours = numbers(rows[name]["kB a rank sends per step"])
         assert 0 < ours <= exact  # two ranks send as much by gossip as by all-reduce
     assert rows["pipeline"]["weight copies by stage"] == ["1 1", "2 1"]
@@ -147,11 +149,16 @@ BITS_PER_BYTE = (
     "windows = cut_windows(as_tensor(load_files()[1]), 256, 129); "
     "print(f'{byte_loss(model(windows[:, :-1]), windows[:, 1:]).item() / 0.6931471805599453:.3f}')"
 )
+DISTANCE = (
+    "from examples.data import load_digits; from examples.digits_gan import *; "
+    "torch.manual_seed(0); digits = generate(model, torch.randn(360, NOISE)); "
+    "print(f'{frechet_distance(digits, load_digits()[2]):.2f}')"
+)
 
 
 @pytest.mark.slow  # trains for half a minute
 def test_the_printed_lines_load_the_trained_models(printed):
-    scores = [BITS_PER_BYTE if name == "pipeline" else ACCURACY for name in printed]
+    scores = [{"pipeline": BITS_PER_BYTE, "gan": DISTANCE}.get(name, ACCURACY) for name in printed]
     lines = map("; ".join, zip(map(load_line, printed.values()), scores, strict=True))
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
@@ -194,6 +201,7 @@ def test_bad_arguments_are_refused(capsys):
         ("subnets", ["--interval", "-3"], "--interval: must be a positive integer, got -3"),
         ("ddp_compression", ["--compressor", "nope"], "invalid choice: 'nope'"),
         ("ddp_compression", ["--seed", "a"], "invalid int value: 'a'"),
+        ("gan", ["--algorithm", "nope"], "invalid choice: 'nope'"),
     ]:
         with pytest.raises(SystemExit) as end:
             parse(name, *arguments)

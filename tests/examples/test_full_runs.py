@@ -39,6 +39,17 @@ def test_digits_are_learned_as_well_as_by_all_reduce(tmp_path, subtests):
             assert topology_that_sends_more or ours < 0.8 * exact
 
 
+def test_a_gan_learns_as_well_as_by_all_reduce(tmp_path, subtests):
+    for algorithm in ("sgp", "osgp", "localsgd"):
+        with subtests.test(algorithm):
+            _, rows = run_example("gan.py", 4, "--algorithm", algorithm, "--out", tmp_path)
+            untrained, exact, ours = numbers(rows["distance to held-out digits"])
+            assert untrained > 10
+            assert max(exact, ours) < 3
+            exact, ours = numbers(rows["kB a rank sends per step"])
+            assert ours < 0.8 * exact
+
+
 def test_the_text_is_learned_as_well_as_by_a_pipeline_that_empties(tmp_path, subtests):
     for schedule, copies in [("pipeoptim", "2 1"), ("pipedream", "2 1"), ("interlocking", "1 1")]:
         with subtests.test(schedule):
