@@ -127,8 +127,20 @@ def penalized(gan, real, noise):
     return critic, gan.step(0, lambda: -gan.discriminator(gan.generator(noise[2])).mean())
 
 
+def clipped(gan, real, noise):
+    """WGAN: the critic's weights are clipped after its step."""
+    fake = gan.generator(noise[0])
+    loss = lambda: gan.discriminator(fake.detach()).mean() - gan.discriminator(real).mean()  # noqa: E731
+    critic = gan.step(1, loss)
+    with torch.no_grad():
+        for parameter in gan.discriminator.parameters():
+            parameter.clamp_(-0.3, 0.3)
+    return critic, gan.step(0, lambda: -gan.discriminator(fake).mean())
+
+
 STEPS = {
-    each.__name__: each for each in (one_fake, two_backwards, around_the_trainer, frozen, penalized)
+    each.__name__: each
+    for each in (one_fake, two_backwards, around_the_trainer, frozen, penalized, clipped)
 }
 
 
