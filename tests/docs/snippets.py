@@ -24,6 +24,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.launched import as_torchrun
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("[!_]*/**/*.md"))]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
@@ -54,7 +56,9 @@ class Block:
     @property
     def runnable(self) -> str:
         """Return the text; torchvision is loaded before the libraries that import it."""
-        found = re.search(r"^(?:import|from) (lightning|transformers)\b", self.text, re.MULTILINE)
+        found = re.search(
+            r"^(?:import|from) (accelerate|lightning|transformers)\b", self.text, re.MULTILINE
+        )
         load = "from benchmarks.harness.libraries import load"
         return f"{load}; load({found[1]!r})\n{self.text}" if found else self.text
 
@@ -119,7 +123,7 @@ def run_page(rank: int, blocks: list[Block], folder: Path) -> list[str]:
         torch.manual_seed(rank)
         scope = {"__name__": "__main__"} if block.script else names
         with (
-            mock.patch.dict(os.environ, _as_torchrun(rank)),  # for hosts that look for it
+            as_torchrun(rank),  # for hosts that look for it
             mock.patch.object(dist, "init_process_group"),  # the group of the test serves
             mock.patch.object(dist, "destroy_process_group"),
             contextlib.redirect_stdout(io.StringIO()) as output,
@@ -127,13 +131,6 @@ def run_page(rank: int, blocks: list[Block], folder: Path) -> list[str]:
             exec(compile(block.runnable, block.place, "exec"), scope)
         printed.append(output.getvalue())
     return printed
-
-
-def _as_torchrun(rank: int) -> dict[str, str]:
-    size = dist.get_world_size()
-    values = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size}
-    values |= {"LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "test"}
-    return {key: str(each) for key, each in values.items()}
 
 
 def run_command(command: str, folder: Path, limit: float = 240) -> str:

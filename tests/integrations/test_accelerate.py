@@ -14,11 +14,10 @@ from benchmarks.harness.libraries import load
 from pyparallel import SGP, GossipDataParallel, topology
 from pyparallel.compression import ErrorFeedback, TopK, ddp_hook
 from pyparallel.gossip import AllReduce
-from tests.integrations.launched import launched
+from tests.launched import forget_accelerate, launched
 
 load("accelerate")
 from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import DistributedDataParallelKwargs  # noqa: E402
 
 from pyparallel.integrations.accelerate import (  # noqa: E402
@@ -44,8 +43,7 @@ def samples():
 
 
 def make_accelerator(**options):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerate()
     return Accelerator(cpu=True, **options)
 
 

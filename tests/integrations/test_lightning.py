@@ -14,7 +14,7 @@ from benchmarks.harness.libraries import load
 from pyparallel import SGP, GossipDataParallel, topology
 from pyparallel.compression import ErrorFeedback, Int8, TopK, ddp_hook
 from pyparallel.gossip import AllReduce
-from tests.integrations.launched import launched
+from tests.launched import launched
 
 L = load("lightning")
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402

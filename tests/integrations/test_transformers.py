@@ -13,10 +13,9 @@ from benchmarks.harness.libraries import load
 from pyparallel import SGP, GossipDataParallel, topology
 from pyparallel.compression import ErrorFeedback, TopK, ddp_hook
 from pyparallel.gossip import AllReduce
-from tests.integrations.launched import launched
+from tests.launched import forget_accelerate, launched
 
 transformers = load("transformers")
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
 from pyparallel.integrations.transformers import CompressedTrainer, GossipTrainer  # noqa: E402
 
@@ -49,8 +48,7 @@ class Losses(transformers.TrainerCallback):
 
 
 def make_trainer(kind, folder, epochs, **options):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerate()
     own = {key: options.pop(key) for key in ("algorithm_fn", "compressor") if key in options}
     arguments = transformers.TrainingArguments(
         output_dir=folder,
