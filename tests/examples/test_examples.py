@@ -96,7 +96,7 @@ def printed(results):
 @pytest.mark.slow  # trains for half a minute
 def test_every_rank_writes_its_metrics(results, subtests):
     runs = ["gossip/all-reduce", "gossip/sgp", "pipeline/1f1b", "pipeline/pipeoptim"]
-    runs += ["subnets/subnets", "ddp_compression/int8"]
+    runs += ["subnets/subnets", "ddp_compression/int8", "gan/all-reduce", "gan/sgp"]
     for (rank, (_, written)), run in product(enumerate(results), runs):
         with subtests.test(rank=rank, run=run):
             scalars = written[f"{run}/rank-{rank}"]

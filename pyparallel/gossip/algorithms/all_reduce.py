@@ -108,11 +108,9 @@ class AllReduceAverager(ModelAverager):
 
     @override
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
-        if torch.compiler.is_compiling():
-            return self._replica
         if torch.is_grad_enabled():
             self._num_backwards = 0
-        if self._reducer is None:
+        if self._reducer is None or torch.compiler.is_compiling():
             return self._replica
         if self._reducer.failure is not None:
             raise without_traceback(self._reducer.failure)
