@@ -6,7 +6,7 @@ Importing this registers them with their defaults, for ``Trainer(strategy="pypar
 
 from ..versions import require
 
-require("lightning", "2.5")
+require("lightning", "2.4")
 
 from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 
