@@ -10,6 +10,8 @@ import inspect
 import rendered_pages
 from sphinx.errors import ExtensionError
 
+from benchmarks.harness.libraries import load
+
 PACKAGES = (
     "pyparallel.gossip",
     "pyparallel.gossip.topology",
@@ -25,6 +27,8 @@ PACKAGES = (
 
 def public_names(package: str) -> dict[str, object]:
     """Return the objects in ``__all__`` by name, without modules."""
+    if package.startswith("pyparallel.integrations."):
+        load("lightning")  # torchvision, which hosts import, may not load beside this torch
     module = importlib.import_module(package)
     found = {name: getattr(module, name) for name in module.__all__}
     return {name: each for name, each in found.items() if not inspect.ismodule(each)}

@@ -20,7 +20,7 @@ class CompressedDDPStrategy(RankFiles):
         compressor: of all gradients; None: ``ErrorFeedback(TopK(0.01))``.
         nonfinite: as of ``ddp_hook``; None: "allow" with a GradScaler, which then skips the step on
             all ranks, else "raise".
-        kwargs: of ``DDPStrategy``, but its hooks.
+        kwargs: of Lightning's DDPStrategy, but its hooks.
 
     Raises:
         TypeError: DDP is given another hook.

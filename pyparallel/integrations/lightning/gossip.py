@@ -15,7 +15,7 @@ from .rank_files import RankFiles
 
 
 class GossipStrategy(RankFiles):
-    """Train by gossip: ``Trainer(strategy=GossipStrategy(lambda n: SGP(Ring(n))), devices=4)``.
+    """Train by gossip, for example with ``strategy=GossipStrategy(lambda n: SGP(Ring(n)))``.
 
     Validation inside ``fit``, the weights in a checkpoint, and the module after ``fit`` have the
     exact average of all ranks. To resume bit for bit, each rank's own state is in a file beside the
@@ -27,7 +27,7 @@ class GossipStrategy(RankFiles):
         algorithm_fn: called with the number of ranks, returns the algorithm.
         bucket_cap_mb: as of ``GossipDataParallel``.
         nonfinite: as of ``GossipDataParallel``.
-        kwargs: of ``DDPStrategy``, but those of DistributedDataParallel and its hooks.
+        kwargs: of Lightning's DDPStrategy, but those of DistributedDataParallel and its hooks.
 
     Raises:
         TypeError: algorithm_fn is not a function, or an argument is of DistributedDataParallel.
