@@ -70,7 +70,10 @@ def directive(name: str, value: object) -> list[str]:
 
 
 def _skip_old_names(app, what, name, value, skip, options):
-    """Leave out a member that is there by a second, deprecated name."""
+    """Leave out a member that is there by a second, deprecated name, or that a host calls."""
+    module = getattr(value, "__module__", None) or ""
+    if module.startswith("pyparallel.integrations.") and hasattr(value, "__override__"):
+        return True
     own_name = getattr(getattr(value, "fget", value), "__name__", name)
     old = what == "class" and not inspect.isclass(value) and own_name != name
     return True if old else None  # otherwise autodoc decides

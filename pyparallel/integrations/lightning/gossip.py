@@ -15,7 +15,7 @@ from .rank_files import RankFiles
 
 
 class GossipStrategy(RankFiles):
-    """Train by gossip, for example with ``strategy=GossipStrategy(lambda n: SGP(Ring(n)))``.
+    """Train by gossip, with an algorithm for the number of ranks.
 
     Validation inside ``fit``, the weights in a checkpoint, and the module after ``fit`` have the
     exact average of all ranks. To resume bit for bit, each rank's own state is in a file beside the
@@ -24,7 +24,8 @@ class GossipStrategy(RankFiles):
     take one step each in every training step.
 
     Args:
-        algorithm_fn: called with the number of ranks, returns the algorithm.
+        algorithm_fn: returns the algorithm for a number of ranks, such as
+            ``lambda n: SGP(Ring(n))``, which is called once in every ``fit``.
         bucket_cap_mb: as of ``GossipDataParallel``.
         nonfinite: as of ``GossipDataParallel``.
         kwargs: of Lightning's DDPStrategy, but those of DistributedDataParallel and its hooks.
