@@ -2,7 +2,7 @@
 
 Checked are names that begin with a capital letter and what follows them (``GPipe.actions()``),
 functions whose name has an underscore, keywords of calls, commands, and files of the repository.
-Known are the public names of pyparallel, those of torch's modules below, Python's builtins, and
+Known are the public names of pyparallel, those of the modules below, Python's builtins, and
 what the page's own code defines.
 """
 
@@ -35,6 +35,8 @@ MODULES = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.pipelining.schedules",
+    "accelerate",
+    "lightning.pytorch",
 )
 FOLDERS = ("benchmarks", "csrc", "docs", "examples", "kernels", "pyparallel", "tests")
 PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./-]*")

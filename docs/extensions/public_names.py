@@ -22,6 +22,9 @@ PACKAGES = (
     "pyparallel.optim",
     "pyparallel.comm",
     "pyparallel.ops",
+    "pyparallel.integrations.accelerate",
+    "pyparallel.integrations.lightning",
+    "pyparallel.integrations.transformers",
 )
 
 

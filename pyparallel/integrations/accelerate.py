@@ -24,6 +24,8 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs  # noqa: E402
 
+__all__ = ["CompressedDDPKwargs", "RankStates", "prepare_gossip"]
+
 
 def prepare_gossip(
     accelerator: Accelerator,

@@ -17,9 +17,11 @@ from .accelerate import CompressedDDPKwargs
 from .rank_files import load_on_all_ranks, rank_file
 from .versions import require
 
-require("transformers", "5.0")
+require("transformers", "5.6")
 
 from transformers import Trainer  # noqa: E402
+
+__all__ = ["CompressedTrainer", "GossipTrainer"]
 
 
 class GossipTrainer(Trainer):
@@ -67,7 +69,9 @@ class GossipTrainer(Trainer):
         return self.model_wrapped
 
     @override
-    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any) -> nn.Module:
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any
+    ) -> nn.Module:
         if not training or isinstance(model, GossipDataParallel):
             return model
         module = self.accelerator.prepare_model(model, evaluation_mode=True)  # without DDP

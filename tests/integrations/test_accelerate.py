@@ -185,9 +185,7 @@ def check_compressed(rank, folder):
 
 
 def check_refusals(rank, folder):
-    accelerator, model, _, _ = prepare(SGP(topology.Ring(2)))
-    assert accelerator.prepare(model) is model
-    module = make_model()
+    accelerator, module = make_accelerator(), make_model()
     wrapped = GossipDataParallel(module, make_optimizer(module), SGP(topology.Ring(2)))
     with pytest.raises(RuntimeError, match="GossipDataParallel must not be wrapped in Distributed"):
         accelerator.prepare(wrapped)
