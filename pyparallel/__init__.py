@@ -3,6 +3,13 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+if torch.__version__ < (2, 11):  # type: ignore[operator]  # a TorchVersion
+    raise ImportError(
+        f"pyparallel needs torch 2.11 or newer, got {torch.__version__}; pip install 'torch>=2.11'"
+    )
+
 # The ops register with torch; comm must be imported before a process group exists, and says why.
 from . import comm as comm
 from . import ops

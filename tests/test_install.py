@@ -136,6 +136,12 @@ class Installed:
         """Import it from another folder and mix; return its warnings and the result."""
         return json.loads(run(["-c", EXAMINE], folder="/", PYTHONPATH=str(self.folder)))
 
+    def train(self) -> str:
+        """Train by gossip, by a hook and in a pipeline on two ranks, from another folder."""
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environment = {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+        return run([*launch, ROOT / "tests/smoke.py"], folder="/", **environment)
+
 
 def build_and_install(source: Path, folder: Path, **environment) -> Installed:
     wheels, target = folder / "wheels", folder / "target"
@@ -219,6 +225,11 @@ def test_with_a_cpp_compiler_only(sdist, tmp_path):
     examined = installed.examine()
     assert_mixes(examined, installed)
     assert examined["warnings"] == []
+    assert re.findall("^(gossip|hook|pipeline): loss", installed.train(), re.MULTILINE) == [
+        "gossip",
+        "hook",
+        "pipeline",
+    ]
 
 
 def test_with_nvcc(sdist, tmp_path):
