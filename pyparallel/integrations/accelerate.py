@@ -22,7 +22,13 @@ require("accelerate", "1.0")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs  # noqa: E402
+from accelerate.utils import (  # noqa: E402
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+)
+
+_SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 __all__ = ["CompressedDDPKwargs", "RankStates", "prepare_gossip"]
 
@@ -51,13 +57,18 @@ def prepare_gossip(
         The trainer around the model, and the prepared optimizer.
 
     Raises:
-        ValueError: there is one process only.
+        ValueError: there is one process only, or the accelerator shards models.
         DisagreementError: (a ValueError) as of ``GossipDataParallel``.
     """
     if accelerator.num_processes < 2:
         raise ValueError(
             "accelerator must have at least 2 processes, got 1; start the script by "
             "accelerate launch or torchrun"
+        )
+    if accelerator.distributed_type in _SHARDED:
+        raise ValueError(
+            "accelerator must leave a whole model on each rank, got distributed_type "
+            f"{accelerator.distributed_type.value}; leave out its plugin"
         )
     module = accelerator.prepare_model(model, evaluation_mode=True)  # which is without DDP
     gossip = GossipDataParallel(module, optimizer, algorithm, **options)

@@ -58,7 +58,7 @@ class GossipTrainer(Trainer):
                 f"lambda n: SGP(Ring(n)), got {algorithm_fn!r}"
             )
         super().__init__(*args, **kwargs)
-        _check_ranks(self)
+        check_ranks(self)
         self._algorithm_fn, self._options = algorithm_fn, gossip_options or {}
 
     @property
@@ -139,7 +139,7 @@ class CompressedTrainer(Trainer):
 
     def __init__(self, *args: Any, compressor: Compressor | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _check_ranks(self)
+        check_ranks(self)
         options = self.accelerator.ddp_handler.to_dict()  # by the arguments ddp_*
         if compressor is not None:
             options["compressor"] = compressor
@@ -171,7 +171,12 @@ class CompressedTrainer(Trainer):
             self.compression.load_state_dict(state)
 
 
-def _check_ranks(trainer: Trainer) -> None:
+def check_ranks(trainer: Trainer) -> None:
+    """Check that a trainer has several ranks, with a whole model each.
+
+    Raises:
+        ValueError: it has not.
+    """
     name = type(trainer).__name__
     if trainer.args.world_size < 2:
         raise ValueError(

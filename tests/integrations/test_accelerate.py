@@ -18,7 +18,7 @@ from tests.launched import forget_accelerate, launched
 
 load("accelerate")
 from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import DistributedDataParallelKwargs  # noqa: E402
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType  # noqa: E402
 
 from pyparallel.integrations.accelerate import (  # noqa: E402
     CompressedDDPKwargs,
@@ -189,6 +189,10 @@ def check_refusals(rank, folder):
     wrapped = GossipDataParallel(module, make_optimizer(module), SGP(topology.Ring(2)))
     with pytest.raises(RuntimeError, match="GossipDataParallel must not be wrapped in Distributed"):
         accelerator.prepare(wrapped)
+    accelerator = make_accelerator()
+    accelerator.state.distributed_type = DistributedType.FSDP
+    with pytest.raises(ValueError, match="whole model on each rank, got distributed_type FSDP"):
+        prepare_gossip(accelerator, module, make_optimizer(module), SGP(topology.Ring(2)))
     with pytest.raises(ValueError, match=r"algorithm must be an object .* got Ring\(2\)"):
         prepare(topology.Ring(2))
     with pytest.raises(ValueError, match="You can only pass one"):

@@ -17,7 +17,11 @@ from tests.launched import forget_accelerate, launched
 
 transformers = load("transformers")
 
-from pyparallel.integrations.transformers import CompressedTrainer, GossipTrainer  # noqa: E402
+from pyparallel.integrations.transformers import (  # noqa: E402
+    CompressedTrainer,
+    GossipTrainer,
+    check_ranks,
+)
 
 NUM_BATCHES, BATCH_SIZE, LENGTH = 6, 2, 8
 
@@ -212,6 +216,10 @@ def check_compressed(rank, folder):
 def check_refusals(rank, folder):
     with pytest.raises(TypeError, match=r"algorithm_fn must be a function .* got SGP"):
         make_trainer(GossipTrainer, folder, 1, algorithm_fn=SGP(topology.Ring(2)))
+    trainer = make_trainer(CompressedTrainer, folder, 1)[0]
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="CompressedTrainer must wrap a whole model on each rank"):
+        check_ranks(trainer)
     with pytest.raises(ValueError, match=r"algorithm must be an object .* got Ring\(2\)"):
         make_trainer(GossipTrainer, folder, 1, algorithm_fn=topology.Ring)[0].train()
     with pytest.raises(ValueError, match=r"compressor must be an object .* got Ring\(2\)"):
