@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +14,13 @@ from typing_extensions import override
 from ..comm.arguments import NonFinitePolicy
 from ..compression import Compressor, ErrorFeedback, GradientCompression, TopK, ddp_hook
 from ..gossip import Algorithm, GossipDataParallel, GossipState
-from .rank_files import load_on_all_ranks, rank_file
+from .rank_files import load_rank_file, rank_file
 from .versions import require
 
 require("accelerate", "1.0")
 
 from accelerate import Accelerator  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import (  # noqa: E402
     DDPCommunicationHookType,
@@ -58,6 +58,7 @@ def prepare_gossip(
 
     Raises:
         ValueError: there is one process only, or the accelerator shards models.
+        TypeError: the optimizer is prepared.
         DisagreementError: (a ValueError) as of ``GossipDataParallel``.
     """
     if accelerator.num_processes < 2:
@@ -65,11 +66,14 @@ def prepare_gossip(
             "accelerator must have at least 2 processes, got 1; start the script by "
             "accelerate launch or torchrun"
         )
-    if accelerator.distributed_type in _SHARDED:
+    sharding = getattr(accelerator, "parallelism_config", None)
+    if accelerator.distributed_type in _SHARDED or sharding is not None:
         raise ValueError(
             "accelerator must leave a whole model on each rank, got distributed_type "
-            f"{accelerator.distributed_type.value}; leave out its plugin"
+            f"{accelerator.distributed_type.value}, parallelism_config {sharding}; leave them out"
         )
+    if isinstance(optimizer, AcceleratedOptimizer):
+        raise TypeError("optimizer must not be prepared, got an AcceleratedOptimizer; pass its own")
     module = accelerator.prepare_model(model, evaluation_mode=True)  # which is without DDP
     gossip = GossipDataParallel(module, optimizer, algorithm, **options)
 
@@ -89,7 +93,8 @@ def prepare_gossip(
 class RankStates:
     """Save what differs between ranks in ``save_state``, and load it in ``load_state``.
 
-    Each rank has a file in the folder, such as ``custom-0.rank-0-of-4``.
+    Each rank has a file in the folder, such as ``custom-0.rank-0-of-4``. ``load_state`` raises a
+    ValueError on all ranks, which have loaded nothing, if one is missing or damaged.
 
     Args:
         accelerator: whose folders are used.
@@ -97,31 +102,27 @@ class RankStates:
     """
 
     def __init__(self, accelerator: Accelerator, state: Any) -> None:
-        self._state, self._folder = state, ""
-        self._name = rank_file(f"custom-{len(accelerator._custom_objects)}")
+        self._state = state
+        self._loaded: dict[str, Any] = {}
+        self._prefix = f"custom-{len(accelerator._custom_objects)}"
         accelerator.register_save_state_pre_hook(self._save)
-        accelerator.register_load_state_pre_hook(self._remember)
+        accelerator.register_load_state_pre_hook(self._read)  # before anything is loaded
         accelerator.register_for_checkpointing(self)  # which is loaded last
 
     def _save(self, models: Any, weights: Any, folder: Any) -> None:
-        torch.save(self._state.state_dict(), Path(folder, self._name))
+        torch.save(self._state.state_dict(), rank_file(f"{folder}/{self._prefix}"))
 
-    def _remember(self, models: Any, folder: Any) -> None:
-        self._folder = folder
+    def _read(self, models: Any, folder: Any) -> None:
+        self._loaded = load_rank_file(f"{folder}/{self._prefix}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing for Accelerate's own file, which the main process alone writes."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's file; all ranks call it together.
-
-        Raises:
-            DisagreementError: (a ValueError) on all ranks: a file is missing or unreadable.
-        """
-        path = Path(self._folder, self._name)
-        loaded = load_on_all_ranks(lambda: torch.load(path, map_location="cpu"))
-        self._state.load_state_dict(loaded)
+        """Load what this rank's file holds; all ranks call it together."""
+        self._state.load_state_dict(self._loaded)
+        self._loaded = {}
 
 
 @dataclass

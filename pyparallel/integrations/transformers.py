@@ -14,7 +14,7 @@ from typing_extensions import override
 from ..compression import Compressor, GradientCompression
 from ..gossip import Algorithm, GossipDataParallel, GossipState
 from .accelerate import CompressedDDPKwargs
-from .rank_files import load_on_all_ranks, rank_file
+from .rank_files import load_rank_file, rank_file
 from .versions import require
 
 require("transformers", "5.6")
@@ -85,9 +85,10 @@ class GossipTrainer(Trainer):
     @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
         result = super().train(*args, **kwargs)
-        with self.gossip.consensus():
-            consensus = copy.deepcopy(self.gossip.state_dict())
-        self.gossip.load_state_dict(consensus)
+        is_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
+        with nullcontext() if is_best else self.gossip.consensus():
+            weights = copy.deepcopy(self.gossip.state_dict())
+        self.gossip.load_state_dict(weights)  # with messages in flight merged before
         return result
 
     @override
@@ -166,16 +167,14 @@ class CompressedTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            path = rank_file(f"{checkpoint}/compression")
-            state = load_on_all_ranks(lambda: torch.load(path, map_location="cpu"))
-            self.compression.load_state_dict(state)
+            self.compression.load_state_dict(load_rank_file(f"{checkpoint}/compression"))
 
 
 def check_ranks(trainer: Trainer) -> None:
-    """Check that a trainer has several ranks, with a whole model each.
+    """Check that a trainer has several ranks, with a whole model each, and one way to train.
 
     Raises:
-        ValueError: it has not.
+        ValueError, TypeError: it has not.
     """
     name = type(trainer).__name__
     if trainer.args.world_size < 2:
@@ -183,8 +182,14 @@ def check_ranks(trainer: Trainer) -> None:
             f"{name} must have at least 2 ranks, got 1; start the script by torchrun or "
             "accelerate launch"
         )
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    options = ("fsdp", "deepspeed", "parallelism_config")
+    if sharding := [each for each in options if getattr(trainer.args, each, None)]:
         raise ValueError(
-            f"{name} must wrap a whole model on each rank, got args with fsdp or deepspeed; "
-            "leave them out"
+            f"{name} must have a whole model on each rank, got args with {', '.join(sharding)}; "
+            "leave it out"
+        )
+    if isinstance(trainer, GossipTrainer) and isinstance(trainer, CompressedTrainer):
+        raise TypeError(
+            f"{name} must be a GossipTrainer or a CompressedTrainer, got both: gossip has no "
+            "gradients to compress; SGP(topology, compressor=...) compresses its messages"
         )

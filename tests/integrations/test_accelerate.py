@@ -144,8 +144,12 @@ def check_gossip_resumes(rank, folder):
     if rank == 1:
         Path(folder, "custom-0.rank-1-of-2").unlink()
     dist.barrier()
-    with pytest.raises(ValueError, match=r"rank 1.*custom-0\.rank-1-of-2"):
+    weights = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        ValueError, match=r"rank 1: .*must hold custom-0\.rank-1-of-2: a run resumes"
+    ):
         accelerator.load_state(folder)
+    assert_equal(model.state_dict(), weights)
 
 
 def check_compressed(rank, folder):
@@ -190,6 +194,9 @@ def check_refusals(rank, folder):
     with pytest.raises(RuntimeError, match="GossipDataParallel must not be wrapped in Distributed"):
         accelerator.prepare(wrapped)
     accelerator = make_accelerator()
+    prepared = accelerator.prepare(make_optimizer(module))
+    with pytest.raises(TypeError, match="optimizer must not be prepared"):
+        prepare_gossip(accelerator, module, prepared, SGP(topology.Ring(2)))
     accelerator.state.distributed_type = DistributedType.FSDP
     with pytest.raises(ValueError, match="whole model on each rank, got distributed_type FSDP"):
         prepare_gossip(accelerator, module, make_optimizer(module), SGP(topology.Ring(2)))

@@ -191,6 +191,16 @@ def check_gossip_resumes(rank, folder):
         )
 
 
+def check_best(rank, folder):
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    trainer, _ = make_trainer(GossipTrainer, folder, 2, algorithm_fn=overlapped, **options)
+    trainer.train()
+    saved = transformers.GPT2LMHeadModel.from_pretrained(trainer.state.best_model_checkpoint)
+    for found, expected in zip(trainer.model.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(found, expected)
+    assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+
+
 def check_compressed(rank, folder):
     compressor = ErrorFeedback(TopK(0.25))
     states = []
@@ -217,16 +227,22 @@ def check_refusals(rank, folder):
     with pytest.raises(TypeError, match=r"algorithm_fn must be a function .* got SGP"):
         make_trainer(GossipTrainer, folder, 1, algorithm_fn=SGP(topology.Ring(2)))
     trainer = make_trainer(CompressedTrainer, folder, 1)[0]
-    trainer.is_fsdp_enabled = True
-    with pytest.raises(ValueError, match="CompressedTrainer must wrap a whole model on each rank"):
+    trainer.args.fsdp = "full_shard"
+    with pytest.raises(ValueError, match="a whole model on each rank, got args with fsdp"):
         check_ranks(trainer)
+
+    class Both(GossipTrainer, CompressedTrainer):
+        pass
+
+    with pytest.raises(TypeError, match="Both must be a GossipTrainer or a CompressedTrainer"):
+        make_trainer(Both, folder, 1, algorithm_fn=overlapped)
     with pytest.raises(ValueError, match=r"algorithm must be an object .* got Ring\(2\)"):
         make_trainer(GossipTrainer, folder, 1, algorithm_fn=topology.Ring)[0].train()
     with pytest.raises(ValueError, match=r"compressor must be an object .* got Ring\(2\)"):
         make_trainer(CompressedTrainer, folder, 1, compressor=topology.Ring(2))[0].train()
 
 
-CHECKS = ["gossip", "gossip_resumes", "compressed", "refusals"]
+CHECKS = ["gossip", "gossip_resumes", "best", "compressed", "refusals"]
 
 
 @pytest.mark.parametrize("check", CHECKS)
