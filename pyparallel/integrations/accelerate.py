@@ -150,7 +150,7 @@ class CompressedDDPKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] 
             )
 
     # Accelerate looks a handler up by its exact class.
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # where object has an attribute
     def __class__(self) -> Any:
         return DistributedDataParallelKwargs
 

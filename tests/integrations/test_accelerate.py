@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness.libraries import load
 from pyparallel import SGP, GossipDataParallel, topology
-from pyparallel.compression import ErrorFeedback, TopK, ddp_hook
+from pyparallel.compression import ErrorFeedback, TopK
 from pyparallel.gossip import AllReduce
+from tests.integrations.by_hand import assert_equal, compressed_ddp
 from tests.launched import forget_accelerate, launched
 
 load("accelerate")
@@ -95,12 +96,6 @@ def by_hand(rank, wrap, epochs, accumulated=1, max_norm=None, dtype=None):
     return losses, module, model
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor), key
-
-
 CASES = [
     ({}, {}),
     ({"gradient_accumulation_steps": 2}, {"accumulated": 2, "max_norm": 0.01}),
@@ -157,9 +152,8 @@ def check_compressed(rank, folder):
     states = []
 
     def wrap(module, optimizer):
-        ddp = nn.parallel.DistributedDataParallel(module)
-        states.append(ddp_hook(compressor, ddp))
-        ddp.register_comm_hook(*states[0])
+        ddp, state = compressed_ddp(module, compressor)
+        states.append(state)
         return ddp
 
     expected, module, _ = by_hand(rank, wrap, 2)
@@ -181,7 +175,7 @@ def check_compressed(rank, folder):
     assert losses == expected
     assert_equal(model.module.state_dict(), module.state_dict())
     sent = handler.state.metrics()["rank/bytes_sent"]
-    assert sent == states[0][0].metrics()["rank/bytes_sent"] > 0
+    assert sent == states[0].metrics()["rank/bytes_sent"] > 0
     accelerator, model, optimizer, loader, handler = prepare_compressed()
     accelerator.load_state(folder)
     assert train(accelerator, model, optimizer, loader) == expected[NUM_BATCHES:]

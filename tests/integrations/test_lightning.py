@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks.harness.libraries import load
 from pyparallel import SGP, GossipDataParallel, topology
-from pyparallel.compression import ErrorFeedback, Int8, TopK, ddp_hook
+from pyparallel.compression import ErrorFeedback, Int8, TopK
 from pyparallel.gossip import AllReduce
+from tests.integrations.by_hand import assert_equal, compressed_ddp
 from tests.launched import launched
 
 L = load("lightning")
@@ -137,12 +138,6 @@ def by_hand(rank, algorithm, epochs, make_optimizer=None, accumulated=1, clip=No
     return losses, validation, weights, model.metrics()["rank/bytes_sent"]
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor), key
-
-
 def check_gossip(rank, folder):
     for overlap in (0, 1):
         expected, validation, weights, sent = by_hand(
@@ -202,9 +197,7 @@ def check_options(rank, folder):
 
 def train_compressed(rank, compressor, epochs):
     module = AutoEncoder()
-    ddp = nn.parallel.DistributedDataParallel(module)
-    state, hook = ddp_hook(compressor, ddp)
-    ddp.register_comm_hook(state, hook)
+    ddp, state = compressed_ddp(module, compressor)
     optimizer, losses = module.configure_optimizers(), []
     for epoch in range(epochs):
         for batch in batches_of(rank, epoch):

@@ -11,8 +11,9 @@ from torch import nn
 
 from benchmarks.harness.libraries import load
 from pyparallel import SGP, GossipDataParallel, topology
-from pyparallel.compression import ErrorFeedback, TopK, ddp_hook
+from pyparallel.compression import ErrorFeedback, TopK
 from pyparallel.gossip import AllReduce
+from tests.integrations.by_hand import compressed_ddp
 from tests.launched import forget_accelerate, launched
 
 transformers = load("transformers")
@@ -206,9 +207,8 @@ def check_compressed(rank, folder):
     states = []
 
     def wrap(module, optimizer):
-        ddp = nn.parallel.DistributedDataParallel(module)
-        states.append(ddp_hook(compressor, ddp))
-        ddp.register_comm_hook(*states[0])
+        ddp, state = compressed_ddp(module, compressor)
+        states.append(state)
         return ddp
 
     expected, module, _ = by_hand(rank, wrap, 2)
@@ -217,7 +217,7 @@ def check_compressed(rank, folder):
     assert losses_of(callback) == pytest.approx(expected, rel=1e-5)
     assert_close(whole.model.state_dict(), module.state_dict())
     sent = whole.compression.metrics()["rank/bytes_sent"]
-    assert sent == states[0][0].metrics()["rank/bytes_sent"] > 0
+    assert sent == states[0].metrics()["rank/bytes_sent"] > 0
     trainer, again = make_trainer(CompressedTrainer, folder, 2, compressor=compressor)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{NUM_BATCHES}")
     assert losses_of(again) == losses_of(callback)[NUM_BATCHES:]

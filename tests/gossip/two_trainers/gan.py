@@ -130,7 +130,10 @@ def penalized(gan, real, noise):
 def clipped(gan, real, noise):
     """WGAN: the critic's weights are clipped after its step."""
     fake = gan.generator(noise[0])
-    loss = lambda: gan.discriminator(fake.detach()).mean() - gan.discriminator(real).mean()  # noqa: E731
+
+    def loss():
+        return gan.discriminator(fake.detach()).mean() - gan.discriminator(real).mean()
+
     critic = gan.step(1, loss)
     with torch.no_grad():
         for parameter in gan.discriminator.parameters():
