@@ -1,5 +1,6 @@
 """Optimizer steps counted once each: nested and failed steps do not count."""
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -322,13 +323,58 @@ def _optimizers_of(optimizer: Optimizer) -> list[Optimizer]:
     return [each for value in several for each in value if isinstance(each, Optimizer)]
 
 
+@dataclass(eq=False)
+class _Check:
+    """Check the steps of all optimizers until it is closed or the trainer is gone."""
+
+    trainer: "weakref.ref[object]"
+    check: Callable[[Optimizer, Any, Any], None]
+    is_closed: bool = False
+
+    @property
+    def applies(self) -> bool:
+        return not self.is_closed and self.trainer() is not None
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class _Checks:
+    """One hook of torch for the checks of all trainers, registered once and never removed.
+
+    Torch iterates over its dict of hooks in each step, where a trainer that is garbage collected,
+    or closed by another thread, must not change that dict.
+    """
+
+    def __init__(self) -> None:
+        self._all: tuple[_Check, ...] = ()  # replaced, never changed
+        self._lock = threading.RLock()
+        self._handle: Any = None
+
+    def add(self, check: _Check) -> None:
+        with self._lock:
+            self._all = (*(each for each in self._all if each.applies), check)
+            if self._handle is None:
+                self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for each in self._all:
+            if each.applies:
+                each.check(optimizer, args, kwargs)
+
+
+_checks = _Checks()
+
+
 def refuse_other_optimizers(
     trainer: object,
     parameters: Iterable[Tensor],
     optimizers: Optimizer | Sequence[Optimizer],
     step_hook: StepHook | StepHooks,
     synchronizes: Callable[[], bool] | None = None,
-) -> "weakref.finalize[Any, Any]":
+) -> Callable[[], None]:
     """Raise a RuntimeError when another optimizer is about to step a trainer's parameters.
 
     Another one is any torch optimizer that holds none of the trainer's, as a wrapper does. It is
@@ -343,7 +389,7 @@ def refuse_other_optimizers(
         synchronizes: a method of the trainer that returns False where steps are local.
 
     Returns:
-        What removes the check when it is called; also called when the trainer is gone.
+        What ends the check when it is called; it also ends when the trainer is gone.
     """
     several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     own, hook = weakref.WeakSet(several), weakref.ref(step_hook)
@@ -360,7 +406,7 @@ def refuse_other_optimizers(
         return not (own_hook and own_hook.in_step) and bool(bound is None or bound())
 
     def check(other: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or other in own:
+        if other in own:
             return
         size = sum(len(group["params"]) for group in other.param_groups)
         known = shared_of.get(other)
@@ -382,4 +428,6 @@ def refuse_other_optimizers(
                 "close() the trainer and wrap again with this one"
             )
 
-    return weakref.finalize(trainer, register_optimizer_step_pre_hook(check).remove)
+    added = _Check(weakref.ref(trainer), check)
+    _checks.add(added)
+    return added.close

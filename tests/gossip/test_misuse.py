@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP, LocalSGD
@@ -212,15 +212,25 @@ def wraps_optimizers(rank):
     return once, model.bytes_sent
 
 
-def num_global_hooks(rank):
-    """Return how many hooks trainers leave that are gone without close()."""
-    hooks = _global_optimizer_pre_hooks
-    before = len(hooks)
-    model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
-    inside = len(hooks)
-    del model, optimizer
-    gc.collect()
-    return inside - before, len(hooks) - before
+def trainer_goes_inside_a_step(rank):
+    """Collect a trainer while another optimizer's step goes through torch's hooks."""
+    trainers, module = [], nn.Linear(4, 2)
+
+    def collect(*_):
+        trainers.clear()
+        gc.collect()
+
+    hook = register_optimizer_step_pre_hook(collect)
+    trainers.append(wrap(SGP(Ring(1)), module))
+    num_hooks = len(_global_optimizer_pre_hooks)
+    unrelated = nn.Linear(4, 2)
+    unrelated(torch.ones(3, 4)).sum().backward()
+    torch.optim.SGD(unrelated.parameters(), lr=0.1).step()
+    hook.remove()
+    module(torch.ones(3, 4)).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()  # the parameters are no trainer's now
+    wrap(SGP(Ring(1)), nn.Linear(4, 2))
+    return len(_global_optimizer_pre_hooks) + 1 - num_hooks
 
 
 def test_a_step_of_another_optimizer_is_an_error_before_it(ranks):
@@ -233,7 +243,7 @@ def test_a_step_of_another_optimizer_is_an_error_before_it(ranks):
     )
     for inner, outer in ranks.run(2, wraps_optimizers):
         assert inner == outer > 0
-    assert ranks.run(1, num_global_hooks) == [(1, 0)]
+    assert ranks.run(1, trainer_goes_inside_a_step) == [0]
 
 
 def counts_steps(rank):
