@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads)
   entries.write(entry, sorted_runs[entry / entries.run_length], first_of_front, indices);
 }
 
-Tensor sort(const Tensor& tensor) {
+Tensor sort_ascending(const Tensor& tensor) {
   std::array<StableIValue, 3> stack{torch::stable::detail::from(tensor),
                                     torch::stable::detail::from(int64_t{0}),
                                     torch::stable::detail::from(false)};
@@ -200,7 +200,7 @@ void fill_from_sorted(const RandomKDraw& draw, const RandomKRuns& runs, int64_t 
   const Tensor drawn = torch::stable::new_empty(indices, {num_drawn});
   launch(draw_runs_kernel<Index>, blocks_of_threads(num_drawn), kThreads, stream, draw, runs,
          num_drawn, drawn.mutable_data_ptr<Index>());
-  const Tensor sorted = sort(drawn);
+  const Tensor sorted = sort_ascending(drawn);
   launch(expand_runs_kernel<Index>, blocks_of_threads(entries.k), kThreads, stream, draw, entries,
          sorted.const_data_ptr<Index>(), num_drawn, indices.mutable_data_ptr<Index>());
 }

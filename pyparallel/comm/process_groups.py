@@ -162,15 +162,12 @@ def _check_split(parent: Any) -> None:
 def _connect(
     ranks: Sequence[int], parent: Any, backend: str | None, for_p2p: bool
 ) -> dist.ProcessGroup:
-    backend = backend or dist.get_backend_config(parent)
+    backend, timeout = backend or dist.get_backend_config(parent), timeout_of(parent)
     # By its count alone, which torch names groups by, parts created at the same time share a name.
-    is_part = len(ranks) < dist.get_world_size()
-    with _same_name(ranks, timeout_of(parent)) if is_part else nullcontext():
+    by_ranks = len(ranks) < dist.get_world_size() or _is_named_by_count()
+    with _same_name(ranks, timeout) if by_ranks else nullcontext():
         group: dist.ProcessGroup = dist.new_group(
-            ranks,
-            timeout=timeout_of(parent),
-            backend=backend,
-            use_local_synchronization=is_part,
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=by_ranks
         )
     # A member that continues and fails would disconnect those still connecting (gloo), and NCCL
     # needs all ranks in a group's first call, while a gossip round may leave some out.
@@ -179,17 +176,46 @@ def _connect(
     return group
 
 
+def _is_named_by_count() -> bool:
+    """Return whether torch names a group by its ranks and the number of groups created so far.
+
+    So does torch 2.15, while 2.11 and 2.13 take the number of groups that there are.
+    """
+    names = []
+    for count in range(2):
+        with _group_count(count):
+            names.append(distributed_c10d._hash_ranks_to_str([0]))
+    return names[0] != names[1]
+
+
+@contextmanager
+def _group_count(count: int) -> Iterator[None]:
+    """Set torch's number of groups created so far, inside alone."""
+    world = distributed_c10d._world
+    before, world.group_count = world.group_count, count
+    try:
+        yield
+    finally:
+        world.group_count = before
+
+
 @contextmanager
 def _same_name(ranks: Sequence[int], timeout: datetime.timedelta) -> Iterator[None]:
     """Have torch give the group of some ranks that is created inside the same new name on each.
 
-    With local synchronization torch names a group by its ranks and the process's number of groups.
-    Ranks in unequal numbers of groups would wait for each other under different names, so that the
-    others get groups of one rank first, which are destroyed again.
+    With local synchronization torch names a group by its ranks and a number of groups. Ranks in
+    unequal numbers of groups would wait for each other under different names. Where it is the
+    number created so far, it is set to one that no other group gets. Where it is the number that
+    there are, the others get groups of one rank first, which are destroyed again.
     """
     world: Any = dist.group.WORLD
     created = _created.setdefault(world, {})
     times, last = created.get(tuple(ranks), (0, -1))
+    if _is_named_by_count():
+        with _group_count(10**9 + times):
+            yield
+        created[tuple(ranks)] = times + 1, last
+        return
     here = len(distributed_c10d._world.pg_names)
     store = store_of(None)
     keys = [f"groups/{'-'.join(map(str, ranks))}/{times}/{rank}" for rank in ranks]
