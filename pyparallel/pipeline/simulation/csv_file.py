@@ -8,7 +8,7 @@ from pathlib import Path
 from ..schedules.action import Action, Kind, parse_action
 
 # Torch's own, implied by the order of the computations. Its visualizer writes gaps as "".
-_IMPLIED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_IMPLIED = re.compile(r"\d+((WAIT_)?SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)\d*")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 

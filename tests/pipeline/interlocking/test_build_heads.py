@@ -94,7 +94,7 @@ UNFIT_HEADS = [
     (
         [LinearHead(2), LinearHead(2)],
         {"inputs": torch.ones(8, 7)},
-        "stage 0 failed on the first microbatch: RuntimeError: mat1 and mat2 shapes",
+        "stage 0 failed on the first microbatch: RuntimeError: ",  # and torch's words
     ),
     (
         [LinearHead(2), LinearHead(2)],

@@ -20,7 +20,7 @@ from pyparallel.pipeline import (
 )
 from tests.pipeline.every_schedule import EVERY_SCHEDULE
 
-NOT_SIMULATED = {"UNSHARD", "RESHARD", "REDUCE_GRAD"}
+NOT_SIMULATED = {"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"}
 SIZES = [(1, 1), (1, 4), (2, 2), (2, 8), (4, 4), (4, 8), (4, 3), (3, 9)]  # ranks, microbatches
 
 
