@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 import time
@@ -67,6 +68,27 @@ def test_messages_of_any_length_arrive_in_order(ranks):
         (False, Untagged, 0),  # all from the host's memory
     ):
         assert ranks.run(2, exchange, *case) == [([True] * len(STREAMS), True)] * 2, case
+
+
+def leaves_before_the_peer_receives(rank, numel):
+    channel, store = connect(rank), dist.group.WORLD.get_group_store()
+    if rank == 1:
+        for number in range(3):
+            channel.send(0, number, torch.full((numel,), float(number)))
+        del channel
+        gc.collect()
+        store.set("gone", "")
+        return None
+    store.wait(["gone"])
+    time.sleep(0.1)
+    channel.expect([0, 0, 0])
+    return [channel.recv().value[0].item() for _ in range(3)]
+
+
+def test_what_a_channel_has_sent_arrives_although_it_is_gone(ranks):
+    """As of a trainer that one rank drops after its last step, while another still takes it."""
+    for numel in (4, 100_000):
+        assert ranks.run(2, leaves_before_the_peer_receives, numel, time_limit=40)[0] == [0, 1, 2]
 
 
 def order_of_posts(rank):

@@ -128,8 +128,8 @@ def test_torch_runs_the_same_actions_on_one_stage(tmp_path, kind, ours):
         assert read_csv(tmp_path / "torch.csv") == expected
 
 
-def test_an_overlapped_pair_is_read_as_two_actions(tmp_path):
-    (tmp_path / "torch.csv").write_text("0F0,0F1,(0B0;0F2)OVERLAP_F_B,,0B1,0B2\n")
+def test_an_overlapped_pair_is_read_as_two_actions_and_waits_are_dropped(tmp_path):
+    (tmp_path / "torch.csv").write_text("0F0,0F1,(0B0;0F2)OVERLAP_F_B,,0WAIT_SEND_F1,0B1,0B2\n")
     (rank,) = read_csv(tmp_path / "torch.csv")
     assert " ".join(map(str, rank)) == "0F0 0F1 0B0 0F2 0B1 0B2"
 
