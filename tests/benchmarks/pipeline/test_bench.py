@@ -95,7 +95,9 @@ def train_without_a_pipeline(num_microbatches):
 
 
 def test_every_schedule_that_flushes_trains_as_without_a_pipeline():
-    flushing = [*OURS[: OURS.index(ours.PIPE_DREAM)], *DEEP_PEERS]
+    # Where both stages of a V are on one rank, torch 2.11 sends to itself, which gloo cannot.
+    peers = [each for each in DEEP_PEERS if torch.__version__ >= "2.12" or not each.in_v]
+    flushing = [*OURS[: OURS.index(ours.PIPE_DREAM)], *peers]
     with loopback() as place:
         answers = run_ranks(2, place, 90, take_steps, flushing, 4)
     expected = train_without_a_pipeline(4)
