@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from pyparallel.ops import _library
 
 ROOT = Path(__file__).resolve().parent.parent
 OLD_TORCH = """
@@ -45,3 +48,28 @@ def test_a_processor_without_avx2_runs_plain_pytorch_with_a_warning():
     (warning,) = [line for line in result.stderr.splitlines() if "RuntimeWarning" in line]
     assert "CPU ops in plain PyTorch, which is slower" in warning
     assert "built for AVX2, which this processor lacks (torch reports DEFAULT)" in warning
+
+
+def test_the_version_of_a_driver_is_read_where_there_is_one():
+    assert (_library._driver_version() >= 12000) == torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "reason"),
+    [
+        (None, 0, "built, but not loaded: this torch has no CUDA"),
+        ("12.8", 12080, "built with CUDA 13, which this driver for CUDA 12.8 cannot run: update "
+         "the driver"),
+        ("12.8", 13000, None),  # the library has a CUDA runtime of its own
+        ("13.2", 0, None),  # no driver and no GPU
+    ],
+)  # fmt: skip
+def test_a_cuda_library_that_cannot_run_is_not_loaded(monkeypatch, tmp_path, cuda, driver, reason):
+    (tmp_path / "libpyparallel_cuda.so").touch()
+    (tmp_path / "build.json").write_text('{"cuda": "built with nvcc 13.0.88 for 80-real"}')
+    monkeypatch.setattr(_library, "_NATIVE_FOLDER", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(_library, "_driver_version", lambda: driver)
+    found = _library.load_native("cuda").unavailable_reason
+    # A library that is tried is none: it has no bytes.
+    assert found == reason or (reason is None and "it does not load" in found)

@@ -1,9 +1,11 @@
 """The operator library: schemas with references, and the backends with faster kernels."""
 
+import ctypes
 import importlib
 import json
 import os
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -221,18 +223,45 @@ def _served(device: str) -> frozenset[str]:
 
 
 def _build_outcome(device: str) -> str:
-    report = _NATIVE_FOLDER / "build.json"
-    if not report.exists():
-        return "not built: the package is used without being installed"
-    outcome = str(json.loads(report.read_text()).get(device, "not built"))
+    outcome = _recorded(device)
     if outcome.startswith("built"):
         return f"missing, although it was {outcome}: install again"
     return outcome
 
 
+def _recorded(device: str) -> str:
+    report = _NATIVE_FOLDER / "build.json"
+    if not report.exists():
+        return "not built: the package is used without being installed"
+    return str(json.loads(report.read_text()).get(device, "not built"))
+
+
+def _driver_version() -> int:
+    """Return the newest CUDA that the driver of the GPUs supports, 13020 for 13.2; 0: no driver."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
+def _old_driver(outcome: str, driver: int) -> str | None:
+    """Return why the driver cannot run what nvcc has built."""
+    built = re.search(r"nvcc (\d+)", outcome)
+    if not driver or built is None or driver >= 1000 * int(built[1]):
+        return None
+    return (
+        f"built with CUDA {built[1]}, which this driver for CUDA {driver // 1000}."
+        f"{driver % 1000 // 10} cannot run: update the driver"
+    )
+
+
 def _unsupported_reason(device: str) -> str | None:
     if device == "cuda":
-        return None if torch.version.cuda else "built, but not loaded: this torch has no CUDA"
+        if not torch.version.cuda:
+            return "built, but not loaded: this torch has no CUDA"
+        return _old_driver(_recorded(device), _driver_version())
     capability = torch.backends.cpu.get_cpu_capability()
     if platform.machine() == "x86_64" and capability not in {"AVX2", "AVX512"}:
         return f"built for AVX2, which this processor lacks (torch reports {capability})"
