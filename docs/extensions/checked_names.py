@@ -7,7 +7,6 @@ what the page's own code defines.
 """
 
 import ast
-import importlib
 import inspect
 import pkgutil
 import re
@@ -15,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from inventories import exists
-from public_names import PACKAGES, public_names
+from public_names import PACKAGES, import_package, public_names
 
 ROOT = Path(__file__).resolve().parents[2]
 ALIASES = {"pyparallel": "pyparallel", "torch": "torch", "nn": "torch.nn"}
@@ -133,7 +132,7 @@ def _found(name: str) -> list | None:
 
 
 def _modules() -> list:
-    return [importlib.import_module(name) for name in MODULES]
+    return [import_package(name) for name in MODULES]
 
 
 def _names_in(module: object) -> set[str]:

@@ -6,6 +6,7 @@ fails where a public name is on no page.
 
 import importlib
 import inspect
+from types import ModuleType
 
 import rendered_pages
 from sphinx.errors import ExtensionError
@@ -28,11 +29,16 @@ PACKAGES = (
 )
 
 
+def import_package(package: str) -> ModuleType:
+    """Return a package, also where the hosts that it imports need a torchvision that loads."""
+    if package.startswith("pyparallel.integrations"):
+        load("lightning")  # torchvision may not load beside this torch
+    return importlib.import_module(package)
+
+
 def public_names(package: str) -> dict[str, object]:
     """Return the objects in ``__all__`` by name, without modules."""
-    if package.startswith("pyparallel.integrations."):
-        load("lightning")  # torchvision, which hosts import, may not load beside this torch
-    module = importlib.import_module(package)
+    module = import_package(package)
     found = {name: getattr(module, name) for name in module.__all__}
     return {name: each for name, each in found.items() if not inspect.ismodule(each)}
 
