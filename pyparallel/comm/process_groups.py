@@ -24,6 +24,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -176,6 +177,7 @@ def _connect(
     return group
 
 
+@cache
 def _is_named_by_count() -> bool:
     """Return whether torch names a group by its ranks and the number of groups created so far.
 

@@ -14,6 +14,8 @@ from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
+
+# The last is no public name, which mypy asks for.
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from .errors import PeerError

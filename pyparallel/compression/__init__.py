@@ -10,8 +10,8 @@ from .corrupt_messages import CorruptMessageError
 from .hooks import GradientCompression, compressed_hook, ddp_hook
 from .layout import BufferLayout, Piece
 from .low_rank import *  # noqa: F403  the compressors that each folder exports
-from .quantizers import *  # noqa: F403
-from .sparsifiers import *  # noqa: F403
+from .quantizers import *  # noqa: F403  likewise
+from .sparsifiers import *  # noqa: F403  likewise
 from .state import CompressorState
 from .state_store import StateStore, merge_states
 from .wrappers import *  # noqa: F403
