@@ -1,0 +1,242 @@
+"""What a change costs: small measurements of this checkout and of another one, in turns.
+
+``python -m benchmarks.checkouts ../before`` runs both on two gloo ranks with a thread each, one
+after the other in an order that alternates, and prints the ratio of the medians and the least and
+the greatest ratio of a turn. The other checkout needs its compiled library; only public names are
+used. Rows go to ``benchmarks/results/checkouts-<machine>.csv``; the first of each pair is the other
+checkout's.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FIELDS = ["case", "unit", "before", "after", "ratio", "least", "greatest", "turns", "torch"]
+FIELDS += ["commit_before", "commit"]
+SECONDS = 300  # for one run of all cases
+Cases = Iterator[tuple[str, str, float]]
+
+
+def main() -> None:
+    """Measure both checkouts in turns, and write rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("before", type=Path, help="another checkout")
+    parser.add_argument("--turns", type=int, default=7)
+    options = parser.parse_args()
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for turn in range(options.turns):
+        pair = [options.before.resolve(), ROOT]
+        results = {path: run_ranks(path) for path in (pair if turn % 2 else pair[::-1])}
+        for case, (unit, value) in results[pair[0]].items():
+            found.setdefault((case, unit), []).append((value, results[ROOT][case][1]))
+        print(f"turn {turn + 1} of {options.turns}", flush=True)
+    write(found, options.before)
+
+
+def write(found: dict[tuple[str, str], list[tuple[float, float]]], before: Path) -> None:
+    """Print the ratios, and write the rows."""
+    import torch
+
+    from benchmarks.harness.measure import RESULTS, commit, machine, write_rows
+
+    rows: list[dict[str, object]] = []
+    for (case, unit), pairs in found.items():
+        medians = [statistics.median(values) for values in zip(*pairs, strict=True)]
+        ratios = [after / first for first, after in pairs]
+        numbers = [*medians, medians[1] / medians[0], min(ratios), max(ratios)]
+        texts = [f"{number:.4g}" for number in numbers]
+        commits = [commit_of(before), commit()]
+        cells = [case, unit, *texts, len(pairs), torch.__version__, *commits]
+        rows.append(dict(zip(FIELDS, cells, strict=True)))
+        print(f"{case:45} {texts[0]:>8} {texts[1]:>8} {unit:8} {' '.join(texts[2:])}")
+    write_rows(rows, RESULTS / f"checkouts-{machine()}.csv", FIELDS)
+
+
+def commit_of(checkout: Path) -> str:
+    """Return the short name of a checkout's commit."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def run_ranks(checkout: Path) -> dict[str, tuple[str, float]]:
+    """Return unit and value of each case, measured in two new processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"PYTHONPATH": str(checkout), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    command = [sys.executable, __file__, "--measure"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **place, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            cwd=checkout,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    texts = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError(f"a rank of {checkout} failed")
+    return {case: (unit, value) for case, unit, value in json.loads(texts[0].splitlines()[-1])}
+
+
+def measure() -> None:
+    """Measure all cases on this rank; print them as JSON."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    cases = [*measure_ops(), *measure_gossip(), *measure_others(), *measure_overlap()]
+    print(json.dumps(cases), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def timed(step: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
+    """Return the seconds of a step, the median of five blocks after one of warm-up."""
+    blocks = []
+    for _ in range(6):
+        begin = clock()
+        for _ in range(times):
+            step()
+        blocks.append((clock() - begin) / times)
+    return statistics.median(blocks[1:])
+
+
+def measure_ops() -> Cases:
+    """Calls of ops on 64 numbers."""
+    import torch
+
+    from pyparallel import ops
+
+    x, y, m, v = (torch.rand(64) for _ in range(4))
+    weight, masses = torch.ones((), dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    calls: dict[str, Callable[[], object]] = {
+        "mix_": lambda: ops.mix_(x, weight.fill_(1), [y], masses),
+        "sgd_step_": lambda: ops.sgd_step_(
+            x, y, m, lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False
+        ),
+        "predict_adam": lambda: ops.predict_adam(
+            x, m, v, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, step=3, horizon=1
+        ),
+        "quantize": lambda: ops.quantize(x, bits=8),
+        "top_k": lambda: ops.top_k(x, 4),
+    }
+    for name, call in calls.items():
+        yield f"call of {name}", "us", 1e6 * timed(call, 300, time.perf_counter)
+
+
+def build(width: int = 8) -> Any:
+    """Return a module of three layers with equal parameters on both ranks."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.Tanh())
+
+
+def training_step(model: Callable[..., Any], optimizer: Any, width: int = 8) -> Callable[[], None]:
+    """Return a training step on random data."""
+    import torch
+
+    inputs = torch.rand(4, width)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def measure_gossip() -> Cases:
+    """CPU time of a tiny step of gossip, with torch's SGD and with the fused one."""
+    import torch
+
+    from pyparallel import GossipDataParallel, gossip, optim, topology
+
+    ring = topology.Ring(2)
+    algorithms = {
+        "SGP": gossip.SGP(ring),
+        "SGP overlap 1": gossip.SGP(ring, overlap=1),
+        "OSGP": gossip.OSGP(ring),
+        "DPSGD": gossip.DPSGD(ring),
+        "LocalSGD": gossip.LocalSGD(1),
+        "NoLoCo": gossip.NoLoCo(topology.RandomMatching(2), interval=1),
+        "AllReduce": gossip.AllReduce(),
+    }
+    for name, algorithm in algorithms.items():
+        for kind in (torch.optim.SGD, optim.SGD):
+            module = build()
+            optimizer: Any = kind(module.parameters(), lr=0.01)
+            trainer = GossipDataParallel(module, optimizer, algorithm)
+            seconds = timed(training_step(trainer, optimizer), 60, time.process_time)
+            trainer.flush()
+            trainer.close()
+            fused = "fused SGD" if kind is optim.SGD else "SGD"
+            yield f"CPU time of a tiny step, {name}, {fused}", "us", 1e6 * seconds
+
+
+def measure_others() -> Cases:
+    """Small microbatches of pipelines, subnets, and DDP with a hook."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from pyparallel import PipelineTrainer, SubnetTrainer, compression, pipeline, subnets
+
+    inputs = torch.rand(8, 8)
+    for schedule in (pipeline.OneForwardOneBackward(), pipeline.PipeOptim()):
+        trainer = PipelineTrainer(
+            list(build()), nn.MSELoss(), lambda p: torch.optim.SGD(p, lr=0.01), schedule,
+            num_microbatches=4, split=[2],
+        )  # fmt: skip
+        for what, clock in (
+            ("CPU time of", time.process_time),
+            ("wall time of", time.perf_counter),
+        ):
+            seconds = timed(partial(trainer.step, inputs, inputs), 40, clock)
+            name = type(schedule).__name__
+            yield f"{what} a step of 4 tiny microbatches, {name}", "us", 1e6 * seconds
+        trainer.flush()
+    subnet = SubnetTrainer(
+        build(), lambda p: torch.optim.SGD(p, lr=0.01), subnets.Partition(), interval=5
+    )
+    seconds = timed(training_step(subnet, subnet.optimizer), 60, time.process_time)
+    yield "CPU time of a tiny step, subnets", "us", 1e6 * seconds
+    module = build()
+    ddp = DistributedDataParallel(module)
+    compressor = compression.ErrorFeedback(compression.TopK(0.1))
+    ddp.register_comm_hook(*compression.ddp_hook(compressor, ddp))
+    step = training_step(ddp, torch.optim.SGD(module.parameters(), lr=0.01))
+    for what, clock in (("CPU time of", time.process_time), ("wall time of", time.perf_counter)):
+        yield f"{what} a tiny DDP step with a hook", "us", 1e6 * timed(step, 60, clock)
+
+
+def measure_overlap() -> Cases:
+    """Steps of gossip on four million numbers, whose messages travel during the backward pass."""
+    from pyparallel import GossipDataParallel, gossip, optim, topology
+
+    for algorithm in (gossip.SGP(topology.Ring(2), overlap=1), gossip.OSGP(topology.Ring(2))):
+        module = build(1400)
+        optimizer = optim.SGD(module.parameters(), lr=0.01)
+        trainer = GossipDataParallel(module, optimizer, algorithm)
+        seconds = timed(training_step(trainer, optimizer, 1400), 5, time.perf_counter)
+        trainer.flush()
+        trainer.close()
+        yield f"step with hidden messages, {algorithm!r}", "ms", 1e3 * seconds
+
+
+if __name__ == "__main__":
+    measure() if sys.argv[1:] == ["--measure"] else main()
