@@ -7,7 +7,22 @@ from typing import Any
 
 import torch
 
-from pyparallel.comm import MessageHeaders, Transfer
+from pyparallel.comm import Run, StepCounts
+from pyparallel.gossip.messages import NeighborExchange, Transfer
+
+
+class LocalRun(Run):
+    """The run of a rank that is a thread, or alone in its process."""
+
+    def __init__(
+        self, rank: int, num_ranks: int, counts: StepCounts | None = None, group: Any = None
+    ) -> None:
+        super().__init__(counts=counts or StepCounts())
+        self._group = group
+        self.rank, self.group_rank, self.size = rank, rank, num_ranks
+
+    def global_rank(self, rank: int) -> int:
+        return rank
 
 
 class LocalPendingExchange:
@@ -31,31 +46,35 @@ class LocalPendingExchange:
         self._receives = ()
 
 
-class LocalExchange:
-    """``comm.NeighborExchange`` without processes: messages arrive in order and are never lost."""
+class LocalCollectives:
+    """The all-reduce of threads."""
 
     def __init__(self, queues, rank: int, num_ranks: int) -> None:
-        self._queues = queues
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.bytes_sent = 0
-        self.headers = MessageHeaders(rank, num_ranks)
-        self.collectives = self
+        self._queues, self._rank, self._num_ranks = queues, rank, num_ranks
 
-    def start(self, sends, receives, step: int) -> LocalPendingExchange:
-        for send in sends:
-            self._queues[self.rank, send.peer].put(send.tensor.clone())
-            self.bytes_sent += send.tensor.numel() * send.tensor.element_size()
-        return LocalPendingExchange(self._queues, self.rank, receives)
-
-    def start_all_reduce_(self, tensor, step: int):
-        for peer in range(self.num_ranks):
-            self._queues[self.rank, peer].put(tensor.clone())
+    def start_all_reduce_(self, tensor):
+        for peer in range(self._num_ranks):
+            self._queues[self._rank, peer].put(tensor.clone())
         return tensor
 
     def finish_all_reduce(self, tensor) -> None:
-        parts = [self._queues[peer, self.rank].get(timeout=30) for peer in range(self.num_ranks)]
+        parts = [self._queues[peer, self._rank].get(timeout=30) for peer in range(self._num_ranks)]
         torch.sum(torch.stack(parts), 0, out=tensor)
+
+
+class LocalExchange(NeighborExchange):
+    """An exchange without processes: messages arrive in order and are never lost."""
+
+    def __init__(self, queues, rank: int, num_ranks: int) -> None:
+        super().__init__(LocalRun(rank, num_ranks))
+        self._queues = queues
+        self.collectives = LocalCollectives(queues, rank, num_ranks)
+
+    def start(self, sends, receives) -> LocalPendingExchange:
+        for send in sends:
+            self._queues[self.rank, send.peer].put(send.tensor.clone())
+            self.run.stats.count_bytes(send.tensor.numel() * send.tensor.element_size())
+        return LocalPendingExchange(self._queues, self.rank, receives)
 
 
 def run_threads(num_ranks: int, function: Callable[[LocalExchange], Any]) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pyparallel
-from pyparallel import _deprecated, comm, compression, pipeline, subnets, topology
+from pyparallel import _deprecated, compression, pipeline, subnets, topology, training
 from pyparallel.compression import BufferLayout, CompressorState, StateStore, TopK
 from pyparallel.gossip import SGP, GossipDataParallel
 from pyparallel.pipeline import GPipe, PipelineShape, VersionCounters
@@ -180,10 +180,10 @@ def test_an_algorithm_with_old_methods_trains(of_ranks):
 
 
 def test_a_state_without_a_format_is_of_the_first():
-    comm.check_format({})
-    comm.check_format({"format": 1})
+    training.check_format({})
+    training.check_format({"format": 1})
     with pytest.raises(ValueError, match="the state must have checksums, got none"):
-        comm.check_format({"format": 2})
+        training.check_format({"format": 2})
 
 
 NEWER = "the state's format must be at most 2, got 3: a newer pyparallel has saved it; upgrade"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages
 
+from tests.house import find_modules_of_one_trainer
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # From the ground up; what is not written yet has its floor waiting. "pyparallel" is __init__.py.
@@ -19,6 +21,7 @@ FLOORS = [
     {"kernels"},
     {"ops"},
     {"comm"},
+    {"training"},
     {"compression", "optim"},
     TRAINERS,
     {"integrations", "recommend"},
@@ -35,11 +38,12 @@ SUB_FLOORS = {
         {"wrappers"},
         {"hooks"},
     ],
-    "gossip": [{"topology"}, {"push_sum"}, {"algorithms"}, {OWN}],
+    "gossip": [{"topology"}, {"messages"}, {"push_sum"}, {"algorithms"}, {OWN}],
     "integrations": [{OWN}, {"lightning"}],
     "pipeline": [
         {"prediction"},
         {"schedules"},
+        {"messages"},
         {"runtime"},
         {"simulation", "partition"},
         {"interlocking"},
@@ -158,6 +162,20 @@ def find_violations(root: Path) -> list[str]:
     return found
 
 
+# Whose second user is still to come: a pipeline's replicas will be averaged by it.
+ONE_USER_ALLOWED = {"pyparallel.training.averager", "pyparallel.training.trainer"}
+
+
+def find_lone_users(root: Path) -> list[str]:
+    """Return the modules of comm and training that serve one trainer's package alone."""
+    found = find_modules_of_one_trainer(root).items()
+    return [
+        f"{module} serves {trainer} alone: move it there"
+        for module, trainer in sorted(found)
+        if module not in ONE_USER_ALLOWED
+    ]
+
+
 def find_circle(root: Path) -> list[str]:
     try:
         graphlib.TopologicalSorter(build_graph(find_modules(root))).prepare()
@@ -184,6 +202,21 @@ def test_no_import_runs_upward_or_between_trainers():
     assert find_violations(ROOT) == []
 
 
+def test_nothing_that_is_shared_serves_one_trainer_alone(tmp_path):
+    assert find_lone_users(ROOT) == []
+    sources = {
+        "pyparallel/comm/__init__.py": "from .x import a",
+        "pyparallel/comm/x.py": "from .y import b\na = 1",
+        "pyparallel/comm/y.py": "b = 1",
+        "pyparallel/gossip/u.py": "from ..comm import a",
+    }
+    tree = write_tree(tmp_path, sources)
+    lone = [f"pyparallel.comm.{name} serves gossip alone: move it there" for name in "xy"]
+    assert find_lone_users(tree) == lone
+    (tree / "pyparallel/subnets/u.py").write_text("from ..comm import y")
+    assert find_lone_users(tree) == lone[:1]
+
+
 def test_no_circle_between_files():
     assert find_circle(ROOT) == []
 
@@ -203,6 +236,7 @@ def test_the_graph_is_that_of_this_package():
 def write_tree(root: Path, sources: dict[str, str]) -> Path:
     rooms = [
         "",
+        "comm",
         "ops",
         *TRAINERS,
         "gossip/topology",

@@ -5,6 +5,7 @@ import io
 import random
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Event
 
 import pytest
@@ -13,13 +14,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.fsdp import fully_shard
 
 from pyparallel import SGP, GossipDataParallel, PipelineTrainer, SubnetTrainer
 from pyparallel.comm import DisagreementError
-from pyparallel.compression import ErrorFeedback, TopK, ddp_hook
+from pyparallel.compression import ErrorFeedback, TopK, compress_fsdp, ddp_hook
 from pyparallel.gossip import GossipState
 from pyparallel.gossip.topology import DirectedLinear, OnePeerExponential
-from pyparallel.pipeline import OneForwardOneBackward
+from pyparallel.pipeline import OneForwardOneBackward, PipeDream
 from pyparallel.subnets import Partition
 from tests.gossip.every_algorithm import EVERY_ALGORITHM, NONDETERMINISTIC
 
@@ -401,6 +403,110 @@ def test_the_state_of_another_optimizer_is_refused(ranks):
     for error in first:
         assert "must " in error
         assert "the same optimizer, AdamW, got" in error
+
+
+class Sharded:
+    """A run of FSDP2 with compressed gradients."""
+
+    def __init__(self):
+        torch.manual_seed(3)
+        self.model = nn.Linear(16, 32)
+        fully_shard(self.model)
+        self.compression = compress_fsdp(self.model, gradients=ErrorFeedback(TopK(0.1)))
+        self.state_dict = self.compression.state_dict
+        self.load_state_dict = self.compression.load_state_dict
+
+    def step(self):
+        self.model(torch.randn(5, 16)).square().mean().backward()
+
+
+class Algorithm(Gossip):
+    """A run with GossipDataParallel of which the algorithm's state alone is saved."""
+
+    def __init__(self, algorithm=None):
+        super().__init__(algorithm, sgd)
+        self.state_dict = self.model.algorithm_state_dict
+        self.load_state_dict = self.model.load_algorithm_state_dict
+
+
+def save_after_a_step(rank):
+    """Return whether a state is that of when it is written: after a step, and after two."""
+    found = {}
+    deterministic = sorted(EVERY_ALGORITHM.keys() - NONDETERMINISTIC)
+    algorithms = {
+        name: partial(Algorithm, EVERY_ALGORITHM[name](dist.get_world_size()))
+        for name in deterministic
+    }
+    others = {name: run for name, run in RUNS.items() if name != "gossip"}
+    for name, make in (others | algorithms | {"fsdp": Sharded}).items():
+        run = make()
+        run.step()
+        state = run.state_dict()
+        for number in range(2):
+            run.step()
+            now = contents(copy.deepcopy(run.state_dict()))
+            saved, copied = to_bytes(state), copy.deepcopy(state)
+            found[name, number] = contents(from_bytes(saved)) == contents(copied) == now
+        run.load_state_dict(from_bytes(saved))
+        run.load_state_dict(copied)
+        if hasattr(run, "close"):
+            run.close()
+    return found
+
+
+def test_a_step_before_a_state_is_written_saves_the_newer_values(ranks):
+    for found in ranks.run(2, save_after_a_step):
+        assert len(found) > 20
+        assert all(found.values()), [case for case, is_equal in found.items() if not is_equal]
+
+
+def save_gossip_after_a_step(rank):
+    """Return whether GossipState's state stays that of its step, of all algorithms."""
+    found = {}
+    for name in sorted(EVERY_ALGORITHM.keys() - NONDETERMINISTIC):
+        run = Gossip(EVERY_ALGORITHM[name](dist.get_world_size()))
+        run.step()
+        state, before = run.state_dict(), contents(copy.deepcopy(run.state_dict()))
+        run.step()
+        run.step()
+        saved = to_bytes(state)
+        found[name] = contents(from_bytes(saved)) == before
+        run.load_state_dict(from_bytes(saved))
+        found[name] &= contents(run.state_dict()) == before
+        run.close()
+    return found
+
+
+def test_a_state_of_gossip_stays_that_of_its_step(ranks):
+    for found in ranks.run(2, save_gossip_after_a_step):
+        assert all(found.values()), [case for case, is_equal in found.items() if not is_equal]
+
+
+def save_when_it_cannot_be(rank):
+    """Return the error for a state that is written with microbatches in flight."""
+    trainer = PipelineTrainer(
+        [nn.Linear(4, 6), nn.Linear(6, 3)], nn.functional.mse_loss, sgd, PipeDream(),
+        num_microbatches=2, split=[1],
+    )  # fmt: skip
+    batch = torch.randn(4, 4), torch.randn(4, 3)
+    trainer.prepare(*batch)
+    state = trainer.state_dict()
+    trainer.step(*batch)
+    with pytest.raises(RuntimeError) as error:
+        to_bytes(state)
+    trainer.flush()
+    assert contents(from_bytes(to_bytes(state))) == contents(copy.deepcopy(trainer.state_dict()))
+    model = Algorithm()
+    model.step()
+    state, before = model.state_dict(), contents(copy.deepcopy(model.state_dict()))
+    model.close()
+    assert contents(from_bytes(to_bytes(state))) == before
+    return str(error.value)
+
+
+def test_a_state_is_not_written_with_microbatches_in_flight(ranks):
+    for error in ranks.run(2, save_when_it_cannot_be):
+        assert error.startswith("state_dict() must be called after flush(), got it with micro")
 
 
 class LateStager(AsyncStager):

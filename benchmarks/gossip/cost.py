@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gossip.trainers import BUCKET_BYTES, Compute
-from pyparallel.comm import FlatBuckets, NeighborExchange
+from pyparallel.comm import Run
+from pyparallel.gossip.messages import NeighborExchange
 from pyparallel.gossip.push_sum import DenseBuffer, PushSum
 from pyparallel.gossip.topology import OnePeerExponential
 from pyparallel.ops import mix_
+from pyparallel.training import FlatBuckets
 
 MIX_ALONE = "its mix_ calls alone"
 
@@ -52,21 +54,17 @@ class TimedPendingExchange:
         return getattr(self._inner, name)
 
 
-class TimedExchange:
+class TimedExchange(NeighborExchange):
     """An exchange whose start counts as communication: gloo begins to copy to sockets there."""
 
-    def __init__(self, inner: NeighborExchange, clock: Clock) -> None:
-        self._inner = inner
+    def __init__(self, run: Run, clock: Clock) -> None:
+        super().__init__(run)
         self._clock = clock
 
-    def start(self, *arguments: Any, **options: Any) -> TimedPendingExchange:
+    def start(self, *arguments: Any) -> Any:
         """Start an exchange, timed by the clock."""
-        return TimedPendingExchange(
-            self._clock.call(self._inner.start, *arguments, **options), self._clock
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        pending = self._clock.call(super().start, *arguments)
+        return TimedPendingExchange(pending, self._clock)
 
 
 def measure(rank: int, compute: Compute, turns: int, pause: float) -> dict[str, list[float]]:
@@ -92,7 +90,7 @@ class RoundCost:
 
     def __init__(self, compute: Compute, pause: float, *, snapshot: bool) -> None:
         self._clock = Clock()
-        exchange: Any = TimedExchange(NeighborExchange(), self._clock)
+        exchange: Any = TimedExchange(Run(), self._clock)
         graph = OnePeerExponential(dist.get_world_size())
         self._averaging = PushSum(
             [DenseBuffer(each, exchange, snapshot=snapshot) for each in make_buffers(compute)],

@@ -12,9 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pyparallel import GossipDataParallel, gossip
-from pyparallel.comm import FlatBuckets, NeighborExchange
+from pyparallel.comm import Run
+from pyparallel.gossip.messages import NeighborExchange
 from pyparallel.gossip.push_sum import PushSum
 from pyparallel.gossip.topology import OnePeerExponential, Ring
+from pyparallel.training import FlatBuckets
 
 RANKS = 4
 BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel and of GossipDataParallel
@@ -100,7 +102,7 @@ class RoundAlone:
         buckets = FlatBuckets(compute.build().parameters(), BUCKET_BYTES)
         graph = OnePeerExponential(dist.get_world_size())
         self._averaging = PushSum.of_dense(
-            buckets.buffers, NeighborExchange(dist.new_group()), graph
+            buckets.buffers, NeighborExchange(Run(dist.new_group())), graph
         )
 
     def step(self) -> None:

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from benchmarks.gossip.trainers import Compute
 from pyparallel import GossipDataParallel, optim
-from pyparallel.comm import NeighborExchange, Transfer
 from pyparallel.gossip import SGP
+from pyparallel.gossip.messages import NeighborExchange, Transfer
 from pyparallel.gossip.topology import OnePeerExponential
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -70,13 +70,10 @@ def paired_ratio(times: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(time / other for time, other in zip(times, base, strict=True))
 
 
-class Silent:
+class Silent(NeighborExchange):
     """An exchange that sends nothing: receive buffers keep what they hold, headers are its own."""
 
-    def __init__(self, inner: NeighborExchange) -> None:
-        self.rank, self.headers = inner.rank, inner.headers
-
-    def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer], step: int) -> "Silent":
+    def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Any:
         """Start nothing; a header received is one of those to be sent."""
         header = next(transfer.tensor for transfer in sends if transfer.is_header)
         for transfer in receives:
@@ -101,7 +98,7 @@ class UpdateCost:
         algorithm = SGP(OnePeerExponential(dist.get_world_size()), overlap=1)
         self._model = GossipDataParallel(module, self._optimizer, algorithm, **options)
         for buffer in self._model._averager._round_buffers:
-            buffer._exchange = Silent(buffer._exchange)
+            buffer._exchange = Silent(buffer._exchange.run)
         for parameter in module.parameters():
             parameter.grad = torch.randn_like(parameter)
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from benchmarks.pipeline.tasks import Bytes, Digits, Task
 from benchmarks.pipeline.training import Contestant
 from examples.models import Block, Letters
-from pyparallel.comm import Value
 from pyparallel.pipeline import ConvHead, Head, Interlocking, LinearHead, Mean, PooledHead
+from pyparallel.pipeline.messages import Value
 
 NUM_STAGES = 4
 

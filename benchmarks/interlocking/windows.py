@@ -9,8 +9,8 @@ from benchmarks.pipeline.models import Model, SleepingLayer
 from benchmarks.pipeline.systems import System, ours, peers
 from benchmarks.pipeline.systems.ours import OurSchedule
 from benchmarks.pipeline.turns import Plan, start, take_turns
-from pyparallel.comm import Value
 from pyparallel.pipeline import Head, Interlocking
+from pyparallel.pipeline.messages import Value
 
 
 @dataclass(frozen=True)

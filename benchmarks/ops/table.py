@@ -61,3 +61,14 @@ def calls(rows: Sequence[Row]) -> str:
             peers = [row["provider"].removeprefix("torch ") for row in found[2:]]
         lines.append(f"| {' | '.join([*cells, *(peers or ['none'])])} |")
     return "\n".join([*lines, ""])
+
+
+def small_steps(rows: Sequence[Row]) -> str:
+    """Return a line for each case of ``benchmarks.checkouts``, with the ratio to the other one."""
+    head = "| | now | before | ratio of the medians (least to greatest of a turn) |"
+    lines = [head, "|---" * 4 + "|"]
+    for row in rows:
+        now, before = (f"{float(row[name]):.3g} {row['unit']}" for name in ("after", "before"))
+        ratio, least, greatest = (f"{float(row[x]):.2f}" for x in ("ratio", "least", "greatest"))
+        lines.append(f"| {row['case']} | {now} | {before} | {ratio} ({least} to {greatest}) |")
+    return "\n".join([*lines, ""])

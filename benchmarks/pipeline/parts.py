@@ -34,11 +34,11 @@ from benchmarks.pipeline.systems.ours import (
     OurTraining,
 )
 from benchmarks.pipeline.turns import WARM_UP
-from pyparallel.comm import Channel
 from pyparallel.pipeline import PipelineTrainer
+from pyparallel.pipeline.messages import Channel
+from pyparallel.pipeline.messages.stage_p2p import StageP2P
 from pyparallel.pipeline.prediction.flat_predictor import FlatWeightPredictor
 from pyparallel.pipeline.runtime.loss import Criterion
-from pyparallel.pipeline.runtime.p2p import StageP2P
 from pyparallel.pipeline.runtime.stage import Stage
 from pyparallel.pipeline.runtime.weight_copies import WeightCopies
 

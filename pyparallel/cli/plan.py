@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import pipeline
 from ..pipeline import Costs, PipelineShape, Schedule, Simulation, simulate, tabulate
 from ..pipeline.schedules import EVERY_SCHEDULE
 from .text_table import aligned
@@ -74,7 +73,7 @@ def report(arguments: argparse.Namespace) -> str:
 
 
 def _plan(schedule: Schedule, arguments: argparse.Namespace) -> _PlannedRun:
-    chunks = _CHUNKS if isinstance(schedule, pipeline.Interleaved) else 1
+    chunks = _CHUNKS if schedule.interleaves else 1
     shape = PipelineShape(arguments.stages * chunks, arguments.microbatches, arguments.stages)
     forward, backward = arguments.forward / chunks, arguments.backward / chunks
     costs = Costs(

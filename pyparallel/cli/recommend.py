@@ -13,6 +13,7 @@ from ..recommend.benchmark import Measurements, Progress, benchmark, benchmark_r
 from ..recommend.candidates import CANDIDATES, DENSE, HALF
 from ..recommend.model import NOISE, Link, StepTime, choose
 from ..recommend.workload import Workload, load, transformer
+from ..training.arguments import require
 from .text_table import aligned
 
 EXAMPLE = "python -m pyparallel recommend --parameters 25e6 --bandwidth 1000 --ranks 4"
@@ -76,13 +77,12 @@ def _on_one(arguments: argparse.Namespace) -> str:
         )
     latency = 0.2 if arguments.latency is None else arguments.latency
     ranks = 2 if arguments.ranks is None else arguments.ranks
-    for name, valid, value in (
+    for rule, valid, value in (
         ("--bandwidth must be greater than 0", arguments.bandwidth > 0, arguments.bandwidth),
         ("--latency must not be negative", latency >= 0, latency),
         ("--ranks must be at least 1", ranks >= 1, ranks),
     ):
-        if not valid:
-            raise ValueError(f"{name}, got {value}")
+        require(valid, rule, value)
     link = Link(arguments.bandwidth * 1e6 / 8, latency / 1e3, ranks)
     workload = _workload(arguments)
     with _progress() as show:

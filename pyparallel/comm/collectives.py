@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from .consistency import check_consistent_across_ranks, error_of
-from .failures import peer_error
+from .run import Run
+from .stats import CommStats
 
 # torch before 2.13 has the second name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -22,83 +21,27 @@ _ALIGNMENT = 16  # bytes, of the widest loads of kernels
 _MIN_GATHERED = 1  # elements: gloo has hung on empty collectives, so at least one is sent
 
 
-@dataclass
-class CommStats:
-    """Bytes and seconds that one step has cost this rank.
-
-    Args:
-        payload_bytes: bytes of the messages that this rank encoded, each counted once.
-        wire_bytes: bytes sent, assuming ring or pairwise collectives.
-        encode_seconds: host time to encode.
-        decode_seconds: host time to decode.
-        waiting_seconds: host time in collectives and waits for messages; on NCCL only to queue.
-    """
-
-    payload_bytes: int = 0
-    wire_bytes: float = 0.0
-    encode_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    waiting_seconds: float = 0.0
-
-    def count(self, tensor: Tensor, times: float) -> None:
-        """Add a tensor that is sent ``times`` times."""
-        num_bytes = tensor.numel() * tensor.element_size()
-        self.payload_bytes += num_bytes
-        self.wire_bytes += num_bytes * times
-
-    @contextmanager
-    def encoding(self) -> Iterator[None]:
-        """Count the time of the block as encoding."""
-        begin = time.perf_counter()
-        yield
-        self.encode_seconds += time.perf_counter() - begin
-
-    @contextmanager
-    def decoding(self) -> Iterator[None]:
-        """Count the time of the block as decoding."""
-        begin = time.perf_counter()
-        yield
-        self.decode_seconds += time.perf_counter() - begin
-
-
 class Collectives:
-    """Collectives of one process group; without a process group, those of a single rank.
+    """Collectives of one process group.
 
     Every call is synchronous: on gloo the host waits, on NCCL only the current stream. If a call
     fails, it raises a ``PeerError`` that names this rank and the step.
 
     Args:
-        group: the process group; None: the default group, or a single rank if none was initialized.
+        run: whose group it is, and which errors name; None: of the default group, or of a single
+            rank if none was initialized.
         stats: counts bytes and seconds; None: a new one.
-
-    Attributes:
-        step: the step that errors name; None: none.
     """
 
-    step: int | None = None
-
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, stats: CommStats | None = None
-    ) -> None:
-        is_alone = group is None and not dist.is_initialized()
-        self.group = group
-        self.rank = 0 if is_alone else dist.get_rank(group)
-        self.size = 1 if is_alone else dist.get_world_size(group)
-        if self.rank < 0:
-            raise ValueError(
-                "process_group must contain this rank, got one without it; create the trainer on "
-                "its ranks only"
-            )
+    def __init__(self, run: Run | None = None, stats: CommStats | None = None) -> None:
+        self.run = run or Run()
+        self.rank, self.size = self.run.group_rank, self.run.size
         self.stats = stats or CommStats()
 
-    def check_consistent_across_ranks(
-        self, config_fields: Sequence[tuple[str, str]], problem: str | TypeError | None
-    ) -> None:
-        """Raise the same error on all ranks if any has a problem or config fields differ."""
-        if self.size > 1:
-            check_consistent_across_ranks(config_fields, problem, self.group)
-        elif problem:
-            raise error_of({0: problem})
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the process group; None: the default group."""
+        return self.run.group
 
     def all_reduce_(self, tensor: Tensor) -> None:
         """Sum a tensor over ranks in place. Pass float32 for narrower dtypes."""
@@ -242,9 +185,9 @@ class Collectives:
     ) -> None:
         begin = time.perf_counter()
         try:
-            collective(*arguments, group=self.group, **options)
+            collective(*arguments, group=self.run.group, **options)
         except RuntimeError as error:
-            raise peer_error(self.group, self.step, f"the {name} failed", error) from error
+            raise self.run.error(f"the {name} failed", error) from error
         finally:
             self.stats.waiting_seconds += time.perf_counter() - begin
 

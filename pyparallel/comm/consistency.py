@@ -4,7 +4,7 @@ Ranks exchange JSON and never objects of Python: unpickling runs what another ra
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from .store import store_of
 # torch before 2.13 has the second name.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_MAX_BYTES = 2**26  # of what one rank sends: the fields of about 600,000 tensors
+_MAX_BYTES = 2**26  # of what one rank sends: the config fields of about 600,000 tensors
 
 
 class DisagreementError(ValueError):
@@ -49,8 +49,13 @@ def check_consistent_across_ranks(
         ArgumentTypeError: (a DisagreementError) every problem is a TypeError.
         PeerError: a rank died or did not call this within the process group's timeout.
     """
-    own = _Arguments(problem, [(str(name), str(value)) for name, value in config_fields])
-    gathered = _all_gather(own, process_group)
+    fields = [(str(name), str(value)) for name, value in config_fields]
+    text = str(problem) if problem else None
+    own = [text, isinstance(problem, TypeError), fields]
+    if (num_bytes := len(json.dumps(own))) > _MAX_BYTES:  # an error on all ranks, with a reason
+        text = f"config fields must be at most {_MAX_BYTES} bytes as JSON, got {num_bytes}"
+        own = [text, False, []]
+    gathered = gather_json(own, process_group, "config fields", "arguments", _Arguments.parse)
     problems = {rank: each.problem for rank, each in enumerate(gathered) if each.problem}
     if problems:
         raise error_of(problems)
@@ -69,67 +74,73 @@ class _Arguments(NamedTuple):
     problem: str | TypeError | None
     config_fields: list[tuple[str, str]]
 
-    def encode(self) -> bytes:
-        is_type = isinstance(self.problem, TypeError)
-        problem = None if not self.problem else str(self.problem)
-        encoded = json.dumps([problem, is_type, self.config_fields]).encode()
-        if len(encoded) > _MAX_BYTES:  # an error on all ranks, as a length above it would be
-            what = f"config fields must be at most {_MAX_BYTES} bytes as JSON, got {len(encoded)}"
-            return _Arguments(what, []).encode()
-        return encoded
-
-
-def _decode(encoded: bytes) -> _Arguments:
-    """Return what ``encode`` encoded; a ValueError if it did not."""
-    try:
-        problem, is_type, fields = json.loads(encoded)
+    @classmethod
+    def parse(cls, sent: Any) -> "_Arguments":
+        """Return what a rank has sent; a TypeError or a ValueError if it sent something else."""
+        problem, is_type, fields = sent
         pairs = [(name, value) for name, value in fields]
-    except (TypeError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-    texts = [text for pair in pairs for text in pair] + ([] if problem is None else [problem])
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("something else than text")
-    return _Arguments(TypeError(problem) if problem and is_type else problem, pairs)
+        texts = [text for pair in pairs for text in pair] + ([] if problem is None else [problem])
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("something else than text")
+        return cls(TypeError(problem) if problem and is_type else problem, pairs)
 
 
-def _all_gather(own: _Arguments, process_group: dist.ProcessGroup | None) -> list[_Arguments]:
-    """Return the arguments of all ranks: their lengths are sent first, and are bounded."""
+def gather_json(
+    value: Any,
+    process_group: dist.ProcessGroup | None,
+    content: str,
+    subject: str,
+    parse: Callable[[Any], Any] = lambda sent: sent,
+) -> list[Any]:
+    """Return a value of every rank of the group, all of which call this.
+
+    Args:
+        value: of JSON's types.
+        process_group: None: the default group.
+        content: what ranks send, for errors, such as "config fields".
+        subject: what they compare, for errors, such as "arguments".
+        parse: checks and converts the value of each rank; raises a TypeError or a ValueError.
+
+    Raises:
+        PeerError: a rank died, did not call this, or sent something else than JSON of at most
+            64 MiB that ``parse`` takes.
+    """
     if dist.get_world_size(process_group) == 1:
-        return [own]
+        return [parse(value)]
     store_of(None).get("connect")  # now, as the process that hosts it may be gone when it is needed
-    encoded, device = own.encode(), device_of(process_group)
-    lengths = _rows(torch.tensor([len(encoded)], device=device), process_group)[:, 0].tolist()
-    for peer, length in enumerate(lengths):
-        if not 0 < length <= _MAX_BYTES:
-            raise _bad_message(peer, f"a length of {length}, not 1 to {_MAX_BYTES}")
-    padded = torch.frombuffer(bytearray(encoded.ljust(max(lengths))), dtype=torch.uint8)
-    rows = _rows(padded.to(device), process_group).cpu()
+    encoded, device = json.dumps(value).encode(), device_of(process_group)
+    place = f"rank {dist.get_rank()}"
+
+    def bad_message(peer: int, what: str) -> PeerError:
+        return PeerError(
+            f"{place}: all ranks must send their {content} as JSON, got from rank {peer} of the "
+            f"group {what}; do all ranks make the same calls, with the same version of pyparallel?"
+        )
+
+    try:
+        lengths = gather_rows(torch.tensor([len(encoded)], device=device), process_group)[:, 0]
+        for peer, length in enumerate(lengths.tolist()):
+            if not 0 < length <= _MAX_BYTES:
+                raise bad_message(peer, f"a length of {length}, not 1 to {_MAX_BYTES}")
+        padded = torch.frombuffer(bytearray(encoded.ljust(int(lengths.max()))), dtype=torch.uint8)
+        rows = gather_rows(padded.to(device), process_group).cpu()
+    except RuntimeError as error:
+        what = f"the comparison of all ranks' {subject} failed"
+        raise peer_error(process_group, place, what, error) from error
     gathered = []
-    for peer, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+    for peer, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
         try:
-            gathered.append(_decode(row[:length].numpy().tobytes()))
-        except ValueError as error:
-            raise _bad_message(peer, f"something else ({error})") from error
+            gathered.append(parse(json.loads(row[:length].numpy().tobytes())))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise bad_message(peer, f"something else ({error})") from error
     return gathered
 
 
-def _rows(row: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
+def gather_rows(row: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
     """Return the rows (n,) of all ranks as (number of ranks, n)."""
     gathered = row.new_empty(dist.get_world_size(process_group) * row.numel())
-    try:
-        _gather(gathered, row, group=process_group)
-    except RuntimeError as error:
-        what = "the comparison of all ranks' arguments failed"
-        raise peer_error(process_group, None, what, error) from error
+    _gather(gathered, row, group=process_group)
     return gathered.view(-1, row.numel())
-
-
-def _bad_message(peer: int, what: str) -> PeerError:
-    return PeerError(
-        f"rank {dist.get_rank()}: all ranks must send their config fields as JSON, got from rank "
-        f"{peer} of the group {what}; do all ranks make the same calls, with the same version of "
-        "pyparallel?"
-    )
 
 
 def error_of(problems: Mapping[int, str | TypeError]) -> DisagreementError:

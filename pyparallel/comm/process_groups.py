@@ -22,7 +22,7 @@ import importlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -31,8 +31,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .errors import next_trainer_number, register_child, register_trainer
-from .failures import peer_error
 from .store import store_of, timeout_of
 
 # Of each default group and list of ranks: how often a group of them was created, and the length of
@@ -62,7 +60,7 @@ def warn_if_alone() -> None:
         )
 
 
-def new_group(
+def create_group(
     members: Sequence[int],
     process_group: dist.ProcessGroup | None,
     backend: str | None = None,
@@ -83,41 +81,13 @@ def new_group(
             which it would have another communicator.
 
     Raises:
-        PeerError: a member died or did not connect within the timeout.
+        RuntimeError: torch's, if a member died or did not connect within the timeout.
         ValueError: the ranks outside ``process_group`` would have to take part.
     """
     parent: Any = process_group or dist.group.WORLD
     _check_split(parent)
     ranks = [dist.get_global_rank(parent, member) for member in members]
-    try:
-        group = _connect(ranks, parent, backend, for_p2p)
-    except RuntimeError as error:
-        what = f"a process group of ranks {list(members)} could not be created"
-        raise peer_error(parent, None, what, error, suspects=ranks) from error
-    register_child(group, parent)
-    return group
-
-
-def new_trainer_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return a trainer's own process group, of the ranks of another one, and number the trainer.
-
-    No other communication then takes a trainer's messages. All ranks must call this together, once
-    for each trainer, after their arguments have been checked. Groups created within the returned
-    one are the same trainer's.
-
-    Raises:
-        PeerError: a rank died or did not connect within the timeout.
-        ValueError: as ``new_group``.
-    """
-    group = new_group(range(dist.get_world_size(process_group)), process_group)
-    number = torch.tensor(next_trainer_number(), device=device_of(group))
-    try:
-        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
-    except RuntimeError as error:
-        what = "the trainer's number could not be agreed on"
-        raise peer_error(group, None, what, error) from error
-    register_trainer(group, int(number))
-    return group
+    return _connect(ranks, parent, backend, for_p2p)
 
 
 def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
@@ -236,36 +206,3 @@ def _same_name(ranks: Sequence[int], timeout: datetime.timedelta) -> Iterator[No
     finally:
         for group in padding:
             dist.destroy_process_group(group)
-
-
-def node_of(rank: int, ranks_per_node: int) -> range:
-    """Return the ranks of a rank's node, where consecutive ranks share one."""
-    first = rank - rank % ranks_per_node
-    return range(first, first + ranks_per_node)
-
-
-def counterparts_of(rank: int, ranks_per_node: int, num_ranks: int) -> range:
-    """Return the ranks with the same local rank on every node."""
-    return range(rank % ranks_per_node, num_ranks, ranks_per_node)
-
-
-def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[..., None]:
-    """Return a barrier: a function that returns once all ranks of the group have called it.
-
-    Its argument is the step that its errors name; default: none.
-
-    Raises:
-        ValueError: the group has no gloo, whose collectives the host waits for.
-    """
-    config = dist.get_backend_config(process_group)
-    if "gloo" not in config:
-        raise ValueError(f"process_group must be one of gloo, got one of {config}")
-
-    def barrier(step: int | None = None) -> None:
-        try:
-            dist.all_reduce(torch.zeros(1), group=process_group)
-        except RuntimeError as error:
-            what = "not all ranks reached the barrier"
-            raise peer_error(process_group, step, what, error) from error
-
-    return barrier

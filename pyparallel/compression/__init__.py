@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from .. import _deprecated
-from ..comm.collectives import Collectives, CommStats
+from ..comm.collectives import Collectives
+from ..comm.stats import CommStats
 from . import low_rank, quantizers, sparsifiers, wrappers
 from .compressor import AttachPoint, Compressor, Message
 from .corrupt_messages import CorruptMessageError
@@ -17,14 +18,8 @@ from .state_store import StateStore, merge_states
 from .wrappers import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from .hooks.fsdp import (
-        CompressedAllGather,
-        CompressedReduceScatter,
-        FSDPCompression,
-        compress_fsdp,
-        fsdp_all_gather,
-        fsdp_reduce_scatter,
-    )
+    from .hooks.fsdp import FSDPCompression, compress_fsdp, fsdp_all_gather, fsdp_reduce_scatter
+    from .hooks.fsdp_custom import CompressedAllGather, CompressedReduceScatter
 
 __all__ = [
     "AttachPoint",

@@ -6,8 +6,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ..comm.arguments import wrong_type
 from ..comm.collectives import Collectives
+from ..training.arguments import wrong_type
 from .corrupt_messages import with_sender
 from .layout import BufferLayout
 from .state import CompressorState

@@ -39,14 +39,9 @@ def with_sender(sender: int) -> Iterator[None]:
 
 
 def raise_if_any_corrupt(corrupt_sender: int | None, collectives: Collectives) -> None:
-    """Raise on all ranks if any has received a corrupt message. All ranks must call it.
+    """Raise a CorruptMessageError on all ranks if any could not decode the message of a sender.
 
-    Args:
-        corrupt_sender: the rank whose message this rank could not decode, or None.
-        collectives: the collectives of the process group.
-
-    Raises:
-        CorruptMessageError: some rank received a corrupt message.
+    All ranks must call it.
     """
     own = torch.tensor([-1 if corrupt_sender is None else corrupt_sender])
     for (sender,) in collectives.all_gather(own).tolist():

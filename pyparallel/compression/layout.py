@@ -1,5 +1,6 @@
 """Layout of a flat buffer by parameter name, by which state follows parameters to other buffers."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ class Piece:
     @property
     def numel(self) -> int:
         """Number of entries."""
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -6,28 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm.arguments import NonFinitePolicy
 from ..comm.collectives import Collectives, int64_on
 from ..comm.errors import NonFiniteError
+from ..training.nonfinite import NonFinitePolicy, first_nonfinite, is_finite, is_finite_on_device
 from .layout import BufferLayout
 
 
-def is_finite(x: Tensor) -> bool:
-    """Return whether all entries of a tensor are finite; the host waits for it.
-
-    Reads x once: a sum is not finite if an entry is not. Where a sum of finite entries overflows, x
-    is read again.
-    """
-    if x.dtype != torch.float16 and bool(x.sum().isfinite()):
-        return True
-    return x.numel() == 0 or bool(_bounds_are_finite(x))
-
-
-def first_nonfinite(x: Tensor, layout: BufferLayout) -> int:
-    """Return the index of the first piece with a nan or an inf, or -1."""
-    if is_finite(x):
-        return -1
-    return next(i for i, part in enumerate(layout.split(x)) if not is_finite(part))
+def first_nonfinite_part(x: Tensor, layout: BufferLayout) -> int:
+    """Return the index of the first parameter's part with a nan or an inf, or -1."""
+    return -1 if is_finite(x) else first_nonfinite(layout.split(x))
 
 
 def check_finite_on_all_ranks(x: Tensor, layout: BufferLayout, collectives: Collectives) -> None:
@@ -38,7 +25,7 @@ def check_finite_on_all_ranks(x: Tensor, layout: BufferLayout, collectives: Coll
     Raises:
         NonFiniteError: names the first such rank and its first such parameter.
     """
-    mine = int64_on(x.device, [first_nonfinite(x, layout)])
+    mine = int64_on(x.device, [first_nonfinite_part(x, layout)])
     for rank, (piece,) in enumerate(collectives.all_gather(mine).tolist()):
         if piece >= 0:
             raise nonfinite_error(rank, layout.names[piece])
@@ -123,7 +110,7 @@ class NonFiniteCheck:
     def _apply_on_device_(
         self, x: Tensor, layout: BufferLayout, collectives: Collectives, step: int | None
     ) -> None:
-        is_bad = _bounds_are_finite(x).logical_not()
+        is_bad = is_finite_on_device(x).logical_not()
         x.masked_fill_(is_bad, 0.0)
         if self.policy != "raise" or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
@@ -179,7 +166,3 @@ class _LateVerdict:
                     f"{self.step}, the last one: its buffer counted as zeros in that mean; use "
                     'nonfinite="skip" to go on, or "allow" with a GradScaler'
                 )
-
-
-def _bounds_are_finite(x: Tensor) -> Tensor:
-    return torch.stack(x.aminmax()).isfinite().all()

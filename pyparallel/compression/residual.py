@@ -1,4 +1,4 @@
-"""Error feedback for compressors without a fused op."""
+"""Error feedback for compressors without a fused op; a residual is (numel,) float32."""
 
 import torch
 from torch import Tensor
@@ -12,25 +12,13 @@ def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def update_residual(residual: Tensor, total: Tensor, decoded: Tensor) -> None:
-    """Set the residual to ``total - decoded``; non-finite entries keep their old residual.
-
-    Args:
-        residual: (numel,) float32. Written.
-        total: (numel,) float32, what was encoded.
-        decoded: (numel,), what the message decodes to.
-    """
+    """Set the residual to ``total - decoded``; non-finite entries keep their old residual."""
     lost = total - decoded
     torch.where(lost.isfinite(), lost, residual, out=residual)
 
 
 def accumulate_residual(residual: Tensor, lost: Tensor, times: int) -> None:
-    """Add ``times * lost`` to the residual; entries that would overflow stay as they are.
-
-    Args:
-        residual: (numel,) float32. Written.
-        lost: (numel,) float32.
-        times: at least 1.
-    """
+    """Add ``times * lost`` to the residual; entries that would overflow stay as they are."""
     total = torch.add(residual, lost, alpha=times)
     torch.where(total.isfinite(), total, residual, out=residual)
 
@@ -40,10 +28,6 @@ def clear_non_finite(buffer: Tensor, largest: Tensor) -> None:
 
     nan and inf count as the largest: if none was sent, there is none, which saves the CPU a pass.
     (``ops.top_k`` does the same for its residual, on all devices.)
-
-    Args:
-        buffer: (numel,) float32. Written.
-        largest: (k,), the values sent.
     """
     if buffer.device.type == "cpu" and bool(largest.isfinite().all()):
         return

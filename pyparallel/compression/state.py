@@ -47,6 +47,17 @@ class CompressorState:
         raise_if_counted(x.device)
         self.step += 1
 
+    def begin_inner(self) -> "CompressorState":
+        """Return the state of the one wrapped compressor, at this step, and count a message."""
+        inner = self.inner[0].at_step(self.step)
+        self.step += 1
+        return inner
+
+    def at_step(self, step: int) -> "CompressorState":
+        """Set the number of messages made so far, and return this state."""
+        self.step = step
+        return self
+
     def seed(self, base: int, *, shared: bool = False) -> int:
         """Return the seed of this buffer's draws: the same on all ranks, or one per rank.
 

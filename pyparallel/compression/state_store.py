@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import check_format, check_like, plain_name, seal, summarize
 from ..ops._corrupt import raise_if_counted
+from ..training import check_format, check_like, plain_name, seal, summarize
+from ..training.arguments import require
 from .compressor import Compressor
 from .layout import BufferLayout
 from .state import CompressorState
@@ -78,23 +79,24 @@ class StateStore:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank by parameter name; it differs between ranks.
 
-        Tensors may share storage with the live state: write it before the next step, with which its
-        checksums no longer agree. To resume with another number of ranks, see `merge_states`.
+        Nothing is copied: what is written is the state of then. To resume with another number of
+        ranks, see `merge_states`.
 
         Raises:
             RuntimeError: corrupt entries of received messages were left out on a GPU.
         """
+        return seal(self._collect)
+
+    def _collect(self) -> dict[str, Any]:
         for device in self._devices:
             raise_if_counted(device, wait=True)
-        return seal(
-            {
-                "compressor": repr(self.compressor),
-                "rank": self._rank,
-                "num_ranks": self._num_ranks,
-                "parameters": self._parameter_state(),
-                "of_all": self._common_state(),
-            }
-        )
+        return {
+            "compressor": repr(self.compressor),
+            "rank": self._rank,
+            "num_ranks": self._num_ranks,
+            "parameters": self._parameter_state(),
+            "of_all": self._common_state(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a ``state_dict``, to resume bit for bit.
@@ -113,11 +115,10 @@ class StateStore:
         self._unassigned_common = copy.deepcopy(common)
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Check that ``load_state_dict`` can load a state; changes nothing.
+        """Raise a ValueError for a state that ``load_state_dict`` cannot load; change nothing.
 
-        Raises:
-            ValueError: it was saved with another compressor, model, number of ranks or on another
-                rank, or by a newer pyparallel; or it is damaged or malformed.
+        Such a state was saved with another compressor, model, number of ranks or on another rank,
+        or by a newer pyparallel; or it is damaged or malformed.
         """
         if not isinstance(state, dict) or not state.keys() >= _KEYS:
             raise ValueError(
@@ -137,8 +138,7 @@ class StateStore:
                 )
         for name, tensors in state["parameters"].items():
             for key, tensor in tensors.items():
-                if not isinstance(tensor, Tensor):
-                    raise ValueError(f"{key} of {name} must be a tensor, got {summarize(tensor)}")
+                require(isinstance(tensor, Tensor), f"{key} of {name} must be a tensor", tensor)
         for name, common in state["of_all"].items():
             check_like(common["step"], 0, f"of_all.{name}.step")
         if self._model is not None:
@@ -181,8 +181,7 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
     Raises:
         ValueError: the states are not those of all ranks of one run, or one is damaged.
     """
-    if not states:
-        raise ValueError("states must be the states of all ranks of the old run, got none")
+    require(states, "states must be the states of all ranks of the old run", "none")
     first = states[0]
     if len(states) != first["num_ranks"]:
         raise ValueError(

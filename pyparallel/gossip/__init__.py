@@ -5,7 +5,7 @@ combine the two, and ``GossipDataParallel`` hooks an algorithm into the user's o
 """
 
 from .. import _deprecated
-from ..comm import ModelAverager
+from ..training import ModelAverager
 from . import algorithms, topology
 from .algorithms import *  # noqa: F403  the algorithms that the folder exports
 from .checkpoint import GossipState

@@ -12,18 +12,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._deprecated import modernize_saved
-from ..comm import (
+from ..comm import check_consistent_across_ranks, first_difference
+from ..training import (
     CHECKSUMS_KEY,
     FORMAT_KEY,
-    check_consistent_across_ranks,
     check_format,
     check_like,
     check_on_all_ranks,
     check_optimizer_state,
     checksum,
-    first_difference,
     optimizer_kind,
     plain_keys,
+    read_checkpoint,
+    read_metadata,
     seal,
     summarize,
 )
@@ -109,13 +110,13 @@ class GossipState:
         self._key = f"rank-{dist.get_rank(group)}-of-{dist.get_world_size(group)}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state under this rank's key, with its checksums.
+        """Return this rank's state under this rank's key; it stays that of this step.
 
-        Its tensors are the live ones until the trainer is about to write them. If the state is
-        still held then, such as by ``torch.distributed.checkpoint.async_save`` before it has staged
-        it, they are copied.
+        Ranks' states fit each other's only if all are of one step. So its tensors are the live ones
+        until the trainer is about to write them; if the state is still held then, such as by
+        ``torch.distributed.checkpoint.async_save`` before it has staged it, they are copied.
         """
-        algorithm = self._model.algorithm_state_dict()
+        algorithm = {**self._model.algorithm_state_dict()}
         del algorithm[CHECKSUMS_KEY]  # those of the whole state are enough
         values: dict[str, Any] = {
             "facts": self._model.config_fields,
@@ -142,7 +143,7 @@ class GossipState:
                 module or optimizer; or the ranks' states are not of one step.
         """
         model, averager = self._model, self._model._averager
-        check_states_together(averager, lambda: self._read(state_dict), averager.process_group)
+        check_states_together(averager, lambda: self._read(state_dict), averager.run)
         # This one may be of now, and messages in flight are about to be merged.
         model._preserve_saved_states()
         values = state_dict[self._key].values
@@ -162,22 +163,20 @@ class GossipState:
             DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the
                 checkpoint is of another number of ranks, or as ``load_state_dict``.
         """
-        # It takes long to import.
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict_loader import load
-
         group = self._model.process_group
+        state: dict[str, Any] = {name: {self._key: None}}
 
         def check() -> list[tuple[str, str]]:
-            keys = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+            keys = read_metadata(checkpoint_id)
             found = [key.removeprefix(f"{name}.") for key in keys if key.startswith(f"{name}.")]
             self._check_key(found, "checkpoint_id")
+            read_checkpoint(state, checkpoint_id)
             return []
 
         check_on_all_ranks(
             check, lambda fields, text: check_consistent_across_ranks(fields, text, group)
         )
-        load({name: self}, checkpoint_id=checkpoint_id, process_group=group)
+        self.load_state_dict(state[name])
 
     def _check_key(self, keys: list[str], argument: str) -> None:
         if self._key not in keys:
@@ -203,7 +202,7 @@ class GossipState:
         own, module = self._model.state_dict(), plain_keys(values["module"])
         check_like(module, own, "module")
         self._check_optimizers(_as_list(values["optimizer"]), values.get("optimizer_kind"))
-        if not self._model._averager.has_equal_parameters:
+        if not self._model._averager.traits.has_equal_parameters:
             return algorithm, []
         names = [name for name, _ in self._model.named_parameters() if name in own]
         total = sum(checksum(module[name]) for name in names)

@@ -1,6 +1,7 @@
 """The exact average over all ranks, and the ranks' distance from it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -36,3 +37,20 @@ def distance(tensors: Sequence[Tensor], weight: Tensor, collectives: Collectives
         squares += (tensor.double() - mean).square().sum()
     collectives.all_reduce_(squares)
     return float((squares / collectives.size).sqrt())
+
+
+@contextmanager
+def assigned(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """Write values into tensors inside the context; restore the tensors after it."""
+    own = [tensor.clone() for tensor in tensors]
+    try:
+        _assign(tensors, values)
+        yield
+    finally:
+        _assign(tensors, own)
+
+
+@torch.no_grad()
+def _assign(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..comm import keys_of, uncompiled, with_own_storage
+from ..training import keys_of, uncompiled, with_own_storage
 
 _MODULE = "module"  # the attribute
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..comm import wrong_type
+from ..training import wrong_type
 from .algorithms.osgp import OSGP
 from .algorithms.sgp import SGP
 from .topology import Circulant, Topology

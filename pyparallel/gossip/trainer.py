@@ -1,6 +1,5 @@
 """``GossipDataParallel``: the trainer that runs a gossip algorithm in the user's training loop."""
 
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -9,35 +8,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from .._deprecated import adopt_old_methods
 from ..comm import (
-    ANY,
     Collectives,
-    MessageHeaders,
-    ModelAverager,
-    NonFiniteError,
     StepCounts,
-    StepHooks,
     check_consistent_across_ranks,
-    check_format,
     check_group_exists,
-    forget_trainer,
-    is_creating_state,
-    new_trainer_group,
-    raising_peer_errors,
+)
+from ..optim import FusedOptimizer
+from ..optim.finite_steps import FiniteSteps
+from ..training import (
+    ModelAverager,
+    StepHooks,
+    check_format,
     refuse_other_optimizers,
     seal,
 )
-from ..comm.arguments import NonFinitePolicy, find_policy_error
-from ..optim import FusedOptimizer
-from ..optim.finite_steps import FiniteSteps
+from ..training.nonfinite import NonFinitePolicy, find_policy_error
+from ..training.trainer import Trainer, find_owner_error
 from . import consensus
 from .algorithms.base import Algorithm, JoinedOptimizers, find_algorithm_error
 from .module_wrapper import ModuleWrapper
+from .rounds import SteppedRounds
 from .validation import (
     as_optimizers,
     averagers_part,
@@ -51,7 +46,7 @@ from .validation import (
 )
 
 
-class GossipDataParallel(ModuleWrapper):
+class GossipDataParallel(Trainer, ModuleWrapper):
     """A module trained on all ranks of a process group with a gossip algorithm.
 
     The training loop stays the user's: ``zero_grad``, forward, backward, ``optimizer.step()``.
@@ -87,6 +82,8 @@ class GossipDataParallel(ModuleWrapper):
         ArgumentTypeError: (a DisagreementError and a TypeError) one is of a wrong type.
     """
 
+    _copy_instead = "copy its .module"
+
     def __init__(
         self,
         module: nn.Module,
@@ -115,77 +112,73 @@ class GossipDataParallel(ModuleWrapper):
         self._wrap(module)
         self.algorithm = algorithm
         self.process_group = process_group
-        self._group: dist.ProcessGroup | None = new_trainer_group(process_group)
+        run = self._open_run(process_group, StepCounts(policy=nonfinite))
         cap_bytes = int(resolve_bucket_cap_mb(module, bucket_cap_mb) * 2**20)
         optimizers = as_optimizers(optimizer)
         self._optimizers = [weakref.ref(each) for each in optimizers]
         self._buckets = lay_out(module, optimizers, cap_bytes)
         fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
-        # With others the round is a pass of its own.
-        self._takes_round_in_pass = bool(fused) and len(optimizers) == 1
-        for each in fused:
-            each.adopt(self._step_buckets if self._takes_round_in_pass else None)
+        in_pass = bool(fused) and len(optimizers) == 1  # with others the round is a pass of its own
         self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._broadcast_from_first_rank()
         # Held here, as algorithms hold weak references.
         self._joined: Any = JoinedOptimizers(optimizers)
         whole: Any = optimizers[0] if len(optimizers) == 1 else self._joined
-        averager = algorithm.start(module, whole, self._buckets, self._group)
+        averager = algorithm.start(module, whole, self._buckets, run)
         self._running: ModelAverager | None = averager
-        averager.counts = self._counts = StepCounts(policy=nonfinite)
+        self._own(optimizers)
         device = self._buckets.parameters[0].device
-        self._finite_steps = FiniteSteps(optimizers, nonfinite, self._counts, device)
-        self._saw_forward = False  # in training since the last step
-        self._warns_of_closures = True
-        self._received_error: NonFiniteError | None = None
-        self._num_steps = 0
-        self._waiting_seconds, self._waited_before = 0.0, 0.0  # of the last step; until its end
+        finite_steps = FiniteSteps(optimizers, nonfinite, run.counts, device)
+        self._rounds = rounds = SteppedRounds(averager, run, finite_steps, self.module, in_pass)
+        for each in fused:
+            each.adopt(rounds.step_buckets if in_pass else None)
         # The optimizers hold the hooks, which hold the trainer. A cycle would keep process groups
         # beyond destroy_process_group(), until Python collects garbage.
         step_hook = StepHooks(
             optimizers,
-            self._after_step,
+            rounds.after_step,
             self._before_step,
-            self._before_update,
-            self._before_evaluation,
-            self._finite_steps.end,
+            rounds.before_update,
+            rounds.before_evaluation,
+            finite_steps.end,
         )
         self._step_hook = weakref.ref(step_hook)
         self._allow_other_optimizers = refuse_other_optimizers(
             self, self._buckets.parameters, optimizers, step_hook, self._synchronizes
         )
         # Also called when the trainer is garbage collected, and at exit.
-        self._close_averager = weakref.finalize(self, averager.close)
+        self._close_averager = weakref.finalize(self, rounds.close)
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
+        averager = self._averager
         if step_hook := self._step_hook():
             step_hook.see_forward()
         is_eager = not torch.compiler.is_compiling()  # it would compile again for every count
         if is_eager:
             self._preserve_saved_states()  # buffers such as BatchNorm's are about to change
         if self.training and torch.is_grad_enabled():
-            self._saw_forward = True
-            if is_eager:
-                self._counts.forwards += 1
-        self._averager.restore_debiased()
-        return self._averager.wrap(self._called)(*inputs, **kwargs)
+            self._rounds.see_forward(counts=is_eager)
+        averager.restore_debiased()
+        if averager.traits.has_equal_batches:
+            self._rounds.joined.before_forward()
+        return averager.wrap(self._called)(*inputs, **kwargs)
 
     @property
     def push_sum_weight(self) -> Tensor:
         """Push-sum weight of this rank, 0-d float64; 1 for algorithms without PushSum."""
-        return self._averager.weight
+        return self._averager.status.weight
 
     @property
     def loads_other_buckets(self) -> bool:
         """Whether a state loads that was saved with the optimizer's parameters in other groups."""
-        return self._averager.loads_other_buckets
+        return self._averager.traits.loads_other_buckets
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent for training, excluding ``consensus`` and checks."""
-        return self._averager.bytes_sent
+        return int(self._run.stats.wire_bytes)
 
     def metrics(self, *, consensus_distance: bool = False) -> dict[str, float]:
         """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
@@ -205,14 +198,14 @@ class GossipDataParallel(ModuleWrapper):
             consensus_distance: add ``consensus_distance``, of all ranks, as
                 ``consensus_distance()``; all ranks must call this together.
         """
-        averager = self._averager
+        status = self._averager.status
         found: dict[str, float | Tensor] = {
-            "rank/bytes_sent": averager.bytes_sent,
-            "rank/waiting_seconds": self._waiting_seconds,
-            "rank/staleness": averager.staleness,
-            "rank/push_sum_weight": averager.weight,
-            "rank/steps": self._num_steps,
-            "rank/skipped_steps": self._finite_steps.num_skipped,
+            "rank/bytes_sent": self.bytes_sent,
+            "rank/waiting_seconds": self._rounds.waiting_seconds,
+            "rank/staleness": status.staleness,
+            "rank/push_sum_weight": status.weight,
+            "rank/steps": self._rounds.num_steps,
+            "rank/skipped_steps": self._rounds.finite_steps.num_skipped,
         }
         if consensus_distance:
             found["consensus_distance"] = self.consensus_distance()
@@ -226,7 +219,7 @@ class GossipDataParallel(ModuleWrapper):
         Args:
             loss: a number, or a tensor of one element.
         """
-        self._averager.record_loss(loss)
+        self._run.record_loss(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which steps do not communicate.
@@ -234,7 +227,7 @@ class GossipDataParallel(ModuleWrapper):
         As in DistributedDataParallel, for accumulating gradients over several backward passes, or
         for several local steps. All ranks must do the same.
         """
-        return self._averager.no_sync()
+        return self._run.counts.no_sync()
 
     def join(
         self, *, enable: bool = True, throw_on_early_termination: bool = False
@@ -252,8 +245,10 @@ class GossipDataParallel(ModuleWrapper):
                 other's rounds of the other.
         """
         self._preserve_saved_states()
-        joinable = self._averager.joinable
-        return _join(joinable, self._group, self._counts, enable, throw_on_early_termination)
+        self._check_open()
+        return self._rounds.joined.join(
+            enable=enable, throw_on_early_termination=throw_on_early_termination
+        )
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -263,26 +258,22 @@ class GossipDataParallel(ModuleWrapper):
         floating-point buffers (such as BatchNorm statistics) without weights. Frozen parameters
         are equal on all ranks and stay as they are. All ranks must enter it together.
         """
-        (merged, weight), buffers = self._merged_buckets(), self._float_buffers()
-        collectives = self._collectives()
+        merged, weight = self._merged_buckets()
+        buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+        collectives = Collectives(self._run)
         averages = consensus.average(merged, weight, collectives)
         averages += consensus.average(buffers, torch.ones_like(weight), collectives)
         del merged
         self._preserve_saved_states()
-        tensors = [*self._buckets.buffers, *buffers]
-        own = [tensor.clone() for tensor in tensors]
-        try:
-            _assign(tensors, averages)
+        with consensus.assigned([*self._buckets.buffers, *buffers], averages):
             yield self.module
-        finally:
-            _assign(tensors, own)
 
     def consensus_distance(self) -> float:
         """Return the root mean square over ranks of ``||z_i - average||_2``.
 
         The same number on all ranks, which must call it together.
         """
-        return consensus.distance(*self._merged_buckets(), self._collectives())
+        return consensus.distance(*self._merged_buckets(), Collectives(self._run))
 
     def flush(self) -> None:
         """Complete all communication in flight; call it after the last step, on all ranks together.
@@ -323,7 +314,7 @@ class GossipDataParallel(ModuleWrapper):
         self._averager.restore_debiased()
         self._check_between_steps()
         self._check_equal_steps()
-        return seal(self._averager.state_dict())
+        return seal(lambda: {} if self._running is None else self._running.state_dict())
 
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
@@ -339,13 +330,14 @@ class GossipDataParallel(ModuleWrapper):
             check_format(state_dict)
             return state_dict, []
 
-        check_states_together(averager, read, self._group)
+        check_states_together(averager, read, self._run)
         averager.restore_debiased()
         self._preserve_saved_states()
         averager.load_state_dict(averagers_part(state_dict))
-        self._counts.reset()
+        self._run.counts.reset()
         self._begin_new_step()
 
+    @override
     def close(self) -> None:
         """Stop all communication: the optimizer then trains the module on this rank alone.
 
@@ -356,14 +348,15 @@ class GossipDataParallel(ModuleWrapper):
             step_hook.close()
         self._allow_other_optimizers()
         if self._running is not None:
-            self._finite_steps.close()
+            self._rounds.finite_steps.close()
             for reference in self._optimizers:
                 if isinstance(optimizer := reference(), FusedOptimizer):
                     optimizer.release()
-        self._close_averager()
-        self._running = None
-        forget_trainer(self._group)
-        self.process_group = self._group = None
+            self._close_averager()
+            del self._rounds
+            self._running = None
+        super().close()
+        self.process_group = None
 
     @override
     def extra_repr(self) -> str:
@@ -371,103 +364,31 @@ class GossipDataParallel(ModuleWrapper):
 
     @property
     def _averager(self) -> ModelAverager:
-        if self._running is None:
-            raise RuntimeError("GossipDataParallel must not be used after close()")
+        self._check_open()
+        assert self._running is not None
         return self._running
-
-    def _collectives(self) -> Collectives:
-        """Return collectives of the trainer's ranks, whose errors name the step."""
-        collectives = Collectives(self._group)
-        collectives.step = self._counts.steps
-        return collectives
-
-    def _float_buffers(self) -> list[Tensor]:
-        return [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
 
     @torch.no_grad()
     def _broadcast_from_first_rank(self) -> None:
         trainable = {id(parameter) for parameter in self._buckets.parameters}
         frozen = [p for p in self.module.parameters() if id(p) not in trainable]
-        collectives = Collectives(self._group)
+        collectives = Collectives(self._run)
         for tensor in [*self._buckets.buffers, *frozen, *self.module.buffers()]:
             collectives.broadcast_(tensor, 0)
 
     def _synchronizes(self) -> bool:
         """Return whether a step of the parameters takes a round; not if they have moved."""
-        running = self._running
-        return bool(running and running.synchronizes) and self._buckets.find_moved() is None
+        is_open = self._running is not None
+        return is_open and self._run.counts.synchronizes and self._buckets.find_moved() is None
 
     def _before_step(self, optimizer: Optimizer, has_gradients: bool | None) -> None:
         """Receive and merge, unless a fused optimizer does so in its pass."""
         check_group_exists()
         self._buckets.check(p for group in self._joined.param_groups for p in group["params"])
         self._check_module()
-        averager = self._averager
-        averager.restore_debiased()
-        self._preserve_saved_states()
-        if self._takes_round_in_pass:
-            return
-        if has_gradients is False and averager.in_flight and self._warns_of_closures:
-            self._warns_of_closures = False
-            warnings.warn(
-                f"{type(optimizer).__name__} evaluates its closure several times in a step, or at "
-                "other parameters, so messages are received before the first evaluation: overlap "
-                "hides nothing",
-                stacklevel=6,  # the user's optimizer.step(closure)
-            )
-        with self._after_the_step():
-            averager.before_step()
-        if not has_gradients:  # the optimizer may copy the parameters first
-            averager.before_update()
-
-    def _before_update(self, index: int, is_first: bool) -> None:
-        if not self._takes_round_in_pass:
-            self._averager.before_update()  # again if a forward has been between two optimizers
-            self._finite_steps.begin(index, is_first)
-
-    def _before_evaluation(self) -> None:
-        self._finite_steps.end()
         self._averager.restore_debiased()
-
-    def _step_buckets(self, optimizer: FusedOptimizer) -> None:
-        if is_creating_state():
-            for index in range(optimizer.num_buckets):
-                optimizer.step_bucket(index)
-            return
-        self._finite_steps.begin()
-        self._count_step()
-        averager = self._averager
-        if averager.synchronizes:
-            averager.notify_joined_ranks()
-        with self._after_the_step():
-            averager.step_buckets(optimizer.step_bucket, optimizer.num_buckets)
-
-    def _after_step(self) -> None:
-        if not self._takes_round_in_pass:
-            self._count_step()
-            averager = self._averager
-            averager.after_update()
-            if averager.synchronizes:
-                averager.notify_joined_ranks()
-                with self._after_the_step():
-                    averager.after_step()
-        self._num_steps += 1
-        waited = self._averager.waiting_seconds
-        self._waiting_seconds, self._waited_before = waited - self._waited_before, waited
-        self._raise_nonfinite()
-
-    @contextmanager
-    def _after_the_step(self) -> Iterator[None]:
-        """Keep what a message says of its sender's gradients until the step is complete."""
-        try:
-            yield
-        except NonFiniteError as error:
-            self._received_error = error
-
-    def _count_step(self) -> None:
-        self._counts.steps += 1
-        self._counts.repeats += not self._saw_forward
-        self._saw_forward = False
+        self._preserve_saved_states()
+        self._rounds.before_step(optimizer, has_gradients)
 
     def _begin_new_step(self) -> None:
         if step_hook := self._step_hook():
@@ -481,17 +402,12 @@ class GossipDataParallel(ModuleWrapper):
             text = (
                 found and f"states must be saved between two training steps, got one after {found}"
             )
-            check_consistent_across_ranks([], text, self._group)
+            self._run.agree([], text)
 
     def _check_equal_steps(self) -> None:
         """Raise on all ranks if one has skipped or repeated a step, before it is waited for."""
-        collectives = self._collectives()
-        if self._averager.has_equal_steps and collectives.size > 1:
-            headers = MessageHeaders(collectives.rank, collectives.size, self._group)
-            headers.counts = self._counts
-            # As long as the header of an average, in which a rank behind may be meanwhile.
-            rows = collectives.all_gather(headers.row(ANY, self._buckets.parameters[0].device))
-            headers.check_gathered(rows.tolist())
+        if self._averager.traits.has_equal_steps:
+            self._run.check_equal_steps(self._buckets.parameters[0].device)
 
     def _preserve_saved_states(self) -> None:
         """Copy the tensors of states that are not yet written; the live ones are about to be."""
@@ -499,40 +415,11 @@ class GossipDataParallel(ModuleWrapper):
             state.preserve()
         self._saved_states.clear()
 
-    def _raise_nonfinite(self) -> None:
-        """Raise a NonFiniteError by the policy; the step's round has been taken."""
-        received, self._received_error = self._received_error, None
-        steps, found = self._finite_steps, self._finite_steps.found
-        late = steps.num_found_late()
-        if not late and (found is None or self._counts.policy != "raise"):
-            if received is not None:
-                raise received
-            return
-        place = f"rank {dist.get_rank()}, step {self._counts.steps}"
-        if late:
-            text = f"nan or inf in {late} step(s) up to this one"
-            fix = "nonfinite='skip' waits for each step"
-        else:
-            names = (name for name, p in self.module.named_parameters() if p is found)
-            text = f"{int(float(self._counts.nonfinite))} elements that are nan or inf, the first"
-            text += f" in {next(names, 'a parameter')}"
-            fix = "nonfinite='skip' goes on without such steps"
-        raise NonFiniteError(
-            f"{place}: gradients must be finite, got {text}: this rank's parameters have not been "
-            f"updated with them, and its round has been taken; {fix}"
-        ) from received
-
     def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
         self._averager.restore_debiased()
         self._buckets.check(())
         self._check_equal_steps()
         return self._averager.as_merged()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("GossipDataParallel must not be copied or pickled: copy its .module")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__(None)
 
 
 def _collect_config(
@@ -562,7 +449,7 @@ def _collect_config(
         error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"
-        error_text = find_policy_error(nonfinite) or error_text
+        error_text = find_policy_error(nonfinite) or error_text or find_owner_error(optimizers)
     except Exception as error:
         return [], f"{type(error).__name__}: {error}"
     return config_fields, error_text
@@ -572,42 +459,3 @@ def _describe_optimizers(optimizer: object) -> str:
     """Return the classes of several optimizers; one may be of another class on every rank."""
     several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     return "one" if len(several) == 1 else ", ".join(type(each).__name__ for each in several)
-
-
-_in_join: list[Joinable] = []  # what is inside its join() in this process
-
-
-@contextmanager
-def _join(
-    joinable: Joinable,
-    process_group: dist.ProcessGroup | None,
-    counts: StepCounts,
-    enable: bool,
-    throw_on_early_termination: bool,
-) -> Iterator[None]:
-    if enable and _in_join:
-        raise RuntimeError(
-            "join() must be of one trainer at a time, got one inside that of another: a rank "
-            "without batches would take the rounds of one of them only, and the others wait for "
-            "it; give all ranks equally many batches, such as by drop_last=True"
-        )
-    before = joinable._join_config
-    _in_join.extend([joinable] * enable)
-    try:
-        what = "a collective of join() failed"
-        with (
-            raising_peer_errors(process_group, lambda: counts.steps, what),
-            Join([joinable], enable, throw_on_early_termination),
-        ):
-            yield
-    finally:
-        _in_join.clear()
-        joinable._join_config = before  # Join leaves its own, which every later step would notify
-        if enable:
-            counts.reset()  # ranks have taken different numbers of steps
-
-
-@torch.no_grad()
-def _assign(targets: list[Tensor], sources: list[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)

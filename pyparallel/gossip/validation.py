@@ -8,38 +8,37 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import (
+from ..comm import Collectives, DisagreementError, Run
+from ..ops import FLOAT_DTYPES
+from ..optim import FusedOptimizer
+from ..training import (
     CHECKSUMS_KEY,
     FORMAT_KEY,
-    Collectives,
-    DisagreementError,
     FlatBuckets,
     ModelAverager,
-    check_consistent_across_ranks,
     check_on_all_ranks,
-    find_ddp_error,
     join_buckets,
     plain_name,
     summarize,
-    uncompiled,
     wrong_type,
 )
-from ..comm.step_hook import name_optimizers
-from ..ops import FLOAT_DTYPES
-from ..optim import FusedOptimizer
+from ..training.module_checks import (
+    NamedParameters,
+    find_device_error,
+    find_master_weights_error,
+    find_module_error,
+)
+from ..training.step_hook import name_optimizers
+from ..training.trainer import find_owner_error
 from .push_sum.buffer import MASS_TOLERANCE
 
 BUCKETS, IN_MODULE_ORDER = "buckets", "in the order of the module's parameters"
 
-NamedParameters = Sequence[tuple[str, nn.Parameter]]
-
 
 def find_type_error(module: object, optimizer: object, bucket_cap_mb: object) -> TypeError | None:
     """Return the first argument of a wrong type, as an error, or None."""
-    if not isinstance(module, nn.Module):
-        return wrong_type("module", "a torch.nn.Module", module)
-    if ddp_error := find_ddp_error("module", uncompiled(module)):
-        return ddp_error
+    if error := find_module_error(module):
+        return error
     rule = "a torch optimizer such as SGD(module.parameters(), lr=0.1)"
     if not isinstance(optimizer, Optimizer | list | tuple):
         return wrong_type("optimizer", f"{rule}, or a list of them", optimizer)
@@ -75,14 +74,11 @@ def find_validation_error(
     parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not parameters:
         return "module must have parameters that require gradients, got none"
-    if any(isinstance(each, FusedOptimizer) and each.master_weights for each in optimizers):
-        return (
-            "optimizer must have master_weights=False, got True: parameters are averaged with "
-            "other ranks', not their float32 copies; train float32 parameters inside torch.autocast"
-        )
     return (
-        _find_tensor_error(parameters)
-        or _find_device_error(parameters, process_group)
+        find_owner_error(optimizers)
+        or next(filter(None, (find_master_weights_error(o, "optimizer") for o in optimizers)), None)
+        or _find_tensor_error(parameters)
+        or find_device_error(parameters, process_group)
         or _find_list_error(module, optimizers)
         or _find_ownership_error(module, parameters, optimizers)
     )
@@ -144,7 +140,7 @@ def averagers_part(state: dict[str, Any]) -> dict[str, Any]:
 def check_states_together(
     averager: ModelAverager,
     read: Callable[[], tuple[dict[str, Any], list[tuple[str, str]]]],
-    process_group: dist.ProcessGroup | None,
+    run: Run,
 ) -> None:
     """Check the states that all ranks are about to load together; changes nothing.
 
@@ -152,7 +148,7 @@ def check_states_together(
         averager: what will load the algorithm's state.
         read: returns that state, and what must be equal on all ranks; raises an error of any type
             if anything else cannot be loaded.
-        process_group: the ranks that train together.
+        run: of the ranks that train together.
 
     Raises:
         DisagreementError: (a ValueError) on all ranks alike: a state cannot be loaded, states are
@@ -163,16 +159,13 @@ def check_states_together(
     def check() -> list[tuple[str, str]]:
         nonlocal mass
         state, fields = read()
-        averager.check_state(averagers_part(state))
-        mass = averager.mass_of(state)
-        counters = averager.counters_of(state)
-        return [*fields, *((f"{key} of state_dict", str(n)) for key, n in counters.items())]
+        saved = averager.check_state(averagers_part(state))
+        mass = saved.mass
+        return [*fields, *((f"{key} of state_dict", str(n)) for key, n in saved.counters.items())]
 
-    check_on_all_ranks(
-        check, lambda fields, text: check_consistent_across_ranks(fields, text, process_group)
-    )
-    total = torch.tensor(mass, dtype=torch.float64, device=averager.weight.device)
-    collectives = Collectives(process_group)
+    check_on_all_ranks(check, run.agree)
+    total = torch.tensor(mass, dtype=torch.float64, device=averager.status.weight.device)
+    collectives = Collectives(run)
     collectives.all_reduce_(total)
     num_ranks = collectives.size
     if not abs(total.item() - num_ranks) <= num_ranks * MASS_TOLERANCE:
@@ -204,21 +197,6 @@ def _find_tensor_error(parameters: NamedParameters) -> str | None:
             return (
                 f"parameters must be float32, bfloat16 or float16, got {name} of {parameter.dtype}"
             )
-    return None
-
-
-def _find_device_error(
-    parameters: NamedParameters, process_group: dist.ProcessGroup | None
-) -> str | None:
-    device = parameters[0][1].device
-    for name, parameter in parameters:
-        if parameter.device != device:
-            return f"parameters must be on one device, got {name} on {parameter.device}"
-    backends = dist.get_backend_config(process_group)  # for example "cpu:gloo,cuda:nccl"
-    backend = dict(pair.split(":") for pair in backends.split(",")).get(device.type)
-    if backend is None or (backend == "gloo" and device.type != "cpu"):
-        # Gloo's collectives accept CUDA tensors, its point-to-point messages do not.
-        return f"process_group must exchange {device.type} tensors, got one for {backends}"
     return None
 
 

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..comm.arguments import NonFinitePolicy
 from ..compression import Compressor, ErrorFeedback, GradientCompression, TopK, ddp_hook
 from ..gossip import Algorithm, GossipDataParallel, GossipState
+from ..training.nonfinite import NonFinitePolicy
 from .rank_files import load_rank_file, rank_file
 from .versions import require
 
@@ -130,7 +130,7 @@ class CompressedDDPKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] 
     """Compress gradients: ``Accelerator(kwargs_handlers=[CompressedDDPKwargs(compressor=...)])``.
 
     Args:
-        compressor: of all gradients.
+        compressor: such as ``ErrorFeedback(TopK(0.01))``.
         nonfinite: as of ``ddp_hook``; None: "allow" in fp16, whose GradScaler then skips the step
             on all ranks, else "raise".
 

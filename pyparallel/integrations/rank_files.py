@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm import check_consistent_across_ranks, check_on_all_ranks
+from ..comm import check_consistent_across_ranks
+from ..training import check_on_all_ranks
 
 
 def rank_file(prefix: str) -> str:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from ..compression import Compressor, GradientCompression
 from ..gossip import Algorithm, GossipDataParallel, GossipState
+from ..training.arguments import check_callable
 from .accelerate import CompressedDDPKwargs
 from .rank_files import load_rank_file, rank_file
 from .versions import require
@@ -52,11 +53,8 @@ class GossipTrainer(Trainer):
         gossip_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not callable(algorithm_fn):
-            raise TypeError(
-                "algorithm_fn must be a function of the number of ranks, such as "
-                f"lambda n: SGP(Ring(n)), got {algorithm_fn!r}"
-            )
+        rule = "a function of the number of ranks, such as lambda n: SGP(Ring(n))"
+        check_callable("algorithm_fn", algorithm_fn, rule)
         super().__init__(*args, **kwargs)
         check_ranks(self)
         self._algorithm_fn, self._options = algorithm_fn, gossip_options or {}

@@ -6,14 +6,9 @@ from torch.torch_version import TorchVersion
 
 
 def require(package: str, least: str) -> None:
-    """Check that a host is installed and not too old; call it before the host is imported.
+    """Raise an ImportError unless a distribution is installed and not older than ``least``.
 
-    Args:
-        package: a distribution, such as "lightning".
-        least: the oldest version that has what the adapter uses.
-
-    Raises:
-        ImportError: it is missing or older; the message names the least version.
+    Call it before the host is imported.
     """
     try:
         found = version(package)

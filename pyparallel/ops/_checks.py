@@ -60,12 +60,7 @@ def check_doubles(
     name: str, tensor: Tensor, shape: tuple[int, ...], model: Tensor, model_name: str = "z"
 ) -> None:
     """Raise unless masses or weights are contiguous float64 of this shape on the model's device."""
-    fits = tensor.dtype == float64 and tensor.shape == shape and tensor.is_contiguous()
-    if not (fits and tensor.device == model.device):
-        raise ValueError(
-            f"{name} must be a contiguous float64 tensor of shape {list(shape)} "
-            f"on {model_name}'s device, got {describe(tensor)}"
-        )
+    check_tensor(name, tensor, float64, shape, model.device, f"{model_name}'s device")
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -169,16 +164,40 @@ def num_blocks(numel: int, block_size: int) -> int:
     return -(-numel // block_size)
 
 
-def check_flat(
-    name: str, tensor: Tensor, dtype: torch.dtype, length: int, device: torch.device
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device,
+    where: str = "",
+    or_cpu: bool = False,
 ) -> None:
-    """Raise unless the tensor is contiguous and 1-d, of this dtype, length and device."""
-    fits = tensor.dtype == dtype and tensor.shape == (length,) and tensor.is_contiguous()
-    if not (fits and tensor.device == device):
-        raise ValueError(
-            f"{name} must be a contiguous {str(dtype).removeprefix('torch.')} tensor of shape "
-            f"[{length}] on {device}, got {describe(tensor)}"
-        )
+    """Raise unless the tensor is contiguous, of this dtype, shape and device, called ``where``."""
+    fits = tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous()
+    if not (fits and (tensor.device == device or (or_cpu and tensor.is_cpu))):
+        if or_cpu and device.type != "cpu":
+            where = f"{device} or cpu"
+        kind = str(dtype).removeprefix("torch.")
+        rule = f"contiguous {kind} tensor of shape {list(shape)}" if shape else f"0-d {kind} tensor"
+        raise ValueError(f"{name} must be a {rule} on {where or device}, got {describe(tensor)}")
+
+
+def output(out: Tensor | None, numel: int, accumulate: bool, device: torch.device) -> Tensor:
+    """Return the buffer that an op decodes into: the one given, or a new one of float32.
+
+    Raises:
+        ValueError: it is no buffer of this length, or a new one would be added to.
+    """
+    check_at_least("numel", numel, 0)
+    if out is None:
+        if accumulate:
+            raise ValueError("out must be given to accumulate, got None")
+        return torch.empty(numel, dtype=_float32, device=device)
+    check_buffer("out", out)
+    if out.numel() != numel:
+        raise ValueError(f"out must be of length numel, {numel}, got {out.numel()}")
+    return out
 
 
 Number = float | int | Tensor

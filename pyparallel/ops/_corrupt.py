@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ._checks import describe, has_memory
+from ._checks import check_tensor, has_memory
 
 
 class CorruptCounter:
@@ -20,9 +20,6 @@ class CorruptCounter:
 
     The count lies in pinned memory of the host, which kernels address like their own: only a
     corrupt entry costs an access over the bus. On the CPU it is a plain tensor.
-
-    Args:
-        device: of the ops' buffers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,25 +66,25 @@ _counters: dict[torch.device, CorruptCounter] = {}  # of calls without a counter
 class _Thread(threading.local):
     only_counts = False
 
+    @contextmanager
+    def only_counting(self) -> Iterator[None]:
+        """Have calls without a counter not raise what earlier ones have counted, in this thread."""
+        before, self.only_counts = self.only_counts, True
+        try:
+            yield
+        finally:
+            self.only_counts = before
+
 
 _thread = _Thread()
-
-
-@contextmanager
-def only_counting() -> Iterator[None]:
-    """Have calls without a counter not raise what earlier ones have counted, in this thread."""
-    before, _thread.only_counts = _thread.only_counts, True
-    try:
-        yield
-    finally:
-        _thread.only_counts = before
+only_counting = _thread.only_counting
 
 
 def raise_if_counted(device: torch.device, *, wait: bool = False) -> None:
     """Raise if calls without a counter have found corrupt entries on a GPU.
 
     Args:
-        device: any one; only a GPU counts.
+        device: only a GPU counts.
         wait: wait for the current stream's kernels; else only those that have run are asked.
 
     Raises:
@@ -120,10 +117,7 @@ def corrupt_counter(corrupt: Tensor | None, like: Tensor) -> Tensor:
         if like.device not in _counters:
             _counters[like.device] = CorruptCounter(like.device)
         return _counters[like.device].tensor
-    if corrupt.dtype != torch.int64 or corrupt.dim() != 0 or corrupt.device != like.device:
-        raise ValueError(
-            f"corrupt must be a 0-d int64 tensor on {like.device}, got {describe(corrupt)}"
-        )
+    check_tensor("corrupt", corrupt, torch.int64, (), like.device)
     return corrupt
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ._checks import check_flat, num_blocks
+from ._checks import check_tensor, num_blocks
 
 CORRUPT = "codes and scales must be what quantize emits, got a corrupt message"
 
@@ -249,8 +249,8 @@ def find_format(bits: int, name: str, *, of_differences: bool = False) -> Format
     """Return the format with this number of bits and name.
 
     Args:
-        bits: as given to ``quantize``.
-        name: the format, as given to ``quantize``.
+        bits: 4 or 8.
+        name: such as "int".
         of_differences: allow only formats of differences of parameters.
 
     Raises:
@@ -276,8 +276,8 @@ def check_message(
 ) -> None:
     """Raise unless the message has the dtypes, lengths and device of ``numel`` entries."""
     blocks = kind.num_scales(numel, block_size)
-    check_flat(codes_name, codes, kind.dtype, kind.num_codes(numel), device)
-    check_flat(scales_name, scales, torch.float32, blocks, device)
+    check_tensor(codes_name, codes, kind.dtype, (kind.num_codes(numel),), device)
+    check_tensor(scales_name, scales, torch.float32, (blocks,), device)
 
 
 def decode_message(

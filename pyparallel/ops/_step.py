@@ -15,6 +15,7 @@ from ._checks import (
     check_doubles,
     check_like,
     check_one_dtype,
+    check_tensor,
     describe,
     has_memory,
     require,
@@ -111,13 +112,7 @@ def check_scaling(name: str, tensor: Tensor, param: Tensor) -> None:
     """Raise unless a scalar of gradient scaling is 0-d, of its dtype, where it can be read."""
     dtype = SCALING[name]
     # What is counted is written by the kernel.
-    devices = [param.device] if dtype == float64 else [param.device, torch.device("cpu")]
-    if not (tensor.dtype == dtype and tensor.dim() == 0 and tensor.device in devices):
-        where = " or ".join(dict.fromkeys(str(device) for device in devices))
-        raise ValueError(
-            f"{name} must be a 0-d {str(dtype).removeprefix('torch.')} tensor on {where}, "
-            f"got {describe(tensor)}"
-        )
+    check_tensor(name, tensor, dtype, (), param.device, or_cpu=dtype != float64)
 
 
 def check_grads(

@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
-from ._checks import check_block_size, check_buffer, check_flat, check_like, num_blocks
+from ._checks import (
+    check_block_size,
+    check_buffer,
+    check_like,
+    check_tensor,
+    num_blocks,
+    output,
+)
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._library import checked, define
 
@@ -158,17 +165,9 @@ def unpack_signs(
         RuntimeError: a corrupt message on the CPU; on a GPU corrupt entries of earlier messages.
     """
     check_block_size(block_size)
-    if numel < 0:
-        raise ValueError(f"numel must be at least 0, got {numel}")
-    if out is None:
-        if accumulate:
-            raise ValueError("out must be given to accumulate, got None")
-        out = torch.empty(numel, dtype=torch.float32, device=words.device)
-    check_buffer("out", out)
-    if out.numel() != numel:
-        raise ValueError(f"out must be of length numel, {numel}, got {out.numel()}")
-    check_flat("words", words, torch.uint8, num_blocks(numel, 8), out.device)
-    check_flat("scales", scales, torch.float32, num_blocks(numel, block_size), out.device)
+    out = output(out, numel, accumulate, words.device)
+    check_tensor("words", words, torch.uint8, (num_blocks(numel, 8),), out.device)
+    check_tensor("scales", scales, torch.float32, (num_blocks(numel, block_size),), out.device)
     counter = corrupt_counter(corrupt, out)
     _unpack_signs_checked(words, scales, block_size, accumulate, out, counter)
     stop_if_corrupt(corrupt, counter, _CORRUPT)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import check_block_size, check_buffer, check_like, num_blocks
+from ._checks import check_block_size, check_buffer, check_like, num_blocks, output
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._formats import CORRUPT, check_message, decode_message, find_format
 from ._library import checked, define
@@ -207,15 +207,7 @@ def dequantize(
     """
     kind = find_format(bits, format)
     check_block_size(block_size)
-    if numel < 0:
-        raise ValueError(f"numel must be at least 0, got {numel}")
-    if out is None:
-        if accumulate:
-            raise ValueError("out must be given to accumulate, got None")
-        out = torch.empty(numel, dtype=torch.float32, device=codes.device)
-    check_buffer("out", out)
-    if out.numel() != numel:
-        raise ValueError(f"out must be of length numel, {numel}, got {out.numel()}")
+    out = output(out, numel, accumulate, codes.device)
     check_message("codes", codes, "scales", scales, kind, block_size, numel, out.device)
     counter = corrupt_counter(corrupt, out)
     _dequantize_checked(codes, scales, bits, format, block_size, accumulate, out, counter)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import check_buffer, check_like, describe
+from ._checks import check_buffer, check_like, check_tensor, describe
 from ._corrupt import corrupt_counter, stop_if_corrupt
 from ._library import checked, define
 
@@ -112,7 +112,7 @@ def top_k(
     if residual is not None:
         check_like("residual", residual, "x", x)
     if threshold is not None:
-        _check_threshold(threshold, x)
+        check_tensor("threshold", threshold, torch.float32, (), x.device)
     values = torch.empty(k, dtype=x.dtype, device=x.device)
     index_dtype = torch.int32 if len(x) < 2**31 else torch.int64
     indices = torch.empty(k, dtype=index_dtype, device=x.device)
@@ -147,25 +147,13 @@ def scatter_add_(
     """
     check_buffer("dense", dense)
     check_buffer("values", values)
-    _check_beside("values", values, "dense", dense)
+    if values.device != dense.device:
+        raise ValueError(f"values must be on dense's device, got {describe(values)}")
     _check_indices(indices, values)
     counter = corrupt_counter(corrupt, dense)
     _scatter_add_checked(dense, values, indices, counter)
     stop_if_corrupt(corrupt, counter, _CORRUPT_RULE.format(len(dense)))
     return dense
-
-
-def _check_threshold(threshold: Tensor, x: Tensor) -> None:
-    fits = threshold.dtype == torch.float32 and threshold.dim() == 0
-    if not (fits and threshold.device == x.device):
-        raise ValueError(
-            f"threshold must be a 0-d float32 tensor on {x.device}, got {describe(threshold)}"
-        )
-
-
-def _check_beside(name: str, tensor: Tensor, model_name: str, model: Tensor) -> None:
-    if tensor.device != model.device:
-        raise ValueError(f"{name} must be on {model_name}'s device, got {describe(tensor)}")
 
 
 def _check_indices(indices: Tensor, values: Tensor) -> None:

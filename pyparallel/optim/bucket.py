@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..comm import FlatBuckets
+from ..training import FlatBuckets
 
 STEP = "step"
 MASTER = "master_param"  # as in TransformerEngine
@@ -46,8 +46,8 @@ class Bucket:
     Args:
         optimizer: owner of the state.
         group: index of the parameter group.
-        weights: of that group.
-        index: of the bucket among its buffers.
+        weights: the buffers of that group's parameters.
+        index: which of these buffers.
         master_weights: step float32 copies of 16-bit parameters, which are a state of them.
 
     Attributes:

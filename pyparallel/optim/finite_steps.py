@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..comm import StepCounts
-from ..comm.arguments import NonFinitePolicy
 from ..ops._corrupt import CorruptCounter
+from ..training.nonfinite import NonFinitePolicy, all_finite, count_nonfinite, first_nonfinite
 from .fused_optimizer import FusedOptimizer
 
 
@@ -80,14 +80,16 @@ class FiniteSteps:
         """
         self.end()
         if is_first:
-            self._counts.nonfinite, self.found = 0.0, None
+            self._counts.count_nonfinite(0.0)
+            self.found = None
             self._begun, self._is_found, self._is_skipped = set(), None, False
         handled = self._handled[index]
         if getattr(handled.optimizer, "found_inf", None) is not None:
             if handled.is_ours:
                 self._unscale(handled.optimizer)
         elif self._counts_in_pass:
-            handled.optimizer.nonfinite = self._counts.nonfinite = self._in_pass.zero_()
+            handled.optimizer.nonfinite = self._in_pass.zero_()
+            self._counts.count_nonfinite(self._in_pass)
         elif self._policy != "allow":
             if self._is_found is None:
                 self._is_found = self._check()
@@ -112,10 +114,9 @@ class FiniteSteps:
                 self._counter.tensor += self._in_pass != 0
             elif float(self._in_pass):
                 self._count_skipped()
-                self.found = next(
-                    (p for p in _with_gradients(optimizer) if not bool(p.grad.isfinite().all())),
-                    None,
-                )
+                parameters = _with_gradients(optimizer)
+                index = first_nonfinite(parameter.grad for parameter in parameters)
+                self.found = parameters[index] if index >= 0 else None
 
     def num_found_late(self) -> int:
         """Return in how many steps of a GPU one was found of which the host has not heard yet."""
@@ -148,28 +149,18 @@ class FiniteSteps:
         waiting = [each for i, each in enumerate(self._handled) if i not in self._begun]
         parameters = [p for each in waiting for p in _with_gradients(each.optimizer)]
         gradients = [_values(parameter.grad) for parameter in parameters]
-        if not any(gradient.numel() for gradient in gradients):
+        are_finite = all_finite(gradients)
+        if self._counter is not None and any(gradient.numel() for gradient in gradients):
+            found = are_finite.logical_not()
+            self._counts.count_nonfinite(found.double())
+            self._counter.tensor += found
+            return found
+        if are_finite:
             return False
-        if self._counter is not None:
-            return self._check_on_device([each for each in gradients if each.numel()])
-        # A norm may overflow where no element does; one that is finite has read finite ones only.
-        if bool(_norms(gradients, 2.0).isfinite().all()):
-            return False
-        number = 0
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            found = gradient.numel() - int(gradient.isfinite().sum())
-            if found and not number:
-                self.found = parameter
-            number += found
-        self._counts.nonfinite = float(number)
-        return number > 0
-
-    def _check_on_device(self, gradients: list[Tensor]) -> Tensor:
-        assert self._counter is not None
-        found = _norms(gradients, float("inf")).isfinite().all().logical_not()
-        self._counts.nonfinite = found.double()
-        self._counter.tensor += found
-        return found
+        numbers = list(map(count_nonfinite, gradients))
+        self.found = next(p for p, number in zip(parameters, numbers, strict=True) if number)
+        self._counts.count_nonfinite(float(sum(numbers)))
+        return True
 
     @torch.no_grad()
     def _keep_from_update(self, handled: "_Handled") -> None:
@@ -221,7 +212,3 @@ def _with_gradients(optimizer: Any) -> list[Any]:
 
 def _values(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.layout == torch.sparse_coo else gradient
-
-
-def _norms(gradients: list[Tensor], order: float) -> Tensor:
-    return torch.stack([norm.float() for norm in torch._foreach_norm(gradients, order)])

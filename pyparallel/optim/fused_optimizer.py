@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..comm import FlatBuckets, join_buckets
+from ..training import FlatBuckets, join_buckets
 from .bucket import MASTER, STEP, Bucket, Gradients, Span
 from .validation import check_apart, check_options, check_parameters
 
@@ -198,7 +198,7 @@ class FusedOptimizer(Optimizer):
         The trainer that calls it has checked the arguments.
 
         Args:
-            index: of the bucket.
+            index: in the order of ``lay_out``.
             mass: 0-d float64: the rank's own PushSum mass; messages' masses are added to it, and
                 the update is that of the numerator. None: 1.
             messages: k tensors (n,), all of float32, bfloat16 or float16: received de-biased
@@ -240,7 +240,7 @@ class FusedOptimizer(Optimizer):
         """Write a bucket's parameters predicted ``horizon`` steps ahead; change nothing.
 
         Args:
-            index: of the bucket.
+            index: in the order of ``lay_out``.
             horizon: number of steps.
             out: (n,) float32, bfloat16 or float16.
         """

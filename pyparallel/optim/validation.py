@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..ops import FLOAT_DTYPES
+from ..training.arguments import require
 
 
 def check_numbers(numbers: dict[str, float | Tensor]) -> None:
@@ -16,8 +17,7 @@ def check_numbers(numbers: dict[str, float | Tensor]) -> None:
     for name, number in numbers.items():
         if isinstance(number, Tensor) and number.numel() != 1:
             raise ValueError(f"{name} must be one number, got a tensor {list(number.shape)}")
-        if not number >= 0:
-            raise ValueError(f"{name} must be at least 0, got {number}")
+        require(number >= 0, f"{name} must be at least 0", number)
 
 
 def check_options(group: dict[str, Any], name: str) -> None:

@@ -1,165 +1,257 @@
-"""Building the stages of a rank and their executor, as the schedule needs them."""
+"""Building the stages of a rank from its trainer's arguments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import singledispatch
 
-from torch import nn
+import torch
+from torch.optim import Optimizer
 
-from .interlocking.build_heads import build_heads
-from .interlocking.heads import Head, as_heads
-from .interlocking.runtime import InterlockingExecutor, SharedWeight
+from ..comm import Collectives, Run
+from ..compression import Compressor
+from ..optim import FusedOptimizer
+from ..training.trainer import find_owner_error
+from .arguments import TrainerArguments
+from .errors import agree, raising_on_all_ranks
+from .interlocking.build_heads import build_heads, check_trained_apart
+from .interlocking.heads import as_heads
+from .interlocking.runtime import InterlockingExecutor, find_shared_weight
 from .interlocking.schedule import Interlocking
 from .interlocking.stage import HeadRuntime, InterlockingStage
-from .prediction.corrections import Correction
+from .messages import P2PGroups
+from .messages.codec import Codec, CompressingCodec, IdentityCodec
+from .messages.stage_p2p import StageP2P
+from .partition.auto import split_automatically
+from .partition.names import names_of_modules
+from .partition.slice import find_ties, slice_layers
+from .partition.tied_parameters import TiedParameters
+from .prediction.last_update import LastUpdate
 from .runtime.build_stage import (
-    OptimizerFactory,
+    TrainedStage,
     attach_predictors,
     build_optimizers,
-    build_stage,
+    build_schedulers,
+    prepare_training,
     trained_parameters,
 )
+from .runtime.clipping import LossScale, device_for
 from .runtime.executor import Executor
-from .runtime.loss import Criterion
+from .runtime.loss import Criterion, shares_update_fn
 from .runtime.microbatches import MicrobatchSplitter
-from .runtime.p2p import StageP2P
+from .runtime.options import StageOptions
+from .runtime.stage import Stage
 from .runtime.stage_layers import StageLayers
 from .runtime.stage_weights import LiveWeights
 from .schedules.schedule import Schedule
-from .schedules.shape import PipelineShape
+from .validation import check_memory, check_scalable, check_skips
+
+
+@dataclass(frozen=True)
+class BuiltStages:
+    """The stages of a rank, and what they share with those of the other ranks.
+
+    Args:
+        criterion: the loss of the last stage, on every rank.
+        tied: parameters that several ranks hold.
+    """
+
+    split: tuple[int, ...]
+    executor: Executor
+    p2p: StageP2P
+    criterion: Criterion
+    tied: TiedParameters
+    options: StageOptions
+
+
+@dataclass(frozen=True)
+class PreparedStages:
+    """The stages of a rank, up to what all ranks decide by their optimizers."""
+
+    optimizers: list[Optimizer]
+    finish: Callable[[Criterion, StageOptions], Executor]
+
+
+def build_stages(
+    arguments: TrainerArguments, splitter: MicrobatchSplitter | None, run: Run
+) -> BuiltStages:
+    """Build the stages of a rank; all ranks call it together.
+
+    Args:
+        arguments: checked, and equal on all ranks.
+        splitter: of the first batch, by whose first microbatch an automatic split is made; None
+            where neither it nor the schedule needs one.
+        run: of the trainer.
+
+    Raises:
+        ValueError: (DisagreementError) on all ranks: a stage cannot be built.
+    """
+    split = _find_split(arguments, splitter, run)
+    shape, rank, schedule = arguments.shape, arguments.rank, arguments.schedule
+    scaler, loss_scale = arguments.grad_scaler, None
+    if scaler is not None and scaler.is_enabled():
+        loss_scale = LossScale(scaler, run)
+    with raising_on_all_ranks(run) as fields:
+        modules = slice_layers(
+            arguments.layers, split, ties_travel=schedule.delays, own=shape.stages(rank),
+            names=names_of_modules(arguments.model, arguments.layers),
+        )  # fmt: skip
+        ties = find_ties(modules)
+        fields.append(("tied weights", repr([str(tie) for tie in ties])))
+        check_skips(schedule, modules, ties, arguments.compressors)
+        check_memory(ties, shape.stages(rank))
+    local = (modules[stage] for stage in shape.stages(rank))
+    device = next((p.device for module in local for p in module.parameters()), None)
+    if device is None:
+        device = device_for([], run) if shape.num_ranks > 1 else torch.device("cpu")
+    groups = None
+    if shape.num_ranks > 1:
+        is_ring = shape.num_stages > shape.num_ranks
+        groups = P2PGroups.connect(run, device, is_ring=is_ring)
+    codecs = (_codec(compressor, rank) for compressor in arguments.compressors.values())
+    p2p = StageP2P(shape, groups, *codecs)
+    tied = TiedParameters(ties, shape, rank, run)
+    tied.copy_from_owners()  # the ranks may have initialized the model differently
+    with raising_on_all_ranks(run):
+        prepared = prepare_stages(schedule, arguments, modules, p2p, splitter)
+        if (error := find_owner_error(prepared.optimizers)) is not None:
+            raise ValueError(error)
+        if loss_scale is not None:
+            check_scalable(prepared.optimizers)
+    options = StageOptions(
+        loss_scale=loss_scale,
+        steps_per_update=arguments.gradient_accumulation_steps,
+        max_norm=arguments.max_norm if schedule.delays else None,
+        microbatches_per_update=schedule.microbatches_per_update(shape),
+        measures_gradients=arguments.measure_gradient_norms,
+    )
+    if waits_for_gpu(groups, device):
+        on_device = schedule.delays and _can_skip_on_device(arguments, prepared, run)
+        defers_check = schedule.flushes or on_device
+        options = replace(options, defers_check=defers_check, sends_found_inf=on_device)
+    criterion = Criterion(arguments.loss_fn, shares_update_fn(schedule, shape), options)
+    return BuiltStages(split, prepared.finish(criterion, options), p2p, criterion, tied, options)
+
+
+def _find_split(
+    arguments: TrainerArguments, splitter: MicrobatchSplitter | None, run: Run
+) -> tuple[int, ...]:
+    """Return where stages begin, after a check of the first batch on all ranks."""
+    if splitter is not None:
+        problem = splitter.find_input_error() if arguments.rank == 0 else None
+        if arguments.schedule.needs_batch:
+            problem = problem or splitter.find_target_error()
+        agree(run, [], problem)
+    if arguments.split is not None:
+        return tuple(arguments.split)
+    assert splitter is not None, "the trainer passes a batch if there is no split"
+    example = splitter.inputs(0) if arguments.rank == 0 else None
+    return split_automatically(arguments.layers, example, arguments.num_stages, run)
+
+
+def waits_for_gpu(groups: P2PGroups | None, device: torch.device) -> bool:
+    """Return whether the host waits for a GPU when it reads a loss; the same on all ranks."""
+    return groups.headers is not None if groups else device.type != "cpu"
+
+
+def _can_skip_on_device(arguments: TrainerArguments, prepared: PreparedStages, run: Run) -> bool:
+    """Return whether all ranks' optimizers can skip updates on the device."""
+    can = all(isinstance(o, FusedOptimizer) and o.skips_on_device for o in prepared.optimizers)
+    # Both would take a skipped update for one of 0.
+    repeats_updates = isinstance(arguments.schedule.prediction, LastUpdate)
+    can = can and arguments.correction is None and not repeats_updates
+    own = torch.tensor([int(can)], device=device_for([], run))
+    return bool(Collectives(run).all_gather(own).all())
+
+
+def _codec(compressor: Compressor | None, rank: int) -> Codec:
+    return IdentityCodec() if compressor is None else CompressingCodec(compressor, rank)
 
 
 @singledispatch
-def build_executor(
+def prepare_stages(
     schedule: Schedule,
+    arguments: TrainerArguments,
     modules: Sequence[StageLayers],
-    shape: PipelineShape,
-    rank: int,
-    optimizer_fn: OptimizerFactory,
-    criterion: Criterion,
     p2p: StageP2P,
     splitter: MicrobatchSplitter | None,
-    correction: Correction | None,
-) -> Executor:
-    """Build the stages of a rank, and return their executor.
-
-    All ranks must call this; a single rank may raise.
-
-    Args:
-        schedule: which actions run, and on which weights.
-        modules: of all stages.
-        shape: of the pipeline.
-        rank: this one.
-        optimizer_fn: builds the optimizers of a stage from the list of its parameters, or from
-            that and the list of their names.
-        criterion: of the last stage.
-        p2p: messages between stages.
-        splitter: of the first batch; None if the schedule does not need it.
-        correction: of delayed gradients; None: none.
+) -> PreparedStages:
+    """Prepare the stages of a rank: all that may fail on one rank alone.
 
     Raises:
         TypeError: ``optimizer_fn`` returns anything but optimizers.
         ValueError: they do not hold each parameter once, or the schedule cannot predict their
             steps, or the correction not correct them.
     """
-    last = shape.num_stages - 1
-    stages = {
-        index: build_stage(
-            index,
-            modules[index],
-            optimizer_fn,
-            schedule,
-            shape,
-            criterion if index == last else None,
-            correction,
+    shape, last = arguments.shape, arguments.num_stages - 1
+    prepared = {
+        index: prepare_training(
+            index, modules[index], arguments.optimizer_fn, schedule, shape,
+            arguments.scheduler_fn, arguments.correction,
         )
-        for index in shape.stages(rank)
-    }
-    return Executor(stages, shape, p2p, rank)
+        for index in shape.stages(arguments.rank)
+    }  # fmt: skip
+
+    def finish(criterion: Criterion, options: StageOptions) -> Executor:
+        stages = {
+            index: Stage(
+                index, modules[index], each.optimizers, each.weights,
+                criterion if index == last else None, options, each.schedulers,
+            )
+            for index, each in prepared.items()
+        }  # fmt: skip
+        return Executor(stages, shape, p2p, arguments.rank)
+
+    return PreparedStages([o for each in prepared.values() for o in each.optimizers], finish)
 
 
-@build_executor.register
-def _build_interlocking(
+@prepare_stages.register
+def _prepare_interlocking(
     schedule: Interlocking,
+    arguments: TrainerArguments,
     modules: Sequence[StageLayers],
-    shape: PipelineShape,
-    rank: int,
-    optimizer_fn: OptimizerFactory,
-    criterion: Criterion,
     p2p: StageP2P,
     splitter: MicrobatchSplitter | None,
-    correction: Correction | None,
-) -> InterlockingExecutor:
-    """Build the stages of a rank with their heads.
+) -> PreparedStages:
+    """Prepare the stages of a rank with their heads.
 
     Raises:
         ValueError: a head does not fit its stage or the loss, or is part of a stage.
     """
     assert splitter is not None, "the trainer passes a batch if schedule.needs_batch"
+    shape = arguments.shape
     heads = as_heads(schedule.heads, shape.num_stages)
-    head_criterion = criterion.with_loss_fn(schedule.head_loss_fn)
-    own = {index: modules[index] for index in shape.stages(rank)}
-    built = build_heads(own, dict(enumerate(heads)), head_criterion.loss_fn, shape, splitter, p2p)
-    if built.problem is not None:
-        raise ValueError(built.problem) from built.cause
-    shared = _find_shared_weight(heads, modules)
-    _check_no_shared_training(built.heads, modules)
-    stages = {}
+    own = {index: modules[index] for index in shape.stages(arguments.rank)}
+    head_loss_fn = schedule.head_loss_fn or arguments.loss_fn
+    built = build_heads(own, dict(enumerate(heads)), head_loss_fn, shape, splitter, p2p)
+    shared = find_shared_weight(heads, modules)
+    check_trained_apart(built, modules)
+    prepared = {}
     for index, module in own.items():
-        head = None
-        if index in built.heads:
-            head = HeadRuntime(
-                built.heads[index],
-                criterion.with_loss_fn(schedule.head_loss_fn),
-                heads[index].shared is not None,
-            )
-        trained = {"": module} if head is None else {"": module, "head.": head.module}
-        named: dict[str, nn.Parameter] = {}
-        for prefix, each in trained.items():
-            named |= trained_parameters(each, prefix)
+        named = trained_parameters(module)
+        if index in built:
+            named |= trained_parameters(built[index], "head.")
         optimizers, weights = [], LiveWeights(None)
         if named:
-            optimizers = build_optimizers(named, optimizer_fn)
+            optimizers = build_optimizers(named, arguments.optimizer_fn)
             weights = LiveWeights(attach_predictors(optimizers, schedule, shape, index)[1])
-        own_criterion = criterion if head is None else None
-        stages[index] = InterlockingStage(index, module, optimizers, weights, own_criterion, head)
-    max_ahead = schedule.max_ahead * shape.num_microbatches
-    return InterlockingExecutor(stages, shape, p2p, rank, schedule.reach(shape), max_ahead, shared)
+        schedulers = build_schedulers(optimizers, arguments.scheduler_fn)
+        prepared[index] = TrainedStage(optimizers, weights, schedulers)
 
-
-def _check_no_shared_training(heads: Mapping[int, nn.Module], modules: Sequence[nn.Module]) -> None:
-    """Check that heads train no parameters of the stages.
-
-    Raises:
-        ValueError: one does.
-    """
-    homes = {p: stage for stage, module in enumerate(modules) for p in module.parameters()}
-    for stage, head in heads.items():
-        for parameter in head.parameters():
-            if parameter in homes and parameter.requires_grad:
-                raise ValueError(
-                    "heads must not hold parameters of the layers, as they learn from another "
-                    f"loss, got one of stage {homes[parameter]} in the head of stage {stage}: "
-                    "TiedHead(embedding) reads an embedding of theirs"
-                )
-
-
-def _find_shared_weight(heads: Sequence[Head], modules: Sequence[nn.Module]) -> SharedWeight | None:
-    """Return the weight that heads share; None: they share none.
-
-    Raises:
-        ValueError: they share several, or one that is of no earlier stage.
-    """
-    readers = [(stage, head.shared) for stage, head in enumerate(heads) if head.shared is not None]
-    if not readers:
-        return None
-    (first, weight), (last, _) = readers[0], readers[-1]
-    if any(each is not weight for _, each in readers):
-        raise ValueError("heads must share one embedding, got several")
-    homes = [s for s, module in enumerate(modules) if any(p is weight for p in module.parameters())]
-    if not homes or homes[0] > first:
-        where = f"stage {homes[0]}" if homes else "no stage"
-        raise ValueError(
-            f"heads must share an embedding of their own or an earlier stage, got one of {where} "
-            f"in the head of stage {first}"
+    def finish(criterion: Criterion, options: StageOptions) -> Executor:
+        stages = {}
+        for index, each in prepared.items():
+            head = None
+            if index in built:
+                head_criterion = criterion.with_loss_fn(schedule.head_loss_fn)
+                reads_shared = heads[index].shared is not None
+                head = HeadRuntime(built[index], head_criterion, reads_shared)
+            stages[index] = InterlockingStage(
+                index, own[index], each.optimizers, each.weights,
+                None if head else criterion, head, options, each.schedulers,
+            )  # fmt: skip
+        ahead = schedule.max_ahead * shape.num_microbatches
+        return InterlockingExecutor(
+            stages, shape, p2p, arguments.rank, schedule.reach(shape), ahead, shared
         )
-    return SharedWeight(weight, homes[0], last)
+
+    return PreparedStages([o for each in prepared.values() for o in each.optimizers], finish)

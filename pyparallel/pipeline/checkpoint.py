@@ -2,28 +2,31 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..comm import (
-    Collectives,
-    check_format,
-    check_like,
-    check_on_all_ranks,
-    device_of,
-    seal,
-    summarize,
-)
+from ..comm import Collectives, Run
+from ..training import check_format, check_like, check_on_all_ranks, seal, summarize
+from .errors import agree
+from .runtime.clipping import device_for
 from .runtime.stage import Stage
 
-CheckConsistent = Callable[[list[tuple[str, str]], str | TypeError | None], None]
 
+def save_stages(stages: Sequence[Stage], step: Callable[[], int]) -> dict[str, Any]:
+    """Return the states of stages, by the stage's index.
 
-def save_stages(stages: Sequence[Stage], step: int) -> dict[str, Any]:
-    """Return the states of stages after a step, by the stage's index."""
-    return {str(each.index): seal({**each.state_dict(), "step": step}) for each in stages}
+    Args:
+        stages: of this rank.
+        step: returns the number of steps taken; called again when a state is written. It raises an
+            error if there is no state to save.
+    """
+
+    def collect(stage: Stage) -> dict[str, Any]:
+        return {"step": step(), **stage.state_dict()}
+
+    return {str(each.index): seal(partial(collect, each)) for each in stages}
 
 
 def rescue_stages(stages: Sequence[Stage], step: int) -> dict[str, Any]:
@@ -41,25 +44,14 @@ def rescue_stages(stages: Sequence[Stage], step: int) -> dict[str, Any]:
     return state
 
 
-def load_stages(
-    stages: Sequence[Stage],
-    state: Mapping[str, Any],
-    process_group: dist.ProcessGroup | None,
-    check_consistent: CheckConsistent,
-) -> int:
+def load_stages(stages: Sequence[Stage], state: Mapping[str, Any], run: Run) -> int:
     """Load the states of stages after checking them on all ranks; return the step of the states.
-
-    Args:
-        stages: of this rank.
-        state: as of ``save_stages`` or ``rescue_stages``.
-        process_group: of the ranks; None: the default group, or a single process.
-        check_consistent: raises the same error on all ranks, from fields and a problem.
 
     Raises:
         DisagreementError: on all ranks, which have changed nothing.
     """
-    check_on_all_ranks(lambda: _check_stages(stages, state), check_consistent)
-    step = _agree_on_step(state, process_group, check_consistent)
+    check_on_all_ranks(lambda: _check_stages(stages, state), partial(agree, run))
+    step = _agree_on_step(state, run)
     for stage in stages:
         stage.load_state_dict(state[str(stage.index)])
     _warn_if_half_updated(state)
@@ -91,23 +83,18 @@ def _check_stages(stages: Sequence[Stage], state: Mapping[str, Any]) -> list[tup
     return []
 
 
-def _agree_on_step(
-    state: Mapping[str, Any],
-    process_group: dist.ProcessGroup | None,
-    check_consistent: CheckConsistent,
-) -> int:
+def _agree_on_step(state: Mapping[str, Any], run: Run) -> int:
     """Return the step of all ranks' states; the least one, if any is of ``rescue_stages``.
 
     Raises:
         DisagreementError: they are of different steps, and none was rescued.
     """
     steps = [saved.get("step", -1) for saved in state.values()]  # -1: of an older version
-    device = device_of(process_group) if dist.is_initialized() else torch.device("cpu")
-    own = torch.tensor([_is_rescued(state), min(steps)], device=device)
-    gathered = Collectives(process_group).all_gather(own).tolist()
+    own = torch.tensor([_is_rescued(state), min(steps)], device=device_for([], run))
+    gathered = Collectives(run).all_gather(own).tolist()
     if not any(is_rescued for is_rescued, _ in gathered):
         text = "one not recorded" if steps[0] < 0 else repr(steps[0])
-        check_consistent([("step of state", text)], None)
+        agree(run, [("step of state", text)], None)
     least: int = min(step for _, step in gathered)
     return max(0, least)
 

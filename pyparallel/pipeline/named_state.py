@@ -1,27 +1,30 @@
 """States of a pipeline under the names of the whole model, whatever its split."""
 
 import os
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..comm import (
-    Collectives,
+from ..comm import Run, gather_json
+from ..training import (
     check_like,
     check_on_all_ranks,
     check_optimizer_state,
-    device_of,
     optimizer_kind,
+    read_checkpoint,
+    read_metadata,
 )
-from .checkpoint import CheckConsistent
+from .errors import agree
+from .partition.names import names_of_modules, plain_names
+from .partition.torch_pipe import UnpackInputs
 from .runtime.stage import Stage
+from .schedules.schedule import Schedule
 
 State = dict[str, Any]
 
@@ -74,28 +77,46 @@ class NamedStage(NamedTuple):
             yield f"scheduler.{kinds[index]}.{kinds[:index].count(kinds[index])}", scheduler
 
 
-def check_names(
-    stages: Sequence[NamedStage], process_group: dist.ProcessGroup | None, num_ranks: int
-) -> None:
-    """Check that no two stages have tensors of one name; all ranks call this together.
-
-    Tied weights may have. Stages of ``torch.distributed.pipelining`` that were not split from one
-    model have, as each has names of its own.
+def name_stages(
+    stages: Sequence[Stage], model: Any, layers: Sequence[nn.Module], run: Run
+) -> list[NamedStage]:
+    """Return stages with the names of the whole model; all ranks call this together.
 
     Raises:
-        ValueError: on all ranks: two have.
+        ValueError: on all ranks: two stages have tensors of one name.
+    """
+    names = names_of_modules(model, layers)
+    named = [NamedStage(each, plain_names(each.module, names)) for each in stages]
+    if any(isinstance(layer, UnpackInputs) for layer in layers):
+        _check_names(named, run)
+    return named
+
+
+def _check_names(stages: Sequence[NamedStage], run: Run) -> None:
+    """Raise a ValueError if two stages have tensors of one name, as those of several models have.
+
+    Tied weights may have one.
     """
     own = [name for each in stages for name in each.owned_names()]
-    of_ranks: list[Any] = [own]
-    if num_ranks > 1:
-        of_ranks = [None] * num_ranks
-        dist.all_gather_object(of_ranks, own, process_group)
+    of_ranks = [own]
+    if run.size > 1:
+        content = "names of tensors"
+        of_ranks = gather_json(own, run.group, content, content, lambda n: list(map(str, n)))
     counts = Counter(name for names in of_ranks for name in names)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(
             "stages must have the names of one model for a state of the whole, got "
             f"{', '.join(twice[:3])}{' and more' if len(twice) > 3 else ''} in several: split the "
             "stages from one model, or save state_dict() of each rank"
+        )
+
+
+def check_shardable(schedule: Schedule) -> None:
+    """Raise a RuntimeError if stages have heads, which are no part of the model."""
+    if why := schedule.option_error("sharded_state_dict"):
+        raise RuntimeError(
+            f"sharded_state_dict() must be of a schedule without heads, got {schedule!r}, {why}: "
+            "save state_dict()"
         )
 
 
@@ -129,8 +150,7 @@ def sharded_state(stages: Sequence[NamedStage], step: int) -> State:
 def load_checkpoint(
     stages: Sequence[NamedStage],
     checkpoint_id: str | os.PathLike[str],
-    process_group: dist.ProcessGroup | None,
-    check_consistent: CheckConsistent,
+    run: Run,
 ) -> int:
     """Load a folder of ``torch.distributed.checkpoint`` with ``sharded_state``; return its step.
 
@@ -138,21 +158,12 @@ def load_checkpoint(
         DisagreementError: on all ranks, which have changed nothing.
     """
     # It takes long to import.
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = FileSystemReader(checkpoint_id)
     state: State = {}
 
-    def find_keys() -> list[tuple[str, str]]:
-        try:
-            saved = reader.read_metadata().state_dict_metadata
-        except OSError as error:
-            raise ValueError(
-                f"checkpoint_id must be a folder that torch.distributed.checkpoint has saved, got "
-                f"{os.fspath(checkpoint_id)}: {error.strerror}"
-            ) from error
+    def read() -> list[tuple[str, str]]:
+        saved = read_metadata(checkpoint_id)
         keys = _keys_of(stages, list(saved))
         missing = [key for key in keys if key not in saved]
         if missing:
@@ -166,9 +177,7 @@ def load_checkpoint(
             state[key] = None
             if isinstance(kept, TensorStorageMetadata):
                 state[key] = torch.empty(kept.size, dtype=kept.properties.dtype)
-        return []
-
-    def check() -> list[tuple[str, str]]:
+        read_checkpoint(state, checkpoint_id)
         for each in stages:
             own = {f"model.{name}": value for name, value in each.module_state().items()}
             zero = torch.zeros((), dtype=torch.float64)
@@ -179,12 +188,7 @@ def load_checkpoint(
                 check_optimizer_state(optimizer, loaded, optimizer_kind(optimizer), "checkpoint_id")
         return []
 
-    check_on_all_ranks(find_keys, check_consistent)
-    with warnings.catch_warnings():
-        if not dist.is_initialized():  # of which DCP warns, as if it were a mistake
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load(state, storage_reader=reader, process_group=process_group)
-    check_on_all_ranks(check, check_consistent)
+    check_on_all_ranks(read, partial(agree, run))
     for each in stages:
         module = each.stage.module
         own = {key: state[f"model.{each.names[key]}"] for key in module.state_dict()}
@@ -193,12 +197,9 @@ def load_checkpoint(
             optimizer.load_state_dict(_optimizer_state(each, optimizer, state))
         for key, scheduler in each.schedulers():
             scheduler.load_state_dict(_scheduler_state(scheduler, state[key][0]))
-        if each.stage.clipper is not None:
-            norms = [
-                state.get(key, torch.zeros((), dtype=torch.float64)) for key in each.norm_keys()
-            ]
-            each.stage.clipper.last = torch.stack(norms) if norms else None
-        each.stage.num_updates = state["updates"]
+        zero = torch.zeros((), dtype=torch.float64)
+        norms = [state.get(key, zero) for key in each.norm_keys()]
+        each.stage.load_updates(state["updates"], torch.stack(norms) if norms else None)
     step: int = state["step"]
     return step
 
@@ -281,36 +282,3 @@ def _scheduler_state(scheduler: Any, saved: State) -> State:
             is_of_groups = isinstance(value, list) and len(value) != len(own.get(key, value))
             state[key] = own[key] if is_of_groups else value
     return state
-
-
-def full_state(
-    stages: Sequence[NamedStage], process_group: dist.ProcessGroup | None, num_ranks: int
-) -> State:
-    """Return the state dict of the whole model on rank 0, in the CPU's memory; {} elsewhere."""
-    own = {name: value for each in stages for name, value in each.module_state().items()}
-    if num_ranks == 1:
-        return {name: _on_cpu(value) for name, value in own.items()}
-    described = {
-        name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
-        for name, value in own.items()
-    }
-    of_ranks: list[Any] = [None] * num_ranks
-    dist.all_gather_object(of_ranks, described, process_group)
-    ranks, device = Collectives(process_group), device_of(process_group)
-    state: State = {}
-    for rank, theirs in enumerate(of_ranks):
-        for name, kept in theirs.items():
-            value = kept
-            if isinstance(kept, tuple) and isinstance(kept[-1], torch.dtype):
-                value = torch.empty(kept[0], dtype=kept[1], device=device)
-                if rank == ranks.rank:
-                    value = own[name].detach().to(device).contiguous()
-                ranks.broadcast_(value, rank)
-            if ranks.rank == 0:
-                state[name] = _on_cpu(value)
-    return state
-
-
-def _on_cpu(value: Any) -> Any:
-    """Return a copy of a tensor that shares memory with nothing, on the CPU."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -3,43 +3,48 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch.optim import Optimizer
 
-from ..comm import find_ddp_error, has_methods, wrong_type
-from ..comm.arguments import find_policy_error
 from ..compression import AttachPoint, Compressor
+from ..training import find_ddp_error, has_methods, wrong_type
+from ..training.nonfinite import find_policy_error
+from .arguments import TrainerArguments
 from .partition.auto import check_split
 from .partition.slice import Tie
 from .partition.solver import check_num_stages
-from .runtime.stage import Stage
 from .runtime.stage_layers import StageLayers
-from .schedules.schedule import Flushing, Schedule
-from .schedules.shape import PipelineShape
-from .schedules.streaming import Streaming
+from .schedules.schedule import Schedule
 
 
-def find_type_error(
-    layers: Sequence[nn.Module],
-    schedule: object,
-    loss_fn: object,
-    optimizer_fn: object,
-    scheduler_fn: object,
-    loss_weight_fn: object,
-) -> TypeError | None:
-    """Return the first argument of a wrong type, as an error, or None."""
-    for index, layer in enumerate(layers):
+def find_argument_error(arguments: TrainerArguments) -> str | TypeError | None:
+    """Return what is wrong with a rank's arguments, or None."""
+    return (
+        _find_type_error(arguments)
+        or _find_size_error(arguments)
+        or _find_norm_error(arguments.schedule, arguments.max_norm)
+        or _find_accumulation_error(arguments.schedule, arguments.gradient_accumulation_steps)
+        or _find_scaler_error(arguments.schedule, arguments.grad_scaler)
+        or _find_correction_error(arguments.schedule, arguments.correction)
+        or _find_compressor_error(arguments.compressors)
+        or find_policy_error(arguments.nonfinite, ("raise", "skip"))
+    )
+
+
+def _find_type_error(arguments: TrainerArguments) -> TypeError | None:
+    schedule: object = arguments.schedule
+    for index, layer in enumerate(arguments.layers):
         if (error := find_ddp_error(f"layers[{index}]", layer)) is not None:
             return error
     if not has_methods(schedule, "step", "update_index", "versions", "validation_error"):
         rule = "an object such as OneForwardOneBackward() or PipeOptim()"
         return wrong_type("schedule", rule, schedule)
     functions = [
-        ("loss_fn", loss_fn, "a function of output and target"),
-        ("optimizer_fn", optimizer_fn,
+        ("loss_fn", arguments.loss_fn, "a function of output and target"),
+        ("optimizer_fn", arguments.optimizer_fn,
          "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"),
-        ("scheduler_fn", scheduler_fn,
+        ("scheduler_fn", arguments.scheduler_fn,
          "a function of an optimizer such as lambda o: StepLR(o, 10), or None"),
-        ("loss_weight_fn", loss_weight_fn,
+        ("loss_weight_fn", arguments.loss_weight_fn,
          "a function of a target such as lambda target: (target != -100).sum(), or None"),
     ]  # fmt: skip
     for name, value, rule in functions:
@@ -49,55 +54,35 @@ def find_type_error(
     return None
 
 
-def find_size_error(
-    schedule: Schedule,
-    sizes: tuple[int, int, int],
-    num_layers: int,
-    split: Sequence[int] | None,
-) -> str | None:
-    """Return why the layers cannot be split so, or the schedule not run so, or None.
-
-    Args:
-        schedule: the order of the actions.
-        sizes: the numbers of stages, microbatches and ranks.
-        num_layers: of the whole model.
-        split: where stages 1 and following begin; None: automatic.
-    """
+def _find_size_error(arguments: TrainerArguments) -> str | None:
+    """Return why the layers cannot be split so, or the schedule not run so, or None."""
+    num_layers, split = len(arguments.layers), arguments.split
     try:
-        shape = PipelineShape(*sizes)
+        shape = arguments.shape
         check_num_stages(num_layers, shape.num_stages)
         if split is not None:
             check_split(split, num_layers, shape.num_stages)
     except ValueError as error:
         return str(error)
-    return schedule.validation_error(shape)
+    return arguments.schedule.validation_error(shape)
 
 
-def find_option_error(
-    schedule: Schedule,
-    max_norm: object,
-    gradient_accumulation_steps: object,
-    grad_scaler: object,
-    correction: object,
-    nonfinite: object,
-    compressors: Mapping[str, object],
-) -> str | TypeError | None:
-    """Return what is wrong with the other arguments, or None."""
-    error = _find_norm_error(schedule, max_norm)
-    error = error or _find_accumulation_error(schedule, gradient_accumulation_steps)
-    error = error or _find_scaler_error(schedule, grad_scaler)
-    if error is not None:
-        return error
-    if correction is not None:
-        if not has_methods(correction, "wrap"):
-            rule = "an object such as UpdateErrorFeedback() or StageMomentum(), or None"
-            return wrong_type("correction", rule, correction)
-        if not isinstance(schedule, Streaming):
-            return (
-                f"correction must be None with {type(schedule).__name__}, whose gradients are not "
-                f"delayed, got {correction!r}; leave it out, or take a schedule that does not "
-                "flush, such as PipeOptim()"
-            )
+def _find_correction_error(schedule: Schedule, correction: object) -> str | TypeError | None:
+    if correction is None:
+        return None
+    if not has_methods(correction, "wrap"):
+        rule = "an object such as UpdateErrorFeedback() or StageMomentum(), or None"
+        return wrong_type("correction", rule, correction)
+    if why := schedule.option_error("correction"):
+        return (
+            f"correction must be None with {type(schedule).__name__}, {why}, got "
+            f"{correction!r}; leave it out, or take a schedule that does not flush, such as "
+            "PipeOptim()"
+        )
+    return None
+
+
+def _find_compressor_error(compressors: Mapping[str, object]) -> str | TypeError | None:
     for name, compressor in compressors.items():
         if not isinstance(compressor, Compressor | None):
             rule = "an object such as Int8() or Cast(), or None"
@@ -105,7 +90,7 @@ def find_option_error(
         problem = compressor and compressor.validation_error(AttachPoint.PIPELINE)
         if problem:
             return f"{name}: {problem}"
-    return find_policy_error(nonfinite, ("raise", "skip"))
+    return None
 
 
 def check_skips(
@@ -119,20 +104,19 @@ def check_skips(
     Raises:
         ValueError: they do not.
     """
-    if not isinstance(schedule, Flushing | Streaming):  # Interlocking
-        whose = f"with {type(schedule).__name__}, whose stages learn from losses of their own"
-        if ties:
-            raise ValueError(
-                f"layers must not share parameters across stages {whose}, got {ties[0]}: move the "
-                "split, or give each stage its own"
-            )
-        skips = [name for stage in stages for name in stage.skips_out]
-        if skips:
-            raise ValueError(
-                f"layers must have no skip connections between stages {whose}, got {skips[0]!r}: "
-                "move the split"
-            )
-    if ties and isinstance(schedule, Streaming):
+    name = type(schedule).__name__
+    skips = [skip for stage in stages for skip in stage.skips_out]
+    if ties and (why := schedule.option_error("tied weights")):
+        raise ValueError(
+            f"layers must not share parameters across stages with {name}, {why}, got {ties[0]}: "
+            "move the split, or give each stage its own"
+        )
+    if skips and (why := schedule.option_error("skip connections")):
+        raise ValueError(
+            f"layers must have no skip connections between stages with {name}, {why}, got "
+            f"{skips[0]!r}: move the split"
+        )
+    if ties and schedule.delays:
         for name, compressor in compressors.items():
             if compressor is not None:
                 raise ValueError(
@@ -150,12 +134,10 @@ def _find_norm_error(schedule: Schedule, max_norm: object) -> str | TypeError | 
         return wrong_type("max_norm", rule, max_norm)
     if not max_norm > 0:
         return f"max_norm must be {rule}, got {max_norm!r}"
-    if isinstance(schedule, Flushing | Streaming):
-        return None
-    return (
-        f"max_norm must be None with {type(schedule).__name__}, whose stages learn from several "
-        f"losses, got {max_norm!r}: clip a stage's own gradient in a hook of its optimizer "
-        "(register_step_pre_hook)"
+    why = schedule.option_error("max_norm")
+    return why and (
+        f"max_norm must be None with {type(schedule).__name__}, {why}, got {max_norm!r}: clip a "
+        "stage's own gradient in a hook of its optimizer (register_step_pre_hook)"
     )
 
 
@@ -165,12 +147,10 @@ def _find_scaler_error(schedule: Schedule, grad_scaler: object) -> str | TypeErr
     if not has_methods(grad_scaler, "get_scale", "state_dict", "load_state_dict"):
         rule = "a torch.amp.GradScaler, or None"
         return wrong_type("grad_scaler", rule, grad_scaler)
-    if isinstance(schedule, Flushing):
-        return None
-    return (
-        f"grad_scaler must be None with {type(schedule).__name__}, whose stages update at "
-        "different times, so that one that finds an infinity cannot have the others skip their "
-        "updates, got a GradScaler: use bfloat16, or a schedule that flushes"
+    why = schedule.option_error("grad_scaler")
+    return why and (
+        f"grad_scaler must be None with {type(schedule).__name__}, {why}, got a GradScaler: use "
+        "bfloat16, or a schedule that flushes"
     )
 
 
@@ -179,22 +159,22 @@ def _find_accumulation_error(schedule: Schedule, steps: object) -> str | TypeErr
         return wrong_type("gradient_accumulation_steps", "a positive integer", steps)
     if steps < 1:
         return f"gradient_accumulation_steps must be a positive integer, got {steps}"
-    if steps == 1 or isinstance(schedule, Flushing):
-        return None
-    return (
-        f"gradient_accumulation_steps must be 1 with {type(schedule).__name__}, which does not "
-        f"flush, got {steps}: take a schedule that flushes, or PipeDream2BW() with {steps} times "
-        "the microbatches in a step"
+    why = None if steps == 1 else schedule.option_error("gradient_accumulation_steps")
+    return why and (
+        f"gradient_accumulation_steps must be 1 with {type(schedule).__name__}, {why}, got "
+        f"{steps}: take a schedule that flushes, or PipeDream2BW() with {steps} times the "
+        "microbatches in a step"
     )
 
 
-def check_scalable(stages: Iterable[Stage]) -> None:
-    """Check that the gradients of stages can be divided by a loss scale.
+def check_scalable(optimizers: Iterable[Optimizer]) -> None:
+    """Check that the gradients of optimizers can be divided by a loss scale.
 
     Raises:
         ValueError: a parameter is float16, in which they would vanish.
     """
-    dtypes = {parameter.dtype for stage in stages for parameter in stage.optimized}
+    groups = (group for each in optimizers for group in each.param_groups)
+    dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
     if torch.float16 in dtypes:
         raise ValueError(
             "layers must be float32 with grad_scaler, as gradients in float16 vanish without their "

@@ -26,10 +26,7 @@ def _no_progress(step: int, total: int, what: str) -> None:
 class Measurements:
     """What is measured, or given, for a recommendation.
 
-    Args:
-        compute: of a step.
-        link: between ranks, measured or given.
-        costs: one for each of ``CANDIDATES``.
+    The link may be given; costs are one for each of ``CANDIDATES``.
     """
 
     compute: Compute
@@ -59,12 +56,7 @@ def benchmark_ranks(
 ) -> Measurements:
     """Measure also the link of the default process group; take the maximum over ranks.
 
-    All ranks must call it; it returns the same on all.
-
-    Args:
-        workload: of this rank.
-        device: supported by the process group's backend.
-        progress: of the measurements after that of the link.
+    All ranks must call it; it returns the same on all. The group's backend must support the device.
     """
     local = benchmark(workload, measure_link(device), progress)
     return replace(

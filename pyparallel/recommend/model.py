@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..training.arguments import check_integer, require
+
 NOISE = 0.05  # relative difference of repeated measurements of a step
 
 
@@ -25,10 +27,8 @@ class Link:
             raise ValueError(
                 f"bytes_per_second must be greater than 0, got {self.bytes_per_second}"
             )
-        if not self.latency >= 0:
-            raise ValueError(f"latency must not be negative, got {self.latency}")
-        if self.num_ranks < 1:
-            raise ValueError(f"num_ranks must be a positive integer, got {self.num_ranks}")
+        require(self.latency >= 0, "latency must not be negative", self.latency)
+        check_integer("num_ranks", self.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Cost:
     """The cost of averaging gradients with one compressor, per rank and step.
 
     Args:
-        name: of the compressor in tables.
+        name: the compressor as tables print it.
         coding: seconds of encoding and decoding.
         payload_bytes: bytes of the encoded messages.
         wire_bytes: bytes sent.
@@ -70,7 +70,7 @@ class StepTime:
     """The predicted time of a step with a compressor.
 
     Args:
-        cost: of the compressor.
+        cost: what the prediction is made from.
         communication: seconds that the link is busy.
         step: seconds of forward, backward, coding and communication, with their overlap.
     """

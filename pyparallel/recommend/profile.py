@@ -30,7 +30,6 @@ class SingleRankCollectives(Collectives):
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self.group = None
         self.rank = 0
         self.size = num_ranks
         self.stats = CommStats()

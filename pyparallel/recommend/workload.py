@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..training.arguments import require
 from .model import Compute
 from .profile import BUCKET_BYTES, Bucket, in_buckets, num_bytes_of, timed
 
@@ -81,8 +82,7 @@ def load(path: str) -> Workload:
     """
     module_name, _, name = path.partition(":")
     rule = "--model must be package.module:function"
-    if not module_name or not name:
-        raise ValueError(f"{rule}, got {path}")
+    require(module_name and name, rule, path)
     try:
         function = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
@@ -106,11 +106,10 @@ def transformer(num_parameters: float, batch: int, length: int, device: torch.de
         num_parameters: total number of parameters, at least about 80,000.
         batch: number of samples.
         length: bytes per sample.
-        device: of the module and the batch.
+        device: where the module and the batch lie.
     """
     for name, value in (("--parameters", num_parameters), ("--batch", batch), ("--length", length)):
-        if not 1 <= value < math.inf:
-            raise ValueError(f"{name} must be at least 1, got {value:g}")
+        require(1 <= value < math.inf, f"{name} must be at least 1", f"{value:g}")
     heads = max(1, round((64 * num_parameters / 12) ** (1 / 3) / 64))
     width = 64 * heads
     depth = max(1, round((num_parameters - 2 * _BYTES * width) / (12 * width**2)))

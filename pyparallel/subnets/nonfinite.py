@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from ..training.nonfinite import is_finite_on_device
+
 States = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -18,7 +20,10 @@ def first_nonfinite(parts: Mapping[str, Tensor], states: States, device: torch.d
         states: the optimizer's state that moves with them, by name and key.
         device: of the result.
     """
-    verdicts = [_is_sound(each) for _, each in _merged(parts, states)]
+    verdicts = []
+    for _, each in _merged(parts, states):
+        is_parameter = isinstance(each, nn.Parameter) or each.requires_grad
+        verdicts.append(is_finite_on_device(each.detach(), allow_inf=not is_parameter))
     if not verdicts:
         return torch.full((1,), -1, device=device)
     is_bad = torch.stack(verdicts).logical_not()
@@ -37,13 +42,3 @@ def _merged(parts: Mapping[str, Tensor], states: States) -> Iterator[tuple[str, 
         yield name, part
         for key, state in states.get(name, {}).items():
             yield f"the optimizer's {key} of {name}", state
-
-
-def _is_sound(tensor: Tensor) -> Tensor:
-    """Return whether a tensor can be merged, as 0-d bool."""
-    is_buffer = not isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    tensor = tensor.detach()
-    if tensor.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    bounds = torch.stack(tensor.aminmax())
-    return (bounds.isnan().logical_not() if is_buffer else bounds.isfinite()).all()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..comm import Collectives
+from ..comm import Collectives, Run
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def recalibrate(
     with _training_mode_of(module, norms), _record_moments(norms, moments):
         for batch in batches:
             module(*batch) if isinstance(batch, tuple) else module(batch)
-    collectives = Collectives(process_group)
+    collectives = Collectives(Run(process_group))
     for norm, moment in zip(norms, moments, strict=True):
         collectives.all_reduce_(moment.sums)
         moment.write_into(norm)

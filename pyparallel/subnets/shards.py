@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Collectives, check_like
+from ..comm import Collectives
+from ..training import check_like
 from .exchange import CutTensor
 from .partition.tensor_cut import TensorCut
 from .placement import Placement
@@ -112,11 +113,7 @@ class ModelShards:
         }
 
     def check_state(self, state: Mapping[str, Any], path: str) -> None:
-        """Check that ``load_state_dict`` can load a state; changes nothing.
-
-        Raises:
-            ValueError: names the path in the state.
-        """
+        """Raise a ValueError with the path of what ``load_state_dict`` cannot load."""
         check_like(state["rows"], self._rows, f"{path}.rows")
         if state["states"].keys() != self._rows.keys():
             raise ValueError(f"{path}.states must be of {sorted(self._rows)}")

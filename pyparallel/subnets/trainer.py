@@ -1,8 +1,6 @@
 """``SubnetTrainer``: every rank trains a smaller network; together they are the full model."""
 
 import copy
-import enum
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,32 +13,33 @@ from torch.optim import Optimizer
 from .._deprecated import adopt_old_methods, modernize_saved
 from ..comm import (
     Collectives,
-    DisagreementError,
-    NonFiniteError,
+    Run,
+    first_difference,
+    warn_if_alone,
+)
+from ..optim.finite_steps import FiniteSteps
+from ..training import (
     check_format,
     check_like,
     check_on_all_ranks,
     check_optimizer_state,
-    first_difference,
-    new_trainer_group,
     seal,
     summarize,
-    warn_if_alone,
 )
-from ..comm.arguments import NonFinitePolicy, find_policy_error
-from ..comm.step_hook import StepCounts, StepHook, refuse_other_optimizers
-from ..optim.finite_steps import FiniteSteps
-from .exchange import assign, merge, scatter
-from .nonfinite import first_nonfinite, name_of
+from ..training.nonfinite import NonFinitePolicy, find_policy_error
+from ..training.other_optimizers import refuse_other_optimizers
+from ..training.step_hook import StepHook
+from ..training.trainer import Trainer
 from .optimizer_state import CarryState, OptimizerState
 from .partition.partition import Partition
 from .partition.tensor_cut import find_cuts
 from .placement import Placement, Sharded
+from .same_call import Call, check_same_call
 from .scale import Scale, Unscaled
 from .shards import ModelShards
-from .shared import average
 from .storage import allocate, release
 from .subnet import build_subnet, tensors_of
+from .subnet_parts import SubnetParts
 from .validation import (
     ConfigFields,
     describe,
@@ -53,7 +52,7 @@ from .validation import (
 OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
 
 
-class SubnetTrainer:
+class SubnetTrainer(Trainer):
     """Independent subnetwork training: each rank trains its own units of every hidden dimension.
 
     Yuan, Wolfe, Dun, Tang, Kyrillidis, Jermaine (PVLDB 15(8) 2022, arXiv 1910.02120). The hidden
@@ -110,6 +109,8 @@ class SubnetTrainer:
         ArgumentTypeError: (a DisagreementError and a TypeError) one is of a wrong type.
     """
 
+    _copy_instead = "save its state_dict(), or copy the model inside full_model()"
+
     def __init__(
         self,
         module: nn.Module,
@@ -126,22 +127,18 @@ class SubnetTrainer:
         warn_if_alone()
         placement = Sharded() if placement is None else placement
         scale = Unscaled() if scale is None else scale
-        self._optimizer_state = CarryState() if optimizer_state is None else optimizer_state
-        self._collectives = collectives = Collectives(process_group)
-        policies = [partition, interval, placement, self._optimizer_state, scale]
+        optimizer_state = CarryState() if optimizer_state is None else optimizer_state
+        run = Run(process_group)
+        policies = [partition, interval, placement, optimizer_state, scale]
         for policy in policies:
             adopt_old_methods("pyparallel.subnets", policy)
         self._config_fields, problem = _examine(
-            module, optimizer_fn, policies, collectives.size, process_group
+            module, optimizer_fn, policies, run.size, process_group
         )
         policy = ("nonfinite", str(nonfinite))  # not saved: a run may go on with another one
-        collectives.check_consistent_across_ranks(
-            [*self._config_fields, policy], problem or find_policy_error(nonfinite)
-        )
-        if dist.is_initialized():
-            self._collectives = collectives = Collectives(new_trainer_group(process_group))
+        run.agree([*self._config_fields, policy], problem or find_policy_error(nonfinite))
+        self._collectives = collectives = Collectives(self._open_run(process_group))
         self._module, self._nonfinite = module, nonfinite
-        self._partition = partition
         self._interval = interval
         self._cut_dims = partition.cut_dims(module)
         with collectives.uncounted():
@@ -155,20 +152,20 @@ class SubnetTrainer:
             name: times for cut_dim in self._cut_dims for name in cut_dim.consumer_weights
         }
         self._shards = ModelShards(self._cuts, tensors, placement, collectives, enlargement)
-        self._placement = placement
-        self._round, self._steps, self._total_steps = 0, 0, 0
+        self._round, self._steps = 0, 0
         self._waiting_seconds = 0.0  # in the last step
         self._is_gathered = False
-        self._draw_units()
-        cut_tensors = self._shards.cut_tensors(tensors_of(self.subnet))
-        scatter(cut_tensors, self._assignments, collectives)
+        self._parts = SubnetParts(
+            self.subnet, partition, self._cut_dims, self._cuts, self._shards, placement,
+            optimizer_state, collectives,
+        )  # fmt: skip
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._first_state = copy.deepcopy(self.optimizer.state_dict()["state"])
         # "raise" checks what is merged, and no gradients.
         self._finite_steps = FiniteSteps(
             self.optimizer,
             "skip" if nonfinite == "skip" else "allow",
-            StepCounts(),
+            self._run.counts,
             _device_of(self.subnet),
             takes_scales=False,
         )
@@ -186,6 +183,7 @@ class SubnetTrainer:
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run this rank's subnet."""
+        self._check_open()
         self._step_hook.see_forward()
         return self.subnet(*inputs, **kwargs)
 
@@ -197,7 +195,7 @@ class SubnetTrainer:
     @property
     def units(self) -> dict[str, Tensor]:
         """This rank's units by the name of the cut dimension: int64, ascending."""
-        return {name: pieces[self._collectives.rank] for name, pieces in self._units.items()}
+        return {name: pieces[self._collectives.rank] for name, pieces in self._parts.units.items()}
 
     @property
     def bytes_sent(self) -> int:
@@ -211,13 +209,7 @@ class SubnetTrainer:
         Includes the parts that stay on their rank, excludes shared tensors: for an MLP with one
         hidden dimension n ranks exchange F x H weights, H biases and H x C weights.
         """
-        size = self._collectives.size
-        tensors = tensors_of(self.subnet)
-        return sum(
-            torch.Size(cut.part_shape(subnet, size)).numel() * tensors[name].element_size()
-            for name, cut in self._cuts.items()
-            for subnet in range(size)
-        )
+        return self._parts.payload_bytes
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
@@ -237,7 +229,7 @@ class SubnetTrainer:
             "rank/waiting_seconds": self._waiting_seconds,
             "rank/staleness": float(self._steps),
             "rank/merges": float(self._round),
-            "rank/steps": float(self._total_steps),
+            "rank/steps": float(self._run.counts.steps),
             "rank/skipped_steps": float(self._finite_steps.num_skipped),
         }
 
@@ -248,10 +240,11 @@ class SubnetTrainer:
 
         Returns when all ranks have called it. Does nothing if no rank has taken a step since.
         """
+        self._check_open()
         is_last = False
         while not is_last:
-            calls = self._check_same_call(_Call.FLUSH)
-            is_last = all(call == _Call.FLUSH for call, _ in calls)
+            calls = self._check_same_call(Call.FLUSH)
+            is_last = all(call == Call.FLUSH for call, _ in calls)
             if any(steps for _, steps in calls):
                 self._begin_round()
 
@@ -265,15 +258,16 @@ class SubnetTrainer:
         Raises:
             RuntimeError: it is already entered.
         """
+        self._check_open()
         if self._is_gathered:
             raise RuntimeError("full_model() must not be entered inside itself")
-        self._check_same_call(_Call.FULL_MODEL)
+        self._check_same_call(Call.FULL_MODEL)
         parameters = list(self._module.parameters())
         self._is_gathered = True
         try:
             allocate(parameters)
             with self._collectives.uncounted():
-                self._gather_full_model()
+                self._parts.gather_into(self._module)
             yield self._module
         finally:
             release(parameters)
@@ -282,20 +276,22 @@ class SubnetTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of a checkpoint; every rank saves its own, between two steps.
 
-        Tensors are not copied: write it before the next step, with which its checksums no longer
-        agree. Schedulers, random generators and the position in the data are left to the user.
+        Nothing is copied: what is written is the state of then. Schedulers, random generators and
+        the position in the data are left to the user.
         """
-        return seal(
-            {
-                "facts": self._config_fields,
-                "place": [self._collectives.rank, self._collectives.size],
-                "round": self._round,
-                "steps": self._steps,
-                "whole": self._shards.state_dict(),
-                "subnet": self.subnet.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-            }
-        )
+        self._check_open()
+        return seal(self._collect_state)
+
+    def _collect_state(self) -> dict[str, Any]:
+        return {
+            "facts": self._config_fields,
+            "place": [self._collectives.rank, self._collectives.size],
+            "round": self._round,
+            "steps": self._steps,
+            "whole": self._shards.state_dict(),
+            "subnet": self.subnet.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
 
     @torch.inference_mode(mode=False)
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -309,11 +305,9 @@ class SubnetTrainer:
                 state is damaged or malformed, or of another rank, number of ranks, partition,
                 module or optimizer, or the ranks' states are of different rounds.
         """
-        check_on_all_ranks(
-            lambda: self._check_state(state_dict), self._collectives.check_consistent_across_ranks
-        )
+        check_on_all_ranks(lambda: self._check_state(state_dict), self._run.agree)
         self._round, self._steps = state_dict["round"], state_dict["steps"]
-        self._draw_units()
+        self._parts.draw(self._round)
         self._shards.load_state_dict(state_dict["whole"])
         self.subnet.load_state_dict(state_dict["subnet"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
@@ -323,15 +317,7 @@ class SubnetTrainer:
         self._step_hook.close()
         self._allow_other_optimizers()
         self._finite_steps.close()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError(
-            "SubnetTrainer must not be copied or pickled: save its state_dict(), or copy the model "
-            "inside full_model()"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__(None)
+        super().close()
 
     def _build_subnet(self, module: nn.Module, scale: Scale) -> nn.Module:
         rank, size = self._collectives.rank, self._collectives.size
@@ -341,7 +327,7 @@ class SubnetTrainer:
             scale.apply(built, self._cut_dims, rank, size)
         except Exception as error:  # check_consistent_across_ranks raises it on all ranks
             error_text = f"module must support copying: {type(error).__name__}: {error}"
-        self._collectives.check_consistent_across_ranks([], error_text)
+        self._run.agree([], error_text)
         return built
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> Optimizer:
@@ -351,166 +337,43 @@ class SubnetTrainer:
             built = optimizer_fn(parameters)
             error_text = find_optimizer_error(built, parameters)
             if error_text is None:
-                self._shards.init_states(self._carried_state(built))
+                self._shards.init_states(self._parts.carried_state(built))
         except Exception as error:  # check_consistent_across_ranks raises it on all ranks
             error_text = f"optimizer_fn: {type(error).__name__}: {error}"
         self._config_fields.append(("optimizer", type(built).__qualname__))
-        self._collectives.check_consistent_across_ranks(self._config_fields, error_text)
+        self._run.agree(self._config_fields, error_text)
+        self._own([built])
         optimizer: Optimizer = built
         return optimizer
 
     def _after_step(self) -> None:
         self._finite_steps.end()
         self._steps += 1
-        self._total_steps += 1
-        self._collectives.step = self._total_steps
+        self._run.counts.count_step()
         before = self._collectives.stats.waiting_seconds
         if self._steps >= self._interval:  # above it after a failed merge, which is tried again
-            self._check_same_call(_Call.STEP)
+            self._check_same_call(Call.STEP)
             self._begin_round()
         self._waiting_seconds = self._collectives.stats.waiting_seconds - before
 
     def _begin_round(self) -> None:
-        parts, states = tensors_of(self.subnet), self._carried_state(self.optimizer)
-        tensors = [*self._shards.cut_tensors(parts), *self._shards.state_tensors(states)]
-        merge(tensors, self._assignments, self._collectives)
-        shared = self._shared(parts)
-        shared += [s for name in parts if name not in self._cuts for s in states[name].values()]
-        for tensor, mean in zip(shared, average(shared, self._collectives), strict=True):
-            tensor.data.copy_(mean)
+        self._parts.merge(self.optimizer, self._first_state, self._round + 1)
         self._round += 1
         self._steps = 0
-        self._draw_units()
-        scatter(tensors, self._assignments, self._collectives)
-        self._optimizer_state.on_new_round(self.optimizer, self._first_state)
 
-    def _gather_full_model(self) -> None:
-        parts, targets = tensors_of(self.subnet), tensors_of(self._module)
-        merge(self._shards.cut_tensors(parts), self._assignments, self._collectives)
-        self._shards.gather_into({name: tensor.data for name, tensor in targets.items()})
-        means = average(self._shared(parts), self._collectives)
-        averaged = dict(zip(self._shared_names(parts), means, strict=True))
-        with torch.no_grad():
-            for name, target in targets.items():
-                if name not in self._cuts:
-                    target.data.copy_(averaged.get(name, parts[name]))
-            mine = dict(self.subnet.named_buffers())
-            for name, buffer in self._module.named_buffers():
-                if name not in targets:
-                    buffer.copy_(mine[name])
-
-    def _shared(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
-        return [parts[name].detach() for name in self._shared_names(parts)]
-
-    def _shared_names(self, parts: Mapping[str, Tensor]) -> list[str]:
-        """Return the names that ranks average; frozen parameters are equal on all ranks."""
-        return [
-            name
-            for name, tensor in parts.items()
-            if name not in self._cuts
-            if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-        ]
-
-    def _carried_state(self, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-        named = dict(self.subnet.named_parameters())
-        found = self._optimizer_state.carried_state(optimizer, named)
-        return {name: found.get(name, {}) for name in tensors_of(self.subnet)}
-
-    def _draw_units(self) -> None:
-        self._units = self._partition.draw(self._cut_dims, self._round, self._collectives.size)
-        self._assignments = assign(self._cuts, self._units, self._placement, self._collectives)
-
-    def _check_same_call(self, call: "_Call") -> list[tuple[int, int]]:
-        """Check that all ranks make the same call; return each one's call and steps since a merge.
-
-        Raises:
-            DisagreementError: ranks make different calls or average other tensors.
-            NonFiniteError: a rank has a tensor that must not be merged. Both on all ranks, before
-                anything is merged.
-        """
-        parts = tensors_of(self.subnet)
-        state, error = self._hash_of_state()
-        numbers = [call, self._round, state, self._steps, self._hash_of_shared(parts)]
-        device = _device_of(self._module)
-        states = {} if error is not None else self._carried_state(self.optimizer)
-        if self._nonfinite == "allow":
-            found = torch.full((1,), -1, device=device)
-        else:
-            found = first_nonfinite(parts, states, device)
-        with self._collectives.uncounted():
-            gathered = self._collectives.all_gather(
-                torch.cat([torch.tensor(numbers, device=device), found])
-            ).tolist()
-        if error is not None:
-            raise error
-        first = gathered[0]
-        for rank, other in enumerate(gathered):
-            merges = [each[0] != _Call.FULL_MODEL for each in (first, other)]
-            if merges[0] != merges[1] or first[1] != other[1]:
-                raise DisagreementError(
-                    f"all ranks must make the same calls, got {_describe_call(first)} on rank 0 "
-                    f"and {_describe_call(other)} on rank {rank}; call flush() on every rank when "
-                    "its batches have run out, before full_model()"
-                )
-        if any(first[4] != other[4] for other in gathered):
-            self._raise_for_shared(parts)
-        for rank, other in enumerate(gathered):
-            if first[2] != other[2]:
-                raise DisagreementError(
-                    "all ranks must have optimizer state for the same parameters, got different "
-                    f"ones on ranks 0 and {rank}; give every rank a batch and every parameter a "
-                    "gradient, or use ResetState()"
-                )
-        for rank, other in enumerate(gathered):
-            if other[5] >= 0:
-                raise NonFiniteError(
-                    f"parameters must be finite to be merged, got nan or inf from rank {rank} in "
-                    f"{name_of(other[5], parts, states)} in round {first[1]}: nothing has been "
-                    "merged; resume all ranks from a state_dict(), and use nonfinite='skip' to "
-                    "leave out steps whose gradients are not finite"
-                )
-        return [(other, steps) for other, _, _, steps, _, _ in gathered]
-
-    def _hash_of_shared(self, parts: Mapping[str, Tensor]) -> int:
-        """Return a number equal on ranks that average the same tensors."""
-        fields = self._describe_shared(parts)
-        return zlib.crc32("/".join(f"{name} {what}" for name, what in fields).encode())
-
-    def _describe_shared(self, parts: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-        """Return what a rank does with each tensor that is not cut, as config fields."""
-        averaged = set(self._shared_names(parts))
-        return [
-            (
-                f"requires_grad, dtype and shape of {name}",
-                f"{name in averaged}, {tensor.dtype}, {list(tensor.shape)}",
-            )
-            for name, tensor in parts.items()
-            if name not in self._cuts
-        ]
-
-    def _raise_for_shared(self, parts: Mapping[str, Tensor]) -> None:
-        """Raise on all ranks for tensors that some of them do not average alike."""
-        with self._collectives.uncounted():
-            self._collectives.check_consistent_across_ranks(self._describe_shared(parts), None)
-
-    def _hash_of_state(self) -> tuple[int, ValueError | None]:
-        """Return a number equal on ranks with the same kinds of optimizer state, or an error."""
-        try:
-            kinds = [
-                f"{name} {key} {value.dtype}"
-                for name, states in self._carried_state(self.optimizer).items()
-                for key, value in states.items()
-            ]
-        except ValueError as error:  # raised after the all-gather, so that no rank hangs in it
-            return -1, error
-        return zlib.crc32("/".join(kinds).encode()), None
+    def _check_same_call(self, call: Call) -> list[tuple[int, int]]:
+        return check_same_call(
+            call,
+            self._round,
+            self._steps,
+            self._parts,
+            self.optimizer,
+            self._collectives,
+            finds_nonfinite=self._nonfinite != "allow",
+        )
 
     def _check_state(self, state: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return what must be equal on all ranks.
-
-        Raises:
-            Exception: of any type, if anything of the state cannot be loaded.
-        """
+        """Return what must be equal on all ranks; raise for a state that cannot be loaded."""
         if not isinstance(state, Mapping):
             raise ValueError(f"state_dict must be a result of state_dict(), got {summarize(state)}")
         check_format(state)
@@ -530,19 +393,6 @@ class SubnetTrainer:
         # Its kind is among the facts.
         check_optimizer_state(self.optimizer, state["optimizer"], None, "optimizer")
         return [("round of state_dict", str(state["round"]))]
-
-
-class _Call(enum.IntEnum):
-    """The collective call that a rank makes."""
-
-    STEP = 0
-    FLUSH = 1
-    FULL_MODEL = 2
-
-
-def _describe_call(numbers: list[int]) -> str:
-    call = {0: "optimizer.step()", 1: "flush()", 2: "full_model()"}[numbers[0]]
-    return f"{call} in round {numbers[1]} after {numbers[3]} steps"
 
 
 def _device_of(module: nn.Module) -> torch.device:

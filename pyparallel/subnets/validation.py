@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ..comm import find_ddp_error, has_methods, wrong_type
-from ..optim import FusedOptimizer
+from ..training import has_methods, wrong_type
+from ..training.arguments import is_integer
+from ..training.module_checks import find_device_error, find_master_weights_error, find_module_error
+from ..training.trainer import find_owner_error
 from .partition.cut_dim import CutDim
 from .partition.partition import Partition, find_units_error
 from .placement import Placement
@@ -46,10 +48,8 @@ def find_type_error(
     scale: object,
 ) -> TypeError | None:
     """Return the first argument of a wrong type, as an error, or None."""
-    if not isinstance(module, nn.Module):
-        return wrong_type("module", "a torch.nn.Module", module)
-    if ddp_error := find_ddp_error("module", module):
-        return ddp_error
+    if error := find_module_error(module):
+        return error
     if not callable(optimizer_fn):
         rule = "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"
         return wrong_type("optimizer_fn", rule, optimizer_fn)
@@ -80,13 +80,13 @@ def find_validation_error(
     process_group: dist.ProcessGroup | None,
 ) -> str | None:
     """Return the first error in the trainer's arguments, or None."""
-    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+    if not is_integer(interval):
         return f"interval must be an integer number of steps, at least 1, got {interval!r}"
     parameters = list(module.named_parameters())
     error_text = (
         _find_parameter_error(parameters)
         or _find_buffer_error(module)
-        or _find_device_error(parameters, process_group)
+        or find_device_error(parameters, process_group)
     )
     if error_text:
         return error_text
@@ -101,12 +101,10 @@ def find_optimizer_error(optimizer: Any, parameters: Sequence[nn.Parameter]) -> 
     """Return why an optimizer cannot train these parameters, or None."""
     if not isinstance(optimizer, Optimizer):
         return f"optimizer_fn must return a torch optimizer, got {type(optimizer).__name__}"
-    if isinstance(optimizer, FusedOptimizer) and optimizer.master_weights:
-        return (
-            "optimizer_fn must return an optimizer with master_weights=False, got True: the "
-            "parameters are averaged, not their float32 copies; train float32 parameters inside "
-            "torch.autocast"
-        )
+    if error := find_master_weights_error(optimizer, "the optimizer of optimizer_fn"):
+        return error
+    if error := find_owner_error([optimizer]):
+        return error
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     wanted = {id(p) for p in parameters}
     if owned != wanted:
@@ -140,22 +138,6 @@ def _find_buffer_error(module: nn.Module) -> str | None:
     for name, buffer in module.named_buffers():
         if any(s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)):
             return f"buffers must not be expanded, got {name}; clone it"
-    return None
-
-
-def _find_device_error(
-    parameters: Sequence[tuple[str, nn.Parameter]], process_group: dist.ProcessGroup | None
-) -> str | None:
-    device = parameters[0][1].device
-    for name, parameter in parameters:
-        if parameter.device != device:
-            return f"parameters must be on one device, got {name} on {parameter.device}"
-    if not dist.is_initialized():
-        return None
-    served = dist.get_backend_config(process_group)  # for example "cpu:gloo,cuda:nccl"
-    backend = dict(pair.split(":") for pair in served.split(",")).get(device.type)
-    if backend is None or (backend == "gloo" and device.type != "cpu"):
-        return f"process_group must support {device.type} tensors, got a backend for {served}"
     return None
 
 

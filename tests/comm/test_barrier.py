@@ -3,15 +3,15 @@
 import os
 import signal
 
-import pytest
 import torch.distributed as dist
 
-from pyparallel.comm import PeerError, barrier_of
+from pyparallel.comm.errors import PeerError
+from pyparallel.comm.run import Run
 from tests.workers import observe_ranks
 
 
 def barrier_after_setting_a_key(rank):
-    store, barrier = dist.group.WORLD.get_group_store(), barrier_of(None)
+    store, barrier = dist.group.WORLD.get_group_store(), Run().barrier
     store.set(f"here/{rank}", "")
     barrier()
     return store.check([f"here/{other}" for other in range(dist.get_world_size())])
@@ -25,7 +25,7 @@ def wait_for_a_dead_rank(rank):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        barrier_of(None)()
+        Run().barrier()
     except PeerError as error:
         return str(error)
     return None
@@ -37,9 +37,3 @@ def test_waiting_for_a_dead_rank_is_an_error():
         assert outcome.value.startswith(
             f"rank {rank}: not all ranks reached the barrier: rank 1 died, or ended"
         )
-
-
-def test_a_barrier_needs_gloo(monkeypatch):
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    with pytest.raises(ValueError, match="must be one of gloo, got one of cuda:nccl"):
-        barrier_of(None)

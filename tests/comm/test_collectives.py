@@ -5,7 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyparallel.comm import Collectives, CommStats, DisagreementError
+from pyparallel.comm import Run
+from pyparallel.comm.collectives import Collectives, CommStats
+from pyparallel.comm.consistency import DisagreementError
 from tests.workers import observe_ranks
 
 LENGTHS = [(3, 0), (0, 0), (5, 2)]
@@ -90,7 +92,7 @@ def broadcast(rank):
     found = []
     for group in (None, pair):
         if group is None or rank != 1:
-            collectives = Collectives(group)
+            collectives = Collectives(Run(group))
             tensor = torch.full((6,), float(rank))
             collectives.broadcast_(tensor, 1)
             collectives.broadcast_(torch.zeros(0), 1)
@@ -129,9 +131,9 @@ def test_one_rank_alone_needs_no_group():
             collectives.all_to_all(tensor, sizes, [3])
     assert collectives.all_to_all(tensor, [3], [3]) is tensor
     assert collectives.all_gather(tensor).tolist() == [[0, 1, 2]]
-    collectives.check_consistent_across_ranks([("seed", "0")], None)
+    collectives.run.agree([("seed", "0")], None)
     with pytest.raises(DisagreementError, match=r"^rank 0: it is wrong$"):
-        collectives.check_consistent_across_ranks([], "it is wrong")
+        collectives.run.agree([], "it is wrong")
 
 
 def send_every_dtype(rank):
@@ -155,7 +157,7 @@ COLLECTIVES = {
     "broadcast": lambda each: each.broadcast_(torch.ones(2), 1),
     "all-to-all": lambda each: each.all_to_all(torch.ones(2), [1, 1], [1, 1]),
     "all-gather": lambda each: each.all_gather(torch.ones(2)),
-    "comparison of all ranks' arguments": lambda each: each.check_consistent_across_ranks([], None),
+    "comparison of all ranks' arguments": lambda each: each.run.agree([], None),
 }
 
 
@@ -164,7 +166,7 @@ def call_a_dead_rank(rank):
     collectives.all_reduce_(torch.ones(1))
     if rank == 1:
         os._exit(3)
-    collectives.step = 7
+    collectives.run.counts.reset(7)
     errors = []
     for call in COLLECTIVES.values():
         try:
@@ -176,7 +178,7 @@ def call_a_dead_rank(rank):
 
 def make_a_mistake(rank):
     collectives = Collectives()
-    collectives.step = 4
+    collectives.run.counts.reset(4)
     collectives.all_to_all(torch.ones(2), [1, 1], [1, 1] if rank else [2])
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyparallel.comm import (
+from pyparallel.comm.consistency import (
     ArgumentTypeError,
     DisagreementError,
-    PeerError,
     check_consistent_across_ranks,
+    error_of,
 )
-from pyparallel.comm.consistency import error_of
+from pyparallel.comm.errors import PeerError
 
 
 def check(rank, fields_of, problem_of):

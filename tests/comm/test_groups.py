@@ -9,18 +9,12 @@ import torch
 import torch.distributed as dist
 
 from pyparallel import GossipDataParallel
-from pyparallel.comm import (
-    P2PGroups,
-    counterparts_of,
-    device_of,
-    new_group,
-    new_trainer_group,
-    node_of,
-    process_groups,
-)
-from pyparallel.comm.errors import trainer_of
+from pyparallel.comm import Run, process_groups
+from pyparallel.comm.process_groups import create_group, device_of
 from pyparallel.gossip import SGP
+from pyparallel.gossip.algorithms.node_averager import counterparts_of, node_of
 from pyparallel.gossip.topology import Ring
+from pyparallel.pipeline.messages import P2PGroups
 from tests.gossip.loops import batches, build_model, train
 from tests.workers import observe_ranks
 
@@ -28,6 +22,10 @@ from tests.workers import observe_ranks
 def test_consecutive_ranks_form_a_node():
     assert [list(node_of(rank, 3)) for rank in (0, 2, 3)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
     assert [list(counterparts_of(rank, 3, 6)) for rank in (0, 4)] == [[0, 3], [1, 4]]
+
+
+def new_group(members, parent):
+    return Run(parent).within(members).group
 
 
 def sum_of_ranks(group):
@@ -87,7 +85,7 @@ def trains_in_overlapping_groups(rank):
         wrapped = GossipDataParallel(model, optimizer, SGP(Ring(2)), process_group=pair)
         train(model, optimizer, list(batches(rank, 2)), forward=wrapped)
         assert wrapped.process_group is pair
-        numbers.append(trainer_of(wrapped._group))
+        numbers.append(wrapped._run.trainer)
         if place == 2:
             wrapped.close()
         trainers.append(wrapped)
@@ -102,7 +100,7 @@ def test_ranks_in_unequal_numbers_of_trainers_can_make_another(ranks):
 
 
 def headers_group(rank):
-    groups = P2PGroups.connect(new_trainer_group(None), torch.device("cpu"), is_ring=False)
+    groups = P2PGroups.connect(Run.open(None), torch.device("cpu"), is_ring=False)
     return groups.headers is None, groups.supports_inline
 
 
@@ -173,11 +171,11 @@ def test_some_ranks_alone_cannot_split_the_communicator_of_all(monkeypatch):
     monkeypatch.setattr(process_groups, "dist", fake)
     message = "process_group must have all ranks if .* got one of 2 of 4 ranks: leave out device_id"
     with pytest.raises(ValueError, match=message):
-        new_group([0, 1], "pair")
+        create_group([0, 1], "pair")
     monkeypatch.setattr(process_groups, "_connect", lambda *_: "connected")
-    assert new_group([0, 1], None) == "connected"  # the others make their own in the same call
+    assert create_group([0, 1], None) == "connected"  # the others make their own in the same call
     backend.supports_splitting = False
-    assert new_group([0, 1], "pair") == "connected"
+    assert create_group([0, 1], "pair") == "connected"
 
 
 def test_the_device_of_a_group_is_that_of_its_backend(monkeypatch):

@@ -1,16 +1,21 @@
 """Nothing that a rank receives is unpickled: a pickle can run any code of its sender."""
 
 import contextlib
+import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from pyparallel.comm import DisagreementError
 from pyparallel.compression import Int8, TopK, compress_fsdp, ddp_hook
-from pyparallel.gossip import GossipState
+from pyparallel.gossip import SGP, GossipState
+from pyparallel.gossip.topology import OnePeerExponential
 from pyparallel.pipeline import OneForwardOneBackward, PipelineTrainer, PipeOptim
 from pyparallel.subnets import Partition, SubnetTrainer
 from tests.gossip.every_algorithm import EVERY_ALGORITHM
@@ -22,10 +27,17 @@ def fail(*_, **__):
 
 
 @contextlib.contextmanager
-def without_pickle():
+def without_objects():
+    """Fail in the collectives that send objects; files may be pickles."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_object_to_tensor", "_tensor_to_object"):  # of torch's object collectives
+        for name in ("_object_to_tensor", "_tensor_to_object"):
             patch.setattr(dist.distributed_c10d, name, fail)
+        yield
+
+
+@contextlib.contextmanager
+def without_pickle():
+    with without_objects(), pytest.MonkeyPatch.context() as patch:
         for name in ("load", "loads", "dumps"):
             patch.setattr(pickle, name, fail)
         yield
@@ -66,8 +78,11 @@ def pipeline(schedule, split):
     )
     trainer.prepare(*batch)
     trainer.step(*batch)
+    trainer.export_chrome_trace(os.devnull)
     trainer.flush()
     trainer.load_state_dict(trainer.state_dict())
+    trainer.sharded_state_dict()
+    trainer.full_state_dict()
     return trainer.split
 
 
@@ -96,3 +111,64 @@ def train_everything(rank, num_ranks):
 def test_no_rank_unpickles_what_another_sent(ranks):
     first, second = ranks.run(2, train_everything, 2)
     assert first == second
+
+
+def save_folders(folder):
+    """Return a pipeline and a gossip trainer with its state, both of which are saved."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    trainer = PipelineTrainer(
+        layers, nn.functional.mse_loss, sgd, PipeOptim(), num_microbatches=2, split=[1]
+    )
+    trainer.prepare(torch.randn(4, 4), torch.randn(4, 4))
+    model, optimizer = wrap(SGP(OnePeerExponential(2)), nn.Linear(4, 2))
+    step(model, optimizer)
+    state = GossipState(model, optimizer)
+    dcp.save(trainer.sharded_state_dict(), checkpoint_id=f"{folder}/pipeline")
+    dcp.save({"gossip": state}, checkpoint_id=f"{folder}/gossip")
+    return trainer, model, state
+
+
+def load_folders(rank, folder):
+    trainer, model, state = save_folders(folder)
+    parameters = [*trainer.stages[0].module.parameters(), *model.parameters()]
+    trained = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        nn.init.zeros_(parameter)
+    with without_objects():
+        trainer.load_checkpoint(f"{folder}/pipeline")
+        state.load(f"{folder}/gossip")
+    model.close()
+    return all(torch.equal(*pair) for pair in zip(parameters, trained, strict=True))
+
+
+def test_checkpoints_are_loaded_without_objects_of_other_ranks(ranks, tmp_path):
+    assert ranks.run(2, load_folders, str(tmp_path)) == [True, True]
+
+
+def load_damaged(rank, folder):
+    """Return the errors for folders in which the file of rank 1 is empty, and for none."""
+    trainer, model, state = save_folders(folder)
+    for name in ("pipeline", "gossip") if rank == 1 else ():
+        Path(folder, name, "__1_0.distcp").write_bytes(b"")
+    dist.barrier()
+    errors = []
+    for load, name in (
+        (trainer.load_checkpoint, "pipeline"),
+        (state.load, "gossip"),
+        (state.load, "none"),
+    ):
+        with pytest.raises(DisagreementError) as error:
+            load(f"{folder}/{name}")
+        errors.append(str(error.value))
+    model.close()
+    return errors
+
+
+def test_a_damaged_folder_is_one_error_on_all_ranks(ranks, tmp_path):
+    first, second = ranks.run(2, load_damaged, str(tmp_path))
+    assert first == second
+    for error in first[:2]:
+        assert ": checkpoint_id must be a whole checkpoint, got " in error
+    assert first[1].startswith("rank 1: ")  # the other one reads its own file alone
+    assert "checkpoint_id must be a folder that torch.distributed.checkpoint has saved" in first[2]

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyparallel.comm import Flags, PeerError, store_of
-from pyparallel.comm.store import DeadlineStore, _Connection
+from pyparallel.comm.errors import PeerError
+from pyparallel.comm.store import DeadlineStore, _Connection, store_of
 from pyparallel.gossip import ADPSGD, GossipDataParallel
+from pyparallel.gossip.messages import Flags
 from pyparallel.gossip.topology import Ring
 from tests.workers import observe_ranks
 

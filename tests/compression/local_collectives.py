@@ -12,7 +12,7 @@ class LocalCollectives(Collectives):
     """Collectives of one thread, which exchanges tensors with the others in a shared table."""
 
     def __init__(self, rank, table, barrier):
-        self.rank, self.size, self.group, self.stats = rank, len(table), None, CommStats()
+        self.rank, self.size, self.stats = rank, len(table), CommStats()
         self._table, self._barrier = table, barrier
 
     def all_to_all(self, tensor, sizes_out, sizes_in):

@@ -5,6 +5,7 @@ import hashlib
 import torch
 import torch.distributed as dist
 
+from pyparallel.comm import Run
 from pyparallel.compression import BufferLayout, Collectives, Compressor, ErrorFeedback, Piece
 
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ def check_means(rank, rows):
             check_telescoping(case, compressor, Collectives(), numel, dtype, digest, range(3))
         digests[name] = digest.hexdigest()
         if rank != 1:
-            case, collectives = f"{name} in a pair: ", Collectives(pair)
+            case, collectives = f"{name} in a pair: ", Collectives(Run(pair))
             check_telescoping(case, compressor, collectives, 300, torch.float32, digest, [0, 2])
     return digests
 

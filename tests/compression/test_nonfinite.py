@@ -5,8 +5,9 @@ import torch
 
 from pyparallel.compression import Collectives, NonFiniteError
 from pyparallel.compression.layout import BufferLayout
-from pyparallel.compression.nonfinite import NonFiniteCheck, first_nonfinite, is_finite
+from pyparallel.compression.nonfinite import NonFiniteCheck, first_nonfinite_part
 from pyparallel.recommend.profile import SingleRankCollectives
+from pyparallel.training.nonfinite import is_finite
 
 NAN, INF = float("nan"), float("inf")
 PARAMETERS = {"a": torch.empty(2, 3), "empty": torch.empty(0), "b": torch.ones(4)}
@@ -19,14 +20,14 @@ def test_what_is_finite(subtests):
             largest = torch.full((10,), torch.finfo(dtype).max, dtype=dtype)
             assert is_finite(largest)  # though its sum is not
             assert is_finite(largest[:0])
-            assert first_nonfinite(largest, LAYOUT) == -1
+            assert first_nonfinite_part(largest, LAYOUT) == -1
             for bad in (NAN, INF, -INF):
                 for place, piece in ((5, 0), (6, 2)):
                     x = torch.zeros(10, dtype=dtype)
                     x[place] = bad
-                    assert first_nonfinite(x, LAYOUT) == piece
+                    assert first_nonfinite_part(x, LAYOUT) == piece
             x[:2] = torch.tensor([INF, -INF])
-            assert first_nonfinite(x, LAYOUT) == 0
+            assert first_nonfinite_part(x, LAYOUT) == 0
 
 
 def test_a_gpus_buffer_counts_as_zeros_and_all_ranks_raise_in_the_next_step():

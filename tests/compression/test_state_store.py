@@ -1,7 +1,8 @@
+import copy
+
 import pytest
 import torch
 
-from pyparallel.comm import seal
 from pyparallel.compression import (
     BufferLayout,
     ErrorFeedback,
@@ -13,6 +14,7 @@ from pyparallel.compression import (
     merge_states,
 )
 from pyparallel.compression.state_store import StateStore
+from pyparallel.training import seal
 
 CPU = torch.device("cpu")
 PIECES = {name: Piece(name, shape) for name, shape in [("a", (4, 3)), ("b", (7,)), ("c", (2,))]}
@@ -163,7 +165,7 @@ def test_common_state_is_copied_and_checked():
     before = weights.clone()
     weights.zero_()
     torch.testing.assert_close(other.of(layout("ab"), CPU).common["weights"], before)
-    saved = store.state_dict()
+    saved = copy.deepcopy(store.state_dict())
     for name in "ab":
         saved["of_all"][name]["weights"] = torch.zeros(1)
     with pytest.raises(ValueError, match="the state was changed"):

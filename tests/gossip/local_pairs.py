@@ -9,9 +9,10 @@ from collections import defaultdict
 
 import torch
 
-from pyparallel.comm import Flags, MessageHeaders
 from pyparallel.gossip.algorithms.pairwise import PairwiseAverager
 from pyparallel.gossip.algorithms.partners import Partners
+from pyparallel.gossip.messages import Flags, NeighborExchange
+from tests.local_transport import LocalRun
 
 
 class LocalStore:
@@ -65,14 +66,12 @@ class LocalPendingExchange:
             channel.deliver(index, self._world.timeout)
 
 
-class LocalExchange:
+class LocalExchange(NeighborExchange):
     def __init__(self, world, rank):
+        super().__init__(LocalRun(rank, world.num_ranks))
         self._world = world
-        self.rank = rank
-        self.bytes_sent = 0
-        self.headers = MessageHeaders(rank, world.num_ranks)
 
-    def start(self, sends, receives, step):
+    def start(self, sends, receives):
         messages = []
         for send in sends:
             channel = self._world.channels[self.rank, send.peer]
@@ -80,7 +79,7 @@ class LocalExchange:
                 channel.sends.append((send.tensor, send.tensor.clone()))
                 channel.condition.notify_all()
                 messages.append((channel, len(channel.sends) - 1))
-            self.bytes_sent += send.tensor.numel() * send.tensor.element_size()
+            self.run.stats.count_bytes(send.tensor.numel() * send.tensor.element_size())
         for receive in receives:
             channel = self._world.channels[receive.peer, self.rank]
             with channel.condition:
@@ -137,7 +136,7 @@ class World:
         """Return z of each rank, in float64."""
         return torch.stack([torch.cat(buffers).double() for buffers in self.buffers])
 
-    def _wait_for_all(self, step):
+    def _wait_for_all(self):
         if self._barrier is not None:
             self._barrier.wait(30)
 

@@ -43,7 +43,7 @@ def train(algorithm, rank, uses_closure, make_optimizer, **options):
             nonlocal in_flight
             if failures and uses_closure:
                 raise failures.pop()
-            in_flight += trainer._averager.in_flight
+            in_flight += trainer._averager.status.in_flight
             optimizer.zero_grad()
             for part in (slice(0, 4), slice(4, 6)):  # accumulates
                 loss = nn.functional.mse_loss(trainer(inputs[part]), targets[part])
@@ -61,7 +61,7 @@ def train(algorithm, rank, uses_closure, make_optimizer, **options):
         except KeyError:
             optimizer.step(evaluate)
     trainer.flush()
-    counts = trainer._averager.counts
+    counts = trainer._averager.run.counts
     assert (counts.steps, counts.repeats, counts.forwards) == (7, 0, 14)
     end = torch.cat([p.detach().flatten() for p in model.parameters()])
     trainer.close()

@@ -300,7 +300,7 @@ def test_partners_name_the_rank_that_died_and_all_end(kind):
     partners = {*topology.out_peers(2, 5), *topology.in_peers(2, 5)}
     errors = {rank: outcomes[rank].error for rank in range(4) if rank != 2}
     for rank in partners:
-        assert errors[rank].startswith(f"PeerError: rank {rank}, step 5: the message on edge")
+        assert errors[rank].startswith(f"PeerError: rank {rank}, step 6: the message on edge")
         assert f"edge 2 -> {rank}" in errors[rank] or f"edge {rank} -> 2" in errors[rank]
     for rank, error in errors.items():
         assert error.startswith(f"PeerError: rank {rank}, step ")
@@ -319,7 +319,7 @@ def end_early(rank, call):
 
 def test_a_rank_that_has_ended_is_an_error_with_the_reason():
     for call, sentence in [
-        ("step", "rank 0, step 1: .* rank 1 died, or took fewer steps: use join"),
+        ("step", "rank 0, step 2: .* rank 1 died, or took fewer steps: use join"),
         ("consensus", "rank 0, step 1: the all-gather failed: rank 1 died, or ended without this"),
     ]:
         first, second = observe_ranks(2, end_early, call, time_limit=30)
@@ -348,7 +348,7 @@ def test_a_stopped_rank_is_named_after_the_timeout():
     outcomes = observe_ranks(3, train_with_a_stopped_rank, time_limit=30, group_timeout=3)
     for rank in (0, 1):
         assert outcomes[rank].exit_code != 0
-        assert f"rank {rank}, step 5: the message on edge" in outcomes[rank].error
+        assert f"rank {rank}, step 6: the message on edge" in outcomes[rank].error
         assert "did not respond within the process group's timeout" in outcomes[rank].error
 
 
@@ -374,5 +374,5 @@ def step_after_a_death(rank):
 def test_rounds_after_a_death_raise_the_same_error_with_global_ranks():
     errors = observe_ranks(4, step_after_a_death, time_limit=30)[1].value
     assert errors == errors[:1] * 3
-    assert "rank 1, step 0: the message on edge" in errors[0]
+    assert "rank 1, step 1: the message on edge" in errors[0]
     assert "rank 3 died" in errors[0]

@@ -117,7 +117,7 @@ def spoil(rank, policy, name, algorithm):
         if is_spoiled and isinstance(algorithm, LocalSGD):
             in_pass = name == "pyparallel" and policy == "raise"  # only such elements are left out
             assert torch.equal(first, before) == (policy != "allow" and not in_pass)
-            assert wrapped._averager.counts.nonfinite == (2.0 if policy != "allow" else 0.0)
+            assert wrapped._averager.run.counts.nonfinite == (2.0 if policy != "allow" else 0.0)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             assert torch.equal(parameter.grad.nan_to_num(), gradient.nan_to_num())
     with contextlib.suppress(NonFiniteError):

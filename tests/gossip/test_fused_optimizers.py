@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel, optim
-from pyparallel.comm import MessageHeaders, PeerError
+from pyparallel.comm import PeerError
 from pyparallel.compression import Int8
 from pyparallel.gossip import SGP, GossipState
+from pyparallel.gossip.messages import NeighborExchange
 from pyparallel.gossip.push_sum import PushSum
 from pyparallel.gossip.topology import Complete, FromGraph, OnePeerExponential, Ring
 from tests.gossip.every_algorithm import EVERY_ALGORITHM, NONDETERMINISTIC
+from tests.local_transport import LocalRun
 from tests.op_counter import OpCounter
 
 IRREGULAR = FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)]))
@@ -242,16 +244,14 @@ def test_another_kind_of_optimizer_on_a_rank_is_an_error_on_all(ranks):
     ranks.run(2, disagree)
 
 
-class FailingExchange:
+class FailingExchange(NeighborExchange):
     """An exchange whose second message never arrives."""
 
-    rank = 0
-
     def __init__(self):
+        super().__init__(LocalRun(0, 2))
         self.started = 0
-        self.headers = MessageHeaders(0, 2)
 
-    def start(self, sends, receives, step):
+    def start(self, sends, receives):
         self.started += 1
         receives[0].tensor.copy_(sends[0].tensor)  # the neighbor's header is like the own one
         return self if self.started == 2 else Arrived()

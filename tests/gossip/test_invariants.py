@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from pyparallel import GossipDataParallel
-from pyparallel.comm import NeighborExchange
+from pyparallel.comm import Run
 from pyparallel.gossip import SGP, AllReduce
+from pyparallel.gossip.messages import NeighborExchange
 from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import Complete, DirectedExponential, OnePeerExponential, Ring
 from tests.gossip.graphs import StarWithChords
@@ -30,11 +31,11 @@ def average(exchange, topology, num_rounds):
     averaging = PushSum.of_dense([buffer], exchange, topology)
     for _ in range(num_rounds):
         averaging.after_step()
-    return before, buffer.double(), float(averaging.weight)
+    return before, buffer.double(), float(averaging.status.weight)
 
 
 def average_over_gloo(rank, topology, num_rounds):
-    return average(NeighborExchange(), topology, num_rounds)
+    return average(NeighborExchange(Run()), topology, num_rounds)
 
 
 def average_somewhere(ranks, topology, num_rounds):

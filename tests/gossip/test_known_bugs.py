@@ -38,7 +38,7 @@ def test_mass_is_conserved_when_the_number_of_peers_changes(overlap, then):
         for _ in range(15 * max(1, overlap)):
             take_step(averager)
         averager.flush()
-        return before, value.double(), float(averager.weight)
+        return before, value.double(), float(averager.status.weight)
 
     results = run_threads(6, rank_main)
     assert sum(weight for _, _, weight in results) == pytest.approx(6, abs=1e-9)

@@ -143,7 +143,7 @@ def joins_and_continues(rank, algorithm):
         with model.join():
             for _ in range(2 + rank):
                 step(model, optimizer)
-    assert not model._averager.joinable._join_config.enable
+    assert not model._rounds.joined._join_config.enable
     step(model, optimizer)
 
 
@@ -249,7 +249,7 @@ def test_a_step_of_another_optimizer_is_an_error_before_it(ranks):
 def counts_steps(rank):
     """Return the counts after steps that are ordinary, repeated, local, and compiled."""
     model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
-    counts, found = model._averager.counts, []
+    counts, found = model._averager.run.counts, []
     step(model, optimizer)
     found.append((counts.steps, counts.repeats, counts.forwards))
     optimizer.step()

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from pyparallel import GossipDataParallel
-from pyparallel.comm import clone_tensors_for_torch_save, seal
 from pyparallel.compression import Int8
 from pyparallel.gossip import SGP, AllReduce, GossipState
 from pyparallel.gossip.topology import OnePeerExponential, Ring
 from pyparallel.pipeline import OneForwardOneBackward, PipelineTrainer
+from pyparallel.training import clone_tensors_for_torch_save, seal
 from tests.gossip.loops import step, wrap
 
 

@@ -245,7 +245,7 @@ def spoil(policy, spoiled, make=muon_and_adamw):
     except NonFiniteError as raised:
         error = str(raised)
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
-    assert wrapped._counts.steps == 1
+    assert wrapped._run.counts.steps == 1
     after = [p.detach().clone() for p in model.parameters()]
     wrapped.close()
     return [not torch.equal(a, b) for a, b in zip(after, before, strict=True)], error
@@ -314,7 +314,7 @@ def keeps_the_order(rank):
             adamw.step()
         wrapped.flush()
         results.append((flat(model).clone(), float(wrapped.push_sum_weight)))
-        assert wrapped._counts.steps == 5
+        assert wrapped._run.counts.steps == 5
         wrapped.close()
     (clean, mass), (interrupted, its_mass) = results
     torch.testing.assert_close(interrupted, clean, rtol=0, atol=4e-4)
@@ -357,7 +357,7 @@ def ends_cleanly(rank):
     train(wrapped, optimizers, batches(0, 2))
     left = [weakref.ref(each) for each in (wrapped, wrapped._running)]
     Both(optimizers).step()
-    assert wrapped._counts.steps == 3
+    assert wrapped._run.counts.steps == 3
     del wrapped, optimizers
     freed = [each() is None for each in left]
     gc.enable()

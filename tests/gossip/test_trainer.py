@@ -10,12 +10,16 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel
+from pyparallel.comm import ANY, Run
 from pyparallel.gossip import SGP, AllReduce
+from pyparallel.gossip.join import JoinedRounds
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
 from pyparallel.gossip.validation import resolve_bucket_cap_mb
+from pyparallel.training import ModelAverager
 from tests.gossip.every_algorithm import EVERY_ALGORITHM, NONDETERMINISTIC
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import ALGORITHMS, step, wrap
+from tests.local_transport import LocalRun
 
 
 def starts_from_rank_zero(rank, algorithm):
@@ -353,3 +357,42 @@ def test_frozen_parameters_may_be_in_the_optimizer(ranks, subtests):
                     assert all(map(torch.equal, mine, other))  # bit for bit
                 for parameters in with_all:  # trained, and in the consensus
                     assert all(map(torch.equal, parameters, frozen_at_start))
+
+
+# ------------------------------------------------------------------------ join(), without processes
+
+
+class Recording(ModelAverager):
+    """Records the calls in order, and which counts a header would have."""
+
+    def __init__(self, run):
+        super().__init__([torch.zeros(1)], run)
+        self.called = []
+
+    def before_step(self):
+        self.called.append(("before_step", self.run.fields()[3]))
+
+    def after_step(self):
+        self.called.append(("after_step", self.run.fields()[3]))
+
+
+def test_a_rank_without_batches_receives_and_sends_in_each_step_of_the_others():
+    run = LocalRun(0, 2)
+    run.counts.reset(3)
+    averager = Recording(run)
+    joined = JoinedRounds(averager, run)
+    hook = joined.join_hook()
+    hook.main_hook()
+    assert averager.called == [("before_step", ANY), ("after_step", ANY)]  # it counts no step
+    assert run.fields()[3] == 3
+    hook.post_hook(True)
+    assert run.fields()[3] == 0
+    assert joined.join_device == torch.device("cpu")
+
+
+def test_ranks_join_in_the_process_group_or_in_the_default_one():
+    group = dist.ProcessGroup(0, 1)
+    averager = ModelAverager([torch.zeros(1)])
+    assert JoinedRounds(averager, LocalRun(0, 1, group=group)).join_process_group is group
+    assert JoinedRounds(averager, Run()).join_process_group is dist.group.WORLD
+    JoinedRounds(averager, Run()).before_round()  # outside of join() there are none

@@ -253,7 +253,7 @@ def test_bad_arguments_are_refused():
         ({"momentum_buffer": torch.zeros(99)}, "momentum_buffer must be .* param's length"),
         ({"momentum_buffer": None}, "momentum_buffer must be given where momentum is not 0, got N"),
         ({"messages": [torch.zeros(99)]}, r"messages\[0\] must be .* param's length"),
-        ({"mass": one}, r"mass must be .* of shape \[\] on param's device"),
+        ({"mass": one}, "mass must be a 0-d float64 tensor on param's device"),
         ({"masses": torch.ones(2).double()}, r"masses must be .* \[1\] .* shape \[2\]"),
         ({"prediction": torch.zeros(99)}, "prediction must be .* param's length"),
         ({"message": buffer[::2]}, "message must be .* not contiguous"),

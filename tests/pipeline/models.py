@@ -4,12 +4,14 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.optim import _muon
 
 from pyparallel.optim import AdamW as FusedAdamW
+from pyparallel.pipeline import build
 from tests.pipeline.reference import last_step
 
 WIDTH = 6
@@ -209,3 +211,8 @@ def build_watched_layers(num_stages: int) -> list[Watched]:
     torch.manual_seed(13)
     stage = (lambda: nn.Linear(WIDTH, WIDTH)), Matmul, (lambda: nn.LayerNorm(WIDTH)), Conv
     return [Watched(build().double()) for _ in range(num_stages) for build in stage]
+
+
+def as_on_gpus(late=True):
+    """Have trainers that are built inside decide late whether losses are finite, as on GPUs."""
+    return mock.patch.object(build, "waits_for_gpu", return_value=late)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyparallel.comm import FlatBuckets
+from pyparallel.training import FlatBuckets
 from tests.pipeline.reference import last_step
 
 AHEAD = 2.0**-10  # what one update ahead adds to a multiple that counts updates

@@ -39,17 +39,17 @@ def die_in(moment, trainer):
     elif moment == "update":
         stage.optimizers[0].register_step_pre_hook(die)
     elif moment == "barrier":
-        trainer._p2p.barrier = die
+        trainer._pipeline.built.p2p.barrier = die
     elif moment == "clipping":
-        barrier = trainer._p2p.barrier
+        barrier = trainer._pipeline.built.p2p.barrier
 
         def die_after(refusal):
             barrier(refusal)
             die()
 
-        trainer._p2p.barrier = die_after
+        trainer._pipeline.built.p2p.barrier = die_after
     elif moment == "tied parameters":
-        trainer._tied.copy_from_owners = die
+        trainer._pipeline.built.tied.copy_from_owners = die
     elif moment == "evaluate":
         stage.module.register_forward_hook(lambda module, *_: None if module.training else die())
     else:

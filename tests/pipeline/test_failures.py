@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyparallel.comm.wire_format import Refusal, RefusalKind
 from pyparallel.pipeline import (
     GPipe,
     OneForwardOneBackward,
@@ -19,6 +18,7 @@ from pyparallel.pipeline import (
     StageError,
     ZeroBubble,
 )
+from pyparallel.pipeline.messages.format import Refusal, RefusalKind
 from tests.pipeline.faults import die, raise_error, raise_in_backward
 from tests.workers import observe_ranks
 
@@ -172,13 +172,13 @@ def forge_a_refusal(rank):
         [nn.Linear(4, 4) for _ in range(NUM_RANKS)], nn.functional.mse_loss, sgd, GPipe(),
         num_microbatches=NUM_MICROBATCHES, split=[1, 2],
     )  # fmt: skip
-    send = trainer._p2p.send
+    send = trainer._pipeline.built.p2p.send
 
     def forge(endpoint, number, value, *batch):
         send(endpoint, number, Refusal(RefusalKind.TYPE, "no") if number == 1 else value, *batch)
 
     if rank == 0:
-        trainer._p2p.send = forge
+        trainer._pipeline.built.p2p.send = forge
     trainer.step(torch.ones(8, 4), torch.ones(8, 4))
 
 

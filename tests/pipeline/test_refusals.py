@@ -32,7 +32,7 @@ from pyparallel.pipeline.schedules.streaming import Streaming
 from tests.pipeline import jobs, reference
 from tests.pipeline.every_schedule import FLUSHING
 from tests.pipeline.jobs import CORRECTED, PREDICTING, SCHEDULES
-from tests.pipeline.models import OPTIMIZERS, build_calls, build_layers
+from tests.pipeline.models import OPTIMIZERS, as_on_gpus, build_calls, build_layers
 from tests.pipeline.oracles import LastStep
 
 NUM_MICROBATCHES = 4
@@ -80,12 +80,12 @@ def train(rank, schedule, refused):
     if isinstance(schedule, PREDICTING):
         schedule = replace(schedule, prediction=Displacement(LastStep()))
     late = refused and schedule in FLUSHING
-    trainer = PipelineTrainer(
-        layers, mse_loss, OPTIMIZERS["momentum"], schedule,
-        num_microbatches=NUM_MICROBATCHES, split=SPLIT_OF[last + 1],
-        max_norm=1e9 if late else None,
-    )  # fmt: skip
-    trainer._criterion.defers_check = late  # as on a GPU
+    with as_on_gpus(late):
+        trainer = PipelineTrainer(
+            layers, mse_loss, OPTIMIZERS["momentum"], schedule,
+            num_microbatches=NUM_MICROBATCHES, split=SPLIT_OF[last + 1],
+            max_norm=1e9 if late else None,
+        )  # fmt: skip
     (x, y), *others, final = calls_of(schedule)
     bad = x[:3] if rank == 0 else x, y  # ranks but the first do not see the inputs
     missing = None if rank == 0 else x, y
@@ -311,12 +311,11 @@ def skip_updates(schedule, max_norm, late):
     torch.manual_seed(0)
     last = dist.get_world_size() - 1
     layers = build_layers(torch.float32)
-    trainer = PipelineTrainer(
-        layers, mse_loss, partial(AdamW, lr=0.1, capturable=True), schedule,
-        num_microbatches=NUM_MICROBATCHES, split=SPLIT_OF[last + 1], max_norm=max_norm,
-    )  # fmt: skip
-    if late:
-        trainer._decide_on_device()  # as on GPUs
+    with as_on_gpus(late):
+        trainer = PipelineTrainer(
+            layers, mse_loss, partial(AdamW, lr=0.1, capturable=True), schedule,
+            num_microbatches=NUM_MICROBATCHES, split=SPLIT_OF[last + 1], max_norm=max_norm,
+        )  # fmt: skip
     batches = build_calls(4, 13, torch.float32)
     batches[1][1][8] = float("nan")
     batches[2][1][0] = float("inf")

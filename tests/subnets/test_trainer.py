@@ -172,7 +172,7 @@ def test_after_close_nothing_is_merged():
     model, partition, shape = build("mlp")
     trainer = SubnetTrainer(model, sgd, partition, 1)
     trainer.close()
-    train(trainer, trainer.optimizer, range(2), 0, shape)
+    train(trainer.subnet, trainer.optimizer, range(2), 0, shape)
     assert trainer.round_index == 0
 
 

@@ -5,20 +5,16 @@ from functools import partial
 from typing import Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from ...comm.arguments import NonFinitePolicy
-from ...comm.collectives import Collectives, CommStats
+from ...comm import Run
+from ...comm.collectives import Collectives
+from ...comm.stats import CommStats
+from ...training.nonfinite import NonFinitePolicy, is_finite
 from ..compressor import Compressor
 from ..layout import BufferLayout
-from ..nonfinite import (
-    NonFiniteCheck,
-    first_nonfinite,
-    is_finite,
-    raise_of_means,
-)
+from ..nonfinite import NonFiniteCheck, first_nonfinite_part, raise_of_means
 from ..quantizers.cast import Cast
 from ..state import CompressorState
 from ..state_store import StateStore
@@ -29,15 +25,13 @@ class BucketReducer:
     """Averages buckets in the background; skips those after a failure.
 
     Args:
-        group: a process group that nothing else uses.
+        run: in a process group that nothing else uses.
         store: compressor and states.
         nonfinite: what is done about gradients with a nan or an inf.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, store: StateStore, nonfinite: NonFinitePolicy
-    ) -> None:
-        self.collectives = Collectives(group)
+    def __init__(self, run: Run, store: StateStore, nonfinite: NonFinitePolicy) -> None:
+        self.collectives = Collectives(run)
         self.nonfinite = NonFiniteCheck(nonfinite)
         self.failure: Exception | None = None
         self._store = store
@@ -73,7 +67,7 @@ class BucketReducer:
     def mean_(self, gradients: Tensor, layout: BufferLayout) -> None:
         """Average a bucket; the caller waits."""
         collectives = self.collectives
-        self.nonfinite.apply_(gradients, layout, collectives, collectives.step)
+        self.nonfinite.apply_(gradients, layout, collectives, collectives.run.counts.steps)
         state = self._state(gradients, layout)
         self._store.compressor.mean_(gradients, state, collectives)
 
@@ -109,7 +103,7 @@ class BucketReducer:
 
         def inspect(mean: Tensor) -> None:
             if self.nonfinite.policy == "raise" and not is_finite(mean):
-                piece = first_nonfinite(gradients, layout)
+                piece = first_nonfinite_part(gradients, layout)
                 self._nonfinite_means.append((number, layout, piece))
 
         def complete(_: Future[Any]) -> Tensor:

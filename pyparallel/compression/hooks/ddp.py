@@ -13,16 +13,13 @@ from torch.futures import Future
 
 from ...comm import (
     DisagreementError,
-    check_consistent_across_ranks,
-    check_on_all_ranks,
-    new_group,
-    plain_name,
-    uncompiled,
-    wrong_type,
+    Run,
+    StepCounts,
 )
-from ...comm.arguments import NonFinitePolicy, find_policy_error
-from ...comm.collectives import CommStats
 from ...comm.errors import NonFiniteError, PeerError
+from ...comm.stats import CommStats
+from ...training import check_on_all_ranks, plain_name, uncompiled, wrong_type
+from ...training.nonfinite import NonFinitePolicy, find_policy_error
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
@@ -79,7 +76,7 @@ class GradientCompression:
         self._started: list[Future[Tensor]] = []  # of the current step
         self._last = CommStats()
         self._sent_before = 0.0  # bytes, in the steps before
-        self._step = 0
+        self._counts = StepCounts()
         self._step_detector = StepDetector()
         self._custom_op = CustomOp(self._reduce_one)
         self.reduce_one = self._custom_op.op
@@ -124,7 +121,7 @@ class GradientCompression:
             "rank/encode_seconds": self._last.encode_seconds,
             "rank/decode_seconds": self._last.decode_seconds,
             "rank/residual_norm": self.residual_norm,
-            "rank/steps": float(self._step),
+            "rank/steps": float(self._counts.steps),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,7 +158,7 @@ class GradientCompression:
             self._store.check_state(state)
             return [("number of messages of state", steps_of(state))]
 
-        check_on_all_ranks(check, self._reducer.collectives.check_consistent_across_ranks)
+        check_on_all_ranks(check, self._reducer.collectives.run.agree)
         self._store.load_state_dict(state)
 
     def reduce(self, gradients: Tensor, parameters: list[Tensor], *, last: bool) -> Future[Tensor]:
@@ -180,7 +177,6 @@ class GradientCompression:
             unchanged.set_result(gradients)
             return unchanged
         layout = self._layout(parameters)
-        self._reducer.collectives.step = self._step
         if not last:
             self._started.append(self._reducer.start(gradients, layout, None))
             return self._started[-1]
@@ -205,7 +201,7 @@ class GradientCompression:
 
     def _end_step(self) -> None:
         self._count(self._reducer.take_stats())
-        self._step += 1
+        self._counts.count_step()
 
     def _count(self, stats: CommStats) -> None:
         self._sent_before += self._last.wire_bytes
@@ -246,7 +242,7 @@ class GradientCompression:
         if self._step_detector.is_new_step(layout.names[0]):
             self._count(CommStats())
             reducer.collectives.stats = self._last
-            reducer.collectives.step, self._step = self._step, self._step + 1
+            self._counts.count_step()
         in_order = gradient.permute(_memory_order(parameter))
         flat = in_order.reshape(-1)
         reducer.mean_(flat, layout)
@@ -280,8 +276,9 @@ class GradientCompression:
                 problem = str(error)
         fields = [("compressor", repr(self._compressor)), ("nonfinite", str(self._nonfinite))]
         fields.append(("number of messages of state", steps))
-        check_consistent_across_ranks(fields, problem, self._group)
-        own = new_group(range(dist.get_world_size(self._group)), self._group)
+        run = Run(self._group, counts=self._counts)
+        run.agree(fields, problem)
+        own = run.within(range(run.size))
         checks_itself = self._nonfinite == "raise" and isinstance(self._compressor, Finite)
         policy = "allow" if checks_itself else self._nonfinite
         self._store, self._reducer = store, BucketReducer(own, store, policy)

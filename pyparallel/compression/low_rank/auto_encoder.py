@@ -11,6 +11,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
+from ...training.arguments import check_integer, require
 
 _SLOPE = 0.1  # of LeakyReLU
 _MOMENTUM = 0.9
@@ -57,11 +58,10 @@ class ConvAutoEncoder(AutoEncoder):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.channels or min(*self.channels, self.code_channels) < 1:
-            raise ValueError(
-                "channels must be one or more numbers >= 1, and code_channels >= 1, got "
-                f"{self.channels} and {self.code_channels}"
-            )
+        require(self.channels, "channels must be one or more numbers", "none")
+        for index, each in enumerate(self.channels):
+            check_integer(f"channels[{index}]", each)
+        check_integer("code_channels", self.code_channels)
 
     @property
     def num_weights(self) -> int:
@@ -149,12 +149,12 @@ def train_step_(
     decoding to 0. SGD with momentum; a non-finite gradient is skipped.
 
     Args:
-        auto_encoder: the auto-encoder of the weights.
+        auto_encoder: what the weights in the state are of.
         state: the result of `init_training_state`. Written.
         values: (n,) float32, of this rank.
         mean: (n,) float32, mean over ranks of the values.
-        collectives: the collectives of the process group.
-        learning_rate: SGD's learning rate.
+        collectives: averages the gradients.
+        learning_rate: at least 0.
     """
     if not state["weights"].numel():
         return

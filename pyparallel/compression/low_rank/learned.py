@@ -10,11 +10,12 @@ from typing_extensions import override
 from ... import ops
 from ...comm.collectives import Collectives
 from ...ops._corrupt import corrupt_counter, only_counting
+from ...training.arguments import check_in, check_integer, require
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, with_sender
 from ..layout import BufferLayout
 from ..residual import clear_non_finite
-from ..sparsifiers.top_k import TopK, check_density, count_of
+from ..sparsifiers.top_k import TopK, count_of
 from ..state import CompressorState
 from .auto_encoder import (
     AutoEncoder,
@@ -72,20 +73,14 @@ class Learned(Compressor):
     fixed_length = False  # it depends on the phase
 
     def __post_init__(self) -> None:
-        check_density(self.density)
-        if not 0 < self.innovation <= 1:
-            raise ValueError(f"innovation must be in (0, 1], got {self.innovation!r}")
-        if min(self.dense_steps, self.learning_steps) < 0:
-            raise ValueError(
-                "dense_steps and learning_steps must be >= 0, got "
-                f"{self.dense_steps} and {self.learning_steps}"
-            )
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be > 0, got {self.learning_rate!r}")
+        check_in("density", self.density, "(0, 1]")
+        check_in("innovation", self.innovation, "(0, 1]")
+        check_integer("dense_steps", self.dense_steps, 0)
+        check_integer("learning_steps", self.learning_steps, 0)
+        require(self.learning_rate > 0, "learning_rate must be > 0", self.learning_rate)
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """Return why it cannot be attached anywhere but to DDP, or None."""
         if place is AttachPoint.DDP:
             return None
         return (
@@ -122,8 +117,8 @@ class Learned(Compressor):
         collectives: Collectives,
         residual: Tensor | None = None,
     ) -> None:
-        state.layout.check(x)
-        step, state.step = state.step, state.step + 1
+        step = state.step
+        state.begin_message(x)
         total = x.to(torch.float32, copy=True) if residual is None else residual.add_(x)
         if step < self.dense_steps:
             mean = total.clone()

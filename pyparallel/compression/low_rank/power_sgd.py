@@ -9,6 +9,7 @@ from typing_extensions import override
 from ... import ops
 from ...comm.collectives import Collectives
 from ...ops.orthogonalize import MAX_COLUMNS
+from ...training.arguments import require
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout, Piece
@@ -47,14 +48,11 @@ class PowerSGD(Compressor):
     min_ratio: float = 2.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rank <= MAX_COLUMNS:
-            raise ValueError(f"rank must be from 1 to {MAX_COLUMNS}, got {self.rank!r}")
-        if not self.min_ratio >= 0:
-            raise ValueError(f"min_ratio must be >= 0, got {self.min_ratio!r}")
+        require(1 <= self.rank <= MAX_COLUMNS, f"rank must be from 1 to {MAX_COLUMNS}", self.rank)
+        require(self.min_ratio >= 0, "min_ratio must be >= 0", self.min_ratio)
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """Return why a place has no matrices or no error feedback, or None."""
         if place in (AttachPoint.FSDP_GRADIENTS, AttachPoint.FSDP_PARAMETERS):
             return (
                 f"compressor must not need matrices for {place.value}, whose shards are flat "
@@ -83,7 +81,7 @@ class PowerSGD(Compressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return (P of all matrices, Q^T of all matrices, other entries), all flat float32."""
-        state.layout.check(x)
+        state.begin_message(x)
         matrices = self._matrices(state.layout, x.device)
         total, basis, first = _multiply(matrices, x, state, residual)
         others, left = _orthogonalize(matrices, first)
@@ -123,7 +121,7 @@ class PowerSGD(Compressor):
         residual: Tensor | None = None,
     ) -> None:
         """Average by two all-reduces; the residual includes the rounding to the dtype of x."""
-        state.layout.check(x)
+        state.begin_message(x)
         matrices = self._matrices(state.layout, x.device)
         with collectives.stats.encoding():
             total, basis, first = _multiply(matrices, x, state, residual)
@@ -163,7 +161,6 @@ def _multiply(
         basis: orthonormal rows with the span of Q^T, for each batch.
         first: uncompressed entries, then M Q of all matrices.
     """
-    state.step += 1
     basis = _basis(matrices, state)
     total = x.float() if residual is None else residual
     first = total.new_empty(matrices.num_others + matrices.num_left)

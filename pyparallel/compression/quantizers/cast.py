@@ -10,8 +10,9 @@ from torch.futures import Future
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ...ops._checks import check_flat
+from ...ops._checks import check_tensor
 from ...ops.mix import mix_unchecked
+from ...training.arguments import check_one_of
 from ..compressor import AttachPoint, Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
@@ -41,13 +42,8 @@ class Cast(BlockwiseCompressor):
     accepts_all = True
 
     def __post_init__(self) -> None:
-        if self.dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, got {self.dtype!r}")
-        if self.accumulate not in (torch.float32, self.dtype):
-            raise ValueError(
-                f"accumulate must be torch.float32 or the dtype {self.dtype}, got "
-                f"{self.accumulate!r}"
-            )
+        check_one_of("dtype", self.dtype, (torch.bfloat16, torch.float16))
+        check_one_of("accumulate", self.accumulate, (torch.float32, self.dtype))
 
     def __repr__(self) -> str:
         """Return an expression that evaluates to an equal object."""
@@ -61,7 +57,6 @@ class Cast(BlockwiseCompressor):
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """Return that sums of 16 bits are for DistributedDataParallel alone, or None."""
         if self._accumulates_float32 or place is AttachPoint.DDP:
             return None
         fix = f"use Cast({self.dtype})"
@@ -159,5 +154,5 @@ class Cast(BlockwiseCompressor):
     ) -> Tensor:
         with refusing_corrupt():
             (values,) = message
-            check_flat("values", values, self.dtype, out.numel(), out.device)
+            check_tensor("values", values, self.dtype, (out.numel(),), out.device)
         return out.add_(values) if accumulate else out.copy_(values)

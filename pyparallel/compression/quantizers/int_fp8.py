@@ -11,6 +11,7 @@ from typing_extensions import override
 from ... import ops
 from ...ops._checks import check_block_size
 from ...ops.mix_quantized import mix_quantized_unchecked
+from ...training.arguments import check_one_of
 from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
@@ -156,5 +157,4 @@ class Fp8(Quantizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.format not in ("e4m3", "e5m2"):
-            raise ValueError(f"format must be one of e4m3, e5m2, got {self.format!r}")
+        check_one_of("format", self.format, ("e4m3", "e5m2"))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from ...training.arguments import check_one_of
 from .int_fp8 import Quantizer
 
 
@@ -27,5 +28,4 @@ class QSGD(Quantizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits not in (4, 8):
-            raise ValueError(f"bits must be 4 or 8, got {self.bits!r}")
+        check_one_of("bits", self.bits, (4, 8))

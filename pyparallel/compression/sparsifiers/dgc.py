@@ -9,11 +9,13 @@ from typing_extensions import override
 
 from ... import ops
 from ...comm.collectives import Collectives
+from ...training.arguments import check_in, check_integer
 from ..compressor import AttachPoint, Compressor, Message
 from ..layout import BufferLayout
 from ..residual import RESIDUAL, check_no_residual, clear_non_finite
 from ..state import CompressorState
-from .top_k import TopK, count_of
+from .base import add_at_indices
+from .top_k import count_of
 
 MOMENTUM = "momentum"
 _STAGES = 4  # of the warm-up; epochs in the paper
@@ -55,11 +57,9 @@ class DGC(Compressor):
     feeds_back = True  # v is the residual
 
     def __post_init__(self) -> None:
-        TopK(self.density)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
-        if self.warm_up < 0:
-            raise ValueError(f"warm_up must be a number of steps >= 0, got {self.warm_up!r}")
+        check_in("density", self.density, "(0, 1]")
+        check_in("momentum", self.momentum, "[0, 1)")
+        check_integer("warm_up", self.warm_up, 0)
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ValueError(f"clip_norm must be finite and > 0, or None, got {self.clip_norm!r}")
 
@@ -71,7 +71,6 @@ class DGC(Compressor):
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """Return why a place has no gradients to accumulate momentum of, or None."""
         if place not in (AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS):
             return (
                 f"compressor must not accumulate momentum for {place.value}, which are not "
@@ -108,9 +107,9 @@ class DGC(Compressor):
         It does not clip: ``mean_`` does, which has the number of ranks.
         """
         check_no_residual(residual)
-        state.layout.check(x)
-        count = count_of(self.density_at(state.step), x.numel())
-        state.step += 1
+        density = self.density_at(state.step)
+        state.begin_message(x)
+        count = count_of(density, x.numel())
         u, v = state.entries[MOMENTUM], state.entries[RESIDUAL]
         u.mul_(self.momentum).add_(x)
         update = u.mul(self.momentum).add_(x) if self.nesterov else u
@@ -124,7 +123,7 @@ class DGC(Compressor):
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        return TopK(self.density).decompress(message, layout, out, accumulate=accumulate)
+        return add_at_indices(message, out, accumulate)
 
     @override
     def mean_(

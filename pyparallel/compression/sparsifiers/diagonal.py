@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
+from ...training.arguments import require
 from ..layout import BufferLayout, Piece
 
 
@@ -26,8 +27,7 @@ class Diagonal:
     """
 
     def __init__(self, values: Mapping[str, float | Tensor]) -> None:
-        if not values:
-            raise ValueError('values must not be empty, got {}; use {"*": tensor}')
+        require(values, "values must not be empty", "{}", 'use {"*": tensor}')
         self._values = {pattern: _positive(pattern, value) for pattern, value in values.items()}
         parts = ", ".join(f"{pattern!r}: {_show(each)}" for pattern, each in self._values.items())
         self._text = f"Diagonal({{{parts}}})"

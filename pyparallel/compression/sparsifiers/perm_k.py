@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from typing_extensions import override
 
+from ...training.arguments import check_integer
 from ..compressor import AttachPoint
 from ..state import CompressorState
 from .permutation import Order, Permutation
@@ -46,7 +47,6 @@ class PermK(PermutationSketch):
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """Return that num_ranks is missing where single messages are sent, or None."""
         if self.num_ranks is None and place is not AttachPoint.DDP:
             return f"num_ranks must be given for {place.value}, got {self}"
         return None
@@ -71,16 +71,12 @@ class PermK(PermutationSketch):
 
 def check_num_ranks(num_ranks: int | None) -> None:
     """Check that num_ranks is None or at least 1."""
-    if num_ranks is not None and num_ranks < 1:
-        raise ValueError(f"num_ranks must be >= 1 or None, got {num_ranks}")
+    if num_ranks is not None:
+        check_integer("num_ranks", num_ranks, rule=">= 1 or None")
 
 
 def require_num_ranks(num_ranks: int | None, fix: str) -> int:
-    """Return the number of ranks.
-
-    Raises:
-        ValueError: it is None.
-    """
+    """Return the number of ranks, or raise a ValueError."""
     if num_ranks is None:
         name = fix.partition("(")[0]
         raise ValueError(

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..layout import BufferLayout
 from ..state import CompressorState
-from .random_k import check_run_length
 
 
 @dataclass(frozen=True)
@@ -23,9 +22,6 @@ class Permutation:
 
     seed: int
     run_length: int
-
-    def __post_init__(self) -> None:
-        check_run_length(self.run_length)
 
     def shares(self, numel: int, num_ranks: int) -> "Shares":
         """Return the lengths of the shares, which do not depend on the draw."""

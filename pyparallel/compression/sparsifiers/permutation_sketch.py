@@ -49,13 +49,7 @@ class PermutationSketch(Sparsifier):
 
     @abc.abstractmethod
     def precondition_(self, values: Tensor, order: Order, state: CompressorState) -> None:
-        """Multiply a share's values by their factors in a mean over ranks.
-
-        Args:
-            values: values of this rank's share. Written.
-            order: the drawn permutation.
-            state: state of the buffer.
-        """
+        """Multiply the values of this rank's share by their factors in a mean over ranks."""
 
     @override
     def compress(
@@ -132,10 +126,9 @@ class PermutationSketch(Sparsifier):
         self, x: Tensor, state: CompressorState, num_shares: int, residual: Tensor | None
     ) -> tuple[Order, Tensor]:
         """Return this message's permutation, and this rank's share of x, in x's dtype."""
-        state.layout.check(x)
         if residual is not None and not self.takes_residual:
             raise ValueError(f"residual must be None for {self}, got a tensor")
-        state.step += 1
+        state.begin_message(x)
         order = self.permutation.draw(state.layout, state.step, num_shares, x.device)
         share = order.share_of(state.rank)
         if residual is None:

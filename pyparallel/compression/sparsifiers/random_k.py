@@ -8,12 +8,13 @@ from typing_extensions import override
 
 from ... import ops
 from ...comm.collectives import Collectives
+from ...training.arguments import check_in, check_integer
 from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
 from ..state import CompressorState
 from .base import Sparsifier, check_numbers, check_values, propagate_nonfinite_
-from .top_k import check_density, count_of
+from .top_k import count_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class RandomK(Sparsifier):
     unbiased = True
 
     def __post_init__(self) -> None:
-        check_density(self.density)
+        check_in("density", self.density, "(0, 1]")
         check_run_length(self.run_length)
 
     @override
@@ -122,5 +123,4 @@ class RandomK(Sparsifier):
 
 def check_run_length(run_length: int) -> None:
     """Check that run_length is an integer of at least 1."""
-    if not isinstance(run_length, int) or run_length < 1:
-        raise ValueError(f"run_length must be an integer >= 1, got {run_length!r}")
+    check_integer("run_length", run_length)

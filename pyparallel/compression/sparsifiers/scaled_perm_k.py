@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm.arguments import wrong_type
+from ...training.arguments import wrong_type
 from ..compressor import AttachPoint
 from ..layout import BufferLayout
 from ..state import CompressorState

@@ -7,15 +7,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..compressor import AttachPoint, Message
-from ..layout import BufferLayout
 from ..residual import add_residual
 from ..state import CompressorState
-from .base import Sparsifier
-from .top_k import TopK
+from .base import IndexSparsifier
 
 
 @dataclass(frozen=True)
-class Threshold(Sparsifier):
+class Threshold(IndexSparsifier):
     """All entries of at least some magnitude (after Strom, Interspeech 2015).
 
     The rest is lost without ``ErrorFeedback(Threshold(...))``. Messages have a variable length, up
@@ -38,7 +36,6 @@ class Threshold(Sparsifier):
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """Return why it cannot send messages of variable length at a place, or None."""
         if place is AttachPoint.GOSSIP:
             return (
                 f"compressor must make messages of fixed length for {place.value}, which are "
@@ -61,13 +58,3 @@ class Threshold(Sparsifier):
             rest = (chosen - values).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             residual.copy_(total).index_copy_(0, indices, rest)
         return values, indices.int() if x.numel() < 2**31 else indices
-
-    @override
-    def decompress(
-        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
-    ) -> Tensor:
-        return TopK(1.0).decompress(message, layout, out, accumulate=accumulate)
-
-    @override
-    def num_values(self, where: Message, layout: BufferLayout) -> int:
-        return TopK(1.0).num_values(where, layout)

@@ -7,15 +7,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from ... import ops
+from ...training.arguments import check_in
 from ..compressor import Message
-from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
 from ..state import CompressorState
-from .base import Sparsifier
+from .base import IndexSparsifier
 
 
 @dataclass(frozen=True)
-class TopK(Sparsifier):
+class TopK(IndexSparsifier):
     """The largest magnitudes of a buffer (Aji and Heafield, EMNLP 2017, arXiv 1704.05021).
 
     The rest is lost without ``ErrorFeedback(TopK(...))``, which most models need to train. A
@@ -29,7 +29,7 @@ class TopK(Sparsifier):
     density: float
 
     def __post_init__(self) -> None:
-        check_density(self.density)
+        check_in("density", self.density, "(0, 1]")
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
@@ -47,29 +47,7 @@ class TopK(Sparsifier):
         hint = state.hints["threshold"]
         return ops.top_k(x, count, residual=residual, threshold=hint)
 
-    @override
-    def decompress(
-        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
-    ) -> Tensor:
-        with refusing_corrupt():
-            values, indices = message
-            if accumulate:
-                return ops.scatter_add_(out, values, indices)
-            # Not into out, which a corrupt message must leave unchanged.
-            return out.copy_(ops.scatter_add_(torch.zeros_like(out), values, indices))
-
-    @override
-    def num_values(self, where: Message, layout: BufferLayout) -> int:
-        (indices,) = where
-        return indices.numel()
-
 
 def count_of(density: float, numel: int) -> int:
     """Return the number of entries of a buffer that are sent."""
     return min(numel, max(1, round(density * numel)))
-
-
-def check_density(density: float) -> None:
-    """Check that density is in (0, 1]."""
-    if not 0 < density <= 1:
-        raise ValueError(f"density must be in (0, 1], got {density!r}")

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm.arguments import summarize
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message
+from ...training.arguments import summarize
+from ..compressor import Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..quantizers.blockwise import BlockwiseCompressor
@@ -16,10 +16,11 @@ from ..sparsifiers.base import Sparsifier
 from ..sparsifiers.permutation_sketch import PermutationSketch
 from ..sparsifiers.random_k import RandomK
 from ..state import CompressorState
+from .composed import Composed
 
 
 @dataclass(frozen=True)
-class Chain(Compressor):
+class Chain(Composed):
     """A sparsifier whose values are quantized: ``Chain(TopK(0.01), Int8())``.
 
     A message holds the quantized values, then the sparsifier's other tensors, such as indices. The
@@ -48,22 +49,8 @@ class Chain(Compressor):
 
     @property
     @override
-    def unbiased(self) -> bool:
-        return self.first.unbiased and self.second.unbiased
-
-    @property
-    @override
-    def fixed_length(self) -> bool:
-        return self.first.fixed_length and self.second.fixed_length
-
-    @property
-    @override
-    def takes_residual(self) -> bool:
-        return self.first.takes_residual and self.second.takes_residual
-
-    @override
-    def validation_error(self, place: AttachPoint) -> str | None:
-        return self.first.validation_error(place) or self.second.validation_error(place)
+    def parts(self) -> tuple[Compressor, ...]:
+        return self.first, self.second
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
@@ -133,17 +120,13 @@ class Chain(Compressor):
 
     def _choose(self, x: Tensor, state: CompressorState, residual: Tensor | None) -> Message:
         """Return the first's message; both draw by the step of the chain."""
-        state.inner[0].step = state.step
-        state.step += 1
-        return self.first.compress(x, state.inner[0], residual)
+        return self.first.compress(x, state.begin_inner(), residual)
 
     def _state_of(self, values: Tensor, state: CompressorState) -> CompressorState:
         """Return a fresh state of the second for these values; only the step carries over."""
         names = state.layout.names
         layout = BufferLayout.flat(values.numel(), f"values of {names[0] if names else 'nothing'}")
-        of_values = self.second.init(layout, values.device, state.rank)
-        of_values.step = state.step
-        return of_values
+        return self.second.init(layout, values.device, state.rank).at_step(state.step)
 
     def _update_residual(
         self, residual: Tensor | None, lost: Tensor | None, where: Message, layout: BufferLayout

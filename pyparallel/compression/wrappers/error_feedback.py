@@ -11,10 +11,11 @@ from ..compressor import AttachPoint, Compressor, Message, not_a_compressor
 from ..layout import BufferLayout
 from ..residual import RESIDUAL, check_no_residual
 from ..state import CompressorState
+from .composed import Composed
 
 
 @dataclass(frozen=True)
-class ErrorFeedback(Compressor):
+class ErrorFeedback(Composed):
     """Error feedback: adds the error of a message to the next buffer.
 
     For any compressor, the messages of all steps sum to the buffers minus one residual (Seide et
@@ -26,6 +27,8 @@ class ErrorFeedback(Compressor):
     """
 
     compressor: Compressor
+    unbiased = False
+    feeds_back = True
 
     def __post_init__(self) -> None:
         if problem := not_a_compressor(self.compressor):
@@ -42,28 +45,23 @@ class ErrorFeedback(Compressor):
 
     @property
     @override
-    def fixed_length(self) -> bool:
-        return self.compressor.fixed_length
-
-    @property
-    @override
-    def feeds_back(self) -> bool:
-        return True
+    def parts(self) -> tuple[Compressor, ...]:
+        return (self.compressor,)
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """Return why entries of consecutive messages do not correspond at a place, or None."""
-        if place in (AttachPoint.PIPELINE, AttachPoint.FSDP_PARAMETERS):
+        unrelated = "consecutive messages encode unrelated tensors"
+        reason = {
+            AttachPoint.PIPELINE: unrelated,
+            AttachPoint.FSDP_PARAMETERS: unrelated,
+            AttachPoint.GOSSIP: "the next message includes the error already",
+        }.get(place)
+        if reason is not None:
             return (
-                f"compressor must not have error feedback for {place.value}: consecutive messages "
-                f"encode unrelated tensors; got {self}, use {self.compressor}"
+                f"compressor must not have error feedback for {place.value}: {reason}; got {self}, "
+                f"use {self.compressor}"
             )
-        if place is AttachPoint.GOSSIP:
-            return (
-                f"compressor must not have error feedback for {place.value}: the next message "
-                f"includes the error already; got {self}, use {self.compressor}"
-            )
-        return self.compressor.validation_error(place)
+        return super().validation_error(place)
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:

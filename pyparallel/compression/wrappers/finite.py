@@ -1,6 +1,7 @@
 """A check for nan and inf before a buffer is sent."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,8 +10,13 @@ from typing_extensions import override
 from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message, not_a_compressor
 from ..layout import BufferLayout
-from ..nonfinite import check_finite_on_all_ranks, first_nonfinite, nonfinite_error
+from ..nonfinite import check_finite_on_all_ranks, first_nonfinite_part, nonfinite_error
 from ..state import CompressorState
+
+
+def _of_wrapped(name: str) -> Any:
+    """Return a property that is the wrapped compressor's."""
+    return property(lambda self: getattr(self.compressor, name))
 
 
 @dataclass(frozen=True)
@@ -33,25 +39,10 @@ class Finite(Compressor):
         if problem := not_a_compressor(self.compressor):
             raise problem
 
-    @property
-    @override
-    def unbiased(self) -> bool:
-        return self.compressor.unbiased
-
-    @property
-    @override
-    def fixed_length(self) -> bool:
-        return self.compressor.fixed_length
-
-    @property
-    @override
-    def feeds_back(self) -> bool:
-        return self.compressor.feeds_back
-
-    @property
-    @override
-    def takes_residual(self) -> bool:
-        return self.compressor.takes_residual
+    unbiased = _of_wrapped("unbiased")
+    fixed_length = _of_wrapped("fixed_length")
+    feeds_back = _of_wrapped("feeds_back")
+    takes_residual = _of_wrapped("takes_residual")
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
@@ -65,13 +56,8 @@ class Finite(Compressor):
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """Encode a finite buffer.
-
-        Raises:
-            NonFiniteError: a nan or an inf in x.
-        """
         state.layout.check(x)
-        piece = first_nonfinite(x, state.layout)
+        piece = first_nonfinite_part(x, state.layout)
         if piece >= 0:
             raise nonfinite_error(state.rank, state.layout.names[piece])
         return self.compressor.compress(x, _inner(state), residual)
@@ -90,11 +76,6 @@ class Finite(Compressor):
         collectives: Collectives,
         residual: Tensor | None = None,
     ) -> None:
-        """Average finite buffers.
-
-        Raises:
-            NonFiniteError: a nan or an inf in any rank's x; the same error on all ranks.
-        """
         state.layout.check(x)
         check_finite_on_all_ranks(x, state.layout, collectives)
         self.compressor.mean_(x, _inner(state), collectives, residual)

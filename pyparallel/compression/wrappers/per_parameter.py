@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm.arguments import summarize, wrong_type
 from ...comm.collectives import Collectives, int64_on
+from ...training.arguments import check_type, require, summarize
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..state import CompressorState
+from .composed import Composed
 
 Pairs = tuple[tuple[str, Compressor], ...]
 
 
 @dataclass(frozen=True, repr=False)
-class PerParameter(Compressor):
+class PerParameter(Composed):
     """Compressors by parameter name, matched like file names in a shell.
 
     In ``PerParameter({"*.bias": Cast(), "*": ErrorFeedback(TopK(0.01))})`` the first pattern that
@@ -35,11 +36,9 @@ class PerParameter(Compressor):
     compressors: Pairs
 
     def __init__(self, compressors: Mapping[str, Compressor]) -> None:
-        if not isinstance(compressors, Mapping):
-            rule = 'compressors by pattern such as {"*": Int8()}'
-            raise wrong_type("compressors", rule, compressors)
-        if not compressors:
-            raise ValueError('compressors must not be empty, got {}; use {"*": compressor}')
+        rule = 'compressors by pattern such as {"*": Int8()}'
+        check_type("compressors", compressors, Mapping, rule)
+        require(compressors, "compressors must not be empty", "{}", 'use {"*": compressor}')
         for pattern, compressor in compressors.items():
             if not isinstance(compressor, Compressor):
                 raise ValueError(
@@ -54,34 +53,17 @@ class PerParameter(Compressor):
 
     @property
     @override
-    def unbiased(self) -> bool:
-        return all(each.unbiased for _, each in self.compressors)
-
-    @property
-    @override
-    def fixed_length(self) -> bool:
-        return all(each.fixed_length for _, each in self.compressors)
-
-    @property
-    @override
-    def feeds_back(self) -> bool:
-        return any(each.feeds_back for _, each in self.compressors)
-
-    @property
-    @override
-    def takes_residual(self) -> bool:
-        return all(each.takes_residual for _, each in self.compressors)
+    def parts(self) -> tuple[Compressor, ...]:
+        return tuple(each for _, each in self.compressors)
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """Return the first compressor's error, or that a place has no parameter names, or None."""
         if place not in (AttachPoint.DDP, AttachPoint.GOSSIP):
             return (
                 f"compressor must not depend on parameter names for {place.value}, where buffers "
                 f"have none, got {self}; use one compressor for all"
             )
-        problems = (each.validation_error(place) for _, each in self.compressors)
-        return next((problem for problem in problems if problem), None)
+        return super().validation_error(place)
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:

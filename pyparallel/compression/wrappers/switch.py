@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm.arguments import summarize, wrong_type
 from ...comm.collectives import Collectives
+from ...training.arguments import check_type, summarize
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import RESIDUAL
 from ..sparsifiers.base import check_numbers
 from ..state import CompressorState
+from .composed import Composed
 
 Pairs = tuple[tuple[int, Compressor], ...]
 
 
 @dataclass(frozen=True, repr=False)
-class Switch(Compressor):
+class Switch(Composed):
     """Compressors by first step, such as ``Switch({0: Cast(), 9: ErrorFeedback(TopK(0.1))})``.
 
     Step k, counted from 0 in messages of a buffer, uses the compressor with the largest key up to
@@ -38,9 +39,8 @@ class Switch(Compressor):
     compressors: Pairs
 
     def __init__(self, compressors: Mapping[int, Compressor]) -> None:
-        if not isinstance(compressors, Mapping):
-            rule = "compressors by first step such as {0: Cast(), 1000: Int8()}"
-            raise wrong_type("compressors", rule, compressors)
+        rule = "compressors by first step such as {0: Cast(), 1000: Int8()}"
+        check_type("compressors", compressors, Mapping, rule)
         for step, compressor in compressors.items():
             if not isinstance(step, int) or step < 0 or not isinstance(compressor, Compressor):
                 raise ValueError(
@@ -60,34 +60,22 @@ class Switch(Compressor):
 
     @property
     @override
-    def unbiased(self) -> bool:
-        return all(each.unbiased for _, each in self.compressors)
+    def parts(self) -> tuple[Compressor, ...]:
+        return tuple(each for _, each in self.compressors)
 
     @property
     @override
     def fixed_length(self) -> bool:
-        return len(self.compressors) == 1 and self.compressors[0][1].fixed_length
-
-    @property
-    @override
-    def feeds_back(self) -> bool:
-        return any(each.feeds_back for _, each in self.compressors)
-
-    @property
-    @override
-    def takes_residual(self) -> bool:
-        return all(each.takes_residual for _, each in self.compressors)
+        return len(self.compressors) == 1 and super().fixed_length
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """Return the first compressor's error, or that a place needs one compressor, or None."""
         if place not in (AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS):
             return (
                 f"compressor must be the same at all steps for {place.value}, got {self}; use one "
                 "of its compressors"
             )
-        problems = (each.validation_error(place) for _, each in self.compressors)
-        return next((problem for problem in problems if problem), None)
+        return super().validation_error(place)
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
@@ -138,17 +126,13 @@ class Switch(Compressor):
         """Yield the step's compressor index and input; a step that raises does not count."""
         state.layout.check(x)
         assert isinstance(state, _SwitchState)
-        index, active, inner = self.index_at(state.step), state.active, state.inner
-        if index != active:
-            pending = _pending_residual(state, x.device)
-            state.activate(index)
-            x = x if pending is None else pending.add_(x)
-        try:
+        index = self.index_at(state.step)
+        with state.stepping():
+            if index != state.active:
+                pending = _pending_residual(state, x.device)
+                state.activate(index)
+                x = x if pending is None else pending.add_(x)
             yield index, x
-        except BaseException:
-            state.active, state.inner = active, inner
-            raise
-        state.step += 1
 
     def index_at(self, step: int) -> int:
         """Return the index of the compressor of a step."""
@@ -169,6 +153,17 @@ class _SwitchState(CompressorState):
         self.inner = [CompressorState(self.layout, self.rank) for _ in self.switch.compressors]
         compressor = self.switch.compressors[index][1]
         self.inner[index] = compressor.init(self.layout, self.device, self.rank)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Count the step of the block; if it raises, undo what it has activated instead."""
+        active, inner = self.active, self.inner
+        try:
+            yield
+        except BaseException:
+            self.active, self.inner = active, inner
+            raise
+        self.step += 1
 
     def activate_last(self) -> None:
         """Activate the compressor of the last message, whose residual may be pending."""

@@ -1,24 +1,33 @@
 """Asynchronous decentralized parallel SGD: pairwise averaging that does not block training."""
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch.distributed as dist
-from torch import nn
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import Flags, FlatBuckets, NeighborExchange, barrier_of, store_of, timeout_of
-from ..topology import Topology
-from ..topology.base import check_topology
-from .base import Algorithm
+from ...comm import Run, store_of, timeout_of
+from ...training import FlatBuckets
+from ..messages import Flags, NeighborExchange
+from .base import OnTopology
 from .pairwise import PairwiseAverager
 from .partners import Partners
 
 
+def adpsgd(sent: Tensor, x_i: Tensor, x_j: Tensor) -> tuple[Tensor, Tensor]:
+    """Average an active rank i with a passive rank j; return x of both after it.
+
+    Args:
+        sent: x_i as it was when the request was sent.
+        x_i: (d,) parameters of the active rank, which has updated them since.
+        x_j: (d,) parameters of the passive rank.
+    """
+    d = sent - x_j
+    return x_i - d / 2, x_j + d / 2  # if x_i is what was sent, both are (x_i + x_j) / 2
+
+
 @dataclass(frozen=True)
-class ADPSGD(Algorithm):
+class ADPSGD(OnTopology):
     """AD-PSGD (Lian et al., ICML 2018, arXiv 1710.06952): stragglers do not block other ranks.
 
     Every rank trains at its own pace and averages asynchronously with one random neighbor at a
@@ -39,22 +48,11 @@ class ADPSGD(Algorithm):
         seed: of the random choice of neighbors.
     """
 
-    topology: Topology
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_topology(self.topology)
-
-    @override
-    def config_fields(self) -> list[tuple[str, str]]:
-        # Also by its edges: two custom topologies may have the same repr.
-        return [("algorithm", repr(self)), ("topology", self.topology.fingerprint())]
 
     @override
     def validation_error(self, num_ranks: int) -> str | None:
-        return (
-            self.topology.validation_error(num_ranks) or Partners(self.topology).validation_error()
-        )
+        return super().validation_error(num_ranks) or Partners(self.topology).validation_error()
 
     @override
     def start(
@@ -62,7 +60,7 @@ class ADPSGD(Algorithm):
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
-        process_group: ProcessGroup | None,
+        run: Run,
     ) -> PairwiseAverager:
         """Start without exchanges in flight.
 
@@ -75,11 +73,9 @@ class ADPSGD(Algorithm):
                 "parameters must be on the CPU for ADPSGD, which communicates over gloo, got "
                 f"{device}; SGP with overlap=1 overlaps its messages with compute on any device"
             )
-        group: Any = process_group or dist.group.WORLD
-        timeout = timeout_of(group).total_seconds()
-        exchange, partners = NeighborExchange(group), Partners(self.topology, self.seed)
+        timeout = timeout_of(run.group).total_seconds()
+        exchange = NeighborExchange(run, has_counts=False)  # every rank trains at its own pace
+        partners = Partners(self.topology, self.seed)
         num_flags = 1 + len(partners.active_neighbors(exchange.rank))
-        flags = Flags(store_of(group), exchange.rank, num_flags)
-        return PairwiseAverager(
-            buckets.buffers, exchange, flags, partners, barrier_of(group), timeout, group
-        )
+        flags = Flags(store_of(run.group), exchange.rank, num_flags)
+        return PairwiseAverager(buckets.buffers, exchange, flags, partners, run.barrier, timeout)

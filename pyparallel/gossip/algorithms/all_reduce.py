@@ -10,24 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import (
-    Collectives,
-    FlatBuckets,
-    ModelAverager,
-    PeerError,
-    raising_peer_errors,
-    without_traceback,
-)
+from ...comm import Collectives, PeerError, Run, without_traceback
 from ...compression.hooks.end_of_backward import before_end_of_backward, is_in_backward
+from ...training import FlatBuckets, ModelAverager, Traits
 from .base import Algorithm
 
 # Statistics stay local until consensus(), as in gossip. Torch 2.13 renamed the argument.
@@ -39,6 +31,18 @@ _LOCAL_BUFFERS: dict[str, Any] = {
 }
 
 DDP = "DistributedDataParallel"
+
+
+def all_reduce_sgd(x: Tensor, update: Callable[[Tensor], Tensor], gradients: Tensor) -> Tensor:
+    """Take a step of synchronous data parallelism; return x, equal on all n ranks, after it.
+
+    Args:
+        x: (d,) parameters, equal on all ranks.
+        update: of the optimizer, (d,), of a gradient: with SGD, lr * gradient.
+        gradients: (n, d) at x, a row for each rank.
+    """
+    g = gradients.mean(0)  # g = (1/n) sum_i grad F_i(x)
+    return x - update(g)  # x <- x - lr * g
 
 
 @dataclass(frozen=True)
@@ -60,66 +64,62 @@ class AllReduce(Algorithm):
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
-        process_group: dist.ProcessGroup | None,
+        run: Run,
     ) -> "AllReduceAverager":
         """Wrap the module in DistributedDataParallel."""
-        with raising_peer_errors(process_group, None, f"{DDP} could not be created"):
+        with run.raising(f"{DDP} could not be created", step=None):
             replica = DistributedDataParallel(
                 module,
-                process_group=process_group,
+                process_group=run.group,
                 find_unused_parameters=self.find_unused_parameters,
                 gradient_as_bucket_view=buckets.buffers[0].is_cpu,  # one copy less: see below
                 init_sync=False,  # GossipDataParallel has broadcast parameters and buffers
                 **_LOCAL_BUFFERS,
             )
-        return AllReduceAverager(replica, buckets, process_group)
+        return AllReduceAverager(replica, buckets, run)
 
 
 class AllReduceAverager(ModelAverager):
     """DistributedDataParallel on one rank: backward averages the gradients."""
 
-    can_be_inner = False
-    has_equal_parameters = True
+    traits = Traits(can_be_inner=False, has_equal_parameters=True)
 
     def __init__(
         self,
         replica: DistributedDataParallel,
         buckets: FlatBuckets,
-        process_group: dist.ProcessGroup | None,
+        run: Run,
     ) -> None:
-        super().__init__(buckets.buffers, process_group)
+        super().__init__(buckets.buffers, run)
         self._running: DistributedDataParallel | None = replica
-        num_ranks = dist.get_world_size(process_group)
+        self.joinable = replica
         self._reducer: _BucketReducer | None = None  # on GPUs torch's: NCCL raises nothing here
-        if self.buffers[0].is_cpu and num_ranks > 1:
-            self._reducer = _BucketReducer(process_group)
+        if self.buffers[0].is_cpu and run.size > 1:
+            self._reducer = _BucketReducer(run)
             replica.register_comm_hook(self._reducer, _reduce)
         self._num_backwards = 0  # since the last forward: DDP averages in the first alone
         see = partial(_see_backward, weakref.ref(self))  # a cycle would keep the process group
         self._hook = buckets.parameters[0].register_post_accumulate_grad_hook(see)
         # Computed for a ring all-reduce: each rank sends 2 (n - 1) / n of the gradients.
-        self._bytes_per_step = 2 * buckets.num_bytes * (num_ranks - 1) // num_ranks
-
-    @property
-    @override
-    def waiting_seconds(self) -> float:
-        own = self._reducer.collectives.stats.waiting_seconds if self._reducer else 0.0
-        return super().waiting_seconds + own
+        self._bytes_per_step = 2 * buckets.num_bytes * (run.size - 1) // run.size
 
     @override
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             self._num_backwards = 0
         if self._reducer is None or torch.compiler.is_compiling():
-            return self._replica
+            return self._replica if self.run.counts.synchronizes else self._accumulate
         if self._reducer.failure is not None:
             raise without_traceback(self._reducer.failure)
-        self._reducer.collectives.step = self.counts.steps
         return self._forward
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        what = f"a collective of {DDP} before forward failed"
-        with raising_peer_errors(self.process_group, self.counts.steps, what):
+        with self.run.raising(f"a collective of {DDP} before forward failed"):
+            forward = self._replica if self.run.counts.synchronizes else self._accumulate
+            return forward(*inputs, **kwargs)
+
+    def _accumulate(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._replica.no_sync():  # which DDP reads in forward
             return self._replica(*inputs, **kwargs)
 
     @override
@@ -137,14 +137,9 @@ class AllReduceAverager(ModelAverager):
     @override
     def after_step(self) -> None:
         """Count the bytes that the last backward has sent."""
-        self._bytes_sent += self._bytes_per_step
-
-    @override
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally, as DistributedDataParallel does."""
-        with super().no_sync(), self._replica.no_sync():
-            yield
+        self.run.stats.count_bytes(self._bytes_per_step)
+        if self._reducer is not None:
+            self.run.stats.count_wait(self._reducer.take_waiting_seconds())
 
     @override
     def close(self) -> None:
@@ -156,15 +151,9 @@ class AllReduceAverager(ModelAverager):
         """
         group = self._replica.process_group
         self._hook.remove()
-        self._running = self._reducer = None
+        self._running = self._reducer = self.joinable = None
         gc.collect()
         del group
-
-    @property
-    @override
-    def joinable(self) -> Joinable:
-        """The DistributedDataParallel module."""
-        return self._replica
 
     @property
     def _replica(self) -> DistributedDataParallel:
@@ -184,8 +173,8 @@ class _BucketReducer:
         process_group: the ranks that average; None: the default group.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self.collectives = Collectives(process_group)
+    def __init__(self, run: Run) -> None:
+        self.collectives = Collectives(run)
         self.failure: PeerError | None = None
         self._started: list[Future[Any]] = []  # of the current backward pass
 
@@ -205,6 +194,12 @@ class _BucketReducer:
             before_end_of_backward(self._finish)
         return future.then(lambda _: gradients)
 
+    def take_waiting_seconds(self) -> float:
+        """Return the seconds waited since the last call."""
+        waited = self.collectives.stats.waiting_seconds
+        self.collectives.stats.count_wait(-waited)
+        return waited
+
     def _finish(self) -> None:
         """Wait for all buckets of a backward pass."""
         started, self._started = self._started, []
@@ -223,7 +218,11 @@ class _BucketReducer:
 
 def _see_backward(reference: "weakref.ref[AllReduceAverager]", parameter: Tensor) -> None:
     averager = reference()
-    if averager is not None and averager.synchronizes and not torch.compiler.is_compiling():
+    if (
+        averager is not None
+        and averager.run.counts.synchronizes
+        and not torch.compiler.is_compiling()
+    ):
         averager._num_backwards += 1
 
 

@@ -3,15 +3,18 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ..._deprecated import adopt_old_methods
-from ...comm import FlatBuckets, ModelAverager, has_methods, wrong_type
+from ...comm import Run
+from ...training import FlatBuckets, ModelAverager, has_methods, wrong_type
 from ..topology import Topology
+from ..topology.base import check_topology
 
 
 class Algorithm(ABC):
@@ -23,7 +26,7 @@ class Algorithm(ABC):
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
-        process_group: dist.ProcessGroup | None,
+        run: Run,
     ) -> ModelAverager:
         """Start the algorithm on this rank; parameters are equal on all ranks.
 
@@ -32,7 +35,7 @@ class Algorithm(ABC):
             optimizer: the trainer's; for several an object with their ``param_groups`` and
                 ``state``. Its hooks reference the trainer, so keep only a ``weakref.proxy``.
             buckets: of the module's trainable parameters.
-            process_group: the ranks that train together; None: the default group.
+            run: of the ranks that train together.
         """
 
     def config_fields(self) -> list[tuple[str, str]]:
@@ -42,6 +45,25 @@ class Algorithm(ABC):
     def validation_error(self, num_ranks: int) -> str | None:
         """Return why the algorithm cannot run on ``num_ranks`` ranks, or None."""
         return None
+
+
+@dataclass(frozen=True)
+class OnTopology(Algorithm):
+    """An algorithm whose ranks exchange with the neighbors of a topology, for as many ranks."""
+
+    topology: Topology
+
+    def __post_init__(self) -> None:
+        check_topology(self.topology)
+
+    @override
+    def config_fields(self) -> list[tuple[str, str]]:
+        # Also by its edges: two custom topologies may have the same repr.
+        return [*super().config_fields(), ("topology", self.topology.fingerprint())]
+
+    @override
+    def validation_error(self, num_ranks: int) -> str | None:
+        return self.topology.validation_error(num_ranks)
 
 
 class JoinedOptimizers:
@@ -91,6 +113,6 @@ def check_inner(averager: ModelAverager, algorithm: object) -> ModelAverager:
     Raises:
         ValueError: the algorithm does more than a wrapping one would forward.
     """
-    if not averager.can_be_inner:
+    if not averager.traits.can_be_inner:
         raise ValueError(f"inner must be a gossip algorithm, got {algorithm}")
     return averager

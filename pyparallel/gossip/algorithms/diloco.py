@@ -1,22 +1,38 @@
 """DiLoCo: an outer optimizer step after hundreds of local steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, ModelAverager, check_like, check_optimizer_state
+from ...comm import Run
+from ...training import FlatBuckets, ModelAverager, check_like, check_optimizer_state
 from .base import Algorithm
 from .periodic import PeriodicAverager, check_interval, copy_all
 
 
 def _nesterov(parameters: list[Tensor]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def diloco_(
+    theta: Sequence[Tensor], averages: Sequence[Tensor], outer_optimizer: Optimizer
+) -> None:
+    """Take an outer step of DiLoCo, which writes theta.
+
+    Args:
+        theta: parameters after the last outer step, on which the outer optimizer steps.
+        averages: the parameters of all ranks now, averaged exactly, of the same shapes.
+        outer_optimizer: of theta.
+    """
+    for anchor, average in zip(theta, averages, strict=True):
+        anchor.grad = anchor.detach() - average  # Delta = (1/n) sum_i (theta - theta_i)
+    outer_optimizer.step()  # theta <- OuterOpt(theta, Delta)
+    outer_optimizer.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -49,30 +65,24 @@ class DiLoCo(Algorithm):
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
-        process_group: ProcessGroup | None,
+        run: Run,
     ) -> "OuterOptimizerAverager":
-        local = ModelAverager(buckets.buffers, process_group)
-        return OuterOptimizerAverager(local, self, process_group)
+        local = ModelAverager(buckets.buffers, run)
+        return OuterOptimizerAverager(local, self, run)
 
 
 class OuterOptimizerAverager(PeriodicAverager):
     """DiLoCo on one rank: the outer step is that of a torch optimizer."""
 
-    def __init__(
-        self, inner: ModelAverager, options: DiLoCo, process_group: ProcessGroup | None
-    ) -> None:
-        super().__init__(inner, options.interval, process_group)
+    def __init__(self, inner: ModelAverager, options: DiLoCo, run: Run) -> None:
+        super().__init__(inner, options.interval, run)
         self._anchors = [buffer.float().clone().requires_grad_() for buffer in self.buffers]
         self._optimizer: Any = options.outer_optimizer(list(self._anchors))
 
     @override
     def outer_step(self) -> None:
-        for anchor, buffer in zip(self._anchors, self.buffers, strict=True):
-            anchor.grad = anchor.detach() - buffer.float()
-        self._optimizer.step()
-        for anchor, buffer in zip(self._anchors, self.buffers, strict=True):
-            anchor.grad = None
-            buffer.copy_(anchor.detach())
+        diloco_(self._anchors, [buffer.float() for buffer in self.buffers], self._optimizer)
+        copy_all(self.buffers, [anchor.detach() for anchor in self._anchors])
 
     @override
     def outer_state_dict(self) -> dict[str, Any]:

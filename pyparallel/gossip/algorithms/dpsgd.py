@@ -1,11 +1,26 @@
 """Decentralized parallel SGD: SGP on symmetric topologies, where push-sum weights stay 1."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 from typing_extensions import override
 
 from .sgp import SGP
+
+
+def dpsgd(x: Tensor, update: Callable[[Tensor], Tensor], mixing: Tensor) -> Tensor:
+    """Take a step of Algorithm 1 of Lian et al. on all n ranks; return x after it.
+
+    Args:
+        x: (n, d) parameters, a row for each rank.
+        update: of all ranks' optimizers, (n, d), of the gradients at x: with SGD, lr * gradient.
+        mixing: (n, n) W, symmetric and doubly stochastic.
+    """
+    change = update(x)  # line 3: the gradient at x_i
+    x = mixing @ x  # line 4: x_i <- sum_j W_ij x_j, of parameters before the update
+    return x - change  # line 5: x_i <- x_i - lr * grad F_i
 
 
 @dataclass(frozen=True)

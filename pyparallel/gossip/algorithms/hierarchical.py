@@ -1,24 +1,39 @@
 """Hierarchical gossip: all-reduce within a node, gossip between nodes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-from torch import nn
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import (
-    FlatBuckets,
-    ModelAverager,
-    counterparts_of,
-    new_group,
-    node_of,
-    wrong_type,
-)
+from ...comm import Run
+from ...training import FlatBuckets, ModelAverager, wrong_type
 from .all_reduce import AllReduce
 from .base import Algorithm, check_inner, check_is_algorithm
-from .node_averager import NodeAverager, make_shards
+from .node_averager import NodeAverager, counterparts_of, make_shards, node_of
+from .sgp import sgp
+
+
+def hierarchical(
+    x: Tensor, w: Tensor, gradient: Callable[[Tensor], Tensor], mixing: Tensor, ranks_per_node: int
+) -> tuple[Tensor, Tensor]:
+    """Take a step of SGP between nodes, of which each is one rank; return x and w after it.
+
+    Args:
+        x: (nodes, d) numerators, equal on all ranks of a node.
+        w: (nodes, 1) push-sum weights.
+        gradient: lr times the gradients of all n ranks, (n, d), at their parameters, (n, d).
+        mixing: (nodes, nodes) P.
+        ranks_per_node: n / nodes.
+    """
+
+    def update(z: Tensor) -> Tensor:
+        gradients = gradient(z.repeat_interleave(ranks_per_node, 0))
+        nodes: Tensor = gradients.unflatten(0, (-1, ranks_per_node))
+        return nodes.mean(1)  # all-reduce within each node
+
+    return sgp(x, w, update, mixing)
 
 
 @dataclass(frozen=True)
@@ -81,7 +96,7 @@ class Hierarchical(Algorithm):
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
-        process_group: ProcessGroup | None,
+        run: Run,
     ) -> ModelAverager:
         """Start DistributedDataParallel within the node and the inner algorithm between nodes.
 
@@ -89,7 +104,7 @@ class Hierarchical(Algorithm):
             ValueError: the inner algorithm does not gossip, or the model is too small to shard.
         """
         if self.ranks_per_node == 1:
-            inner = self.inner.start(module, optimizer, buckets, process_group)
+            inner = self.inner.start(module, optimizer, buckets, run)
             return check_inner(inner, self.inner)
         shards = make_shards(buckets, self.ranks_per_node)
         if not all(shard.buffers for shard in shards):
@@ -97,11 +112,11 @@ class Hierarchical(Algorithm):
                 "ranks_per_node must leave each rank a shard of the parameters, got "
                 f"{self.ranks_per_node} for {buckets.num_bytes} bytes"
             )
-        rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+        rank = run.group_rank
         node = node_of(rank, self.ranks_per_node)
-        node_group = new_group(node, process_group)
-        peers = new_group(counterparts_of(rank, self.ranks_per_node, num_ranks), process_group)
+        node_run = run.within(node)
+        peers = run.within(counterparts_of(rank, self.ranks_per_node, run.size))
         inner = self.inner.start(module, optimizer, shards[rank - node[0]], peers)
         check_inner(inner, self.inner)
-        within = self.within.start(module, optimizer, buckets, node_group)
-        return NodeAverager(inner, within, buckets, shards, node_group, process_group)
+        within = self.within.start(module, optimizer, buckets, node_run)
+        return NodeAverager(inner, within, buckets, shards, node_run, run)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...comm import Collectives, FlatBuckets
+from ...comm import Collectives
+from ...training import FlatBuckets
 
 
 def find_leader(losses: Sequence[float], ranks: Iterable[int]) -> int | None:

@@ -7,22 +7,45 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import (
-    Collectives,
-    FlatBuckets,
-    MessageHeaders,
-    ModelAverager,
-    check_like,
-    new_group,
-    node_of,
-)
+from ...comm import Collectives, Run
+from ...training import FlatBuckets, ModelAverager, SavedProgress, Traits, check_like
+from ..messages import MessageHeaders
 from .base import Algorithm
 from .leader import Leader, MeanLoss, PullAtGradient, find_leader
+from .node_averager import node_of
 from .periodic import check_interval
+
+Leaders = Sequence[tuple[Tensor, float]]
+"""Parameters of the leaders that a rank has, x_G and x_L, each with the factor of its pull."""
+
+
+def leader_sgd(x: Tensor, update: Tensor, lr: float | Tensor, leaders: Leaders) -> Tensor:
+    """Return x of a rank after a step of LSGD, as the paper has it.
+
+    Args:
+        x: (d,) parameters, at which the gradient is.
+        update: (d,) of the optimizer: with SGD, lr * gradient.
+        lr: 0-d, or (d,) of each parameter's group.
+        leaders: with lambda_G and lambda.
+    """
+    pull = sum((strength * (x - leader) for leader, strength in leaders), torch.zeros_like(x))
+    return x - update - lr * pull  # x <- x - lr g - lr lambda (x - x_L) - lr lambda_G (x - x_G)
+
+
+def pulled(x: Tensor, leaders: Leaders) -> Tensor:
+    """Return x of a rank after pulls as the authors' code has them, one after the other.
+
+    Args:
+        x: (d,) parameters after the optimizer's update.
+        leaders: with c2 and c1 when they are chosen, p2 / G and p1 / l after every other step.
+    """
+    for leader, fraction in leaders:
+        x = (1 - fraction) * x + fraction * leader
+    return x
+
 
 _DEFAULT = 0.1  # of all strengths, pulls and drifts: that of the authors' scripts
 _AUTHORS = ("local_pull", "global_pull", "local_drift", "global_drift")
@@ -141,9 +164,9 @@ class LeaderSGD(Algorithm):
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
-        process_group: ProcessGroup | None,
+        run: Run,
     ) -> "LeaderAverager":
-        return LeaderAverager(self, buckets, optimizer, process_group)
+        return LeaderAverager(self, buckets, optimizer, run)
 
 
 # Whether a rank has a mean loss to compare, and why not; all-gathered with it.
@@ -153,26 +176,24 @@ _HAS_LOSS, _NO_LOSS_RECORDED, _NO_BATCHES = 0.0, 1.0, 2.0
 class LeaderAverager(ModelAverager):
     """LeaderSGD on one rank: losses are compared at an interval, leaders pull in each step."""
 
-    can_be_inner = False
+    traits = Traits(can_be_inner=False)
 
     def __init__(
         self,
         options: LeaderSGD,
         buckets: FlatBuckets,
         optimizer: Optimizer,
-        process_group: ProcessGroup | None,
+        run: Run,
     ) -> None:
-        super().__init__(buckets.buffers, process_group)
+        super().__init__(buckets.buffers, run)
         self._options = options
-        self._collectives = Collectives(process_group)
+        self._collectives = Collectives(run, run.stats)
         self._num_ranks = self._collectives.size
-        self._headers = MessageHeaders(self._collectives.rank, self._num_ranks, process_group)
+        self._headers = MessageHeaders(run)
         self._node = node_of(self._collectives.rank, options.ranks_per_node)
-        self._all_collectives = [self._collectives]  # and those of the node
         self._local: Leader | None = None  # None: one rank per node
         if len(self._node) > 1:
-            node = Collectives(new_group(self._node, process_group), self._collectives.stats)
-            self._all_collectives.append(node)
+            node = Collectives(run.within(self._node), self._collectives.stats)
             self._local = Leader(
                 self.buffers,
                 node,
@@ -191,25 +212,10 @@ class LeaderAverager(ModelAverager):
             )
         self._leaders = [leader for leader in (self._global, self._local) if leader]
         self._pull = PullAtGradient(buckets, optimizer)
-        self._losses = MeanLoss(self.weight.device)
+        self._losses = MeanLoss(self.buffers[0].device)
+        run.on_loss(self._losses.record)
         self._steps = 0
         self._updates = 0
-
-    @property
-    @override
-    def bytes_sent(self) -> int:
-        """Bytes sent per rank on average: each but the leader receives its parameters once."""
-        return int(self._collectives.stats.wire_bytes)
-
-    @property
-    @override
-    def waiting_seconds(self) -> float:
-        return super().waiting_seconds + self._collectives.stats.waiting_seconds
-
-    @override
-    def record_loss(self, loss: Tensor | float) -> None:
-        """Record a loss for the next comparison."""
-        self._losses.record(loss)
 
     @override
     def before_step(self) -> None:
@@ -236,8 +242,6 @@ class LeaderAverager(ModelAverager):
             self._compare()
 
     def _compare(self) -> None:
-        for each in self._all_collectives:
-            each.step = self._steps
         losses, statuses = self._gather()
         self._losses.clear()
         self._updates = 0
@@ -258,8 +262,7 @@ class LeaderAverager(ModelAverager):
         if not self._losses.count:
             status = _NO_LOSS_RECORDED if self._updates else _NO_BATCHES
         mean = self._losses.mean()
-        self._headers.counts = self.counts
-        header = self._headers.row(self._steps, mean.device)
+        header = self.run.row(mean.device, self._steps)
         mine = torch.cat([torch.stack([mean, torch.full_like(mean, status)]), header])
         with torch.profiler.record_function("pyparallel::compare_losses"):
             rows = self._collectives.all_gather(mine).tolist()
@@ -308,7 +311,7 @@ class LeaderAverager(ModelAverager):
                 leader.load_state_dict(saved)
 
     @override
-    def check_state(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, Any]) -> SavedProgress:
         own = self.state_dict()
         leaders = own.pop("leaders")
         check_like({key: each for key, each in state.items() if key != "leaders"}, own, "algorithm")
@@ -316,10 +319,7 @@ class LeaderAverager(ModelAverager):
             if leader and saved["parameters"] is not None:  # None until the first choice
                 path = f"algorithm.leaders.{index}.parameters"
                 check_like(saved["parameters"], self.buffers, path)
-
-    @override
-    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
-        return {"step": state["steps"]}
+        return SavedProgress({"step": state["steps"]})
 
     @override
     def reset(self) -> None:

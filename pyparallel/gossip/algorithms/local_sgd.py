@@ -2,14 +2,27 @@
 
 from dataclasses import dataclass
 
-from torch import nn
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, ModelAverager
+from ...comm import Run
+from ...training import FlatBuckets, ModelAverager
 from .base import Algorithm
 from .periodic import PeriodicAverager, check_interval
+
+
+def local_sgd(x: Tensor, t: int, interval: int) -> Tensor:
+    """Return the models of all n ranks after step t of local SGD, counted from 1.
+
+    Args:
+        x: (n, d) x_i - lr * grad F_i(x_i), a row for each rank: its model after its own update.
+        t: the step.
+        interval: number of steps between two averages.
+    """
+    if t % interval:
+        return x  # x_i <- x_i - lr * grad F_i(x_i)
+    return x.mean(0).expand_as(x)  # x_i <- (1/n) sum_j (x_j - lr * grad F_j(x_j))
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,7 @@ class LocalSGD(Algorithm):
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
-        process_group: ProcessGroup | None,
+        run: Run,
     ) -> PeriodicAverager:
-        local = ModelAverager(buckets.buffers, process_group)
-        return PeriodicAverager(local, self.interval, process_group)
+        local = ModelAverager(buckets.buffers, run)
+        return PeriodicAverager(local, self.interval, run)

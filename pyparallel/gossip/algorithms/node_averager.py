@@ -9,24 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.join import Join
 from typing_extensions import override
 
-from ...comm import (
-    ANY,
-    Collectives,
-    FlatBuckets,
-    MessageHeaders,
-    ModelAverager,
-    NonFiniteError,
-    WrappedAverager,
-    raising_peer_errors,
-)
-from ...comm.model_averager import NOTIFYING
+from ...comm import ANY, Collectives, NonFiniteError, Run
+from ...training import FlatBuckets, ModelAverager, Traits
+from ..messages import MessageHeaders
 
 
-class NodeAverager(WrappedAverager):
+class NodeAverager(ModelAverager):
     """All-reduce of gradients within a node, and an inner algorithm between nodes on shards.
 
     All ranks of a node take the same inner steps, each with its shard: their weights are equal, and
@@ -37,11 +27,12 @@ class NodeAverager(WrappedAverager):
         within: averages the gradients of the node during backward.
         buckets: all parameters.
         shards: of all ranks of the node.
-        node_group: the ranks of the node.
-        process_group: the ranks that train together; None: the default group.
+        node_run: of the ranks of the node.
+        run: of the ranks that train together.
     """
 
-    can_be_inner = False
+    traits = Traits(can_be_inner=False, has_equal_batches=True)
+    inner: ModelAverager
 
     def __init__(
         self,
@@ -49,50 +40,25 @@ class NodeAverager(WrappedAverager):
         within: ModelAverager,
         buckets: FlatBuckets,
         shards: Sequence[FlatBuckets],
-        node_group: ProcessGroup,
-        process_group: ProcessGroup | None,
+        node_run: Run,
+        run: Run,
     ) -> None:
-        super().__init__(inner, buckets.buffers, process_group)
+        super().__init__(buckets.buffers, run, inner)
         self._within = within
         self._buckets = buckets
         self._shards = shards
-        self._node_group = node_group
-        self._node = Collectives(node_group)
-        self._headers = MessageHeaders(self._node.rank, self._node.size, node_group)
-        self._local_rank = dist.get_rank(node_group)
+        self._node = Collectives(node_run, run.stats)
+        self._headers = MessageHeaders(node_run)
+        self._local_rank = node_run.group_rank
         self._own_shard = shards[self._local_rank]
         self._other_shards = [
             s for local_rank, s in enumerate(shards) if local_rank != self._local_rank
         ]
         self._other_shards_hold_numerator = False
 
-    @property
-    @override
-    def bytes_sent(self) -> int:
-        """Bytes sent for gradients within the node, to other nodes, and to gather shards."""
-        return self._within.bytes_sent + super().bytes_sent
-
-    @property
-    @override
-    def waiting_seconds(self) -> float:
-        own = super().waiting_seconds + self._node.stats.waiting_seconds
-        return self._within.waiting_seconds + own
-
     @override
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
-        def forward(*inputs: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and self.synchronizes:
-                # Here, before another rank could block in backward.
-                with raising_peer_errors(self.process_group, self.counts.steps, NOTIFYING):
-                    work = Join.notify_join_context(self)
-                    if work is not None:
-                        work.wait()
-                if work is not None:
-                    self.raise_if_any_ran_out(ran_out=False)
-            self._within.counts = self.counts
-            return self._within.wrap(module)(*inputs, **kwargs)
-
-        return forward
+        return self._within.wrap(module)
 
     @override
     def restore_debiased(self) -> None:
@@ -101,7 +67,7 @@ class NodeAverager(WrappedAverager):
 
     @override
     def before_step(self) -> None:
-        if not self.synchronizes:
+        if not self.run.counts.synchronizes:
             raise RuntimeError(
                 "optimizer.step() must be called outside of no_sync() with Hierarchical, got a "
                 "call inside: the ranks of a node would diverge"
@@ -117,8 +83,9 @@ class NodeAverager(WrappedAverager):
         self.inner.before_update()
         if self._version() != before:
             self._other_shards_hold_numerator = True
+            weight = self.status.weight
             for buffer in self._buffers_of_other_shards():
-                buffer.mul_(self.weight)
+                buffer.mul_(weight)
 
     @override
     def after_update(self) -> None:
@@ -154,38 +121,9 @@ class NodeAverager(WrappedAverager):
         return copied.buffers, weight
 
     @override
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on the rank."""
-        with self._within.no_sync(), super().no_sync():
-            yield
-
-    @override
     def close(self) -> None:
         """Free DistributedDataParallel."""
         self._within.close()
-
-    @override
-    def notify_joined_ranks(self) -> None:
-        """Do nothing: forward has notified."""
-
-    @override
-    def shadow_step(self) -> None:
-        """Raise an error on all ranks: this one has no batches left."""
-        self.raise_if_any_ran_out(ran_out=True)
-
-    def raise_if_any_ran_out(self, ran_out: bool) -> None:
-        """Raise on all ranks if one has run out of batches while others train."""
-        num_without = torch.full((), float(ran_out), device=self.join_device)
-        collectives = Collectives(self.process_group)
-        collectives.step = self.counts.steps
-        collectives.all_reduce_(num_without)
-        if num_without.item():
-            raise ValueError(
-                "join() must be given equal numbers of batches on all ranks with Hierarchical, got "
-                f"{int(num_without)} without any while others still train: a rank without batches "
-                "cannot contribute its shard; drop the last batches of the others"
-            )
 
     @contextmanager
     def _gather_if_changed(self) -> Iterator[None]:
@@ -196,11 +134,9 @@ class NodeAverager(WrappedAverager):
         except NonFiniteError as error:  # the round is complete
             failure = error
         if self._version() != before:
-            self._headers.counts = self.counts
-            self._node.step = self.counts.steps
-            self._headers.gather(self._node, ANY, self.join_device)
+            self._headers.gather(self._node, ANY, self.buffers[0].device)
             self._gather(self._shards)
-            self._bytes_sent += self._own_shard.num_bytes * len(self._other_shards)
+            self.run.stats.count_bytes(self._own_shard.num_bytes * len(self._other_shards))
             self._headers.raise_nonfinite()
         if failure is not None:
             raise failure
@@ -212,20 +148,21 @@ class NodeAverager(WrappedAverager):
 
     @torch.no_grad()
     def _gather(self, shards: Sequence[FlatBuckets]) -> None:
+        group = self._node.run.group
         what = "the broadcast of the shards of a node failed"
         with (
             torch.profiler.record_function("pyparallel::gather_node"),
-            raising_peer_errors(self._node_group, self.counts.steps, what),
+            self._node.run.raising(what),
         ):
             works = [
-                dist.broadcast(buffer, group=self._node_group, group_src=local_rank, async_op=True)
+                dist.broadcast(buffer, group=group, group_src=local_rank, async_op=True)
                 for local_rank, shard in enumerate(shards)
                 for buffer in shard.buffers
             ]
             begin = time.perf_counter()
             for work in works:
                 work.wait()
-            self._waiting_seconds += time.perf_counter() - begin
+            self.run.stats.count_wait(time.perf_counter() - begin)
 
     def _buffers_of_other_shards(self) -> Iterator[Tensor]:
         return (buffer for shard in self._other_shards for buffer in shard.buffers)
@@ -234,8 +171,20 @@ class NodeAverager(WrappedAverager):
     def _debias_other_shards(self) -> None:
         if self._other_shards_hold_numerator:
             self._other_shards_hold_numerator = False
+            weight = self.status.weight
             for buffer in self._buffers_of_other_shards():
-                buffer.div_(self.weight)
+                buffer.div_(weight)
+
+
+def node_of(rank: int, ranks_per_node: int) -> range:
+    """Return the ranks of a rank's node, where consecutive ranks share one."""
+    first = rank - rank % ranks_per_node
+    return range(first, first + ranks_per_node)
+
+
+def counterparts_of(rank: int, ranks_per_node: int, num_ranks: int) -> range:
+    """Return the ranks with the same local rank on every node."""
+    return range(rank % ranks_per_node, num_ranks, ranks_per_node)
 
 
 def make_shards(buckets: FlatBuckets, num_shards: int) -> list[FlatBuckets]:

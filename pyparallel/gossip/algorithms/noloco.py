@@ -6,20 +6,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, ModelAverager, NeighborExchange, Transfer
-from ..push_sum.buffer import receive
+from ...comm import Run
+from ...training import FlatBuckets, ModelAverager
+from ..messages import NeighborExchange
 from ..topology import Matching
-from ..topology.base import check_topology
-from .base import Algorithm
+from .base import OnTopology
 from .periodic import check_interval, copy_all
 
 
+def noloco(
+    theta: Tensor, phi: Tensor, m: Tensor, momentum: float, outer_lr: float, pull: float
+) -> tuple[Tensor, Tensor]:
+    """Take an outer step of a pair, or of a rank without a partner; return phi and m after it.
+
+    Args:
+        theta: (2, d) parameters after the local steps, a row for each partner; or (1, d).
+        phi: slow weights, likewise.
+        m: outer momentum, likewise.
+        momentum: as for ``NoLoCo``.
+        outer_lr: likewise.
+        pull: likewise.
+    """
+    change = (theta - phi).mean(0)  # the pair's outer gradient
+    m = momentum * m + outer_lr * change - pull * (phi - phi.mean(0))
+    return phi + m, m  # phi <- phi + m, from which theta continues
+
+
 @dataclass(frozen=True)
-class NoLoCo(Algorithm):
+class NoLoCo(OnTopology):
     """DiLoCo without all-reduce (Kolehmainen et al., arXiv 2506.10911).
 
     Every ``interval`` local steps, which have moved the parameters from the slow weights phi to
@@ -54,7 +71,7 @@ class NoLoCo(Algorithm):
     pull: float = 0.7
 
     def __post_init__(self) -> None:
-        check_topology(self.topology)
+        super().__post_init__()
         check_interval(self.interval)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
@@ -67,17 +84,13 @@ class NoLoCo(Algorithm):
             )
 
     @override
-    def config_fields(self) -> list[tuple[str, str]]:
-        return [("algorithm", repr(self)), ("topology", self.topology.fingerprint())]
-
-    @override
     def validation_error(self, num_ranks: int) -> str | None:
         if not isinstance(self.topology, Matching):
             return (
                 "topology must be a Matching, as RandomMatching, Hypercube and "
                 f"BipartiteExponential are, got {self.topology!r}"
             )
-        return self.topology.validation_error(num_ranks)
+        return super().validation_error(num_ranks)
 
     @override
     def start(
@@ -85,9 +98,9 @@ class NoLoCo(Algorithm):
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
-        process_group: ProcessGroup | None,
+        run: Run,
     ) -> "NoLoCoAverager":
-        return NoLoCoAverager(self, buckets.buffers, NeighborExchange(process_group), process_group)
+        return NoLoCoAverager(self, buckets.buffers, NeighborExchange(run))
 
 
 class NoLoCoAverager(ModelAverager):
@@ -98,19 +111,13 @@ class NoLoCoAverager(ModelAverager):
         options: NoLoCo,
         buffers: Sequence[Tensor],
         exchange: NeighborExchange,
-        process_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(buffers, process_group)
+        super().__init__(buffers, exchange.run)
         self._options = options
         self._exchange = exchange
         self._slow = [buffer.float().clone() for buffer in self.buffers]
         self._momentum = [torch.zeros_like(slow) for slow in self._slow]
         self._steps = 0
-
-    @property
-    @override
-    def waiting_seconds(self) -> float:
-        return super().waiting_seconds + self._exchange.waiting_seconds
 
     @override
     def after_step(self) -> None:
@@ -141,23 +148,9 @@ class NoLoCoAverager(ModelAverager):
         partner = self._options.topology.partner(self._exchange.rank, index)
         if partner is None:
             return mine
-        theirs = [torch.empty_like(tensor) for tensor in mine]
-        length = sum(tensor.numel() * tensor.element_size() for tensor in mine)
-        headers = self._exchange.headers
-        headers.counts = self._exchange.counts = self.counts
-        of_round = headers.of_round(index, self.weight.view(1), length, [partner], masses_in=(1.0,))
-        sends = [Transfer(partner, of_round.sent[0], is_header=True)]
-        sends += [Transfer(partner, tensor) for tensor in mine]
-        receives = [Transfer(partner, of_round.received[0], is_header=True)]
-        receives += [Transfer(partner, tensor) for tensor in theirs]
-        with torch.profiler.record_function("pyparallel::noloco_exchange"):
-            masses = receive(self._exchange.start(sends, receives, step=index), of_round)
-        self._bytes_sent = self._exchange.bytes_sent
+        theirs = self._exchange.swap(mine, [partner], [partner], round_index=index).wait()
         # Both partners add the same two numbers: equal data stay equal to the last bit.
-        means = [(a + b).mul_(0.5) for a, b in zip(mine, theirs, strict=True)]
-        if masses.is_cuda:  # the mass of an invalid message is 0
-            means = [torch.where(masses > 0, *each) for each in zip(means, mine, strict=True)]
-        return means
+        return [(a + b).mul_(0.5) for a, b in zip(mine, theirs.first_or(mine), strict=True)]
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -174,10 +167,6 @@ class NoLoCoAverager(ModelAverager):
         self._steps = state["steps"]
         copy_all(self._slow, state["slow"])
         copy_all(self._momentum, state["momentum"])
-
-    @override
-    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
-        return {"step": state["steps"]}
 
     @override
     @torch.no_grad()

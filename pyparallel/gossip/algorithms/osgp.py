@@ -1,24 +1,60 @@
 """Overlap SGP: gradients are computed while messages are in flight."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, NeighborExchange
+from ...comm import Run
+from ...compression import BufferLayout
+from ...training import FlatBuckets
+from ..messages import NeighborExchange
 from ..push_sum.delayed import DelayedPushSum
 from ..push_sum.dense_buffer import BiasedBuffer, DenseBuffer
-from ..push_sum.layout import layouts_in_module_order, layouts_of
-from ..topology import Topology
-from ..topology.base import check_topology
-from .base import Algorithm
+from .base import OnTopology
+
+
+def osgp(
+    k: int,
+    x: Tensor,
+    w: Tensor,
+    sent: dict[int, tuple[Tensor, Tensor]],
+    update: Callable[[Tensor, Tensor], Tensor],
+    mixing: Tensor,
+    tau: int,
+    *,
+    biased: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Take step k of Algorithm 2 of Assran et al. on all n ranks; return x and w after it.
+
+    Args:
+        k: the step, from 0.
+        x: (n, d) numerators, a row for each rank.
+        w: (n, 1) push-sum weights.
+        sent: messages and masses in flight by the step in which they were sent. Written.
+        update: of all ranks' optimizers, (n, d), of the gradients at its first argument, and of its
+            second, the parameters that they step on: with SGD, lr * gradient.
+        mixing: (n, n) P of the round; p_ij is the share that j sends to i.
+        tau: the delay of messages in steps.
+        biased: the paper's ablation, which leaves out w.
+    """
+    z = x if biased else x / w  # z_i = x_i / w_i
+    x = x - update(z, x)  # x_i <- x_i - lr * grad F_i(z_i)
+    if k % tau == 0:
+        kept = mixing.diag().diag()
+        sent[k] = (mixing - kept) @ x, (mixing - kept) @ w  # send p_ji x_i and p_ji w_i to each j
+        x, w = kept @ x, kept @ w  # x_i <- p_ii x_i and w_i <- p_ii w_i
+    if k - tau in sent:
+        received = sent.pop(k - tau)  # block until these messages have arrived
+        x, w = x + received[0], w + received[1]  # x_i += sum_j p_ij x_j and w_i += sum_j p_ij w_j
+    return x, w
 
 
 @dataclass(frozen=True)
-class OSGP(Algorithm):
+class OSGP(OnTopology):
     """Overlap SGP (Assran et al., ICML 2019, arXiv 1811.10792), Algorithm 2.
 
     In step k, counted from 0, the optimizer updates the numerator x with the gradient at z = x / w.
@@ -40,12 +76,11 @@ class OSGP(Algorithm):
             at x, and ``push_sum_weight`` is 1. Only for comparisons.
     """
 
-    topology: Topology
     delay: int = 1
     biased: bool = False
 
     def __post_init__(self) -> None:
-        check_topology(self.topology)
+        super().__post_init__()
         if not isinstance(self.delay, int) or isinstance(self.delay, bool) or self.delay < 1:
             raise ValueError(
                 f"delay must be a number of steps, at least 1, got {self.delay!r}; SGP(topology) "
@@ -55,21 +90,12 @@ class OSGP(Algorithm):
             raise TypeError(f"biased must be True or False, got {self.biased!r}")
 
     @override
-    def config_fields(self) -> list[tuple[str, str]]:
-        # Also by its edges: two custom topologies may have the same repr.
-        return [("algorithm", repr(self)), ("topology", self.topology.fingerprint())]
-
-    @override
-    def validation_error(self, num_ranks: int) -> str | None:
-        return self.topology.validation_error(num_ranks)
-
-    @override
     def start(
         self,
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
-        process_group: ProcessGroup | None,
+        run: Run,
     ) -> DelayedPushSum:
         """Start with push-sum weight 1 on every rank.
 
@@ -84,14 +110,13 @@ class OSGP(Algorithm):
                 f"{', '.join(sorted(map(str, low)))}; SGP(topology, overlap=1) takes 16-bit ones "
                 "on regular topologies"
             )
-        exchange = NeighborExchange(process_group)
-        buffers = [
-            BiasedBuffer(values, exchange)
-            if self.biased
-            else DenseBuffer(values, exchange, snapshot=True)
-            for values in buckets.buffers
-        ]
-        layouts, before = layouts_of(buckets, module), layouts_in_module_order(buckets, module)
-        return DelayedPushSum(
-            buffers, exchange, self.topology, self.delay, process_group, layouts, before
+        return DelayedPushSum.start(
+            self._make_buffer, module, buckets, run, self.topology, self.delay
         )
+
+    def _make_buffer(
+        self, values: Tensor, exchange: NeighborExchange, layout: BufferLayout
+    ) -> DenseBuffer:
+        if self.biased:
+            return BiasedBuffer(values, exchange)
+        return DenseBuffer(values, exchange, snapshot=True)

@@ -1,45 +1,35 @@
 """An exact average at an interval, shared by LocalSGD, SlowMo and DiLoCo."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from ...comm import Collectives, MessageHeaders, ModelAverager, WrappedAverager, check_like
+from ...comm import Collectives, Run
+from ...training import ModelAverager, SavedProgress, check_like
+from ..messages import MessageHeaders
 
 
-class PeriodicAverager(WrappedAverager):
+class PeriodicAverager(ModelAverager):
     """An inner algorithm, with an exact average and an outer step every ``interval`` steps.
 
     Args:
         inner: takes part in every step; ``ModelAverager(buffers)`` communicates only in averages.
         interval: number of steps between two averages.
-        process_group: the ranks that train together; None: the default group.
+        run: of the ranks that train together.
     """
 
-    def __init__(
-        self, inner: ModelAverager, interval: int, process_group: ProcessGroup | None
-    ) -> None:
-        super().__init__(inner, process_group=process_group)
+    inner: ModelAverager
+
+    def __init__(self, inner: ModelAverager, interval: int, run: Run) -> None:
+        super().__init__(inner.buffers, run, inner)
         self._interval = interval
-        self._collectives = Collectives(process_group)
-        ranks = self._collectives.rank, self._collectives.size
-        self._headers = MessageHeaders(*ranks, process_group)
+        self._collectives = Collectives(run, run.stats)
+        self._headers = MessageHeaders(run)
         self._steps = 0
-
-    @property
-    @override
-    def bytes_sent(self) -> int:
-        """Bytes sent by the inner algorithm and in averages, which count as ring all-reduces."""
-        return self.inner.bytes_sent + int(self._collectives.stats.wire_bytes)
-
-    @property
-    @override
-    def waiting_seconds(self) -> float:
-        return super().waiting_seconds + self._collectives.stats.waiting_seconds
 
     def outer_step(self) -> None:
         """Update the average in the buffers in place, equally on all ranks; default: keep it."""
@@ -79,18 +69,11 @@ class PeriodicAverager(WrappedAverager):
         self.load_outer_state_dict(state["outer"])
 
     @override
-    def check_state(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, Any]) -> SavedProgress:
         check_like(state["steps"], self._steps, "algorithm.steps")
-        self.inner.check_state(state["inner"])
+        inner = self.inner.check_state(state["inner"])
         self.check_outer_state(state["outer"])
-
-    @override
-    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
-        return {"step": state["steps"], **self.inner.counters_of(state["inner"])}
-
-    @override
-    def mass_of(self, state: dict[str, Any]) -> float:
-        return self.inner.mass_of(state["inner"])
+        return replace(inner, counters={"step": state["steps"], **inner.counters})
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -102,11 +85,9 @@ class PeriodicAverager(WrappedAverager):
         """
         if self._collectives.size == 1:
             return
-        self._collectives.step = self._steps
-        self._headers.counts = self.counts
         self._headers.gather(self._collectives, self._steps, self.buffers[0].device)
         for buffer in self.buffers:
-            total = buffer.float() * (self.weight / self._collectives.size)
+            total = buffer.float() * (self.status.weight / self._collectives.size)
             self._collectives.all_reduce_(total)
             buffer.copy_(total)
 

@@ -1,27 +1,76 @@
 """Stochastic Gradient Push: a local step on the numerator, and a PushSum round."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, NeighborExchange, check_consistent_across_ranks, wrong_type
-from ...compression import AttachPoint, Compressor
+from ...comm import Run
+from ...compression import AttachPoint, BufferLayout, Compressor
+from ...training import FlatBuckets, wrong_type
+from ..messages import NeighborExchange
 from ..push_sum.buffer import RoundBuffer
 from ..push_sum.compressed_buffer import CompressedBuffer
 from ..push_sum.dense_buffer import DenseBuffer
-from ..push_sum.layout import layouts_in_module_order, layouts_of
 from ..push_sum.push_sum import PushSum
-from ..topology import Topology
-from ..topology.base import check_topology
-from .base import Algorithm
+from .base import OnTopology
+
+Update = Callable[[Tensor], Tensor]
+"""What the optimizers subtract, (n, d), of the gradients at z, (n, d): with SGD, lr * gradient."""
+
+InFlight = tuple[Tensor, Tensor] | None
+"""Messages, (n, d), and their masses, (n, 1), by the rank that receives them."""
+
+
+def sgp(x: Tensor, w: Tensor, update: Update, mixing: Tensor) -> tuple[Tensor, Tensor]:
+    """Take a step of Algorithm 1 of Assran et al. on all n ranks; return x and w after it.
+
+    Args:
+        x: (n, d) numerators, a row for each rank.
+        w: (n, 1) push-sum weights.
+        update: of all ranks' optimizers.
+        mixing: (n, n) P, whose columns sum to 1; p_ij is the share that j sends to i.
+    """
+    z = x / w  # z_i = x_i / w_i, at which gradients are computed
+    x = x - update(z)  # x_i <- x_i - lr * grad F_i(z_i)
+    return mixing @ x, mixing @ w  # x_i <- sum_j p_ij x_j and w_i <- sum_j p_ij w_j
+
+
+def combine_while_adapt(
+    x: Tensor,
+    w: Tensor,
+    in_flight: InFlight,
+    update: Update,
+    mixing: Tensor | None,
+    *,
+    merges: bool,
+) -> tuple[Tensor, Tensor, InFlight]:
+    """Take a step of SGP with ``overlap`` on all n ranks; return x, w and messages after it.
+
+    Args:
+        x: (n, d), as for ``sgp``.
+        w: (n, 1), likewise.
+        in_flight: messages sent after an earlier update.
+        update: as for ``sgp``.
+        mixing: (n, n) P; None: no round is sent after this update.
+        merges: the messages in flight are due in this step.
+    """
+    z = x / w  # the gradient is computed while messages are in flight
+    if merges and in_flight is not None:
+        x, w, in_flight = x + in_flight[0], w + in_flight[1], None
+    x = x - update(z)
+    if mixing is not None:
+        kept = mixing.diag().diag()  # p_ii
+        in_flight = (mixing - kept) @ x, (mixing - kept) @ w  # p_ij x_j and p_ij w_j, i != j
+        x, w = kept @ x, kept @ w
+    return x, w, in_flight
 
 
 @dataclass(frozen=True)
-class SGP(Algorithm):
+class SGP(OnTopology):
     """Stochastic Gradient Push (Assran et al., ICML 2019, arXiv 1811.10792), Algorithm 1.
 
     In each step every rank updates its own model with its own optimizer, then sends it to the
@@ -54,12 +103,11 @@ class SGP(Algorithm):
             `Replicas` documents.
     """
 
-    topology: Topology
     overlap: int = 0
     compressor: Compressor | None = None
 
     def __post_init__(self) -> None:
-        check_topology(self.topology)
+        super().__post_init__()
         if not isinstance(self.overlap, int) or self.overlap < 0:
             raise ValueError(f"overlap must be a number of steps, at least 0, got {self.overlap!r}")
         if not isinstance(self.compressor, Compressor | None):
@@ -67,13 +115,8 @@ class SGP(Algorithm):
             raise wrong_type("compressor", rule, self.compressor)
 
     @override
-    def config_fields(self) -> list[tuple[str, str]]:
-        # Also by its edges: two custom topologies may have the same repr.
-        return [("algorithm", repr(self)), ("topology", self.topology.fingerprint())]
-
-    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        return self.topology.validation_error(num_ranks) or self._find_compressor_error()
+        return super().validation_error(num_ranks) or self._find_compressor_error()
 
     @override
     def start(
@@ -81,7 +124,7 @@ class SGP(Algorithm):
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
-        process_group: ProcessGroup | None,
+        run: Run,
     ) -> PushSum:
         """Start with push-sum weight 1 on every rank.
 
@@ -97,24 +140,14 @@ class SGP(Algorithm):
                 "is not regular, or with overlap > 1), got "
                 f"{', '.join(sorted(map(str, low)))} with {self}"
             )
-        exchange = NeighborExchange(process_group)
-        layouts, before = layouts_of(buckets, module), layouts_in_module_order(buckets, module)
-        buffers: list[RoundBuffer] = [
-            DenseBuffer(values, exchange, snapshot=self.overlap > 1)
-            if self.compressor is None
-            else CompressedBuffer(values, exchange, self.topology, self.compressor, layout)
-            for values, layout in zip(buckets.buffers, layouts, strict=True)
-        ]
-        lengths = [
-            (f"message lengths of bucket {index}", each.message_lengths)
-            for index, each in enumerate(buffers)
-            if isinstance(each, CompressedBuffer)
-        ]
-        if lengths:  # dense ones are those of the parameters, which have been compared
-            check_consistent_across_ranks(lengths, None, process_group)
-        return PushSum(
-            buffers, exchange, self.topology, self.overlap, process_group, layouts, before
-        )
+        return PushSum.start(self._make_buffer, module, buckets, run, self.topology, self.overlap)
+
+    def _make_buffer(
+        self, values: Tensor, exchange: NeighborExchange, layout: BufferLayout
+    ) -> RoundBuffer:
+        if self.compressor is None:
+            return DenseBuffer(values, exchange, snapshot=self.overlap > 1)
+        return CompressedBuffer(values, exchange, self.topology, self.compressor, layout)
 
     def _find_compressor_error(self) -> str | None:
         if self.compressor is None:

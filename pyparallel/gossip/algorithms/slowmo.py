@@ -5,14 +5,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, ModelAverager
+from ...comm import Run
+from ...training import FlatBuckets, ModelAverager
 from .base import Algorithm, check_inner, check_is_algorithm
 from .periodic import PeriodicAverager, check_interval, copy_all
+
+
+def slowmo_(
+    x: Tensor, u: Tensor, average: Tensor, *, lr: float, momentum: float, outer_lr: float
+) -> None:
+    """Take an outer step of SlowMo, which writes x and the slow momentum u.
+
+    Args:
+        x: (d,) parameters after the last outer step.
+        u: (d,) slow momentum.
+        average: (d,) the parameters of all ranks now, averaged exactly.
+        lr: gamma of the paper.
+        momentum: beta of the paper.
+        outer_lr: alpha of the paper.
+    """
+    u.mul_(momentum).add_((x - average) / lr)  # u <- beta u + (x - average) / gamma
+    x.sub_(u * (outer_lr * lr))  # x <- x - alpha gamma u
 
 
 @dataclass(frozen=True)
@@ -63,13 +80,13 @@ class SlowMo(Algorithm):
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
-        process_group: ProcessGroup | None,
+        run: Run,
     ) -> "SlowMomentumAverager":
-        inner = ModelAverager(buckets.buffers, process_group)
+        inner = ModelAverager(buckets.buffers, run)
         if self.inner:
-            started = self.inner.start(module, optimizer, buckets, process_group)
+            started = self.inner.start(module, optimizer, buckets, run)
             inner = check_inner(started, self.inner)
-        return SlowMomentumAverager(inner, self, optimizer, process_group)
+        return SlowMomentumAverager(inner, self, optimizer, run)
 
 
 class SlowMomentumAverager(PeriodicAverager):
@@ -80,9 +97,9 @@ class SlowMomentumAverager(PeriodicAverager):
         inner: ModelAverager,
         options: SlowMo,
         optimizer: Optimizer,
-        process_group: ProcessGroup | None,
+        run: Run,
     ) -> None:
-        super().__init__(inner, options.interval, process_group)
+        super().__init__(inner, options.interval, run)
         self._options = options
         self._optimizer: Any = weakref.proxy(optimizer)  # its hooks reference the trainer
         self._before = [buffer.float().clone() for buffer in self.buffers]
@@ -95,10 +112,10 @@ class SlowMomentumAverager(PeriodicAverager):
         if lr == 0:  # parameters must not move
             copy_all(self._before, self.buffers)
             return
-        for buffer, before, slow in zip(self.buffers, self._before, self._slow, strict=True):
-            slow.mul_(self._options.momentum).add_((before - buffer.float()) / lr)
-            before.sub_(slow * (self._options.outer_lr * lr))
-            buffer.copy_(before)
+        momentum, outer_lr = self._options.momentum, self._options.outer_lr
+        for buffer, x, u in zip(self.buffers, self._before, self._slow, strict=True):
+            slowmo_(x, u, buffer.float(), lr=lr, momentum=momentum, outer_lr=outer_lr)
+            buffer.copy_(x)
         if self._options.reset_momentum:
             for state in self._optimizer.state.values():
                 if torch.is_tensor(state.get("momentum_buffer")):

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import PeerError, PendingExchange, RoundHeaders, check_like
 from ...ops.mix import mix_unchecked
+from ...training import check_like
+from ..messages import Round
 from ..topology import Neighbors
 
 MASS_TOLERANCE = 1e-6
@@ -26,11 +27,15 @@ class RoundBuffer(ABC):
         values: z: flat, float32, bfloat16 or float16; written in place.
     """
 
+    message_lengths = ""
+    """The lengths of messages in bytes, which ranks compare; "": those of the values."""
+
     def __init__(self, values: Tensor) -> None:
         self.values = values
         self.weight = torch.ones((), dtype=torch.float64, device=values.device)
         self._holds_numerator = False
         self.in_flight = False
+        self._round: Round | None = None  # that is not waited for
         self._received_masses = self.weight.new_zeros(0)
 
     @abstractmethod
@@ -90,6 +95,11 @@ class RoundBuffer(ABC):
                     f"{path}: a {name} must be positive and at most {num_ranks}, the number of "
                     f"ranks, got {float(mass)}"
                 )
+
+    def _receive(self) -> None:
+        if self._round is not None:
+            self._received_masses = self._round.wait().masses
+            self._round = None  # kept if the wait was interrupted, so that it can be repeated
 
     @property
     @abstractmethod
@@ -169,23 +179,6 @@ class RoundBuffer(ABC):
 def _shares_on(device: torch.device, shares: tuple[float, ...]) -> Tensor:
     """Return the shares, (k,) float64; kept, as a copy from the host waits for the device."""
     return torch.tensor(shares, dtype=torch.float64, device=device)
-
-
-def receive(pending: PendingExchange, headers: RoundHeaders | None) -> Tensor:
-    """Wait for the messages of a round, their headers first; return their masses, (k,).
-
-    Raises:
-        PeerError: a neighbor failed, or a message is not what it must be: none is used.
-    """
-    assert headers is not None
-    pending.wait_for_headers()
-    try:
-        masses = headers.check()
-    except PeerError:
-        pending.keep()
-        raise
-    pending.wait()
-    return masses
 
 
 def total_mass(masses: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """PushSum of one flat buffer with compressed messages."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,21 +9,37 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm import (
-    NeighborExchange,
-    PeerError,
-    PendingExchange,
-    RoundHeaders,
-    Transfer,
-    check_like,
-)
+from ...comm import PeerError
 from ...compression import BufferLayout, Compressor, CorruptMessageError, Message
 from ...ops import mix_
+from ...training import check_like
+from ..messages import NeighborExchange
 from ..topology import Neighbors, Topology
-from .buffer import RoundBuffer, receive, total_mass
+from .buffer import RoundBuffer, total_mass
 from .replicas import Replica, Replicas
 
 _DISAGREE = "the replicas of the two ranks no longer agree; stop the run and load a checkpoint"
+
+
+def choco_sgp(
+    z: Tensor, w: Tensor, replica: Tensor, compress: Callable[[Tensor], Tensor], mixing: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take a round of PushSum with compressed messages on all n ranks; return z, w and replicas.
+
+    Args:
+        z: (n, d) de-biased values, a row for each rank.
+        w: (n, 1) push-sum weights.
+        replica: (n, d) what the receivers know of z; z itself after a first message.
+        compress: C, which returns what a receiver decodes of each row.
+        mixing: (n, n) P, whose columns sum to 1; p_ij is the share that j sends to i.
+    """
+    replica = replica + compress(z - replica)  # send q_i = C(z_i - z^_i); z^_i <- z^_i + q_i
+    masses = (mixing - mixing.diag().diag()) * w.T  # m_ij = p_ij w_j, sent with q_j
+    sent = masses.sum(0).view(-1, 1)
+    z = z + (z - replica) * sent / (w - sent)  # what q_i leaves out stays with i
+    w = w - sent
+    merged = w + masses.sum(1, keepdim=True)  # w_i <- w_i - sum_j m_ji + sum_j m_ij
+    return (w * z + masses @ replica) / merged, merged, replica
 
 
 @dataclass(frozen=True)
@@ -65,19 +81,13 @@ class CompressedBuffer(RoundBuffer):
         self._exchange = exchange
         self._topology = topology
         self._replicas = Replicas(values, layout, compressor, exchange.rank)
-        self._pending: PendingExchange | None = None
-        self._headers: RoundHeaders | None = None
+        first, others = values.numel() * values.element_size(), self._replicas.difference_lengths
+        self.message_lengths = f"{first} for a first message and {others} for others"
         self._step = 0
         self._sent_replica: Replica | None = None
         self._sent_mass = torch.zeros_like(self.weight)
         self._pending_messages: list[_PendingMessage] = []
         self._received_replicas: list[Replica] = []
-
-    @property
-    def message_lengths(self) -> str:
-        """Return the lengths of messages in bytes, which must be equal on all ranks."""
-        first = self.values.numel() * self.values.element_size()
-        return f"{first} for a first message and {self._replicas.difference_lengths} for others"
 
     @override
     @torch.no_grad()
@@ -92,23 +102,19 @@ class CompressedBuffer(RoundBuffer):
         self._step, self._sent_mass = step, total_mass(masses)
         is_first, message = self._encode(neighbors.out_peers)
         self._prepare_receives(neighbors.in_peers, step)
-        headers = self._exchange.headers.of_round(
-            step,
-            masses,
-            _length_of(message, is_first),
-            neighbors.in_peers,
-            [_length_of(each.message, each.is_first) for each in self._pending_messages],
-            neighbors.in_masses,
-        )
-        sends, receives = list[Transfer](), list[Transfer]()
-        for peer, row in zip(neighbors.out_peers, headers.sent, strict=True):
-            sends += _transfers(peer, row, message, is_first)
-        for row, each in zip(headers.received, self._pending_messages, strict=True):
-            receives += _transfers(each.sender, row, each.message, each.is_first)
-        self._headers = headers
         self.weight -= self._sent_mass
-        with self._cancelling(), torch.profiler.record_function("pyparallel::gossip_send"):
-            self._pending = self._exchange.start(sends, receives, step)
+        with self._cancelling():
+            self._round = self._exchange.swap(
+                message,
+                neighbors.out_peers,
+                neighbors.in_peers,
+                into=[each.message for each in self._pending_messages],
+                round_index=step,
+                masses=masses,
+                masses_in=neighbors.in_masses,
+                is_difference=not is_first,
+                are_differences=[not each.is_first for each in self._pending_messages],
+            )
         self.in_flight = True
 
     @override
@@ -223,15 +229,9 @@ class CompressedBuffer(RoundBuffer):
         try:
             yield
         except (PeerError, CorruptMessageError):
-            self._pending, self.in_flight, self._pending_messages = None, False, []
+            self._round, self.in_flight, self._pending_messages = None, False, []
             self._cancel_send()
             raise
-
-    def _receive(self) -> None:
-        if self._pending is not None:
-            with torch.profiler.record_function("pyparallel::gossip_wait"):
-                self._received_masses = receive(self._pending, self._headers)
-            self._pending = None  # kept if the wait was interrupted, so that it can be repeated
 
     def _apply_and_average(self) -> bool:
         """Apply the pending messages and average in one pass; return whether that could be done."""
@@ -261,7 +261,7 @@ class CompressedBuffer(RoundBuffer):
     def _raise_if_counted(self, *, wait: bool) -> None:
         if count := self._replicas.corrupt_count(wait=wait):
             raise CorruptMessageError(
-                f"rank {self._exchange.global_rank(self._exchange.rank)}, step {self._step}: "
+                f"{self._exchange.run.place(self._step)}: "
                 f"messages must be valid for their compressor, got {count} corrupt entries up to "
                 f"now, which were left out: {_DISAGREE}"
             )
@@ -269,10 +269,10 @@ class CompressedBuffer(RoundBuffer):
     def _corrupt_message_error(
         self, sender: int, error: CorruptMessageError
     ) -> CorruptMessageError:
-        here, there = (self._exchange.global_rank(r) for r in (self._exchange.rank, sender))
+        here, there = self._exchange.me, self._exchange.run.global_rank(sender)
         return CorruptMessageError(
-            f"rank {here}, step {self._step}: messages must be valid for their compressor, got a "
-            f"corrupt one on edge {there} -> {here} from rank {there} ({error}): {_DISAGREE}"
+            f"{self._exchange.run.place(self._step)}: messages must be valid for their compressor, "
+            f"got a corrupt one on edge {there} -> {here} from rank {there} ({error}): {_DISAGREE}"
         )
 
     def _cancel_send(self) -> None:
@@ -280,14 +280,3 @@ class CompressedBuffer(RoundBuffer):
         if self._sent_replica is not None and self._sent_replica.values is not None:
             mix_(self.values, self.weight, [self._sent_replica.values], self._sent_mass.view(1))
             self._sent_replica = None
-
-
-def _length_of(message: Message, is_first: bool) -> int:
-    """Return the length of a message in its header: bytes, negative for a difference."""
-    num_bytes = sum(each.numel() * each.element_size() for each in message)
-    return num_bytes if is_first else -num_bytes
-
-
-def _transfers(peer: int, row: Tensor, message: Message, is_first: bool) -> list[Transfer]:
-    parts = [Transfer(peer, each, is_difference=not is_first) for each in message if each.numel()]
-    return [Transfer(peer, row, is_header=True), *parts]

@@ -5,11 +5,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from typing_extensions import override
 
-from ...comm import NeighborExchange, PeerError, without_traceback
+from ...comm import PeerError, without_traceback
 from ...compression import BufferLayout
+from ..messages import NeighborExchange
 from ..topology import Neighbors, Topology
 from .dense_buffer import BiasedBuffer, DenseBuffer
 from .push_sum import PushSum
@@ -27,7 +27,7 @@ class DelayedPushSum(PushSum):
         exchange: sends to and receives from the neighbors.
         topology: gives the neighbors of each round and their shares of the mass.
         delay: number of steps between two rounds, at least 1.
-        process_group, layouts, layouts_before: as for PushSum.
+        layouts, layouts_before: as for PushSum.
     """
 
     def __init__(
@@ -36,11 +36,10 @@ class DelayedPushSum(PushSum):
         exchange: NeighborExchange,
         topology: Topology,
         delay: int,
-        process_group: dist.ProcessGroup | None = None,
         layouts: Sequence[BufferLayout] | None = None,
         layouts_before: Sequence[BufferLayout] | None = None,
     ) -> None:
-        super().__init__(buffers, exchange, topology, delay, process_group, layouts, layouts_before)
+        super().__init__(buffers, exchange, topology, delay, layouts, layouts_before)
         self._dense_buffers = buffers
 
     @override
@@ -63,7 +62,7 @@ class DelayedPushSum(PushSum):
         If a neighbor has failed, the optimizer's step is still complete.
         """
         self._steps_in_flight += 1
-        sends = self.synchronizes and self._is_due
+        sends = self.run.counts.synchronizes and self._is_due
         index, neighbors = self._next_round()
         failure = None if self._failure is None else without_traceback(self._failure)
         for i, buffer in enumerate(self._dense_buffers):
@@ -86,17 +85,16 @@ class DelayedPushSum(PushSum):
             self._complete(index)
 
     @override
-    def mass_of(self, state: dict[str, Any]) -> float:
-        return 1.0 if isinstance(self._dense_buffers[0], BiasedBuffer) else super().mass_of(state)
+    def _mass_of(self, state: dict[str, Any]) -> float:
+        return 1.0 if isinstance(self._dense_buffers[0], BiasedBuffer) else super()._mass_of(state)
 
     @property
     def _is_due(self) -> bool:
-        return not self.in_flight or self._steps_in_flight >= self._overlap
+        return not self._in_flight or self._steps_in_flight >= self._overlap
 
     def _next_round(self) -> tuple[int, Neighbors]:
         """Return the round to send, and its neighbors; weights differ from those of a round."""
-        self._write_counts()
-        index = self.round_index + self.in_flight
+        index = self.round_index + self._in_flight
         return index, replace(self._neighbors_of(index), in_masses=())
 
     def _complete(self, round_index: int) -> None:

@@ -5,19 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 from typing_extensions import override
 
-from ...comm import (
-    NeighborExchange,
-    PeerError,
-    PendingExchange,
-    RoundHeaders,
-    Transfer,
-    check_like,
-)
+from ...comm import PeerError
+from ...training import check_like
+from ..messages import NeighborExchange
 from ..topology import Neighbors
-from .buffer import RoundBuffer, receive, total_mass
+from .buffer import RoundBuffer, total_mass
 
 
 class DenseBuffer(RoundBuffer):
@@ -42,9 +36,6 @@ class DenseBuffer(RoundBuffer):
     ) -> None:
         super().__init__(values)
         self._exchange = exchange
-        self._pending: PendingExchange | None = None
-        self._sum: Future[Any] | None = None  # of a complete round
-        self._headers: RoundHeaders | None = None
         self._outgoing = torch.empty_like(values) if snapshot else None
         self._has_snapshot = False  # of z as it is now
         self._sent_masses = self.weight.new_zeros(0)
@@ -78,19 +69,12 @@ class DenseBuffer(RoundBuffer):
     @override
     @torch.no_grad()
     def wait(self) -> None:
-        if self._pending is None:
-            return
-        with torch.profiler.record_function("pyparallel::gossip_wait"):
-            try:
-                masses = receive(self._pending, self._headers)
-                if self._sum is not None:
-                    masses = self._receive_sum(self._sum, masses)
-            except PeerError:
-                self._pending, self._sum, self.in_flight = None, None, False
-                self._take_back(self._sent_masses)
-                raise
-        self._received_masses = masses
-        self._pending = self._sum = None  # kept if interrupted, so that it can be repeated
+        try:
+            self._receive()
+        except PeerError:
+            self._round, self.in_flight = None, False
+            self._take_back(self._sent_masses)
+            raise
 
     @override
     def step(self, step: Callable[..., None], *, merges: bool, sends: bool) -> None:
@@ -143,44 +127,20 @@ class DenseBuffer(RoundBuffer):
     def _start(self, message: Tensor, masses: Tensor, neighbors: Neighbors, step: int) -> None:
         """Start to send a message with masses (k,) to the out-peers, and to receive theirs."""
         by_all_reduce = neighbors.is_complete and message.dtype == torch.float32
-        self._allocate(1 if by_all_reduce else len(neighbors.in_peers))
-        num_bytes = message.numel() * message.element_size()
-        headers = self._exchange.headers.of_round(
-            step, masses, num_bytes, neighbors.in_peers, masses_in=neighbors.in_masses
+        num_messages = 1 if by_all_reduce else len(neighbors.in_peers)
+        self._allocate(num_messages)
+        self._round = self._exchange.swap(
+            [message],
+            neighbors.out_peers,
+            neighbors.in_peers,
+            into=[[buffer] for buffer in self._receive_buffers[:num_messages]],
+            round_index=step,
+            masses=masses,
+            masses_in=neighbors.in_masses,
+            by_all_reduce=by_all_reduce,
         )
-        sends, receives = [], []
-        for peer, row in zip(neighbors.out_peers, headers.sent, strict=True):
-            sends.append(Transfer(peer, row, is_header=True))
-            if not by_all_reduce:
-                sends.append(Transfer(peer, message))
-        for index, (peer, row) in enumerate(zip(neighbors.in_peers, headers.received, strict=True)):
-            receives.append(Transfer(peer, row, is_header=True))
-            if not by_all_reduce:
-                receives.append(Transfer(peer, self._receive_buffers[index]))
-        with torch.profiler.record_function("pyparallel::gossip_send"):
-            pending = self._exchange.start(sends, receives, step)
-            if by_all_reduce:
-                total = torch.mul(message, masses[0], out=self._receive_buffers[0])
-                self._sum = self._exchange.start_all_reduce_(total, step)
-        self._pending, self._headers, self._sent_masses = pending, headers, masses
+        self._sent_masses = masses
         self.in_flight = True
-
-    def _receive_sum(self, started: Future[Any], masses: Tensor) -> Tensor:
-        """Wait for the sum of all ranks' messages; make one message of those of the others.
-
-        Args:
-            started: the all-reduce of each rank's message times the mass of a share.
-            masses: of the others' shares, (n - 1,); 0 if a header was not what it must be.
-
-        Returns:
-            The mass of the message, (1,); 0 leaves it out.
-        """
-        self._exchange.collectives.finish_all_reduce(started)
-        sent = self.values if self._outgoing is None else self._outgoing
-        own, others = self._sent_masses[0], masses.sum()
-        message = self._receive_buffers[0]
-        message.sub_(sent * own).div_(others)
-        return torch.where((masses > 0).all(), others, 0).view(1)
 
     def _give(self, masses: Tensor) -> None:
         """Give away masses (k,) of this rank's."""

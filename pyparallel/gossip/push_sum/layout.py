@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from ...comm import FlatBuckets, Segment, assign_buckets, plain_name
 from ...compression import BufferLayout, Piece
+from ...training import FlatBuckets, Segment, assign_buckets, plain_name
 
 Named = list[tuple[str, nn.Parameter]]
 

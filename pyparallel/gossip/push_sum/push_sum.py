@@ -2,23 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Self
 
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
-from ...comm import (
-    ModelAverager,
-    NeighborExchange,
-    PeerError,
-    check_like,
-    without_traceback,
-)
+from ...comm import PeerError, Run, without_traceback
 from ...compression import BufferLayout, CorruptMessageError
+from ...training import FlatBuckets, ModelAverager, SavedProgress, Status, Traits, check_like
+from ..messages import NeighborExchange
 from ..topology import Neighbors, Topology
 from .buffer import RoundBuffer
 from .dense_buffer import DenseBuffer
+from .layout import layouts_in_module_order, layouts_of
 from .saved_buffers import Places, relayout
 
 _NUM_CACHED_ROUNDS = 256  # of a topology, whose rounds repeat
@@ -40,7 +36,6 @@ class PushSum(ModelAverager):
         topology: gives the neighbors of each round and their shares of the mass.
         overlap: number of steps for which messages may be in flight. From 2 on z changes
             meanwhile, so the buffers must send copies of it.
-        process_group: the ranks that train together; None: the default group.
         layouts: of the buffers, by which a state is loaded into buffers of another order; None: it
             is loaded into equal ones only.
         layouts_before: of the buffers whose state was saved without layouts.
@@ -52,11 +47,10 @@ class PushSum(ModelAverager):
         exchange: NeighborExchange,
         topology: Topology,
         overlap: int = 0,
-        process_group: dist.ProcessGroup | None = None,
         layouts: Sequence[BufferLayout] | None = None,
         layouts_before: Sequence[BufferLayout] | None = None,
     ) -> None:
-        super().__init__([each.values for each in buffers], process_group)
+        super().__init__([each.values for each in buffers], exchange.run)
         self.exchange = exchange
         self.topology = topology
         self.round_index = 0
@@ -66,10 +60,48 @@ class PushSum(ModelAverager):
         self._overlap = overlap
         self._steps_in_flight = self._staleness = 0
         self._failure: PeerError | CorruptMessageError | None = None
-        self.loads_other_buckets = layouts is not None
+        self.traits = Traits(loads_other_buckets=layouts is not None)
         self._places = None if layouts is None else list(map(_places_of, layouts))
         before = layouts if layouts_before is None else layouts_before
         self._places_before = None if before is None else list(map(_places_of, before))
+
+    @classmethod
+    def start(
+        cls,
+        make_buffer: Callable[[Tensor, NeighborExchange, BufferLayout], RoundBuffer],
+        module: nn.Module,
+        buckets: FlatBuckets,
+        run: Run,
+        topology: Topology,
+        overlap: int,
+    ) -> Self:
+        """Start with push-sum weight 1 on every rank, together with all others.
+
+        Args:
+            make_buffer: of the flat values, an exchange and the layout of a bucket.
+            module: gives the parameters' names.
+            buckets: of the module's trainable parameters.
+            run: of the ranks that exchange.
+            topology: as of the constructor.
+            overlap: as of the constructor.
+
+        Raises:
+            DisagreementError: messages have other lengths on another rank.
+        """
+        exchange, layouts = NeighborExchange(run), layouts_of(buckets, module)
+        buffers = [
+            make_buffer(values, exchange, layout)
+            for values, layout in zip(buckets.buffers, layouts, strict=True)
+        ]
+        lengths = [
+            (f"message lengths of bucket {index}", each.message_lengths)
+            for index, each in enumerate(buffers)
+            if each.message_lengths
+        ]
+        if lengths:
+            run.agree(lengths, None)
+        before = layouts_in_module_order(buckets, module)
+        return cls(buffers, exchange, topology, overlap, layouts, before)
 
     @classmethod
     def of_dense(
@@ -78,39 +110,22 @@ class PushSum(ModelAverager):
         exchange: NeighborExchange,
         topology: Topology,
         overlap: int = 0,
-        process_group: dist.ProcessGroup | None = None,
     ) -> "PushSum":
         """Create PushSum with uncompressed messages over tensors that hold z."""
         dense = [DenseBuffer(each, exchange, snapshot=overlap > 1) for each in buffers]
-        return cls(dense, exchange, topology, overlap, process_group)
+        return cls(dense, exchange, topology, overlap)
 
     @property
     @override
-    def weight(self) -> Tensor:
-        """Push-sum weight of the first buffer: 1 on regular topologies without messages in flight.
+    def status(self) -> Status:
+        """Return the first buffer's weight, which is that of all unless a neighbor has failed.
 
-        0-d float64.
+        It is 1 on regular topologies without messages in flight.
         """
-        return self._round_buffers[0].weight
+        return Status(self._round_buffers[0].weight, self._staleness, self._in_flight)
 
     @property
-    @override
-    def bytes_sent(self) -> int:
-        return self.exchange.bytes_sent
-
-    @property
-    @override
-    def waiting_seconds(self) -> float:
-        return super().waiting_seconds + self.exchange.waiting_seconds
-
-    @property
-    @override
-    def staleness(self) -> int:
-        return self._staleness
-
-    @property
-    @override
-    def in_flight(self) -> bool:
+    def _in_flight(self) -> bool:
         """Whether a round has been sent and not merged."""
         return any(each.in_flight for each in self._round_buffers)
 
@@ -123,17 +138,11 @@ class PushSum(ModelAverager):
             PeerError: a neighbor is known to have failed. Every later round raises the same error.
         """
         neighbors = self._neighbors_of(self.round_index)
-        self._write_counts()
         self._for_each(lambda buffer: buffer.send(neighbors, self.round_index))
         self._steps_in_flight = 0
 
     def _neighbors_of(self, round_index: int) -> Neighbors:
         return self._neighbors(self.topology.equivalent_round(round_index))
-
-    def _write_counts(self) -> None:
-        self.exchange.headers.counts = self.counts
-        if self._overlap > 1:  # else a round is a step
-            self.exchange.counts = self.counts
 
     def merge(self) -> None:
         """Wait for the messages of the round in flight, if any, and average with them.
@@ -143,7 +152,7 @@ class PushSum(ModelAverager):
             CorruptMessageError: a compressed message is invalid; later rounds likewise.
             NonFiniteError: a neighbor's gradient is not finite; the round is complete.
         """
-        if self.in_flight:
+        if self._in_flight:
             self._for_each(lambda buffer: buffer.merge())
             self._staleness = self._steps_in_flight
             self.round_index += 1
@@ -168,7 +177,7 @@ class PushSum(ModelAverager):
     @override
     def before_update(self) -> None:
         """Turn z into x = w * z, on which the paper's rule steps, unless w is 1 by construction."""
-        if self.in_flight or not self.topology.regular:
+        if self._in_flight or not self.topology.regular:
             for buffer in self._round_buffers:
                 buffer.to_numerator()
 
@@ -179,7 +188,7 @@ class PushSum(ModelAverager):
     @override
     def after_step(self) -> None:
         """Start a round if the last one has been merged; without overlap also merge it."""
-        if not self.in_flight:
+        if not self._in_flight:
             self.send()
         if self._overlap == 0:
             self.merge()
@@ -191,12 +200,11 @@ class PushSum(ModelAverager):
         If a neighbor has failed, the optimizer's step is still complete.
         """
         self._steps_in_flight += 1
-        merges = self.in_flight and self._steps_in_flight >= self._overlap
-        sends = self.synchronizes and (merges or not self.in_flight)
+        merges = self._in_flight and self._steps_in_flight >= self._overlap
+        sends = self.run.counts.synchronizes and (merges or not self._in_flight)
         round_index = self.round_index + merges
         neighbors = self._neighbors_of(round_index)
         failure = None if self._failure is None else without_traceback(self._failure)
-        self._write_counts()
         for index, buffer in enumerate(self._round_buffers):
             step = partial(step_bucket, index)
             try:
@@ -252,7 +260,7 @@ class PushSum(ModelAverager):
         self._steps_in_flight = state["steps_under_way"]
 
     @override
-    def check_state(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, Any]) -> SavedProgress:
         """Check counters, messages, and that masses are finite, positive and at most all ranks'."""
         check_like(state["averaging"]["round"], 0, "algorithm.averaging.round")
         check_like(state["steps_under_way"], 0, "algorithm.steps_under_way")
@@ -261,17 +269,14 @@ class PushSum(ModelAverager):
             raise ValueError(f"{path} must be {len(self._round_buffers)}, got {len(states)}")
         for index, (buffer, saved) in enumerate(zip(self._round_buffers, states, strict=True)):
             buffer.check_state(saved, self.topology.num_ranks, f"{path}.{index}")
-
-    @override
-    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
-        return {
+        counters = {
             "round": state["averaging"]["round"],
             "number of steps since its round": state["steps_under_way"],
         }
+        return SavedProgress(counters, self._mass_of(state))
 
-    @override
-    def mass_of(self, state: dict[str, Any]) -> float:
-        """Return the mean over the buffers, whose masses are equal."""
+    def _mass_of(self, state: dict[str, Any]) -> float:
+        """Return the mean over the buffers, whose masses are equal, messages in flight included."""
         masses = []
         for saved in state["averaging"]["buffers"]:
             in_flight = saved["in_flight"]

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import check_like
 from ...compression import (
     BufferLayout,
     Compressor,
@@ -18,6 +17,7 @@ from ...compression import (
 )
 from ...compression.quantizers.int_fp8 import Quantizer
 from ...ops._corrupt import CorruptCounter
+from ...training import check_like
 
 Receivers = tuple[int, ...]
 """The ranks that receive the same messages."""

@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 from typing_extensions import override
 
-from ...comm import wrong_type
+from ...training.arguments import check_integer, check_type
 
 _SHARE_UNIT = 2.0**-40
 
@@ -54,8 +54,7 @@ class Topology(ABC):
     """
 
     def __init__(self, num_ranks: int) -> None:
-        if not isinstance(num_ranks, int) or num_ranks < 1:
-            raise ValueError(f"num_ranks must be a positive integer, got {num_ranks!r}")
+        check_integer("num_ranks", num_ranks)
         self.num_ranks = num_ranks
 
     @property
@@ -220,14 +219,32 @@ class Topology(ABC):
 
 
 def check_topology(topology: object, name: str = "topology") -> None:
-    """Check the type of an argument.
+    """Raise a TypeError unless an argument is a topology."""
+    fix = "FromGraph(graph) takes a networkx graph" if hasattr(topology, "edges") else ""
+    check_type(name, topology, Topology, "an object such as topology.Ring(4)", fix)
 
-    Raises:
-        TypeError: it is not a topology.
-    """
-    if not isinstance(topology, Topology):
-        fix = "FromGraph(graph) takes a networkx graph" if hasattr(topology, "edges") else ""
-        raise wrong_type(name, "an object such as topology.Ring(4)", topology, fix)
+
+class OfOthers(Topology):
+    """A topology whose rounds are rounds of others."""
+
+    @abstractmethod
+    def _locate(self, round_index: int) -> tuple[Topology, int]:
+        """Return the topology of a round, and which of its rounds that is."""
+
+    @override
+    def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        topology, index = self._locate(round_index)
+        return topology.out_peers(rank, index)
+
+    @override
+    def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        topology, index = self._locate(round_index)
+        return topology.in_peers(rank, index)
+
+    @override
+    def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
+        topology, index = self._locate(round_index)
+        return topology.shares(rank, index)
 
 
 class Circulant(Topology):

@@ -2,6 +2,7 @@
 
 from typing_extensions import override
 
+from ...training.arguments import is_integer, require
 from .base import Circulant
 
 
@@ -24,10 +25,8 @@ class OnePeerExponential(Circulant):
     def __init__(self, num_ranks: int, peers: int = 1) -> None:
         super().__init__(num_ranks)
         most = max(1, num_ranks - 1)
-        if not isinstance(peers, int) or not 1 <= peers <= most:
-            raise ValueError(
-                f"peers must be between 1 and {most} for {num_ranks} ranks, got {peers!r}"
-            )
+        rule = f"between 1 and {most} for {num_ranks} ranks"
+        require(is_integer(peers) and peers <= most, f"peers must be {rule}", repr(peers))
         self.peers = peers
         # Integer powers: a floating-point logarithm misses hops (for example log(243, 3) < 5).
         self._distances = [1]

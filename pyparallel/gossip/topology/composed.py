@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
-from ...comm import wrong_type
-from .base import Topology, check_topology, round_share
+from ...training.arguments import check_callable, check_in, require
+from .base import OfOthers, Topology, check_topology, round_share
 from .circulant import Complete, OnePeerExponential
 
 
-class TimeVarying(Topology):
+class TimeVarying(OfOthers):
     """Several topologies in turn, one round of each.
 
     Args:
@@ -22,8 +22,7 @@ class TimeVarying(Topology):
         for each in self.topologies:
             check_topology(each, "each of topologies")
         sizes = sorted({topology.num_ranks for topology in self.topologies})
-        if len(sizes) != 1:
-            raise ValueError(f"topologies must be for one number of ranks, got {sizes}")
+        require(len(sizes) == 1, "topologies must be for one number of ranks", str(sizes))
         super().__init__(sizes[0])
 
     @property
@@ -42,25 +41,42 @@ class TimeVarying(Topology):
         return all(topology.regular for topology in self.topologies)
 
     @override
-    def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        return self._active(round_index).out_peers(rank, round_index // len(self.topologies))
-
-    @override
-    def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        return self._active(round_index).in_peers(rank, round_index // len(self.topologies))
-
-    @override
-    def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
-        return self._active(round_index).shares(rank, round_index // len(self.topologies))
-
-    def _active(self, round_index: int) -> Topology:
-        return self.topologies[round_index % len(self.topologies)]
+    def _locate(self, round_index: int) -> tuple[Topology, int]:
+        index, place = divmod(round_index, len(self.topologies))
+        return self.topologies[place], index
 
     def __repr__(self) -> str:
         return f"TimeVarying({list(self.topologies)!r})"
 
 
-class Lazy(Topology):
+class _LikeAnother(OfOthers):
+    """A topology with the rounds of another one."""
+
+    def __init__(self, num_ranks: int, topology: Topology) -> None:
+        super().__init__(num_ranks)
+        self.topology = topology
+
+    @property
+    @override
+    def preperiod(self) -> int:
+        return self.topology.preperiod
+
+    @property
+    @override
+    def period(self) -> int:
+        return self.topology.period
+
+    @property
+    @override
+    def regular(self) -> bool:
+        return self.topology.regular
+
+    @override
+    def _locate(self, round_index: int) -> tuple[Topology, int]:
+        return self.topology, round_index
+
+
+class Lazy(_LikeAnother):
     """A lazy version of a topology: shares are multiplied by ``gamma``; the sender keeps the rest.
 
     For gossip with aggressive compressors, which diverges if ranks mix faster than messages can
@@ -82,121 +98,63 @@ class Lazy(Topology):
 
     def __init__(self, topology: Topology, gamma: float) -> None:
         check_topology(topology)
-        super().__init__(topology.num_ranks)
-        if not 0 < gamma <= 1:
-            raise ValueError(f"gamma must be in (0, 1], got {gamma!r}")
-        self.topology = topology
+        super().__init__(topology.num_ranks, topology)
+        check_in("gamma", gamma, "(0, 1]")
         self.gamma = gamma
-
-    @property
-    @override
-    def preperiod(self) -> int:
-        return self.topology.preperiod
-
-    @property
-    @override
-    def period(self) -> int:
-        return self.topology.period
-
-    @property
-    @override
-    def regular(self) -> bool:
-        return self.topology.regular
-
-    @override
-    def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        return self.topology.out_peers(rank, round_index)
-
-    @override
-    def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        return self.topology.in_peers(rank, round_index)
 
     @override
     def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
-        shares = self.topology.shares(rank, round_index)
-        return tuple(round_share(self.gamma * share) for share in shares)
+        return tuple(round_share(self.gamma * each) for each in super().shares(rank, round_index))
 
     def __repr__(self) -> str:
         return f"Lazy({self.topology!r}, gamma={self.gamma})"
 
 
-class IntraNode(Topology):
+class IntraNode(_LikeAnother):
     """One topology inside every node; consecutive ranks form nodes of equal size."""
 
     def __init__(self, num_ranks: int, within: Topology) -> None:
-        super().__init__(num_ranks)
-        self._within = within
-
-    @property
-    @override
-    def preperiod(self) -> int:
-        return self._within.preperiod
-
-    @property
-    @override
-    def period(self) -> int:
-        return self._within.period
-
-    @property
-    @override
-    def regular(self) -> bool:
-        return self._within.regular
+        super().__init__(num_ranks, within)
 
     @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        node, local_rank = divmod(rank, self._within.num_ranks)
-        first = node * self._within.num_ranks
-        return tuple(first + peer for peer in self._within.out_peers(local_rank, round_index))
+        node, local_rank = divmod(rank, self.topology.num_ranks)
+        first = node * self.topology.num_ranks
+        return tuple(first + peer for peer in self.topology.out_peers(local_rank, round_index))
 
     @override
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        node, local_rank = divmod(rank, self._within.num_ranks)
-        first = node * self._within.num_ranks
-        return tuple(first + peer for peer in self._within.in_peers(local_rank, round_index))
+        node, local_rank = divmod(rank, self.topology.num_ranks)
+        first = node * self.topology.num_ranks
+        return tuple(first + peer for peer in self.topology.in_peers(local_rank, round_index))
 
     @override
     def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
-        return self._within.shares(rank % self._within.num_ranks, round_index)
+        return self.topology.shares(rank % self.topology.num_ranks, round_index)
 
 
-class InterNode(Topology):
+class InterNode(_LikeAnother):
     """One topology between nodes, along which ranks of equal local rank communicate."""
 
     def __init__(self, num_ranks: int, between: Topology) -> None:
-        super().__init__(num_ranks)
-        self._between = between
+        super().__init__(num_ranks, between)
         self._ranks_per_node = num_ranks // between.num_ranks
-
-    @property
-    @override
-    def preperiod(self) -> int:
-        return self._between.preperiod
-
-    @property
-    @override
-    def period(self) -> int:
-        return self._between.period
-
-    @property
-    @override
-    def regular(self) -> bool:
-        return self._between.regular
 
     @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
         node, local_rank = divmod(rank, self._ranks_per_node)
-        peers = self._between.out_peers(node, round_index)
+        peers = self.topology.out_peers(node, round_index)
         return tuple(peer * self._ranks_per_node + local_rank for peer in peers)
 
     @override
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
         node, local_rank = divmod(rank, self._ranks_per_node)
-        peers = self._between.in_peers(node, round_index)
+        peers = self.topology.in_peers(node, round_index)
         return tuple(peer * self._ranks_per_node + local_rank for peer in peers)
 
     @override
     def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
-        return self._between.shares(rank // self._ranks_per_node, round_index)
+        return self.topology.shares(rank // self._ranks_per_node, round_index)
 
 
 class HierarchicalTopology(TimeVarying):
@@ -221,9 +179,8 @@ class HierarchicalTopology(TimeVarying):
             raise ValueError(
                 f"ranks_per_node must divide the {num_ranks} ranks, got {ranks_per_node}"
             )
-        if not callable(between):
-            rule = "a function of the number of nodes such as Ring"
-            raise wrong_type("between", rule, between, f"pass the class {type(between).__name__}")
+        fix = f"pass the class {type(between).__name__}"
+        check_callable("between", between, "a function of the number of nodes such as Ring", fix)
         self.ranks_per_node = ranks_per_node
         self.between = between(num_ranks // ranks_per_node)
         within = IntraNode(num_ranks, Complete(ranks_per_node))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from typing_extensions import override
 
+from ...training.arguments import require
 from .base import Topology, round_share, uniform_share
 
 if TYPE_CHECKING:
@@ -25,8 +26,7 @@ class Explicit(Topology):
 
     def __init__(self, num_ranks: int, rounds: Sequence[RoundShares]) -> None:
         super().__init__(num_ranks)
-        if not rounds:
-            raise ValueError("rounds must hold at least one round, got none")
+        require(rounds, "rounds must hold at least one round", "none")
         self._out = [
             {rank: dict(sorted(edges.items())) for rank, edges in one.items()} for one in rounds
         ]
@@ -114,8 +114,7 @@ class FromMatrix(Explicit):
         matrix = np.asarray(matrix, dtype=float)
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ValueError(f"matrix must be square, got shape {matrix.shape}")
-        if not (matrix >= 0).all():
-            raise ValueError(f"matrix must be nonnegative, got {matrix.min()}")
+        require((matrix >= 0).all(), "matrix must be nonnegative", str(matrix.min()))
         sums = matrix.sum(axis=0)
         worst = int(np.abs(sums - 1).argmax())
         if abs(sums[worst] - 1) > 1e-9:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 
+from ...training.arguments import check_integer
 from .base import round_share
 from .explicit import Explicit
 
@@ -23,10 +24,8 @@ class BaseGraph(Explicit):
     """
 
     def __init__(self, num_ranks: int, peers: int = 1) -> None:
-        if not isinstance(num_ranks, int) or num_ranks < 1:
-            raise ValueError(f"num_ranks must be a positive integer, got {num_ranks!r}")
-        if not isinstance(peers, int) or peers < 1:
-            raise ValueError(f"peers must be a positive integer, got {peers!r}")
+        check_integer("num_ranks", num_ranks)
+        check_integer("peers", peers)
         self.peers = peers
         rounds = _base_rounds(range(num_ranks), peers + 1)
         super().__init__(num_ranks, [_both_ways(edges) for edges in rounds] or [{}])

@@ -51,7 +51,7 @@ def mixing_curve(topology: Topology, num_rounds: int, *, seed: int = 0) -> np.nd
     Args:
         topology: the graphs to average on.
         num_rounds: number of rounds to simulate.
-        seed: of the initial values.
+        seed: any integer of at least 0, for numpy.
 
     Returns:
         (num_rounds + 1,) float64: the norm of the de-biased values' distance from their average,

@@ -5,6 +5,7 @@ from abc import abstractmethod
 import numpy as np
 from typing_extensions import override
 
+from ...training.arguments import check_integer
 from .base import Topology
 
 
@@ -105,8 +106,7 @@ class RandomMatching(Matching):
         super().__init__(num_ranks)
         self.seed = seed
         self._period = 8 * max(1, num_ranks.bit_length()) if period is None else period
-        if self._period < 1:
-            raise ValueError(f"period must be positive, got {period}")
+        check_integer("period", self._period)
         self._drawn: dict[int, np.ndarray] = {}
 
     @property

@@ -6,11 +6,12 @@ from itertools import accumulate
 
 from typing_extensions import override
 
-from ...comm import wrong_type
-from .base import Topology, check_topology
+from ...training import wrong_type
+from ...training.arguments import is_integer, require
+from .base import OfOthers, Topology, check_topology
 
 
-class Phases(Topology):
+class Phases(OfOthers):
     """A schedule of topologies, such as a dense one for the first epochs.
 
     Assran et al. (ICML 2019) recover most of the accuracy that one peer a round costs on many ranks
@@ -24,15 +25,13 @@ class Phases(Topology):
 
     def __init__(self, phases: Sequence[tuple[Topology, int | None]]) -> None:
         self.phases = tuple(phases)
-        if not self.phases:
-            raise ValueError("phases must hold at least one pair (topology, rounds), got none")
+        require(self.phases, "phases must hold at least one pair (topology, rounds)", "none")
         for each in self.phases:
             if not isinstance(each, Sequence) or len(each) != 2:
                 raise wrong_type("each of phases", "a pair (topology, rounds)", each)
             check_topology(each[0], "each topology of phases")
         sizes = sorted({topology.num_ranks for topology, _ in self.phases})
-        if len(sizes) != 1:
-            raise ValueError(f"phases must be for one number of ranks, got {sizes}")
+        require(len(sizes) == 1, "phases must be for one number of ranks", str(sizes))
         super().__init__(sizes[0])
         for place, (topology, num_rounds) in enumerate(self.phases, 1):
             _check_phase(topology, num_rounds, is_last=place == len(self.phases))
@@ -63,35 +62,17 @@ class Phases(Topology):
         return max(topology.degree for topology, _ in self.phases)
 
     @override
-    def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        topology, index = self._locate(round_index)
-        return topology.out_peers(rank, index)
-
-    @override
-    def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        topology, index = self._locate(round_index)
-        return topology.in_peers(rank, index)
-
-    @override
-    def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
-        topology, index = self._locate(round_index)
-        return topology.shares(rank, index)
-
-    @override
     def fingerprint(self) -> str:
         # Of each phase instead of each round: phases may last for very many rounds.
         return "; ".join(f"{each.fingerprint()} x {count}" for each, count in self.phases)
 
     @override
     def validate(self) -> None:
-        """Check each phase by itself.
-
-        Raises:
-            ValueError: the first violation found.
-        """
+        """Check each phase by itself."""
         for topology, _ in self.phases:
             topology.validate()
 
+    @override
     def _locate(self, round_index: int) -> tuple[Topology, int]:
         index = round_index
         if self.phases[-1][1] is not None:
@@ -112,8 +93,5 @@ def _check_phase(topology: Topology, num_rounds: object, *, is_last: bool) -> No
             )
         return
     needed = len(topology.rounds)
-    if not isinstance(num_rounds, int) or isinstance(num_rounds, bool) or num_rounds < needed:
-        raise ValueError(
-            "phases must each last a number of rounds of at least its topology's period, "
-            f"{needed} for {topology!r}, got {num_rounds!r}"
-        )
+    rule = "phases must each last a number of rounds of at least its topology's period, "
+    require(is_integer(num_rounds, needed), f"{rule}{needed} for {topology!r}", repr(num_rounds))

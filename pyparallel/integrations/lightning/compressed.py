@@ -5,8 +5,8 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from ...comm.arguments import NonFinitePolicy
 from ...compression import Compressor, ErrorFeedback, GradientCompression, TopK, ddp_hook
+from ...training.nonfinite import NonFinitePolicy
 from .rank_files import RankFiles
 
 

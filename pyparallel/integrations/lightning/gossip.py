@@ -8,9 +8,10 @@ from typing import Any, cast
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from ...comm.arguments import NonFinitePolicy
 from ...gossip import SGP, Algorithm, GossipDataParallel, GossipState
 from ...gossip.topology import OnePeerExponential
+from ...training.arguments import check_callable
+from ...training.nonfinite import NonFinitePolicy
 from .rank_files import RankFiles
 
 
@@ -44,11 +45,8 @@ class GossipStrategy(RankFiles):
         nonfinite: NonFinitePolicy = "raise",
         **kwargs: Any,
     ) -> None:
-        if not callable(algorithm_fn):
-            raise TypeError(
-                "algorithm_fn must be a function of the number of ranks, such as "
-                f"lambda n: SGP(Ring(n)), got {algorithm_fn!r}"
-            )
+        rule = "a function of the number of ranks, such as lambda n: SGP(Ring(n))"
+        check_callable("algorithm_fn", algorithm_fn, rule)
         super().__init__(**kwargs)
         hooks = {k: v for k, v in kwargs.items() if k.startswith("ddp_") and v is not None}
         if unused := [*hooks, *self._ddp_kwargs]:

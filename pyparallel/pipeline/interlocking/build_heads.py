@@ -1,35 +1,25 @@
 """Building the heads of a rank's stages for their outputs, and checking them before training."""
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...comm import Value, tensors_of
-from ...comm.wire_format import Refusal
+from ..messages import Value, tensors_of
+from ..messages.format import Refusal
+from ..messages.stage_p2p import StageP2P
 from ..runtime.inputs import Inputs, call_module, input_tensors
 from ..runtime.loss import Loss
 from ..runtime.microbatches import MicrobatchSplitter
-from ..runtime.p2p import StageP2P
 from ..runtime.preserve_state import preserving_state
-from ..runtime.stage import check_value
+from ..runtime.values import check_value
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .heads import Head
 
 _NOTHING: Value = ()  # sent instead of activations by a stage that found a problem
-
-
-@dataclass
-class BuiltHeads:
-    """The heads of this rank's stages, or the problem with them."""
-
-    heads: dict[int, nn.Module]
-    problem: str | None = None
-    cause: Exception | None = None
 
 
 def build_heads(
@@ -39,22 +29,18 @@ def build_heads(
     shape: PipelineShape,
     splitter: MicrobatchSplitter,
     p2p: StageP2P,
-) -> BuiltHeads:
-    """Run the first microbatch through all stages, build every head for it, and compute its loss.
+) -> dict[int, nn.Module]:
+    """Run the first microbatch through all stages; return heads built for it, by stage.
 
     All ranks must call this. Weights, buffers and the states of random number generators are
     restored. A head's initialization is seeded by ``torch.initial_seed()`` and its stage, the same
     on every rank.
 
-    Args:
-        modules: of this rank's stages.
-        heads: of all stages but the last.
-        loss_fn: of outputs and targets.
-        shape: of the pipeline.
-        splitter: of the first batch.
-        p2p: messages between stages.
+    Raises:
+        ValueError: a stage or a head of this rank fails on the microbatch.
     """
-    built = BuiltHeads({})
+    built: dict[int, nn.Module] = {}
+    problem, cause = None, None
     p2p.expect(lambda rank: [Action(s, Kind.FORWARD, 0) for s in shape.stages(rank)])
     for stage, module in modules.items():
         forward = Action(stage, Kind.FORWARD, 0)
@@ -68,14 +54,28 @@ def build_heads(
                 if stage in heads:
                     head = _build(heads[stage], output, stage)
                     _check_loss(head, heads[stage], output, target, loss_fn, stage)
-                    built.heads[stage] = head
+                    built[stage] = head
         except Exception as error:  # later stages wait for this one's output
             is_value_error = isinstance(error, ValueError)
-            built.problem = str(error) if is_value_error else _describe_failure(stage, error)
-            built.cause = error
-            output = _NOTHING
+            problem = str(error) if is_value_error else _describe_failure(stage, error)
+            cause, output = error, _NOTHING
         p2p.send_output(forward, output)
+    if problem is not None:
+        raise ValueError(problem) from cause
     return built
+
+
+def check_trained_apart(heads: Mapping[int, nn.Module], modules: Sequence[nn.Module]) -> None:
+    """Raise a ValueError if heads train parameters of the stages, given all of them."""
+    homes = {p: stage for stage, module in enumerate(modules) for p in module.parameters()}
+    for stage, head in heads.items():
+        for parameter in head.parameters():
+            if parameter in homes and parameter.requires_grad:
+                raise ValueError(
+                    "heads must not hold parameters of the layers, as they learn from another "
+                    f"loss, got one of stage {homes[parameter]} in the head of stage {stage}: "
+                    "TiedHead(embedding) reads an embedding of theirs"
+                )
 
 
 def _describe_failure(stage: int, error: Exception) -> str:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...comm import Value, summarize
+from ...training import summarize
+from ..messages import Value
 
 
 class Head(ABC):

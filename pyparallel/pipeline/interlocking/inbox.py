@@ -11,7 +11,6 @@ class GradientTask:
     """What to do with gradients of one microbatch that have arrived at a stage, in this order.
 
     Args:
-        microbatch: which one.
         learned: the losses whose gradients are added to the sum that the stage learns from, with
             their weights.
         sent: the losses whose input gradients are computed and sent to the previous stage.
@@ -33,8 +32,6 @@ class GradientInbox:
     executes the decisions with tensors and messages, the simulator with times.
 
     Args:
-        stage: its index.
-        window: which gradients are sent.
         max_ahead: how many microbatches the stage may be ahead of the next one where no gradient
             makes it wait.
     """

@@ -1,18 +1,19 @@
 """Running the actions of interlocking stages, whose gradients are sent one loss at a time."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
-from ...comm import Value, tensors_of
-from ...comm.wire_format import Refusal
+from ..messages import Value, tensors_of
+from ..messages.format import Refusal
+from ..messages.stage_p2p import Endpoint, StageP2P, StreamKind, destinations_of
 from ..runtime.executor import Executor
 from ..runtime.microbatches import MicrobatchSplitter
-from ..runtime.p2p import Endpoint, StageP2P, StreamKind, destinations_of
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
+from .heads import Head
 from .inbox import GradientInbox, GradientTask
 from .stage import Gradients, InterlockingStage
 from .window import Window
@@ -24,13 +25,33 @@ class SharedWeight:
 
     Args:
         weight: the parameter; on ranks that do not hold its stage a stale copy, which is not read.
-        home: the stage that it belongs to.
-        last: the last stage whose head reads it.
     """
 
     weight: Tensor
     home: int
     last: int
+
+
+def find_shared_weight(heads: Sequence[Head], modules: Sequence[nn.Module]) -> SharedWeight | None:
+    """Return the weight that heads share; None: they share none.
+
+    Raises:
+        ValueError: they share several, or one that is of no earlier stage.
+    """
+    readers = [(stage, head.shared) for stage, head in enumerate(heads) if head.shared is not None]
+    if not readers:
+        return None
+    (first, weight), (last, _) = readers[0], readers[-1]
+    if any(each is not weight for _, each in readers):
+        raise ValueError("heads must share one embedding, got several")
+    homes = [s for s, module in enumerate(modules) if any(p is weight for p in module.parameters())]
+    if not homes or homes[0] > first:
+        where = f"stage {homes[0]}" if homes else "no stage"
+        raise ValueError(
+            f"heads must share an embedding of their own or an earlier stage, got one of {where} "
+            f"in the head of stage {first}"
+        )
+    return SharedWeight(weight, homes[0], last)
 
 
 class InterlockingExecutor(Executor):
@@ -41,11 +62,6 @@ class InterlockingExecutor(Executor):
     together go through the stage's graph together.
 
     Args:
-        stages: of this rank, by index.
-        shape: of the pipeline.
-        p2p: messages between stages.
-        rank: this one.
-        window: which gradients are sent.
         max_ahead: how many microbatches a stage may be ahead of the next where no gradient makes it
             wait.
         shared: the weight that heads share; None: they share none.

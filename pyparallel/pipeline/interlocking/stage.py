@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from ...comm import Value, check_like, tensors_of
-from ...comm.wire_format import Refusal
+from ...training import check_like
+from ..messages import Value, tensors_of
+from ..messages.format import Refusal
 from ..runtime.loss import Criterion, find_target_refusal
 from ..runtime.microbatches import MicrobatchSplitter
+from ..runtime.options import StageOptions
 from ..runtime.preserve_state import outside_autocast
-from ..runtime.stage import Stage, differentiable, roots_of
+from ..runtime.stage import Stage
 from ..runtime.stage_weights import Weights
+from ..runtime.values import differentiable, roots_of
 
 Gradients = tuple[Tensor, ...]  # of the stage's differentiable outputs, or inputs
 
@@ -26,8 +30,6 @@ class HeadRuntime:
     """A stage's head and its loss.
 
     Args:
-        module: called with the stage's output, and with the shared weight if it reads one.
-        criterion: of the head's output.
         reads_shared: whether the module reads the shared weight.
     """
 
@@ -49,12 +51,10 @@ class InterlockingStage(Stage):
     """A stage that receives and sends a separate gradient for each loss.
 
     Args:
-        index: its number, from 0.
-        module: its layers.
-        optimizers: of its parameters and those of its head; none if they have none to train.
-        weights: stepped by them.
-        criterion: of the last stage; None for others.
-        head: of the others; None for the last.
+        optimizers: of the parameters of the stage and its head; none if there are none to train.
+        criterion: None but for the last stage.
+        head: None for the last stage.
+        schedulers: one for each optimizer, stepped after each update; or none.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class InterlockingStage(Stage):
         weights: Weights,
         criterion: Criterion | None,
         head: HeadRuntime | None,
+        options: StageOptions = StageOptions(),  # noqa: B008 - immutable
+        schedulers: Sequence[LRScheduler] = (),
     ) -> None:
-        super().__init__(index, module, optimizers, weights, criterion)
+        super().__init__(index, module, optimizers, weights, criterion, options, schedulers)
         self.head = head
         self._supports_batched = True  # until its graph has failed under vmap
         self._parameters = [each for each in module.parameters() if each.requires_grad]
@@ -134,12 +136,7 @@ class InterlockingStage(Stage):
 
     # Not named backward: Stage.backward returns input gradients too.
     def accumulate_grads(self, microbatch: int, gradients: Gradients) -> None:
-        """Accumulate the gradients of the weights alone, and release the microbatch's graph.
-
-        Args:
-            microbatch: which one.
-            gradients: of the outputs; none if all are refused.
-        """
+        """Accumulate the gradients of the weights alone, and release the microbatch's graph."""
         in_flight = self._in_flight.pop(microbatch)
         roots, output_grads = roots_of(in_flight.outputs, gradients)
         if roots and output_grads and self._parameters:

@@ -56,7 +56,6 @@ class Window:
     """Which losses each stage learns from, and which gradients are sent for it.
 
     Args:
-        num_stages: of the pipeline.
         size: how many losses a stage can learn from, its own included: 1 is local learning,
             ``num_stages`` plain backpropagation.
         losses: how these are combined.

@@ -10,7 +10,7 @@ from torch import nn
 from ...comm import (
     Collectives,
     DisagreementError,
-    check_consistent_across_ranks,
+    Run,
     device_of,
 )
 from ..runtime.inputs import Inputs
@@ -20,11 +20,6 @@ from .solver import Split, balance, check_num_stages
 
 def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
     """Check that a split divides ``num_layers`` layers into ``num_stages`` stages.
-
-    Args:
-        split: the first layer of stages 1, 2, ...
-        num_layers: number of layers in the model.
-        num_stages: number of stages, each with at least one layer.
 
     Raises:
         ValueError: the split is invalid.
@@ -49,7 +44,7 @@ def split_automatically(
     layers: Sequence[nn.Module],
     example: Inputs | None,
     num_stages: int,
-    process_group: dist.ProcessGroup | None = None,
+    run: Run | None = None,
 ) -> Split:
     """Profile the layers on rank 0 and balance the stages; return the same split on all ranks.
 
@@ -59,8 +54,8 @@ def split_automatically(
     Args:
         layers: equally many on all ranks; rank 0 runs its own, see ``profile_layers``.
         example: a microbatch; only rank 0 needs it, others may pass None.
-        num_stages: total number of stages; a multiple of the group's ranks.
-        process_group: None: the default group, or a single process without one.
+        num_stages: total number of stages; a multiple of the ranks.
+        run: of the trainer; None: of the default group, or a single process without one.
 
     Returns:
         The first layer of stages 1, 2, ...
@@ -69,13 +64,12 @@ def split_automatically(
         ValueError: (DisagreementError, on all ranks) fewer layers than stages, a layer that failed,
             or ranks that differ in their numbers of layers or stages.
     """
-    alone = not dist.is_initialized()
-    num_ranks = 1 if alone else dist.get_world_size(process_group)
+    alone, run = not dist.is_initialized(), run or Run()
     split: Split = ()
     problem, cause = None, None
-    if alone or dist.get_rank(process_group) == 0:
+    if run.group_rank == 0:
         try:
-            split = _decide(layers, example, num_stages, num_ranks)
+            split = _decide(layers, example, num_stages, run.size)
         except Exception as error:  # may occur on this rank alone: report it to the others
             problem, cause = str(error).partition("\n")[0] or type(error).__name__, error
     if alone:
@@ -84,12 +78,12 @@ def split_automatically(
         return split
     config_fields = [("number of layers", repr(len(layers))), ("num_stages", repr(num_stages))]
     try:
-        check_consistent_across_ranks(config_fields, problem, process_group)
+        run.agree(config_fields, problem)
     except DisagreementError as error:
         raise error from cause
     places = split or [0] * (num_stages - 1)
-    shared = torch.tensor(places, dtype=torch.int64, device=device_of(process_group))
-    Collectives(process_group).broadcast_(shared, 0)
+    shared = torch.tensor(places, dtype=torch.int64, device=device_of(run.group))
+    Collectives(run).broadcast_(shared, 0)
     received: list[int] = shared.tolist()
     check_split(received, len(layers), num_stages)
     return tuple(received)

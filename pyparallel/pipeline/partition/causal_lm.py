@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...comm import Value, summarize
+from ...training import summarize
+from ..messages import Value
 
 _CONTEXT = "_pyparallel_attention_context"  # of a hidden state: what the next block needs too
 _MASK_ARGUMENTS = {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"}
@@ -51,8 +52,6 @@ class CausalBlock(nn.Module, ABC):
     """One block of the model.
 
     Args:
-        block: the model's.
-        config: of the model.
         rotary: the module of its rotary embeddings, which has no parameters; or None.
     """
 
@@ -113,8 +112,6 @@ class CausalInputs(nn.Module, ABC):
     """The first layer, whose ``forward`` has arguments of the model's.
 
     Args:
-        vocabulary: number of input ids.
-        width: of the hidden state.
         num_positions: the most positions; None: any number.
     """
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...comm import Value
+from ..messages import Value
 from .causal_lm import (
     AttentionContext,
     CausalBlock,

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...comm import Value
+from ..messages import Value
 from .causal_lm import (
     AttentionContext,
     CausalBlock,

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ...comm import plain_name
+from ...training import plain_name
 from .torch_pipe import UnpackInputs
 
 
@@ -32,12 +32,7 @@ def names_of_modules(model: Any, layers: Sequence[nn.Module]) -> dict[nn.Module,
 
 
 def plain_names(stage: nn.Module, names: Mapping[nn.Module, str]) -> dict[str, str]:
-    """Return the names in the whole model of a stage's parameters and entries of its state dict.
-
-    Args:
-        stage: of these modules or of others that wrap them.
-        names: of modules in the whole model.
-    """
+    """Return the names in the whole model of a stage's parameters and entries of its state dict."""
     paths = dict(stage.named_modules(remove_duplicate=False))
     keys = [*stage.state_dict(), *(name for name, _ in stage.named_parameters())]
     return {key: plain_name(_name_of(key, paths, names)) for key in keys}

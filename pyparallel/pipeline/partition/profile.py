@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from ...comm import Value, tensors_of, uncompiled
+from ...training import uncompiled
+from ..messages import Value, tensors_of
 from ..runtime.inputs import Arguments, Inputs, call_module, input_tensors, map_tensors
 from ..runtime.preserve_state import preserving_state
-from ..runtime.stage import check_value
 from ..runtime.stage_layers import Skippable, check_stashed
+from ..runtime.values import check_value
 from .saved_bytes import SavedBytes, storages
 
 

@@ -1,24 +1,21 @@
 """Slicing of layers into the modules of stages, and what travels between them besides."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from torch import nn
 
-from ...comm import uncompiled
+from ...training import uncompiled
 from ..runtime.stage_layers import Skippable, StageLayers
+from .names import plain_names
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that several stages hold; the first of them owns it.
-
-    Args:
-        name: its name in each stage.
-        parameter: the one that they share, in this process.
-    """
+    """A parameter that several stages hold; the first of them owns it."""
 
     name: Mapping[int, str]
     parameter: nn.Parameter
@@ -35,8 +32,21 @@ class Tie:
         )
 
 
+class _Skip(NamedTuple):
+    """A tensor that travels from a stage to a later one."""
+
+    name: str
+    first: int
+    last: int
+
+
 def slice_layers(
-    layers: Sequence[nn.Module], split: Sequence[int], *, ties_travel: bool = False
+    layers: Sequence[nn.Module],
+    split: Sequence[int],
+    *,
+    ties_travel: bool = False,
+    names: Mapping[nn.Module, str] | None = None,
+    own: Container[int] = (),
 ) -> list[StageLayers]:
     """Return one module per stage; each layer keeps its name in the whole model.
 
@@ -45,29 +55,42 @@ def slice_layers(
         split: the first layer of stages 1, 2, ...
         ties_travel: tied parameters travel with the activations, in the version that the forward of
             their first stage reads.
+        names: of modules in the whole model; None: the layers' own.
+        own: stages whose parameters are named by them.
 
     Raises:
         ValueError: two stages share a module with buffers; or a skip connection lacks an end.
     """
     edges = [0, *split, len(layers)]
-    stages = [
-        StageLayers(OrderedDict((str(index), layers[index]) for index in range(begin, end)))
+    parts = [
+        OrderedDict((str(index), layers[index]) for index in range(begin, end))
         for begin, end in pairwise(edges)
     ]
+    stages = [nn.Sequential(part) for part in parts]
     _check_no_shared_buffers(stages)
-    _connect_skips(stages)
+    skips = _find_skips(stages)
+    lent: list[dict[str, nn.Parameter]] = [{} for _ in stages]
+    borrowed: list[dict[str, str | None]] = [{} for _ in stages]
     for tie in find_ties(stages):
         owner, *readers = tie.stages
         skip = f"weight {tie.name[owner]}" if ties_travel else None
         for reader in readers:
-            own = stages[reader].named_parameters(remove_duplicate=False)
-            stages[reader].borrowed.update(
-                (name, skip) for name, each in own if each is tie.parameter
-            )
+            named = stages[reader].named_parameters(remove_duplicate=False)
+            borrowed[reader].update((name, skip) for name, each in named if each is tie.parameter)
         if skip is not None:
-            stages[owner].lent[skip] = tie.parameter
-            _let_pass(stages, skip, owner, readers[-1])
-    return stages
+            lent[owner][skip] = tie.parameter
+            skips.append(_Skip(skip, owner, readers[-1]))
+    return [
+        StageLayers(
+            parts[number],
+            skips_in=[each.name for each in skips if each.first < number <= each.last],
+            skips_out=[each.name for each in skips if each.first <= number < each.last],
+            lent=lent[number],
+            borrowed=borrowed[number],
+            names={} if names is None or number not in own else plain_names(stage, names),
+        )
+        for number, stage in enumerate(stages)
+    ]
 
 
 def find_ties(stages: Sequence[nn.Module]) -> list[Tie]:
@@ -97,8 +120,8 @@ def _check_no_shared_buffers(stages: Sequence[nn.Module]) -> None:
                 )
 
 
-def _connect_skips(stages: Sequence[StageLayers]) -> None:
-    """Have what ``Skippable`` layers stash travel to the last layer that pops it.
+def _find_skips(stages: Sequence[nn.Sequential]) -> list[_Skip]:
+    """Return what ``Skippable`` layers stash, up to the last layer that pops it.
 
     Raises:
         ValueError: a name is stashed twice, popped before it is stashed, or never popped.
@@ -124,14 +147,7 @@ def _connect_skips(stages: Sequence[StageLayers]) -> None:
                 )
             if inner.stash is not None:
                 stashed[inner.stash] = number
-    for name, number in stashed.items():
+    for name in stashed:
         if name not in popped:
             raise ValueError(f"stash must be popped by a later layer, got {name!r}, which is not")
-        _let_pass(stages, name, number, popped[name])
-
-
-def _let_pass(stages: Sequence[StageLayers], name: str, first: int, last: int) -> None:
-    """Have a tensor travel from a stage to a later one."""
-    for number in range(first, last):
-        stages[number].skips_out += (name,)
-        stages[number + 1].skips_in += (name,)
+    return [_Skip(name, number, popped[name]) for name, number in stashed.items()]

@@ -83,7 +83,6 @@ class _Resource:
     Args:
         sums: for each stage the prefix sums of the layers' use in it.
         scale: integer units per unit of the user.
-        cap: the largest use allowed in a stage.
     """
 
     sums: list[list[int]]

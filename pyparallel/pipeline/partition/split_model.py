@@ -27,7 +27,6 @@ class SplitModel(list[nn.Module]):
 
     Args:
         layers: modules that hold the model's own.
-        model: the whole one.
     """
 
     def __init__(self, layers: Iterable[nn.Module], model: nn.Module) -> None:

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...comm import Collectives, new_group
+from ...comm import Collectives, Run
 from ..schedules.shape import PipelineShape
 from .slice import Tie
 
@@ -20,9 +19,6 @@ class TiedParameters:
 
     Args:
         ties: of all stages; all ranks must pass them in the same order.
-        shape: of the pipeline.
-        rank: this one.
-        process_group: of all ranks; None without one.
     """
 
     def __init__(
@@ -30,7 +26,7 @@ class TiedParameters:
         ties: Sequence[Tie],
         shape: PipelineShape,
         rank: int,
-        process_group: dist.ProcessGroup | None,
+        run: Run,
     ) -> None:
         self.are_on_several_ranks = False  # which all ranks know
         self._copies: list[tuple[nn.Parameter, Collectives, int]] = []  # int: the owner's rank
@@ -42,7 +38,7 @@ class TiedParameters:
             self.are_on_several_ranks = True
             if rank in ranks:
                 if ranks not in groups:
-                    groups[ranks] = Collectives(new_group(ranks, process_group))
+                    groups[ranks] = Collectives(run.within(ranks))
                 owner = ranks.index(tie.stages[0] % shape.num_ranks)
                 self._copies.append((tie.parameter, groups[ranks], owner))
 

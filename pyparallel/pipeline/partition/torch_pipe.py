@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...comm import find_ddp_error, wrong_type
+from ...training import find_ddp_error, wrong_type
 
 
 def layers_and_split(

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets
+from ...training import FlatBuckets
 
 
 class WeightPredictor(Protocol):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets
 from ...optim import FusedOptimizer
+from ...training import FlatBuckets
 from .base import WeightPredictor
 from .flat_state import FlatState
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets
 from ...ops import predict_sgd
+from ...training import FlatBuckets
 from .base import WeightPredictor
 from .flat_state import FlatState, check_dtypes
 
@@ -26,7 +26,6 @@ class DiscrepancyCorrected(WeightPredictor):
         predictor: takes the steps and predicts ahead.
         optimizer: keeps the average in its state, so that it is saved with it.
         weights: one entry for each of its parameter groups.
-        decay: of the average, per update.
     """
 
     def __init__(

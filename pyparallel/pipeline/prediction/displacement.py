@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
 from typing_extensions import override
 
-from ...comm import FlatBuckets
 from ...optim import FusedOptimizer
+from ...training import FlatBuckets
 from .base import Prediction, WeightPredictor
 from .flat_predictor import FlatRule, FlatWeightPredictor, Group
 from .fused_predictor import FusedPredictor

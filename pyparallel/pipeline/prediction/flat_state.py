@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...comm import FlatBuckets
+from ...training import FlatBuckets
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -20,7 +20,6 @@ class FlatState:
 
     Args:
         optimizer: owner of the state.
-        weights: of one of its parameter groups.
     """
 
     def __init__(self, optimizer: Optimizer, weights: FlatBuckets) -> None:

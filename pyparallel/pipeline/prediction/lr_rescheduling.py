@@ -18,7 +18,6 @@ class LRRescheduled(WeightPredictor):
     of updates is kept in the first parameter group, so that it is saved with the optimizer.
 
     Args:
-        predictor: takes the steps.
         optimizer: has the learning rates.
         factor: returns the learning rate's factor in update number 0, 1, ...
     """

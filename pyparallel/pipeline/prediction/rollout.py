@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets
 from ...ops import predict_sgd
+from ...training import FlatBuckets
 from .base import Prediction, WeightPredictor
 from .flat_predictor import LAST_GRADIENT, FlatRule, FlatWeightPredictor, Group
 from .optimizer_rules import learning_rate

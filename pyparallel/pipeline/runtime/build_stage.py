@@ -2,20 +2,20 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from ...comm import FlatBuckets, wrong_type
 from ...optim import FusedOptimizer
+from ...training import FlatBuckets, wrong_type
 from ..prediction.base import WeightPredictor
 from ..prediction.corrections import Correction
 from ..prediction.joined import JoinedPredictor
-from ..schedules.schedule import Flushing, Schedule
+from ..schedules.schedule import Schedule
 from ..schedules.shape import PipelineShape
-from .loss import Criterion
-from .stage import Stage
+from .stage import SchedulerFactory
 from .stage_layers import StageLayers, owned_parameters
 from .stage_weights import LiveWeights, StageWeights, Weights
 
@@ -26,16 +26,24 @@ OptimizerFactory = (
 )
 
 
-def build_stage(
-    index: int,
+class TrainedStage(NamedTuple):
+    """What trains a stage: optimizers, the weights that they step, and their schedulers."""
+
+    optimizers: list[Optimizer]
+    weights: Weights
+    schedulers: list[LRScheduler]
+
+
+def prepare_training(
+    stage: int,
     module: StageLayers,
     optimizer_fn: OptimizerFactory,
     schedule: Schedule,
     shape: PipelineShape,
-    criterion: Criterion | None,
+    scheduler_fn: SchedulerFactory | None = None,
     correction: Correction | None = None,
-) -> Stage:
-    """Build a stage with its optimizers, and weights in the versions that the schedule reads.
+) -> TrainedStage:
+    """Build a stage's optimizers, and weights in the versions that the schedule reads.
 
     Raises:
         TypeError: ``optimizer_fn`` returns anything but optimizers.
@@ -44,28 +52,30 @@ def build_stage(
     """
     named = trained_parameters(module)
     if not named:
-        return Stage(index, module, [], LiveWeights(None), criterion)
+        return TrainedStage([], LiveWeights(None), [])
     optimizers = build_optimizers(named, optimizer_fn)
-    flat, predictor = attach_predictors(optimizers, schedule, shape, index, correction)
+    flat, predictor = attach_predictors(optimizers, schedule, shape, stage, correction)
     weights: Weights = LiveWeights(predictor)
-    if not isinstance(schedule, Flushing):
+    if not schedule.flushes:
         weights = StageWeights(
             flat,
             predictor,
             schedule.versions(shape),
-            index,
+            stage,
             lambda microbatch: schedule.update_index(shape, microbatch),
         )
-    return Stage(index, module, optimizers, weights, criterion)
+    return TrainedStage(optimizers, weights, build_schedulers(optimizers, scheduler_fn))
+
+
+def build_schedulers(
+    optimizers: Sequence[Optimizer], scheduler_fn: SchedulerFactory | None
+) -> list[LRScheduler]:
+    """Build the learning-rate scheduler of each optimizer; none without a function."""
+    return [] if scheduler_fn is None else [scheduler_fn(each) for each in optimizers]
 
 
 def trained_parameters(module: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:
-    """Return the parameters of a stage's module that are not frozen, by their names in the model.
-
-    Args:
-        module: compiled or not, in whole or in parts, which changes no name.
-        prefix: of the names.
-    """
+    """Return the parameters of a stage's module that are not frozen, by name in the model."""
     named = owned_parameters(module)
     return {prefix + name: each for name, each in named.items() if each.requires_grad}
 

@@ -6,26 +6,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...comm import Collectives, Value, device_of, tensors_of
+from ...comm import Collectives, Run, device_of
 
 
-def clip_grad_norm_(
-    gradients: Sequence[Tensor], max_norm: float, process_group: dist.ProcessGroup | None
-) -> None:
+def clip_grad_norm_(gradients: Sequence[Tensor], max_norm: float, run: Run) -> None:
     """Scale gradients across ranks as ``torch.nn.utils.clip_grad_norm_`` does on one.
 
-    Every rank of the group must call this.
-
-    Args:
-        gradients: this rank's; scaled in place.
-        max_norm: the largest 2-norm over all ranks.
-        process_group: None means the default group, or this rank alone where there is none.
+    Every rank of the run must call this.
     """
-    is_alone = process_group is None and not dist.is_initialized()
-    own = gradients[0].device if gradients else None
-    device = own or (torch.device("cpu") if is_alone else device_of(process_group))
-    total = squared_norm(gradients, device)
-    Collectives(process_group).all_reduce_(total)
+    total = squared_norm(gradients, device_for(gradients, run))
+    Collectives(run).all_reduce_(total)
     _scale_(gradients, max_norm, total)
 
 
@@ -41,6 +31,14 @@ def squared_norms(gradients: Sequence[Tensor | None], device: torch.device) -> T
         if gradient is not None:
             square.copy_(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
     return squares
+
+
+def device_for(gradients: Sequence[Tensor], run: Run) -> torch.device:
+    """Return the device of what ranks reduce: that of gradients, or one that the group sends."""
+    if gradients:
+        return gradients[0].device
+    is_alone = run.group is None and not dist.is_initialized()
+    return torch.device("cpu") if is_alone else device_of(run.group)
 
 
 def _scale_(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
@@ -60,33 +58,32 @@ class LossScale:
 
     Args:
         grad_scaler: enabled, in the same state on all ranks.
-        process_group: None means the default group, or this rank alone where there is none.
+
+    Attributes:
+        factor: the scale in this step.
     """
 
-    def __init__(
-        self, grad_scaler: torch.amp.GradScaler, process_group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, grad_scaler: torch.amp.GradScaler, run: Run) -> None:
         self._grad_scaler = grad_scaler
-        self._group = process_group
+        self._run = run
+        self.factor = 1.0
 
-    def read(self) -> float:
-        """Return the scale; on a GPU the host may wait for it."""
-        return float(self._grad_scaler.get_scale())
+    def read(self) -> None:
+        """Read ``factor`` for the next step; on a GPU the host may wait for it."""
+        self.factor = float(self._grad_scaler.get_scale())
 
     @torch.no_grad()
     def unscale_(self, gradients: Sequence[Tensor]) -> bool:
         """Divide gradients in place; return whether those of all ranks are finite.
 
-        Every rank of the group must call this.
+        Every rank of the run must call this.
         """
-        is_alone = self._group is None and not dist.is_initialized()
-        own = gradients[0].device if gradients else None
-        device = own or (torch.device("cpu") if is_alone else device_of(self._group))
-        found_inf, inverse = torch.zeros((), device=device), 1 / self.read()
+        device = device_for(gradients, self._run)
+        found_inf, inverse = torch.zeros((), device=device), 1 / self.factor
         for gradient in gradients:
             gradient.mul_(inverse)
             found_inf += ~gradient.isfinite().all()
-        Collectives(self._group).all_reduce_(found_inf)
+        Collectives(self._run).all_reduce_(found_inf)
         is_finite = not found_inf.item()
         self._update(is_finite)
         return is_finite
@@ -115,76 +112,58 @@ class LastNormClipper:
     With m microbatches for each update, that of stage j < s is update u - ceil((1 + s - j) / m)
     once the pipeline is full. An update that was skipped leaves the last norm as it is.
 
-    Norms stay on the device; they are sent as integers, which compressors leave as they are.
+    Norms stay on the device.
 
     Args:
         max_norm: the largest 2-norm.
-        microbatches_per_update: the last one's gradients carry the norm.
 
     Attributes:
         last: the squared norm of each parameter's gradient in the last update of the stage that was
             not skipped: (n,), float64; None before.
     """
 
-    def __init__(self, max_norm: float, microbatches_per_update: int) -> None:
+    def __init__(self, max_norm: float) -> None:
         self.last: Tensor | None = None
         self._max_norm = max_norm
-        self._every = microbatches_per_update
         self._earlier: Tensor | None = None
         self._own: Tensor | None = None  # of the next update
         self._later: Tensor | None = None  # likewise
 
-    def pack_activations(self, value: Value) -> Value:
-        """Append the last squared norm of this and the earlier stages to a forward's output."""
-        device = _device_of(value)
+    def resume(self, last: Tensor | None) -> None:
+        """Go on after an update with these norms, as of ``last``."""
+        self.last = last
+
+    def norm_up_to_here(self, device: torch.device) -> Tensor:
+        """Return the last squared norm of this and the earlier stages: 0-d, float64."""
         total = torch.zeros((), dtype=torch.float64, device=device)
         for each in (self.last, self._earlier):
             if each is not None:
                 total += each.sum().to(device)
-        bits = total.view(torch.int64)
-        return (value, bits) if isinstance(value, Tensor) else (*value, bits.view(1))
+        return total
 
-    def unpack_activations(self, value: Value) -> Value:
-        """Take what the previous stage has appended; return the activations."""
-        *activations, bits = tensors_of(value)
-        self._earlier = bits.view(torch.float64).view(())
-        return tuple(activations) if bits.dim() else activations[0]
-
-    def unpack_gradients(self, microbatch: int, value: Value) -> tuple[Tensor, ...]:
-        """Take what the next stage has appended, if any; return the output gradients."""
-        gradients = tensors_of(value)
-        if not self._ends_update(microbatch):
-            return gradients
-        *rest, bits = gradients
-        self._later = bits.view(torch.float64)
-        return tuple(rest)
-
-    def pack_gradients(
-        self,
-        value: tuple[Tensor, ...],
-        accumulated: Sequence[Tensor | None],
-        microbatch: int,
-        outputs: Value,
-    ) -> tuple[Tensor, ...]:
-        """Append the squared norm of this and the later stages to the input gradients.
+    def norm_from_here(self, accumulated: Sequence[Tensor | None], device: torch.device) -> Tensor:
+        """Return the squared norm of this and the later stages in the next update: 0-d, float64.
 
         Args:
-            value: the input gradients, of a backward.
             accumulated: gradient of each parameter; None: it has none.
-            microbatch: whose backward it was.
-            outputs: of its forward, on the device of the norm.
+            device: of the norm.
         """
-        if not self._ends_update(microbatch):
-            return value
-        self._own = squared_norms(accumulated, _device_of(outputs))
-        total = self._own.sum() if self._later is None else self._own.sum() + self._later
-        return *value, total.view(torch.int64)
+        self._own = squared_norms(accumulated, device)
+        return self._own.sum() if self._later is None else self._own.sum() + self._later
+
+    def note_earlier(self, squared_norm: Tensor) -> None:
+        """Keep what ``norm_up_to_here`` of the previous stage has returned."""
+        self._earlier = squared_norm
+
+    def note_later(self, squared_norm: Tensor) -> None:
+        """Keep what ``norm_from_here`` of the next stage has returned."""
+        self._later = squared_norm
 
     def clip_(self, gradients: Sequence[Tensor], found_inf: Tensor | None) -> None:
         """Scale the gradients of an update that is not skipped.
 
         Args:
-            gradients: of the parameters, as of the last ``pack_gradients``; scaled in place.
+            gradients: of the parameters, as of the last ``norm_from_here``; scaled in place.
             found_inf: 0-d bool: the optimizer will skip the update; None: it will not.
         """
         assert self._own is not None, "the backward of the update's last microbatch comes before"
@@ -194,10 +173,3 @@ class LastNormClipper:
             last = torch.zeros_like(self._own) if self.last is None else self.last
             self._own = torch.where(found_inf, last.to(found_inf.device), self._own)
         self.last = self._own
-
-    def _ends_update(self, microbatch: int) -> bool:
-        return (microbatch + 1) % self._every == 0
-
-
-def _device_of(value: Value) -> torch.device:
-    return next((each.device for each in tensors_of(value)), torch.device("cpu"))

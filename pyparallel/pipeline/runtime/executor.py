@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from ...comm import PeerError, RemoteError, Value
-from ...comm.wire_format import NO_BATCH, Refusal
+from ...comm import PeerError, RemoteError
+from ..messages import Value
+from ..messages.format import NO_BATCH, Refusal
+from ..messages.refusals import StepRefusedError, refusal_of
+from ..messages.stage_p2p import Destinations, Endpoint, StageP2P, destinations_of
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .microbatches import MicrobatchSplitter
-from .p2p import Destinations, Endpoint, StageP2P, destinations_of
-from .refusals import StepRefusedError, refusal_of
 from .stage import Stage
 from .telemetry import Telemetry
 
@@ -42,38 +43,32 @@ Actions = Callable[[int], Iterable[Action]]  # by rank
 
 
 class _Recording:
-    """Records what runs inside as an action of an executor, unless it fails."""
+    """Records what runs inside as an action, unless it fails: then ``running`` stays set."""
 
-    def __init__(self, executor: "Executor", action: Action) -> None:
-        self._executor = executor
+    def __init__(self, telemetry: Telemetry, action: Action) -> None:
+        self.running: Action | None = None
+        self._telemetry = telemetry
         self._action = action
 
     def __enter__(self) -> None:
-        self._executor.running = self._action
+        self.running = self._action
         self._begin = time.perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
-            self._executor.running = None
-            self._executor.telemetry.record(self._action, self._begin)
+            self.running = None
+            self._telemetry.record(self._action, self._begin)
 
 
 class Executor:
-    """Runs actions on the stages of one rank.
-
-    Args:
-        stages: of this rank, by index.
-        shape: of the pipeline.
-        p2p: messages between stages.
-        rank: this one.
-    """
+    """Runs actions on the stages of one rank."""
 
     def __init__(
         self, stages: Mapping[int, Stage], shape: PipelineShape, p2p: StageP2P, rank: int
     ) -> None:
         self.stages = stages
         self.telemetry = Telemetry(stages, p2p)
-        self.running: Action | None = None  # stays set after a failure
+        self._last: _Recording | None = None
         self.refusals: list[Refusal] = []  # besides those of stages
         self._shape = shape
         self._p2p = p2p
@@ -187,7 +182,7 @@ class Executor:
         for stage in self.stages.values():
             stage.weights.restart()
 
-    def skip_update(self, refusal: Refusal) -> None:
+    def skip_update(self, refusal: Refusal | None = None) -> None:
         """Have all stages of this rank skip their next update."""
         for stage in self.stages.values():
             stage.skip_update(refusal)
@@ -201,26 +196,26 @@ class Executor:
         return taken
 
     def barrier(self, step: int, refusal: Refusal | None = None) -> Refusal | None:
-        """Wait until every rank has finished its actions; return the refusal of any rank.
+        """Wait until every rank has finished its actions; return, and keep, the refusal of any.
 
         Args:
             step: the last one, for errors.
-            refusal: of this rank.
+            refusal: this rank's own.
 
         Raises:
             StageError: a rank failed or died; neighbors have been aborted.
         """
         try:
-            return self._p2p.barrier(refusal)
+            refusal = self._p2p.barrier(refusal)
         except (PeerError, RemoteError) as error:
             self._abort(error, f"rank {self._rank} waited for all ranks to finish step {step}")
+        if refusal is not None:
+            self.refusals.append(refusal)
+        return refusal
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Raise errors of communication inside as those of all ranks.
-
-        Args:
-            what: the ranks wait for.
 
         Raises:
             StageError: a rank failed or died; neighbors have been aborted.
@@ -231,12 +226,7 @@ class Executor:
             self._abort(error, f"rank {self._rank} waited for {what}")
 
     def _abort(self, error: Exception, where: str) -> NoReturn:
-        """Raise the error that all ranks raise, after it is sent to the neighbors.
-
-        Args:
-            error: what this rank has met.
-            where: what it did meanwhile.
-        """
+        """Raise the error that all ranks raise, after it is sent to the neighbors."""
         message, own = self._agree_on_error(error, where)
         self._p2p.abort(message)
         cause: Exception = error
@@ -304,7 +294,7 @@ class Executor:
         run_action: Callable[[Action, Value | Refusal | None], Value | Refusal | None],
         after_first: Callable[[], None] | None = None,
     ) -> None:
-        self.running = None
+        self._last = None
         # A loss, whose graph is released after the gradient is sent.
         before: Value | Refusal | None = None
         may_be_refused = True
@@ -333,7 +323,8 @@ class Executor:
 
     def _recording(self, action: Action) -> "_Recording":
         """Return a context: what runs inside is recorded as this action."""
-        return _Recording(self, action)
+        self._last = _Recording(self.telemetry, action)
+        return self._last
 
     def _inputs(self, action: Action, splitter: MicrobatchSplitter) -> Value | Refusal | None:
         """Return the inputs of a forward or the output gradients of a backward, or None."""
@@ -351,7 +342,7 @@ class Executor:
 
     def _failed_action(self, action: Action) -> Action:
         """Return the action that was running: an action of the schedule may run others."""
-        return self.running or action
+        return (self._last and self._last.running) or action
 
     def _where(self, action: Action, error: BaseException) -> str:
         """Return what this rank waited for, or of an error of its own where it failed."""

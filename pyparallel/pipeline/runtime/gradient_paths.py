@@ -20,7 +20,6 @@ class Part:
     """A group of parameters, and the graph edges from which their gradients are computed.
 
     Args:
-        leaves: the nodes that accumulate the parameters' gradients.
         outputs: indices of the roots on no path to an input that lead to the leaves.
         joints: edges into nodes of a path, from which a branch to the leaves leaves the path.
     """
@@ -43,12 +42,7 @@ class Part:
 
 
 class GradientPaths:
-    """The graph from root edges to its leaves, and the paths in it that end at inputs.
-
-    Args:
-        roots: the gradient edges of the outputs.
-        inputs: the nodes that accumulate the gradients of the inputs.
-    """
+    """The graph from root edges to its leaves, and the paths in it that end at inputs."""
 
     def __init__(self, roots: Sequence[GradientEdge], inputs: Iterable[Node]) -> None:
         self.roots = roots

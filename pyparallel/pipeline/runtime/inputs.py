@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...comm import Value, summarize, wrong_type
+from ...training import summarize, wrong_type
+from ..messages import Value
 
 _ENTRIES: dict[str, tuple[type, str]] = {  # of the lists of microbatches
     "arg_mbs": (tuple, "a tuple of arguments, such as (x,)"),
@@ -23,7 +24,6 @@ class Arguments:
     """The arguments of the model's first layer for a batch or one microbatch of it.
 
     Args:
-        args: the positional ones; a batch that is a list.
         kwargs: the keyword arguments; a batch that is a dict.
     """
 
@@ -110,14 +110,6 @@ def batch_of_call(
     target_mbs: Any,
 ) -> tuple[Any, Any, bool]:
     """Return the inputs and the target of a trainer's call, for ``MicrobatchSplitter``.
-
-    Args:
-        args: positional arguments of the first layer; two alone are inputs and target.
-        kwargs: keyword arguments of the first layer.
-        target: of the whole batch.
-        arg_mbs: ``args`` of each microbatch.
-        kwarg_mbs: ``kwargs`` of each microbatch.
-        target_mbs: ``target`` of each microbatch.
 
     Returns:
         Both, and whether they are the two positional arguments.

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import Value, tensors_of
-from ...comm.wire_format import Refusal, RefusalKind
+from ..messages import Value, tensors_of
+from ..messages.format import Refusal, RefusalKind
+from ..messages.refusals import refusal_of
 from ..schedules.schedule import Schedule
 from ..schedules.shape import PipelineShape
 from .loss_weights import host_values
 from .microbatches import MicrobatchSplitter
-from .refusals import refusal_of
+from .options import StageOptions
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -26,15 +27,13 @@ class _Reported:
 
     Args:
         loss: 0-d, detached.
-        share: its microbatch's fraction of the step's samples.
-        microbatch: its number.
         must_be_finite: weights learn from it.
     """
 
     loss: Tensor
     share: float
     microbatch: int
-    must_be_finite: bool = False
+    must_be_finite: bool
 
 
 class Criterion:
@@ -43,30 +42,23 @@ class Criterion:
     Args:
         loss_fn: ``loss_fn(output, target)``: the mean over a microbatch.
         shares_update: whether a microbatch's gradient goes into one update with its whole step's.
-
-    Attributes:
-        defers_check: leave it to ``find_non_finite`` whether losses are finite: the host would wait
-            for each loss on a GPU. With schedules that do not flush, which update in between,
-            only if stages send ``found_inf``.
-        steps_per_update: an update takes the mean of the gradients of as many steps.
-        scale: the factor of gradients that are float16 on the way.
     """
 
-    defers_check = False
-    steps_per_update = 1
-    scale = 1.0
-
-    def __init__(self, loss_fn: Loss, shares_update: Callable[[int], bool]) -> None:
-        self.loss_fn = loss_fn
+    def __init__(
+        self,
+        loss_fn: Loss,
+        shares_update: Callable[[int], bool],
+        options: StageOptions = StageOptions(),  # noqa: B008 - immutable
+    ) -> None:
+        self._loss_fn = loss_fn
         self._shares_update = shares_update
+        self._options = options
         self._reported: list[_Reported] = []
         self._values: list[float] = []  # of the first of them, where the host knows them
 
     def with_loss_fn(self, loss_fn: Loss | None) -> "Criterion":
         """Return a new criterion, weighted alike; ``loss_fn`` None: with the same function."""
-        criterion = Criterion(loss_fn or self.loss_fn, self._shares_update)
-        criterion.defers_check = self.defers_check
-        return criterion
+        return Criterion(loss_fn or self._loss_fn, self._shares_update, self._options)
 
     def loss_for_backward(
         self, microbatch: int, output: Value, splitter: MicrobatchSplitter
@@ -78,24 +70,25 @@ class Criterion:
         Raises:
             ValueError: it requires no gradient although an output does.
         """
-        loss = self.loss_for_report(microbatch, output, splitter)
+        defers_check = self._options.defers_check
+        loss = self._report_loss(microbatch, output, splitter, must_be_finite=defers_check)
         if not loss.requires_grad and any(each.requires_grad for each in tensors_of(output)):
             raise ValueError(
                 "loss_fn must return a differentiable loss, got one that requires no gradient "
                 "though the output does: leave out detach(), item() and no_grad()"
             )
-        if self.defers_check:
-            self._reported[-1].must_be_finite = True
-        else:
+        if not defers_check:
             self._values += host_values(loss.detach())
             if not math.isfinite(self._values[-1]):
                 return _non_finite(microbatch, self._values[-1], splitter)
         if not self._shares_update(microbatch):
             return loss
-        share = splitter.share(microbatch) / self.steps_per_update
-        if self.scale == 1:
+        share = splitter.share(microbatch) / self._options.steps_per_update
+        loss_scale = self._options.loss_scale
+        if loss_scale is None or loss_scale.factor == 1:
             return loss * share
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * (share * self.scale)
+        wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        return wide * (share * loss_scale.factor)
 
     def loss_for_report(
         self, microbatch: int, output: Value, splitter: MicrobatchSplitter
@@ -105,11 +98,17 @@ class Criterion:
         Raises:
             ValueError: it is not a single number.
         """
-        loss = self.loss_fn(output, splitter.target(microbatch))
+        return self._report_loss(microbatch, output, splitter, must_be_finite=False)
+
+    def _report_loss(
+        self, microbatch: int, output: Value, splitter: MicrobatchSplitter, *, must_be_finite: bool
+    ) -> Tensor:
+        loss = self._loss_fn(output, splitter.target(microbatch))
         if not isinstance(loss, Tensor) or loss.dim():
             what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ValueError(f"loss_fn must return a 0-d tensor, got one {what}")
-        self._reported.append(_Reported(loss.detach(), splitter.share(microbatch), microbatch))
+        share = splitter.share(microbatch)
+        self._reported.append(_Reported(loss.detach(), share, microbatch, must_be_finite))
         return loss
 
     def find_non_finite(self, splitter: MicrobatchSplitter) -> Refusal | None:

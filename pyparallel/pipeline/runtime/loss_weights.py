@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import summarize
+from ...training import summarize
 
 LossWeightFn = Callable[[Any], float | Tensor]
 
@@ -18,11 +18,6 @@ def compute_loss_weights(
     """Return the weight of each microbatch's loss, or why there are none.
 
     The host waits for the weights on a GPU all at once.
-
-    Args:
-        loss_weight_fn: of a microbatch's target.
-        targets: of all microbatches of a step.
-        first: the number of the first of them.
     """
     found: list[float | Tensor] = []
     for microbatch, target in enumerate(targets, first):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ...comm import Value, summarize, tensors_of, wrong_type
-from ...comm.wire_format import NO_BATCH, BatchMeta
+from ...training import summarize, wrong_type
+from ..messages import Value, tensors_of
+from ..messages.format import NO_BATCH, BatchMeta
 from .inputs import (
     Arguments,
     Inputs,
@@ -38,18 +39,11 @@ class MicrobatchSplitter:
             themselves. None on ranks without the first stage.
         target: a tensor, or a tuple, list or dict of tensors, or the microbatches' own, for the
             last stage, or stages with heads; None on other ranks.
-        first: the number of the step's first microbatch.
-        num_microbatches: how many parts.
         loss_weight_fn: the weight of a microbatch's loss, of its target; None: its samples.
         first_layer: of the model, on the rank that calls it, to check the inputs by; None: not.
-
-    Attributes:
-        place: rank and step, for errors.
         has_short_form: inputs and target are a call's two positional arguments.
+        place: rank and step, for errors.
     """
-
-    place = ""
-    has_short_form = False
 
     def __init__(
         self,
@@ -59,7 +53,12 @@ class MicrobatchSplitter:
         num_microbatches: int,
         loss_weight_fn: LossWeightFn | None = None,
         first_layer: nn.Module | None = None,
+        *,
+        has_short_form: bool = False,
+        place: str = "",
     ) -> None:
+        self.place = place
+        self._has_short_form = has_short_form
         self._inputs = _as_dict(inputs)
         self._target = _as_dict(target)
         self._first = first
@@ -114,7 +113,7 @@ class MicrobatchSplitter:
         if self._inputs is None or self._input_error is not None:
             return NO_BATCH
         samples = self._input_samples
-        return BatchMeta(samples[microbatch - self._first], _sum(samples), self.has_short_form)
+        return BatchMeta(samples[microbatch - self._first], _sum(samples), self._has_short_form)
 
     def note_batch_meta(self, microbatch: int, batch: BatchMeta) -> None:
         """Compare what has been received with a microbatch's activations with this rank's target.
@@ -141,7 +140,7 @@ class MicrobatchSplitter:
         return None
 
     def _find_mismatch(self, microbatch: int, batch: BatchMeta) -> str | None:
-        if batch.has_short_form and not self.has_short_form:
+        if batch.has_short_form and not self._has_short_form:
             return (
                 "target must be given by name on every rank or on none, got a second argument "
                 "without a name on the rank of the first stage, which is the target there: pass "

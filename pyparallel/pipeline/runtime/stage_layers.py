@@ -2,13 +2,17 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
 from typing_extensions import override
 
-from ...comm import plain_name, tensors_of, uncompiled, wrong_type
+from ...training import plain_name, uncompiled, wrong_type
+from ..messages import tensors_of
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Skippable(nn.Module):
@@ -58,22 +62,29 @@ class StageLayers(nn.Sequential):
     Tensors that skip layers follow the value in a stage's inputs and outputs. With a schedule that
     does not flush, tied parameters are such tensors too.
 
-    Attributes:
-        skips_in: names of the tensors that follow the input.
-        skips_out: names of those that follow the output.
-        lent: this stage's parameters that later stages read, by the name under which they travel.
-        borrowed: parameters of this stage that an earlier one owns and its optimizer updates; by
-            name, the name under which they travel, or None if each rank has a copy of its own.
+    Args:
+        lent: parameters that later stages read, by the name under which they travel.
+        borrowed: parameters that an earlier stage owns and its optimizer updates: by name, the name
+            under which they travel, or None if each rank has a copy of its own.
         names: of parameters in the whole model, by name here; the same where there is none.
     """
 
-    def __init__(self, layers: "OrderedDict[str, nn.Module]") -> None:
+    def __init__(
+        self,
+        layers: "OrderedDict[str, nn.Module]",
+        *,
+        skips_in: Iterable[str] = (),
+        skips_out: Iterable[str] = (),
+        lent: Mapping[str, nn.Parameter] = _NONE,
+        borrowed: Mapping[str, str | None] = _NONE,
+        names: Mapping[str, str] = _NONE,
+    ) -> None:
         super().__init__(layers)
-        self.skips_in: tuple[str, ...] = ()
-        self.skips_out: tuple[str, ...] = ()
-        self.lent: dict[str, nn.Parameter] = {}
-        self.borrowed: dict[str, str | None] = {}
-        self.names: Mapping[str, str] = {}
+        self.skips_in = tuple(skips_in)
+        self.skips_out = tuple(skips_out)
+        self.lent = dict(lent)
+        self.borrowed = dict(borrowed)
+        self.names = dict(names)
 
     def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that this stage owns, with their names in the whole model."""

@@ -10,23 +10,16 @@ parameter.)
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm import FlatBuckets
+from ...training import FlatBuckets
 from ..prediction.base import WeightPredictor
 from ..schedules.versions import VersionCounters, Versions, WeightVersion
-from .weight_copies import WeightCopies, WeightCopy, unchanged
-
-
-class VersionKey(NamedTuple):
-    """A ``WeightVersion`` of plain integers, so that it can be a key."""
-
-    version: int
-    horizon: int
+from .weight_copies import VersionKey, WeightCopies, WeightCopy, unchanged
 
 
 class Weights(Protocol):
@@ -121,7 +114,6 @@ class StageWeights(Weights):
         weights: one for each parameter group of the stage's optimizer.
         weight_predictor: steps the optimizer and predicts.
         policy: which version each forward and backward reads.
-        stage: the stage's index.
         update_index: how many updates come before the one that takes a microbatch's gradient.
     """
 

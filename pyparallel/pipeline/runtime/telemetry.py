@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..messages.stage_p2p import StageP2P, StreamKind
 from ..schedules.action import Action, Kind
 from .clipping import squared_norm
-from .p2p import StageP2P, StreamKind
 from .stage import Stage
-from .stage_weights import VersionKey
+from .weight_copies import VersionKey
 
 _ENDS_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.LEARN)
 
@@ -22,7 +22,6 @@ class Span:
     """An action that has run, in seconds of a clock that all ranks of a machine share.
 
     Args:
-        action: which.
         begin: after the wait for the action's inputs. On a GPU, times are the host's.
         end: of the action, before its output is sent.
         waited: for messages, between the action before and this one.
@@ -41,16 +40,9 @@ class Span:
 class Telemetry:
     """Records the actions of a rank.
 
-    Args:
-        stages: of this rank, by index.
-        p2p: messages between stages.
-
     Attributes:
         spans: of the last run of actions.
-        measures_gradients: compute the norm of each update's gradient, in a pass over it.
     """
-
-    measures_gradients = False
 
     def __init__(self, stages: Mapping[int, Stage], p2p: StageP2P) -> None:
         self.spans: list[Span] = []
@@ -87,7 +79,7 @@ class Telemetry:
 
         The host does not wait for it.
         """
-        if self.measures_gradients and not stage.skips_update and stage.gradients:
+        if stage.options.measures_gradients and not stage.skips_update and stage.gradients:
             gradients = stage.gradients
             self._norms[stage.index] = squared_norm(gradients, gradients[0].device).sqrt()
 

@@ -7,9 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm import FlatBuckets
+from ...training import FlatBuckets
 
 _STRIDED = torch.strided
+
+
+class VersionKey(NamedTuple):
+    """A ``WeightVersion`` of plain integers, so that it can be a key."""
+
+    version: int
+    horizon: int
 
 
 class _View(NamedTuple):
@@ -24,12 +31,7 @@ class _View(NamedTuple):
 
 
 class WeightCopy:
-    """One copy of the weights.
-
-    Args:
-        buffers: flat buffers.
-        views: of each parameter into them.
-    """
+    """One copy of the weights."""
 
     def __init__(self, buffers: Sequence[Tensor], views: Sequence[Tensor]) -> None:
         self.buffers = buffers

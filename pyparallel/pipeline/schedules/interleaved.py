@@ -45,6 +45,8 @@ class Interleaved(Flushing):
     microbatches run in rounds of unequal length.
     """
 
+    interleaves = True
+
     def order(self, shape: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
         """Yield the warm-up forwards, then 1F1B, then the remaining backwards."""
         forward_order, backward_order = forwards(shape, rank), backwards(shape, rank)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from ...comm import FlatBuckets
+from ...training import FlatBuckets
 from ..prediction.base import WeightPredictor
 from ..prediction.corrections import Correction
 from ..prediction.discrepancy import DiscrepancyCorrected

@@ -7,12 +7,25 @@ from itertools import chain
 from torch.optim import Optimizer
 
 from ..._deprecated import renamed_arguments
-from ...comm import FlatBuckets
+from ...training import FlatBuckets
 from ..prediction.base import NoPrediction, Prediction, WeightPredictor
 from ..prediction.corrections import Correction
 from .action import Action, Kind
 from .shape import PipelineShape
 from .versions import Live, Versions
+
+# Options of a trainer that not every schedule can have, each with the end of the sentence: why not.
+_NEED_A_FLUSH = {
+    "gradient_accumulation_steps": "which does not flush",
+    "grad_scaler": "whose stages update at different times, so that one that finds an infinity "
+    "cannot have the others skip their updates",
+}
+_NEED_ONE_LOSS = {
+    "max_norm": "whose stages learn from several losses",
+    "skip connections": "whose stages learn from losses of their own",
+    "tied weights": "whose stages learn from losses of their own",
+    "sharded_state_dict": "whose heads are no part of the model",
+}
 
 
 class Schedule(ABC):
@@ -21,14 +34,40 @@ class Schedule(ABC):
     Each ``PipelineTrainer.step`` runs ``num_microbatches``. ``step`` yields a rank's actions in one
     of them, ``drain`` those that remain after the last one; schedules that flush have none. Steps,
     microbatches and updates are counted from the last time the pipeline was empty.
+
+    Attributes:
+        flushes: a step ends with the pipeline empty, and all stages update at its end.
+        delays: gradients are applied to newer weights than those that their forwards have read.
+            Of a schedule that neither flushes nor delays, the stages have losses of their own.
+        needs_batch: the stages can be built only with the first batch.
+        interleaves: it is for several stages on each rank.
     """
 
+    flushes = False
+    delays = False
+    needs_batch = False
+    interleaves = False
     prediction: Prediction = NoPrediction()
-    needs_batch = False  # whether the stages can be built only with the first batch
 
     def validation_error(self, shape: PipelineShape) -> str | None:
         """Return why this schedule cannot run on this shape, or None if it can."""
         return None
+
+    def option_error(self, option: str) -> str | None:
+        """Return why a trainer cannot have an option with this schedule, or None if it can.
+
+        Args:
+            option: "correction", "grad_scaler", "gradient_accumulation_steps", "max_norm",
+                "sharded_state_dict", "skip connections" or "tied weights".
+
+        Returns:
+            The rest of a sentence whose subject is the schedule, such as "which does not flush".
+        """
+        if option == "correction":
+            return None if self.delays else "whose gradients are not delayed"
+        if option in _NEED_A_FLUSH:
+            return None if self.flushes else _NEED_A_FLUSH[option]
+        return None if self.flushes or self.delays else _NEED_ONE_LOSS[option]
 
     @abstractmethod
     def step(self, shape: PipelineShape, rank: int, index: int) -> Iterable[Action]:
@@ -46,6 +85,10 @@ class Schedule(ABC):
     def versions(self, shape: PipelineShape) -> Versions:
         """Return the policy of which weights each action reads."""
 
+    def microbatches_per_update(self, shape: PipelineShape) -> int:
+        """Return the number of microbatches whose gradients go into one update."""
+        return shape.num_microbatches
+
     def delay(self, shape: PipelineShape, stage: int) -> int:
         """Return by how many updates a stage's gradients are delayed once the pipeline is full."""
         return 0
@@ -61,11 +104,11 @@ class Schedule(ABC):
         """Return the object that steps a stage's optimizer and, if needed, predicts its weights.
 
         Args:
-            shape: of the pipeline.
-            stage: the stage's index.
-            optimizer: of the stage's parameters.
+            shape: the numbers of stages, microbatches and ranks.
+            stage: from 0.
+            optimizer: with its parameters.
             weights: one entry for each parameter group of the optimizer.
-            correction: of the steps of stages whose gradients are delayed.
+            correction: of steps on stages whose gradients are delayed.
 
         Raises:
             ValueError: this optimizer's steps cannot be predicted, or not corrected.
@@ -108,6 +151,8 @@ class Schedule(ABC):
 
 class Flushing(Schedule):
     """A schedule that flushes the pipeline in each step, and then updates each stage once."""
+
+    flushes = True
 
     @abstractmethod
     def order(self, shape: PipelineShape, rank: int) -> Iterable[tuple[int, Kind, int]]:

@@ -8,9 +8,7 @@ class PipelineShape:
     """The shape of a pipeline; stage s is on rank s mod ranks, as in torch's looped schedules.
 
     Args:
-        num_stages: number of stages, a multiple of ``num_ranks``.
         num_microbatches: microbatches of one step.
-        num_ranks: number of processes.
     """
 
     num_stages: int

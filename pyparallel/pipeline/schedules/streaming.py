@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
+from typing_extensions import override
+
 from .action import Action, Kind
 from .one_forward_one_backward import in_order, pending_backwards, slots
 from .schedule import Schedule
@@ -15,10 +17,11 @@ class Streaming(Schedule):
     weights are read.
     """
 
+    delays = True
     updates_once_per_step = False  # else after each backward
 
+    @override
     def microbatches_per_update(self, shape: PipelineShape) -> int:
-        """Return the number of microbatches whose gradients go into one update."""
         return shape.num_microbatches if self.updates_once_per_step else 1
 
     def update_index(self, shape: PipelineShape, microbatch: int) -> int:

@@ -6,17 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from ...comm import Collectives, device_of
-from ..runtime.stage_weights import VersionKey
+from ...comm import Run, gather_json
 from ..runtime.telemetry import Span
+from ..runtime.weight_copies import VersionKey
 from ..schedules.action import Action, Kind
 
 _MICROSECONDS = 1e6
 _ABSENT = -1.0  # in place of a version
-_COLUMNS = 8  # stage, kind, microbatch, begin, end, waited, version, horizon
 
 
 def export_chrome_trace(spans: Iterable[Sequence[Span]], path: str | os.PathLike[str]) -> None:
@@ -45,30 +41,22 @@ def export_chrome_trace(spans: Iterable[Sequence[Span]], path: str | os.PathLike
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def gather_spans(
-    spans: Sequence[Span], process_group: dist.ProcessGroup | None
-) -> list[list[Span]]:
-    """Return the spans of all ranks, on every rank; all ranks of the group must call this.
-
-    Args:
-        spans: of this rank.
-        process_group: None: of this rank alone.
+def gather_spans(spans: Sequence[Span], run: Run) -> list[list[Span]]:
+    """Return the spans of all ranks, on every rank; all ranks of the run must call this.
 
     Raises:
         PeerError: a rank died.
     """
-    if process_group is None:
+    if run.size == 1:
         return [list(spans)]
-    ranks, device = Collectives(process_group), device_of(process_group)
-    own = torch.tensor([_to_row(each) for each in spans], dtype=torch.float64, device=device)
-    lengths = ranks.all_gather(torch.tensor([len(spans)], device=device)).flatten().tolist()
-    padded = torch.zeros(max(lengths), _COLUMNS, dtype=torch.float64, device=device)
-    padded[: len(spans)] = own.view(-1, _COLUMNS)
-    gathered = ranks.all_gather(padded.flatten()).view(len(lengths), -1, _COLUMNS).tolist()
-    return [
-        [_from_row(row) for row in rows[:length]]
-        for rows, length in zip(gathered, lengths, strict=True)
-    ]
+    own = [_to_row(span) for span in spans]
+    return gather_json(
+        own,
+        run.group,
+        "traced actions",
+        "traces",
+        lambda rows: [_from_row(row) for row in rows],
+    )
 
 
 def _events(rank: int, spans: Sequence[Span], first: float) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,6 @@ class Simulation(Timeline):
     """A simulated run of all actions.
 
     Args:
-        table: the actions.
         starts: (n,) float64 start times, in the unit of the costs.
         ends: (n,) float64 end times.
         weights: the weight versions that actions read, their staleness, and the copies kept.

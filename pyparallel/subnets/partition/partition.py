@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from ..._deprecated import adopt_old_methods
-from ...comm import has_methods, wrong_type
+from ...training import has_methods, wrong_type
+from ...training.arguments import check_type, require
 from .chain import SequentialChain
 from .cut_dim import CutDim
 from .layers import join
@@ -40,9 +41,8 @@ class Partition:
 
     def __post_init__(self) -> None:
         rules: Rules = {"": SequentialChain()} if self.rules is None else self.rules
-        if not isinstance(rules, Mapping):
-            rule = 'rules by the names of submodules such as {"": SequentialChain()}, or None'
-            raise wrong_type("rules", rule, rules)
+        kind = 'rules by the names of submodules such as {"": SequentialChain()}, or None'
+        check_type("rules", rules, Mapping, kind)
         items = tuple(
             (pattern, tuple(rule) if isinstance(rule, list | tuple) else (rule,))
             for pattern, rule in rules.items()
@@ -73,8 +73,7 @@ class Partition:
             for path in paths:
                 for rule in rules:
                     found += rule.cut_dims(module.get_submodule(path), path)
-        if not found:
-            raise ValueError("rules must cut something, got none")
+        require(found, "rules must cut something", "none")
         _check(found, module)
         return found
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import nn
 from typing_extensions import override
 
+from ...training.arguments import require
 from .cut_dim import Count, CutDim, Place
 from .layers import Layer, join, norm_places
 
@@ -49,8 +50,7 @@ class Hidden(Rule):
     def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
         producers = layers_of(self.producers, module, path)
         consumers = layers_of(self.consumers, module, path)
-        if not producers or not consumers:
-            raise ValueError(f"Hidden must have a producer and a consumer, got {self}")
+        require(producers and consumers, "Hidden must have a producer and a consumer", str(self))
         return [
             _build_cut_dim(
                 producers[0].num_outputs,
@@ -76,8 +76,7 @@ class FeedForward(Rule):
     @override
     def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
         for layer in layers_of([*_names(self.expand), self.contract], module, path):
-            if not layer.is_linear:
-                raise ValueError(f"a feed-forward must be of Linear layers, got {layer.name}")
+            require(layer.is_linear, "a feed-forward must be of Linear layers", layer.name)
         return Hidden(self.expand, self.contract).cut_dims(module, path)
 
 
@@ -125,8 +124,7 @@ class Heads(Rule):
         (project,) = layers_of(self.project, module, path)
         head_size, rest = divmod(project.num_inputs, heads)
         for layer in [*producers, project]:
-            if not layer.is_linear:
-                raise ValueError(f"attention must be of Linear layers, got {layer.name}")
+            require(layer.is_linear, "attention must be of Linear layers", layer.name)
         for layer in producers:
             if rest or layer.num_outputs != blocks * heads * head_size:
                 raise ValueError(

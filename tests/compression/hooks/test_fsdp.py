@@ -363,7 +363,9 @@ def meet_nan(rank, compressor, policy):
         before = copy.deepcopy(state.state_dict())
         with pytest.raises(NonFiniteError) as raised:
             loss.backward()
-        for left, right in zip(*map(tree_leaves, (state.state_dict(), before)), strict=True):
+        for left, right in zip(
+            *map(tree_leaves, (copy.deepcopy(state.state_dict()), before)), strict=True
+        ):
             assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
         expected, found = gradients_of(twin, later), gradients_of(model, later)
         return str(raised.value), torch.equal(expected, found)

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pyparallel.comm import Run
 from pyparallel.compression import (
     DGC,
     AttachPoint,
@@ -63,7 +64,7 @@ def scatter(rank, cases, group=None):
     """Return by case the error of the sums of all steps plus residuals."""
     found = {}
     for case, (compressor, numel, dtype) in cases.items():
-        collectives = Collectives(group)
+        collectives = Collectives(Run(group))
         store = StateStore(compressor, collectives.rank, collectives.size)
         generator = torch.Generator().manual_seed(rank)
         missing = torch.zeros(numel)

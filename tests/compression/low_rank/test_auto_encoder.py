@@ -159,9 +159,12 @@ def test_a_step_is_bounded():
 
 
 def test_an_empty_network_is_rejected(subtests):
-    for options in [{"channels": ()}, {"channels": (4, 0)}, {"code_channels": 0}]:
-        raises = pytest.raises(ValueError, match="channels must be one or more numbers >= 1")
-        with subtests.test(str(options)), raises:
+    for options, sentence in [
+        ({"channels": ()}, "channels must be one or more numbers, got none"),
+        ({"channels": (4, 0)}, r"channels\[1\] must be a positive integer, got 0"),
+        ({"code_channels": 0}, "code_channels must be a positive integer, got 0"),
+    ]:
+        with subtests.test(str(options)), pytest.raises(ValueError, match=sentence):
             ConvAutoEncoder(**options)
 
 

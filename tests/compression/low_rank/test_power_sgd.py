@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.theory.contraction import contraction
-from pyparallel.comm import seal
+from pyparallel.comm import Run
 from pyparallel.compression import (
     AttachPoint,
     BufferLayout,
@@ -24,6 +24,7 @@ from pyparallel.compression import (
     ddp_hook,
 )
 from pyparallel.compression.low_rank.matrices import Matrices
+from pyparallel.training import seal
 from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
@@ -442,7 +443,7 @@ def a_subgroup_averages_alone(rank):
     group = dist.new_group([0, 2])
     if rank == 1:
         return
-    collectives, x = Collectives(group), draw(rank)
+    collectives, x = Collectives(Run(group)), draw(rank)
     wanted = average(x, group)
     FULL_RANK.mean_(x, FULL_RANK.init(MODEL, CPU), collectives)
     assert error(x, wanted) < 1e-5

@@ -68,5 +68,5 @@ def test_bad_settings_are_rejected(subtests):
 
 
 def test_unknown_formats_are_rejected():
-    with pytest.raises(ValueError, match="format must be one of e4m3, e5m2, got 'e3m4'"):
+    with pytest.raises(ValueError, match="format must be 'e4m3' or 'e5m2', got 'e3m4'"):
         Fp8("e3m4")

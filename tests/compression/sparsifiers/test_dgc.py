@@ -191,7 +191,7 @@ def test_options_out_of_range_are_rejected(subtests):
     for options, sentence in [
         ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
-        ({"warm_up": -1}, "warm_up must be a number of steps >= 0, got -1"),
+        ({"warm_up": -1}, "warm_up must be an integer of at least 0, got -1"),
         ({"clip_norm": 0.0}, "clip_norm must be finite and > 0, or None, got 0.0"),
         ({"clip_norm": NAN}, "clip_norm must be finite and > 0, or None, got nan"),
     ]:

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.theory.contraction import contraction
+from pyparallel.comm import Run
 from pyparallel.compression import (
     AttachPoint,
     BufferLayout,
@@ -182,7 +183,7 @@ def check_density_1(alone):
     """In a group of one, a share is the whole buffer."""
     x = gradient(0, 0, 100)
     ErrorFeedback(PermK()).mean_(
-        x, ErrorFeedback(PermK()).init(BufferLayout.flat(100), x.device), Collectives(alone)
+        x, ErrorFeedback(PermK()).init(BufferLayout.flat(100), x.device), Collectives(Run(alone))
     )
     assert torch.equal(x, gradient(0, 0, 100))
 

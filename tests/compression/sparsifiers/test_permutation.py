@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from pyparallel.compression import PermK
 from pyparallel.compression.layout import BufferLayout
 from pyparallel.compression.sparsifiers.permutation import Permutation
 
@@ -63,6 +64,6 @@ def test_all_permutations_of_few_entries_are_equally_likely():
 
 def test_runs_are_whole(subtests):
     for run_length in [0, -1, 1.5]:
-        raises = pytest.raises(ValueError, match="run_length must be an integer >= 1")
+        raises = pytest.raises(ValueError, match="run_length must be a positive integer")
         with subtests.test(str(run_length)), raises:
-            Permutation(0, run_length)
+            PermK(run_length=run_length)

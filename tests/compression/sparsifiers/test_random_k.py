@@ -144,7 +144,7 @@ def test_density_must_be_in_0_1(subtests):
 
 def test_run_length_must_be_positive(subtests):
     for run_length in [0, -3, 2.5]:
-        raises = pytest.raises(ValueError, match="run_length must be an integer")
+        raises = pytest.raises(ValueError, match="run_length must be a positive integer")
         with subtests.test(str(run_length)), raises:
             RandomK(0.1, run_length=run_length)
 

@@ -181,7 +181,7 @@ def run_alone(compressor, x, state):
 
 class Alone(Collectives):
     def __init__(self):
-        self.rank, self.size, self.group, self.stats = 0, 1, None, CommStats()
+        self.rank, self.size, self.stats = 0, 1, CommStats()
 
     def all_reduce_(self, tensor):
         pass

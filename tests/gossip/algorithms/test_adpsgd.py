@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel
+from pyparallel.comm import Run
 from pyparallel.gossip import ADPSGD
 from pyparallel.gossip.topology import Complete, Ring, Star
 from tests.gossip.graphs import StarWithChords
@@ -242,4 +243,4 @@ def test_a_mistake_is_one_error_on_every_rank(ranks):
 def test_other_devices_are_an_error():
     buckets = SimpleNamespace(buffers=[torch.zeros(2, device="meta")])
     with pytest.raises(ValueError, match=r"parameters must be on the CPU for ADPSGD, .* got meta"):
-        ADPSGD(Ring(2)).start(nn.Linear(1, 1), None, buckets, None)
+        ADPSGD(Ring(2)).start(nn.Linear(1, 1), None, buckets, Run())

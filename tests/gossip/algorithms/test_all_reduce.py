@@ -1,4 +1,4 @@
-"""AllReduce averages as DistributedDataParallel does, to the last bit."""
+"""AllReduce takes steps of the mean gradient, as DistributedDataParallel to the last bit."""
 
 import torch
 from torch import nn
@@ -6,6 +6,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import AllReduce
+from pyparallel.gossip.algorithms.all_reduce import all_reduce_sgd
+from tests.gossip.loops import batches, build_model, flat, start
+from tests.gossip.loops import train as train_on
+
+
+def train_wrapped_model(rank):
+    model, optimizer, wrapped = start(AllReduce())
+    return train_on(model, optimizer, batches(rank, 6), forward=wrapped)
+
+
+def test_ranks_take_the_steps_of_the_mean_gradient(ranks):
+    x, model = flat(build_model()), build_model()
+    for data in zip(*(batches(rank, 6) for rank in range(3)), strict=True):
+        gradients = []
+        for inputs, targets in data:
+            model.zero_grad()
+            nn.utils.vector_to_parameters(x.clone(), model.parameters())
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        x = all_reduce_sgd(x, lambda gradient: 0.05 * gradient, torch.stack(gradients))
+    for parameters in ranks.run(3, train_wrapped_model):
+        torch.testing.assert_close(parameters, x, rtol=1e-5, atol=1e-6)
 
 
 class Branches(nn.Module):

@@ -6,6 +6,8 @@ from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import DPSGD, SGP
+from pyparallel.gossip.algorithms.dpsgd import dpsgd
+from pyparallel.gossip.algorithms.sgp import sgp
 from pyparallel.gossip.topology import (
     BaseGraph,
     BipartiteExponential,
@@ -31,29 +33,26 @@ def train_both(rank, topology, overlap):
 
 def test_is_sgp_on_the_same_matrix(ranks):
     for overlap in (0, 1):
-        for ours, sgp in ranks.run(4, train_both, Torus(4), overlap):
-            assert torch.equal(ours, sgp), overlap
+        for ours, theirs in ranks.run(4, train_both, Torus(4), overlap):
+            assert torch.equal(ours, theirs), overlap
 
 
 def lian_et_al(topology, targets, num_steps, lr):
-    """Simulate Algorithm 1 of Lian et al. (NeurIPS 2017): x after each of its average and update.
-
-    Line 3: gradients at x; line 4: the average of the neighbors' x; line 5: the update of it.
-    """
-    x, history = np.zeros_like(targets), []
+    """Return x of all ranks after each step of Algorithm 1 of Lian et al. (NeurIPS 2017)."""
+    x, history = torch.zeros_like(targets), []
     for step in range(num_steps):
-        gradients = x - targets
-        averaged = topology.mixing_matrix(step) @ x
-        x = averaged - lr * gradients
+        x = dpsgd(x, lambda x: lr * (x - targets), torch.from_numpy(topology.mixing_matrix(step)))
         history.append(x)
     return history
 
 
 def adapt_then_combine(topology, targets, num_steps, lr):
-    x, history = np.zeros_like(targets), []
+    x, w, history = torch.zeros_like(targets), torch.ones(len(targets), 1).double(), []
     for step in range(num_steps):
-        x = topology.mixing_matrix(step) @ (x - lr * (x - targets))
+        matrix = torch.from_numpy(topology.mixing_matrix(step))
+        x, w = sgp(x, w, lambda z: lr * (z - targets), matrix)
         history.append(x)
+    torch.testing.assert_close(w, torch.ones_like(w))
     return history
 
 
@@ -78,10 +77,10 @@ def test_overlap_1_is_algorithm_1_of_lian_et_al_and_0_adapt_then_combine(ranks):
     for topology in (Ring(4), Lazy(Hypercube(4), 0.7)):
         # The library averages x after an update and before the next; Lian et al. before the first.
         rounds = Shifted(topology)
-        printed = lian_et_al(rounds, TARGETS, 15, 0.3)
+        printed = lian_et_al(rounds, torch.from_numpy(TARGETS), 15, 0.3)
         for rank, history in enumerate(ranks.run(4, descend, topology, 1)):
             np.testing.assert_allclose(history, [x[rank] for x in printed], 1e-5, 1e-6)
-        other = adapt_then_combine(topology, TARGETS, 15, 0.3)
+        other = adapt_then_combine(topology, torch.from_numpy(TARGETS), 15, 0.3)
         for rank, history in enumerate(ranks.run(4, descend, topology, 0)):
             np.testing.assert_allclose(history, [x[rank] for x in other], 1e-5, 1e-6)
 

@@ -8,9 +8,11 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel
-from pyparallel.comm import FlatBuckets
+from pyparallel.comm import Run
 from pyparallel.gossip import SGP, AllReduce, DiLoCo, Hierarchical, LeaderSGD, NoLoCo, SlowMo
+from pyparallel.gossip.algorithms.hierarchical import hierarchical
 from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching, Ring, Star
+from pyparallel.training import FlatBuckets
 from tests.gossip.loops import (
     SMOOTH,
     batches,
@@ -75,6 +77,35 @@ def test_nodes_train_like_single_ranks_with_all_their_batches(ranks):
         NoLoCo(RandomMatching(2), 4),
     ]
     check_nodes(ranks, 2, inner, 2, {"momentum": 0.9})
+
+
+def train_node(rank, topology):
+    """Return the parameters after each step of plain SGD."""
+    model, optimizer, wrapped = start(Hierarchical(SGP(topology), 2))
+    return [train(model, optimizer, [each], wrapped) for each in batches(rank, 6)]
+
+
+def test_nodes_take_steps_of_sgp_with_their_mean_gradients(ranks):
+    topology, model = Star(3), build_model()
+    x, w = flat(model).repeat(3, 1).double(), torch.ones(3, 1).double()
+    results = ranks.run(6, train_node, topology)
+    data = [list(batches(rank, 6)) for rank in range(6)]
+    for step in range(6):
+
+        def gradient(z, step=step):
+            rows = []
+            for rank, row in enumerate(z.float()):
+                model.zero_grad()
+                nn.utils.vector_to_parameters(row.clone(), model.parameters())
+                inputs, targets = data[rank][step]
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                rows.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            return 0.05 * torch.stack(rows).double()
+
+        x, w = hierarchical(x, w, gradient, torch.from_numpy(topology.mixing_matrix(step)), 2)
+        for rank, history in enumerate(results):
+            expected = (x / w)[rank // 2].float()
+            torch.testing.assert_close(history[step], expected, rtol=1e-5, atol=2e-6)
 
 
 def test_other_sizes_with_small_buckets(ranks):
@@ -286,4 +317,4 @@ def test_a_model_too_small_to_shard_is_an_error():
     algorithm = Hierarchical(SGP(Ring(1)), 17)
     buckets = FlatBuckets([nn.Parameter(torch.zeros(1))], 2**20)
     with pytest.raises(ValueError, match="ranks_per_node must leave each rank a shard of the"):
-        algorithm.start(nn.Module(), None, buckets, None)
+        algorithm.start(nn.Module(), None, buckets, Run())

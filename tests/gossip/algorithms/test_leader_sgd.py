@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pyparallel
-from pyparallel.comm import FlatBuckets
+from pyparallel.comm import Run
 from pyparallel.gossip import SGP, LeaderSGD, SlowMo
 from pyparallel.gossip.algorithms.leader import find_leader
+from pyparallel.gossip.algorithms.leader_sgd import leader_sgd, pulled
 from pyparallel.gossip.topology import Ring
+from pyparallel.training import FlatBuckets
 from tests.gossip.loops import (
     SMOOTH,
     batches,
@@ -88,8 +90,7 @@ def simulate(algorithm, num_ranks, num_steps, recorded):
     history = []
 
     def move(rank, target, fraction):
-        x = flat(models[rank])
-        vector = (1 - fraction) * x + fraction * target
+        vector = pulled(flat(models[rank]), [(target, fraction)])
         nn.utils.vector_to_parameters(vector, models[rank].parameters())
 
     for step in range(1, num_steps + 1):
@@ -149,31 +150,26 @@ MOMENTUM, DECAY = 0.8, 0.05
 
 
 def lsgd_of_the_paper(losses, interval, global_interval, strength, global_strength):
-    """Return x of all ranks, (steps, 4, 5), by Teng et al., two nodes of two workers.
+    """Return x of all ranks, (steps, 4, 5), by ``leader_sgd``, two nodes of two workers.
 
-    x <- x - lr u - lr lambda (x - x_L) - lr lambda_G (x - x_G), where u is the gradient of the
-    paper's SGD, here with the usual momentum u <- m u + g, and g includes L2 decay. Leaders have
-    the lowest mean loss since the last choice.
+    The update is SGD's with momentum, u <- m u + g, and g includes L2 decay. Leaders have the
+    lowest mean loss since the last choice.
     """
-    x, u = STARTS.copy(), numpy.zeros((4, 5))
-    local, overall = None, None
+    x, u, rates = torch.tensor(STARTS), torch.zeros(4, 5), torch.tensor(RATES)
+    curvature, centers = torch.tensor(CURVATURE), torch.tensor(CENTERS)
+    local, overall = [], []
     history = []
     for k in range(len(losses)):
-        rate = RATES * 0.9**k
-        u = MOMENTUM * u + CURVATURE * (x - CENTERS) + DECAY * x
-        pull = numpy.zeros((4, 5))
-        if local is not None:
-            pull += strength * (x - local)
-        if overall is not None:
-            pull += global_strength * (x - overall)
-        x = x - rate * (u + pull)
+        rate = rates * 0.9**k
+        u = MOMENTUM * u + curvature * (x - centers) + DECAY * x
+        x = leader_sgd(x, rate * u, rate, overall + local)
         if (k + 1) % interval == 0:
             means = losses[k + 1 - interval : k + 1].mean(axis=0)
             first, second = means[:2].argmin(), 2 + means[2:].argmin()
-            local = x[[first, first, second, second]]
+            local = [(x[[first, first, second, second]], strength)]
             if (k + 1) % global_interval == 0:
-                overall = x[means.argmin()].copy()
-        history.append(x)
+                overall = [(x[means.argmin()], global_strength)]
+        history.append(x.numpy())
     return numpy.array(history)
 
 
@@ -185,12 +181,12 @@ def train_quadratic(rank, algorithm, losses):
     groups = [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "lr": 0.04}]
     optimizer = torch.optim.SGD(groups, momentum=MOMENTUM, weight_decay=DECAY)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    averager = algorithm.start(nn.ParameterList(parameters), optimizer, buckets, None)
+    averager = algorithm.start(nn.ParameterList(parameters), optimizer, buckets, Run())
     history = []
     for step_losses in losses:
         gradient = torch.tensor(CURVATURE) * (torch.cat(parameters).detach() - CENTERS[rank])
         parameters[0].grad, parameters[1].grad = gradient[:2].clone(), gradient[2:].clone()
-        averager.record_loss(float(step_losses[rank]))
+        averager.run.record_loss(float(step_losses[rank]))
         take_step(averager, optimizer)
         scheduler.step()
         history.append(torch.cat(parameters).detach().numpy().copy())
@@ -219,10 +215,12 @@ def simulate_the_papers_rule(num_steps, recorded, interval, global_interval):
             nn.functional.mse_loss(model(inputs.double()), targets.double()).backward()
             x = flat(model)
             optimizer.step()
-            moved = flat(model)
-            for key, strength in ((rank // 2, 1.5), ("all", 0.8)):
-                if key in leaders:
-                    moved = moved - 0.05 * strength * (x - leaders[key])
+            known = [
+                (leaders[key], strength)
+                for key, strength in (("all", 0.8), (rank // 2, 1.5))
+                if key in leaders
+            ]
+            moved = leader_sgd(x, x - flat(model), 0.05, known)
             nn.utils.vector_to_parameters(moved, model.parameters())
         if (step + 1) % interval == 0:
             window = numpy.array(recorded[step + 1 - interval : step + 1]).mean(axis=0)
@@ -527,7 +525,7 @@ def lose_one_loss(rank):
         for parameter in model.parameters():
             parameter.fill_(rank)
     wrapped.record_loss([NAN, 2.0, 1.0][rank])
-    wrapped._averager.shadow_step()
+    wrapped._rounds.joined.shadow_round()
     return flat(model)
 
 

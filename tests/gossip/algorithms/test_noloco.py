@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.comm import FlatBuckets
 from pyparallel.gossip import DiLoCo, NoLoCo
-from pyparallel.gossip.algorithms.noloco import NoLoCoAverager
+from pyparallel.gossip.algorithms.noloco import NoLoCoAverager, noloco
 from pyparallel.gossip.topology import Hypercube, RandomMatching, Ring
+from pyparallel.training import FlatBuckets
 from tests.gossip.loops import batches, start, take_step, train, train_wrapped
 from tests.local_transport import run_threads
 
@@ -36,27 +36,21 @@ def target_of(rank):
 
 
 def simulate(algorithm, num_ranks, num_steps):
-    """Compute the rule of the docstring in float64."""
-    targets = np.stack([target_of(rank).double().numpy() for rank in range(num_ranks)])
-    theta, phi, momentum = (np.zeros_like(targets) for _ in range(3))
+    """Return theta of all ranks after each step, in float64, with outer steps by ``noloco``."""
+    targets = torch.stack([target_of(rank).double() for rank in range(num_ranks)])
+    theta, phi, momentum = (torch.zeros_like(targets) for _ in range(3))
+    options = algorithm.momentum, algorithm.outer_lr, algorithm.pull
     history = []
     for step in range(1, num_steps + 1):
         theta = theta - LR * (theta - targets)
         if step % algorithm.interval == 0:
-            partners = [
-                algorithm.topology.partner(rank, step // algorithm.interval - 1)
-                for rank in range(num_ranks)
-            ]
-            pairs = [[r, r if p is None else p] for r, p in enumerate(partners)]
-            delta = np.stack([(theta - phi)[pair].mean(0) for pair in pairs])
-            mean = np.stack([phi[pair].mean(0) for pair in pairs])
-            momentum = (
-                algorithm.momentum * momentum
-                + algorithm.outer_lr * delta
-                - algorithm.pull * (phi - mean)
-            )
-            phi = phi + momentum
-            theta = phi
+            for rank in range(num_ranks):
+                partner = algorithm.topology.partner(rank, step // algorithm.interval - 1)
+                if partner is None or partner > rank:
+                    pair = [rank] if partner is None else [rank, partner]
+                    states = theta[pair], phi[pair], momentum[pair]
+                    phi[pair], momentum[pair] = noloco(*states, *options)
+            theta = phi.clone()
         history.append(theta)
     return history
 

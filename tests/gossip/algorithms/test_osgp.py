@@ -1,4 +1,4 @@
-"""OSGP against Algorithm 2 of Assran et al. (ICML 2019), written from the paper with matrices."""
+"""OSGP against Algorithm 2 of Assran et al. (ICML 2019), computed for all ranks at once."""
 
 import itertools
 
@@ -10,6 +10,7 @@ from torch import nn
 from pyparallel import GossipDataParallel, optim
 from pyparallel.comm import DisagreementError
 from pyparallel.gossip import OSGP, SGP
+from pyparallel.gossip.algorithms.osgp import osgp
 from pyparallel.gossip.push_sum import buffer as round_buffer
 from pyparallel.gossip.push_sum.delayed import DelayedPushSum
 from pyparallel.gossip.push_sum.dense_buffer import BiasedBuffer, DenseBuffer
@@ -52,26 +53,24 @@ def targets_of(num_ranks):
 
 
 def algorithm_2(topology, delay, num_steps, biased=False, momentum=0.0, weight_decay=0.0, **sgd):
-    """Simulate the paper's rule for ``|z - target|^2 / 2`` on each rank; return z and w of steps.
+    """Return z and w of all ranks after each step of Algorithm 2 for ``|z - target|^2 / 2``.
 
     Each rank's optimizer is SGD, as torch defines it, of the numerator x.
     """
-    targets = targets_of(topology.num_ranks)
-    x, w = np.tile(START, (len(targets), 1)), np.ones((len(targets), 1))
-    velocity, sent, history = np.zeros_like(x), {}, []
-    for step in range(num_steps):
-        z = x if biased else x / w
+    targets = torch.from_numpy(targets_of(topology.num_ranks))
+    x, w = torch.tensor(START).repeat(len(targets), 1), torch.ones(len(targets), 1).double()
+    velocity, sent, history = torch.zeros_like(x), {}, []
+
+    def update(z, x):
         gradient = z - targets + weight_decay * x
-        velocity = momentum * velocity + gradient
-        x = x - LR * (gradient + momentum * velocity if sgd.get("nesterov") else velocity)
-        if step % delay == 0:
-            matrix = topology.mixing_matrix(step // delay)
-            kept = np.diag(np.diag(matrix))
-            sent[step] = (matrix - kept) @ x, (matrix - kept) @ w
-            x, w = kept @ x, kept @ w
-        if step - delay in sent:
-            x, w = x + sent[step - delay][0], w + sent[step - delay][1]
-        history.append((x if biased else x / w, np.ones_like(w) if biased else w))
+        velocity.mul_(momentum).add_(gradient)
+        return LR * (gradient + momentum * velocity if sgd.get("nesterov") else velocity)
+
+    for step in range(num_steps):
+        matrix = torch.from_numpy(topology.mixing_matrix(step // delay))
+        x, w = osgp(step, x, w, sent, update, matrix, delay, biased=biased)
+        z, weights = (x, torch.ones_like(w)) if biased else (x / w, w)
+        history.append((z.numpy(), weights.numpy()))
     return history
 
 
@@ -95,7 +94,7 @@ def run_in_float64(topology, delay, num_steps, biased, options):
         for _ in range(num_steps):
             parameter.grad = parameter.detach() - target
             take_step(averager, optimizer)
-            history.append((parameter.detach().numpy().copy(), float(averager.weight)))
+            history.append((parameter.detach().numpy().copy(), float(averager.status.weight)))
         return history
 
     return run_threads(topology.num_ranks, rank_main)

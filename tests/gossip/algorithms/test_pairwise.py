@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyparallel.comm import PeerError
+from pyparallel.gossip.algorithms.adpsgd import adpsgd
 from pyparallel.gossip.topology import BaseGraph, Complete, RandomMatching, Ring, Star
 from tests.gossip.local_pairs import World
 
@@ -115,14 +116,29 @@ def test_two_ranks_in_lockstep_average_instead_of_swapping():
     assert world.values().tolist() == [[2.0], [2.0]]
 
 
+def test_an_exchange_averages_two_ranks_whatever_updates_there_are_meanwhile():
+    world = World(Complete(2), random_values(2))
+    x, sent, generator = list(world.values()), None, torch.Generator().manual_seed(8)
+    for step in range(12):
+        for rank in range(2):
+            if rank == 1 and step % 2:  # it has received the request, and replies
+                x[0], x[1] = adpsgd(sent, x[0], x[1])
+            update = float(torch.randn((), generator=generator))
+            world.step(rank, lambda _, update=update: update)
+            x[rank] = x[rank] + update
+            if rank == 0 and step % 2 == 0:  # it has applied the reply, and sends the next request
+                sent = x[0]
+            torch.testing.assert_close(world.as_merged(), torch.stack(x), rtol=0, atol=2e-6)
+
+
 def test_a_rank_continues_while_its_partner_sleeps():
     world = World(Ring(4), random_values(4))
     for _ in range(20):
         for rank in (0, 1, 2):
             world.step(rank, lambda _: 0.5)
     sleeper = world.averagers[3]
-    assert sleeper.bytes_sent == 0
-    assert world.averagers[0].bytes_sent > 0
+    assert sleeper.run.stats.wire_bytes == 0
+    assert world.averagers[0].run.stats.wire_bytes > 0
     expected = world.as_merged().sum(0)
     world.flush()
     torch.testing.assert_close(world.values().sum(0), expected, rtol=0, atol=2e-5)
@@ -134,7 +150,7 @@ def test_ranks_that_are_active_and_passive_do_both():
         for rank in range(4):
             world.step(rank)
     for averager in world.averagers:
-        assert averager.bytes_sent > 20 * 32  # messages of 8 floats
+        assert averager.run.stats.wire_bytes > 20 * 32  # messages of 8 floats
 
 
 def test_16_bit_buffers_conserve_the_sum_up_to_rounding():
@@ -157,7 +173,7 @@ def test_equal_ranks_do_not_change():
         for rank in range(4):
             world.step(rank)
     assert torch.equal(world.values(), before)
-    assert all(averager.bytes_sent > 0 for averager in world.averagers)
+    assert all(averager.run.stats.wire_bytes > 0 for averager in world.averagers)
 
 
 @settings(deadline=None, max_examples=30)

@@ -7,6 +7,7 @@ import torch
 
 from pyparallel.comm import PeerError
 from pyparallel.gossip import SGP, AllReduce, DiLoCo, LocalSGD, NoLoCo, SlowMo
+from pyparallel.gossip.algorithms.local_sgd import local_sgd
 from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching, Ring, Star
 from tests.gossip.loops import batches, build_model, flat, start, train, train_alone, train_wrapped
 from tests.workers import observe_ranks
@@ -46,8 +47,13 @@ def assert_equal_on_all_ranks(ranks, algorithm, expected):
 
 
 def test_local_sgd_averages_every_interval(ranks):
-    expected = train_in_one_process(lambda _, average: average, momentum=0.9)
-    assert_equal_on_all_ranks(ranks, LocalSGD(INTERVAL), expected)
+    models = [build_model() for _ in range(RANKS)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in models]
+    for step, data in enumerate(zip(*(batches(rank, STEPS) for rank in range(RANKS)), strict=True)):
+        x = torch.stack(list(map(train, models, optimizers, [[each] for each in data])))
+        for model, vector in zip(models, local_sgd(x, step + 1, INTERVAL), strict=True):
+            assign(model, vector)
+    assert_equal_on_all_ranks(ranks, LocalSGD(INTERVAL), map(flat, models))
 
 
 @pytest.mark.parametrize("reset", [True, False])

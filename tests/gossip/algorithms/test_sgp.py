@@ -13,6 +13,7 @@ from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import OSGP, SGP
+from pyparallel.gossip.algorithms.sgp import combine_while_adapt, sgp
 from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import (
     BaseGraph,
@@ -33,10 +34,6 @@ IRREGULAR = [Star, StarWithChords]
 LR = 0.1
 
 
-def gradient(target, z):
-    return z - target
-
-
 def run_steps(topology, overlap, num_steps, lr=LR):
     """Descend towards a different target on each rank; return z and w after steps and flushed."""
 
@@ -48,60 +45,55 @@ def run_steps(topology, overlap, num_steps, lr=LR):
         optimizer = torch.optim.SGD([parameter], lr=lr)
         history = []
         for _ in range(num_steps):
-            parameter.grad = gradient(target, parameter.detach().clone())
+            parameter.grad = parameter.detach() - target
             take_step(averager, optimizer)
-            history.append((parameter.detach().double().numpy().copy(), float(averager.weight)))
+            history.append(
+                (parameter.detach().double().numpy().copy(), float(averager.status.weight))
+            )
         merged, weight = averager.as_merged()
         merged, weight = merged[0].double().numpy().copy(), float(weight)
         averager.flush()
-        after = parameter.detach().double().numpy(), float(averager.weight)
+        after = parameter.detach().double().numpy(), float(averager.status.weight)
         return target.double().numpy(), history, (merged, weight), after
 
     return run_threads(topology.num_ranks, rank_main)
 
 
 def algorithm_1(topology, num_steps, targets):
-    """Simulate Algorithm 1 of Assran et al. (ICML 2019) with float64 matrices; return z and w."""
-    x, w, history = np.zeros_like(targets), np.ones(len(targets)), []
+    """Return z and w of all ranks after each step of Algorithm 1 of Assran et al., in float64."""
+    x, w, history = torch.zeros_like(targets), torch.ones(len(targets), 1).double(), []
     for step in range(num_steps):
-        x = x - LR * gradient(targets, x / w[:, None])
-        matrix = topology.mixing_matrix(step)
-        x, w = matrix @ x, matrix @ w
-        history.append((x / w[:, None], w))
+        matrix = torch.from_numpy(topology.mixing_matrix(step))
+        x, w = sgp(x, w, lambda z: LR * (z - targets), matrix)
+        history.append((x / w, w))
     return history
 
 
-def combine_while_adapt(topology, overlap, num_steps, targets):
-    """Simulate PushSum that merges what was sent ``overlap`` steps ago before the update.
-
-    Gradients are those of z before the merge. Numerators x, weights w and messages in flight are
-    float64 matrices.
-    """
-    x, w = np.zeros_like(targets), np.ones(len(targets))
-    sent, index, age, history = None, 0, 0, []
+def with_overlap(topology, overlap, num_steps, targets):
+    """Return z and w of all ranks after each step of combine-while-adapt, in float64."""
+    x, w = torch.zeros_like(targets), torch.ones(len(targets), 1).double()
+    in_flight, index, age, history = None, 0, 0, []
     for _ in range(num_steps):
-        z = x / w[:, None]
         age += 1
-        if sent is not None and age >= overlap:
-            x, w, sent = x + sent[0], w + sent[1], None
-        x = x - LR * gradient(targets, z)
-        if sent is None:
-            matrix = topology.mixing_matrix(index)
-            kept = np.diag(np.diag(matrix))
-            sent = (matrix - kept) @ x, (matrix - kept) @ w
-            x, w = kept @ x, kept @ w
+        merges = in_flight is not None and age >= overlap
+        sends = merges or in_flight is None
+        matrix = torch.from_numpy(topology.mixing_matrix(index)) if sends else None
+        x, w, in_flight = combine_while_adapt(
+            x, w, in_flight, lambda z: LR * (z - targets), matrix, merges=merges
+        )
+        if sends:
             index, age = index + 1, 0
-        history.append((x / w[:, None], w))
+        history.append((x / w, w))
     return history
 
 
 def check_steps(topology, overlap, simulate):
     results = run_steps(topology, overlap, 25)
-    expected = simulate(np.stack([target for target, *_ in results]))
+    expected = simulate(torch.stack([torch.from_numpy(target) for target, *_ in results]))
     for rank, (_, history, _, _) in enumerate(results):
         for step, (z, weight) in enumerate(history):
             place = f"{topology}, rank {rank}, step {step}"
-            assert weight == pytest.approx(expected[step][1][rank], abs=1e-12), place
+            assert weight == pytest.approx(float(expected[step][1][rank]), abs=1e-12), place
             np.testing.assert_allclose(z, expected[step][0][rank], 2e-5, 2e-6, err_msg=place)
 
 
@@ -113,7 +105,7 @@ def test_sgp_is_algorithm_1_of_assran_et_al():
 @pytest.mark.parametrize("overlap", [1, 2, 4])
 def test_overlap_is_combine_while_adapt(overlap):
     for kind in [*KINDS, *IRREGULAR]:
-        check_steps(kind(5), overlap, partial(combine_while_adapt, kind(5), overlap, 25))
+        check_steps(kind(5), overlap, partial(with_overlap, kind(5), overlap, 25))
 
 
 @settings(deadline=None, max_examples=25)
@@ -140,7 +132,7 @@ def average_with_delays(exchange, topology, delays):
         averaging.send()
         time.sleep(delay)
         averaging.merge()
-    return before, buffer.double(), float(averaging.weight)
+    return before, buffer.double(), float(averaging.status.weight)
 
 
 @settings(deadline=None, max_examples=8)
@@ -163,7 +155,7 @@ def test_weights_are_one_at_every_update_with_overlap_one():
         averager = PushSum.of_dense([torch.zeros(3)], exchange, OnePeerExponential(4), overlap=1)
         for _ in range(10):
             averager.before_step()
-            seen.append(float(averager.weight))
+            seen.append(float(averager.status.weight))
             averager.after_step()
 
     run_threads(4, rank_main)

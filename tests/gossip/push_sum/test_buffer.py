@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from pyparallel.comm import MessageHeaders, PeerError
+from pyparallel.comm import PeerError
+from pyparallel.gossip.messages import NeighborExchange
 from pyparallel.gossip.push_sum.dense_buffer import DenseBuffer
 from pyparallel.gossip.topology import Ring
+from tests.local_transport import LocalRun
 from tests.op_counter import OpCounter
 
 
@@ -57,13 +59,10 @@ def test_outgoing_mass_is_a_share_of_the_weight_and_does_not_change_it():
     assert buffer.outgoing_mass(()).shape == (0,)
 
 
-class FailingExchange:
+class FailingExchange(NeighborExchange):
     """An exchange whose messages are never delivered."""
 
-    rank = 0
-    headers = MessageHeaders(0, 3)
-
-    def start(self, sends, receives, step):
+    def start(self, sends, receives):
         return self
 
     def wait_for_headers(self):
@@ -71,7 +70,7 @@ class FailingExchange:
 
 
 def test_the_mass_of_a_failed_round_comes_back():
-    buffer = DenseBuffer(torch.tensor([1.0, -3.0]), FailingExchange())
+    buffer = DenseBuffer(torch.tensor([1.0, -3.0]), FailingExchange(LocalRun(0, 3)))
     buffer.send(Ring(4).neighbors(0, 0), 0)
     assert buffer.weight.item() == pytest.approx(1 / 3)
     with pytest.raises(PeerError):

@@ -28,7 +28,7 @@ from pyparallel.compression import (
     TopK,
 )
 from pyparallel.gossip import DPSGD, SGP, Hierarchical
-from pyparallel.gossip.push_sum.compressed_buffer import CompressedBuffer
+from pyparallel.gossip.push_sum.compressed_buffer import CompressedBuffer, choco_sgp
 from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.push_sum.replicas import Replicas
 from pyparallel.gossip.topology import (
@@ -101,12 +101,45 @@ def test_mass_is_conserved_with_lossy_messages(kind, compressor, num_ranks, over
         merged = numerator(averaging)
         averaging.flush()
         assert torch.equal(merged, numerator(averaging))
-        return added, merged, float(averaging.weight)
+        return added, merged, float(averaging.status.weight)
 
     results = run_threads(num_ranks, rank_main)
     assert sum(weight for *_, weight in results) == pytest.approx(num_ranks, abs=1e-9)
     expected, found = (sum(each) for each in list(zip(*results, strict=True))[:2])
     assert (found - expected).norm() <= 1e-6 * max(1, num_ranks) ** 0.5 * 10
+
+
+@pytest.mark.parametrize("kind", [Ring, Star, StarWithChords])
+def test_rounds_are_those_of_choco_sgp(kind):
+    topology, compressor = Lazy(kind(4), 0.5), TopK(0.3)
+    layout = BufferLayout.flat(65, "a")
+
+    def compress(differences):
+        rows = []
+        for row in differences.float():
+            message = compressor.compress(row, compressor.init(layout, row.device, 0))
+            rows.append(torch.zeros(65))
+            compressor.decompress(message, layout, rows[-1], accumulate=True)
+        return torch.stack(rows).double()
+
+    def rank_main(exchange):
+        buffers = random(exchange.rank, 65)
+        averaging = compressed(buffers, exchange, topology, compressor)
+        history = []
+        for _ in range(8):
+            averaging.after_step()
+            history.append((buffers[0].double(), float(averaging.status.weight)))
+        return history
+
+    z = torch.cat([random(rank, 65)[0].view(1, -1) for rank in range(4)]).double()
+    w, replica = torch.ones(4, 1).double(), z
+    results = run_threads(4, rank_main)
+    for index in range(8):
+        matrix = torch.from_numpy(topology.mixing_matrix(index))
+        z, w, replica = choco_sgp(z, w, replica, compress if index else torch.zeros_like, matrix)
+        for rank, history in enumerate(results):
+            torch.testing.assert_close(history[index][0], z[rank], rtol=1e-5, atol=1e-5)
+            assert history[index][1] == pytest.approx(float(w[rank]), abs=1e-12)
 
 
 def distance_after(topology, compressor, num_rounds, dtype=torch.float32):
@@ -118,7 +151,7 @@ def distance_after(topology, compressor, num_rounds, dtype=torch.float32):
         for _ in range(topology.period):
             averaging.after_step()
         buffer.add_(random(1 + exchange.rank, 400, dtype=dtype)[0])
-        start = averaging.weight * buffer.double()
+        start = averaging.status.weight * buffer.double()
         for _ in range(num_rounds):
             averaging.after_step()
         return start, buffer.double()
@@ -169,7 +202,7 @@ def test_float16_messages_are_close_to_uncompressed_rounds():
         for _ in range(7):
             plainly.after_step()
             coarsely.after_step()
-        assert plainly.weight == coarsely.weight
+        assert plainly.status.weight == coarsely.status.weight
         torch.testing.assert_close(plain[0], coarse[0], rtol=1e-3, atol=2e-3)
         assert not torch.equal(plain[0], coarse[0])
 
@@ -190,7 +223,7 @@ def test_delays_and_orders_do_not_change_the_result(data):
             averaging.send()
             time.sleep(delay)
             averaging.merge()
-        return buffer, float(averaging.weight)
+        return buffer, float(averaging.status.weight)
 
     slow = run_threads(4, lambda exchange: average(exchange, delays))
     fast = run_threads(4, lambda exchange: average(exchange, [[0.0] * 6] * 4))
@@ -231,7 +264,7 @@ def test_resumes_bit_for_bit_with_a_round_in_flight(overlap):
             for index in steps:
                 parameter.grad = parameter.detach() - index
                 take_step(averager, optimizer)
-            return parameter.detach().clone(), float(averager.weight)
+            return parameter.detach().clone(), float(averager.status.weight)
 
         train(range(5))
         saved = copy.deepcopy((averager.state_dict(), parameter.data))
@@ -249,9 +282,9 @@ def test_int8_messages_after_the_first_are_a_quarter_of_its_size():
     def rank_main(exchange):
         averaging = compressed(random(0, 1024, 1), exchange, Ring(3), Int8(block_size=256))
         averaging.after_step()
-        first, exchange.bytes_sent = exchange.bytes_sent, 0
+        first = exchange.run.stats.wire_bytes
         averaging.after_step()
-        return first, exchange.bytes_sent
+        return first, exchange.run.stats.wire_bytes - first
 
     headers = 2 * 64
     assert (
@@ -268,7 +301,7 @@ def test_after_a_reset_the_first_messages_are_uncompressed():
         buffer.fill_(2.5)
         averaging.reset()
         averaging.after_step()
-        assert float(averaging.weight) == 1
+        assert float(averaging.status.weight) == 1
         return buffer
 
     for buffer in run_threads(3, rank_main):
@@ -306,7 +339,7 @@ def test_every_compressor_of_fixed_length(compressor):
             runs.append(values.clone())
         assert torch.equal(*runs)
         replicas = averaging.state_dict()["averaging"]["buffers"][0]["mirrors"]
-        return added, averaging.weight * values.double(), replicas
+        return added, averaging.status.weight * values.double(), replicas
 
     results = run_threads(3, rank_main)
     before, after = (sum(each) for each in list(zip(*results, strict=True))[:2])
@@ -356,7 +389,7 @@ def test_one_pass_gives_the_bits_of_separate_passes():
                 if look and index % 3 == 1:
                     averaging.load_state_dict(copy.deepcopy(averaging.state_dict()))
             averaging.flush()
-            return *buffers, averaging.weight
+            return *buffers, averaging.status.weight
 
         ways = [(fused, False), (fused, True), (separate, False)]
         expected, *others = (
@@ -412,13 +445,16 @@ def test_a_quantized_round_is_one_pass_at_each_end():
 class Tampering(LocalExchange):
     """Changes the int32 messages of rank 0, or its first code of 8 bits."""
 
-    def start(self, sends, receives, step):
+    num_started = 0
+
+    def start(self, sends, receives):
+        step, self.num_started = self.num_started, self.num_started + 1
         for send in sends:
             if step == 1 and self.rank == 0 and send.tensor.dtype == torch.int32:
                 send.tensor.add_(10**6)
             if step == 1 and self.rank == 0 and send.tensor.dtype == torch.int8:
                 send.tensor[0] = -128
-        return super().start(sends, receives, step)
+        return super().start(sends, receives)
 
     def global_rank(self, rank):
         return rank
@@ -440,7 +476,7 @@ def test_a_corrupt_message_is_an_error_on_its_receivers(compressor):
             with pytest.raises(CorruptMessageError, match=sentence):
                 averaging.after_step()
         torch.testing.assert_close(buffer, before, rtol=1e-5, atol=1e-6)
-        assert averaging.weight == 1
+        assert averaging.status.weight == 1
 
     run_threads(3, rank_main)
 
@@ -485,17 +521,17 @@ def test_a_failed_send_is_undone(compressor):
         buffer.add_(torch.randn(40))
         before = buffer.clone()
         averaging.send()
-        assert averaging.weight == 0.5
+        assert averaging.status.weight == 0.5
         assert not torch.equal(buffer, before)
 
         def die():
             raise PeerError("a neighbor failed")
 
-        averaging._round_buffers[0]._pending.wait = die
+        averaging._round_buffers[0]._round.wait = die
         with pytest.raises(PeerError):
             averaging.merge()
         torch.testing.assert_close(buffer, before, rtol=1e-5, atol=1e-6)
-        assert averaging.weight == 1
+        assert averaging.status.weight == 1
 
     run_threads(2, rank_main)
 
@@ -509,15 +545,15 @@ def test_a_round_that_cannot_start_changes_nothing(compressor):
         buffer.add_(torch.randn(40))
         before = buffer.clone()
 
-        def refuse(sends, receives, step):
+        def refuse(sends, receives):
             raise PeerError("a neighbor is dead")
 
         exchange.start = refuse
         with pytest.raises(PeerError):
             averaging.send()
         torch.testing.assert_close(buffer, before, rtol=1e-5, atol=1e-6)
-        assert averaging.weight == 1
-        assert not averaging.in_flight
+        assert averaging.status.weight == 1
+        assert not averaging.status.in_flight
 
     run_threads(2, rank_main)
 
@@ -624,11 +660,11 @@ def tamper(exchange):
     """Make the exchange change the int32 tensors it sends."""
     start = exchange.start
 
-    def change(sends, receives, step):
+    def change(sends, receives):
         for send in sends:
             if send.tensor.dtype == torch.int32:
                 send.tensor.add_(10**6)
-        return start(sends, receives, step)
+        return start(sends, receives)
 
     exchange.start = change
 
@@ -648,4 +684,4 @@ def test_all_ranks_end_if_one_sends_corrupt_messages():
             f"CorruptMessageError: rank {rank}, step 5: messages must be valid for their compressor"
         )
         assert f"got a corrupt one on edge 2 -> {rank} from rank 2" in outcomes[rank].error
-    assert outcomes[2].error.startswith("PeerError: rank 2, step 6: the message on edge")
+    assert outcomes[2].error.startswith("PeerError: rank 2, step 7: the message on edge")

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from pyparallel.comm import FlatBuckets
 from pyparallel.gossip.push_sum.layout import layouts_of
+from pyparallel.training import FlatBuckets
 
 
 def buckets_of(module, cap_bytes):

@@ -22,7 +22,7 @@ def run_rounds(topology, num_rounds, *, dtype=torch.float32, lengths=(33, 5)):
         averaging = PushSum.of_dense(buffers, exchange, topology)
         for _ in range(num_rounds):
             averaging.after_step()
-        return before, [buffer.double() for buffer in buffers], averaging.weight
+        return before, [buffer.double() for buffer in buffers], averaging.status.weight
 
     return run_threads(topology.num_ranks, rank_main)
 
@@ -61,7 +61,7 @@ def test_numerator_and_debiased_are_inverse():
         averaging.before_update()
         numerator = averaging.buffers[0].clone()
         averaging.after_update()
-        return before, numerator, averaging.buffers[0], averaging.weight
+        return before, numerator, averaging.buffers[0], averaging.status.weight
 
     for before, numerator, after, weight in run_threads(5, rank_main):
         assert weight != 1
@@ -73,6 +73,6 @@ def test_bytes_sent_count_every_buffer_and_its_header():
     def rank_main(exchange):
         averaging = PushSum.of_dense([torch.zeros(10), torch.zeros(3).half()], exchange, Ring(4))
         averaging.after_step()
-        return exchange.bytes_sent
+        return exchange.run.stats.wire_bytes
 
     assert run_threads(4, rank_main) == [2 * (40 + 6 + 2 * 64)] * 4

@@ -220,7 +220,7 @@ INVALID = [
     ),
     (lambda: Star(4, center=4), "center must be a rank from 0 to 3, got 4"),
     (lambda: BaseGraph(4, peers=0), "peers must be a positive integer, got 0"),
-    (lambda: RandomMatching(4, period=0), "period must be positive, got 0"),
+    (lambda: RandomMatching(4, period=0), "period must be a positive integer, got 0"),
     (lambda: HierarchicalTopology(6, 4), "ranks_per_node must divide the 6 ranks, got 4"),
     (lambda: TimeVarying([Ring(3), Ring(4)]), r"for one number of ranks, got \[3, 4\]"),
     (lambda: TimeVarying([]), r"for one number of ranks, got \[\]"),

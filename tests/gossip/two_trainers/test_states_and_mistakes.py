@@ -107,7 +107,7 @@ def resume(rank, folder, as_files):
         torch.save({**values, "scalers": scalers}, folder / f"{rank}.pt")
     else:  # what ranks have under one key is saved once
         dcp.save({**states, f"scalers-{rank}": scalers}, checkpoint_id=folder)
-    in_flight = [model._averager.in_flight for model in gan.models]
+    in_flight = [model._averager.status.in_flight for model in gan.models]
     expected = train_on(gan, data[5:])
     gan_again, states = make()
     if as_files:

@@ -62,11 +62,6 @@ class World:
         self.num_early = 0  # receives that were posted before their sends
         self.headers = defaultdict(lambda: (deque(), deque()))  # sent and posted, by group and edge
 
-    def new_group(self, *_, backend="nccl", **__):
-        """Return a group; this rank's first is the other ranks' first."""
-        index = self.thread.num_groups = getattr(self.thread, "num_groups", -1) + 1
-        return Group(self, index, backend)
-
     def compute(self):
         self.computes[self.thread.rank].append(None)
 
@@ -91,11 +86,18 @@ class World:
 
 
 class Group:
-    """A process group as channels use it."""
+    """A process group as channels use it, and its run."""
 
     def __init__(self, world, index, backend):
-        self.world, self.index = world, index
+        self.world, self.index, self.group = world, index, self
+        self.size, self.group_rank = world.num_ranks, world.thread.rank
         self._post = self._post_header if backend == "gloo" else self._enqueue
+
+    def within(self, members, backend="nccl", *, for_p2p=False):
+        """Return another group; this rank's first is the other ranks' first."""
+        thread = self.world.thread
+        thread.num_groups = getattr(thread, "num_groups", -1) + 1
+        return Group(self.world, thread.num_groups, backend)
 
     def send(self, tensors, peer, tag):
         return self._post(tensors[0], (self.world.thread.rank, peer), is_send=True)

@@ -10,6 +10,7 @@ from pyparallel.pipeline import Interlocking, LinearHead, PipelineTrainer, sched
 from pyparallel.pipeline.runtime import loss, loss_weights
 from pyparallel.pipeline.schedules.schedule import Flushing
 from pyparallel.pipeline.schedules.streaming import Streaming
+from tests.pipeline.models import as_on_gpus
 
 HEADS = tuple(LinearHead(4) for _ in range(3))
 OPTIMIZERS = {
@@ -60,8 +61,8 @@ def test_losses_that_are_checked_late_are_reported_alike():
     losses = []
     for defers_check in (False, True):
         torch.manual_seed(0)
-        trainer = build(schedules.GPipe(), OPTIMIZERS["SGD"], "cpu")
-        trainer._criterion.defers_check = defers_check
+        with as_on_gpus(defers_check):
+            trainer = build(schedules.GPipe(), OPTIMIZERS["SGD"], "cpu")
         batch = torch.randn(7, 4), torch.randn(7, 4)
         losses.append([trainer.step(*batch), trainer.evaluate(*batch), trainer.step(*batch)])
     assert losses[0] == losses[1]

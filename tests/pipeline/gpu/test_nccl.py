@@ -6,9 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyparallel.comm import P2PGroups, p2p_channel, p2p_groups
-from pyparallel.comm.p2p_payloads import NcclPayloads
-from pyparallel.comm.wire_format import NO_BATCH
 from pyparallel.pipeline import (
     Interleaved,
     Interlocking,
@@ -18,9 +15,14 @@ from pyparallel.pipeline import (
     ZeroBubble,
 )
 from pyparallel.pipeline.interlocking.runtime import InterlockingExecutor
+from pyparallel.pipeline.messages import P2PGroups
+from pyparallel.pipeline.messages import channel as p2p_channel
+from pyparallel.pipeline.messages.format import NO_BATCH
+from pyparallel.pipeline.messages.payloads import NcclPayloads
+from pyparallel.pipeline.messages.stage_p2p import StageP2P
 from pyparallel.pipeline.runtime import executor as executors
 from pyparallel.pipeline.runtime.executor import Executor
-from pyparallel.pipeline.runtime.p2p import StageP2P
+from pyparallel.pipeline.runtime.options import StageOptions
 from pyparallel.pipeline.schedules.schedule import Flushing
 from tests.pipeline.every_schedule import EVERY_SCHEDULE
 from tests.pipeline.gpu.nccl_model import META, Group, World, run_streams
@@ -32,7 +34,7 @@ class FakeStage:
     """A stage whose actions are computations of the model, with values of changing length."""
 
     def __init__(self, index, world, lengths, has_head):
-        self.criteria, self.head = {}, has_head or None
+        self.criteria, self.head, self.options = {}, has_head or None, StageOptions()
         self.weights = self
         self.index, self._world, self._lengths = index, world, lengths
 
@@ -88,7 +90,9 @@ def enqueue(schedule, shape, monkeypatch, *, groups=None, lengths=lambda nr: 1 +
     def run(rank):
         is_ring = shape.num_stages > shape.num_ranks
         connected = groups and groups(world)
-        p2p = StageP2P(shape, connected or P2PGroups.connect(None, META, is_ring=is_ring))
+        p2p = StageP2P(
+            shape, connected or P2PGroups.connect(Group(world, None, "nccl"), META, is_ring=is_ring)
+        )
         p2p.via_host = False
         last = shape.num_stages - 1
         stages = {s: FakeStage(s, world, lengths, s < last) for s in shape.stages(rank)}
@@ -111,7 +115,6 @@ def enqueue(schedule, shape, monkeypatch, *, groups=None, lengths=lambda nr: 1 +
         executor.restart()
 
     with monkeypatch.context() as patch:
-        patch.setattr(p2p_groups, "new_group", world.new_group)
         patch.setattr(executors, "_UPDATES_VIA_HOST", 0)
         patch.setattr(dist, "get_rank", rank_of)
         patch.setattr(dist, "get_world_size", lambda group=None: shape.num_ranks)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from pyparallel.comm import Value
 from pyparallel.compression import TopK
 from pyparallel.pipeline import Farthest, Head, Interlocking, Mean, PipelineTrainer, Sum, TiedHead
 from pyparallel.pipeline.interlocking.window import Losses
+from pyparallel.pipeline.messages import Value
 from tests.pipeline.interlocking import reference
 from tests.pipeline.models import (
     OPTIMIZERS,

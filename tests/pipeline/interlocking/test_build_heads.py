@@ -1,7 +1,9 @@
 """Heads are built and checked on the first microbatch, without side effects."""
 
 import copy
+import re
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -9,8 +11,8 @@ from torch.nn.functional import mse_loss
 from pyparallel.pipeline import GPipe, Interlocking, LinearHead, PipelineTrainer
 from pyparallel.pipeline.interlocking.build_heads import build_heads
 from pyparallel.pipeline.interlocking.heads import GivenHead
+from pyparallel.pipeline.messages.stage_p2p import StageP2P
 from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
-from pyparallel.pipeline.runtime.p2p import StageP2P
 from pyparallel.pipeline.schedules.shape import PipelineShape
 
 SHAPE = PipelineShape(3, 2, 1)
@@ -33,8 +35,7 @@ def build(modules, heads, loss_fn=mse_loss, inputs=None, target=None):
 
 def test_heads_fit_the_outputs_of_their_stages():
     built = build(build_modules(), {0: LinearHead(2), 1: LinearHead(2)})
-    assert built.problem is None
-    assert [head.in_features for head in built.heads.values()] == [5, 4]
+    assert [head.in_features for head in built.values()] == [5, 4]
 
 
 def test_building_has_no_side_effects():
@@ -43,7 +44,7 @@ def test_building_has_no_side_effects():
     parts = nn.ModuleList([*modules.values(), given])
     before, generator = copy.deepcopy(parts.state_dict()), torch.get_rng_state()
     built = build(modules, {0: GivenHead(given), 1: LinearHead(2)})
-    assert built.heads[0] is given
+    assert built[0] is given
     assert torch.equal(torch.get_rng_state(), generator)
     after = parts.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -57,7 +58,7 @@ def weights_of_heads(seed):
     torch.manual_seed(seed)
     torch.rand(seed)  # the generator's state does not matter
     built = build(modules, {0: LinearHead(2), 1: LinearHead(2)})
-    return [head.weight for head in built.heads.values()]
+    return [head.weight for head in built.values()]
 
 
 def test_a_head_depends_on_the_seed_and_its_stage_alone():
@@ -108,16 +109,17 @@ def test_heads_that_do_not_fit_are_reported(subtests):
     for heads, options, message in UNFIT_HEADS:
         with subtests.test(message=message):
             given = [GivenHead(each) if isinstance(each, nn.Module) else each for each in heads]
-            built = build(build_modules(), dict(enumerate(given)), **options)
-            assert built.problem.startswith(message)
-            assert built.cause is not None
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
+                build(build_modules(), dict(enumerate(given)), **options)
+            assert caught.value.__cause__ is not None
 
 
 def test_the_first_stage_that_fails_is_reported():
     modules = build_modules()
     modules[1] = nn.Linear(9, 9)
-    built = build(modules, {0: GivenHead(nn.Linear(8, 8)), 1: LinearHead(2)})
-    assert built.problem.startswith("heads must return outputs that loss_fn takes: that of stage")
+    sentence = "^heads must return outputs that loss_fn takes: that of stage"
+    with pytest.raises(ValueError, match=sentence):
+        build(modules, {0: GivenHead(nn.Linear(8, 8)), 1: LinearHead(2)})
 
 
 def test_building_heads_does_not_change_the_first_step():

@@ -5,10 +5,12 @@ import functools
 import pytest
 from torch import nn
 
-from pyparallel.pipeline.interlocking.head_conv import ConvHead
-from pyparallel.pipeline.interlocking.head_linear import LinearHead
-from pyparallel.pipeline.interlocking.head_pooled import PooledHead
-from pyparallel.pipeline.interlocking.head_tied import TiedHead
+from pyparallel.pipeline.interlocking.standard_heads import (
+    ConvHead,
+    LinearHead,
+    PooledHead,
+    TiedHead,
+)
 
 
 def test_num_outputs(subtests):

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from pyparallel.pipeline.interlocking.head_conv import ConvHead
+from pyparallel.pipeline.interlocking.standard_heads import ConvHead
 
 
 def test_the_default_is_that_of_the_paper():

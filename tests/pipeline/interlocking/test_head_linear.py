@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from pyparallel.pipeline.interlocking.head_linear import LinearHead
+from pyparallel.pipeline.interlocking.standard_heads import LinearHead
 
 
 def test_without_a_norm_it_is_a_linear_layer():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyparallel.pipeline.interlocking.head_pooled import PooledHead
+from pyparallel.pipeline.interlocking.standard_heads import PooledHead
 
 POOLED = [
     (None, (3, 6, 4, 2), (2, 3)),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.pipeline.interlocking.head_tied import TiedHead
+from pyparallel.pipeline.interlocking.standard_heads import TiedHead
 
 
 def test_logits_are_products_with_the_embedding():

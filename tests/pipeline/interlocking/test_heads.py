@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyparallel.pipeline.interlocking.head_conv import ConvHead
-from pyparallel.pipeline.interlocking.head_linear import LinearHead
-from pyparallel.pipeline.interlocking.head_pooled import PooledHead
-from pyparallel.pipeline.interlocking.head_tied import TiedHead
 from pyparallel.pipeline.interlocking.heads import GivenHead, Head, as_heads, check_heads
+from pyparallel.pipeline.interlocking.standard_heads import (
+    ConvHead,
+    LinearHead,
+    PooledHead,
+    TiedHead,
+)
 
 EMBEDDING = nn.Embedding(7, 6)
 

@@ -67,7 +67,9 @@ def race(rank, window, losses, folder):
         trainer.step(batch, batch)
         (folder / f"{rank}-{step + 1}").touch()
         learned.append(next(s.end for s in trainer.spans if s.action.kind is Kind.LEARN))
-        in_flight = [len(channel._sent) for channel in trainer._p2p._channels.values()]
+        in_flight = [
+            len(channel._sent) for channel in trainer._pipeline.built.p2p._channels.values()
+        ]
         most_in_flight = max(most_in_flight, *in_flight)
     trainer.flush()
     return learned, most_in_flight, (gate.begun, gate.released, gate.early)

@@ -244,3 +244,47 @@ def test_a_checkpoint_of_something_else_is_one_error_on_every_rank(ranks, tmp_pa
         strict=True,
     ):
         assert words in error
+
+
+class WithExtraState(nn.Linear):
+    extra: object = None
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def full_state_with(rank, extra):
+    layers = [WithExtraState(4, 4), WithExtraState(4, 4)]
+    layers[1].extra = extra
+    trainer = PipelineTrainer(
+        layers, nn.functional.mse_loss, adam, OneForwardOneBackward(), num_microbatches=2, split=[1]
+    )
+    trainer.step(torch.randn(4, 4), torch.randn(4, 4))
+    try:
+        return trainer.full_state_dict()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "extra", [torch.tensor([1.0, 2.0]).half(), {"amax": [0.1, float("inf")], "on": True}, None]
+)
+def test_a_modules_extra_state_is_sent(extra, ranks):
+    first, second = ranks.run(2, full_state_with, extra)
+    assert second == {}
+    assert list(first) == [f"{i}.{n}" for i in (0, 1) for n in ("weight", "bias", "_extra_state")]
+    assert first["0._extra_state"] is None
+    got = first["1._extra_state"]
+    assert torch.equal(got, extra) if isinstance(extra, torch.Tensor) else got == extra
+
+
+@pytest.mark.parametrize("extra", [(1, 2), b"bytes", {1: 2}, {"scale": torch.ones(2)}])
+def test_an_extra_state_that_would_need_a_pickle_is_refused(extra, ranks):
+    first, second = ranks.run(2, full_state_with, extra)
+    assert first == second
+    words = "rank 1: 1._extra_state must be a tensor or of JSON's types for full_state_dict(), got"
+    assert first.startswith(words)
+    assert first.endswith("; save sharded_state_dict()")

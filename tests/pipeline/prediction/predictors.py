@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline import Prediction, WeightPredictor
+from pyparallel.training import FlatBuckets
 
 SHAPES = [(7, 5), (3,), (), (2, 3, 4), (0,), (130,)]
 

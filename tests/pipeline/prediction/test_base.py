@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adadelta, AdamW
 
-from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline import (
     Displacement,
     Kind,
@@ -19,6 +18,7 @@ from pyparallel.pipeline import (
     XPipe,
 )
 from pyparallel.pipeline.runtime.stage_weights import StageWeights
+from pyparallel.training import FlatBuckets
 from tests.pipeline.every_schedule import EVERY_SCHEDULE
 from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
 

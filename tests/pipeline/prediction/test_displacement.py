@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adadelta, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline import Displacement
+from pyparallel.training import FlatBuckets
 from tests.pipeline.prediction.predictors import (
     SHAPES,
     OneStage,

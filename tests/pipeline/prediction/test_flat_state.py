@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, NAdam, RMSprop
 
-from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline import Displacement, PipelineShape, PipeMare, PipeOptim
 from pyparallel.pipeline.prediction.flat_state import FlatState
+from pyparallel.training import FlatBuckets
 from tests.pipeline.prediction.predictors import (
     OneStage,
     assert_close,

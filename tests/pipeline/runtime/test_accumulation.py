@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from pyparallel.comm import DisagreementError, NonFiniteError
 from pyparallel.pipeline import PipelineTrainer
 from tests.pipeline.every_schedule import FLUSHING
-from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls, build_layers
+from tests.pipeline.models import OPTIMIZERS, SPLITS, as_on_gpus, build_calls, build_layers
 
 STEPS = 3
 MAX_NORM = 1.2
@@ -42,8 +42,8 @@ def train(rank, schedule, num_stages, late):
     Args:
         late: check losses at the end of a step, as on a GPU.
     """
-    trainer, losses = build(schedule, num_stages), []
-    trainer._criterion.defers_check = late
+    with as_on_gpus(late):
+        trainer, losses = build(schedule, num_stages), []
     short = build_calls(1, 3)[0]
     for number, call in enumerate(calls_with_a_nan()):
         if number in (1, 3):

@@ -11,7 +11,6 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adadelta, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
-from pyparallel.comm import seal
 from pyparallel.optim import AdamW as FusedAdamW
 from pyparallel.pipeline import (
     Displacement,
@@ -26,6 +25,8 @@ from pyparallel.pipeline import (
     StageMomentum,
     UpdateErrorFeedback,
 )
+from pyparallel.training import seal
+from tests.pipeline.models import as_on_gpus
 
 NUM_MICROBATCHES = 3
 WIDTH = 4
@@ -250,7 +251,7 @@ def test_a_function_of_two_parameters_is_called_with_names(schedule, subtests):
     for what, (optimizer_fn, takes_names) in FACTORIES.items():
         with subtests.test(what):
             trainer = build(schedule, optimizer_fn)
-            plain = dict(nn.Sequential(*trainer._layers).named_parameters())
+            plain = dict(nn.Sequential(*trainer._arguments.layers).named_parameters())
             for stage, own in zip(trainer.stages, ([0, 1], [2, 3]), strict=True):
                 groups = [group for each in stage.optimizers for group in each.param_groups]
                 names = [name for group in groups for name in group.get("names", ())]
@@ -422,9 +423,9 @@ def test_a_malformed_last_update_is_refused(value):
 def test_what_repeats_updates_has_the_host_skip_them(options, expected):
     # On the device a skipped update would be an update of 0.
     schedule = PipeOptim(prediction=options.pop("prediction", Displacement()))
-    trainer = build(schedule, partial(FusedAdamW, capturable=True), **options)
-    trainer._decide_on_device()  # as on GPUs
-    assert {stage.sends_found_inf for stage in trainer.stages} == {expected}
+    with as_on_gpus():
+        trainer = build(schedule, partial(FusedAdamW, capturable=True), **options)
+    assert {stage.options.sends_found_inf for stage in trainer.stages} == {expected}
 
 
 def test_the_one_optimizer_of_a_stage_with_several_is_an_error():

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from pyparallel.comm import Run
 from pyparallel.compression import Cast
 from pyparallel.pipeline import (
     Displacement,
@@ -162,10 +163,10 @@ def test_norms_of_16_bit_gradients_are_neither_rounded_nor_infinite(dtype):
     whole = 300 * torch.randn(5000, dtype=torch.float64).to(dtype)  # whose squares overflow
     norm = whole.double().norm()
     expected = (whole.double() / norm).to(dtype)
-    clipper = LastNormClipper(1.0, microbatches_per_update=1)
+    clipper = LastNormClipper(1.0)
     gathered, streamed = ([each.clone() for each in whole.split(1000)] for _ in range(2))
-    clip_grad_norm_(gathered, 1.0, None)
-    clipper.pack_gradients((), streamed, 0, whole)
+    clip_grad_norm_(gathered, 1.0, Run())
+    clipper.norm_from_here(streamed, whole.device)
     clipper.clip_(streamed, None)
     for found in (gathered, streamed):
         torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=0)

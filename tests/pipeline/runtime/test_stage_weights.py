@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline import Delayed, Live, NoPrediction, Predicted, Stashed
 from pyparallel.pipeline.runtime.stage_weights import LiveWeights, StageWeights
+from pyparallel.training import FlatBuckets
 
 
 class Matrix(nn.Module):

@@ -1,8 +1,8 @@
 import torch
 from torch import nn
 
-from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline.runtime.weight_copies import WeightCopies
+from pyparallel.training import FlatBuckets
 
 VIEWS = {
     "itself": lambda w: w,

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline import Kind, PipelineShape, PipelineTrainer, PipeMare
 from pyparallel.pipeline.runtime.stage_weights import StageWeights
+from pyparallel.training import FlatBuckets
 
 FACTORS = [
     (0, [1 / 4, 1 / 4**0.75, 1 / 4**0.5, 1 / 4**0.25, 1, 1]),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pyparallel.pipeline import Action, Kind, Span, export_chrome_trace
-from pyparallel.pipeline.runtime.stage_weights import VersionKey
+from pyparallel.pipeline.runtime.weight_copies import VersionKey
 
 SPANS = [
     [Span(Action(0, Kind.FORWARD, 3), 10.0, 10.5, 0.0, VersionKey(2, 1))],

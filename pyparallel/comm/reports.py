@@ -1,0 +1,176 @@
+"""What ranks publish in the store when their communication has ended, so that one finds out why."""
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from .errors import PeerError
+from .store import store_of, timeout_of
+
+_CLOSED_SECONDS = 1.0  # for the report of a rank whose connection is closed: it may be alive
+_LONGEST_STAY_SECONDS = 30.0  # of the store's host, for ranks that compute before they find out
+_READERS_SECONDS = 2.0  # that rank 0 stays for ranks that read the reports
+_POLL_SECONDS = 0.02
+_DIED, _SILENT = "died", "silent"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank publishes when its communication has ended.
+
+    Args:
+        place: its rank, trainer and step.
+        waited_for: global ranks.
+        failed: the global ranks that it has found to have failed; empty: none yet.
+        how: "died" or "silent"; or the error of a rank whose own call was at fault; or the places
+            of ranks that wait for each other.
+    """
+
+    place: str
+    waited_for: Sequence[int]
+    failed: Sequence[int] = ()
+    how: str = ""
+
+
+class Reports:
+    """The reports of ranks that fail together: those of a trainer, or of a process group.
+
+    Args:
+        group: whose ranks read them; None: the default group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        chosen: Any = group or dist.group.WORLD
+        self._group, self._me = chosen, dist.get_rank()
+        self._prefix = f"failures/{chosen.group_name}"
+        self._store = store_of(None)
+
+    def publish(self, report: Report) -> None:
+        """Let the other ranks read this rank's report."""
+        self._store.set(f"{self._prefix}/{self._me}", json.dumps(asdict(report)))
+        self._store.set(f"waiting/{self._me}", json.dumps([self._prefix, report.place]))
+
+    def find_failed(self, own: Report, closed: set[int], seconds: float) -> Report:
+        """Publish this rank's report, and return it with the ranks that failed.
+
+        Args:
+            own: this rank's report.
+            closed: ranks whose connections are closed.
+            seconds: to wait for other ranks' reports.
+
+        Returns:
+            The report; without failed ranks if all wait for each other.
+        """
+        try:
+            earlier = self._read().get(self._me)
+            if earlier is not None and earlier.failed:  # this error follows from that one
+                return replace(own, failed=earlier.failed, how=earlier.how)
+            self.publish(own)
+            found = self._find_failed(own, closed, seconds)
+            if found.failed:
+                self.publish(found)
+        except PeerError as error:  # the store is gone: what gloo knows remains
+            how = _DIED if closed else _SILENT
+            suspects = closed or {*own.waited_for}
+            if self._store.host_rank in suspects:
+                return replace(own, failed=[self._store.host_rank], how=how)
+            if closed:
+                return replace(own, failed=sorted(closed & {*own.waited_for} or closed), how=how)
+            return replace(own, how=f"; {error}")
+        return found
+
+    def _find_failed(self, own: Report, closed: set[int], seconds: float) -> Report:
+        begin = time.monotonic()
+        while True:
+            reports = self._read()
+            for report in reports.values():
+                if report.failed:
+                    return replace(own, failed=report.failed, how=report.how)
+            missing = _missing_of(self._me, reports)
+            waited = time.monotonic() - begin
+            if missing & closed and waited > min(seconds, _CLOSED_SECONDS):
+                return replace(own, failed=sorted(missing & closed), how=_DIED)
+            places = {rank: report.place for rank, report in reports.items() if rank != self._me}
+            places |= self._places_elsewhere(missing - closed)
+            if not missing - places.keys():
+                where = "; ".join(places[rank] for rank in sorted(places))
+                return replace(own, how=f"; waiting likewise: {where}" if where else "")
+            if waited > seconds:
+                return replace(own, failed=sorted(missing - places.keys()), how=_SILENT)
+            time.sleep(_POLL_SECONDS)
+
+    def wait_for_readers(self, found: Report) -> None:
+        """Wait until the other ranks know what failed: rank 0 often hosts the store."""
+        others = {*range(dist.get_world_size())} - {*found.failed, self._me}
+        # Ranks that wait for each other have read each other's places by now, or nearly.
+        end = time.monotonic() + (_READERS_SECONDS if found.failed else 10 * _POLL_SECONDS)
+        with suppress(PeerError):
+            while time.monotonic() < end:
+                reports = self._read()
+                if all(rank in reports and reports[rank].failed for rank in others):
+                    return
+                time.sleep(_POLL_SECONDS)
+
+    def agree(self, text: str, without_store: str) -> str:
+        """Publish the text of this rank's error unless another rank has; return the published one.
+
+        So all ranks of a trainer that fail together raise one text.
+
+        Args:
+            text: of the error that this rank has found.
+            without_store: what to return if the store is gone, maybe with the rank that failed: a
+                text that other ranks come to as well.
+        """
+        try:
+            return self._store.setdefault(f"{self._prefix}/text", text)
+        except PeerError:
+            return without_store
+
+    def end_agreement(self, *, waits: bool) -> None:
+        """Note that this rank reads no more; where the store is, wait for the others.
+
+        The ranks that failed are not waited for, and the others for at most half of the group's
+        timeout and 30 s: a rank may compute before it finds out.
+
+        Args:
+            waits: for others.
+        """
+        seconds = min(timeout_of(self._group).total_seconds() / 2, _LONGEST_STAY_SECONDS) * waits
+        with suppress(PeerError):  # the store is gone: nobody needs it
+            self._store.set(f"{self._prefix}/left/{self._me}", "")
+            end = time.monotonic() + seconds
+            while self._store.may_be_here and time.monotonic() < end:
+                failed = {rank for report in self._read().values() for rank in report.failed}
+                others = {*dist.get_process_group_ranks(self._group)} - failed - {self._me}
+                if self._store.wait([f"{self._prefix}/left/{rank}" for rank in others], 0):
+                    return
+                time.sleep(_POLL_SECONDS)
+
+    def _read(self) -> dict[int, Report]:
+        """Return the reports that ranks have published."""
+        texts = {
+            rank: self._store.get(f"{self._prefix}/{rank}") for rank in range(dist.get_world_size())
+        }
+        return {rank: Report(**json.loads(text)) for rank, text in texts.items() if text}
+
+    def _places_elsewhere(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the places of ranks that wait in another trainer."""
+        texts = {rank: self._store.get(f"waiting/{rank}") for rank in ranks}
+        found = {rank: json.loads(text) for rank, text in texts.items() if text}
+        return {rank: place for rank, (prefix, place) in found.items() if prefix != self._prefix}
+
+
+def _missing_of(rank: int, reports: Mapping[int, Report]) -> set[int]:
+    """Return the ranks without a report that a rank waited for, itself or through others."""
+    pending, seen = [rank], {rank}
+    while pending:
+        report = reports.get(pending.pop())
+        new = set() if report is None else {*report.waited_for} - seen
+        seen |= new
+        pending += new
+    return seen - reports.keys()

@@ -1,0 +1,320 @@
+"""The run of a trainer on this rank, which errors name and ranks compare."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .consistency import check_consistent_across_ranks, error_of, gather_rows
+from .counts import (
+    ANY,
+    FORWARDS,
+    MUST_BE_EQUAL,
+    NONFINITE,
+    STEPS,
+    TRAINER,
+    StepCounts,
+    find_difference,
+    format_number,
+    make_row,
+)
+from .errors import PeerError, place_of
+from .failures import is_of_backend, peer_error
+from .process_groups import create_group, device_of
+from .reports import Reports
+from .stats import CommStats
+
+
+class Run:
+    """A trainer's run on this rank: its group, its number, its counts, and the errors that name it.
+
+    Whatever communicates for a trainer gets it, so one place knows the group, the step and the
+    errors. Rank numbers of ``group`` count from 0; errors and ``rank`` have global ones.
+    ``Run(process_group)`` has no number, for communication outside of any trainer.
+
+    Args:
+        process_group: the ranks that communicate; None: the default group, or a single rank if none
+            was initialized.
+        counts: None: of no steps, as outside of a trainer.
+        trainer: number of the trainer, equal on its ranks; None: none.
+        within: the run whose group's ranks ``process_group`` has a part of: of the same trainer.
+
+    Attributes:
+        rank, group_rank: the global rank of this process, and that in the group, of ``size``.
+        stats: bytes sent and seconds waited for training, in all groups of the trainer.
+
+    Raises:
+        ValueError: the process group has not this rank.
+    """
+
+    _open: ClassVar["weakref.WeakSet[Run]"] = weakref.WeakSet()  # trainers of this process
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        counts: StepCounts | None = None,
+        trainer: int | None = None,
+        within: "Run | None" = None,
+    ) -> None:
+        is_alone = process_group is None and not dist.is_initialized()
+        self._group = process_group
+        self.rank = 0 if is_alone else dist.get_rank()
+        self.group_rank = 0 if is_alone else dist.get_rank(process_group)
+        self.size = 1 if is_alone else dist.get_world_size(process_group)
+        if self.group_rank < 0:
+            raise ValueError(
+                "process_group must contain this rank, got one without it; create the trainer on "
+                "its ranks only"
+            )
+        self.counts = StepCounts(ANY) if counts is None else counts
+        self.trainer, self._within = trainer, within
+        self._is_closed = self._has_warned = False
+        self._read_loss: list[Callable[[Tensor | float], None]] = []
+        self.stats: CommStats = CommStats() if within is None else within.stats
+        if trainer is not None and within is None:
+            Run._open.add(self)
+
+    @classmethod
+    def open(
+        cls, process_group: dist.ProcessGroup | None, counts: StepCounts | None = None
+    ) -> "Run":
+        """Open the run of a new trainer, in a process group of its own with the ranks of another.
+
+        No other communication then takes a trainer's messages. All ranks must call this together,
+        once for each trainer, after their arguments have been checked. Trainers are numbered in the
+        order of their creation, equally on all ranks. Without a process group there is one rank.
+
+        Raises:
+            PeerError: a rank died or did not connect within the timeout.
+            ValueError: NCCL cannot create a group of some ranks alone.
+        """
+        counts = counts or StepCounts()
+        if process_group is None and not dist.is_initialized():
+            return cls(counts=counts)
+        group = cls(process_group).within(range(dist.get_world_size(process_group))).group
+        own = max((each.trainer for each in Run._open if each.trainer is not None), default=-1) + 1
+        number = torch.tensor(own, device=device_of(group))
+        try:
+            dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+        except RuntimeError as error:
+            what = "the trainer's number could not be agreed on"
+            raise cls(group).error(what, error, step=None) from error
+        return cls(group, counts=counts, trainer=int(number))
+
+    def within(
+        self, members: Sequence[int], backend: str | None = None, *, for_p2p: bool = False
+    ) -> "Run":
+        """Return the run of the same trainer in a new group of some of its ranks.
+
+        All members must call this with the same list, and no other rank may. Arguments are those of
+        ``create_group``.
+
+        Raises:
+            PeerError: a member died or did not connect within the timeout.
+            ValueError: the other ranks would have to take part.
+        """
+        try:
+            group = create_group(members, self.group, backend, for_p2p=for_p2p)
+        except RuntimeError as error:
+            what = f"a process group of ranks {list(members)} could not be created"
+            suspects = list(map(self.global_rank, members))
+            raise self.error(what, error, suspects=suspects, step=None) from error
+        return Run(group, counts=self.counts, trainer=self.trainer, within=self)
+
+    @property
+    def _root(self) -> "Run":
+        """The trainer's first run; no attribute, as a cycle would keep the group's threads."""
+        return self if self._within is None else self._within._root
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the process group; None: the default group.
+
+        Raises:
+            RuntimeError: the run is closed: the default group is not what is meant.
+        """
+        if self._is_closed:
+            raise RuntimeError("a trainer's process group must not be used after close()")
+        return self._group
+
+    @property
+    def here(self) -> str:
+        """Return this rank's place at the step it is in: "rank 0, trainer 1, step 12"."""
+        return self.place(None if self.counts.steps == ANY else self.counts.steps)
+
+    def place(self, step: int | None) -> str:
+        """Return this rank's place, with its trainer if the process has several."""
+        numbers = {each.trainer for each in Run._open}
+        return place_of(self.rank, step, self.trainer if len(numbers) > 1 else None)
+
+    def global_rank(self, rank: int) -> int:
+        """Return the global rank of a rank of the group."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def error(
+        self,
+        what: str,
+        cause: RuntimeError,
+        *,
+        suspects: Iterable[int] | None = None,
+        otherwise: str = "ended without this call",
+        closes: bool = True,
+        step: int | None = ANY,
+    ) -> PeerError:
+        """Find out which rank has failed; return the error of communication that ended.
+
+        Arguments are those of ``peer_error``; ``step``: None outside of steps, ``ANY``: this one.
+        """
+        return peer_error(
+            self.group,
+            self.here if step == ANY else self.place(step),
+            what,
+            cause,
+            reports=self.reports(),
+            suspects=suspects,
+            otherwise=otherwise,
+            closes=closes,
+        )
+
+    def reports(self) -> Reports:
+        """Return the reports of the trainer's ranks that fail together."""
+        return Reports(self._root.group)
+
+    @contextmanager
+    def raising(self, what: str, *, step: int | None = ANY) -> Iterator[None]:
+        """Raise errors of torch's own communication inside the context as those of ``error``.
+
+        All others, such as a user's in a forward pass, stay as they are.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_of_backend(error):
+                raise
+            raise self.error(what, error, step=step) from error
+
+    def agree(
+        self, config_fields: Sequence[tuple[str, str]], problem: str | TypeError | None
+    ) -> None:
+        """Do ``check_consistent_across_ranks`` in the group, whose ranks all call this."""
+        if self.size > 1:
+            check_consistent_across_ranks(config_fields, problem, self.group)
+        elif problem:
+            raise error_of({0: problem})
+
+    def on_loss(self, read: Callable[[Tensor | float], None]) -> None:
+        """Have a function called with the loss of each batch that the user records."""
+        self._read_loss.append(read)
+
+    def record_loss(self, loss: Tensor | float) -> None:
+        """Call the functions of ``on_loss``; without any nothing happens."""
+        for read in self._read_loss:
+            read(loss)
+
+    def barrier(self) -> None:
+        """Return once all ranks of the group have called it; with NCCL once it is queued.
+
+        Raises:
+            PeerError: a rank died or did not call this within the timeout.
+        """
+        try:
+            dist.all_reduce(torch.zeros(1, device=device_of(self.group)), group=self.group)
+        except RuntimeError as error:
+            raise self.error("not all ranks reached the barrier", error) from error
+
+    def fields(
+        self, round_index: int = ANY, length: int = 0, *, has_counts: bool = True
+    ) -> list[float]:
+        """Return what ranks compare of each other: trainer, round, length in bytes and counts."""
+        counts = self.counts
+        steps, repeats, forwards = counts.steps, counts.repeats, counts.forwards
+        if not (counts.are_compared and has_counts):
+            steps = repeats = forwards = ANY
+        return [self.trainer or 0, round_index, length, steps, repeats, forwards]
+
+    def row(self, device: torch.device, round_index: int = ANY) -> Tensor:
+        """Return this rank's row of an exact average, (8,) float64 on the device."""
+        return make_row(1.0, self.fields(round_index), self.counts.nonfinite, device)
+
+    def check_equal_steps(self, device: torch.device) -> None:
+        """Raise on all ranks if one has skipped or repeated a step, before it is waited for.
+
+        The row sent, on the device, is that of an exact average, in which a rank that is behind may
+        be meanwhile.
+
+        Raises:
+            PeerError: steps differ; names the same two ranks on all.
+        """
+        if self.size == 1:
+            return
+        try:
+            rows = gather_rows(self.row(device), self.group)
+        except RuntimeError as error:
+            raise self.error("the all-gather failed", error) from error
+        self.compare_all(rows.tolist())
+
+    def compare_all(self, rows: Sequence[Sequence[float]]) -> None:
+        """Compare the rows of all ranks.
+
+        Raises:
+            PeerError: two differ; names the same two ranks on all.
+        """
+        first = next((rank for rank, row in enumerate(rows) if row[STEPS] != ANY), 0)
+        for rank, row in enumerate(rows):
+            subject = f"the parameters that rank {self.global_rank(rank)} averages"
+            self.compare(subject, (first, rank), row, rows[first][TRAINER:NONFINITE])
+
+    def compare(
+        self,
+        subject: str,
+        ranks: tuple[int, int],
+        row: Sequence[float],
+        fields: Sequence[float],
+    ) -> None:
+        """Compare the row of the second rank with the fields that the first expects.
+
+        Args:
+            subject: what the error is about.
+            ranks: in the group.
+            row: (8,).
+            fields: (6,).
+
+        Raises:
+            PeerError: they differ.
+        """
+        difference = find_difference(row, fields)
+        if difference is None:
+            return
+        field, ours, theirs = difference
+        here, there = (self.global_rank(rank) for rank in ranks)
+        values = f"{int(ours)} on rank {here} and {format_number(theirs)} on rank {there}"
+        if field == FORWARDS:
+            self._warn_of_forwards(values)
+            return
+        rule, fix = MUST_BE_EQUAL[field]
+        raise PeerError(f"{self.at_round(fields)}: {subject} must be {rule}, got {values}: {fix}")
+
+    def at_round(self, fields: Sequence[float]) -> str:
+        """Return this rank's place in the round of some fields."""
+        return self.place(None if fields[1] == ANY else int(fields[1]))
+
+    def close(self) -> None:
+        """End the run: its trainer counts no more among this process's."""
+        self._is_closed, self._group = True, None
+        Run._open.discard(self)
+
+    def _warn_of_forwards(self, values: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self.place(None)}: the ranks have run unequal numbers of training forwards, "
+                f"{values}: expected if they accumulate gradients over unequal numbers of batches; "
+                "otherwise one of them has skipped a batch, after which ranks no longer step alike",
+                stacklevel=2,
+            )

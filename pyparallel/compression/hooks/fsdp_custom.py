@@ -1,0 +1,262 @@
+"""Custom collectives of FSDP2: compressed ones, and its own with errors that name ranks."""
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+
+from ...comm import ANY, Run, StepCounts
+from ...comm.collectives import Collectives
+from ...comm.errors import NonFiniteError
+from ...comm.stats import CommStats
+from ...training import summarize
+from ...training.nonfinite import NonFinitePolicy
+from ..compressor import AttachPoint, Compressor, validation_error_at
+from ..layout import BufferLayout, Piece
+from ..nonfinite import NonFiniteCheck
+from ..state_store import StateStore, steps_of
+from ..wrappers.finite import Finite
+from .end_of_backward import raise_at_end_of_backward
+from .fsdp_collectives import compressed_all_gather, compressed_reduce_scatter
+
+_ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+class _Step:
+    """What the collectives of a model share in a step: bytes and seconds, and its number."""
+
+    def __init__(self) -> None:
+        self.stats = CommStats()
+        self.counts = StepCounts(ANY)  # none, until `begin`
+
+    def begin(self, number: int) -> None:
+        """Begin the step of a number."""
+        self.stats = CommStats()
+        self.counts.reset(number)
+
+
+class _CompressedCollective:
+    """A compressed collective of one module; its group is known at the first call."""
+
+    def __init__(self, compressor: Compressor, name: str, step: _Step | None) -> None:
+        self._step = step or _Step()
+        self._compressor = compressor
+        self._name = name
+        self._store: StateStore | None = None
+        self._saved: dict[str, Any] = {}
+
+    def allocate(
+        self,
+        size: Sequence[int | torch.SymInt],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Allocate a tensor as FSDP2's own collectives do."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @property
+    def residual_norm(self) -> float:
+        """Euclidean norm of all residuals; 0 before the first call."""
+        return self._store.norm("residual") if self._store else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; before the first call the loaded one, or an empty dict."""
+        return self._store.state_dict() if self._store else self._saved
+
+    def check(self, state: dict[str, Any]) -> list[tuple[str, str]]:
+        """Return what of a state must be equal on all ranks.
+
+        Raises:
+            ValueError: it is of another compressor or of a newer pyparallel, damaged or malformed.
+        """
+        if state and not state.get("compressor"):
+            raise ValueError(f"state must be a result of state_dict(), got {summarize(state)}")
+        if state and state["compressor"] != repr(self._compressor):
+            raise ValueError(
+                f"state must have been saved with compressor {self._compressor}, got "
+                f"{state['compressor']}"
+            )
+        if not state:  # saved before the first step
+            return [("number of messages of state", "none")]
+        # The group, and so the rank, is known at the next call, which checks them.
+        StateStore(self._compressor, state.get("rank", 0), state["num_ranks"]).check_state(state)
+        return [("number of messages of state", steps_of(state))]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state; `StateStore.load_state_dict` checks it at the next call."""
+        self._saved, self._store = copy.deepcopy(state), None
+
+    def _open(self, group: dist.ProcessGroup) -> tuple[StateStore, Collectives]:
+        collectives = Collectives(Run(group, counts=self._step.counts), self._step.stats)
+        if self._store is None:
+            self._store = StateStore(self._compressor, collectives.rank, collectives.size)
+            if self._saved:
+                self._store.load_state_dict(self._saved)
+                self._saved = {}
+        return self._store, collectives
+
+
+class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
+    """FSDP2's reduce-scatter of one module's gradients; see `fsdp_reduce_scatter`."""
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        name: str,
+        nonfinite: NonFinitePolicy = "raise",
+        parameters: Sequence[tuple[str, nn.Parameter]] = (),
+        step: _Step | None = None,
+    ) -> None:
+        super().__init__(compressor, name, step)
+        checks_itself = nonfinite == "raise" and isinstance(compressor, Finite)
+        self._nonfinite = NonFiniteCheck("allow" if checks_itself else nonfinite)
+        self._parameters = parameters
+        self._num_calls = 0
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: _ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce-scatter; finished, or on a GPU queued, on return, with or without ``async_op``.
+
+        Args:
+            output_tensor: (numel,). Written.
+            input_tensor: (ranks * numel,) float32, bfloat16 or float16. Set to 0 by
+                ``nonfinite="skip"``, and on a GPU by "raise", if it is not finite.
+            group: the process group.
+            op: SUM, AVG or PREMUL_SUM.
+            async_op: ignored.
+
+        Raises:
+            ValueError: another op or dtype.
+            CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
+            NonFiniteError: on every rank, naming a rank and a parameter, or the module.
+        """
+        factor = _factor_of(op, group.size())
+        store, collectives = self._open(group)
+        self._num_calls += 1
+        with torch.no_grad():
+            layout = self._layout(input_tensor.numel(), group.size())
+            try:
+                self._nonfinite.apply_(input_tensor, layout, collectives, self._num_calls)
+            except NonFiniteError as error:
+                output_tensor.zero_()
+                raise_at_end_of_backward(error)
+                return
+            total = compressed_reduce_scatter(input_tensor, self._name, store, collectives)
+            output_tensor.copy_(total.mul_(factor))
+
+    def _layout(self, numel: int, num_ranks: int) -> BufferLayout:
+        """Return the layout of an input: for each rank, its rows of each parameter, padded."""
+        shards = []
+        for name, parameter in self._parameters:
+            if parameter.requires_grad:
+                rows, width = parameter.shape[0], math.prod(parameter.shape[1:])
+                shards.append(Piece(name, (-(-rows // num_ranks) * width,)))
+        layout = BufferLayout(tuple(shards) * num_ranks)
+        if layout.numel == numel:
+            return layout
+        return BufferLayout.flat(numel, f"a parameter of {self._name or 'the model'}")
+
+
+class CompressedAllGather(_CompressedCollective, AllGather):
+    """FSDP2's all-gather of one module's parameters; see `fsdp_all_gather`."""
+
+    def __init__(self, compressor: Compressor, name: str, step: _Step | None = None) -> None:
+        super().__init__(compressor, name, step)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """All-gather; finished, or on a GPU queued, on return, with or without ``async_op``.
+
+        Args:
+            output_tensor: (ranks * numel,). Written.
+            input_tensor: (numel,) float32, bfloat16 or float16, possibly a view of the output.
+            group: the process group.
+            async_op: ignored.
+
+        Raises:
+            ValueError: another dtype. FSDP2 gathers bytes, uint8, if a module's parameters have
+                several dtypes or their own all-gather.
+            CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
+        """
+        store, collectives = self._open(group)
+        with torch.no_grad():
+            compressed_all_gather(input_tensor, output_tensor, self._name, store, collectives)
+
+
+class _PlainReduceScatter(DefaultReduceScatter):
+    """FSDP2's own reduce-scatter on gloo, with errors that name the failed rank and the step."""
+
+    def __init__(self, step: _Step) -> None:
+        super().__init__()
+        self._step = step
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: _ReduceOp,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce-scatter; finished on return."""
+        with Run(group, counts=self._step.counts).raising("the reduce-scatter failed"):
+            return super().__call__(output_tensor, input_tensor, group, op)
+
+
+class _PlainAllGather(DefaultAllGather):
+    """FSDP2's own all-gather on gloo, with errors that name the failed rank and the step."""
+
+    def __init__(self, step: _Step) -> None:
+        super().__init__()
+        self._step = step
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """All-gather; finished on return."""
+        with Run(group, counts=self._step.counts).raising("the all-gather failed"):
+            return super().__call__(output_tensor, input_tensor, group)
+
+
+def check_supported(compressor: Compressor, place: AttachPoint) -> None:
+    """Raise a TypeError or a ValueError if a compressor cannot be attached at a place."""
+    problem = validation_error_at(place, compressor)
+    if problem is not None:
+        raise problem if isinstance(problem, TypeError) else ValueError(problem)
+
+
+def _factor_of(op: _ReduceOp, num_ranks: int) -> float:
+    """Return the factor of a sum over ranks."""
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / num_ranks
+    if op == dist.ReduceOp.PREMUL_SUM:
+        reduce_state: Any = op.__getstate__()  # the only access to the factor
+        return float(reduce_state[1])
+    raise ValueError(f"op must be SUM, AVG or PREMUL_SUM, got {op}")

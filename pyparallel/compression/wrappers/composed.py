@@ -1,0 +1,41 @@
+"""Base class of compressors made of others."""
+
+import abc
+
+from typing_extensions import override
+
+from ..compressor import AttachPoint, Compressor
+
+
+class Composed(Compressor):
+    """A compressor made of others, which can do what all of them can."""
+
+    @property
+    @abc.abstractmethod
+    def parts(self) -> tuple[Compressor, ...]:
+        """The others, in order."""
+
+    @property
+    @override
+    def unbiased(self) -> bool:
+        return all(each.unbiased for each in self.parts)
+
+    @property
+    @override
+    def fixed_length(self) -> bool:
+        return all(each.fixed_length for each in self.parts)
+
+    @property
+    @override
+    def feeds_back(self) -> bool:
+        return any(each.feeds_back for each in self.parts)
+
+    @property
+    @override
+    def takes_residual(self) -> bool:
+        return all(each.takes_residual for each in self.parts)
+
+    @override
+    def validation_error(self, place: AttachPoint) -> str | None:
+        problems = (each.validation_error(place) for each in self.parts)
+        return next((problem for problem in problems if problem), None)

@@ -1,0 +1,144 @@
+"""``join()``: a rank without batches takes part in the rounds of those that still train."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from typing_extensions import override
+
+from ..comm import Collectives, Run
+from ..training import ModelAverager
+
+_NOTIFYING = "the all-reduce of join() before a step failed"
+_in_join: list[Joinable] = []  # what is inside its join() in this process
+
+
+class JoinedRounds(Joinable):
+    """What a trainer's rank does in ``join()``, with batches and without.
+
+    Before a round, a rank with batches takes part in an all-reduce, by which those without learn of
+    it; they then take the round too, and their counts are not compared.
+
+    Args:
+        averager: takes the rounds.
+        run: of the ranks that train together.
+    """
+
+    def __init__(self, averager: ModelAverager, run: Run) -> None:
+        super().__init__()
+        self._averager, self._run = averager, run
+        self._work: dist.Work | None = None  # of ranks that step at their own pace
+
+    @contextmanager
+    def join(self, *, enable: bool, throw_on_early_termination: bool) -> Iterator[None]:
+        """Return the context for unequal numbers of batches."""
+        if enable and _in_join:
+            raise RuntimeError(
+                "join() must be of one trainer at a time, got one inside that of another: a rank "
+                "without batches would take the rounds of one of them only, and the others wait "
+                "for it; give all ranks equally many batches, such as by drop_last=True"
+            )
+        joinable = self._averager.joinable or self
+        before = joinable._join_config
+        _in_join.extend([joinable] * enable)
+        try:
+            with (
+                self._run.raising("a collective of join() failed"),
+                Join([joinable], enable, throw_on_early_termination),
+            ):
+                yield
+        finally:
+            _in_join.clear()
+            joinable._join_config = before  # Join leaves its own: every later step would notify
+            if enable:
+                self._run.counts.reset()  # ranks have taken different numbers of steps
+
+    def before_forward(self) -> None:
+        """Raise on all ranks if one has no batches, where all must have as many.
+
+        Here, before another rank could block in backward.
+        """
+        if torch.is_grad_enabled() and self._run.counts.synchronizes and self._notify():
+            self._raise_if_any_ran_out(ran_out=False)
+
+    def before_round(self) -> None:
+        """Wait until the ranks without batches are about to take this round.
+
+        Ranks that step at their own pace do not wait: they start the next all-reduce once the last
+        one has completed. A rank without batches may reply each time the slowest has taken a step.
+        """
+        traits = self._averager.traits
+        if traits.has_equal_batches:  # before_forward has notified
+            return
+        if traits.has_equal_steps:
+            self._notify()
+        elif self._work is None or self._work.is_completed():
+            with self._run.raising(_NOTIFYING):
+                self._work = Join.notify_join_context(self)
+
+    def shadow_round(self) -> None:
+        """Take the round of a step of the others, or raise on all ranks."""
+        if self._averager.traits.has_equal_batches:
+            self._raise_if_any_ran_out(ran_out=True)
+        with self._run.counts.not_compared():
+            self._averager.before_step()
+            self._averager.after_step()
+
+    def close(self) -> None:
+        """Drop an all-reduce in flight: its handle would keep the process group's threads alive."""
+        self._work = None
+
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _ShadowRounds(self)
+
+    @property
+    @override
+    def join_device(self) -> torch.device:
+        return self._averager.buffers[0].device
+
+    @property
+    @override
+    def join_process_group(self) -> Any:
+        return self._run.group or dist.group.WORLD
+
+    def end(self) -> None:
+        """Let all ranks, which end the context together, count from 0 again."""
+        self._run.counts.reset()
+
+    def _notify(self) -> bool:
+        """Wait for the all-reduce, in ``join()``; return whether there was one."""
+        with self._run.raising(_NOTIFYING):
+            work = Join.notify_join_context(self)
+            if work is not None:
+                begin = time.perf_counter()
+                work.wait()
+                self._run.stats.count_wait(time.perf_counter() - begin)
+        return work is not None
+
+    def _raise_if_any_ran_out(self, *, ran_out: bool) -> None:
+        num_without = torch.full((), float(ran_out), device=self.join_device)
+        Collectives(self._run).all_reduce_(num_without)
+        if num_without.item():
+            raise ValueError(
+                "join() must be given equal numbers of batches on all ranks with Hierarchical, got "
+                f"{int(num_without)} without any while others still train: a rank without batches "
+                "cannot contribute its shard; drop the last batches of the others"
+            )
+
+
+class _ShadowRounds(JoinHook):
+    def __init__(self, joined: JoinedRounds) -> None:
+        self._joined = joined
+
+    @override
+    def main_hook(self) -> None:
+        self._joined.shadow_round()
+
+    @override
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._joined.end()

@@ -1,0 +1,15 @@
+"""Messages of gossip rounds: what is sent to whom, and the headers by which it is checked."""
+
+from .exchange import NeighborExchange, PendingExchange, Received, Round, Transfer
+from .flags import Flags
+from .header import MessageHeaders
+
+__all__ = [
+    "Flags",
+    "MessageHeaders",
+    "NeighborExchange",
+    "PendingExchange",
+    "Received",
+    "Round",
+    "Transfer",
+]

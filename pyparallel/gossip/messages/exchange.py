@@ -1,0 +1,355 @@
+"""Rounds of point-to-point messages in one process group."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ...comm.collectives import Collectives
+from ...comm.counts import ANY
+from ...comm.errors import PeerError
+from ...comm.run import Run
+from .header import MessageHeaders, RoundHeaders
+
+_NUM_TAGS = 2**30 - 2  # of each kind of message; gloo's tags are 31 bits
+
+
+class Transfer(NamedTuple):
+    """A tensor and the rank in the group to send it to or receive it from.
+
+    Args:
+        peer: the rank.
+        tensor: what is sent or received.
+        is_header: whether ``PendingExchange.wait_for_headers`` waits for it.
+        is_difference: whether it is part of a difference to an earlier message.
+    """
+
+    peer: int
+    tensor: Tensor
+    is_header: bool = False
+    is_difference: bool = False
+
+    @property
+    def tag(self) -> int:
+        """Return gloo's tag: a message never arrives in a tensor of another kind or length."""
+        if self.is_header:
+            return 0
+        num_bytes = self.tensor.numel() * self.tensor.element_size()
+        return 2 * (1 + num_bytes % _NUM_TAGS) + self.is_difference
+
+
+class PendingExchange:
+    """Messages in flight. Do not touch their tensors until ``wait`` has returned."""
+
+    def __init__(
+        self,
+        exchange: "NeighborExchange",
+        transfers: Sequence[Transfer],
+        num_received: int,
+        works: Sequence[dist.Work],
+    ) -> None:
+        self._exchange = exchange
+        self._transfers = transfers  # their tensors are kept alive while in flight
+        self._num_received = num_received  # the first of them; the others are sent
+        self._works = list(enumerate(works))
+        self._is_batched = len(works) < len(transfers)  # NCCL returns one work for all
+
+    def wait_for_headers(self) -> None:
+        """Wait as ``wait``, on gloo for the headers that are received only.
+
+        Raises:
+            PeerError: as ``wait``.
+        """
+        if not self._is_batched:
+            self._wait(
+                lambda index: index < self._num_received and self._transfers[index].is_header
+            )
+        else:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until all messages of the round are sent and received.
+
+        On NCCL this makes the current stream wait and returns at once; on gloo the host waits. A
+        second call on the same stream does nothing.
+
+        Raises:
+            PeerError: a neighbor died, or did not respond within the process group's timeout.
+        """
+        self._wait(lambda index: True)
+
+    def keep(self) -> None:
+        """Keep the tensors for good: messages that nobody waits for may still arrive in them."""
+        self._exchange.failed.append(self)
+
+    def _wait(self, is_due: Callable[[int], bool]) -> None:
+        begin = time.perf_counter()
+        for entry in [each for each in self._works if is_due(each[0])]:
+            index, work = entry
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self.keep()
+                failed, num_received = self._transfers, self._num_received
+                if not self._is_batched:
+                    failed, num_received = failed[index : index + 1], int(index < num_received)
+                raise self._exchange.peer_error(failed, num_received, error) from error
+            self._works.remove(entry)
+        self._exchange.run.stats.count_wait(time.perf_counter() - begin)
+
+
+class Received(NamedTuple):
+    """The messages of a round, which have arrived.
+
+    Args:
+        messages: the tensors of each message, by sender.
+        masses: (m,) float64, of the messages. On a GPU 0 if one is not what it must be: do not use
+            its tensors.
+    """
+
+    messages: Sequence[Sequence[Tensor]]
+    masses: Tensor
+
+    def first_or(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Return the first message; instead of one that must not be used, other tensors."""
+        message = self.messages[0]
+        if not self.masses.is_cuda:  # the CPU has raised an error
+            return list(message)
+        is_valid = self.masses[0] > 0
+        return [torch.where(is_valid, *each) for each in zip(message, own, strict=True)]
+
+
+class Round:
+    """A round of messages in flight, as ``NeighborExchange.swap`` returns it.
+
+    Do not write the tensors that are sent, and do not read those that are received, until ``wait``
+    has returned.
+    """
+
+    def __init__(
+        self,
+        exchange: "NeighborExchange",
+        pending: PendingExchange,
+        headers: RoundHeaders,
+        into: Sequence[Sequence[Tensor]],
+        all_reduce: "_AllReduce | None",
+    ) -> None:
+        self._exchange, self._pending, self._headers = exchange, pending, headers
+        self._into, self._all_reduce = into, all_reduce
+        self._received: Received | None = None
+
+    @property
+    def round_index(self) -> int:
+        """The round in the header of the first sender, which has arrived."""
+        return self._headers.round_index
+
+    def wait(self) -> Received:
+        """Wait until all is sent and received, headers first; return what is received.
+
+        On NCCL this makes the current stream wait and returns at once; on gloo the host waits. If
+        it is interrupted it can be repeated; once it has returned, it returns the same.
+
+        Raises:
+            PeerError: a neighbor died, or did not respond within the process group's timeout; or on
+                the CPU, a message is not what it must be: none is used.
+        """
+        if self._received is None:
+            with torch.profiler.record_function("pyparallel::gossip_wait"):
+                self._pending.wait_for_headers()
+                try:
+                    masses = self._headers.check()
+                except PeerError:
+                    self._pending.keep()
+                    raise
+                self._pending.wait()
+                if self._all_reduce is not None:
+                    masses = self._exchange.finish_sum(self._all_reduce, masses)
+            self._received = Received(self._into, masses)
+        return self._received
+
+
+class _AllReduce(NamedTuple):
+    """The sum of all ranks' messages, each times its mass: what is in flight, and this rank's."""
+
+    future: Future[Any]
+    total: Tensor
+    sent: Tensor
+    mass: Tensor
+
+
+class NeighborExchange:
+    """Batched point-to-point sends and receives (``batch_isend_irecv``) in one process group.
+
+    With gloo, a message that another program of the group sends with the same tag, and that is
+    longer than the tensor that awaits it, ends the receiving process: gloo aborts it ("terminate
+    called"). So a trainer has a group of its own, where no other messages are, and tags of payloads
+    differ by length and kind: messages that do not match wait, and their headers tell why.
+
+    Args:
+        run: of the trainer, in the group whose rank numbers peers have.
+        has_counts: False writes no counts into headers, where ranks step at their own pace.
+
+    Attributes:
+        run: the same.
+        headers: writes and checks the headers of messages.
+        failed: rounds that have failed, whose messages may still arrive.
+        collectives: of the group, for rounds in which all ranks send to all.
+    """
+
+    def __init__(self, run: Run, *, has_counts: bool = True) -> None:
+        self.run = run
+        self.rank, self.num_ranks, self.me = run.group_rank, run.size, run.rank
+        self.collectives = Collectives(run, run.stats)
+        self.failed: list[PendingExchange] = []
+        self.headers = MessageHeaders(run, has_counts=has_counts)
+
+    def swap(
+        self,
+        tensors: Sequence[Tensor],
+        to: Sequence[int],
+        from_: Sequence[int],
+        *,
+        into: Sequence[Sequence[Tensor]] | None = None,
+        round_index: int = ANY,
+        masses: Tensor | None = None,
+        masses_in: Sequence[float] = (),
+        is_difference: bool = False,
+        are_differences: Sequence[bool] | None = None,
+        by_all_reduce: bool = False,
+    ) -> Round:
+        """Start a round: send a message to ranks, and receive one from others.
+
+        A header goes beside each message. A second ``swap`` may begin before the first is waited
+        for; messages between two ranks match in the order in which rounds are started.
+
+        Args:
+            tensors: the message, which is not copied; empty: only to receive.
+            to: ranks in the group that receive it.
+            from_: ranks in the group whose messages are received.
+            into: tensors to receive each message into; None: new ones like ``tensors``.
+            round_index: of the round; ``ANY``: not compared.
+            masses: (k,) float64, of the message to each receiver; None: 1, received messages too.
+            masses_in: of the messages to receive; empty: any that can be.
+            is_difference: the message is a difference to an earlier one.
+            are_differences: whether each message to receive is one; None: as long as this one.
+            by_all_reduce: all ranks send one float32 tensor to all others, with equal masses; add
+                them by an all-reduce, of fewer bytes. What is received is one message, the others'
+                average.
+
+        Raises:
+            PeerError: a neighbor is already known to be dead; or on a device, an earlier message
+                was not what it must be.
+        """
+        if into is None:
+            into = [[torch.empty_like(each) for each in tensors] for _ in from_]
+        if masses is None:
+            masses = (tensors or into[0])[0].new_ones(len(to), dtype=torch.float64)
+            masses_in = (1.0,) * len(from_)
+        lengths = None
+        if are_differences is not None:
+            lengths = list(map(_signed_bytes, into, are_differences))
+        message = tensors or (into[0] if into and are_differences is None else ())
+        length = _signed_bytes(message, is_difference)
+        headers = self.headers.of_round(round_index, masses, length, from_, lengths, masses_in)
+        sends, receives = list[Transfer](), list[Transfer]()
+        for peer, row in zip(to, headers.sent, strict=True):
+            sends.append(Transfer(peer, row, is_header=True))
+            if not by_all_reduce:
+                sends += _parts(peer, tensors, is_difference)
+        for index, (peer, row) in enumerate(zip(from_, headers.received, strict=True)):
+            receives.append(Transfer(peer, row, is_header=True))
+            if not by_all_reduce:
+                differs = are_differences is not None and are_differences[index]
+                receives += _parts(peer, into[index], differs)
+        started = None
+        with torch.profiler.record_function("pyparallel::gossip_send"):
+            pending = self.start(sends, receives)
+            if by_all_reduce:
+                total = torch.mul(tensors[0], masses[0], out=into[0][0])
+                future = self.collectives.start_all_reduce_(total)
+                started = _AllReduce(future, total, tensors[0], masses[0])
+        return Round(self, pending, headers, into, started)
+
+    def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> PendingExchange:
+        """Start a round; transfers between two ranks match in the order in which they are listed.
+
+        Args:
+            sends: tensors to send; a tensor may be in several sends.
+            receives: tensors to receive into, each of the length and dtype that is sent; one of
+                another length is never received.
+
+        Raises:
+            PeerError: a neighbor is already known to be dead.
+        """
+        # Receives first: gloo announces a posted receive to its sender on the connection that our
+        # own data use. Announced after the data, two ranks that exchange would send in turn.
+        operations = [self._operation(dist.irecv, transfer) for transfer in receives]
+        operations += [self._operation(dist.isend, transfer) for transfer in sends]
+        transfers = [*receives, *sends]
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise self.peer_error(transfers, len(receives), error) from error
+        stats = self.run.stats
+        stats.count_bytes(sum(each.tensor.numel() * each.tensor.element_size() for each in sends))
+        return PendingExchange(self, transfers, len(receives), works)
+
+    def finish_sum(self, started: _AllReduce, masses: Tensor) -> Tensor:
+        """Wait for the sum of all ranks' messages; make one message of those of the others.
+
+        Args:
+            started: its total is written.
+            masses: (n - 1,) of the others' messages; 0 if a header was not what it must be.
+
+        Returns:
+            The mass of the message, (1,); 0 leaves it out.
+        """
+        self.collectives.finish_all_reduce(started.future)
+        others = masses.sum()
+        started.total.sub_(started.sent * started.mass).div_(others)
+        return torch.where((masses > 0).all(), others, 0).view(1)
+
+    def peer_error(
+        self, transfers: Sequence[Transfer], num_received: int, error: RuntimeError
+    ) -> PeerError:
+        """Return the error of messages that were not delivered.
+
+        Args:
+            transfers: the messages; those received come first.
+            num_received: how many are received.
+            error: torch's error.
+        """
+        peers = [self.run.global_rank(transfer.peer) for transfer in transfers]
+        edges = [(peer, self.me) for peer in peers[:num_received]]
+        edges += [(self.me, peer) for peer in peers[num_received:]]
+        names = ", ".join(f"{sender} -> {receiver}" for sender, receiver in dict.fromkeys(edges))
+        return self.run.error(
+            f"the message on edge {names} was not delivered",
+            error,
+            suspects=[peer for edge in edges for peer in edge],
+            otherwise="took fewer steps: use join()",
+        )
+
+    def _operation(self, kind: Callable[..., Any], transfer: Transfer) -> dist.P2POp:
+        return dist.P2POp(
+            kind,
+            transfer.tensor,
+            group=self.run.group,
+            tag=transfer.tag,
+            group_peer=transfer.peer,
+        )
+
+
+def _parts(peer: int, message: Sequence[Tensor], is_difference: bool) -> list[Transfer]:
+    parts = [each for each in message if each.numel()]
+    return [Transfer(peer, each, is_difference=is_difference) for each in parts]
+
+
+def _signed_bytes(message: Sequence[Tensor], is_difference: bool) -> int:
+    """Return the length of a message in its header: bytes, negative for a difference."""
+    num_bytes = sum(each.numel() * each.element_size() for each in message)
+    return -num_bytes if is_difference else num_bytes

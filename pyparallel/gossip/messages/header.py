@@ -1,0 +1,275 @@
+"""Headers of gossip messages, by which a rank checks a message before it is used.
+
+A header is one row of 8 float64, sent beside each message: the push-sum mass, the trainer's number,
+the round, the length of the message in bytes (negative for a difference to an earlier one), the
+sender's counts (`StepCounts`), and how many entries of its last gradient were not finite.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...comm.collectives import Collectives
+from ...comm.counts import (
+    ANY,
+    FORWARDS,
+    LENGTH,
+    MASS,
+    NONFINITE,
+    NUM_FIELDS,
+    ROUND,
+    TRAINER,
+    make_row,
+    to_device,
+)
+from ...comm.errors import NonFiniteError, PeerError
+from ...comm.run import Run
+from ...ops._corrupt import CorruptCounter
+
+# Of regular topologies, where masses are the senders' shares. Shares that are multiples of 2**-40
+# add up without rounding; those of a user's own topology may drift by 2**-53 in each addition,
+# which takes more than 10**9 rounds to get here.
+_TOLERANCE = 1e-6
+# Of what one counter on a device counts at once.
+_NONFINITE_UNIT, _FORWARDS_UNIT = 1 << 21, 1 << 42
+_NUM_RECENT = 8
+
+
+class _Expected(NamedTuple):
+    """What the received messages of a round must be."""
+
+    own: Sequence[float]
+    lengths: Sequence[int]
+    senders: Sequence[int]
+    masses: Sequence[float]
+
+
+class MessageHeaders:
+    """Write the headers of a rank's messages, and check those that it receives.
+
+    On the CPU an invalid header is an error before anything of its message is used. On other
+    devices, which the host does not wait for, the message gets the mass 0, which leaves it out of
+    the average, and is counted; a later call raises.
+
+    Args:
+        run: of the trainer, in the group whose ranks exchange.
+        has_counts: False writes no counts, where ranks step at their own pace.
+    """
+
+    def __init__(self, run: Run, *, has_counts: bool = True) -> None:
+        self.run, self._has_counts = run, has_counts
+        self._nonfinite_senders: dict[int, float] = {}
+        self._counter: CorruptCounter | None = None  # on devices other than the CPU
+        self._recent: deque[tuple[_Expected, Tensor]] = deque(maxlen=_NUM_RECENT)
+
+    def of_round(
+        self,
+        round_index: int,
+        masses: Tensor,
+        length: int,
+        senders: Sequence[int],
+        lengths: Sequence[int] | None = None,
+        masses_in: Sequence[float] = (),
+    ) -> "RoundHeaders":
+        """Return the headers of a round of one buffer.
+
+        Args:
+            round_index: the round; ``ANY``: the receiver does not know it.
+            masses: (k,) float64, of the messages to send.
+            length: of the messages to send, in bytes.
+            senders: the ranks of which a message is received.
+            lengths: of the messages to receive; None: ``length`` for all.
+            masses_in: of the messages to receive; empty: any that can be.
+
+        Raises:
+            PeerError: on a device, an earlier message was not what it must be.
+        """
+        own = self.run.fields(round_index, length, has_counts=self._has_counts)
+        expected = _Expected(own, lengths or [length] * len(senders), senders, masses_in)
+        if masses.device.type != "cpu":
+            self._raise_counted(masses.device)
+        return RoundHeaders(self, expected, masses)
+
+    def gather(self, collectives: Collectives, round_index: int, device: torch.device) -> None:
+        """Compare this rank's header with those of all ranks, before they average exactly.
+
+        On devices other than the CPU an invalid header is counted, and a later call raises.
+
+        Args:
+            collectives: of the ranks that average.
+            round_index: of the average; ``ANY``: not compared.
+            device: of the parameters.
+
+        Raises:
+            PeerError: headers differ: on the CPU the same pair on all ranks.
+        """
+        if device.type != "cpu":
+            self._raise_counted(device)
+        row = self.run.row(device, round_index)
+        with collectives.uncounted():
+            rows = collectives.all_gather(row)
+        if device.type == "cpu":
+            self.check_gathered(rows.tolist())
+            return
+        own = self.run.fields(round_index)
+        expected = _Expected(own, [0] * len(rows), range(len(rows)), (1.0,) * len(rows))
+        self.screen(expected, rows, row)
+
+    def check_gathered(self, rows: Sequence[Sequence[float]]) -> None:
+        """Compare the headers of all ranks on the host.
+
+        Raises:
+            PeerError: two differ; names the same two ranks on all.
+        """
+        self.run.compare_all(rows)
+        for rank, row in enumerate(rows):
+            if row[NONFINITE] and rank != self.run.group_rank:
+                self._nonfinite_senders[rank] = row[NONFINITE]
+
+    def raise_nonfinite(self) -> None:
+        """Raise if a message received since the last call came with a gradient of nan or inf.
+
+        Raises:
+            NonFiniteError: names the senders; only if ``nonfinite`` is "raise". The round in which
+                they were received is complete.
+        """
+        senders, self._nonfinite_senders = self._nonfinite_senders, {}
+        if senders and self.run.counts.policy == "raise":
+            counted = ", ".join(
+                f"{int(number)} entries that are nan or inf on rank {self.run.global_rank(sender)}"
+                for sender, number in senders.items()
+            )
+            raise NonFiniteError(f"{self.run.here}: gradients must be finite, got {counted}")
+
+    def check_rows(self, expected: _Expected, rows: Sequence[Sequence[float]]) -> None:
+        """Check the received rows on the host.
+
+        Raises:
+            PeerError: one is not what it must be; names both ranks and both values.
+        """
+        masses: Sequence[float | None] = expected.masses or [None] * len(rows)
+        for sender, row, length, mass in zip(
+            expected.senders, rows, expected.lengths, masses, strict=True
+        ):
+            own = expected.own
+            if length != own[2]:
+                own = [*own[:2], length, *own[3:]]
+            if row[TRAINER:NONFINITE] != own:
+                me, there = self.run.rank, self.run.global_rank(sender)
+                edge = f"the message on edge {there} -> {me}"
+                self.run.compare(edge, (self.run.group_rank, sender), row, own)
+            self._check_mass(sender, row[MASS], mass, own)
+            if row[NONFINITE]:
+                self._nonfinite_senders[sender] = row[NONFINITE]
+
+    def screen(self, expected: _Expected, rows: Tensor, own: Tensor) -> Tensor:
+        """Check the received rows on their device, which the host does not wait for.
+
+        Args:
+            expected: what they must be.
+            rows: (k, 8) received.
+            own: (8,) of this rank, on the device.
+
+        Returns:
+            The masses, (k,): 0 for messages that are not what they must be.
+        """
+        counter = self._counter_on(rows.device)
+        self._recent.append((expected, rows))
+        wanted = own.expand_as(rows)
+        if any(length != expected.own[2] for length in expected.lengths):
+            wanted = wanted.clone()
+            wanted[:, LENGTH] = to_device(expected.lengths, rows.device)
+        compared = slice(TRAINER, FORWARDS + 1)
+        theirs, ours = rows[:, compared], wanted[:, compared]
+        differs = (theirs != ours) & (theirs != ANY) & (ours != ANY)
+        low, high = self._mass_bounds(expected, rows.device)
+        mass = rows[:, MASS]
+        fits = ~differs[:, :-1].any(1) & (mass > low) & (mass <= high)
+        found = (~fits).to(torch.int64)
+        found += (rows[:, NONFINITE] != 0) * _NONFINITE_UNIT
+        found += differs[:, -1] * _FORWARDS_UNIT
+        counter.tensor.add_(found.sum())
+        return torch.where(fits, mass, torch.zeros_like(mass))
+
+    def _check_mass(
+        self, sender: int, mass: float, share: float | None, own: Sequence[float]
+    ) -> None:
+        if share is None:
+            fits, rule = 0 < mass <= self.run.size, f"in (0, {self.run.size}]"
+        else:
+            fits, rule = abs(mass - share) <= _TOLERANCE * share, f"its share {share}"
+        if not fits:
+            ranks = self.run.global_rank(sender), self.run.rank
+            raise PeerError(
+                f"{self.run.at_round(own)}: the mass of the message on edge {ranks[0]} -> "
+                f"{ranks[1]} must be {rule}, got {mass} from rank {ranks[0]}: load a valid state "
+                "on that rank"
+            )
+
+    def _mass_bounds(
+        self, expected: _Expected, device: torch.device
+    ) -> tuple[float | Tensor, float | Tensor]:
+        if not expected.masses:
+            return 0.0, float(self.run.size)
+        masses = to_device(expected.masses, device)
+        return masses * (1 - _TOLERANCE), masses * (1 + _TOLERANCE)
+
+    def _counter_on(self, device: torch.device) -> CorruptCounter:
+        if self._counter is None:
+            self._counter = CorruptCounter(device)
+        return self._counter
+
+    def _raise_counted(self, device: torch.device) -> None:
+        """Raise for messages that an earlier round has counted; waits for nothing without any."""
+        count = self._counter_on(device).num_unreported()
+        if not count:
+            return
+        num_left_out = count % _NONFINITE_UNIT
+        num_nonfinite = count % _FORWARDS_UNIT // _NONFINITE_UNIT
+        recent, self._recent = list(self._recent), deque(maxlen=_NUM_RECENT)
+        for expected, rows in recent:  # names ranks and values; also warns
+            self.check_rows(expected, rows.tolist())
+        if num_left_out:
+            raise PeerError(
+                f"{self.run.place(None)}: messages must have the header that this rank expects, "
+                f"got {num_left_out} with another one, which were left out: ranks no longer agree; "
+                "stop the run and load a checkpoint"
+            )
+        if num_nonfinite:
+            self.raise_nonfinite()
+
+
+class RoundHeaders:
+    """The headers of one buffer's messages in a round.
+
+    Attributes:
+        sent: (k, 8) float64, to be sent with the messages.
+        received: (m, 8) float64, to be received with the messages.
+    """
+
+    def __init__(self, headers: MessageHeaders, expected: _Expected, masses: Tensor) -> None:
+        self._headers, self._expected = headers, expected
+        self.received = masses.new_empty(len(expected.senders), NUM_FIELDS)
+        nonfinite = headers.run.counts.nonfinite
+        self._own = make_row(0.0, expected.own, nonfinite, masses.device)
+        columns = self._own[TRAINER:].expand(masses.shape[0], -1)
+        self.sent = torch.cat([masses.view(-1, 1), columns], dim=1)
+
+    @property
+    def round_index(self) -> int:
+        """The round in the header received from the first sender, which has arrived."""
+        return int(self.received[0, ROUND])
+
+    def check(self) -> Tensor:
+        """Return the received masses, (m,), after a check of the headers, which have arrived.
+
+        Raises:
+            PeerError: on the CPU, a header is not what it must be.
+        """
+        if self.received.device.type != "cpu":
+            return self._headers.screen(self._expected, self.received, self._own)
+        self._headers.check_rows(self._expected, self.received.tolist())
+        return self.received[:, MASS].contiguous()

@@ -1,0 +1,157 @@
+"""The rounds that a trainer takes around the steps of its optimizers."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..comm import NonFiniteError, Run
+from ..optim import FusedOptimizer
+from ..optim.finite_steps import FiniteSteps
+from ..training import ModelAverager, is_creating_state
+from .join import JoinedRounds
+
+
+class SteppedRounds:
+    """A trainer's rounds on this rank: before, within and after each step of its optimizers.
+
+    The hooks of the optimizers reference it, so it references neither them nor the trainer.
+
+    Args:
+        averager: takes the rounds.
+        run: of the ranks that train together.
+        finite_steps: find gradients that are not finite, and skip their updates.
+        module: gives the names of parameters.
+        in_pass: the one optimizer is fused and takes the round in its pass.
+
+    Attributes:
+        finite_steps: the same.
+        joined: what the rank does in ``join()``.
+        num_steps: steps that were completed.
+        waiting_seconds: for which the host has waited for other ranks in the last step.
+    """
+
+    def __init__(
+        self,
+        averager: ModelAverager,
+        run: Run,
+        finite_steps: FiniteSteps,
+        module: nn.Module,
+        in_pass: bool,
+    ) -> None:
+        self._averager, self._run, self._module = averager, run, module
+        self._in_pass = in_pass
+        self.finite_steps = finite_steps
+        self.joined = JoinedRounds(averager, run)
+        self.num_steps = 0
+        self.waiting_seconds = self._waited_before = 0.0  # of the last step; until its end
+        self._saw_forward = False  # in training since the last step
+        self._warns_of_closures = True
+        self._received_error: NonFiniteError | None = None
+
+    def see_forward(self, *, counts: bool) -> None:
+        """Note a training forward; count it for comparison between ranks if ``counts``."""
+        self._saw_forward = True
+        if counts:
+            self._run.counts.count_forward()
+
+    def before_step(self, optimizer: Optimizer, has_gradients: bool | None) -> None:
+        """Receive and merge, unless a fused optimizer does so in its pass."""
+        if self._in_pass:
+            return
+        averager = self._averager
+        if has_gradients is False and self._warns_of_closures and averager.status.in_flight:
+            self._warns_of_closures = False
+            warnings.warn(
+                f"{type(optimizer).__name__} evaluates its closure several times in a step, or at "
+                "other parameters, so messages are received before the first evaluation: overlap "
+                "hides nothing",
+                stacklevel=7,  # the user's optimizer.step(closure)
+            )
+        with self._after_the_step():
+            averager.before_step()
+        if not has_gradients:  # the optimizer may copy the parameters first
+            averager.before_update()
+
+    def before_update(self, index: int, is_first: bool) -> None:
+        """Turn the parameters into what the optimizer of an index steps on."""
+        if not self._in_pass:
+            self._averager.before_update()  # again if a forward has been between two optimizers
+            self.finite_steps.begin(index, is_first)
+
+    def before_evaluation(self) -> None:
+        """Turn them back, before a closure evaluates the module."""
+        self.finite_steps.end()
+        self._averager.restore_debiased()
+
+    def step_buckets(self, optimizer: FusedOptimizer) -> None:
+        """Take a step of a fused optimizer, with the round in its pass."""
+        if is_creating_state():
+            for index in range(optimizer.num_buckets):
+                optimizer.step_bucket(index)
+            return
+        self.finite_steps.begin()
+        self._count_step()
+        if self._run.counts.synchronizes:
+            self.joined.before_round()
+        with self._after_the_step():
+            self._averager.step_buckets(optimizer.step_bucket, optimizer.num_buckets)
+
+    def after_step(self) -> None:
+        """Send, or average, and end the step.
+
+        Raises:
+            NonFiniteError: by the policy; the step's round has been taken.
+        """
+        if not self._in_pass:
+            self._count_step()
+            self._averager.after_update()
+            if self._run.counts.synchronizes:
+                self.joined.before_round()
+                with self._after_the_step():
+                    self._averager.after_step()
+        self.num_steps += 1
+        waited = self._run.stats.waiting_seconds
+        self.waiting_seconds, self._waited_before = waited - self._waited_before, waited
+        self._raise_nonfinite()
+
+    def close(self) -> None:
+        """Release the process group."""
+        self.joined.close()
+        self._averager.close()
+
+    @contextmanager
+    def _after_the_step(self) -> Iterator[None]:
+        """Keep what a message says of its sender's gradients until the step is complete."""
+        try:
+            yield
+        except NonFiniteError as error:
+            self._received_error = error
+
+    def _count_step(self) -> None:
+        self._run.counts.count_step(saw_forward=self._saw_forward)
+        self._saw_forward = False
+
+    def _raise_nonfinite(self) -> None:
+        received, self._received_error = self._received_error, None
+        steps, found = self.finite_steps, self.finite_steps.found
+        late = steps.num_found_late()
+        counts = self._run.counts
+        if not late and (found is None or counts.policy != "raise"):
+            if received is not None:
+                raise received
+            return
+        if late:
+            text = f"nan or inf in {late} step(s) up to this one"
+            fix = "nonfinite='skip' waits for each step"
+        else:
+            names = (name for name, p in self._module.named_parameters() if p is found)
+            text = f"{int(float(counts.nonfinite))} elements that are nan or inf, the first in "
+            text += next(names, "a parameter")
+            fix = "nonfinite='skip' goes on without such steps"
+        raise NonFiniteError(
+            f"{self._run.here}: gradients must be finite, got {text}: this rank's parameters have "
+            f"not been updated with them, and its round has been taken; {fix}"
+        ) from received

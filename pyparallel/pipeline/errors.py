@@ -1,0 +1,89 @@
+"""Errors of a trainer's calls, which all ranks raise alike."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from ..comm import Run
+from .messages.format import Refusal, RefusalKind
+from .messages.refusals import StepRefusedError, error_of_refusals
+
+
+def agree(run: Run, fields: Sequence[tuple[str, str]], problem: str | TypeError | None) -> None:
+    """Raise a problem of any rank on all, or that their fields differ.
+
+    Without a process group it is raised as it is, without the rank.
+
+    Raises:
+        ValueError: (DisagreementError between ranks) for any problem but a TypeError.
+        TypeError: (ArgumentTypeError between ranks) for one.
+    """
+    if dist.is_initialized():
+        run.agree(fields, problem)
+    elif problem is not None:
+        raise problem if isinstance(problem, TypeError) else ValueError(problem)
+
+
+@contextmanager
+def raising_on_all_ranks(run: Run) -> Iterator[list[tuple[str, str]]]:
+    """Raise an error inside on all ranks; yield fields to fill, which the ranks compare."""
+    problem, cause = None, None
+    fields: list[tuple[str, str]] = []
+    try:
+        yield fields
+    except Exception as error:  # perhaps on one rank only, while the others wait for it
+        # It is raised as a ValueError.
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        problem, cause = f"{kind}{error}", error
+    try:
+        agree(run, [] if problem else fields, problem)
+    except ValueError as error:
+        raise error from cause
+
+
+class CallErrors:
+    """What the calls of a trainer raise: that the pipeline has failed, or what was refused.
+
+    Args:
+        nonfinite: "raise" for losses that are not finite too, or "skip".
+    """
+
+    def __init__(self, nonfinite: str) -> None:
+        self._skips_non_finite = nonfinite == "skip"
+        self._failure: str | None = None
+        self._raised: set[str] = set()  # refusals, since the pipeline was empty
+
+    def check_health(self) -> None:
+        """Check that no call has failed.
+
+        Raises:
+            RuntimeError: one has, with microbatches in flight.
+        """
+        if self._failure is not None:
+            raise RuntimeError(
+                "the pipeline has failed; create a new PipelineTrainer, and load into it what "
+                f"rescue_state_dict() of this one returns: {self._failure}"
+            )
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep an error that is raised inside, but no refusal of a step."""
+        try:
+            yield
+        except StepRefusedError as refused:
+            raise error_of_refusals([refused.refusal]) from None
+        except BaseException as error:  # an interrupt also leaves microbatches in flight
+            self._failure = str(error) or type(error).__name__
+            raise
+
+    def raise_refusals(self, refusals: Sequence[Refusal], *, is_empty: bool) -> None:
+        """Raise what stages have been refused in this call, with the pipeline in order."""
+        if self._skips_non_finite:
+            refusals = [each for each in refusals if each.kind is not RefusalKind.NOT_FINITE]
+        refusals = [each for each in refusals if each.text not in self._raised]
+        self._raised.update(each.text for each in refusals)
+        if is_empty:
+            self._raised.clear()
+        if refusals:
+            raise error_of_refusals(refusals)

@@ -1,0 +1,82 @@
+"""The state of the whole model on rank 0, from those of all stages."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Collectives, Run, device_of, gather_json
+from ..training import (
+    summarize,
+)
+from .named_state import NamedStage, State
+
+
+def full_state(stages: Sequence[NamedStage], run: Run) -> State:
+    """Return the state dict of the whole model on rank 0, in the CPU's memory; {} elsewhere.
+
+    Raises:
+        DisagreementError: on all ranks: a module's extra state is neither a tensor nor of JSON's
+            types.
+    """
+    own = {name: value for each in stages for name, value in each.module_state().items()}
+    if run.size == 1:
+        return {name: _on_cpu(value) for name, value in own.items()}
+    foreign = [name for name, value in own.items() if not _can_be_sent(value)]
+    problem = None
+    if foreign:
+        problem = (
+            f"{foreign[0]} must be a tensor or of JSON's types for full_state_dict(), got "
+            f"{summarize(own[foreign[0]])}; save sharded_state_dict()"
+        )
+    run.agree([], problem)
+    described = [
+        [name, [*value.shape], str(value.dtype)] if isinstance(value, Tensor) else [name, value]
+        for name, value in own.items()
+    ]
+    content = "names, shapes and dtypes of tensors"
+    of_ranks = gather_json(described, run.group, content, "states", _parse)
+    ranks, device = Collectives(run), device_of(run.group)
+    state: State = {}
+    for rank, theirs in enumerate(of_ranks):
+        for name, kept in theirs:
+            value = kept
+            if isinstance(kept, Tensor):
+                value = torch.empty_like(kept, device=device)
+                if rank == ranks.rank:
+                    value = own[name].detach().to(device).contiguous()
+                ranks.broadcast_(value, rank)
+            if ranks.rank == 0:
+                state[name] = _on_cpu(value)
+    return state
+
+
+def _can_be_sent(value: Any) -> bool:
+    """Return whether a value is a tensor, or is the same after it was sent as JSON."""
+    try:
+        return isinstance(value, Tensor) or repr(json.loads(json.dumps(value))) == repr(value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _parse(described: Any) -> list[tuple[str, Any]]:
+    """Return the names and values that ``full_state`` has sent, tensors on the meta device."""
+    try:
+        return [
+            (str(name), *value)
+            if len(value) == 1
+            else (
+                str(name),
+                torch.empty(value[0], dtype=getattr(torch, value[1][6:]), device="meta"),
+            )
+            for name, *value in described
+        ]
+    except (AttributeError, IndexError, RuntimeError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return a copy of a tensor that shares memory with nothing, on the CPU."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -1,0 +1,260 @@
+"""The wire format of a tensor or a tuple of tensors: a fixed-size header and a packed payload.
+
+Headers, and payloads behind them, are in the host's memory, and are written and read there by
+address: after a microbatch has emptied the caches, each operation of torch would take 10 us.
+"""
+
+import ctypes
+import math
+import os
+import zlib
+from array import array
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Value = Tensor | tuple[Tensor, ...]
+
+HEADER_WORDS = 128
+HEADER_BYTES = 8 * HEADER_WORDS
+_NUMBER = 1  # the index of the message's number in a header
+_UNWRITTEN = -1  # never a message's number; in bytes too
+_CHECKSUM = 5  # the index of the CRC-32 of all other words
+_BATCH = 6  # of the batch's three words
+_BEGIN = 9  # of what describes the tensors, or of the error
+_ALIGNMENT_BYTES = 64
+_ONE_TENSOR = 3  # the count of a value that is a tensor and not a tuple
+_FAILURE = -1  # in place of a count, as are -2 - kind of a refusal
+_MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no payload is larger
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+class TensorMeta(NamedTuple):
+    """One tensor in a header; ``differentiable``: the receiver sends back a gradient."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    differentiable: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the tensor, without alignment."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+class BatchMeta(NamedTuple):
+    """What the first stage's rank knows of a batch, with the activations of its microbatches.
+
+    Args:
+        samples: of this microbatch; 0: not known.
+        total: of all microbatches of the step; 0: not known.
+        has_short_form: that rank was called with two positional arguments, inputs and target.
+    """
+
+    samples: int = 0
+    total: int = 0
+    has_short_form: bool = False
+
+
+NO_BATCH = BatchMeta()
+
+
+class RefusalKind(IntEnum):
+    """What a rank refuses; receivers raise the error of this kind."""
+
+    ARGUMENT = 0
+    TYPE = 1
+    NOT_FINITE = 2
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why no value is sent: one text for all ranks, which harms no later message.
+
+    Args:
+        text: of the error, cut to the size of a header.
+    """
+
+    kind: RefusalKind
+    text: str
+
+
+@dataclass(frozen=True)
+class Header:
+    """The metadata that precedes a payload.
+
+    Args:
+        stream: which of the sender's streams the message is of, from 0.
+        number: its number in the stream, such as that of the microbatch.
+        received: how many messages the sender had received from this peer when it wrote this.
+        tensors: one for each tensor of the payload.
+        single: the value is a tensor, not a tuple of one.
+        failure: the sender's error; then no payload follows.
+        refusal: why there is no value; then no payload follows either.
+        via_host: the payload travels over the headers' process group, in the host's memory.
+    """
+
+    stream: int
+    number: int
+    received: int
+    tensors: tuple[TensorMeta, ...] = ()
+    single: bool = False
+    failure: str | None = None
+    via_host: bool = False
+    refusal: Refusal | None = None
+    batch: BatchMeta = NO_BATCH
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the payload, its tensors aligned."""
+        return sum(aligned(each.num_bytes) for each in self.tensors)
+
+    def to_tensor(self, capacity: int = 0) -> Tensor:
+        """Return the header as an int64 tensor with room for a payload behind it.
+
+        Args:
+            capacity: bytes of that room.
+
+        Raises:
+            ValueError: an unsupported dtype, or more dimensions than a header has room for.
+        """
+        text, count = self.failure, 2 * len(self.tensors) + self.single
+        if self.refusal is not None:
+            text, count = self.refusal.text, _FAILURE - 1 - self.refusal.kind
+        elif self.failure is not None:
+            count = _FAILURE
+        words = array("q", (self.stream, self.number, self.received, count, self.via_host, 0))
+        words.extend(self.batch)
+        for meta in self.tensors:
+            if meta.dtype not in _DTYPES:
+                raise ValueError(f"tensors to send must be of a plain dtype, got {meta.dtype}")
+            words.extend((_DTYPES.index(meta.dtype), meta.differentiable, len(meta.shape)))
+            words.extend(meta.shape)
+        if len(words) > HEADER_WORDS:
+            raise ValueError(
+                f"a value to send must have at most about {HEADER_WORDS // 6} tensors, got "
+                f"{len(self.tensors)}"
+            )
+        rest = HEADER_BYTES - 8 * len(words)
+        words.frombytes((text or "").encode()[:rest].ljust(rest, b"\0"))
+        words[_CHECKSUM] = zlib.crc32(words)
+        tensor = _empty(capacity)
+        ctypes.memmove(tensor.data_ptr(), words.buffer_info()[0], HEADER_BYTES)
+        return tensor
+
+
+def cut_failure(text: str) -> str:
+    """Return what a receiver reads of a failure's text: as much as a header has room for."""
+    return text.encode()[: HEADER_BYTES - 8 * _BEGIN].decode(errors="ignore")
+
+
+def new_header(capacity: int = 0) -> Tensor:
+    """Return an int64 tensor to receive a header into, with room for a payload behind it.
+
+    Args:
+        capacity: bytes of that room.
+    """
+    tensor = _empty(capacity)
+    ctypes.memset(tensor.data_ptr() + 8 * _NUMBER, _UNWRITTEN, 8)
+    return tensor
+
+
+def has_arrived(header: Tensor) -> bool:
+    """Return whether a tensor from ``new_header`` has been written to, at least in part."""
+    return header[_NUMBER].item() != _UNWRITTEN
+
+
+def room_behind(header: Tensor) -> int:
+    """Return the bytes of room for a payload behind a header."""
+    return header.nbytes - HEADER_BYTES
+
+
+def read_header(tensor: Tensor) -> Header:
+    """Return the header that ``to_tensor`` encoded.
+
+    Raises:
+        ValueError: its checksum is wrong, it is none that ``to_tensor`` encodes, or of more bytes
+            than the machine has.
+    """
+    words = array("q", ctypes.string_at(tensor.data_ptr(), HEADER_BYTES))
+    checksum, words[_CHECKSUM] = words[_CHECKSUM], 0
+    if checksum != zlib.crc32(words):
+        raise ValueError("a wrong checksum")
+    stream, number, received, count, via_host = words[:_CHECKSUM]
+    samples, total, has_short_form = words[_BATCH:_BEGIN]
+    batch = BatchMeta(samples, total, bool(has_short_form))
+    if _FAILURE - len(RefusalKind) <= count <= _FAILURE:
+        text = words[_BEGIN:].tobytes().rstrip(b"\0").decode(errors="ignore")
+        if count == _FAILURE:
+            return Header(stream, number, received, failure=text)
+        refusal = Refusal(RefusalKind(_FAILURE - 1 - count), text)
+        return Header(stream, number, received, refusal=refusal)
+    is_single = bool(count % 2)
+    if (
+        not 0 <= count // 2 <= HEADER_WORDS
+        or is_single != (count == _ONE_TENSOR)
+        or via_host not in (0, 1)
+    ):
+        raise ValueError(f"a count of {count} and a place of {via_host}")
+    tensors, at = [], _BEGIN
+    for _ in range(count // 2):
+        tensors.append(_read_meta(words[at:]))
+        at += 3 + len(tensors[-1].shape)
+    header = Header(
+        stream, number, received, tuple(tensors), is_single, via_host=bool(via_host), batch=batch
+    )
+    if header.num_bytes > _MEMORY_BYTES:
+        raise ValueError(f"a value of {header.num_bytes} bytes, more than this machine's memory")
+    return header
+
+
+def _read_meta(words: "array[int]") -> TensorMeta:
+    if len(words) < 3:
+        raise ValueError("more tensors than it has room for")
+    dtype, differentiable, dimensions = words[:3]
+    shape = tuple(words[3 : 3 + dimensions]) if dimensions >= 0 else ()
+    is_valid = len(shape) == dimensions and all(size >= 0 for size in shape)
+    if not (is_valid and 0 <= dtype < len(_DTYPES) and differentiable in (0, 1)):
+        raise ValueError(
+            f"a tensor of dtype {dtype} with {dimensions} dimensions {list(shape)}, gradient "
+            f"{differentiable}"
+        )
+    plain = _DTYPES[dtype]
+    if differentiable and not (plain.is_floating_point or plain.is_complex):
+        raise ValueError(f"a tensor of {plain} that requires a gradient")
+    return TensorMeta(plain, shape, bool(differentiable))
+
+
+def describe(value: Value) -> tuple[TensorMeta, ...]:
+    """Return the metadata of a value's tensors."""
+    return tuple(TensorMeta(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors_of(value))
+
+
+def tensors_of(value: Value) -> tuple[Tensor, ...]:
+    """Return the tensors of a value."""
+    return (value,) if isinstance(value, Tensor) else value
+
+
+def aligned(num_bytes: int) -> int:
+    """Return a number of bytes, rounded up to where the next tensor begins."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _empty(capacity: int) -> Tensor:
+    return torch.empty(HEADER_WORDS + capacity // 8, dtype=torch.int64)

@@ -1,0 +1,174 @@
+"""Payloads between two ranks: matched by tag on gloo, in the order of the sends on NCCL."""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+PREFETCH_DEPTH = 2  # messages whose receives are posted ahead, so that transfers overlap compute
+INLINE_BYTES = 1 << 18  # payloads up to this are copied behind their headers: one message, not two
+
+
+class Payloads(Protocol):
+    """The payloads between this rank and a peer."""
+
+    def send(self, stream: int, payload: Tensor) -> Any:
+        """Send a payload of a stream asynchronously; return its work."""
+
+    def recv(self, stream: int, length: int) -> tuple[Tensor, Any]:
+        """Return the buffer of a stream's next payload, and the work to wait for.
+
+        Args:
+            stream: of the sender.
+            length: of the payload in bytes, known from its header.
+        """
+
+    def prefetch(self, streams: Sequence[int]) -> None:
+        """Post receives for the next headers' payloads, where that is possible before they come.
+
+        Args:
+            streams: of the headers whose receives are posted, in the order of the sends.
+        """
+
+    def flush(self) -> None:
+        """Wait for the sends: on NCCL the current stream, not the host."""
+
+
+class GlooPayloads(Payloads):
+    """Payloads over gloo, with receives posted before the header is here.
+
+    Most payloads of a stream have the length of its first. Receives of this usual length match its
+    sends in order; one that was posted for a payload of another length serves the next payload of
+    the usual length.
+
+    Args:
+        inline_bytes: shorter payloads are never prefetched: they are sent behind their headers.
+    """
+
+    def __init__(
+        self,
+        peer: int,
+        send_group: dist.ProcessGroup,
+        recv_group: dist.ProcessGroup,
+        inline_bytes: int,
+    ) -> None:
+        self._peer = peer
+        self._send_group, self._recv_group = send_group, recv_group
+        self._inline_bytes = inline_bytes
+        self._usual_sent: dict[int, int] = {}  # bytes, by stream
+        self._usual_received: dict[int, int] = {}
+        self._prefetched: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)  # by stream
+
+    @override
+    def send(self, stream: int, payload: Tensor) -> Any:
+        usual = self._usual_sent.setdefault(stream, payload.nbytes) == payload.nbytes
+        return self._send_group.send([payload], self._peer, _tag(stream, usual))
+
+    @override
+    def recv(self, stream: int, length: int) -> tuple[Tensor, Any]:
+        usual = self._usual_received.setdefault(stream, length) == length
+        if usual and self._prefetched[stream]:
+            return self._prefetched[stream].popleft()
+        return self._post(stream, length, usual)
+
+    @override
+    def prefetch(self, streams: Sequence[int]) -> None:
+        pending = Counter[int]()
+        for stream in streams:
+            pending[stream] += 1
+            length = self._usual_received.get(stream)
+            if length is None or length <= self._inline_bytes:
+                continue
+            while len(self._prefetched[stream]) < pending[stream]:
+                self._prefetched[stream].append(self._post(stream, length, usual=True))
+
+    @override
+    def flush(self) -> None:
+        pass  # the channel waits for each send's work
+
+    def _post(self, stream: int, length: int, usual: bool) -> tuple[Tensor, Any]:
+        payload = torch.empty(length, dtype=torch.uint8)
+        return payload, self._recv_group.recv([payload], self._peer, _tag(stream, usual))
+
+
+class NcclPayloads(Payloads):
+    """Payloads over NCCL, which ignores tags and runs a communicator's operations in one order.
+
+    A receive is a kernel that waits on the GPU. It is posted once the header is here, which is sent
+    after the payload: so all that it waits for is enqueued already, and it cannot be in front of
+    work that the peer's data depends on. It does not wait for the compute stream, nor the compute
+    stream for a send.
+    """
+
+    def __init__(
+        self,
+        peer: int,
+        send_group: dist.ProcessGroup,
+        recv_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._peer = peer
+        self._send_group, self._recv_group = send_group, recv_group
+        self._device = device
+        # Receives begin when the stream that they are posted on is done: not the compute stream.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._sent: deque[tuple[Tensor, Any]] = deque()
+
+    @override
+    def send(self, stream: int, payload: Tensor) -> Any:
+        while self._sent and self._sent[0][1].is_completed():
+            self._sent.popleft()
+        work = self._send_group.send([payload], self._peer, 0)
+        self._sent.append((payload, work))
+        return work
+
+    @override
+    def recv(self, stream: int, length: int) -> tuple[Tensor, Any]:
+        with torch.cuda.stream(self._stream):
+            payload = torch.empty(length, dtype=torch.uint8, device=self._device)
+            work = self._recv_group.recv([payload], self._peer, 0)
+        if self._stream is not None:
+            payload.record_stream(torch.cuda.current_stream(self._device))
+        return payload, work
+
+    @override
+    def prefetch(self, streams: Sequence[int]) -> None:
+        pass  # only the header says that the payload is coming
+
+    @override
+    def flush(self) -> None:
+        while self._sent:
+            self._sent.popleft()[1].wait()
+
+
+def _tag(stream: int, usual: bool) -> int:
+    """Return a tag of gloo: each stream has two, for payloads of its usual length and others."""
+    return 2 + 2 * stream + (not usual)
+
+
+class InlineRoom:
+    """The most bytes of payload behind the header of each message, counted alike at both ends.
+
+    A receive is posted while fewer than ``PREFETCH_DEPTH`` messages before it have not arrived, so
+    its size may depend on those before them: it has room for the longest.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: deque[int] = deque()  # of payloads that were not counted yet
+        self._num_counted = 0
+        self._longest = 0
+
+    def add(self, length: int) -> None:
+        """Add the next message's payload."""
+        self._lengths.append(length if length <= INLINE_BYTES else 0)
+
+    def of(self, index: int) -> int:
+        """Return the capacity of a message; indices must not descend."""
+        while self._num_counted <= index - PREFETCH_DEPTH:
+            self._longest = max(self._longest, self._lengths.popleft())
+            self._num_counted += 1
+        return self._longest

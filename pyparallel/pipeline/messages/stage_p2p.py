@@ -1,0 +1,338 @@
+"""Values sent between stages: as messages between ranks, as detached tensors within a rank."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...comm import PeerError
+from ...compression import CorruptMessageError
+from ..schedules.action import Action, Kind
+from ..schedules.shape import PipelineShape
+from .channel import Channel, P2PMessage
+from .codec import Codec, IdentityCodec
+from .format import NO_BATCH, BatchMeta, Refusal, Value, cut_failure, tensors_of
+from .groups import P2PGroups
+from .refusals import StepRefusedError
+
+_BARRIER_STREAM = -1  # of the empty messages of a barrier
+
+
+class StreamKind(IntEnum):
+    """What a stage receives; each kind is a stream with an order of its own."""
+
+    ACTIVATIONS = 0  # from the previous stage
+    GRADIENTS = 1  # from the next stage
+    SHARED = 2  # from the previous stage: weights that later stages read too
+
+
+class Endpoint(NamedTuple):
+    """The receiving end of a stream: a stage and the kind of values."""
+
+    stage: int
+    kind: StreamKind
+
+    @property
+    def stream(self) -> int:
+        """Return the number of the stream within a channel."""
+        return len(StreamKind) * self.stage + self.kind
+
+    def __str__(self) -> str:
+        words = {StreamKind.GRADIENTS: "gradients", StreamKind.SHARED: "weights"}
+        return f"{words.get(self.kind, 'activations')} for stage {self.stage}"
+
+
+Destinations = Callable[[Action], Iterable[Endpoint]]
+
+
+def destinations_of(action: Action) -> tuple[Endpoint, ...]:
+    """Return where an action's output is sent, whether or not that stage exists."""
+    if action.kind is Kind.FORWARD:
+        return (Endpoint(action.stage + 1, StreamKind.ACTIVATIONS),)
+    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        return (Endpoint(action.stage - 1, StreamKind.GRADIENTS),)
+    return ()
+
+
+class StageP2P:
+    """Sends and receives of one rank's stages.
+
+    Every rank derives from its neighbors' actions what they will send, and in which order.
+
+    Args:
+        groups: process groups; None with a single rank.
+        activation_codec: of activations between ranks; None: uncompressed.
+        gradient_codec: of gradients between ranks; None: uncompressed.
+
+    Attributes:
+        via_host: send values from the host's memory where they would travel over NCCL.
+        batch: that the value received last is of, if it is of a peer's forward.
+        waited: seconds for messages of each kind; None: of barriers.
+    """
+
+    via_host = True
+    batch = NO_BATCH
+
+    def __init__(
+        self,
+        shape: PipelineShape,
+        groups: P2PGroups | None,
+        activation_codec: Codec | None = None,
+        gradient_codec: Codec | None = None,
+    ) -> None:
+        self._shape = shape
+        self._codecs = {
+            StreamKind.ACTIVATIONS: activation_codec or IdentityCodec(),
+            StreamKind.GRADIENTS: gradient_codec or IdentityCodec(),
+            StreamKind.SHARED: IdentityCodec(),
+        }
+        self._rank = 0 if groups is None else groups.rank
+        self.waited: defaultdict[StreamKind | None, float] = defaultdict(float)
+        self._run = None if groups is None else groups.payloads[0]
+        neighbors = {
+            stage % shape.num_ranks
+            for local in shape.stages(self._rank)
+            for stage in (local - 1, local + 1)
+            if 0 <= stage < shape.num_stages
+        } - {self._rank}
+        self._channels = (
+            {} if groups is None else {peer: Channel(peer, groups) for peer in sorted(neighbors)}
+        )
+        self._arrived: dict[tuple[int, int], Value | Refusal] = {}  # by stream and number
+        self._batches: dict[tuple[int, int], BatchMeta] = {}  # likewise, of peers
+
+    @property
+    def bytes_sent(self) -> int:
+        """Return the bytes that this rank has sent to other ranks."""
+        return sum(channel.bytes_sent for channel in self._channels.values())
+
+    @property
+    def bytes_received(self) -> int:
+        """Return the bytes that this rank has received from other ranks."""
+        return sum(channel.bytes_received for channel in self._channels.values())
+
+    def ranks_of(self, global_ranks: Iterable[int]) -> list[int]:
+        """Return ranks as numbered in the pipeline's process group, without others."""
+        members = [] if self._run is None else dist.get_process_group_ranks(self._run.group)
+        return [members.index(rank) for rank in global_ranks if rank in members]
+
+    def expect(
+        self,
+        actions_of: Callable[[int], Iterable[Action]],
+        destinations: Destinations = destinations_of,
+    ) -> None:
+        """Announce the next actions of each rank, ``actions_of(rank)``, to post receives ahead."""
+        for peer, channel in self._channels.items():
+            channel.expect(self._streams_from(actions_of(peer), destinations))
+
+    def refuse_step(self, action: Action, endpoints: Iterable[Endpoint], refusal: Refusal) -> None:
+        """Send a refusal to the next rank, if there is one, and wait until it has arrived.
+
+        Args:
+            action: this rank's first one of the step.
+            endpoints: where its messages would be sent.
+            refusal: in place of the first of them that the next rank would receive.
+        """
+        for each in endpoints:
+            if each.stage == action.stage + 1 < self._shape.num_ranks:
+                self.send(each, action.microbatch, refusal)
+                self._channels[each.stage].flush()  # the program may end now
+                return
+
+    def forget(self) -> None:
+        """Expect no more messages of the actions that the last ``expect`` has announced."""
+        for channel in self._channels.values():
+            channel.forget()
+
+    def send_output(
+        self, action: Action, value: Value | Refusal, batch: BatchMeta = NO_BATCH
+    ) -> None:
+        """Send an action's output, and a forward's batch, to the stage that needs it, if any."""
+        for endpoint in destinations_of(action):
+            self.send(endpoint, action.microbatch, value, batch)
+
+    def send(
+        self, endpoint: Endpoint, number: int, value: Value | Refusal, batch: BatchMeta = NO_BATCH
+    ) -> None:
+        """Send a value under a number that is unique among those in flight on its stream."""
+        if not 0 <= endpoint.stage < self._shape.num_stages:
+            return
+        peer = endpoint.stage % self._shape.num_ranks
+        is_local = peer == self._rank
+        if not isinstance(value, Refusal):
+            codec = self._codecs[endpoint.kind]
+            value = _detached(value) if is_local else codec.encode(value, endpoint, number)
+        if is_local:
+            self._arrived[endpoint.stream, number] = value
+        else:
+            channel = self._channels[peer]
+            channel.send(endpoint.stream, number, value, via_host=self.via_host, batch=batch)
+
+    def recv_input(self, action: Action) -> Value | Refusal:
+        """Wait for an action's input from another stage and return it.
+
+        Raises:
+            StepRefusedError: there is none, as the previous rank has refused the step.
+            PeerError: the sending rank died.
+            RemoteError: another rank failed; the message is its own.
+            CorruptMessageError: the message does not decode.
+        """
+        kind = StreamKind.ACTIVATIONS if action.kind is Kind.FORWARD else StreamKind.GRADIENTS
+        return self.recv(Endpoint(action.stage, kind), action.microbatch)
+
+    def recv(self, endpoint: Endpoint, number: int) -> Value | Refusal:
+        """Wait for the value of a number and return it; raises as ``recv_input``."""
+        while (endpoint.stream, number) not in self._arrived:
+            self._recv_message(endpoint)
+        self.batch = self._batches.pop((endpoint.stream, number), NO_BATCH)
+        return self._decoded(endpoint, self._arrived.pop((endpoint.stream, number)))
+
+    def recv_next(self, endpoint: Endpoint) -> tuple[int, Value | Refusal]:
+        """Wait for the next value; return its number and it; raises as ``recv_input``."""
+        while (number := self._first(endpoint)) is None:
+            self._recv_message(endpoint)
+        return number, self.recv(endpoint, number)
+
+    def is_ready(self, endpoint: Endpoint) -> bool:
+        """Return whether ``recv_next`` would not wait."""
+        if self._first(endpoint) is not None:
+            return True
+        peer = self._sender_to(endpoint)
+        return peer != self._rank and self._channels[peer].is_ready
+
+    def barrier(self, refusal: Refusal | None = None) -> Refusal | None:
+        """Wait until all sends are delivered, and every rank has called this.
+
+        No rank returns before all have called: a waiting rank receives, and so learns of a failure
+        on any rank.
+
+        Args:
+            refusal: given on one rank.
+
+        Returns:
+            That refusal, on every rank.
+
+        Raises:
+            PeerError: a rank died, or makes other calls.
+            RemoteError: a rank failed; the message is its own.
+        """
+        channels = list(self._channels.values())
+        one_or_two = self._shape.num_ranks <= 2  # then one exchange reaches all ranks
+        for channel in channels:
+            channel.expect([_BARRIER_STREAM] if one_or_two else [_BARRIER_STREAM, _BARRIER_STREAM])
+        for channel in channels:  # first, so that a rank in another call finds it out
+            channel.send(_BARRIER_STREAM, 0, refusal or ())
+        for channel in channels:
+            refusal = self._recv_barrier(channel) or refusal
+        if not one_or_two:
+            refusal = self._propagate_barrier(refusal)
+        for channel in channels:
+            channel.flush()
+        return refusal
+
+    def _propagate_barrier(self, refusal: Refusal | None) -> Refusal | None:
+        """Send the barrier from the last rank to rank 0 and back, once each rank is here."""
+        channels = self._channels.values()
+        higher = [channel for channel in channels if channel.peer > self._rank]
+        lower = [channel for channel in channels if channel.peer < self._rank]
+        for senders, receivers in ((higher, lower), (lower, higher)):
+            for channel in senders:
+                refusal = self._recv_barrier(channel) or refusal
+            for channel in receivers:
+                channel.send(_BARRIER_STREAM, 0, refusal or ())
+        return refusal
+
+    def agree_on_error(self, text: str, without_store: str) -> str:
+        """Return the text of the error that all ranks raise: that of the first to find one.
+
+        Args:
+            text: of this rank's error; cut to what neighbors can be sent.
+            without_store: instead, if no rank can publish its own.
+        """
+        if self._run is None:
+            return text
+        return self._run.reports().agree(cut_failure(text), cut_failure(without_store))
+
+    def abort(self, reason: str, *, waits: bool = True) -> None:
+        """Send an error to the neighbors that are still connected.
+
+        Args:
+            reason: of the error.
+            waits: keep the process group's store, if this rank hosts it, until all others have
+                agreed on the error.
+        """
+        for channel in self._channels.values():
+            channel.abort(reason)
+        for channel in self._channels.values():
+            channel.flush_abort()
+        if self._run is not None:
+            self._run.reports().end_agreement(waits=waits)
+
+    def _recv_barrier(self, channel: Channel) -> Refusal | None:
+        """Receive until the barrier's message, and return its refusal; keep the values before."""
+        while (message := self._waiting(channel, None)).stream != _BARRIER_STREAM:
+            self._keep(message, channel.peer)
+        return message.value if isinstance(message.value, Refusal) else None
+
+    def _recv_message(self, endpoint: Endpoint) -> None:
+        """Receive one message, of whichever stream, from the rank that sends to an endpoint."""
+        peer = self._sender_to(endpoint)
+        assert peer != self._rank, f"the schedule must compute {endpoint} before they are used"
+        self._keep(self._waiting(self._channels[peer], endpoint.kind), peer)
+
+    def _waiting(self, channel: Channel, kind: StreamKind | None) -> P2PMessage:
+        """Receive the next message, and count how long that took."""
+        begin = time.perf_counter()
+        message = channel.recv()
+        self.waited[kind] += time.perf_counter() - begin
+        return message
+
+    def _keep(self, message: P2PMessage, peer: int) -> None:
+        if (message.stream, message.number) in self._arrived:
+            raise PeerError(
+                f"rank {peer} must send each message once, got a second one of stream "
+                f"{message.stream} with number {message.number}"
+            )
+        kind, value = message.stream % len(StreamKind), message.value
+        if isinstance(value, Refusal) and kind != StreamKind.GRADIENTS:
+            raise StepRefusedError(value, peer)
+        self._arrived[message.stream, message.number] = value
+        if message.batch != NO_BATCH:
+            self._batches[message.stream, message.number] = message.batch
+
+    def _sender_to(self, endpoint: Endpoint) -> int:
+        source = endpoint.stage + (1 if endpoint.kind is StreamKind.GRADIENTS else -1)
+        return source % self._shape.num_ranks
+
+    def _first(self, endpoint: Endpoint) -> int | None:
+        """Return the number of the oldest value that has arrived; None without one."""
+        return next((nr for stream, nr in self._arrived if stream == endpoint.stream), None)
+
+    def _decoded(self, endpoint: Endpoint, value: Value | Refusal) -> Value | Refusal:
+        sender = self._sender_to(endpoint)
+        if sender == self._rank or isinstance(value, Refusal):
+            return value
+        try:
+            return self._codecs[endpoint.kind].decode(value, endpoint)
+        except CorruptMessageError as error:
+            raise CorruptMessageError(
+                f"{endpoint} must be encoded by their compressor, got a corrupt message from rank "
+                f"{sender} ({error})"
+            ) from error
+
+    def _streams_from(self, actions: Iterable[Action], destinations: Destinations) -> Iterator[int]:
+        for action in actions:
+            for endpoint in destinations(action):
+                exists = 0 <= endpoint.stage < self._shape.num_stages
+                if exists and endpoint.stage % self._shape.num_ranks == self._rank:
+                    yield endpoint.stream
+
+
+def _detached(value: Value) -> Value:
+    """Detach a value from its graph, as a message would be."""
+    detached = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value))
+    return detached[0] if isinstance(value, torch.Tensor) else detached

@@ -1,0 +1,161 @@
+"""What the calls of a trainer do with the stages of a rank once they are built."""
+
+import torch
+
+from ..comm import Run
+from .arguments import TrainerArguments
+from .build import BuiltStages
+from .errors import CallErrors
+from .messages import Value
+from .messages.format import Refusal
+from .messages.refusals import refusal_of
+from .runtime.loss import find_target_refusal
+from .runtime.microbatches import MicrobatchSplitter, concatenate
+from .runtime.preserve_state import evaluating
+from .runtime.stage import Stage
+from .runtime.telemetry import Telemetry
+from .updates import Updates
+
+
+class Pipeline:
+    """The built stages of a rank, with the microbatches that are in flight between its calls.
+
+    All ranks make the same calls. A call that fails leaves it unusable, but one that is refused
+    does not: its error is raised at the end, with the pipeline in order.
+    """
+
+    def __init__(self, arguments: TrainerArguments, built: BuiltStages, run: Run) -> None:
+        self.built = built
+        self.num_steps = 0  # since the last flush
+        self.errors = CallErrors(arguments.nonfinite)
+        self.updates = Updates(arguments, built, run)
+        self._schedule, self._shape = arguments.schedule, arguments.shape
+        self._is_last = arguments.num_stages - 1 in built.executor.stages
+        self._run = run
+        self._non_finite: Refusal | None = None  # found here late, for the other ranks' flush
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Return this rank's stages, ascending."""
+        return list(self.built.executor.stages.values())
+
+    @property
+    def measured(self) -> Telemetry:
+        """Return what this rank has measured of its stages."""
+        return self.built.executor.telemetry
+
+    def train(self, splitter: MicrobatchSplitter) -> float | None:
+        """Run the actions of a step; return its mean loss, on the rank of the last stage."""
+        executor, updates, flushes = self.built.executor, self.updates, self._schedule.flushes
+        if self.built.options.loss_scale is not None:
+            self.built.options.loss_scale.read()
+        with self.errors.recording():
+            executor.train(
+                updates.actions_of_step(self.num_steps),
+                splitter,
+                (lambda: updates.prepare(splitter)) if flushes else None,
+                empty=flushes,
+            )
+        self.num_steps += 1
+        self._run.counts.count_step()
+        if flushes:
+            refusal = self.built.criterion.find_non_finite(splitter) if updates.waits else None
+            has_updated = updates.end_step()
+            # The program may end now, or another rank may have failed.
+            refusal = self._barrier(refusal)
+            if refusal is not None:
+                executor.skip_update(refusal)
+            if has_updated:
+                self._copy_ties()
+        elif self.built.options.defers_check:
+            refusal = self.built.criterion.find_non_finite(splitter)
+            if refusal is not None:
+                executor.refusals.append(refusal)
+                self._non_finite = self._non_finite or refusal
+        return self._report()
+
+    def drain(self) -> None:
+        """Run all pending backwards and updates."""
+        if not self.num_steps:
+            return
+        steps, self.num_steps = self.num_steps, 0
+        no_batch = MicrobatchSplitter(None, None, 0, self._shape.num_microbatches)
+        # Optimizer states created in inference mode could not be updated outside it.
+        with torch.inference_mode(mode=False), self.errors.recording():
+            self.built.executor.train(
+                lambda rank: self._schedule.drain(self._shape, rank, steps), no_batch
+            )
+        refusal, self._non_finite = self._non_finite, None
+        self._barrier(refusal)
+        self.built.executor.restart()
+        self._copy_ties()
+
+    def evaluate(self, splitter: MicrobatchSplitter) -> float | None:
+        """Return the mean loss of a batch in evaluation mode, on the rank of the last stage."""
+        self._forward(splitter)
+        self._barrier(find_target_refusal(splitter) if self._is_last else None)
+        return self._report()
+
+    def predict(self, splitter: MicrobatchSplitter, *, concatenates: bool) -> object:
+        """Return the outputs for a batch in evaluation mode, on the rank of the last stage."""
+        outputs: list[Value] = []
+        self._forward(splitter, outputs)
+        predicted: object = None
+        refusal = None
+        if self._is_last:
+            try:
+                predicted = concatenate(outputs) if concatenates else outputs
+            except Exception as error:  # the other ranks are in the barrier
+                refusal = refusal_of(splitter.place, str(error))
+        self._barrier(refusal)
+        self.raise_refusals()
+        return predicted
+
+    def raise_refusals(self) -> None:
+        """Raise what stages have been refused in this call."""
+        is_empty = not self.num_steps or self._schedule.flushes
+        self.errors.raise_refusals(self.built.executor.take_refusals(), is_empty=is_empty)
+
+    def load(self, step: int) -> None:
+        """Go on after a step whose state was loaded into the stages; all ranks call it together."""
+        self._run.counts.reset(step)
+        self.built.tied.copy_from_owners()
+
+    def check_empty(self, what: str) -> None:
+        """Check that the stages have no pending gradients.
+
+        Raises:
+            RuntimeError: they have, or a call has failed.
+        """
+        self.errors.check_health()
+        if self.num_steps and not self._schedule.flushes:
+            raise RuntimeError(
+                f"{what} must be called after flush(), got it with microbatches in flight"
+            )
+        self.updates.check_none_accumulated(what)
+
+    def _forward(self, splitter: MicrobatchSplitter, outputs: list[Value] | None = None) -> None:
+        """Run forwards in evaluation mode, without gradients."""
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            evaluating(stage.module for stage in self.stages),
+            self.errors.recording(),
+        ):
+            self.built.executor.evaluate(splitter, outputs)
+
+    def _report(self) -> float | None:
+        """Return the mean loss since the last report, unless a rank has refused a part of it."""
+        loss = self.built.criterion.report()
+        self.raise_refusals()
+        return loss
+
+    def _barrier(self, refusal: Refusal | None) -> Refusal | None:
+        """Wait for all ranks; return the refusal of one of them, for all to raise."""
+        with self.errors.recording():
+            return self.built.executor.barrier(max(0, self._run.counts.steps - 1), refusal)
+
+    def _copy_ties(self) -> None:
+        """Give the ranks that hold copies of tied parameters the owners' values."""
+        with self.errors.recording(), self.built.executor.together("tied parameters"):
+            self.built.tied.copy_from_owners()

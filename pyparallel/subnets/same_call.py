@@ -1,0 +1,93 @@
+"""The check before a merge that all ranks make the same call, with tensors that can be merged."""
+
+import enum
+
+import torch
+from torch.optim import Optimizer
+
+from ..comm import Collectives, DisagreementError, NonFiniteError
+from .nonfinite import first_nonfinite, name_of
+from .subnet_parts import SubnetParts
+
+
+class Call(enum.IntEnum):
+    """The collective call that a rank makes."""
+
+    STEP = 0
+    FLUSH = 1
+    FULL_MODEL = 2
+
+
+def check_same_call(
+    call: Call,
+    round_index: int,
+    steps: int,
+    parts: SubnetParts,
+    optimizer: Optimizer,
+    collectives: Collectives,
+    *,
+    finds_nonfinite: bool,
+) -> list[tuple[int, int]]:
+    """Check that all ranks make the same call; return each one's call and steps since a merge.
+
+    Args:
+        call: of this rank.
+        round_index: number of merges so far.
+        steps: since the last merge.
+        parts: what would be merged.
+        optimizer: of the subnet.
+        collectives: of the trainer.
+        finds_nonfinite: read all tensors, and raise for a nan or an inf.
+
+    Raises:
+        DisagreementError: ranks make different calls or average other tensors.
+        NonFiniteError: a rank has a tensor that must not be merged. Both on all ranks, before
+            anything is merged.
+    """
+    tensors = parts.tensors
+    state, error = parts.hash_state(optimizer)
+    numbers = [call, round_index, state, steps, parts.hash_shared()]
+    device = next((each.device for each in tensors.values()), torch.device("cpu"))
+    states = {} if error is not None else parts.carried_state(optimizer)
+    found = torch.full((1,), -1, device=device)
+    if finds_nonfinite:
+        found = first_nonfinite(tensors, states, device)
+    with collectives.uncounted():
+        gathered = collectives.all_gather(
+            torch.cat([torch.tensor(numbers, device=device), found])
+        ).tolist()
+    if error is not None:
+        raise error
+    first = gathered[0]
+    for rank, other in enumerate(gathered):
+        merges = [each[0] != Call.FULL_MODEL for each in (first, other)]
+        if merges[0] != merges[1] or first[1] != other[1]:
+            raise DisagreementError(
+                f"all ranks must make the same calls, got {_describe_call(first)} on rank 0 "
+                f"and {_describe_call(other)} on rank {rank}; call flush() on every rank when "
+                "its batches have run out, before full_model()"
+            )
+    if any(first[4] != other[4] for other in gathered):
+        with collectives.uncounted():
+            collectives.run.agree(parts.describe_shared(), None)
+    for rank, other in enumerate(gathered):
+        if first[2] != other[2]:
+            raise DisagreementError(
+                "all ranks must have optimizer state for the same parameters, got different "
+                f"ones on ranks 0 and {rank}; give every rank a batch and every parameter a "
+                "gradient, or use ResetState()"
+            )
+    for rank, other in enumerate(gathered):
+        if other[5] >= 0:
+            raise NonFiniteError(
+                f"parameters must be finite to be merged, got nan or inf from rank {rank} in "
+                f"{name_of(other[5], tensors, states)} in round {first[1]}: nothing has been "
+                "merged; resume all ranks from a state_dict(), and use nonfinite='skip' to "
+                "leave out steps whose gradients are not finite"
+            )
+    return [(other, since) for other, _, _, since, _, _ in gathered]
+
+
+def _describe_call(numbers: list[int]) -> str:
+    call = {0: "optimizer.step()", 1: "flush()", 2: "full_model()"}[numbers[0]]
+    return f"{call} in round {numbers[1]} after {numbers[3]} steps"

@@ -1,0 +1,164 @@
+"""What a rank has of the model: the tensors of its subnet, and the state that moves with them."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..comm import Collectives
+from .exchange import assign, merge, scatter
+from .optimizer_state import OptimizerState
+from .partition.cut_dim import CutDim
+from .partition.partition import Partition
+from .partition.tensor_cut import TensorCut
+from .placement import Placement
+from .shards import ModelShards
+from .shared import average
+from .subnet import tensors_of
+
+
+class SubnetParts:
+    """The tensors of a subnet: cut ones are this rank's part, shared ones are averaged at a merge.
+
+    Args:
+        subnet: this rank's module.
+        partition: draws the units of each round.
+        cut_dims: the cut dimensions.
+        cuts: of the tensors that are cut, by name.
+        shards: of the full model.
+        placement: which ranks store the full model.
+        optimizer_state: what of an optimizer's state moves with the tensors.
+        collectives: of the trainer.
+
+    Attributes:
+        units: of all ranks in this round, by the name of the cut dimension.
+    """
+
+    units: Mapping[str, Sequence[Tensor]]
+
+    def __init__(
+        self,
+        subnet: nn.Module,
+        partition: Partition,
+        cut_dims: Sequence[CutDim],
+        cuts: Mapping[str, TensorCut],
+        shards: ModelShards,
+        placement: Placement,
+        optimizer_state: OptimizerState,
+        collectives: Collectives,
+    ) -> None:
+        self._subnet, self._partition, self._cut_dims = subnet, partition, cut_dims
+        self._cuts, self._shards, self._placement = cuts, shards, placement
+        self._optimizer_state, self._collectives = optimizer_state, collectives
+        self.draw(0)
+        scatter(shards.cut_tensors(self.tensors), self._assignments, collectives)
+
+    def draw(self, round_index: int) -> None:
+        """Draw the units of a round; nothing is sent."""
+        self.units = self._partition.draw(self._cut_dims, round_index, self._collectives.size)
+        self._assignments = assign(self._cuts, self.units, self._placement, self._collectives)
+
+    def merge(self, optimizer: Optimizer, first_state: Any, round_index: int) -> None:
+        """Merge all subnets into the full model, and begin a round with other units.
+
+        Args:
+            optimizer: of the subnet.
+            first_state: of the optimizer before its first step.
+            round_index: the number of the new round.
+        """
+        parts, states = self.tensors, self.carried_state(optimizer)
+        tensors = [*self._shards.cut_tensors(parts), *self._shards.state_tensors(states)]
+        merge(tensors, self._assignments, self._collectives)
+        shared = self.shared
+        shared += [s for name in parts if name not in self._cuts for s in states[name].values()]
+        for tensor, mean in zip(shared, average(shared, self._collectives), strict=True):
+            tensor.data.copy_(mean)
+        self.draw(round_index)
+        scatter(tensors, self._assignments, self._collectives)
+        self._optimizer_state.on_new_round(optimizer, first_state)
+
+    @torch.no_grad()
+    def gather_into(self, module: nn.Module) -> None:
+        """Write the full model, with the steps since the last merge, into a module."""
+        parts, targets = self.tensors, tensors_of(module)
+        merge(self._shards.cut_tensors(parts), self._assignments, self._collectives)
+        self._shards.gather_into({name: tensor.data for name, tensor in targets.items()})
+        means = average(self.shared, self._collectives)
+        averaged = dict(zip(self.shared_names, means, strict=True))
+        for name, target in targets.items():
+            if name not in self._cuts:
+                target.data.copy_(averaged.get(name, parts[name]))
+        mine = dict(self._subnet.named_buffers())
+        for name, buffer in module.named_buffers():
+            if name not in targets:
+                buffer.copy_(mine[name])
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The subnet's tensors by name."""
+        return tensors_of(self._subnet)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all subnets' cut tensors."""
+        size, tensors = self._collectives.size, self.tensors
+        return sum(
+            torch.Size(cut.part_shape(subnet, size)).numel() * tensors[name].element_size()
+            for name, cut in self._cuts.items()
+            for subnet in range(size)
+        )
+
+    @property
+    def shared_names(self) -> list[str]:
+        """The names that ranks average; frozen parameters are equal on all ranks."""
+        return [
+            name
+            for name, tensor in self.tensors.items()
+            if name not in self._cuts
+            if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+        ]
+
+    @property
+    def shared(self) -> list[Tensor]:
+        """The tensors that ranks average."""
+        tensors = self.tensors
+        return [tensors[name].detach() for name in self.shared_names]
+
+    def carried_state(self, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+        """Return the state of an optimizer that moves with each tensor."""
+        found = self._optimizer_state.carried_state(
+            optimizer, dict(self._subnet.named_parameters())
+        )
+        return {name: found.get(name, {}) for name in self.tensors}
+
+    def describe_shared(self) -> list[tuple[str, str]]:
+        """Return what this rank does with each tensor that is not cut, as config fields."""
+        averaged = set(self.shared_names)
+        return [
+            (
+                f"requires_grad, dtype and shape of {name}",
+                f"{name in averaged}, {tensor.dtype}, {list(tensor.shape)}",
+            )
+            for name, tensor in self.tensors.items()
+            if name not in self._cuts
+        ]
+
+    def hash_shared(self) -> int:
+        """Return a number equal on ranks that average the same tensors."""
+        fields = self.describe_shared()
+        return zlib.crc32("/".join(f"{name} {what}" for name, what in fields).encode())
+
+    def hash_state(self, optimizer: Optimizer) -> tuple[int, ValueError | None]:
+        """Return a number equal on ranks with the same kinds of optimizer state, or an error."""
+        try:
+            kinds = [
+                f"{name} {key} {value.dtype}"
+                for name, states in self.carried_state(optimizer).items()
+                for key, value in states.items()
+            ]
+        except ValueError as error:  # raised after an all-gather, so that no rank hangs in it
+            return -1, error
+        return zlib.crc32("/".join(kinds).encode()), None

@@ -1,0 +1,202 @@
+"""The interface between a trainer and the algorithm that keeps the replicas of a model together."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
+
+from ..comm import Run
+from .state_checks import check_like
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a trainer must know of an algorithm.
+
+    Args:
+        can_be_inner: a wrapping algorithm may run it; False if it communicates in other ways too.
+        has_equal_steps: all ranks must take the same steps; False if they average asynchronously.
+        has_equal_batches: all ranks must have as many batches, also in ``join()``.
+        has_equal_parameters: all ranks have equal parameters after every step.
+        loads_other_buckets: a saved state loads into buffers of another order of the parameters.
+    """
+
+    can_be_inner: bool = True
+    has_equal_steps: bool = True
+    has_equal_batches: bool = False
+    has_equal_parameters: bool = False
+    loads_other_buckets: bool = False
+
+
+class Status(NamedTuple):
+    """Where an algorithm is on this rank.
+
+    Args:
+        weight: push-sum weight, 0-d float64; 1 for algorithms without PushSum.
+        staleness: steps between sending and merging of the messages merged last; 0: none late.
+        in_flight: messages are in flight that the next step may receive.
+    """
+
+    weight: Tensor
+    staleness: int = 0
+    in_flight: bool = False
+
+
+@dataclass(frozen=True)
+class SavedProgress:
+    """What must fit together in the states that ranks load.
+
+    Args:
+        counters: rounds and steps, by name, equal on all ranks.
+        mass: push-sum mass, messages in flight included; 1 without PushSum.
+    """
+
+    counters: dict[str, int] = field(default_factory=dict)
+    mass: float = 1.0
+
+
+class ModelAverager:
+    """What an algorithm does on a rank to keep the replicas of a model together.
+
+    A trainer calls the methods around each step of the optimizer::
+
+        averager.before_step()  # receive and merge
+        averager.before_update()
+        optimizer.step()
+        averager.after_update()
+        averager.after_step()  # send, or average
+
+    ``step_buckets`` is all of that for an optimizer that steps one bucket at a time. A step inside
+    ``no_sync()`` omits ``after_step``; a rank without batches in ``join()`` calls
+    only ``before_step`` and ``after_step``. Every method does what the inner algorithm does, or
+    nothing: this class itself never communicates, and an algorithm overrides what it needs.
+
+    Args:
+        buffers: flat buffers that hold the parameters; written in place.
+        run: of the ranks that train together; None: that of ``inner``, or of the default group.
+        inner: the algorithm that this one wraps; None: none.
+
+    Attributes:
+        buffers: the same.
+        run: the same. What it sends and waits for is counted in ``run.stats``.
+        inner: the same.
+        joinable: torch's object that takes part in ``join()`` instead of the trainer's; None: none.
+    """
+
+    traits = Traits()
+
+    def __init__(
+        self,
+        buffers: Sequence[Tensor],
+        run: Run | None = None,
+        inner: "ModelAverager | None" = None,
+    ) -> None:
+        self.buffers = list(buffers)
+        self.run: Run = run or (inner.run if inner else Run())
+        self.inner = inner
+        self.joinable: Joinable | None = None
+        self._weight = torch.ones((), dtype=torch.float64, device=self.buffers[0].device)
+
+    @property
+    def status(self) -> Status:
+        """Return weight, staleness, and whether messages are in flight."""
+        return Status(self._weight) if self.inner is None else self.inner.status
+
+    def wrap(self, module: nn.Module) -> Callable[..., Any]:
+        """Return what a forward pass calls: the module, or one that communicates in backward."""
+        return module
+
+    def restore_debiased(self) -> None:
+        """Restore de-biased parameters after an interrupted update; called before they are read."""
+        if self.inner is not None:
+            self.inner.restore_debiased()
+
+    def before_step(self) -> None:
+        """Receive and merge the messages that are due before the next update."""
+        if self.inner is not None:
+            self.inner.before_step()
+
+    def before_update(self) -> None:
+        """Turn the parameters into what the optimizer steps on, such as PushSum's numerator."""
+        if self.inner is not None:
+            self.inner.before_update()
+
+    def after_update(self) -> None:
+        """Turn them back into what the module computes with."""
+        if self.inner is not None:
+            self.inner.after_update()
+
+    def after_step(self) -> None:
+        """Send, or average, after an update."""
+        if self.inner is not None:
+            self.inner.after_step()
+
+    def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
+        """Take a whole step with a fused optimizer, which can mix and send in the same pass.
+
+        Args:
+            step_bucket: steps the bucket of an index, ``FusedOptimizer.step_bucket``.
+            num_buckets: number of the optimizer's buckets.
+        """
+        self.before_step()
+        self.before_update()
+        for index in range(num_buckets):
+            step_bucket(index)
+        self.after_update()
+        if self.run.counts.synchronizes:
+            self.after_step()
+
+    def flush(self) -> None:
+        """Complete all communication in flight; called by all ranks together."""
+        if self.inner is not None:
+            self.inner.flush()
+
+    def as_merged(self) -> tuple[list[Tensor], Tensor]:
+        """Return the flat buffers and the weight with messages in flight merged.
+
+        Called by all ranks together; changes nothing. The tensors may be the live ones.
+        """
+        return (self.buffers, self._weight) if self.inner is None else self.inner.as_merged()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state beyond parameters and optimizer that a bitwise equal resume needs.
+
+        Called by all ranks together; changes nothing. Consists of numbers, tensors (which may be
+        the live ones), and dicts and lists of them.
+        """
+        return {} if self.inner is None else self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from what ``state_dict`` returned; called by all ranks together."""
+        if self.inner is not None:
+            self.inner.load_state_dict(state)
+
+    def check_state(self, state: dict[str, Any]) -> SavedProgress:
+        """Check that ``load_state_dict`` can load a state, and return how far it is.
+
+        Changes nothing. The default wants the structure and shapes of ``state_dict()`` as it is;
+        if that has a number of "steps", ranks compare it.
+
+        Raises:
+            Exception: of any type, if the state is of another structure.
+        """
+        if self.inner is not None:
+            return self.inner.check_state(state)
+        check_like(state, self.state_dict(), "algorithm")
+        return SavedProgress({"step": state["steps"]} if "steps" in state else {})
+
+    def reset(self) -> None:
+        """Reset all state: the parameters of all ranks have been overwritten.
+
+        Called by all ranks together, right after ``flush`` and the overwriting.
+        """
+        if self.inner is not None:
+            self.inner.reset()
+
+    def close(self) -> None:
+        """Release the process group; nothing else is called afterwards."""
+        if self.inner is not None:
+            self.inner.close()

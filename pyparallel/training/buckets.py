@@ -1,0 +1,189 @@
+"""Flat buffers with parameters as views, so that a model is sent in a few messages."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+ALIGNMENT_BYTES = 256  # of each parameter: wide loads on every device, no shared cache line
+SHARD_ALIGNMENT_BYTES = 16  # of each shard: one wide load; divides ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The place of a parameter: ``numel`` elements from ``offset`` of buffer ``bucket``."""
+
+    bucket: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class BucketAssignment:
+    """One segment per parameter, and the dtype and length in elements of each buffer."""
+
+    segments: tuple[Segment, ...]
+    dtypes: tuple[torch.dtype, ...]
+    lengths: tuple[int, ...]
+
+
+def assign_buckets(
+    parameters: Sequence[tuple[int, torch.dtype]], cap_bytes: int
+) -> BucketAssignment:
+    """Assign parameters, given as (numel, dtype), to buffers of one dtype and about cap_bytes each.
+
+    A parameter is never split: one larger than the cap gets a buffer of its own.
+    """
+    segments: list[Segment] = []
+    dtypes: list[torch.dtype] = []
+    lengths: list[int] = []
+    open_bucket: dict[torch.dtype, int] = {}
+    for numel, dtype in parameters:
+        step = ALIGNMENT_BYTES // dtype.itemsize
+        padded = -(-numel // step) * step
+        bucket = open_bucket.get(dtype)
+        if bucket is None or (lengths[bucket] + padded) * dtype.itemsize > cap_bytes:
+            bucket = open_bucket[dtype] = len(lengths)
+            dtypes.append(dtype)
+            lengths.append(0)
+        segments.append(Segment(bucket, lengths[bucket], numel))
+        lengths[bucket] += padded
+    return BucketAssignment(tuple(segments), tuple(dtypes), tuple(lengths))
+
+
+class _Memory(NamedTuple):
+    """Buffers, each parameter's segment of them, and the address of each parameter in them."""
+
+    buffers: list[Tensor]
+    segments: tuple[Segment, ...]
+    addresses: list[int]
+
+
+class FlatBuckets:
+    """Flat buffers that hold all parameters, each parameter a view of its segment.
+
+    The ``nn.Parameter`` objects stay the same, so optimizers, hooks and compiled modules that hold
+    them keep working. The gaps between parameters are zero and stay zero under averaging.
+
+    Args:
+        parameters: dense real parameters of float32, bfloat16 or float16, all on one device.
+        cap_bytes: approximate maximum size of a buffer.
+        memory: buffers that hold the parameters already; None: allocate them.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        cap_bytes: int,
+        memory: _Memory | None = None,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.cap_bytes = cap_bytes
+        self._identities = {id(parameter) for parameter in self.parameters}
+        memory = _flatten(self.parameters, cap_bytes) if memory is None else memory
+        self.buffers, self.segments, self._addresses = memory
+
+    def check(self, optimized: Iterable[nn.Parameter]) -> None:
+        """Check that all parameters are still views of the buffers and that none was added.
+
+        Args:
+            optimized: all parameters of the optimizer now; frozen ones may be outside.
+
+        Raises:
+            RuntimeError: a parameter has new storage, or the optimizer trains one outside.
+        """
+        moved = self.find_moved()
+        if moved is not None:
+            raise RuntimeError(
+                f"parameters must stay views of their flat buffers, but parameter {moved} of "
+                f"shape {list(self.parameters[moved].shape)} has new storage (from converting or "
+                "moving the module, or from wrapping it again without close())"
+            )
+        # A gradient from before it was frozen would still be applied.
+        others = [p for p in optimized if id(p) not in self._identities]
+        added = sum(p.requires_grad or p.grad is not None for p in others)
+        if added:
+            raise RuntimeError(
+                "the optimizer must train the parameters it had when it was wrapped, got "
+                f"{added} that are new, or were frozen then, or are frozen with a gradient, and "
+                "would not be averaged; close() and wrap again"
+            )
+
+    def find_moved(self) -> int | None:
+        """Return the index of the first parameter that is no view of the buffers, or None."""
+        for index, (parameter, address) in enumerate(
+            zip(self.parameters, self._addresses, strict=True)
+        ):
+            if parameter.data_ptr() != address:
+                return index
+        return None
+
+    def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Return each parameter's view of other buffers with the same layout as ``buffers``."""
+        return [
+            buffers[segment.bucket]
+            .narrow(0, segment.offset, segment.numel)
+            .as_strided(parameter.size(), parameter.stride())
+            for parameter, segment in zip(self.parameters, self.segments, strict=True)
+        ]
+
+    def shard(self, index: int, num_shards: int) -> "FlatBuckets":
+        """Return the same parameters with views of shard ``index`` of each buffer only.
+
+        Shards begin at aligned addresses and are as equal as that allows. Empty shards of small
+        buffers are left out.
+        """
+        parts = []
+        for buffer in self.buffers:
+            unit = SHARD_ALIGNMENT_BYTES // buffer.element_size()
+            units = buffer.numel() // unit
+            begin, end = (unit * (units * each // num_shards) for each in (index, index + 1))
+            if end > begin:
+                parts.append(buffer[begin:end])
+        # A parameter may span two shards: it has no segment.
+        return FlatBuckets(self.parameters, self.cap_bytes, _Memory(parts, (), self._addresses))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers: the size of one message to one neighbor."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
+
+
+def join_buckets(parts: Sequence[FlatBuckets]) -> FlatBuckets:
+    """Return the buckets of all parts in order as one; the buffers are the same."""
+    buffers: list[Tensor] = []
+    segments: list[Segment] = []
+    for each in parts:
+        first = len(buffers)
+        segments += [replace(segment, bucket=first + segment.bucket) for segment in each.segments]
+        buffers += each.buffers
+    addresses = [address for each in parts for address in each._addresses]
+    memory = _Memory(buffers, tuple(segments), addresses)
+    parameters = [parameter for each in parts for parameter in each.parameters]
+    return FlatBuckets(parameters, max((each.cap_bytes for each in parts), default=0), memory)
+
+
+def _flatten(parameters: Sequence[nn.Parameter], cap_bytes: int) -> _Memory:
+    """Move parameters into new buffers, of which they become views."""
+    plan = assign_buckets([(p.numel(), p.dtype) for p in parameters], cap_bytes)
+    buffers = [  # empty without parameters
+        torch.zeros(length, dtype=dtype, device=parameters[0].device)
+        for dtype, length in zip(plan.dtypes, plan.lengths, strict=True)
+    ]
+    with torch.no_grad():
+        for parameter, segment in zip(parameters, plan.segments, strict=True):
+            flat = buffers[segment.bucket].narrow(0, segment.offset, segment.numel)
+            view = flat.as_strided(parameter.size(), _dense_strides(parameter))
+            view.copy_(parameter)
+            parameter.data = view
+    return _Memory(buffers, plan.segments, [parameter.data_ptr() for parameter in parameters])
+
+
+def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """Return the parameter's strides if it is dense (channels_last is), else contiguous ones."""
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if parameter.permute(order).is_contiguous():
+        return parameter.stride()
+    return torch.empty(parameter.size(), device="meta").stride()

@@ -1,0 +1,46 @@
+"""What trainers check of a module and its optimizers before any communication."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from .arguments import find_ddp_error, wrong_type
+from .checkpointing import uncompiled
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+def find_module_error(module: object, name: str = "module") -> TypeError | None:
+    """Return why an argument is no plain module, compiled or not, or None."""
+    if not isinstance(module, nn.Module):
+        return wrong_type(name, "a torch.nn.Module", module)
+    return find_ddp_error(name, uncompiled(module))
+
+
+def find_device_error(
+    parameters: NamedParameters, process_group: dist.ProcessGroup | None
+) -> str | None:
+    """Return why parameters cannot be sent in a group, as its first rank's device, or None."""
+    device = parameters[0][1].device
+    for name, parameter in parameters:
+        if parameter.device != device:
+            return f"parameters must be on one device, got {name} on {parameter.device}"
+    if not dist.is_initialized():
+        return None
+    backends = dist.get_backend_config(process_group)  # for example "cpu:gloo,cuda:nccl"
+    backend = dict(pair.split(":") for pair in backends.split(",")).get(device.type)
+    if backend is None or (backend == "gloo" and device.type != "cpu"):
+        # Gloo's collectives accept CUDA tensors, its point-to-point messages do not.
+        return f"process_group must exchange {device.type} tensors, got one for {backends}"
+    return None
+
+
+def find_master_weights_error(optimizer: object, name: str) -> str | None:
+    """Return why an optimizer's master weights cannot be averaged, or None."""
+    if not getattr(optimizer, "master_weights", False):
+        return None
+    return (
+        f"{name} must have master_weights=False, got True: parameters are averaged with other "
+        "ranks', not their float32 copies; train float32 parameters inside torch.autocast"
+    )

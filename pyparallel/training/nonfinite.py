@@ -1,0 +1,89 @@
+"""Values with a nan or an inf: the policy, and how they are found.
+
+What ``nonfinite="raise"`` does besides leaving them out of the parameters:
+
+==================================  ==========================  ================================
+where                               which ranks raise, when     what has been sent
+==================================  ==========================  ================================
+gradients, GossipDataParallel       the rank at the end of its  the step's round: masses are
+                                    step, those it sends to in  conserved
+                                    the step that receives it
+the same on a GPU                   the rank in a later step    the same, with 0 in their place
+                                                                unless the optimizer leaves out
+gradients, ddp_hook, compress_fsdp  all, in this backward       nothing of the bucket, whose
+                                                                state is unchanged
+the same on a GPU                   all, in the next backward   zeros for the bucket
+buffers, Finite                     all, in this call           nothing of the buffer
+what SubnetTrainer merges           all, before the merge       nothing
+a PipelineTrainer's loss            each at the end of the      gradients, which no stage
+                                    call, or in ``flush``       updates with
+==================================  ==========================  ================================
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .arguments import summarize
+
+NonFinitePolicy = Literal["raise", "skip", "allow"]
+"""What is done about gradients with a nan or an inf."""
+
+
+def find_policy_error(
+    nonfinite: object, policies: Sequence[str] = ("raise", "skip", "allow")
+) -> str | None:
+    """Return why an argument is no policy for values that are not finite, or None."""
+    if isinstance(nonfinite, str) and nonfinite in policies:
+        return None
+    *first, last = map(repr, policies)
+    return f"nonfinite must be {', '.join(first)} or {last}, got {summarize(nonfinite)}"
+
+
+def is_finite(x: Tensor) -> bool:
+    """Return whether all entries of a tensor are finite; the host waits for it.
+
+    Reads x once: a sum is not finite if an entry is not. Where a sum of finite entries overflows, x
+    is read again.
+    """
+    if x.dtype != torch.float16 and bool(x.sum().isfinite()):
+        return True
+    return bool(is_finite_on_device(x))
+
+
+def is_finite_on_device(x: Tensor, *, allow_inf: bool = False) -> Tensor:
+    """Return whether all entries of a tensor are finite, or no nan, as 0-d bool; reads x once."""
+    if x.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    bounds = torch.stack(x.aminmax())
+    return (bounds.isnan().logical_not() if allow_inf else bounds.isfinite()).all()
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return whether all entries of tensors of one device are finite, as 0-d bool on it.
+
+    Reads them once, by as few kernels as the device allows; on the CPU again if they may be not.
+    """
+    tensors = [each for each in tensors if each.numel()]
+    if not tensors:
+        return torch.ones((), dtype=torch.bool)
+    on_cpu = tensors[0].is_cpu
+    norms = torch._foreach_norm(tensors, 2.0 if on_cpu else math.inf)
+    are_finite = torch.stack([norm.float() for norm in norms]).isfinite().all()
+    # The Euclidean norm, which is faster there, may overflow where no entry does.
+    if on_cpu and not are_finite:
+        return torch.tensor(not any(map(count_nonfinite, tensors)))
+    return are_finite
+
+
+def count_nonfinite(x: Tensor) -> int:
+    """Return the number of entries that are not finite; the host waits for it."""
+    return x.numel() - int(x.isfinite().sum())
+
+
+def first_nonfinite(tensors: Iterable[Tensor]) -> int:
+    """Return the index of the first tensor that is not finite, or -1; the host waits for it."""
+    return next((index for index, each in enumerate(tensors) if not is_finite(each)), -1)

@@ -1,0 +1,180 @@
+"""How a saved state is read, and compared with what it is to be loaded into."""
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .arguments import summarize
+
+# What the optimizers of torch, and then a pipeline, keep in the shape of the parameter.
+_OF_PARAMETERS_SHAPE = {
+    *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"),
+    *("last_gradient", "last_weights", "last_uncorrected_update", "average_change"),
+}
+
+
+def check_on_all_ranks(
+    check: Callable[[], list[tuple[str, str]]],
+    agree: Callable[[list[tuple[str, str]], str | None], None],
+) -> None:
+    """Check this rank's state, and raise on all ranks alike if that of any cannot be loaded.
+
+    Args:
+        check: raises an error, of any type, if the state cannot be loaded; returns what must be
+            equal on all ranks, such as its step.
+        agree: ``check_consistent_across_ranks`` on the group.
+
+    Raises:
+        DisagreementError: (a ValueError) on all ranks.
+    """
+    fields: list[tuple[str, str]] = []
+    problem = None
+    try:
+        fields = check()
+    except ValueError as error:
+        problem = str(error)
+    except Exception as error:  # the state may be anything; `agree` raises it on all ranks
+        reason = f"without {error}" if isinstance(error, KeyError) else f"{error}"
+        problem = f"state_dict must be a whole result of state_dict(), got one {reason}"
+    agree(fields, problem)
+
+
+def read_metadata(checkpoint_id: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the metadata, by key, of a folder that ``torch.distributed.checkpoint`` has saved.
+
+    Raises:
+        ValueError: it is none.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # takes long to import
+
+    try:
+        found: dict[str, Any] = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+    except OSError as error:
+        raise ValueError(
+            "checkpoint_id must be a folder that torch.distributed.checkpoint has saved, got "
+            f"{os.fspath(checkpoint_id)}: {error.strerror}"
+        ) from error
+    return found
+
+
+def read_checkpoint(state: dict[str, Any], checkpoint_id: str | os.PathLike[str]) -> None:
+    """Read the values of a state from a folder of ``torch.distributed.checkpoint``.
+
+    Each rank reads for itself: together, torch's ``load`` has ranks unpickle what others send.
+
+    Args:
+        state: empty tensors, and None for all else; written to.
+        checkpoint_id: the folder.
+
+    Raises:
+        ValueError: a file is damaged or missing.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException  # takes long to import
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            load(state, checkpoint_id=checkpoint_id, no_dist=True)
+        except CheckpointException as error:
+            reasons = [f"{type(each).__name__}: {each}" for each, _ in error.failures.values()]
+            raise ValueError(
+                f"checkpoint_id must be a whole checkpoint, got {os.fspath(checkpoint_id)} with "
+                f"{', '.join(reasons)}"
+            ) from error
+
+
+def check_like(saved: Any, own: Any, path: str) -> None:
+    """Check that a saved value has the keys, lengths, types, shapes and dtypes of one's own.
+
+    Where one's own is None or empty there is nothing to compare with. Numbers that count, which are
+    at least 0 here, must be so.
+
+    Raises:
+        ValueError: names the path.
+    """
+    if own is None or (isinstance(own, Mapping | list | tuple) and not own):
+        return
+    if isinstance(own, Tensor):
+        if not (isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (own.shape, own.dtype)):
+            raise ValueError(f"{path} must be {_describe(own)}, got {_describe(saved)}")
+    elif isinstance(own, Mapping):
+        if not isinstance(saved, Mapping) or saved.keys() != own.keys():
+            raise ValueError(f"{path} must be {summarize(own)}, got {summarize(saved)}")
+        # A module's extra state may be anything.
+        for key in (each for each in own if not str(each).endswith("_extra_state")):
+            check_like(saved[key], own[key], f"{path}.{key}")
+    elif isinstance(own, list | tuple):
+        if not isinstance(saved, list | tuple) or len(saved) != len(own):
+            raise ValueError(f"{path} must be a list of {len(own)}, got {summarize(saved)}")
+        for index, value in enumerate(own):
+            check_like(saved[index], value, f"{path}.{index}")
+    elif type(own) is int:
+        if type(saved) is not int or saved < 0 <= own:
+            raise ValueError(f"{path} must be an integer, at least 0, got {summarize(saved)}")
+    elif not isinstance(saved, (int, float) if isinstance(own, float) else type(own)):
+        raise ValueError(f"{path} must be of type {type(own).__name__}, got {summarize(saved)}")
+
+
+def optimizer_kind(optimizer: Optimizer) -> str:
+    """Return the name of an optimizer's class, by which its state is known."""
+    return type(optimizer).__name__
+
+
+def check_optimizer_state(optimizer: Optimizer, saved: Any, kind: str | None, path: str) -> None:
+    """Check that an optimizer can load a state, which need not have its hyperparameters.
+
+    Args:
+        optimizer: not changed.
+        saved: a result of its ``state_dict()``.
+        kind: ``optimizer_kind`` of the one that was saved; None: it was not recorded.
+        path: of the state, for errors.
+
+    Raises:
+        ValueError: names what is of another optimizer, or of other parameters.
+    """
+    mine = optimizer_kind(optimizer)
+    groups = saved["param_groups"]
+    if kind not in (None, mine):
+        raise ValueError(f"state_dict must be of the same optimizer, {mine}, got {kind}")
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if [len(group["params"]) for group in groups] != sizes:
+        raise ValueError(
+            f"{path} must have parameter groups of {sizes} parameters, got "
+            f"{[len(group['params']) for group in groups]}"
+        )
+    for name, default in optimizer.defaults.items() if kind is None else ():
+        is_number = isinstance(default, float | int | tuple | Tensor)
+        if is_number and not isinstance(default, bool) and any(name not in g for g in groups):
+            raise ValueError(
+                f"state_dict must be of the same optimizer, {mine}, got one whose parameter groups "
+                f"have no {name}"
+            )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in groups for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            where = f"{path}.state.{number}.{key}"
+            own = optimizer.state[parameter].get(key) if parameter in optimizer.state else None
+            if isinstance(own, Tensor) or key in _OF_PARAMETERS_SHAPE:
+                shape = own.shape if isinstance(own, Tensor) else parameter.shape
+                if not (value is None or (isinstance(value, Tensor) and value.shape == shape)):
+                    raise ValueError(
+                        f"{where} must be a tensor of shape {list(shape)}, got {summarize(value)}"
+                    )
+            is_number = isinstance(value, int | float) or (
+                isinstance(value, Tensor) and value.numel() == 1
+            )
+            if key == "step" and is_number and not 0 <= float(value) < math.inf:
+                raise ValueError(f"{where} must be at least 0, got {float(value)}")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return summarize(value)

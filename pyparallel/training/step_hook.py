@@ -1,0 +1,287 @@
+"""Optimizer steps counted once each: nested and failed steps do not count."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import LBFGS, Optimizer
+
+from .checkpointing import is_creating_state
+
+Closure = Callable[[], Any]
+
+
+class StepHook:
+    """Callbacks around every optimizer step, with a closure or without.
+
+    An optimizer whose step calls its parent's step runs the hooks of both, and a step that raises
+    does not run its post hooks. Only the outermost of nested steps counts, and only if it returns.
+
+    The gradients of a step exist before it, or when its closure has been evaluated for the first
+    time. Then ``before`` is called, and ``before_update``. But an optimizer that evaluates its
+    closure several times, such as LBFGS, or at other parameters than those it steps, as SAM does,
+    has copies of them: for it ``before`` is called before the first evaluation. Optimizers that are
+    not torch's are treated likewise in their first step with a closure, which shows what they do.
+
+    Args:
+        optimizer: the optimizer whose step hooks are used.
+        after: called after a step.
+        before: called once in a step with the optimizer, and with True if the gradients exist,
+            False if the optimizer is one of those above, None if that is not known; if it raises,
+            the step has not started.
+        before_update: called before an update with new gradients.
+        before_evaluation: called before each evaluation of a closure.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        after: Callable[[], None],
+        before: Callable[[Optimizer, bool | None], None] = lambda *_: None,
+        before_update: Callable[[], None] = lambda: None,
+        before_evaluation: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._before, self._after = before, after
+        self._before_update, self._before_evaluation = before_update, before_evaluation
+        self._depth = 0
+        self._num_closures = 0  # running now
+        self._num_evaluations = 0  # in this step
+        self._has_begun = False
+        self._evaluates_once = _evaluates_once(optimizer)
+        self._sums_before: list[float] | None = None  # of the parameters, in the step that shows it
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the optimizer is inside its step, as far as is known."""
+        return self._depth > 0
+
+    def see_forward(self) -> None:
+        """Record a forward pass: outside of a closure, no step is in progress."""
+        if not self._num_closures:
+            self._depth = 0
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if is_creating_state():
+            return None
+        # The signature is step(closure=None), and torch passes the optimizer as args[0].
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None and self._depth and not isinstance(closure, _TrackedClosure):
+            self._depth = 0
+            raise RuntimeError(
+                "optimizer.step(closure) must not start before the previous step has returned, got "
+                "an interrupted or a nested one; call it again"
+            )
+        if self._depth == 0:
+            self._num_evaluations, self._has_begun = 0, False
+            if closure is None:
+                self._begin(optimizer, True)
+                self._before_update()
+            elif not self._evaluates_once:
+                self._begin(optimizer, self._evaluates_once)
+                if self._evaluates_once is None:
+                    self._sums_before = _sums(optimizer)
+        self._depth += 1
+        if closure is None or isinstance(closure, _TrackedClosure):
+            return None
+        tracked = _TrackedClosure(closure, self, optimizer)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": tracked}
+        return (args[0], tracked, *args[2:]), kwargs
+
+    def _begin(self, optimizer: Optimizer, has_gradients: bool | None) -> None:
+        self._before(optimizer, has_gradients)
+        self._has_begun = True
+
+    def _evaluate(self, closure: Closure, optimizer: Optimizer) -> Any:
+        """Run a step's closure, which may run the model; if it raises, the step has ended."""
+        self._num_closures += 1
+        try:
+            self._num_evaluations += 1
+            if self._num_evaluations > 1:
+                self._evaluates_once = False
+            elif self._sums_before is not None:
+                self._evaluates_once = _sums(optimizer) == self._sums_before
+                self._sums_before = None
+            self._before_evaluation()
+            result = closure()
+            if not self._has_begun:
+                self._begin(optimizer, True)
+            self._before_update()
+            return result
+        except BaseException:
+            self._depth = 0
+            raise
+        finally:
+            self._num_closures -= 1
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_creating_state():
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            if not self._has_begun:  # the optimizer has not evaluated its closure
+                self._begin(optimizer, True)
+            self._after()
+
+
+class _TrackedClosure:
+    """A closure passed to an optimizer, evaluated by its ``StepHook``."""
+
+    def __init__(self, closure: Closure, hook: StepHook, optimizer: Optimizer) -> None:
+        self._closure, self._hook, self._optimizer = closure, hook, optimizer
+
+    def __call__(self) -> Any:
+        return self._hook._evaluate(self._closure, self._optimizer)
+
+
+class StepHooks:
+    """Callbacks around every training step, which is one step of each optimizer, in any order.
+
+    With one optimizer they are those of its ``StepHook``. Several are stepped without closures: a
+    closure of one would evaluate the model between the updates of the others.
+
+    Args:
+        optimizers: one or more. They hold this object, and this object holds none of them.
+        after: called after the last optimizer's step.
+        before: called before the first one's; see ``StepHook``.
+        before_update: called before an update of each with its index, and with whether it is the
+            first one.
+        before_evaluation: called before each evaluation of a closure.
+        after_each: called after each one's step.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        after: Callable[[], None],
+        before: Callable[[Optimizer, bool | None], None],
+        before_update: Callable[[int, bool], None],
+        before_evaluation: Callable[[], None],
+        after_each: Callable[[], None],
+    ) -> None:
+        self._before, self._after, self._after_each = before, after, after_each
+        self._before_update, self._before_evaluation = before_update, before_evaluation
+        self._names = name_optimizers(optimizers)
+        self._stepped: set[int] = set()  # in this training step
+        self._hooks = [
+            weakref.ref(
+                StepHook(
+                    optimizer,
+                    partial(self._after_one, index),
+                    partial(self._before_one, index),
+                    partial(self._before_update_of, index),
+                    partial(self._before_evaluation_of, index),
+                )
+            )
+            for index, optimizer in enumerate(optimizers)
+        ]
+
+    @property
+    def in_step(self) -> bool:
+        """Whether an optimizer is inside its step, as far as is known."""
+        return any(hook.in_step for hook in self._alive())
+
+    def find_unfinished(self) -> str | None:
+        """Return which optimizers have stepped and which have not, or None between two steps."""
+        if not self._stepped:
+            return None
+        waiting = self._names_of(set(range(len(self._names))) - self._stepped)
+        return f"a step of {self._names_of(self._stepped)} and none of {waiting}"
+
+    def see_forward(self) -> None:
+        """Record a forward pass."""
+        for hook in self._alive():
+            hook.see_forward()
+
+    def reset(self) -> None:
+        """Begin a new training step."""
+        self._stepped.clear()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._alive():
+            hook.close()
+
+    def _alive(self) -> list[StepHook]:
+        return [hook for reference in self._hooks if (hook := reference())]
+
+    def _names_of(self, indices: Iterable[int]) -> str:
+        return " and ".join(self._names[index] for index in sorted(indices))
+
+    def _before_one(self, index: int, optimizer: Optimizer, has_gradients: bool | None) -> None:
+        if len(self._names) > 1:
+            if has_gradients is not True:
+                self._refuse_closure(index)
+            self._check_order(index)
+        if not self._stepped:
+            self._before(optimizer, has_gradients)
+
+    def _check_order(self, index: int) -> None:
+        if index in self._stepped:
+            waiting = self._names_of(set(range(len(self._names))) - self._stepped)
+            raise RuntimeError(
+                "each of several optimizers must take one step in a training step, got a second "
+                f"one of {self._names[index]} before one of {waiting}; nothing has been stepped: "
+                f"call step() of {waiting} first, in every training step"
+            )
+        gone = {each for each, hook in enumerate(self._hooks) if hook() is None}
+        if gone:
+            raise RuntimeError(
+                "all optimizers of a trainer must be kept and stepped, got a step of "
+                f"{self._names[index]} after {self._names_of(gone)} was deleted; close() the "
+                "trainer and wrap again with those that are left"
+            )
+
+    def _before_update_of(self, index: int) -> None:
+        self._before_update(index, not self._stepped)
+
+    def _before_evaluation_of(self, index: int) -> None:
+        if len(self._names) > 1:
+            self._refuse_closure(index)
+        self._before_evaluation()
+
+    def _refuse_closure(self, index: int) -> None:
+        raise RuntimeError(
+            "several optimizers must be stepped without a closure, which would evaluate the model "
+            f"between their updates, got one for {self._names[index]}; call backward() once, then "
+            "step() of each"
+        )
+
+    def _after_one(self, index: int) -> None:
+        self._stepped.add(index)
+        self._after_each()
+        if len(self._stepped) == len(self._names):
+            self._stepped.clear()
+            self._after()
+
+
+def name_optimizers(optimizers: Sequence[object]) -> list[str]:
+    """Return what errors call optimizers: their classes, with the index if there are several."""
+    names = [type(each).__name__ for each in optimizers]
+    if len(names) == 1:
+        return names
+    return [f"{name} (optimizer[{index}])" for index, name in enumerate(names)]
+
+
+def _evaluates_once(optimizer: Optimizer) -> bool | None:
+    """Return whether an optimizer evaluates a closure once and first; None: not known."""
+    if isinstance(optimizer, LBFGS):
+        return False
+    return type(optimizer).step.__module__.startswith("torch.optim.") or None
+
+
+@torch.no_grad()
+def _sums(optimizer: Optimizer) -> list[float]:
+    """Return the sum of each parameter."""
+    return [float(p.float().sum()) for group in optimizer.param_groups for p in group["params"]]

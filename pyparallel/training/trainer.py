@@ -1,0 +1,82 @@
+"""The life cycle that all trainers share."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ..comm import Run, StepCounts
+
+# The trainer that steps each optimizer.
+_owners: "weakref.WeakKeyDictionary[Optimizer, weakref.ref[Trainer]]"
+_owners = weakref.WeakKeyDictionary()
+
+
+class Trainer:
+    """What is opened with a run of its own on all ranks together, used, and closed; never copied.
+
+    A subclass calls ``_open_run`` once in its constructor, after the ranks have agreed on their
+    arguments, and ``_own`` for the optimizers that it steps.
+    """
+
+    _copy_instead: ClassVar[str]  # what errors advise
+    _opened: Run | None = None
+
+    def _open_run(
+        self, process_group: dist.ProcessGroup | None, counts: StepCounts | None = None
+    ) -> Run:
+        """Open the trainer's run, as ``Run.open``; all ranks call this together."""
+        self._opened = Run.open(process_group, counts)
+        return self._opened
+
+    @property
+    def _run(self) -> Run:
+        """Return the run.
+
+        Raises:
+            RuntimeError: the trainer is closed.
+        """
+        self._check_open()
+        assert self._opened is not None
+        return self._opened
+
+    def _check_open(self) -> None:
+        """Raise a RuntimeError if the trainer is closed."""
+        if self._opened is None:
+            raise RuntimeError(f"{type(self).__name__} must not be used after close()")
+
+    def _own(self, optimizers: Iterable[Optimizer]) -> None:
+        """Note that this trainer steps some optimizers, until it is closed or gone."""
+        for optimizer in optimizers:
+            _owners[optimizer] = weakref.ref(self)
+
+    def close(self) -> None:
+        """End the run; the optimizers are free for another trainer. A second call does nothing."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+        for optimizer in [each for each, owner in _owners.items() if owner() is self]:
+            del _owners[optimizer]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        name = type(self).__name__
+        raise TypeError(f"{name} must not be copied or pickled: {self._copy_instead}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__(None)
+
+
+def find_owner_error(optimizers: Iterable[object]) -> str | None:
+    """Return why an optimizer cannot be taken by a new trainer, or None."""
+    for optimizer in optimizers:
+        reference = _owners.get(optimizer) if isinstance(optimizer, Optimizer) else None
+        owner = reference and reference()
+        if owner is not None:
+            return (
+                f"an optimizer must be stepped by one trainer, got {type(optimizer).__name__}, "
+                f"which a {type(owner).__name__} steps: close() that trainer first, or create "
+                "another optimizer"
+            )
+    return None

@@ -1,0 +1,49 @@
+"""Exchanges deliver what was sent, in any order of rounds and peers."""
+
+import torch
+
+from pyparallel.comm import Run
+from pyparallel.gossip.messages import NeighborExchange, Transfer
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def send_to_all(rank):
+    return [send_dtype_to_all(rank, dtype) for dtype in DTYPES]
+
+
+def send_dtype_to_all(rank, dtype):
+    exchange = NeighborExchange(Run())
+    others = [peer for peer in range(exchange.num_ranks) if peer != rank]
+    arrived = {}
+    for step in range(5):
+        sends = [
+            Transfer(peer, torch.tensor([rank, peer, step, part], dtype=dtype))
+            for peer in others
+            for part in range(2)
+        ]
+        receives = [Transfer(p, torch.zeros(4, dtype=dtype)) for p in others for _ in range(2)]
+        exchange.start(sends, receives).wait()
+        for index, receive in enumerate(receives):
+            arrived[receive.peer, step, index % 2] = receive.tensor.tolist()
+    return arrived, exchange.run.stats.wire_bytes
+
+
+def test_messages_arrive_in_order(ranks):
+    for num_ranks in (2, 4):
+        for rank, results in enumerate(ranks.run(num_ranks, send_to_all)):
+            for dtype, (arrived, bytes_sent) in zip(DTYPES, results, strict=True):
+                assert len(arrived) == (num_ranks - 1) * 5 * 2, dtype
+                for (peer, step, part), values in arrived.items():
+                    assert values == [peer, rank, step, part], dtype
+                assert bytes_sent == (num_ranks - 1) * 5 * 2 * 4 * dtype.itemsize
+
+
+def nothing(rank):
+    exchange = NeighborExchange(Run())
+    exchange.start([], []).wait()
+    return exchange.run.stats.wire_bytes
+
+
+def test_an_empty_round_returns_at_once(ranks):
+    assert ranks.run(2, nothing) == [0, 0]

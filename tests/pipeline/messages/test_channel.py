@@ -1,0 +1,398 @@
+import gc
+import os
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pyparallel.comm import Run
+from pyparallel.comm.errors import PeerError, RemoteError
+from pyparallel.pipeline.messages import Channel, P2PGroups
+from pyparallel.pipeline.messages.format import Header, Refusal, RefusalKind, describe
+from pyparallel.pipeline.messages.payloads import INLINE_BYTES
+from tests.pipeline.messages.headers import write_checksum
+from tests.workers import observe_ranks, run_ranks, store_barrier
+
+STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
+
+
+REFUSAL = Refusal(RefusalKind.TYPE, "rank 0: no")
+
+
+class Untagged(P2PGroups):
+    """Groups as with NCCL, which matches sends and receives in order."""
+
+    supports_tags = False
+
+
+def connect(rank, header_group=False, kind=P2PGroups):
+    up, down, headers = (Run(dist.new_group([0, 1])) for _ in range(3))
+    groups = kind(headers if header_group else None, (up, down), torch.device("cpu"))
+    return Channel(1 - rank, groups)
+
+
+def build_value(stream, number, rank):
+    """Return a tensor of the stream's usual length; sometimes another, none, or a tuple of two."""
+    shape = [(4, 3), (2, 40)][stream]
+    if number in (2, 5):
+        shape = (number * 7, 3)
+    if number == 3:
+        return ()
+    value = torch.full(shape, float(100 * rank + number))
+    return (value, value.long()) if number == 4 else value
+
+
+def exchange(rank, header_group, kind, num_via_host):
+    channel = connect(rank, header_group, kind)
+    channel.expect(STREAMS)
+    seen = []
+    for number, stream in enumerate(STREAMS):
+        via_host = number < num_via_host
+        channel.send(stream, number, build_value(stream, number, rank), via_host=via_host)
+    for number, stream in enumerate(STREAMS):
+        arrived = channel.recv()
+        expected = build_value(stream, number, 1 - rank)
+        as_sent = len(arrived.value) == len(expected) and all(
+            torch.equal(left, right) for left, right in zip(arrived.value, expected, strict=True)
+        )
+        seen.append((arrived.stream, arrived.number) == (stream, number) and as_sent)
+    channel.flush()
+    return seen, channel.bytes_sent > 0
+
+
+def test_messages_of_any_length_arrive_in_order(ranks):
+    for case in (
+        (False, P2PGroups, 0),
+        (True, P2PGroups, 0),
+        (True, Untagged, 4),
+        (False, Untagged, 0),  # all from the host's memory
+    ):
+        assert ranks.run(2, exchange, *case) == [([True] * len(STREAMS), True)] * 2, case
+
+
+def leaves_before_the_peer_receives(rank, numel):
+    channel, store = connect(rank), dist.group.WORLD.get_group_store()
+    if rank == 1:
+        for number in range(3):
+            channel.send(0, number, torch.full((numel,), float(number)))
+        del channel
+        gc.collect()
+        store.set("gone", "")
+        return None
+    store.wait(["gone"])
+    time.sleep(0.1)
+    channel.expect([0, 0, 0])
+    return [channel.recv().value[0].item() for _ in range(3)]
+
+
+def test_what_a_channel_has_sent_arrives_although_it_is_gone(ranks):
+    """As of a trainer that one rank drops after its last step, while another still takes it."""
+    for numel in (4, 100_000):
+        assert ranks.run(2, leaves_before_the_peer_receives, numel, time_limit=40)[0] == [0, 1, 2]
+
+
+def order_of_posts(rank):
+    """Return what is posted for two payloads, as with NCCL."""
+    posted = []
+
+    class Recorded:
+        def __init__(self, group, name):
+            self.group, self.name = group, name
+
+        def send(self, *arguments):
+            posted.append(f"send {self.name}")
+            return self.group.send(*arguments)
+
+        def recv(self, *arguments):
+            posted.append(f"recv {self.name}")
+            return self.group.recv(*arguments)
+
+    channel = connect(rank, True, Untagged)
+    payloads = channel._payloads
+    channel._send_group = channel._recv_group = Recorded(channel._send_group, "header")
+    payloads._send_group = Recorded(payloads._send_group, "payload")
+    payloads._recv_group = Recorded(payloads._recv_group, "payload")
+    channel.expect([0, 0])
+    for number in range(2):
+        channel.send(0, number, torch.ones(5 + number))
+    for _ in range(2):
+        channel.recv()
+    channel.flush()
+    return posted
+
+
+def test_a_payload_is_sent_before_its_header_and_received_after_it_on_nccl(ranks):
+    wanted = ["recv header"] * 2 + ["send payload", "send header"] * 2 + ["recv payload"] * 2
+    assert ranks.run(2, order_of_posts) == [wanted] * 2
+
+
+LENGTHS = [  # of payloads in bytes, and in how many messages each is sent
+    (64, 2),  # none before it
+    (64, 2),  # its receive may be posted before the first has arrived
+    (64, 1),
+    (0, 1),
+    (640, 2),
+    (640, 2),
+    (640, 1),
+    (320, 1),
+    (INLINE_BYTES + 64, 2),
+    (INLINE_BYTES + 64, 2),
+    (INLINE_BYTES, 2),
+    (640, 1),
+    (INLINE_BYTES, 1),
+    (INLINE_BYTES + 64, 2),
+]
+
+
+def count_messages(rank, late):
+    """Send all; receive all, with the receives posted before, or each when it is needed."""
+    channel = connect(rank)
+    values = [torch.full((length,), number).byte() for number, (length, _) in enumerate(LENGTHS)]
+    streams = [number % 2 for number in range(len(values))]
+    if not late:
+        channel.expect(streams)
+    counts = []
+    for number, value in enumerate(values):
+        channel.send(streams[number], number, value)
+        counts.append(len(channel._sent[-1]))
+        if counts[-1] == 1:
+            value.add_(100)  # sent behind its header, it was copied
+    arrived = []
+    for stream in streams:
+        if late:
+            channel.expect([stream])
+        arrived.append(channel.recv().value)
+    channel.abort("rank 0 failed") if rank == 0 else None
+    as_sent = [
+        torch.equal(value, torch.full((length,), number).byte())
+        for number, (value, (length, _)) in enumerate(zip(arrived, LENGTHS, strict=True))
+    ]
+    channel.expect([0])
+    if rank == 1:
+        with pytest.raises(RemoteError, match="rank 0 failed"):
+            channel.recv()
+    dist.barrier()
+    return counts, all(as_sent)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the default transport of gloo is not TCP")
+def test_short_payloads_are_sent_behind_their_headers(ranks):
+    expected = [count for _, count in LENGTHS]
+    for late in (False, True):
+        assert ranks.run(2, count_messages, late) == [(expected, True)] * 2
+
+
+def send_ahead(rank):
+    """Send 20 messages before rank 1 receives the first."""
+    channel = connect(rank)
+    if rank == 0:
+        for number in range(20):
+            channel.send(0, number, torch.full((1000,), float(number)))
+        dist.barrier()
+        channel.flush()
+        return True
+    dist.barrier()
+    channel.expect([0] * 20)
+    return [channel.recv().value[0].item() for _ in range(20)] == list(range(20))
+
+
+def test_a_send_does_not_wait_for_the_receiver(ranks):
+    assert ranks.run(2, send_ahead) == [True, True]
+
+
+def count_held_sends(rank):
+    """Return the most sends held at once."""
+    channel = connect(rank)
+    channel.expect([0] * 30)
+    held = []
+    for number in range(30):
+        if rank == 0:
+            channel.send(0, number, torch.ones(10))
+            channel.recv()
+        else:
+            channel.send(0, number, channel.recv().value)
+        held.append(len(channel._sent))
+    channel.flush()
+    return max(held)
+
+
+def test_delivered_sends_are_released(ranks):
+    assert max(ranks.run(2, count_held_sends)) <= 2
+
+
+def abort(rank):
+    channel = connect(rank)
+    if rank == 0:
+        channel.send(0, 0, torch.ones(3))
+        channel.abort("rank 0 failed")
+        channel.flush_abort()
+        return None
+    channel.expect([0, 0, 0])
+    channel.recv()
+    try:
+        channel.recv()
+    except RemoteError as error:
+        channel.abort("a reply, which is not sent")
+        channel.flush_abort()
+        return str(error)
+
+
+def test_an_abort_takes_the_place_of_a_message(ranks):
+    assert ranks.run(2, abort) == [None, "rank 0 failed"]
+
+
+def receive_after_the_peer_left(rank):
+    """Post receives after the peer has left; its abort has arrived."""
+    channel = connect(rank)
+    if rank == 0:
+        channel.send(0, 0, torch.ones(3))
+        channel.abort("rank 0 failed")
+        channel.flush_abort()
+        dist.destroy_process_group()
+        return None
+    channel.expect([0, 0])
+    first = channel.recv().value.tolist()
+    time.sleep(1)
+    channel.expect([0, 0])
+    with pytest.raises(RemoteError) as caught:
+        channel.recv()
+    return first, str(caught.value)
+
+
+def test_what_has_arrived_outlives_the_connection():
+    assert run_ranks(2, receive_after_the_peer_left) == [None, ([1.0] * 3, "rank 0 failed")]
+
+
+def die(rank):
+    channel = connect(rank)
+    store_barrier("channels")  # before it, the death would cut off a rank still connecting
+    if rank == 0:
+        os._exit(1)
+    channel.expect([0])
+    channel.recv()
+
+
+def test_the_error_names_a_dead_peer():
+    outcomes = observe_ranks(2, die, time_limit=40, group_timeout=10)
+    message = "PeerError: rank 1: a message was not delivered: rank 0 died, or ended"
+    assert outcomes[1].error.startswith(message)
+
+
+def refuse(rank, header_group, kind):
+    """Receive a refusal in place of two messages; then others, in receives posted before."""
+    channel = connect(rank, header_group, kind)
+    channel.send(0, 0, torch.ones(4))
+    channel.expect([0])
+    assert channel.recv().value.sum() == 4
+    if rank == 0:
+        channel.send(1, 1, REFUSAL)
+        dist.barrier()
+    else:
+        channel.expect([1, 1, 0])
+        found = channel.recv()
+        assert (found.stream, found.number, found.value) == (1, 1, REFUSAL)
+        channel.forget()
+        dist.barrier()
+        with pytest.raises(PeerError, match="rank 0 has sent all messages that were expected"):
+            channel.recv()
+        assert not channel.is_ready
+    for number in range(4):
+        channel.send(number % 2, number, torch.full((300,), float(number)))
+    channel.expect([0, 1])
+    channel.expect([0, 1])
+    values = [channel.recv().value.mean().item() for _ in range(4)]
+    channel.flush()
+    return values
+
+
+def test_a_refusal_is_a_message_after_which_others_follow(ranks):
+    for case in ((False, P2PGroups), (True, P2PGroups), (True, Untagged)):
+        assert ranks.run(2, refuse, *case) == [[0.0, 1.0, 2.0, 3.0]] * 2, case
+
+
+def send_another_stream(rank):
+    channel = connect(rank)
+    if rank == 0:
+        channel.send(1, 0, torch.ones(3))
+        dist.barrier()
+        return
+    channel.expect([0])
+    with pytest.raises(PeerError, match="stream 1 where 0 was expected: do all ranks make"):
+        channel.recv()
+    dist.barrier()  # no rank leaves before
+
+
+def test_another_stream_than_expected_is_refused(ranks):
+    ranks.run(2, send_another_stream)
+
+
+def send_malformed(rank):
+    """Return what a receiver raises for headers that no channel writes; then one that it does."""
+    channel = connect(rank)
+    headers = [Header(0, 0, 0, describe(torch.ones(2))).to_tensor() for _ in range(5)]
+    headers[0][9] = 99  # the dtype
+    headers[1][12] = 2**45  # the size
+    headers[2][2] = 10**9  # how many messages it has received
+    headers[3][3] = -2 - len(RefusalKind)  # the count: no refusal of a kind
+    headers[4] = Header(0, 0, 10**9, refusal=REFUSAL).to_tensor()
+    for each in headers:
+        write_checksum(each)
+    if rank == 0:
+        works = [channel._isend(each, channel._send_group, 0) for each in headers]
+        channel.send(0, 1, torch.ones(3))
+        dist.barrier()
+        channel.abort("")
+        channel.flush_abort()
+        return len(works)
+    channel.expect([0] * 6)
+    errors = []
+    for _ in headers:
+        with pytest.raises(PeerError) as caught:
+            channel.recv()
+        errors.append(str(caught.value))
+    assert channel.recv().number == 1
+    dist.barrier()
+    with pytest.raises(PeerError, match="rank 0 has sent all messages that were expected, and"):
+        channel.recv()
+    channel.expect([0])
+    with pytest.raises(RemoteError, match="rank 0 failed and gave no reason"):
+        channel.recv()
+    return errors
+
+
+def test_a_malformed_header_is_an_error_that_names_its_sender(ranks):
+    _, errors = ranks.run(2, send_malformed)
+    found = [
+        "a tensor of dtype 99",
+        "bytes, more than this machine's memory",
+        "1000000000 messages",
+        "a count of -5",
+        "1000000000 messages",
+    ]
+    for error, what in zip(errors, found, strict=True):
+        assert error.startswith("rank 1: rank 0 must send the headers of this version"), error
+        assert what in error
+
+
+def abort_and_exit(rank):
+    channel = connect(rank)
+    if rank == 1:
+        channel.expect([0, 0, 0])
+    dist.barrier()
+    if rank == 0:
+        channel.send(0, 0, ())
+        channel.abort("out of memory")
+        channel.flush_abort()
+        os._exit(3)
+    time.sleep(1)
+    channel.recv()  # a third header can no longer arrive, but two are here
+    with pytest.raises(RemoteError, match="out of memory"):
+        channel.recv()
+    return True
+
+
+def test_an_abort_of_a_peer_that_left_is_raised_before_a_peer_error():
+    outcomes = observe_ranks(2, abort_and_exit, time_limit=40, group_timeout=20)
+    assert outcomes[1].value is True, outcomes[1].error

@@ -1,0 +1,107 @@
+"""The end of a trainer: close(), copies that are refused, and optimizers with one trainer."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from pyparallel.comm import DisagreementError
+from pyparallel.pipeline import GPipe, Interlocking, LinearHead, PipelineTrainer, PipeOptim
+
+BATCH = torch.ones(4, 3), torch.ones(4, 3)
+CLOSED = "^PipelineTrainer must not be used after close\\(\\)$"
+NEEDS_STAGES = {
+    "step": lambda trainer: trainer.step(*BATCH),
+    "evaluate": lambda trainer: trainer.evaluate(*BATCH),
+    "predict": lambda trainer: trainer.predict(BATCH[0]),
+    "prepare": lambda trainer: trainer.prepare(*BATCH),
+    "flush": lambda trainer: trainer.flush(),
+    "state_dict": lambda trainer: trainer.state_dict(),
+    "rescue_state_dict": lambda trainer: trainer.rescue_state_dict(),
+    "load_state_dict": lambda trainer: trainer.load_state_dict({}),
+    "full_state_dict": lambda trainer: trainer.full_state_dict(),
+    "sharded_state_dict": lambda trainer: trainer.sharded_state_dict(),
+    "load_checkpoint": lambda trainer: trainer.load_checkpoint("nowhere"),
+    "export_chrome_trace": lambda trainer: trainer.export_chrome_trace("nowhere"),
+    "metrics": lambda trainer: trainer.metrics(),
+    "stages": lambda trainer: trainer.stages,
+    "spans": lambda trainer: trainer.spans,
+    "bytes_sent": lambda trainer: trainer.bytes_sent,
+}
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def build(schedule, optimizer_fn=sgd, split=(1, 2), layers=None):
+    layers = layers or [nn.Linear(3, 3) for _ in range(3)]
+    return PipelineTrainer(
+        layers, mse_loss, optimizer_fn, schedule, num_microbatches=2, split=split
+    )
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), PipeOptim(), Interlocking(2, LinearHead(3))])
+def test_nothing_but_close_is_called_after_close(schedule, subtests):
+    trainer = build(schedule)
+    trainer.step(*BATCH)
+    for _ in range(2):
+        trainer.close()
+        for name, call in NEEDS_STAGES.items():
+            with subtests.test(name), pytest.raises(RuntimeError, match=CLOSED):
+                call(trainer)
+    assert trainer.split == (1, 2)
+
+
+def test_a_trainer_without_stages_is_closed_too():
+    trainer = build(GPipe(), split=None)
+    trainer.close()
+    with pytest.raises(RuntimeError, match=CLOSED):
+        trainer.prepare(*BATCH)
+
+
+def test_the_layers_stay_with_the_last_update():
+    layers = [nn.Linear(3, 3) for _ in range(3)]
+    trainer, other = build(PipeOptim(), layers=layers), None
+    trainer.step(*BATCH)
+    weights = [p.clone() for layer in layers for p in layer.parameters()]
+    trainer.close()
+    del trainer
+    gc.collect()
+    assert all(map(torch.equal, weights, (p for layer in layers for p in layer.parameters())))
+    other = build(GPipe(), layers=layers)
+    assert other.step(*BATCH) > other.evaluate(*BATCH)
+
+
+def test_a_copy_is_refused():
+    trainer = build(GPipe())
+    sentence = "^PipelineTrainer must not be copied or pickled: save its state_dict\\(\\)"
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=sentence):
+            duplicate(trainer)
+
+
+def test_an_optimizer_has_one_trainer_at_a_time():
+    layers = [nn.Linear(3, 3) for _ in range(3)]
+    shared = {id(p): sgd(list(layer.parameters())) for layer in layers for p in [layer.weight]}
+
+    def find(parameters):
+        return shared[id(parameters[0])]
+
+    first = build(GPipe(), find, layers=layers)
+    sentence = "an optimizer must be stepped by one trainer, got SGD, which a PipelineTrainer steps"
+    with pytest.raises((ValueError, DisagreementError), match=sentence):
+        build(PipeOptim(), find, layers=layers)
+    first.step(*BATCH)
+    first.close()
+    second = build(PipeOptim(), find, layers=layers)
+    second.step(*BATCH)
+    gone = weakref.ref(second)
+    del second
+    assert gone() is None, "a trainer is in no reference cycle"
+    build(GPipe(), find, layers=layers)
