@@ -4,14 +4,17 @@ Teardown must let no thread of a gloo group outlive the interpreter. A gloo work
 a tensor must take the GIL. If the interpreter is already finalizing, the thread is unwound inside a
 ``noexcept`` function, and a run with correct results ends with "terminate called without an active
 exception". The threads are joined when the last reference to the group is dropped, so nothing may
-keep one after ``destroy_process_group()``, and the last reference must be Python's: C++ would join
-the threads while holding the GIL.
+keep one after ``destroy_process_group()``, and the last reference must be Python's, in the main
+thread: C++ would join the threads while holding the GIL, and another thread joins them, and takes
+the GIL again, while Python finalizes.
 
 * ``torch.distributed.nn`` takes ``group=dist.group.WORLD`` as default arguments. Imported after
   ``init_process_group`` (creating an optimizer is enough), its functions hold the group until exit.
   Imported here, before any group exists, they hold None.
 * DistributedDataParallel holds the group in C++ too; see ``AllReduceAverager.close`` for the order
   in which it is released.
+* A thread that completes a future holds the future's callbacks for a moment after those who wait
+  for it go on; see ``once`` in ``compression/hooks/comm_worker.py``.
 * If a script never calls ``destroy_process_group()``, it is called at exit.
 """
 

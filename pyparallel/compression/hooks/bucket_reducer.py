@@ -18,7 +18,7 @@ from ..nonfinite import NonFiniteCheck, first_nonfinite_part, raise_of_means
 from ..quantizers.cast import Cast
 from ..state import CompressorState
 from ..state_store import StateStore
-from .comm_worker import CommWorker, comm_worker_for
+from .comm_worker import CommWorker, comm_worker_for, once
 
 
 class BucketReducer:
@@ -106,19 +106,18 @@ class BucketReducer:
                 piece = first_nonfinite_part(gradients, layout)
                 self._nonfinite_means.append((number, layout, piece))
 
-        def complete(_: Future[Any]) -> Tensor:
+        def complete() -> None:
             for _, finish in started:
                 self._attempt(partial(finish, inspect))
             if then:
                 then()
-            return gradients
 
         self._attempt(start)
         if started:
-            return started[0][0].then(complete)
+            return started[0][0].then(once(complete, gradients))
         skipped: Future[Any] = Future()
         skipped.set_result(None)
-        return skipped.then(complete)
+        return skipped.then(once(complete, gradients))
 
     @torch.no_grad()
     def _attempt(self, job: Callable[[], None]) -> None:

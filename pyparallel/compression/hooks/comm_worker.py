@@ -5,10 +5,28 @@ import weakref
 from collections.abc import Callable
 from itertools import cycle
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
+
+
+def once(job: Callable[[], None], result: Tensor) -> Callable[[Future[Any]], Tensor]:
+    """Return a callback of a future that runs a job once, and releases it before it returns.
+
+    Who waits for a future goes on while the thread that has completed it still holds its callbacks.
+    Were one of them the last to hold a process group, that thread would destroy it, at any later
+    time: see ``comm/process_groups.py``.
+    """
+    jobs = [job]
+    del job
+
+    def run(_: Future[Any]) -> Tensor:
+        jobs.pop()()
+        return result
+
+    return run
 
 
 class ThreadWorker:
@@ -26,17 +44,12 @@ class ThreadWorker:
             name="pyparallel-compression",
             daemon=True,
         ).start()
-        weakref.finalize(self, self._triggers.put, None)
+        weakref.finalize(self, self._triggers.put, None).atexit = False  # it ends with the process
 
     def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
         """Start a job; ``wait()`` on the future raises what the job raised."""
         trigger: Future[None] = Future()
-
-        def run(_: Future[None]) -> Tensor:
-            job()
-            return result
-
-        future = trigger.then(run)
+        future = trigger.then(once(job, result))
         self._triggers.put(trigger)
         return future
 
@@ -45,7 +58,7 @@ def _complete_each(futures: "SimpleQueue[Future[None] | None]") -> None:
     """Complete each future in turn; its ``then`` callback runs in this thread."""
     for future in iter(futures.get, None):
         future.set_result(None)
-        del future  # releases what its job holds
+        del future
 
 
 class CudaStreamWorker:

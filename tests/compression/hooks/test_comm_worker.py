@@ -1,6 +1,7 @@
 import gc
 import threading
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -47,6 +48,22 @@ def test_jobs_run_after_a_failed_one():
     assert worker.start(lambda: None, torch.ones(1)).wait() == 1
     with pytest.raises(RuntimeError, match="no more paper"):
         failed.wait()
+
+
+def test_what_a_job_holds_is_released_before_its_future_completes():
+    class Held:
+        pass
+
+    begin, release = threading.Event(), threading.Event()
+    held = Held()
+    ended = weakref.ref(held)
+    future = ThreadWorker().start(lambda held=held: begin.wait(), torch.zeros(1))
+    del held
+    future.then(lambda _: release.wait(10))  # keeps the thread where it has just completed it
+    begin.set()
+    future.wait()
+    assert ended() is None
+    release.set()
 
 
 WORKERS = []  # objects that live as long as their process
