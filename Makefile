@@ -10,8 +10,9 @@ TEST_CUDA := $(if $(shell command -v nvcc),ON,AUTO)
 RANKS = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or $(1))")
 TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(call RANKS,$(1))
 OUT ?= runs/gpu
-# Tests wait for processes and compilers. A file stays together, for what its tests set up at length.
-IN_PARALLEL = --numprocesses 2 --dist loadfile
+# Tests wait for processes and compilers. A file stays together, for what its tests set up at length;
+# the longest files begin first, by tests/durations.json (ARGS=--record-durations refreshes it).
+IN_PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: docs train train-gossip train-pipeline train-subnets train-compression train-gan
 .PHONY: test test-slow check

@@ -1,7 +1,10 @@
-"""Triton's interpreter, the number of torch's threads, and processes that outlive a test."""
+"""Triton's interpreter, the number of torch's threads, processes that outlive a test, durations."""
 
+import json
 import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,43 @@ if not torch.cuda.is_available():  # the kernels run under the interpreter, whic
 from tests.workers import RankPool
 
 TESTS_OF_THREADS = {"ops", "csrc", "kernels"}
+DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each file, by the -m of the run
+
+
+class Durations:
+    """Adds up the seconds of each file, and writes them at the end of a run."""
+
+    def __init__(self, selection: str) -> None:
+        self.selection, self.seconds = selection, Counter[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        files = {file: round(seconds, 1) for file, seconds in sorted(self.seconds.items())}
+        text = json.dumps(read_durations() | {self.selection: files}, indent=1, sort_keys=True)
+        DURATIONS.write_text(f"{text}\n")
+
+
+def read_durations() -> dict[str, dict[str, float]]:
+    return json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_text = f"write the seconds of each file to {DURATIONS.name}, for later runs"
+    parser.addoption("--record-durations", action="store_true", help=help_text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("record_durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations(config.getoption("markexpr")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order files by their durations, longest first: a long one begun last would run alone."""
+    seconds = read_durations().get(config.getoption("markexpr"), {})
+    if config.getoption("dist", "no") != "no" or hasattr(config, "workerinput"):
+        items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
 
 
 @pytest.fixture(autouse=True)
