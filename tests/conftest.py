@@ -11,12 +11,17 @@ import pytest
 # Threads that wait must not keep busy the cores of other processes: read when torch is loaded.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
+import hypothesis
 import torch
 
 if not torch.cuda.is_available():  # the kernels run under the interpreter, which is chosen first
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.workers import RankPool
+
+# On busy cores an example takes any time.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 TESTS_OF_THREADS = {"ops", "csrc", "kernels"}
 DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each file, by the -m of the run
