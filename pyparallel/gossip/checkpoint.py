@@ -236,9 +236,7 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _take_buckets(
-    fields: list[tuple[str, str]],
-) -> tuple[list[tuple[str, str]], tuple[str, str]]:
+def _take_buckets(fields: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], tuple[str, str]]:
     """Return the other fields, and that of the buckets, which older versions did not save."""
     others = [field for field in fields if field[0] != BUCKETS]
     return others, (BUCKETS, dict(fields).get(BUCKETS, IN_MODULE_ORDER))

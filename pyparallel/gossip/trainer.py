@@ -12,21 +12,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .._deprecated import adopt_old_methods
-from ..comm import (
-    Collectives,
-    StepCounts,
-    check_consistent_across_ranks,
-    check_group_exists,
-)
+from ..comm import Collectives, StepCounts, check_consistent_across_ranks, check_group_exists
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
-from ..training import (
-    ModelAverager,
-    StepHooks,
-    check_format,
-    refuse_other_optimizers,
-    seal,
-)
+from ..training import ModelAverager, StepHooks, check_format, refuse_other_optimizers, seal
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.trainer import Trainer, find_owner_error
 from . import consensus

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Collectives, Run, device_of, gather_json
-from ..training import (
-    summarize,
-)
+from ..training import summarize
 from .named_state import NamedStage, State
 
 

@@ -148,9 +148,7 @@ def sharded_state(stages: Sequence[NamedStage], step: int) -> State:
 
 
 def load_checkpoint(
-    stages: Sequence[NamedStage],
-    checkpoint_id: str | os.PathLike[str],
-    run: Run,
+    stages: Sequence[NamedStage], checkpoint_id: str | os.PathLike[str], run: Run
 ) -> int:
     """Load a folder of ``torch.distributed.checkpoint`` with ``sharded_state``; return its step.
 

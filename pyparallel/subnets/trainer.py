@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._deprecated import adopt_old_methods, modernize_saved
-from ..comm import (
-    Collectives,
-    Run,
-    first_difference,
-    warn_if_alone,
-)
+from ..comm import Collectives, Run, first_difference, warn_if_alone
 from ..optim.finite_steps import FiniteSteps
 from ..training import (
     check_format,

@@ -56,11 +56,7 @@ class ADPSGD(OnTopology):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PairwiseAverager:
         """Start without exchanges in flight.
 

@@ -22,11 +22,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ModelAverager:
         """Start the algorithm on this rank; parameters are equal on all ranks.
 

@@ -92,11 +92,7 @@ class Hierarchical(Algorithm):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ModelAverager:
         """Start DistributedDataParallel within the node and the inner algorithm between nodes.
 

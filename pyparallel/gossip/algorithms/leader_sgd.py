@@ -160,11 +160,7 @@ class LeaderSGD(Algorithm):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> "LeaderAverager":
         return LeaderAverager(self, buckets, optimizer, run)
 
@@ -179,11 +175,7 @@ class LeaderAverager(ModelAverager):
     traits = Traits(can_be_inner=False)
 
     def __init__(
-        self,
-        options: LeaderSGD,
-        buckets: FlatBuckets,
-        optimizer: Optimizer,
-        run: Run,
+        self, options: LeaderSGD, buckets: FlatBuckets, optimizer: Optimizer, run: Run
     ) -> None:
         super().__init__(buckets.buffers, run)
         self._options = options

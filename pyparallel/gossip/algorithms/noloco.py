@@ -94,11 +94,7 @@ class NoLoCo(OnTopology):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> "NoLoCoAverager":
         return NoLoCoAverager(self, buckets.buffers, NeighborExchange(run))
 
@@ -107,10 +103,7 @@ class NoLoCoAverager(ModelAverager):
     """NoLoCo on one rank, with slow weights and outer momentum in float32."""
 
     def __init__(
-        self,
-        options: NoLoCo,
-        buffers: Sequence[Tensor],
-        exchange: NeighborExchange,
+        self, options: NoLoCo, buffers: Sequence[Tensor], exchange: NeighborExchange
     ) -> None:
         super().__init__(buffers, exchange.run)
         self._options = options

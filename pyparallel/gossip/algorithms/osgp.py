@@ -91,11 +91,7 @@ class OSGP(OnTopology):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> DelayedPushSum:
         """Start with push-sum weight 1 on every rank.
 

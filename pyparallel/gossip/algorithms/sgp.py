@@ -120,11 +120,7 @@ class SGP(OnTopology):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PushSum:
         """Start with push-sum weight 1 on every rank.
 

@@ -76,11 +76,7 @@ class SlowMo(Algorithm):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> "SlowMomentumAverager":
         inner = ModelAverager(buckets.buffers, run)
         if self.inner:
@@ -93,11 +89,7 @@ class SlowMomentumAverager(PeriodicAverager):
     """SlowMo on one rank: the outer step moves along the slow momentum."""
 
     def __init__(
-        self,
-        inner: ModelAverager,
-        options: SlowMo,
-        optimizer: Optimizer,
-        run: Run,
+        self, inner: ModelAverager, options: SlowMo, optimizer: Optimizer, run: Run
     ) -> None:
         super().__init__(inner, options.interval, run)
         self._options = options

@@ -336,11 +336,7 @@ class NeighborExchange:
 
     def _operation(self, kind: Callable[..., Any], transfer: Transfer) -> dist.P2POp:
         return dist.P2POp(
-            kind,
-            transfer.tensor,
-            group=self.run.group,
-            tag=transfer.tag,
-            group_peer=transfer.peer,
+            kind, transfer.tensor, group=self.run.group, tag=transfer.tag, group_peer=transfer.peer
         )
 
 

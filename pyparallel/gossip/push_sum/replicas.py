@@ -6,15 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compression import (
-    BufferLayout,
-    Compressor,
-    CompressorState,
-    Fp8,
-    Int4,
-    Int8,
-    Message,
-)
+from ...compression import BufferLayout, Compressor, CompressorState, Fp8, Int4, Int8, Message
 from ...compression.quantizers.int_fp8 import Quantizer
 from ...ops._corrupt import CorruptCounter
 from ...training import check_like
@@ -221,11 +213,7 @@ class Replicas:
         return [torch.empty_like(tensor) for tensor in expected]
 
     def apply_and_mix_(
-        self,
-        received: Sequence[tuple[Replica, Message]],
-        z: Tensor,
-        weight: Tensor,
-        masses: Tensor,
+        self, received: Sequence[tuple[Replica, Message]], z: Tensor, weight: Tensor, masses: Tensor
     ) -> bool:
         """Apply a message to each replica and average z with them in one pass, if that can be done.
 

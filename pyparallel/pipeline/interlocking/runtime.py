@@ -133,11 +133,7 @@ class InterlockingExecutor(Executor):
         super().restart()
 
     def _forward(
-        self,
-        stage: InterlockingStage,
-        action: Action,
-        inputs: Value,
-        splitter: MicrobatchSplitter,
+        self, stage: InterlockingStage, action: Action, inputs: Value, splitter: MicrobatchSplitter
     ) -> Value:
         index, microbatch = stage.index, action.microbatch
         self._recv_shared(action)

@@ -13,12 +13,7 @@ from ..simulation.action_table import tabulate
 from ..simulation.costs import Costs
 from ..simulation.render import draw_deadlock
 from ..simulation.timeline import Timeline
-from ..simulation.virtual_clock import (
-    Process,
-    SimulatedAction,
-    SimulatedMessage,
-    VirtualClock,
-)
+from ..simulation.virtual_clock import Process, SimulatedAction, SimulatedMessage, VirtualClock
 from .inbox import GradientInbox, GradientTask
 from .schedule import Interlocking
 

@@ -7,12 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...comm import (
-    Collectives,
-    DisagreementError,
-    Run,
-    device_of,
-)
+from ...comm import Collectives, DisagreementError, Run, device_of
 from ..runtime.inputs import Inputs
 from .profile import profile_layers
 from .solver import Split, balance, check_num_stages
@@ -41,10 +36,7 @@ def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
 
 
 def split_automatically(
-    layers: Sequence[nn.Module],
-    example: Inputs | None,
-    num_stages: int,
-    run: Run | None = None,
+    layers: Sequence[nn.Module], example: Inputs | None, num_stages: int, run: Run | None = None
 ) -> Split:
     """Profile the layers on rank 0 and balance the stages; return the same split on all ranks.
 

@@ -90,11 +90,7 @@ class NAdamRule(FlatRule):
 
 
 def nadam_factor(
-    beta1: float,
-    momentum_decay: float,
-    step: float | Tensor,
-    product: float | Tensor,
-    horizon: int,
+    beta1: float, momentum_decay: float, step: float | Tensor, product: float | Tensor, horizon: int
 ) -> float | Tensor:
     """Return the sum of NAdam's next steps for constant gradients, in steps of Adam.
 

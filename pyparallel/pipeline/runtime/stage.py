@@ -10,12 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...training import (
-    check_like,
-    keys_of,
-    optimizer_kind,
-    plain_keys,
-)
+from ...training import check_like, keys_of, optimizer_kind, plain_keys
 from ..messages import Value, tensors_of
 from ..messages.format import Refusal
 from .clipping import LastNormClipper

@@ -51,11 +51,7 @@ def gather_spans(spans: Sequence[Span], run: Run) -> list[list[Span]]:
         return [list(spans)]
     own = [_to_row(span) for span in spans]
     return gather_json(
-        own,
-        run.group,
-        "traced actions",
-        "traces",
-        lambda rows: [_from_row(row) for row in rows],
+        own, run.group, "traced actions", "traces", lambda rows: [_from_row(row) for row in rows]
     )
 
 

@@ -16,8 +16,7 @@ from .virtual_clock import Process, SimulatedAction, SimulatedMessage, VirtualCl
 
 _Result = tuple[int, int, int]  # stage, kind, microbatch
 EventLoop = Callable[
-    [np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int],
-    tuple[np.ndarray, np.ndarray],
+    [np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]
 ]
 
 

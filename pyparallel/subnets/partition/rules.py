@@ -139,13 +139,7 @@ class Heads(Rule):
             counts.append(count)
         found, count = project.inputs(head_size)
         return [
-            CutDim(
-                producers[0].name,
-                heads,
-                (*places, *found),
-                (*counts, count),
-                (project.name,),
-            )
+            CutDim(producers[0].name, heads, (*places, *found), (*counts, count), (project.name,))
         ]
 
 
