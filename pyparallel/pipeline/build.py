@@ -19,7 +19,7 @@ from .interlocking.runtime import InterlockingExecutor, find_shared_weight
 from .interlocking.schedule import Interlocking
 from .interlocking.stage import HeadRuntime, InterlockingStage
 from .messages import P2PGroups
-from .messages.codec import Codec, CompressingCodec, IdentityCodec
+from .messages.codec import Codec
 from .messages.stage_p2p import StageP2P
 from .partition.auto import split_automatically
 from .partition.names import names_of_modules
@@ -163,8 +163,8 @@ def _can_skip_on_device(arguments: TrainerArguments, prepared: PreparedStages, r
     return bool(Collectives(run).all_gather(own).all())
 
 
-def _codec(compressor: Compressor | None, rank: int) -> Codec:
-    return IdentityCodec() if compressor is None else CompressingCodec(compressor, rank)
+def _codec(compressor: Compressor | None, rank: int) -> Codec | None:
+    return None if compressor is None else Codec(compressor, rank)
 
 
 @singledispatch

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..messages import Value, tensors_of
 from ..messages.format import Refusal
-from ..messages.stage_p2p import StageP2P
+from ..messages.stage_p2p import StageP2P, destinations_of, source_of
 from ..runtime.inputs import Inputs, call_module, input_tensors
 from ..runtime.loss import Loss
 from ..runtime.microbatches import MicrobatchSplitter
@@ -46,7 +46,7 @@ def build_heads(
         forward = Action(stage, Kind.FORWARD, 0)
         output = _NOTHING
         try:
-            value = splitter.inputs(0) if stage == 0 else p2p.recv_input(forward)
+            value = splitter.inputs(0) if stage == 0 else p2p.recv(source_of(forward), 0)
             assert not isinstance(value, Refusal), "no rank refuses before the stages are built"
             if value is not _NOTHING and input_tensors(value):
                 target = splitter.target(0)
@@ -59,7 +59,8 @@ def build_heads(
             is_value_error = isinstance(error, ValueError)
             problem = str(error) if is_value_error else _describe_failure(stage, error)
             cause, output = error, _NOTHING
-        p2p.send_output(forward, output)
+        for endpoint in destinations_of(forward):
+            p2p.send(endpoint, 0, output)
     if problem is not None:
         raise ValueError(problem) from cause
     return built

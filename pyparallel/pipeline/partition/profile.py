@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
 from ...training import uncompiled
 from ..messages import Value, tensors_of
-from ..runtime.inputs import Arguments, Inputs, call_module, input_tensors, map_tensors
+from ..runtime.inputs import Arguments, Inputs, call_module, input_tensors
 from ..runtime.preserve_state import preserving_state
 from ..runtime.stage_layers import Skippable, check_stashed
 from ..runtime.values import check_value
@@ -132,7 +133,7 @@ class _LayerRun:
 
     def __init__(self, layer: nn.Module, value: Inputs) -> None:
         self._layer = layer
-        self._value = map_tensors(_copy, value)
+        self._value = tree_map_only(Tensor, _copy, value)
         self.inputs = input_tensors(self._value)
         self._targets = [
             get_gradient_edge(tensor)

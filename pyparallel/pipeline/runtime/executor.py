@@ -9,7 +9,7 @@ from ...comm import PeerError, RemoteError
 from ..messages import Value
 from ..messages.format import NO_BATCH, Refusal
 from ..messages.refusals import StepRefusedError, refusal_of
-from ..messages.stage_p2p import Destinations, Endpoint, StageP2P, destinations_of
+from ..messages.stage_p2p import Destinations, Endpoint, StageP2P, destinations_of, source_of
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .microbatches import MicrobatchSplitter
@@ -304,7 +304,8 @@ class Executor:
                 if output is not None:
                     is_forward = action.kind is Kind.FORWARD
                     batch = splitter.batch_meta(action.microbatch) if is_forward else NO_BATCH
-                    self._p2p.send_output(action, output, batch)
+                    for endpoint in destinations_of(action):
+                        self._p2p.send(endpoint, action.microbatch, output, batch)
                 before = output  # noqa: F841
                 if after_first is not None:
                     after_first()
@@ -332,13 +333,13 @@ class Executor:
             if action.stage == 0:
                 first: Value = splitter.inputs(action.microbatch)
                 return first
-            inputs = self._p2p.recv_input(action)
+            inputs = self._p2p.recv(source_of(action), action.microbatch)
             splitter.note_batch_meta(action.microbatch, self._p2p.batch)
             return inputs
         last = action.stage == self._shape.num_stages - 1
         if last or action.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             return None
-        return self._p2p.recv_input(action)
+        return self._p2p.recv(source_of(action), action.microbatch)
 
     def _failed_action(self, action: Action) -> Action:
         """Return the action that was running: an action of the schedule may run others."""

@@ -20,7 +20,6 @@ from .inputs import (
     find_inputs_error,
     find_size_error,
     input_tensors,
-    map_tensors,
     missing,
 )
 from .loss_weights import LossWeightFn, compute_loss_weights
@@ -214,25 +213,19 @@ class MicrobatchSplitter:
     def _target_samples(self) -> list[int]:
         return self._samples(self._target, self._split_target)
 
-    def _samples(self, batch: Any, parts: list[Any]) -> list[int]:
-        if isinstance(batch, PreSplit):
-            return [_num_samples(part) for part in parts]
-        least, rest = divmod(_num_samples(batch), self._num_microbatches)
+    def _samples(self, whole: Any, split: list[Any]) -> list[int]:
+        if isinstance(whole, PreSplit):
+            return [_num_samples(each) for each in split]
+        least, rest = divmod(_num_samples(whole), self._num_microbatches)
         return [least + (index < rest) for index in range(self._num_microbatches)]
 
     @cached_property
     def _split_inputs(self) -> list[Inputs]:
         inputs = self._inputs
         if isinstance(inputs, PreSplit):
-            return [map_tensors(Tensor.detach, Arguments(*each)) for each in inputs.arguments()]
-        if isinstance(inputs, Arguments):
-            return [Arguments(*part) for part in self._split((inputs.args, inputs.kwargs))]
-        parts = self._split(inputs)
-        if isinstance(inputs, list):
-            return [Arguments(args=tuple(part)) for part in parts]
-        if isinstance(inputs, dict):
-            return [Arguments(kwargs=part) for part in parts]
-        return parts
+            split = [Arguments(*each) for each in inputs.arguments()]
+            return [tree_map_only(Tensor, Tensor.detach, each) for each in split]
+        return self._split(as_arguments(inputs) if isinstance(inputs, list | dict) else inputs)
 
     @cached_property
     def _split_target(self) -> list[Any]:
