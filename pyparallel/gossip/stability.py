@@ -137,11 +137,7 @@ class _Steps:
 
 
 def _rounds_of(topology: Topology) -> list[_Round]:
-    """Return the rounds of one period.
-
-    Raises:
-        ValueError: matrices would be too large.
-    """
+    """Return the rounds of one period; a ValueError if their matrices would be too large."""
     repeated = topology.rounds[topology.preperiod :]
     if isinstance(topology, Circulant):
         return [_modes(topology, index) for index in repeated]

@@ -55,7 +55,6 @@ def _find_type_error(arguments: TrainerArguments) -> TypeError | None:
 
 
 def _find_size_error(arguments: TrainerArguments) -> str | None:
-    """Return why the layers cannot be split so, or the schedule not run so, or None."""
     num_layers, split = len(arguments.layers), arguments.split
     try:
         shape = arguments.shape
@@ -99,11 +98,7 @@ def check_skips(
     ties: Sequence[Tie],
     compressors: Mapping[str, Compressor | None],
 ) -> None:
-    """Check that tied weights and skip connections between stages fit the other arguments.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise a ValueError if tied weights or skip connections do not fit the other arguments."""
     name = type(schedule).__name__
     skips = [skip for stage in stages for skip in stage.skips_out]
     if ties and (why := schedule.option_error("tied weights")):
@@ -168,11 +163,7 @@ def _find_accumulation_error(schedule: Schedule, steps: object) -> str | TypeErr
 
 
 def check_scalable(optimizers: Iterable[Optimizer]) -> None:
-    """Check that the gradients of optimizers can be divided by a loss scale.
-
-    Raises:
-        ValueError: a parameter is float16, in which they would vanish.
-    """
+    """Raise a ValueError if a parameter is float16, in which gradients vanish without a scale."""
     groups = (group for each in optimizers for group in each.param_groups)
     dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
     if torch.float16 in dtypes:
@@ -183,11 +174,7 @@ def check_scalable(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_memory(ties: Sequence[Tie], stages: Sequence[int]) -> None:
-    """Check that tied weights are in memory on the ranks of all stages that hold them.
-
-    Raises:
-        ValueError: one is on the meta device.
-    """
+    """Raise a ValueError if a tied weight is on the meta device on a rank of a stage with it."""
     for tie in ties:
         if tie.parameter.is_meta and set(stages) & set(tie.stages):
             raise ValueError(

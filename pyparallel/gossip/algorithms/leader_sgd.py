@@ -249,7 +249,6 @@ class LeaderAverager(ModelAverager):
             leader.follow(best - ranks[0])
 
     def _gather(self) -> tuple[list[float], list[float]]:
-        """All-gather the mean losses and their statuses, and compare the ranks' headers."""
         status = _HAS_LOSS
         if not self._losses.count:
             status = _NO_LOSS_RECORDED if self._updates else _NO_BATCHES

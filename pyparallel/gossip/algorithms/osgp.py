@@ -96,8 +96,8 @@ class OSGP(OnTopology):
         """Start with push-sum weight 1 on every rank.
 
         Raises:
-            ValueError: 16-bit parameters: scaling them by the weight and back would round away
-                small updates, and overflow in fp16.
+            ValueError: 16-bit parameters, whose small updates scaling by the weight would round
+                away, and which overflow in fp16.
         """
         low = {buffer.dtype for buffer in buckets.buffers} - {torch.float32}
         if low:

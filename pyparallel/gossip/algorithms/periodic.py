@@ -77,11 +77,9 @@ class PeriodicAverager(ModelAverager):
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Average the buffers over all ranks, weighted: the weights sum to the number of ranks n.
+        """Average the buffers with weights that sum to the number of ranks n.
 
-        Raises:
-            PeerError: a rank failed, or ranks have not stepped alike. Every buffer then holds the
-                average or is unchanged.
+        On a PeerError every buffer holds the average or is unchanged.
         """
         if self._collectives.size == 1:
             return

@@ -59,11 +59,7 @@ class PendingExchange:
         self._is_batched = len(works) < len(transfers)  # NCCL returns one work for all
 
     def wait_for_headers(self) -> None:
-        """Wait as ``wait``, on gloo for the headers that are received only.
-
-        Raises:
-            PeerError: as ``wait``.
-        """
+        """Wait as ``wait``, on gloo for the headers that are received only."""
         if not self._is_batched:
             self._wait(
                 lambda index: index < self._num_received and self._transfers[index].is_header
@@ -316,13 +312,7 @@ class NeighborExchange:
     def peer_error(
         self, transfers: Sequence[Transfer], num_received: int, error: RuntimeError
     ) -> PeerError:
-        """Return the error of messages that were not delivered.
-
-        Args:
-            transfers: the messages; those received come first.
-            num_received: how many are received.
-            error: torch's error.
-        """
+        """Return the error of undelivered messages, of which the first are to be received."""
         peers = [self.run.global_rank(transfer.peer) for transfer in transfers]
         edges = [(peer, self.me) for peer in peers[:num_received]]
         edges += [(self.me, peer) for peer in peers[num_received:]]

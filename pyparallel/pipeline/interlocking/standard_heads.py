@@ -198,7 +198,6 @@ def _check_num_outputs(num_outputs: object) -> None:
 
 
 def _check_norm(norm: object) -> None:
-    """Check the class of a normalization, whose name is the same on all ranks."""
     if norm is not None and not (isinstance(norm, type) and issubclass(norm, nn.Module)):
         raise ValueError(
             f"norm must be a class of modules such as nn.LayerNorm, or None, got {norm!r}"

@@ -16,12 +16,9 @@ class Codec(Protocol):
     """Encodes values before they are sent to another rank, and decodes them there."""
 
     def encode(self, value: Value, stream: object, number: int) -> Value:
-        """Return the tensors to send for a value.
+        """Return the tensors to send for the value of a number in a stream.
 
-        Args:
-            value: a tensor or a tuple of tensors.
-            stream: printed as its name, the same at both ends.
-            number: of this value in the stream.
+        The stream prints as its name, the same at both ends.
         """
 
     def decode(self, value: Value, stream: object) -> Value:
@@ -63,11 +60,7 @@ class CompressingCodec(Codec):
     @override
     @torch.no_grad()
     def encode(self, value: Value, stream: object, number: int) -> Value:
-        """Compress the floating-point tensors of a value.
-
-        Raises:
-            ValueError: a floating-point tensor that is not float32, bfloat16 or float16.
-        """
+        """Compress the floating-point tensors, which must be float32, bfloat16 or float16."""
         tensors = tensors_of(value)
         single = isinstance(value, Tensor)
         parts = [torch.empty((0, int(single)), device=tensors[0].device if tensors else None)]
@@ -81,11 +74,7 @@ class CompressingCodec(Codec):
     @override
     @torch.no_grad()
     def decode(self, value: Value, stream: object) -> Value:
-        """Decompress what ``encode`` returned.
-
-        Raises:
-            CorruptMessageError: ``encode`` cannot have returned this.
-        """
+        """Decompress; a CorruptMessageError for what ``encode`` cannot have returned."""
         marker, *rest = tensors_of(value)
         if tuple(marker.shape) not in {(0, 0), (0, 1)}:
             raise CorruptMessageError(f"got a first tensor of shape {list(marker.shape)}")

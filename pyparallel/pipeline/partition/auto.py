@@ -14,11 +14,7 @@ from .solver import Split, balance, check_num_stages
 
 
 def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
-    """Check that a split divides ``num_layers`` layers into ``num_stages`` stages.
-
-    Raises:
-        ValueError: the split is invalid.
-    """
+    """Raise a ValueError unless a split divides so many layers into so many stages."""
     check_num_stages(num_layers, num_stages)
     given = list(split)
     if len(given) != num_stages - 1:
@@ -40,17 +36,9 @@ def split_automatically(
 ) -> Split:
     """Profile the layers on rank 0 and balance the stages; return the same split on all ranks.
 
-    All ranks must call this; the others wait for rank 0. Layers that share parameters, and those
-    between them, stay on one stage, if that leaves enough others for all stages.
-
-    Args:
-        layers: equally many on all ranks; rank 0 runs its own, see ``profile_layers``.
-        example: a microbatch; only rank 0 needs it, others may pass None.
-        num_stages: total number of stages; a multiple of the ranks.
-        run: of the trainer; None: of the default group, or a single process without one.
-
-    Returns:
-        The first layer of stages 1, 2, ...
+    All ranks must call this; the others wait for rank 0, and need no ``example``, a microbatch.
+    Layers that share parameters, and those between them, stay on one stage, if that leaves enough
+    others for all stages. Without a ``run`` the default group is used, or a single process.
 
     Raises:
         ValueError: (DisagreementError, on all ranks) fewer layers than stages, a layer that failed,

@@ -31,7 +31,7 @@ def balance(
 
     Args:
         costs: time of each layer, forward and backward, in any one unit.
-        num_stages: number of stages, at most the number of layers.
+        num_stages: at most the number of layers.
         memory: of each layer, (layers,); or (stages, layers), if it depends on how many
             microbatches a stage holds.
         limit: the memory of a stage's layers together, at most, in the unit of ``memory``.
@@ -62,11 +62,7 @@ def balance(
 
 
 def check_num_stages(num_layers: int, num_stages: int) -> None:
-    """Check that there is a layer for each stage.
-
-    Raises:
-        ValueError: there are fewer layers than stages.
-    """
+    """Raise a ValueError if there are fewer layers than stages."""
     if not isinstance(num_stages, int) or not 1 <= num_stages <= num_layers:
         raise ValueError(
             f"num_stages must be from 1 to the number of layers, got {num_stages!r} stages for "
@@ -125,7 +121,6 @@ def _as_resource(name: str, amounts: np.ndarray, num_stages: int) -> _Resource:
 
 
 def _memory_bound(amounts: np.ndarray, limit: float, num_layers: int, num_stages: int) -> _Resource:
-    """Create the memory resource, capped at the limit."""
     if amounts.shape not in {(num_layers,), (num_stages, num_layers)}:
         raise ValueError(
             f"memory must be one number for each of {num_layers} layers, or {num_stages} rows of "
@@ -157,7 +152,6 @@ def _minimize_cap(resource: _Resource, bounds: list[_Resource]) -> _Resource:
 
 
 def _is_possible(resources: list[_Resource]) -> bool:
-    """Return whether a split within all caps exists."""
     ends = _begins(resources)[-1]
     return bool(ends) and ends[-1] == resources[0].num_layers
 
@@ -209,7 +203,6 @@ def _choices(
 
 
 def _local_search(split: Split, time: _Resource, bounds: list[_Resource], num_ranks: int) -> Split:
-    """Make the best move as long as it makes the ranks faster."""
     while True:
         best = min(
             _neighbors(split, time, bounds), key=lambda each: _rank_times(each, time, num_ranks)

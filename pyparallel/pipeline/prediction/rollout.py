@@ -75,14 +75,7 @@ class _RolloutRule(FlatRule):
 def rollout_coefficients(
     momentum: float, dampening: float, nesterov: bool, horizon: int
 ) -> tuple[float, float]:
-    """Return the factors of the momentum buffer and of a constant gradient in the next steps' sum.
-
-    Args:
-        momentum: of the optimizer; 0: without.
-        dampening: of the gradient in the momentum buffer.
-        nesterov: whether the momentum is Nesterov's.
-        horizon: number of steps.
-    """
+    """Return the factors of the momentum buffer and of a constant gradient in the steps' sum."""
     if not momentum:
         return 0.0, float(horizon)
     # The next momentum buffer is buffer * m + gradient * g.

@@ -140,11 +140,7 @@ class Estimated(Versions):
 
 
 def in_mode(weights: str, policy: Versions) -> Versions:
-    """Return the policy itself ("live"), or with weight stashing ("consistent").
-
-    Raises:
-        ValueError: ``weights`` is neither.
-    """
+    """Return the policy as it is ("live"), or with weight stashing ("consistent")."""
     if weights not in {"consistent", "live"}:
         raise ValueError(f'weights must be "consistent" or "live", got {weights!r}')
     return policy if weights == "live" else Stashed(policy)

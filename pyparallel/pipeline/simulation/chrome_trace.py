@@ -42,11 +42,7 @@ def export_chrome_trace(spans: Iterable[Sequence[Span]], path: str | os.PathLike
 
 
 def gather_spans(spans: Sequence[Span], run: Run) -> list[list[Span]]:
-    """Return the spans of all ranks, on every rank; all ranks of the run must call this.
-
-    Raises:
-        PeerError: a rank died.
-    """
+    """Return the spans of all ranks, on every rank; all ranks of the run must call this."""
     if run.size == 1:
         return [list(spans)]
     own = [_to_row(span) for span in spans]

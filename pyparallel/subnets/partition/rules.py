@@ -144,20 +144,12 @@ class Heads(Rule):
 
 
 def layers_of(names: str | Sequence[str], module: nn.Module, path: str) -> list[Layer]:
-    """Return the layers of these names within a submodule.
-
-    Raises:
-        ValueError: a name does not exist, or its layer cannot be cut.
-    """
+    """Return the layers of names within a submodule; a ValueError if one cannot be cut."""
     return [Layer(join(path, name), find(module, name, path)) for name in _names(names)]
 
 
 def find(module: nn.Module, name: str, path: str) -> nn.Module:
-    """Return the submodule of a name.
-
-    Raises:
-        ValueError: no submodule has this name.
-    """
+    """Return the submodule of a name; a ValueError if there is none."""
     try:
         return module.get_submodule(name)
     except AttributeError:
