@@ -22,6 +22,7 @@ from ..training import (
     summarize,
     wrong_type,
 )
+from ..training.arguments import is_number
 from ..training.module_checks import (
     NamedParameters,
     find_device_error,
@@ -45,8 +46,7 @@ def find_type_error(module: object, optimizer: object, bucket_cap_mb: object) ->
     for index, each in enumerate(as_optimizers(optimizer)):
         if not isinstance(each, Optimizer):
             return wrong_type(f"optimizer[{index}]", rule, each)
-    is_number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
-    if not (is_number or bucket_cap_mb is None):
+    if not (is_number(bucket_cap_mb) or bucket_cap_mb is None):
         return wrong_type("bucket_cap_mb", "a number of MiB such as 25", bucket_cap_mb)
     return None
 

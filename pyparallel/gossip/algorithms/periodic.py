@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from ...comm import Collectives, Run
 from ...training import ModelAverager, SavedProgress, check_like
+from ...training.arguments import check_integer
 from ..messages import MessageHeaders
 
 
@@ -99,5 +100,4 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def check_interval(interval: int) -> None:
     """Raise a ValueError unless ``interval`` is a positive number of steps."""
-    if not isinstance(interval, int) or interval < 1:
-        raise ValueError(f"interval must be a positive number of steps, got {interval!r}")
+    check_integer("interval", interval, rule="a positive number of steps")

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...comm import Collectives, DisagreementError, Run, device_of
+from ...training.arguments import require
 from ..runtime.inputs import Inputs
 from .profile import profile_layers
 from .solver import Split, balance, check_num_stages
@@ -22,8 +23,8 @@ def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
             f"split must hold the first layer of each stage after the first, {num_stages - 1} "
             f"indices for {num_stages} stages, got {len(given)}: {given}"
         )
-    if not all(isinstance(index, int) for index in given):
-        raise ValueError(f"split must hold integers, got {given}")
+    are_integers = all(isinstance(index, int) for index in given)
+    require(are_integers, "split must hold integers", str(given))
     if not all(a < b for a, b in pairwise([0, *given, num_layers])):
         raise ValueError(
             f"split must ascend, from 1 or more to {num_layers - 1} or less, so that every stage "

@@ -9,6 +9,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from ...training.arguments import require
+
 Split = tuple[int, ...]
 
 
@@ -46,8 +48,8 @@ def balance(
     """
     check_num_stages(len(costs), num_stages)
     num_ranks = num_stages if num_ranks is None else num_ranks
-    if num_ranks < 1 or num_stages % num_ranks:
-        raise ValueError(f"num_ranks must divide {num_stages} stages, got {num_ranks}")
+    fits = num_ranks >= 1 and num_stages % num_ranks == 0
+    require(fits, f"num_ranks must divide {num_stages} stages", num_ranks)
     if (memory is None) != (limit is None):
         raise ValueError(
             f"memory and limit must be given together, got {memory!r} and limit {limit!r}"
@@ -111,8 +113,8 @@ class _Resource:
 
 def _as_resource(name: str, amounts: np.ndarray, num_stages: int) -> _Resource:
     """Create an uncapped resource from amounts (layers,) or (stages, layers)."""
-    if not (np.isfinite(amounts).all() and (amounts >= 0).all()):
-        raise ValueError(f"{name} must be finite and not negative, got {amounts.tolist()}")
+    fits = np.isfinite(amounts).all() and (amounts >= 0).all()
+    require(fits, f"{name} must be finite and not negative", f"{amounts.tolist()}")
     rows = np.broadcast_to(amounts, (num_stages, amounts.shape[-1])).tolist()
     exact = [[Fraction(value) for value in row] for row in rows]
     scale = math.lcm(*(value.denominator for row in exact for value in row))
@@ -127,8 +129,7 @@ def _memory_bound(amounts: np.ndarray, limit: float, num_layers: int, num_stages
             f"that, got shape {amounts.shape}"
         )
     resource = _as_resource("memory", amounts, num_stages)
-    if not (math.isfinite(limit) and limit >= 0):
-        raise ValueError(f"limit must be finite and not negative, got {limit!r}")
+    require(math.isfinite(limit) and limit >= 0, "limit must be finite and not negative", limit)
     capped = replace(resource, cap=math.floor(Fraction(limit) * resource.scale))
     if not _is_possible([capped]):
         least = Fraction(_minimize_cap(resource, []).cap, resource.scale)

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from ...ops import predict_sgd
 from ...training import FlatBuckets
+from ...training.arguments import require
 from .base import Prediction, WeightPredictor
 from .flat_predictor import LAST_GRADIENT, FlatRule, FlatWeightPredictor, Group
 from .optimizer_rules import learning_rate
@@ -35,8 +36,7 @@ class Rollout(Prediction):
     persistence: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.persistence <= 1:
-            raise ValueError(f"persistence must be from 0 to 1, got {self.persistence}")
+        require(0 <= self.persistence <= 1, "persistence must be from 0 to 1", self.persistence)
 
     @override
     def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> WeightPredictor:

@@ -7,6 +7,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
+from ...training.arguments import require
 from ..schedules.action import Action, Kind
 
 _GRADIENT_KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
@@ -96,8 +97,7 @@ def validate(table: ActionTable) -> None:
     Raises:
         ValueError: the table is invalid.
     """
-    if len(table.rows) == 0:
-        raise ValueError("actions must hold at least one action, got none")
+    require(len(table.rows), "actions must hold at least one action", "none")
     stages, kinds, microbatches = table.rows.T
     if table.rows.min() < 0 or kinds.max() > max(Kind):
         bad = tuple(table.rows[(table.rows.min(axis=1) < 0) | (kinds > max(Kind))][0].tolist())

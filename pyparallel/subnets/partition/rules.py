@@ -107,8 +107,8 @@ class Heads(Rule):
 
     def __post_init__(self) -> None:
         apart = [name is not None for name in (self.queries, self.keys, self.values)]
-        if any(apart) if self.qkv is not None else not all(apart):
-            raise ValueError(f"heads must have either qkv or queries, keys and values, got {self}")
+        fits = not any(apart) if self.qkv is not None else all(apart)
+        require(fits, "heads must have either qkv or queries, keys and values", str(self))
 
     @override
     def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
@@ -169,11 +169,9 @@ def _build_cut_dim(
     places: list[Place] = []
     counts: list[Count] = []
     for layer in producers:
-        if layer.num_outputs != units:
-            raise ValueError(
-                f"producers of the same units must have equally many, got {producers[0].name} with "
-                f"{units} and {layer.name} with {layer.num_outputs}"
-            )
+        rule = "producers of the same units must have equally many"
+        got = f"{producers[0].name} with {units} and {layer.name} with {layer.num_outputs}"
+        require(layer.num_outputs == units, rule, got)
         found, count = layer.outputs()
         places += found
         counts.append(count)
