@@ -51,11 +51,7 @@ class TrainerArguments:
 
     @cached_property
     def shape(self) -> PipelineShape:
-        """Return the numbers of stages, microbatches and ranks.
-
-        Raises:
-            ValueError: one is not a positive integer, or they do not fit.
-        """
+        """Return the numbers of stages, microbatches and ranks; a ValueError if they do not fit."""
         return PipelineShape(self.num_stages, self.num_microbatches, self.num_ranks)
 
     def fields(self) -> list[tuple[str, str]]:

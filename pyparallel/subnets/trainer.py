@@ -402,10 +402,7 @@ def _examine(
     num_ranks: int,
     process_group: dist.ProcessGroup | None,
 ) -> tuple[ConfigFields, str | TypeError | None]:
-    """Return the config fields that ranks must share and this rank's error.
-
-    Never raises, so that all ranks learn of the error.
-    """
+    """Return the config fields that ranks must share and this rank's error; never raises."""
     partition, interval, placement, optimizer_state, scale = policies
     names = ["partition", "interval", "placement", "optimizer_state", "scale"]
     try:

@@ -192,7 +192,6 @@ class _BucketReducer:
         return waited
 
     def _finish(self) -> None:
-        """Wait for all buckets of a backward pass."""
         started, self._started = self._started, []
         with self._noting_failure():
             for future in started:

@@ -104,11 +104,7 @@ def check_is_algorithm(algorithm: object, name: str) -> None:
 
 
 def check_inner(averager: ModelAverager, algorithm: object) -> ModelAverager:
-    """Return the averager of an inner algorithm.
-
-    Raises:
-        ValueError: the algorithm does more than a wrapping one would forward.
-    """
+    """Return the averager of an inner algorithm; a ValueError if that does not only gossip."""
     if not averager.traits.can_be_inner:
         raise ValueError(f"inner must be a gossip algorithm, got {algorithm}")
     return averager

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager
+from ...training.arguments import check_in, require
 from .base import Algorithm, check_inner, check_is_algorithm
 from .periodic import PeriodicAverager, check_interval, copy_all
 
@@ -61,10 +62,8 @@ class SlowMo(Algorithm):
         if self.inner is not None:
             check_is_algorithm(self.inner, "inner")
         check_interval(self.interval)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
-        if not self.outer_lr > 0:
-            raise ValueError(f"outer_lr must be positive, got {self.outer_lr}")
+        check_in("momentum", self.momentum, "[0, 1)")
+        require(self.outer_lr > 0, "outer_lr must be positive", self.outer_lr)
 
     @override
     def config_fields(self) -> list[tuple[str, str]]:

@@ -34,10 +34,7 @@ def build_heads(
 
     All ranks must call this. Weights, buffers and the states of random number generators are
     restored. A head's initialization is seeded by ``torch.initial_seed()`` and its stage, the same
-    on every rank.
-
-    Raises:
-        ValueError: a stage or a head of this rank fails on the microbatch.
+    on every rank. A stage or a head that fails is a ValueError.
     """
     built: dict[int, nn.Module] = {}
     problem, cause = None, None
@@ -101,11 +98,7 @@ def _build(head: Head, example: Value, stage: int) -> nn.Module:
 def _check_loss(
     module: nn.Module, head: Head, example: Value, target: Value, loss_fn: Loss, stage: int
 ) -> None:
-    """Compute a head's loss once.
-
-    Raises:
-        ValueError: that fails, or the loss is not a 0-d tensor.
-    """
+    """Raise a ValueError unless a head's loss can be computed and is a 0-d tensor."""
     output: Any = None
     try:
         with torch.no_grad(), preserving_state([module], tensors_of(example)):

@@ -54,11 +54,7 @@ class Codec:
 
     @torch.no_grad()
     def decode(self, value: Value, stream: object) -> Value:
-        """Decompress what ``encode`` returned.
-
-        Raises:
-            CorruptMessageError: ``encode`` cannot have returned this.
-        """
+        """Decompress; a CorruptMessageError for what ``encode`` cannot have returned."""
         marker, *rest = tensors_of(value)
         if tuple(marker.shape) not in {(0, 0), (0, 1)}:
             raise CorruptMessageError(f"got a first tensor of shape {list(marker.shape)}")

@@ -135,10 +135,8 @@ class StageP2P:
     def refuse_step(self, action: Action, endpoints: Iterable[Endpoint], refusal: Refusal) -> None:
         """Send a refusal to the next rank, if there is one, and wait until it has arrived.
 
-        Args:
-            action: this rank's first one of the step.
-            endpoints: where its messages would be sent.
-            refusal: in place of the first of them that the next rank would receive.
+        It takes the place of the first message of ``endpoints``, where those of this rank would be
+        sent, that the next rank would receive.
         """
         for each in endpoints:
             if each.stage == action.stage + 1 < self._shape.num_ranks:
@@ -203,16 +201,10 @@ class StageP2P:
         return peer != self._rank and self._channels[peer].is_ready
 
     def barrier(self, refusal: Refusal | None = None) -> Refusal | None:
-        """Wait until all sends are delivered, and every rank has called this.
+        """Wait until all sends are delivered and every rank is here; return the refusal of any.
 
         No rank returns before all have called: a waiting rank receives, and so learns of a failure
         on any rank.
-
-        Args:
-            refusal: given on one rank.
-
-        Returns:
-            That refusal, on every rank.
 
         Raises:
             PeerError: a rank died, or makes other calls.
@@ -245,11 +237,10 @@ class StageP2P:
         return refusal
 
     def agree_on_error(self, text: str, without_store: str) -> str:
-        """Return the text of the error that all ranks raise: that of the first to find one.
+        """Return the error that all ranks raise: that of the first to find one.
 
-        Args:
-            text: of this rank's error; cut to what neighbors can be sent.
-            without_store: instead, if no rank can publish its own.
+        ``text`` is this rank's, cut to what neighbors can be sent; ``without_store`` is returned if
+        no rank can publish its own.
         """
         if self._run is None:
             return text
@@ -258,10 +249,8 @@ class StageP2P:
     def abort(self, reason: str, *, waits: bool = True) -> None:
         """Send an error to the neighbors that are still connected.
 
-        Args:
-            reason: of the error.
-            waits: keep the process group's store, if this rank hosts it, until all others have
-                agreed on the error.
+        ``waits``: keep the process group's store, if this rank hosts it, until all others have
+        agreed on the error.
         """
         for channel in self._channels.values():
             channel.abort(reason)
@@ -283,7 +272,6 @@ class StageP2P:
         self._keep(self._waiting(self._channels[peer], endpoint.kind), peer)
 
     def _waiting(self, channel: Channel, kind: StreamKind | None) -> P2PMessage:
-        """Receive the next message, and count how long that took."""
         begin = time.perf_counter()
         message = channel.recv()
         self.waited[kind] += time.perf_counter() - begin
@@ -307,7 +295,6 @@ class StageP2P:
         return source % self._shape.num_ranks
 
     def _first(self, endpoint: Endpoint) -> int | None:
-        """Return the number of the oldest value that has arrived; None without one."""
         return next((nr for stream, nr in self._arrived if stream == endpoint.stream), None)
 
     def _decoded(self, endpoint: Endpoint, value: Value | Refusal) -> Value | Refusal:
@@ -331,6 +318,5 @@ class StageP2P:
 
 
 def _detached(value: Value) -> Value:
-    """Detach a value from its graph, as a message would be."""
     detached = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value))
     return detached[0] if isinstance(value, torch.Tensor) else detached

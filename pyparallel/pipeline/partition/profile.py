@@ -48,18 +48,12 @@ class LayerCost:
 def profile_layers(
     layers: Sequence[nn.Module], example: Inputs, repeats: int = 5
 ) -> list[LayerCost]:
-    """Profile each layer of a sequence.
+    """Profile each layer of a sequence, in its training mode, on a microbatch.
 
     Each layer runs alone, on the output of the previous one: once to warm up, then ``repeats``
     times for the median. So only one layer's activations are held at once. Gradients, buffers,
     training modes and torch's random number generators are restored when this returns or raises;
     other changes by layers or hooks are not undone.
-
-    Args:
-        layers: each takes the output of the previous one as its only argument. They are profiled
-            in their current training mode.
-        example: the first layer's inputs for a microbatch, on its device.
-        repeats: number of timed runs of each layer.
 
     Raises:
         RuntimeError: a layer failed, or returned neither a tensor nor a tuple of tensors.
@@ -168,7 +162,6 @@ def _detached(value: Value) -> Value:
 
 
 def _time(run: _LayerRun, devices: Iterable[torch.device]) -> tuple[float, float]:
-    """Return the seconds of the forward and of the backward."""
     forward = _seconds(run.forward, devices)
     run.make_output_grads()
     return forward, _seconds(run.backward, devices)

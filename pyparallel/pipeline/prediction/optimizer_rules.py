@@ -94,12 +94,7 @@ def nadam_factor(
 ) -> float | Tensor:
     """Return the sum of NAdam's next steps for constant gradients, in steps of Adam.
 
-    Args:
-        beta1: decay of the first moment.
-        momentum_decay: of the momentum schedule.
-        step: number of steps so far.
-        product: of the momenta of all steps so far.
-        horizon: number of steps.
+    ``step`` is the number of steps so far, and ``product`` that of their momenta.
     """
 
     def momentum(count: float | Tensor) -> Any:

@@ -87,7 +87,7 @@ class Executor:
 
         Args:
             actions_of: the actions of each rank.
-            splitter: of the batch.
+            splitter: has the batch.
             before_updates: called before the first update of this rank's stages.
             empty: the pipeline is, so that the first stage receives nothing before it has sent.
 
@@ -122,11 +122,8 @@ class Executor:
     def evaluate(self, splitter: MicrobatchSplitter, outputs: list[Value] | None = None) -> None:
         """Run the forwards of all microbatches without backwards; raises as ``train``.
 
-        An invalid target of the last stage leaves out its forwards.
-
-        Args:
-            splitter: of the batch.
-            outputs: where to append those of the last stage, in place of computing its losses.
+        An invalid target of the last stage leaves out its forwards. With ``outputs`` those of the
+        last stage are appended to them, and no loss is computed.
         """
         last = self._shape.num_stages - 1
 
@@ -198,12 +195,7 @@ class Executor:
     def barrier(self, step: int, refusal: Refusal | None = None) -> Refusal | None:
         """Wait until every rank has finished its actions; return, and keep, the refusal of any.
 
-        Args:
-            step: the last one, for errors.
-            refusal: this rank's own.
-
-        Raises:
-            StageError: a rank failed or died; neighbors have been aborted.
+        ``step`` is the last one, for errors; a StageError if a rank has failed.
         """
         try:
             refusal = self._p2p.barrier(refusal)
@@ -215,18 +207,13 @@ class Executor:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Raise errors of communication inside as those of all ranks.
-
-        Raises:
-            StageError: a rank failed or died; neighbors have been aborted.
-        """
+        """Raise errors of communication inside as a StageError, the same on all ranks."""
         try:
             yield
         except (PeerError, RemoteError) as error:
             self._abort(error, f"rank {self._rank} waited for {what}")
 
     def _abort(self, error: Exception, where: str) -> NoReturn:
-        """Raise the error that all ranks raise, after it is sent to the neighbors."""
         message, own = self._agree_on_error(error, where)
         self._p2p.abort(message)
         cause: Exception = error
@@ -261,11 +248,7 @@ class Executor:
         *,
         needs_target: bool = True,
     ) -> None:
-        """Refuse a step, before anything is sent, whose batch is invalid here.
-
-        Raises:
-            StepRefusedError: the inputs are, or the target where this rank holds all stages.
-        """
+        """Raise a StepRefusedError, before anything is sent, if the batch is invalid here."""
         if 0 not in self.stages:
             return
         problem = splitter.find_input_error()
@@ -323,7 +306,6 @@ class Executor:
                 raise
 
     def _recording(self, action: Action) -> "_Recording":
-        """Return a context: what runs inside is recorded as this action."""
         self._last = _Recording(self.telemetry, action)
         return self._last
 

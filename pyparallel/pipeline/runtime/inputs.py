@@ -105,11 +105,7 @@ def batch_of_call(
     kwarg_mbs: Any,
     target_mbs: Any,
 ) -> tuple[Any, Any, bool]:
-    """Return the inputs and the target of a trainer's call, for ``MicrobatchSplitter``.
-
-    Returns:
-        Both, and whether they are the two positional arguments.
-    """
+    """Return the inputs and the target of a call, and whether they are its positional arguments."""
     if (arg_mbs, kwarg_mbs, target_mbs) == (None, None, None):
         if len(args) == 2 and not kwargs and target is None:
             return *args, args[1] is not None
@@ -182,11 +178,7 @@ def find_argument_error(
 ) -> str | None:
     """Return why a layer cannot be called so, by its signature or its own check, or None.
 
-    Args:
-        layer: the first one; it may have a method ``find_input_error(*args, **kwargs)`` that
-            returns a sentence about arguments that it cannot be called with, or None.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
+    That check is a method ``find_input_error(*args, **kwargs)``, which returns a sentence or None.
     """
     name = type(layer).__name__
     signature = _signature(layer)

@@ -115,10 +115,7 @@ class MicrobatchSplitter:
         return BatchMeta(samples[microbatch - self._first], _sum(samples), self._has_short_form)
 
     def note_batch_meta(self, microbatch: int, batch: BatchMeta) -> None:
-        """Compare what has been received with a microbatch's activations with this rank's target.
-
-        A difference is an error of the target.
-        """
+        """Have the target refused if the activations of a microbatch are of other samples."""
         if batch == NO_BATCH:
             return
         self._received[microbatch] = batch
@@ -247,11 +244,7 @@ class MicrobatchSplitter:
 
 
 def concatenate(outputs: Sequence[Value]) -> Value:
-    """Return the outputs of microbatches as one batch's.
-
-    Raises:
-        ValueError: their shapes differ in more than the first dimension, or have none.
-    """
+    """Return the outputs of microbatches as one batch's; a ValueError if their shapes differ."""
     parts = [tensors_of(each) for each in outputs]
     shapes = [[list(tensor.shape) for tensor in part] for part in parts]
     if not all(map(all, shapes)) or len({str([s[1:] for s in each]) for each in shapes}) > 1:
@@ -266,7 +259,6 @@ def concatenate(outputs: Sequence[Value]) -> Value:
 
 
 def _as_dict(value: Any) -> Any:
-    """Return a mapping that is no dict, such as a tokenizer's, as one."""
     return dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
 
 
@@ -277,7 +269,6 @@ def _num_samples(value: Any) -> int:
 
 
 def _sum(samples: list[int]) -> int:
-    """Return the samples of all microbatches; 0 if those of one are not known."""
     return sum(samples) if all(samples) else 0
 
 
