@@ -327,11 +327,14 @@ class NeighborExchange:
 
 def _transfers(
     peers: Sequence[int],
-    headers: Sequence[Tensor],
+    headers: Tensor,
     messages: Sequence[Sequence[Tensor]],
     are_differences: Sequence[bool],
 ) -> list[Transfer]:
-    """Return the transfers of a header and a message for each peer; no messages: headers alone."""
+    """Return the transfers of a header, a row, and a message for each peer.
+
+    Without messages they are those of the headers alone.
+    """
     transfers = []
     for index, (peer, header) in enumerate(zip(peers, headers, strict=True)):
         transfers.append(Transfer(peer, header, is_header=True))
