@@ -61,8 +61,8 @@ FUNCTIONS: list[tuple[Any, str, str]] = [
     (torch.autograd, "backward", BACKWARD),
     (Stage, "update", UPDATE),
     (FlatWeightPredictor, "predict", PREDICTION),
-    (StageP2P, "send_output", MESSAGES),
-    (StageP2P, "recv_input", MESSAGES),
+    (StageP2P, "send", MESSAGES),
+    (StageP2P, "recv", MESSAGES),
     (StageP2P, "barrier", MESSAGES),
     (Channel, "_wait", WAITING),
 ]

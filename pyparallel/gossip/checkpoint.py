@@ -187,11 +187,7 @@ class GossipState:
             )
 
     def _read(self, state_dict: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-        """Return the algorithm's state, and what must be equal on all ranks.
-
-        Raises:
-            Exception: of any type, if anything of the state cannot be loaded.
-        """
+        """Return the algorithm's state, and what must be equal on all ranks, or raise any error."""
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"state_dict must be a dict, got {summarize(state_dict)}")
         self._check_key(list(map(str, state_dict)), "state_dict")
@@ -236,10 +232,7 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _take_buckets(
-    fields: list[tuple[str, str]],
-) -> tuple[list[tuple[str, str]], tuple[str, str]]:
-    """Return the other fields, and that of the buckets, which older versions did not save."""
+def _take_buckets(fields: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], tuple[str, str]]:
     others = [field for field in fields if field[0] != BUCKETS]
     return others, (BUCKETS, dict(fields).get(BUCKETS, IN_MODULE_ORDER))
 

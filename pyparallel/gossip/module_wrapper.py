@@ -34,11 +34,7 @@ class ModuleWrapper(nn.Module):
         self._wrapped_with = {id(parameter) for parameter in self.module.parameters()}
 
     def _check_module(self) -> None:
-        """Check that no layer or parameter was replaced by one that the optimizer does not have.
-
-        Raises:
-            RuntimeError: one was.
-        """
+        """Raise a RuntimeError if the module has parameters that the optimizer does not have."""
         if all(owner.get(key) is value for owner, key, value in self._places):
             return
         named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
@@ -109,7 +105,6 @@ class ModuleWrapper(nn.Module):
 
     @override
     def share_memory(self) -> Any:
-        """Raise the error of a conversion."""
         raise _conversion_error()
 
     @override
@@ -120,11 +115,7 @@ class ModuleWrapper(nn.Module):
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Accept what changes nothing, such as ``.to(device)`` of the module's own device.
-
-        Raises:
-            RuntimeError: it would move or convert a tensor.
-        """
+        """Accept what changes nothing, such as ``.to`` the module's own device; refuse all else."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         tensors += [p.grad for p in self.module.parameters() if p.grad is not None]
         with torch.no_grad():
@@ -136,11 +127,7 @@ class ModuleWrapper(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Refuse DistributedDataParallel around this, whose constructor asks for it.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse DistributedDataParallel around this, whose constructor asks for it."""
         raise RuntimeError(
             f"{type(self).__name__} must not be wrapped in DistributedDataParallel, which averages "
             "gradients where this averages parameters: take one of them, and let the host that "

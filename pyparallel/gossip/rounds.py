@@ -100,11 +100,7 @@ class SteppedRounds:
             self._averager.step_buckets(optimizer.step_bucket, optimizer.num_buckets)
 
     def after_step(self) -> None:
-        """Send, or average, and end the step.
-
-        Raises:
-            NonFiniteError: by the policy; the step's round has been taken.
-        """
+        """Send, or average, and end the step; a NonFiniteError by the policy comes last."""
         if not self._in_pass:
             self._count_step()
             self._averager.after_update()

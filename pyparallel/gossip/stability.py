@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..training import wrong_type
+from ..training.arguments import check_in, require
 from .algorithms.osgp import OSGP
 from .algorithms.sgp import SGP
 from .topology import Circulant, Topology
@@ -50,10 +51,9 @@ def stability_limit(
         raise ValueError(f"algorithm must have no compressor, got {algorithm!r}")
     if isinstance(algorithm, OSGP) and algorithm.biased:
         raise ValueError(f"algorithm must not be biased, got {algorithm!r}")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be in [0, 1), got {momentum!r}")
-    if nesterov and momentum == 0:
-        raise ValueError("momentum must be above 0 for nesterov, as in torch.optim.SGD, got 0")
+    check_in("momentum", momentum, "[0, 1)")
+    rule = "momentum must be above 0 for nesterov, as in torch.optim.SGD"
+    require(momentum or not nesterov, rule, 0)
     steps = _Steps(algorithm, momentum, nesterov)
     low, high = 0.0, _GRID
     while not steps.is_unstable(high):
@@ -137,11 +137,7 @@ class _Steps:
 
 
 def _rounds_of(topology: Topology) -> list[_Round]:
-    """Return the rounds of one period.
-
-    Raises:
-        ValueError: matrices would be too large.
-    """
+    """Return the rounds of one period; a ValueError if their matrices would be too large."""
     repeated = topology.rounds[topology.preperiod :]
     if isinstance(topology, Circulant):
         return [_modes(topology, index) for index in repeated]

@@ -12,21 +12,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .._deprecated import adopt_old_methods
-from ..comm import (
-    Collectives,
-    StepCounts,
-    check_consistent_across_ranks,
-    check_group_exists,
-)
+from ..comm import Collectives, StepCounts, check_consistent_across_ranks, check_group_exists
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
-from ..training import (
-    ModelAverager,
-    StepHooks,
-    check_format,
-    refuse_other_optimizers,
-    seal,
-)
+from ..training import ModelAverager, StepHooks, check_format, refuse_other_optimizers, seal
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.trainer import Trainer, find_owner_error
 from . import consensus
@@ -276,11 +265,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         return consensus.distance(*self._merged_buckets(), Collectives(self._run))
 
     def flush(self) -> None:
-        """Complete all communication in flight; call it after the last step, on all ranks together.
-
-        With an algorithm that overlaps its rounds, messages otherwise stay in flight until the next
-        step.
-        """
+        """Complete all communication in flight, after the last step, on all ranks together."""
         self._averager.restore_debiased()
         self._check_equal_steps()
         self._preserve_saved_states()
@@ -405,7 +390,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             self._run.agree([], text)
 
     def _check_equal_steps(self) -> None:
-        """Raise on all ranks if one has skipped or repeated a step, before it is waited for."""
         if self._averager.traits.has_equal_steps:
             self._run.check_equal_steps(self._buckets.parameters[0].device)
 
@@ -430,10 +414,7 @@ def _collect_config(
     bucket_cap_mb: float | None,
     nonfinite: object,
 ) -> tuple[list[tuple[str, str]], str | TypeError | None]:
-    """Return the config fields that ranks must share and this rank's error; never raises.
-
-    An exception becomes the error text, which `check_consistent_across_ranks` raises on all ranks.
-    """
+    """Return the config fields that ranks must share and this rank's error; never raises."""
     try:
         type_error = find_type_error(module, optimizer, bucket_cap_mb)
         if type_error := type_error or find_algorithm_error(algorithm):

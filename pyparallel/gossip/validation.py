@@ -22,6 +22,7 @@ from ..training import (
     summarize,
     wrong_type,
 )
+from ..training.arguments import is_number
 from ..training.module_checks import (
     NamedParameters,
     find_device_error,
@@ -45,8 +46,7 @@ def find_type_error(module: object, optimizer: object, bucket_cap_mb: object) ->
     for index, each in enumerate(as_optimizers(optimizer)):
         if not isinstance(each, Optimizer):
             return wrong_type(f"optimizer[{index}]", rule, each)
-    is_number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
-    if not (is_number or bucket_cap_mb is None):
+    if not (is_number(bucket_cap_mb) or bucket_cap_mb is None):
         return wrong_type("bucket_cap_mb", "a number of MiB such as 25", bucket_cap_mb)
     return None
 
@@ -102,10 +102,7 @@ def describe(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def lay_out(module: nn.Module, optimizers: Sequence[Optimizer], cap_bytes: int) -> FlatBuckets:
-    """Return buckets of a module's trainable parameters, of which they become views.
-
-    Those of the fused optimizers' groups come first, and the others in the module's order.
-    """
+    """Return buckets, of which parameters become views; those of fused optimizers first."""
     fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
     parts = [part for each in fused for part in each.lay_out(cap_bytes)]
     inside = {id(p) for part in parts for p in part.parameters}
@@ -114,10 +111,7 @@ def lay_out(module: nn.Module, optimizers: Sequence[Optimizer], cap_bytes: int) 
 
 
 def describe_groups(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, str]]:
-    """Return as config fields what the buckets of fused optimizers depend on: their groups.
-
-    Without one the buckets are in the order of the module's parameters.
-    """
+    """Return a config field: the fused optimizers' groups, on which the buckets depend."""
     fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
     if not fused:
         return [(BUCKETS, IN_MODULE_ORDER)]
@@ -142,17 +136,14 @@ def check_states_together(
     read: Callable[[], tuple[dict[str, Any], list[tuple[str, str]]]],
     run: Run,
 ) -> None:
-    """Check the states that all ranks are about to load together; changes nothing.
+    """Raise on all ranks alike if they cannot load their states together; change nothing.
 
-    Args:
-        averager: what will load the algorithm's state.
-        read: returns that state, and what must be equal on all ranks; raises an error of any type
-            if anything else cannot be loaded.
-        run: of the ranks that train together.
+    ``read`` returns the averager's state, and what must be equal on all ranks; it raises an error
+    of any type if anything else cannot be loaded.
 
     Raises:
-        DisagreementError: (a ValueError) on all ranks alike: a state cannot be loaded, states are
-            of different rounds or steps, or push-sum mass is missing.
+        DisagreementError: (a ValueError) a state cannot be loaded, states are of different rounds
+            or steps, or push-sum mass is missing.
     """
     mass = 0.0
 

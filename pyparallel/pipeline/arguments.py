@@ -13,7 +13,6 @@ from .prediction.corrections import Correction
 from .runtime.build_stage import OptimizerFactory
 from .runtime.loss import Loss
 from .runtime.loss_weights import LossWeightFn
-from .runtime.microbatches import MicrobatchSplitter
 from .runtime.stage import SchedulerFactory
 from .schedules.schedule import Schedule
 from .schedules.shape import PipelineShape
@@ -52,22 +51,8 @@ class TrainerArguments:
 
     @cached_property
     def shape(self) -> PipelineShape:
-        """Return the numbers of stages, microbatches and ranks.
-
-        Raises:
-            ValueError: one is not a positive integer, or they do not fit.
-        """
+        """Return the numbers of stages, microbatches and ranks; a ValueError if they do not fit."""
         return PipelineShape(self.num_stages, self.num_microbatches, self.num_ranks)
-
-    def split_batch(
-        self, inputs: Any, target: Any, step: int, has_short_form: bool, place: str
-    ) -> MicrobatchSplitter:
-        """Return the microbatches of a batch; ``step``: those since the pipeline was empty."""
-        first_layer = self.layers[0] if self.rank == 0 else None
-        return MicrobatchSplitter(
-            inputs, target, step * self.num_microbatches, self.num_microbatches,
-            self.loss_weight_fn, first_layer, has_short_form=has_short_form, place=place,
-        )  # fmt: skip
 
     def fields(self) -> list[tuple[str, str]]:
         """Return what must be equal on all ranks, each value as a text."""

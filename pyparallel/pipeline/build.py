@@ -19,7 +19,7 @@ from .interlocking.runtime import InterlockingExecutor, find_shared_weight
 from .interlocking.schedule import Interlocking
 from .interlocking.stage import HeadRuntime, InterlockingStage
 from .messages import P2PGroups
-from .messages.codec import Codec, CompressingCodec, IdentityCodec
+from .messages.codec import Codec
 from .messages.stage_p2p import StageP2P
 from .partition.auto import split_automatically
 from .partition.names import names_of_modules
@@ -74,16 +74,10 @@ class PreparedStages:
 def build_stages(
     arguments: TrainerArguments, splitter: MicrobatchSplitter | None, run: Run
 ) -> BuiltStages:
-    """Build the stages of a rank; all ranks call it together.
+    """Build the stages of a rank; all ranks call it together, and fail together by a ValueError.
 
-    Args:
-        arguments: checked, and equal on all ranks.
-        splitter: of the first batch, by whose first microbatch an automatic split is made; None
-            where neither it nor the schedule needs one.
-        run: of the trainer.
-
-    Raises:
-        ValueError: (DisagreementError) on all ranks: a stage cannot be built.
+    ``splitter`` has the first batch, by whose first microbatch an automatic split is made; None
+    where neither it nor the schedule needs one.
     """
     split = _find_split(arguments, splitter, run)
     shape, rank, schedule = arguments.shape, arguments.rank, arguments.schedule
@@ -154,7 +148,6 @@ def waits_for_gpu(groups: P2PGroups | None, device: torch.device) -> bool:
 
 
 def _can_skip_on_device(arguments: TrainerArguments, prepared: PreparedStages, run: Run) -> bool:
-    """Return whether all ranks' optimizers can skip updates on the device."""
     can = all(isinstance(o, FusedOptimizer) and o.skips_on_device for o in prepared.optimizers)
     # Both would take a skipped update for one of 0.
     repeats_updates = isinstance(arguments.schedule.prediction, LastUpdate)
@@ -163,8 +156,8 @@ def _can_skip_on_device(arguments: TrainerArguments, prepared: PreparedStages, r
     return bool(Collectives(run).all_gather(own).all())
 
 
-def _codec(compressor: Compressor | None, rank: int) -> Codec:
-    return IdentityCodec() if compressor is None else CompressingCodec(compressor, rank)
+def _codec(compressor: Compressor | None, rank: int) -> Codec | None:
+    return None if compressor is None else Codec(compressor, rank)
 
 
 @singledispatch
@@ -180,7 +173,8 @@ def prepare_stages(
     Raises:
         TypeError: ``optimizer_fn`` returns anything but optimizers.
         ValueError: they do not hold each parameter once, or the schedule cannot predict their
-            steps, or the correction not correct them.
+            steps, or the correction not correct them; or a head does not fit its stage or the loss,
+            or is part of a stage.
     """
     shape, last = arguments.shape, arguments.num_stages - 1
     prepared = {
@@ -212,11 +206,6 @@ def _prepare_interlocking(
     p2p: StageP2P,
     splitter: MicrobatchSplitter | None,
 ) -> PreparedStages:
-    """Prepare the stages of a rank with their heads.
-
-    Raises:
-        ValueError: a head does not fit its stage or the loss, or is part of a stage.
-    """
     assert splitter is not None, "the trainer passes a batch if schedule.needs_batch"
     shape = arguments.shape
     heads = as_heads(schedule.heads, shape.num_stages)

@@ -17,10 +17,8 @@ from .runtime.stage import Stage
 def save_stages(stages: Sequence[Stage], step: Callable[[], int]) -> dict[str, Any]:
     """Return the states of stages, by the stage's index.
 
-    Args:
-        stages: of this rank.
-        step: returns the number of steps taken; called again when a state is written. It raises an
-            error if there is no state to save.
+    ``step`` returns the number of steps taken, or raises an error if there is no state to save. It
+    is called again when a state is written.
     """
 
     def collect(stage: Stage) -> dict[str, Any]:
@@ -30,11 +28,7 @@ def save_stages(stages: Sequence[Stage], step: Callable[[], int]) -> dict[str, A
 
 
 def rescue_stages(stages: Sequence[Stage], step: int) -> dict[str, Any]:
-    """Return the states of a failed pipeline's stages as of their last completed updates.
-
-    Warns:
-        RuntimeWarning: a stage may be half updated.
-    """
+    """Return the states of a failed pipeline's stages; a RuntimeWarning if one is half updated."""
     state = {}
     for stage in stages:
         stage.weights.restore_live()
@@ -45,11 +39,7 @@ def rescue_stages(stages: Sequence[Stage], step: int) -> dict[str, Any]:
 
 
 def load_stages(stages: Sequence[Stage], state: Mapping[str, Any], run: Run) -> int:
-    """Load the states of stages after checking them on all ranks; return the step of the states.
-
-    Raises:
-        DisagreementError: on all ranks, which have changed nothing.
-    """
+    """Load the states of stages, if all ranks can; return the step of the states."""
     check_on_all_ranks(lambda: _check_stages(stages, state), partial(agree, run))
     step = _agree_on_step(state, run)
     for stage in stages:
@@ -59,11 +49,7 @@ def load_stages(stages: Sequence[Stage], state: Mapping[str, Any], run: Run) -> 
 
 
 def _check_stages(stages: Sequence[Stage], state: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Check that this rank can load a state; there is nothing to compare between ranks yet.
-
-    Raises:
-        Exception: of any type, if anything of the state cannot be loaded.
-    """
+    """Raise an error, of any type, if this rank cannot load a state."""
     own = [str(stage.index) for stage in stages]
     if not isinstance(state, Mapping) or sorted(state) != sorted(own):
         names = ", ".join(map(str, state)) if isinstance(state, Mapping) else summarize(state)
@@ -86,8 +72,7 @@ def _check_stages(stages: Sequence[Stage], state: Mapping[str, Any]) -> list[tup
 def _agree_on_step(state: Mapping[str, Any], run: Run) -> int:
     """Return the step of all ranks' states; the least one, if any is of ``rescue_stages``.
 
-    Raises:
-        DisagreementError: they are of different steps, and none was rescued.
+    Other steps that differ are a DisagreementError.
     """
     steps = [saved.get("step", -1) for saved in state.values()]  # -1: of an older version
     own = torch.tensor([_is_rescued(state), min(steps)], device=device_for([], run))
@@ -100,7 +85,6 @@ def _agree_on_step(state: Mapping[str, Any], run: Run) -> int:
 
 
 def _is_rescued(state: Mapping[str, Any]) -> bool:
-    """Return whether a rank's state is of ``rescue_stages``."""
     return any(saved.get("rescued", False) for saved in state.values())
 
 

@@ -14,10 +14,6 @@ def agree(run: Run, fields: Sequence[tuple[str, str]], problem: str | TypeError 
     """Raise a problem of any rank on all, or that their fields differ.
 
     Without a process group it is raised as it is, without the rank.
-
-    Raises:
-        ValueError: (DisagreementError between ranks) for any problem but a TypeError.
-        TypeError: (ArgumentTypeError between ranks) for one.
     """
     if dist.is_initialized():
         run.agree(fields, problem)
@@ -55,11 +51,7 @@ class CallErrors:
         self._raised: set[str] = set()  # refusals, since the pipeline was empty
 
     def check_health(self) -> None:
-        """Check that no call has failed.
-
-        Raises:
-            RuntimeError: one has, with microbatches in flight.
-        """
+        """Raise a RuntimeError if a call has failed, with microbatches in flight."""
         if self._failure is not None:
             raise RuntimeError(
                 "the pipeline has failed; create a new PipelineTrainer, and load into it what "

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Collectives, Run, device_of, gather_json
-from ..training import (
-    summarize,
-)
+from ..training import summarize
 from .named_state import NamedStage, State
 
 
@@ -78,5 +76,4 @@ def _parse(described: Any) -> list[tuple[str, Any]]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a copy of a tensor that shares memory with nothing, on the CPU."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -49,11 +49,7 @@ class NamedStage(NamedTuple):
         return [self.names[key] for key in self.stage.module.state_dict() if key not in borrowed]
 
     def parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Return the names of the parameters in each of an optimizer's groups.
-
-        Raises:
-            RuntimeError: the optimizer holds a parameter of none of the layers.
-        """
+        """Return the names of the parameters in each group; a RuntimeError for one of no layer."""
         own = {p: self.names[key] for key, p in self.stage.module.named_parameters()}
         groups = [group["params"] for group in optimizer.param_groups]
         if any(parameter not in own for group in groups for parameter in group):
@@ -80,11 +76,7 @@ class NamedStage(NamedTuple):
 def name_stages(
     stages: Sequence[Stage], model: Any, layers: Sequence[nn.Module], run: Run
 ) -> list[NamedStage]:
-    """Return stages with the names of the whole model; all ranks call this together.
-
-    Raises:
-        ValueError: on all ranks: two stages have tensors of one name.
-    """
+    """Return stages with the names of the whole model; all ranks call this together."""
     names = names_of_modules(model, layers)
     named = [NamedStage(each, plain_names(each.module, names)) for each in stages]
     if any(isinstance(layer, UnpackInputs) for layer in layers):
@@ -93,10 +85,7 @@ def name_stages(
 
 
 def _check_names(stages: Sequence[NamedStage], run: Run) -> None:
-    """Raise a ValueError if two stages have tensors of one name, as those of several models have.
-
-    Tied weights may have one.
-    """
+    """Raise a ValueError on all ranks if two stages have tensors, not tied, of one name."""
     own = [name for each in stages for name in each.owned_names()]
     of_ranks = [own]
     if run.size > 1:
@@ -148,15 +137,9 @@ def sharded_state(stages: Sequence[NamedStage], step: int) -> State:
 
 
 def load_checkpoint(
-    stages: Sequence[NamedStage],
-    checkpoint_id: str | os.PathLike[str],
-    run: Run,
+    stages: Sequence[NamedStage], checkpoint_id: str | os.PathLike[str], run: Run
 ) -> int:
-    """Load a folder of ``torch.distributed.checkpoint`` with ``sharded_state``; return its step.
-
-    Raises:
-        DisagreementError: on all ranks, which have changed nothing.
-    """
+    """Load a folder that holds ``sharded_state`` into all ranks or none; return its step."""
     # It takes long to import.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -224,7 +207,7 @@ def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
 
 
 def _optimizer_state(each: NamedStage, optimizer: Optimizer, state: State) -> State:
-    """Return the state of an optimizer, as of its ``state_dict()``, from keys of parameters.
+    """Return an optimizer's state, as of its ``state_dict()``, from keys of parameters.
 
     Raises:
         ValueError: it was saved of another optimizer, or with other options in one group.

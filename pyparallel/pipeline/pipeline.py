@@ -122,11 +122,7 @@ class Pipeline:
         self.built.tied.copy_from_owners()
 
     def check_empty(self, what: str) -> None:
-        """Check that the stages have no pending gradients.
-
-        Raises:
-            RuntimeError: they have, or a call has failed.
-        """
+        """Raise a RuntimeError if a call has failed or the stages have pending gradients."""
         self.errors.check_health()
         if self.num_steps and not self._schedule.flushes:
             raise RuntimeError(
@@ -135,7 +131,6 @@ class Pipeline:
         self.updates.check_none_accumulated(what)
 
     def _forward(self, splitter: MicrobatchSplitter, outputs: list[Value] | None = None) -> None:
-        """Run forwards in evaluation mode, without gradients."""
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
@@ -156,6 +151,5 @@ class Pipeline:
             return self.built.executor.barrier(max(0, self._run.counts.steps - 1), refusal)
 
     def _copy_ties(self) -> None:
-        """Give the ranks that hold copies of tied parameters the owners' values."""
         with self.errors.recording(), self.built.executor.together("tied parameters"):
             self.built.tied.copy_from_owners()

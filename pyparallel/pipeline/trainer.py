@@ -442,7 +442,12 @@ class PipelineTrainer(Trainer):
         pipeline, rank = self._pipeline, self._arguments.rank
         place = place_of(rank, self._run.counts.steps if trains else None)
         first_step = pipeline.num_steps if trains and pipeline is not None else 0
-        return self._arguments.split_batch(inputs, target, first_step, has_short_form, place)
+        num_microbatches = self._arguments.num_microbatches
+        return MicrobatchSplitter(
+            inputs, target, first_step * num_microbatches, num_microbatches,
+            self._arguments.loss_weight_fn, self._arguments.layers[0] if rank == 0 else None,
+            has_short_form=has_short_form, place=place,
+        )  # fmt: skip
 
     def _flush(self) -> None:
         if self._pipeline is not None:

@@ -67,11 +67,7 @@ class Updates:
         return not self._num_accumulated
 
     def check_none_accumulated(self, what: str) -> None:
-        """Check that no gradients wait for an update in a later step.
-
-        Raises:
-            RuntimeError: some do.
-        """
+        """Raise a RuntimeError if gradients wait for an update in a later step."""
         if self._num_accumulated:
             raise RuntimeError(
                 f"{what} must be called after an update, as a state has no gradients, got it after "

@@ -7,6 +7,14 @@ from torch.optim import Optimizer
 
 from ..compression import AttachPoint, Compressor
 from ..training import find_ddp_error, has_methods, wrong_type
+from ..training.arguments import (
+    check_callable,
+    check_integer,
+    check_type,
+    find_error,
+    is_number,
+    require,
+)
 from ..training.nonfinite import find_policy_error
 from .arguments import TrainerArguments
 from .partition.auto import check_split
@@ -18,26 +26,34 @@ from .schedules.schedule import Schedule
 
 def find_argument_error(arguments: TrainerArguments) -> str | TypeError | None:
     """Return what is wrong with a rank's arguments, or None."""
-    return (
-        _find_type_error(arguments)
-        or _find_size_error(arguments)
-        or _find_norm_error(arguments.schedule, arguments.max_norm)
-        or _find_accumulation_error(arguments.schedule, arguments.gradient_accumulation_steps)
-        or _find_scaler_error(arguments.schedule, arguments.grad_scaler)
-        or _find_correction_error(arguments.schedule, arguments.correction)
-        or _find_compressor_error(arguments.compressors)
-        or find_policy_error(arguments.nonfinite, ("raise", "skip"))
-    )
+    return find_error(lambda: _check_arguments(arguments))
 
 
-def _find_type_error(arguments: TrainerArguments) -> TypeError | None:
-    schedule: object = arguments.schedule
+def _check_arguments(arguments: TrainerArguments) -> None:
+    _check_types(arguments)
+    num_layers, split, shape = len(arguments.layers), arguments.split, arguments.shape
+    check_num_stages(num_layers, shape.num_stages)
+    if split is not None:
+        check_split(split, num_layers, shape.num_stages)
+    if problem := arguments.schedule.validation_error(shape):
+        raise ValueError(problem)
+    _check_options(arguments)
+    for name, compressor in arguments.compressors.items():
+        rule = "an object such as Int8() or Cast(), or None"
+        check_type(name, compressor, (Compressor, type(None)), rule)
+        if compressor and (problem := compressor.validation_error(AttachPoint.PIPELINE)):
+            raise ValueError(f"{name}: {problem}")
+    if problem := find_policy_error(arguments.nonfinite, ("raise", "skip")):
+        raise ValueError(problem)
+
+
+def _check_types(arguments: TrainerArguments) -> None:
     for index, layer in enumerate(arguments.layers):
         if (error := find_ddp_error(f"layers[{index}]", layer)) is not None:
-            return error
-    if not has_methods(schedule, "step", "update_index", "versions", "validation_error"):
+            raise error
+    if not has_methods(arguments.schedule, "step", "update_index", "versions", "validation_error"):
         rule = "an object such as OneForwardOneBackward() or PipeOptim()"
-        return wrong_type("schedule", rule, schedule)
+        raise wrong_type("schedule", rule, arguments.schedule)
     functions = [
         ("loss_fn", arguments.loss_fn, "a function of output and target"),
         ("optimizer_fn", arguments.optimizer_fn,
@@ -49,48 +65,47 @@ def _find_type_error(arguments: TrainerArguments) -> TypeError | None:
     ]  # fmt: skip
     for name, value, rule in functions:
         is_left_out = value is None and rule.endswith("or None")
-        if not is_left_out and not callable(value):
-            return wrong_type(name, rule, value)
-    return None
+        if not is_left_out:
+            check_callable(name, value, rule)
 
 
-def _find_size_error(arguments: TrainerArguments) -> str | None:
-    """Return why the layers cannot be split so, or the schedule not run so, or None."""
-    num_layers, split = len(arguments.layers), arguments.split
-    try:
-        shape = arguments.shape
-        check_num_stages(num_layers, shape.num_stages)
-        if split is not None:
-            check_split(split, num_layers, shape.num_stages)
-    except ValueError as error:
-        return str(error)
-    return arguments.schedule.validation_error(shape)
+def _check_options(arguments: TrainerArguments) -> None:
+    schedule = arguments.schedule
+    if (max_norm := arguments.max_norm) is not None:
+        rule = "a number above 0, or None"
+        if not is_number(max_norm):
+            raise wrong_type("max_norm", rule, max_norm)
+        require(max_norm > 0, f"max_norm must be {rule}", max_norm)
+        fix = "clip a stage's own gradient in a hook of its optimizer (register_step_pre_hook)"
+        _check_option(schedule, "max_norm", max_norm, fix)
+    steps = arguments.gradient_accumulation_steps
+    check_type("gradient_accumulation_steps", steps, int, "a positive integer")
+    check_integer("gradient_accumulation_steps", steps)
+    if steps > 1:
+        fix = "take a schedule that flushes, or PipeDream2BW() with "
+        fix += f"{steps} times the microbatches in a step"
+        _check_option(schedule, "gradient_accumulation_steps", steps, fix, unset=1)
+    if (scaler := arguments.grad_scaler) is not None:
+        if not has_methods(scaler, "get_scale", "state_dict", "load_state_dict"):
+            raise wrong_type("grad_scaler", "a torch.amp.GradScaler, or None", scaler)
+        fix = "use bfloat16, or a schedule that flushes"
+        _check_option(schedule, "grad_scaler", "a GradScaler", fix)
+    if (correction := arguments.correction) is not None:
+        if not has_methods(correction, "wrap"):
+            rule = "an object such as UpdateErrorFeedback() or StageMomentum(), or None"
+            raise wrong_type("correction", rule, correction)
+        fix = "leave it out, or take a schedule that does not flush, such as PipeOptim()"
+        _check_option(schedule, "correction", correction, fix)
 
 
-def _find_correction_error(schedule: Schedule, correction: object) -> str | TypeError | None:
-    if correction is None:
-        return None
-    if not has_methods(correction, "wrap"):
-        rule = "an object such as UpdateErrorFeedback() or StageMomentum(), or None"
-        return wrong_type("correction", rule, correction)
-    if why := schedule.option_error("correction"):
-        return (
-            f"correction must be None with {type(schedule).__name__}, {why}, got "
-            f"{correction!r}; leave it out, or take a schedule that does not flush, such as "
-            "PipeOptim()"
+def _check_option(
+    schedule: Schedule, name: str, got: object, fix: str, unset: int | None = None
+) -> None:
+    """Raise a ValueError if the schedule cannot have an option that is set."""
+    if why := schedule.option_error(name):
+        raise ValueError(
+            f"{name} must be {unset} with {type(schedule).__name__}, {why}, got {got}: {fix}"
         )
-    return None
-
-
-def _find_compressor_error(compressors: Mapping[str, object]) -> str | TypeError | None:
-    for name, compressor in compressors.items():
-        if not isinstance(compressor, Compressor | None):
-            rule = "an object such as Int8() or Cast(), or None"
-            return wrong_type(name, rule, compressor)
-        problem = compressor and compressor.validation_error(AttachPoint.PIPELINE)
-        if problem:
-            return f"{name}: {problem}"
-    return None
 
 
 def check_skips(
@@ -99,11 +114,7 @@ def check_skips(
     ties: Sequence[Tie],
     compressors: Mapping[str, Compressor | None],
 ) -> None:
-    """Check that tied weights and skip connections between stages fit the other arguments.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise a ValueError if tied weights or skip connections do not fit the other arguments."""
     name = type(schedule).__name__
     skips = [skip for stage in stages for skip in stage.skips_out]
     if ties and (why := schedule.option_error("tied weights")):
@@ -126,53 +137,8 @@ def check_skips(
                 )
 
 
-def _find_norm_error(schedule: Schedule, max_norm: object) -> str | TypeError | None:
-    if max_norm is None:
-        return None
-    rule = "a number above 0, or None"
-    if not isinstance(max_norm, int | float) or isinstance(max_norm, bool):
-        return wrong_type("max_norm", rule, max_norm)
-    if not max_norm > 0:
-        return f"max_norm must be {rule}, got {max_norm!r}"
-    why = schedule.option_error("max_norm")
-    return why and (
-        f"max_norm must be None with {type(schedule).__name__}, {why}, got {max_norm!r}: clip a "
-        "stage's own gradient in a hook of its optimizer (register_step_pre_hook)"
-    )
-
-
-def _find_scaler_error(schedule: Schedule, grad_scaler: object) -> str | TypeError | None:
-    if grad_scaler is None:
-        return None
-    if not has_methods(grad_scaler, "get_scale", "state_dict", "load_state_dict"):
-        rule = "a torch.amp.GradScaler, or None"
-        return wrong_type("grad_scaler", rule, grad_scaler)
-    why = schedule.option_error("grad_scaler")
-    return why and (
-        f"grad_scaler must be None with {type(schedule).__name__}, {why}, got a GradScaler: use "
-        "bfloat16, or a schedule that flushes"
-    )
-
-
-def _find_accumulation_error(schedule: Schedule, steps: object) -> str | TypeError | None:
-    if not isinstance(steps, int) or isinstance(steps, bool):
-        return wrong_type("gradient_accumulation_steps", "a positive integer", steps)
-    if steps < 1:
-        return f"gradient_accumulation_steps must be a positive integer, got {steps}"
-    why = None if steps == 1 else schedule.option_error("gradient_accumulation_steps")
-    return why and (
-        f"gradient_accumulation_steps must be 1 with {type(schedule).__name__}, {why}, got "
-        f"{steps}: take a schedule that flushes, or PipeDream2BW() with {steps} times the "
-        "microbatches in a step"
-    )
-
-
 def check_scalable(optimizers: Iterable[Optimizer]) -> None:
-    """Check that the gradients of optimizers can be divided by a loss scale.
-
-    Raises:
-        ValueError: a parameter is float16, in which they would vanish.
-    """
+    """Raise a ValueError if a parameter is float16, in which gradients vanish without a scale."""
     groups = (group for each in optimizers for group in each.param_groups)
     dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
     if torch.float16 in dtypes:
@@ -183,11 +149,7 @@ def check_scalable(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_memory(ties: Sequence[Tie], stages: Sequence[int]) -> None:
-    """Check that tied weights are in memory on the ranks of all stages that hold them.
-
-    Raises:
-        ValueError: one is on the meta device.
-    """
+    """Raise a ValueError if a tied weight is on the meta device on a rank of a stage with it."""
     for tie in ties:
         if tie.parameter.is_meta and set(stages) & set(tie.stages):
             raise ValueError(

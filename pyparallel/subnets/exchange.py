@@ -104,7 +104,6 @@ def _by_dtype(tensors: Iterable[CutTensor]) -> Iterator[list[CutTensor]]:
 def _blocks(
     tensors: Sequence[CutTensor], assignments: Assignments
 ) -> tuple[list[tuple[Block, ...]], ...]:
-    """Return, for each rank, the blocks of all tensors: owned by this rank, and in its part."""
     mine = [assignments[tensor.name] for tensor in tensors]
     owned = list(zip(*(each.owned for each in mine), strict=True))
     return owned, list(zip(*(each.held for each in mine), strict=True))

@@ -13,12 +13,8 @@ States = Mapping[str, Mapping[str, Tensor]]
 def first_nonfinite(parts: Mapping[str, Tensor], states: States, device: torch.device) -> Tensor:
     """Return the index of the first tensor to be merged that is not finite, (1,) int64, or -1.
 
-    Reads all of them once. Buffers may have an inf, as masks do, but no nan.
-
-    Args:
-        parts: the subnet's tensors by name.
-        states: the optimizer's state that moves with them, by name and key.
-        device: of the result.
+    Reads all of them once: the subnet's tensors, and the state that moves with them. Buffers may
+    have an inf, as masks do, but no nan.
     """
     verdicts = []
     for _, each in _merged(parts, states):
@@ -37,7 +33,6 @@ def name_of(index: int, parts: Mapping[str, Tensor], states: States) -> str:
 
 
 def _merged(parts: Mapping[str, Tensor], states: States) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors of a merge, in the same order on all ranks."""
     for name, part in parts.items():
         yield name, part
         for key, state in states.get(name, {}).items():

@@ -25,9 +25,7 @@ class OptimizerState(Protocol):
     def on_new_round(self, optimizer: Optimizer, initial_state: Mapping[Any, Any]) -> None:
         """Prepare the optimizer after a merge, when the units of the next round have been assigned.
 
-        Args:
-            optimizer: the optimizer of this rank's subnet.
-            initial_state: the "state" of its ``state_dict()`` before the first step.
+        ``initial_state`` is the "state" of its ``state_dict()`` before the first step.
         """
 
 

@@ -30,14 +30,7 @@ def check_same_call(
 ) -> list[tuple[int, int]]:
     """Check that all ranks make the same call; return each one's call and steps since a merge.
 
-    Args:
-        call: of this rank.
-        round_index: number of merges so far.
-        steps: since the last merge.
-        parts: what would be merged.
-        optimizer: of the subnet.
-        collectives: of the trainer.
-        finds_nonfinite: read all tensors, and raise for a nan or an inf.
+    ``finds_nonfinite``: read all tensors that would be merged, and raise for a nan or an inf.
 
     Raises:
         DisagreementError: ranks make different calls or average other tensors.

@@ -62,11 +62,8 @@ class ModelShards:
     def init_states(self, states: States) -> None:
         """Fill the stored rows of the optimizer's state with its values before the first step.
 
-        Args:
-            states: state before the first step; entries that a step adds later start at zero.
-
-        Raises:
-            ValueError: entries of one tensor differ, so the other units' values are unknown.
+        Entries that a step adds later start at zero. Values that differ within a tensor are a
+        ValueError, as the other units' are unknown.
         """
         for tensor in self.state_tensors(states):
             values = tensor.part.unique()

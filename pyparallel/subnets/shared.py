@@ -40,7 +40,6 @@ def _average_flat(flat: Tensor, collectives: Collectives) -> Tensor:
 
 
 def _mean(rows: Tensor) -> Tensor:
-    """Return the mean of all rows; the first row where all are equal, also infinities."""
     first = rows[0]
     wide = rows.to(torch.float32 if rows.dtype.itemsize < 4 else torch.float64)
     mean = wide[0] + (wide - wide[0]).sum(0) / len(rows)

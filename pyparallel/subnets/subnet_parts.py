@@ -64,10 +64,7 @@ class SubnetParts:
     def merge(self, optimizer: Optimizer, first_state: Any, round_index: int) -> None:
         """Merge all subnets into the full model, and begin a round with other units.
 
-        Args:
-            optimizer: of the subnet.
-            first_state: of the optimizer before its first step.
-            round_index: the number of the new round.
+        ``first_state`` is the optimizer's before its first step, ``round_index`` the new round's.
         """
         parts, states = self.tensors, self.carried_state(optimizer)
         tensors = [*self._shards.cut_tensors(parts), *self._shards.state_tensors(states)]

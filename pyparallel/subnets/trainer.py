@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._deprecated import adopt_old_methods, modernize_saved
-from ..comm import (
-    Collectives,
-    Run,
-    first_difference,
-    warn_if_alone,
-)
+from ..comm import Collectives, Run, first_difference, warn_if_alone
 from ..optim.finite_steps import FiniteSteps
 from ..training import (
     check_format,
@@ -407,10 +402,7 @@ def _examine(
     num_ranks: int,
     process_group: dist.ProcessGroup | None,
 ) -> tuple[ConfigFields, str | TypeError | None]:
-    """Return the config fields that ranks must share and this rank's error.
-
-    Never raises, so that all ranks learn of the error.
-    """
+    """Return the config fields that ranks must share and this rank's error; never raises."""
     partition, interval, placement, optimizer_state, scale = policies
     names = ["partition", "interval", "placement", "optimizer_state", "scale"]
     try:

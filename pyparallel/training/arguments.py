@@ -1,6 +1,6 @@
 """Checks of arguments: ``<name> must <rule>, got <value>; <fix>``, which never prints a tensor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeGuard
 
 from torch import Tensor
@@ -44,6 +44,17 @@ def check_callable(name: str, value: object, rule: str, fix: str = "") -> None:
         raise wrong_type(name, rule, value, fix)
 
 
+def find_error(check: Callable[[], object]) -> str | TypeError | None:
+    """Return what a check of arguments raises, for all ranks to raise; None: nothing."""
+    try:
+        check()
+    except TypeError as error:
+        return error
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def check_one_of(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise a ValueError unless a value is one of several."""
     require(value in choices, f"{name} must be {_or(choices)}", repr(value))
@@ -52,6 +63,11 @@ def check_one_of(name: str, value: object, choices: Sequence[object]) -> None:
 def is_integer(value: object, low: int = 1) -> TypeGuard[int]:
     """Return whether a value is an int, not a bool, of at least ``low``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is an int or a float, not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_integer(name: str, value: object, low: int = 1, rule: str = "") -> None:

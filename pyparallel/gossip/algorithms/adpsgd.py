@@ -56,17 +56,9 @@ class ADPSGD(OnTopology):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PairwiseAverager:
-        """Start without exchanges in flight.
-
-        Raises:
-            ValueError: the parameters are not on the CPU.
-        """
+        """Start without exchanges in flight; a ValueError unless the parameters are on the CPU."""
         device = buckets.buffers[0].device
         if device.type != "cpu":
             raise ValueError(

@@ -60,11 +60,7 @@ class AllReduce(Algorithm):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> "AllReduceAverager":
         """Wrap the module in DistributedDataParallel."""
         with run.raising(f"{DDP} could not be created", step=None):
@@ -84,12 +80,7 @@ class AllReduceAverager(ModelAverager):
 
     traits = Traits(can_be_inner=False, has_equal_parameters=True)
 
-    def __init__(
-        self,
-        replica: DistributedDataParallel,
-        buckets: FlatBuckets,
-        run: Run,
-    ) -> None:
+    def __init__(self, replica: DistributedDataParallel, buckets: FlatBuckets, run: Run) -> None:
         super().__init__(buckets.buffers, run)
         self._running: DistributedDataParallel | None = replica
         self.joinable = replica
@@ -201,7 +192,6 @@ class _BucketReducer:
         return waited
 
     def _finish(self) -> None:
-        """Wait for all buckets of a backward pass."""
         started, self._started = self._started, []
         with self._noting_failure():
             for future in started:

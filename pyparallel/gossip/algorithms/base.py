@@ -22,11 +22,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ModelAverager:
         """Start the algorithm on this rank; parameters are equal on all ranks.
 
@@ -108,11 +104,7 @@ def check_is_algorithm(algorithm: object, name: str) -> None:
 
 
 def check_inner(averager: ModelAverager, algorithm: object) -> ModelAverager:
-    """Return the averager of an inner algorithm.
-
-    Raises:
-        ValueError: the algorithm does more than a wrapping one would forward.
-    """
+    """Return the averager of an inner algorithm; a ValueError if that does not only gossip."""
     if not averager.traits.can_be_inner:
         raise ValueError(f"inner must be a gossip algorithm, got {algorithm}")
     return averager

@@ -61,11 +61,7 @@ class DiLoCo(Algorithm):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> "OuterOptimizerAverager":
         local = ModelAverager(buckets.buffers, run)
         return OuterOptimizerAverager(local, self, run)

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager, wrong_type
+from ...training.arguments import check_integer
 from .all_reduce import AllReduce
 from .base import Algorithm, check_inner, check_is_algorithm
 from .node_averager import NodeAverager, counterparts_of, make_shards, node_of
@@ -70,10 +71,7 @@ class Hierarchical(Algorithm):
         check_is_algorithm(self.inner, "inner")
         if not isinstance(self.within, AllReduce):
             raise wrong_type("within", "AllReduce()", self.within)
-        if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
-            raise ValueError(
-                f"ranks_per_node must be a positive number of ranks, got {self.ranks_per_node!r}"
-            )
+        check_integer("ranks_per_node", self.ranks_per_node, rule="a positive number of ranks")
 
     @override
     def config_fields(self) -> list[tuple[str, str]]:
@@ -92,11 +90,7 @@ class Hierarchical(Algorithm):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ModelAverager:
         """Start DistributedDataParallel within the node and the inner algorithm between nodes.
 

@@ -175,10 +175,7 @@ class PullAtGradient:
 def _spans_of_groups(
     buckets: FlatBuckets, optimizer: Optimizer
 ) -> list[list[tuple[int, int, int]]]:
-    """Return each buffer's (begin, end, index of the parameter group); padding, which is 0, joins.
-
-    Neighboring parameters of one group are one span.
-    """
+    """Return each buffer's (begin, end, parameter group); padding, which is 0, joins a span."""
     groups = enumerate(optimizer.param_groups)
     group_of = {id(p): index for index, group in groups for p in group["params"]}
     spans: list[list[tuple[int, int, int]]] = [[] for _ in buckets.buffers]

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from ...comm import Collectives, Run
 from ...training import FlatBuckets, ModelAverager, SavedProgress, Traits, check_like
+from ...training.arguments import check_in, check_integer, require
 from ..messages import MessageHeaders
 from .base import Algorithm
 from .leader import Leader, MeanLoss, PullAtGradient, find_leader
@@ -116,17 +117,14 @@ class LeaderSGD(Algorithm):
     global_drift: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
-            raise ValueError(
-                f"ranks_per_node must be a positive number of ranks, got {self.ranks_per_node!r}"
-            )
+        check_integer("ranks_per_node", self.ranks_per_node, rule="a positive number of ranks")
         check_interval(self.interval)
         check_interval(self.global_interval)
-        if self.global_interval % self.interval:
-            raise ValueError(
-                f"global_interval must be a multiple of interval, got {self.global_interval} and "
-                f"{self.interval}"
-            )
+        require(
+            self.global_interval % self.interval == 0,
+            "global_interval must be a multiple of interval",
+            f"{self.global_interval} and {self.interval}",
+        )
         given = [name for name in (*_PAPERS, *_AUTHORS) if getattr(self, name) is not None]
         if {*given} & {*_PAPERS} and {*given} & {*_AUTHORS}:
             raise ValueError(
@@ -138,10 +136,10 @@ class LeaderSGD(Algorithm):
             object.__setattr__(self, name, _DEFAULT)
         for name in names:
             value = getattr(self, name)
-            if names is _AUTHORS and not 0 <= value <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {value}")
-            if names is _PAPERS and not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be finite and at least 0, got {value}")
+            if names is _AUTHORS:
+                check_in(name, value, "[0, 1]")
+            else:
+                require(0 <= value < math.inf, f"{name} must be finite and at least 0", value)
 
     def __repr__(self) -> str:
         """Show only the arguments of the form in use; saved runs compare it."""
@@ -160,11 +158,7 @@ class LeaderSGD(Algorithm):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> "LeaderAverager":
         return LeaderAverager(self, buckets, optimizer, run)
 
@@ -179,11 +173,7 @@ class LeaderAverager(ModelAverager):
     traits = Traits(can_be_inner=False)
 
     def __init__(
-        self,
-        options: LeaderSGD,
-        buckets: FlatBuckets,
-        optimizer: Optimizer,
-        run: Run,
+        self, options: LeaderSGD, buckets: FlatBuckets, optimizer: Optimizer, run: Run
     ) -> None:
         super().__init__(buckets.buffers, run)
         self._options = options
@@ -257,7 +247,6 @@ class LeaderAverager(ModelAverager):
             leader.follow(best - ranks[0])
 
     def _gather(self) -> tuple[list[float], list[float]]:
-        """All-gather the mean losses and their statuses, and compare the ranks' headers."""
         status = _HAS_LOSS
         if not self._losses.count:
             status = _NO_LOSS_RECORDED if self._updates else _NO_BATCHES

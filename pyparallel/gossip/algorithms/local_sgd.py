@@ -42,11 +42,7 @@ class LocalSGD(Algorithm):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PeriodicAverager:
         local = ModelAverager(buckets.buffers, run)
         return PeriodicAverager(local, self.interval, run)

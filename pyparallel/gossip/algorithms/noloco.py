@@ -1,5 +1,6 @@
 """NoLoCo: local steps, then an outer step with one random partner instead of an all-reduce."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager
+from ...training.arguments import check_in, require
 from ..messages import NeighborExchange
 from ..topology import Matching
 from .base import OnTopology
@@ -73,15 +75,11 @@ class NoLoCo(OnTopology):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_interval(self.interval)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
-        if not 0 < self.outer_lr < float("inf"):
-            raise ValueError(f"outer_lr must be positive and finite, got {self.outer_lr}")
+        check_in("momentum", self.momentum, "[0, 1)")
+        require(0 < self.outer_lr < math.inf, "outer_lr must be positive and finite", self.outer_lr)
         most = 2 * (1 + self.momentum)
-        if not 0 < self.pull < most:
-            raise ValueError(
-                f"pull must be in (0, {most:g}), between 0 and 2 * (1 + momentum), got {self.pull}"
-            )
+        rule = f"pull must be in (0, {most:g}), between 0 and 2 * (1 + momentum)"
+        require(0 < self.pull < most, rule, self.pull)
 
     @override
     def validation_error(self, num_ranks: int) -> str | None:
@@ -94,11 +92,7 @@ class NoLoCo(OnTopology):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> "NoLoCoAverager":
         return NoLoCoAverager(self, buckets.buffers, NeighborExchange(run))
 
@@ -107,10 +101,7 @@ class NoLoCoAverager(ModelAverager):
     """NoLoCo on one rank, with slow weights and outer momentum in float32."""
 
     def __init__(
-        self,
-        options: NoLoCo,
-        buffers: Sequence[Tensor],
-        exchange: NeighborExchange,
+        self, options: NoLoCo, buffers: Sequence[Tensor], exchange: NeighborExchange
     ) -> None:
         super().__init__(buffers, exchange.run)
         self._options = options

@@ -11,6 +11,7 @@ from typing_extensions import override
 from ...comm import Run
 from ...compression import BufferLayout
 from ...training import FlatBuckets
+from ...training.arguments import is_integer, require
 from ..messages import NeighborExchange
 from ..push_sum.delayed import DelayedPushSum
 from ..push_sum.dense_buffer import BiasedBuffer, DenseBuffer
@@ -81,27 +82,21 @@ class OSGP(OnTopology):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.delay, int) or isinstance(self.delay, bool) or self.delay < 1:
-            raise ValueError(
-                f"delay must be a number of steps, at least 1, got {self.delay!r}; SGP(topology) "
-                "averages without a delay"
-            )
+        fix = "SGP(topology) averages without a delay"
+        rule = "delay must be a number of steps, at least 1"
+        require(is_integer(self.delay), rule, self.delay, fix)
         if not isinstance(self.biased, bool):
             raise TypeError(f"biased must be True or False, got {self.biased!r}")
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> DelayedPushSum:
         """Start with push-sum weight 1 on every rank.
 
         Raises:
-            ValueError: 16-bit parameters: scaling them by the weight and back would round away
-                small updates, and overflow in fp16.
+            ValueError: 16-bit parameters, whose small updates scaling by the weight would round
+                away, and which overflow in fp16.
         """
         low = {buffer.dtype for buffer in buckets.buffers} - {torch.float32}
         if low:

@@ -83,9 +83,8 @@ class PairwiseAverager(ModelAverager):
     def before_step(self) -> None:
         """Apply the reply found, or reply to the accepted request, before the next update.
 
-        Raises:
-            PeerError: a partner failed; every later call raises the same error.
-            NonFiniteError: a partner's gradient was not finite; the average has been taken.
+        A PeerError of a failed partner is raised again by every later call; a NonFiniteError, of a
+        partner's gradient, once the average has been taken.
         """
         self._num_steps += 1
         with self._reraise_failures():
@@ -100,11 +99,6 @@ class PairwiseAverager(ModelAverager):
     @override
     @torch.no_grad()
     def after_step(self) -> None:
-        """Poll the flags; unless a request is in flight, accept a pending one or send one.
-
-        Raises:
-            PeerError: a partner failed or has not replied in time.
-        """
         with self._reraise_failures():
             self._poll_flags()
             if self._request.in_flight:
@@ -119,11 +113,6 @@ class PairwiseAverager(ModelAverager):
     @override
     @torch.no_grad()
     def flush(self) -> None:
-        """Complete all exchanges; all ranks must call it together.
-
-        Raises:
-            PeerError: a rank failed.
-        """
         with self._reraise_failures():
             self._barrier()  # no rank sends requests after this: polling finds all of them
             self._poll_flags()
@@ -141,9 +130,9 @@ class PairwiseAverager(ModelAverager):
     @override
     @torch.no_grad()
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        """Return z with the reply in flight applied, and w = 1; change nothing.
+        """Return z with the reply in flight applied, and w = 1.
 
-        All ranks must call it together. A request without a reply has no effect yet.
+        A request without a reply has no effect yet.
         """
         with self._reraise_failures():
             self._find_reply()
@@ -172,10 +161,7 @@ class PairwiseAverager(ModelAverager):
     @override
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned; all ranks call it together.
-
-        The buffers must hold the restored parameters already. Exchanges in flight are discarded.
-        """
+        """Restore after the buffers; discard exchanges in flight."""
         parameters = [buffer.clone() for buffer in self.buffers]
         self.flush()
         for buffer, parameter in zip(self.buffers, parameters, strict=True):

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from ...comm import Collectives, Run
 from ...training import ModelAverager, SavedProgress, check_like
+from ...training.arguments import check_integer
 from ..messages import MessageHeaders
 
 
@@ -77,11 +78,9 @@ class PeriodicAverager(ModelAverager):
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Average the buffers over all ranks, weighted: the weights sum to the number of ranks n.
+        """Average the buffers with weights that sum to the number of ranks n.
 
-        Raises:
-            PeerError: a rank failed, or ranks have not stepped alike. Every buffer then holds the
-                average or is unchanged.
+        On a PeerError every buffer holds the average or is unchanged.
         """
         if self._collectives.size == 1:
             return
@@ -101,5 +100,4 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def check_interval(interval: int) -> None:
     """Raise a ValueError unless ``interval`` is a positive number of steps."""
-    if not isinstance(interval, int) or interval < 1:
-        raise ValueError(f"interval must be a positive number of steps, got {interval!r}")
+    check_integer("interval", interval, rule="a positive number of steps")

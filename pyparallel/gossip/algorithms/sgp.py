@@ -11,6 +11,7 @@ from typing_extensions import override
 from ...comm import Run
 from ...compression import AttachPoint, BufferLayout, Compressor
 from ...training import FlatBuckets, wrong_type
+from ...training.arguments import check_integer
 from ..messages import NeighborExchange
 from ..push_sum.buffer import RoundBuffer
 from ..push_sum.compressed_buffer import CompressedBuffer
@@ -108,8 +109,7 @@ class SGP(OnTopology):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.overlap, int) or self.overlap < 0:
-            raise ValueError(f"overlap must be a number of steps, at least 0, got {self.overlap!r}")
+        check_integer("overlap", self.overlap, 0, "a number of steps, at least 0")
         if not isinstance(self.compressor, Compressor | None):
             rule = "an object such as Int8() or TopK(0.01), or None"
             raise wrong_type("compressor", rule, self.compressor)
@@ -120,11 +120,7 @@ class SGP(OnTopology):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PushSum:
         """Start with push-sum weight 1 on every rank.
 

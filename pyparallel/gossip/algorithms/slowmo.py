@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager
+from ...training.arguments import check_in, require
 from .base import Algorithm, check_inner, check_is_algorithm
 from .periodic import PeriodicAverager, check_interval, copy_all
 
@@ -61,10 +62,8 @@ class SlowMo(Algorithm):
         if self.inner is not None:
             check_is_algorithm(self.inner, "inner")
         check_interval(self.interval)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
-        if not self.outer_lr > 0:
-            raise ValueError(f"outer_lr must be positive, got {self.outer_lr}")
+        check_in("momentum", self.momentum, "[0, 1)")
+        require(self.outer_lr > 0, "outer_lr must be positive", self.outer_lr)
 
     @override
     def config_fields(self) -> list[tuple[str, str]]:
@@ -76,11 +75,7 @@ class SlowMo(Algorithm):
 
     @override
     def start(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        buckets: FlatBuckets,
-        run: Run,
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> "SlowMomentumAverager":
         inner = ModelAverager(buckets.buffers, run)
         if self.inner:
@@ -93,11 +88,7 @@ class SlowMomentumAverager(PeriodicAverager):
     """SlowMo on one rank: the outer step moves along the slow momentum."""
 
     def __init__(
-        self,
-        inner: ModelAverager,
-        options: SlowMo,
-        optimizer: Optimizer,
-        run: Run,
+        self, inner: ModelAverager, options: SlowMo, optimizer: Optimizer, run: Run
     ) -> None:
         super().__init__(inner, options.interval, run)
         self._options = options

@@ -59,11 +59,7 @@ class PendingExchange:
         self._is_batched = len(works) < len(transfers)  # NCCL returns one work for all
 
     def wait_for_headers(self) -> None:
-        """Wait as ``wait``, on gloo for the headers that are received only.
-
-        Raises:
-            PeerError: as ``wait``.
-        """
+        """Wait as ``wait``, on gloo for the headers that are received only."""
         if not self._is_batched:
             self._wait(
                 lambda index: index < self._num_received and self._transfers[index].is_header
@@ -255,16 +251,13 @@ class NeighborExchange:
         message = tensors or (into[0] if into and are_differences is None else ())
         length = _signed_bytes(message, is_difference)
         headers = self.headers.of_round(round_index, masses, length, from_, lengths, masses_in)
-        sends, receives = list[Transfer](), list[Transfer]()
-        for peer, row in zip(to, headers.sent, strict=True):
-            sends.append(Transfer(peer, row, is_header=True))
-            if not by_all_reduce:
-                sends += _parts(peer, tensors, is_difference)
-        for index, (peer, row) in enumerate(zip(from_, headers.received, strict=True)):
-            receives.append(Transfer(peer, row, is_header=True))
-            if not by_all_reduce:
-                differs = are_differences is not None and are_differences[index]
-                receives += _parts(peer, into[index], differs)
+        if are_differences is None:
+            are_differences = [False] * len(from_)
+        sent, received = [tensors] * len(to), into
+        if by_all_reduce:
+            sent, received = [], []
+        sends = _transfers(to, headers.sent, sent, [is_difference] * len(to))
+        receives = _transfers(from_, headers.received, received, are_differences)
         started = None
         with torch.profiler.record_function("pyparallel::gossip_send"):
             pending = self.start(sends, receives)
@@ -287,8 +280,11 @@ class NeighborExchange:
         """
         # Receives first: gloo announces a posted receive to its sender on the connection that our
         # own data use. Announced after the data, two ranks that exchange would send in turn.
-        operations = [self._operation(dist.irecv, transfer) for transfer in receives]
-        operations += [self._operation(dist.isend, transfer) for transfer in sends]
+        operations = [
+            dist.P2POp(kind, each.tensor, group=self.run.group, tag=each.tag, group_peer=each.peer)
+            for kind, transfers in ((dist.irecv, receives), (dist.isend, sends))
+            for each in transfers
+        ]
         transfers = [*receives, *sends]
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
@@ -316,13 +312,7 @@ class NeighborExchange:
     def peer_error(
         self, transfers: Sequence[Transfer], num_received: int, error: RuntimeError
     ) -> PeerError:
-        """Return the error of messages that were not delivered.
-
-        Args:
-            transfers: the messages; those received come first.
-            num_received: how many are received.
-            error: torch's error.
-        """
+        """Return the error of undelivered messages, of which the first are to be received."""
         peers = [self.run.global_rank(transfer.peer) for transfer in transfers]
         edges = [(peer, self.me) for peer in peers[:num_received]]
         edges += [(self.me, peer) for peer in peers[num_received:]]
@@ -334,19 +324,24 @@ class NeighborExchange:
             otherwise="took fewer steps: use join()",
         )
 
-    def _operation(self, kind: Callable[..., Any], transfer: Transfer) -> dist.P2POp:
-        return dist.P2POp(
-            kind,
-            transfer.tensor,
-            group=self.run.group,
-            tag=transfer.tag,
-            group_peer=transfer.peer,
-        )
 
+def _transfers(
+    peers: Sequence[int],
+    headers: Tensor,
+    messages: Sequence[Sequence[Tensor]],
+    are_differences: Sequence[bool],
+) -> list[Transfer]:
+    """Return the transfers of a header, a row, and a message for each peer.
 
-def _parts(peer: int, message: Sequence[Tensor], is_difference: bool) -> list[Transfer]:
-    parts = [each for each in message if each.numel()]
-    return [Transfer(peer, each, is_difference=is_difference) for each in parts]
+    Without messages they are those of the headers alone.
+    """
+    transfers = []
+    for index, (peer, header) in enumerate(zip(peers, headers, strict=True)):
+        transfers.append(Transfer(peer, header, is_header=True))
+        parts = [each for each in messages[index] if each.numel()] if messages else []
+        differs = are_differences[index]
+        transfers += [Transfer(peer, each, is_difference=differs) for each in parts]
+    return transfers
 
 
 def _signed_bytes(message: Sequence[Tensor], is_difference: bool) -> int:

@@ -119,22 +119,16 @@ class MessageHeaders:
         self.screen(expected, rows, row)
 
     def check_gathered(self, rows: Sequence[Sequence[float]]) -> None:
-        """Compare the headers of all ranks on the host.
-
-        Raises:
-            PeerError: two differ; names the same two ranks on all.
-        """
+        """Raise a PeerError, the same on all ranks, if the headers of two ranks differ."""
         self.run.compare_all(rows)
         for rank, row in enumerate(rows):
             if row[NONFINITE] and rank != self.run.group_rank:
                 self._nonfinite_senders[rank] = row[NONFINITE]
 
     def raise_nonfinite(self) -> None:
-        """Raise if a message received since the last call came with a gradient of nan or inf.
+        """Raise a NonFiniteError that names the senders of nan or inf since the last call.
 
-        Raises:
-            NonFiniteError: names the senders; only if ``nonfinite`` is "raise". The round in which
-                they were received is complete.
+        Only if ``nonfinite`` is "raise". The round in which they were received is complete.
         """
         senders, self._nonfinite_senders = self._nonfinite_senders, {}
         if senders and self.run.counts.policy == "raise":
@@ -145,11 +139,7 @@ class MessageHeaders:
             raise NonFiniteError(f"{self.run.here}: gradients must be finite, got {counted}")
 
     def check_rows(self, expected: _Expected, rows: Sequence[Sequence[float]]) -> None:
-        """Check the received rows on the host.
-
-        Raises:
-            PeerError: one is not what it must be; names both ranks and both values.
-        """
+        """Raise a PeerError, with both ranks and values, if a received row is not as expected."""
         masses: Sequence[float | None] = expected.masses or [None] * len(rows)
         for sender, row, length, mass in zip(
             expected.senders, rows, expected.lengths, masses, strict=True
@@ -166,7 +156,7 @@ class MessageHeaders:
                 self._nonfinite_senders[sender] = row[NONFINITE]
 
     def screen(self, expected: _Expected, rows: Tensor, own: Tensor) -> Tensor:
-        """Check the received rows on their device, which the host does not wait for.
+        """Check received rows, (k, 8), on their device, which the host does not wait for.
 
         Args:
             expected: what they must be.

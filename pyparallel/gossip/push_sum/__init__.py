@@ -4,8 +4,4 @@ from .compressed_buffer import CompressedBuffer
 from .dense_buffer import DenseBuffer
 from .push_sum import PushSum
 
-__all__ = [
-    "CompressedBuffer",
-    "DenseBuffer",
-    "PushSum",
-]
+__all__ = ["CompressedBuffer", "DenseBuffer", "PushSum"]

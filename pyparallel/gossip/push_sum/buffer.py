@@ -40,11 +40,7 @@ class RoundBuffer(ABC):
 
     @abstractmethod
     def send(self, neighbors: Neighbors, step: int) -> None:
-        """Start a round: send the messages and subtract their mass from w.
-
-        Args:
-            neighbors: out-peers, their shares of the mass, and in-peers.
-            step: the round of the topology, also named in errors.
+        """Start a round of the topology: send the messages and subtract their mass from w.
 
         Raises:
             PeerError: a neighbor is known to have failed; w is unchanged.
@@ -72,16 +68,10 @@ class RoundBuffer(ABC):
         """Restore what ``state_dict`` returned, except z; discard the round in flight."""
 
     def check_state(self, state: dict[str, Any], num_ranks: int, path: str) -> None:
-        """Check that a state can be loaded; changes nothing.
+        """Raise a ValueError, with the path, if a state cannot be loaded; change nothing.
 
-        Args:
-            state: a result of ``state_dict``.
-            num_ranks: the total mass of all ranks.
-            path: of the state, for errors.
-
-        Raises:
-            ValueError: the weight, or a mass in flight, is not finite, not positive or above the
-                total; or a tensor is of another shape.
+        A weight or a mass in flight must be finite, positive and at most ``num_ranks``, which is
+        the total mass.
         """
         check_like(state["weight"], self.weight, f"{path}.weight")
         named = [("weight", state["weight"])]
@@ -108,11 +98,7 @@ class RoundBuffer(ABC):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Wait for the messages of the round in flight, if any, and average with them.
-
-        Raises:
-            PeerError, CorruptMessageError: as ``wait``.
-        """
+        """Wait for the messages of the round in flight, if any, and average; raises as ``wait``."""
         self.wait()
         if self.in_flight:
             with torch.profiler.record_function("pyparallel::gossip_merge"):
@@ -124,11 +110,9 @@ class RoundBuffer(ABC):
 
         Args:
             step: steps the optimizer's bucket; see ``FusedOptimizer.step_bucket``.
-            merges: the round in flight, if any, is merged before the update.
+            merges: the round in flight, if any, is merged before the update; on an error of
+                ``merge`` the step has not been taken.
             sends: ``send`` comes next.
-
-        Raises:
-            PeerError, CorruptMessageError: as ``merge``; the step has not been taken.
         """
         if merges:
             self.merge()
@@ -136,11 +120,7 @@ class RoundBuffer(ABC):
 
     @torch.no_grad()
     def as_merged(self) -> tuple[Tensor, Tensor]:
-        """Return z and w with the round in flight merged, without changing them.
-
-        Raises:
-            PeerError, CorruptMessageError: as ``wait``.
-        """
+        """Return z and w with the round in flight merged; change nothing and raise as ``wait``."""
         self.wait()
         if not self.in_flight:
             return self.values, self.weight
@@ -149,11 +129,7 @@ class RoundBuffer(ABC):
         return values, weight
 
     def _average(self, values: Tensor, weight: Tensor) -> None:
-        """Do ``mix_`` with the received messages, unchecked.
-
-        Masses are checked when they are received, or loaded. The trainer has checked the
-        parameters, and all buffers are allocated like them.
-        """
+        """Do ``mix_`` with the received messages, whose masses were checked when they arrived."""
         mix_unchecked(values, weight, list(self._messages), self._received_masses)
 
     @torch.no_grad()

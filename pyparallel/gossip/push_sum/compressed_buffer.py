@@ -92,11 +92,10 @@ class CompressedBuffer(RoundBuffer):
     @override
     @torch.no_grad()
     def send(self, neighbors: Neighbors, step: int) -> None:
-        """Start a round: send the messages and subtract their mass from w; z retains the residual.
+        """Start a round; z retains the residual.
 
-        Raises:
-            PeerError: a neighbor is known to have failed; z and w are as before. Replicas then
-                differ between ranks: no other round can follow.
+        After a PeerError z and w are as before, but replicas differ between ranks: no other round
+        can follow.
         """
         masses = self.outgoing_mass(neighbors.shares)
         self._step, self._sent_mass = step, total_mass(masses)
@@ -123,8 +122,8 @@ class CompressedBuffer(RoundBuffer):
         """Wait for the messages of the round in flight, if any, and apply them to the replicas.
 
         Raises:
-            PeerError: a neighbor failed. z and w are then as before the round, but other
-                neighbors may have merged what this rank sent. No other round can follow.
+            PeerError: a neighbor failed. z and w are then as before the round, but other neighbors
+                may have merged what this rank sent. No other round can follow.
             CorruptMessageError: a neighbor sent an invalid message; z, w and rounds likewise. On a
                 GPU its corrupt entries were left out, in this round or an earlier one.
         """
@@ -136,12 +135,6 @@ class CompressedBuffer(RoundBuffer):
     @override
     @torch.no_grad()
     def merge(self) -> None:
-        """Wait for the messages of the round in flight, if any, and average with them.
-
-        Raises:
-            PeerError, CorruptMessageError: as ``wait``; on a GPU, which the host does not wait for,
-                of an earlier round.
-        """
         self._raise_if_counted(wait=False)
         with self._cancelling():
             self._receive()
@@ -225,7 +218,6 @@ class CompressedBuffer(RoundBuffer):
 
     @contextmanager
     def _cancelling(self) -> Iterator[None]:
-        """End the round and undo its send if a neighbor fails."""
         try:
             yield
         except (PeerError, CorruptMessageError):

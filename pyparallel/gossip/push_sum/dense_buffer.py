@@ -125,7 +125,6 @@ class DenseBuffer(RoundBuffer):
         return self._receive_buffers[: len(self._received_masses)]
 
     def _start(self, message: Tensor, masses: Tensor, neighbors: Neighbors, step: int) -> None:
-        """Start to send a message with masses (k,) to the out-peers, and to receive theirs."""
         by_all_reduce = neighbors.is_complete and message.dtype == torch.float32
         num_messages = 1 if by_all_reduce else len(neighbors.in_peers)
         self._allocate(num_messages)
@@ -143,7 +142,6 @@ class DenseBuffer(RoundBuffer):
         self.in_flight = True
 
     def _give(self, masses: Tensor) -> None:
-        """Give away masses (k,) of this rank's."""
         self.weight -= total_mass(masses)
 
     def _take_back(self, masses: Tensor) -> None:

@@ -11,13 +11,9 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 def layouts_of(buckets: FlatBuckets, module: nn.Module) -> list[BufferLayout]:
-    """Return the layout of each buffer: parameters, and each gap between them as its own piece.
+    """Return the layout of each buffer: its parameters, and each gap between them.
 
     A buffer of a shard, which may cut parameters, is one piece.
-
-    Args:
-        buckets: the trainable parameters of the module.
-        module: gives the parameters' names.
     """
     lengths = [buffer.numel() for buffer in buckets.buffers]
     if not buckets.segments:
@@ -28,12 +24,7 @@ def layouts_of(buckets: FlatBuckets, module: nn.Module) -> list[BufferLayout]:
 
 
 def layouts_in_module_order(buckets: FlatBuckets, module: nn.Module) -> list[BufferLayout]:
-    """Return the layouts that the parameters have without a fused optimizer.
-
-    Args:
-        buckets: the trainable parameters of the module; gives the size of a bucket.
-        module: gives the parameters' names and order.
-    """
+    """Return the layouts that the parameters have without a fused optimizer."""
     if not buckets.segments:
         return layouts_of(buckets, module)
     trained = {id(parameter) for parameter in buckets.parameters}

@@ -77,14 +77,6 @@ class PushSum(ModelAverager):
     ) -> Self:
         """Start with push-sum weight 1 on every rank, together with all others.
 
-        Args:
-            make_buffer: of the flat values, an exchange and the layout of a bucket.
-            module: gives the parameters' names.
-            buckets: of the module's trainable parameters.
-            run: of the ranks that exchange.
-            topology: as of the constructor.
-            overlap: as of the constructor.
-
         Raises:
             DisagreementError: messages have other lengths on another rank.
         """
@@ -126,16 +118,13 @@ class PushSum(ModelAverager):
 
     @property
     def _in_flight(self) -> bool:
-        """Whether a round has been sent and not merged."""
         return any(each.in_flight for each in self._round_buffers)
 
     def send(self) -> None:
         """Start a round: send the messages and subtract their mass from the weights.
 
-        Without copies the buffers must not change until ``merge`` has returned.
-
-        Raises:
-            PeerError: a neighbor is known to have failed. Every later round raises the same error.
+        Without copies the buffers must not change until ``merge`` has returned. A PeerError of a
+        neighbor is raised again by every later round.
         """
         neighbors = self._neighbors_of(self.round_index)
         self._for_each(lambda buffer: buffer.send(neighbors, self.round_index))
@@ -291,7 +280,6 @@ class PushSum(ModelAverager):
             buffer.reset_weight()
 
     def _buffer_states(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the buffers' states of a saved one, for the buffers here."""
         saved = state["averaging"]
         states: list[dict[str, Any]] = saved["buffers"]
         places = saved.get("places", self._places_before)

@@ -6,15 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compression import (
-    BufferLayout,
-    Compressor,
-    CompressorState,
-    Fp8,
-    Int4,
-    Int8,
-    Message,
-)
+from ...compression import BufferLayout, Compressor, CompressorState, Fp8, Int4, Int8, Message
 from ...compression.quantizers.int_fp8 import Quantizer
 from ...ops._corrupt import CorruptCounter
 from ...training import check_like
@@ -24,10 +16,7 @@ Receivers = tuple[int, ...]
 
 
 def fused_quantizer(compressor: Compressor) -> Quantizer | None:
-    """Return the compressor if ops compute its differences and replicas in one pass, or None.
-
-    A subclass may encode in another way.
-    """
+    """Return the compressor, no subclass, if ops compute its messages in one pass, or None."""
     fused = type(compressor) in (Int8, Int4, Fp8)
     return compressor if fused and isinstance(compressor, Quantizer) else None
 
@@ -66,15 +55,10 @@ class Replica:
 
     @torch.no_grad()
     def encode_(self, values: Tensor, ratio: Tensor) -> Message:
-        """Return the next message for the receivers; called by the owner.
+        """Return the next message for the receivers, after the last one was delivered.
 
-        Updates the replica, and the values, which retain the residual:
-        ``values += (values - replica) * ratio``. The message must have been delivered before the
-        next one is encoded.
-
-        Args:
-            values: (n,) those of the owner. Written.
-            ratio: 0-d float64: the mass sent over the mass kept.
+        Updates the replica, and the owner's values, which retain the residual: ``values += (values
+        - replica) * ratio``, where the ratio, 0-d float64, is the mass sent over the mass kept.
         """
         if self.values is None:
             self.values = values.clone()
@@ -93,12 +77,7 @@ class Replica:
 
     @torch.no_grad()
     def apply(self, message: Message) -> None:
-        """Update the replica with a message of its owner.
-
-        Raises:
-            CorruptMessageError: not a message of the compressor; on the CPU the replica is
-                unchanged.
-        """
+        """Update the replica with a message; a CorruptMessageError of the CPU changes nothing."""
         if self.values is None:
             self.values = message[0].clone()
         elif self._quantizer is not None:
@@ -126,11 +105,7 @@ class Replica:
             self._get_state().load_state(saved["by_name"], saved["of_all"])
 
     def check_state(self, state: dict[str, Any], path: str) -> None:
-        """Check that a state can be loaded; changes nothing.
-
-        Raises:
-            ValueError: a tensor is of another shape.
-        """
+        """Raise a ValueError, with the path, if a tensor of a state is of another shape."""
         if state["values"] is not None:
             check_like(state["values"], self._like, f"{path}.values")
         if (saved := state["compressor"]) is not None:
@@ -138,10 +113,9 @@ class Replica:
             probe.load_state(saved["by_name"], saved["of_all"])
 
     def _unread_residual(self, difference: Tensor) -> Tensor | None:
-        """Return a residual that is never read, which keeps unbiased compressors from scaling up.
+        """Return a residual that is never read, with which unbiased compressors do not scale up.
 
-        A sketch scaled up to be unbiased would make the replica diverge; with a residual it is not
-        scaled.
+        A sketch that is scaled up to be unbiased would make the replica diverge.
         """
         unbiased = self._compressor.unbiased
         return torch.zeros_like(difference, dtype=torch.float32) if unbiased else None
@@ -221,25 +195,13 @@ class Replicas:
         return [torch.empty_like(tensor) for tensor in expected]
 
     def apply_and_mix_(
-        self,
-        received: Sequence[tuple[Replica, Message]],
-        z: Tensor,
-        weight: Tensor,
-        masses: Tensor,
+        self, received: Sequence[tuple[Replica, Message]], z: Tensor, weight: Tensor, masses: Tensor
     ) -> bool:
-        """Apply a message to each replica and average z with them in one pass, if that can be done.
+        """Apply a message to each replica and average z, (n,), with them in one pass.
 
-        Args:
-            received: replicas of different senders, and the message of each.
-            z: (n,) this rank's values. Written.
-            weight: as for ``ops.mix_``; neither it nor the masses are checked.
-            masses: as for ``ops.mix_``.
-
-        Returns:
-            Whether it was done: only for quantizers, and not for a sender's first message.
-
-        Raises:
-            CorruptMessageError: on the CPU, where nothing has been written.
+        Return whether that was done: only for quantizers, and not for a sender's first message. The
+        weight and the masses, as for ``ops.mix_``, are not checked. On the CPU nothing is written
+        if a CorruptMessageError is raised.
         """
         replicas = [replica.values for replica, _ in received if replica.values is not None]
         if self._quantizer is None or not received or len(replicas) < len(received):
@@ -251,12 +213,10 @@ class Replicas:
         return True
 
     def corrupt_count(self, *, wait: bool) -> int:
-        """Return how many entries of quantizers were corrupt, and left out.
+        """Return how many entries of quantizers were left out as corrupt; 0 on the CPU.
 
-        Always 0 on the CPU, which refuses such messages.
-
-        Args:
-            wait: synchronize, to count the entries of all messages; else of those decoded by now.
+        ``wait``: synchronize, to count the entries of all messages, not only of those decoded by
+        now.
         """
         return int(self._corrupt.tensor) if wait else self._corrupt.num_counted()
 
@@ -278,11 +238,7 @@ class Replicas:
             self.of(each["teller"], tuple(each["audience"])).load_state_dict(each["mirror"])
 
     def check_state(self, state: list[dict[str, Any]], path: str) -> None:
-        """Check that a state can be loaded; changes nothing.
-
-        Raises:
-            ValueError: a rank is no number, or a tensor of another shape.
-        """
+        """Raise a ValueError unless ranks are numbers and tensors have the shapes of here."""
         like = Replica(self._like, self._layout, self._compressor, self._rank)
         for index, each in enumerate(state):
             ranks = [each["teller"], *each["audience"]]

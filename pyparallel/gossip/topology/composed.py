@@ -175,10 +175,8 @@ class HierarchicalTopology(TimeVarying):
         ranks_per_node: int = 1,
         between: Callable[[int], Topology] = OnePeerExponential,
     ) -> None:
-        if ranks_per_node < 1 or num_ranks % ranks_per_node:
-            raise ValueError(
-                f"ranks_per_node must divide the {num_ranks} ranks, got {ranks_per_node}"
-            )
+        fits = ranks_per_node >= 1 and num_ranks % ranks_per_node == 0
+        require(fits, f"ranks_per_node must divide the {num_ranks} ranks", ranks_per_node)
         fix = f"pass the class {type(between).__name__}"
         check_callable("between", between, "a function of the number of nodes such as Ring", fix)
         self.ranks_per_node = ranks_per_node

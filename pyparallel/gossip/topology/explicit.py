@@ -112,13 +112,13 @@ class FromMatrix(Explicit):
 
     def __init__(self, matrix: np.ndarray) -> None:
         matrix = np.asarray(matrix, dtype=float)
-        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-            raise ValueError(f"matrix must be square, got shape {matrix.shape}")
+        is_square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1]
+        require(is_square, "matrix must be square", f"shape {matrix.shape}")
         require((matrix >= 0).all(), "matrix must be nonnegative", str(matrix.min()))
         sums = matrix.sum(axis=0)
         worst = int(np.abs(sums - 1).argmax())
-        if abs(sums[worst] - 1) > 1e-9:
-            raise ValueError(f"matrix must have column sums 1, got {sums[worst]} in column {worst}")
+        found = f"{sums[worst]} in column {worst}"
+        require(abs(sums[worst] - 1) <= 1e-9, "matrix must have column sums 1", found)
         edges = {
             i: {int(j): round_share(matrix[j, i]) for j in np.nonzero(matrix[:, i])[0] if j != i}
             for i in range(len(matrix))

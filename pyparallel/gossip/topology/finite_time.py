@@ -133,7 +133,6 @@ def _smooth_part(number: int, base: int) -> int:
 
 
 def _split(ranks: Sequence[int], base: int) -> list[tuple[int, Sequence[int]]]:
-    """Split ranks into groups of digit * base**p, largest first; return them with their digits."""
     power = 1
     while power * base <= len(ranks):
         power *= base

@@ -86,11 +86,8 @@ class Phases(OfOthers):
 
 def _check_phase(topology: Topology, num_rounds: object, *, is_last: bool) -> None:
     if num_rounds is None:
-        if not is_last:
-            raise ValueError(
-                "phases must each have a number of rounds, except for the last, got None for "
-                f"{topology!r} before it"
-            )
+        rule = "phases must each have a number of rounds, except for the last"
+        require(is_last, rule, f"None for {topology!r} before it")
         return
     needed = len(topology.rounds)
     rule = "phases must each last a number of rounds of at least its topology's period, "

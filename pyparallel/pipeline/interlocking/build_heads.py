@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..messages import Value, tensors_of
 from ..messages.format import Refusal
-from ..messages.stage_p2p import StageP2P
+from ..messages.stage_p2p import StageP2P, destinations_of, source_of
 from ..runtime.inputs import Inputs, call_module, input_tensors
 from ..runtime.loss import Loss
 from ..runtime.microbatches import MicrobatchSplitter
@@ -34,10 +34,7 @@ def build_heads(
 
     All ranks must call this. Weights, buffers and the states of random number generators are
     restored. A head's initialization is seeded by ``torch.initial_seed()`` and its stage, the same
-    on every rank.
-
-    Raises:
-        ValueError: a stage or a head of this rank fails on the microbatch.
+    on every rank. A stage or a head that fails is a ValueError.
     """
     built: dict[int, nn.Module] = {}
     problem, cause = None, None
@@ -46,7 +43,7 @@ def build_heads(
         forward = Action(stage, Kind.FORWARD, 0)
         output = _NOTHING
         try:
-            value = splitter.inputs(0) if stage == 0 else p2p.recv_input(forward)
+            value = splitter.inputs(0) if stage == 0 else p2p.recv(source_of(forward), 0)
             assert not isinstance(value, Refusal), "no rank refuses before the stages are built"
             if value is not _NOTHING and input_tensors(value):
                 target = splitter.target(0)
@@ -59,7 +56,8 @@ def build_heads(
             is_value_error = isinstance(error, ValueError)
             problem = str(error) if is_value_error else _describe_failure(stage, error)
             cause, output = error, _NOTHING
-        p2p.send_output(forward, output)
+        for endpoint in destinations_of(forward):
+            p2p.send(endpoint, 0, output)
     if problem is not None:
         raise ValueError(problem) from cause
     return built
@@ -100,11 +98,7 @@ def _build(head: Head, example: Value, stage: int) -> nn.Module:
 def _check_loss(
     module: nn.Module, head: Head, example: Value, target: Value, loss_fn: Loss, stage: int
 ) -> None:
-    """Compute a head's loss once.
-
-    Raises:
-        ValueError: that fails, or the loss is not a 0-d tensor.
-    """
+    """Raise a ValueError unless a head's loss can be computed and is a 0-d tensor."""
     output: Any = None
     try:
         with torch.no_grad(), preserving_state([module], tensors_of(example)):

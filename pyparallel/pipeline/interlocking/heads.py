@@ -69,15 +69,10 @@ Heads = Head | nn.Module | Sequence[Head | nn.Module]
 
 
 def as_heads(heads: Heads, num_stages: int) -> tuple[Head, ...]:
-    """Return one builder for every stage but the last.
+    """Return one builder for every stage but the last, or raise the error of ``check_heads``.
 
-    Args:
-        heads: a builder for all stages; or a list of builders and modules, stage by stage.
-            An ``nn.ModuleList`` is such a list, any other module a single head.
-        num_stages: of the model.
-
-    Raises:
-        ValueError: with the message of ``check_heads``.
+    ``heads`` is a builder for all stages; or a list of builders and modules, stage by stage. An
+    ``nn.ModuleList`` is such a list, any other module a single head.
     """
     problem = check_heads(heads, num_stages)
     if problem is not None:
@@ -119,7 +114,6 @@ def _by_stage(heads: object, num_stages: int) -> list[Head | nn.Module]:
 
 
 def _for_each(num_stages: int) -> str:
-    """Return a phrase naming the stages that need a head."""
     if num_stages < 2:
         return "for each stage but the last, none for a single one"
     if num_stages == 2:

@@ -33,7 +33,7 @@ class SharedWeight:
 
 
 def find_shared_weight(heads: Sequence[Head], modules: Sequence[nn.Module]) -> SharedWeight | None:
-    """Return the weight that heads share; None: they share none.
+    """Return the weight that heads share, or None.
 
     Raises:
         ValueError: they share several, or one that is of no earlier stage.
@@ -133,11 +133,7 @@ class InterlockingExecutor(Executor):
         super().restart()
 
     def _forward(
-        self,
-        stage: InterlockingStage,
-        action: Action,
-        inputs: Value,
-        splitter: MicrobatchSplitter,
+        self, stage: InterlockingStage, action: Action, inputs: Value, splitter: MicrobatchSplitter
     ) -> Value:
         index, microbatch = stage.index, action.microbatch
         self._recv_shared(action)
@@ -153,12 +149,10 @@ class InterlockingExecutor(Executor):
         return output
 
     def _recv_acknowledgement(self, stage: int) -> None:
-        """Wait until the next stage has done one more forward."""
         self._p2p.recv_next(Endpoint(stage, StreamKind.GRADIENTS))
         self._inboxes[stage].acknowledge()
 
     def _handle_ready_gradients(self) -> None:
-        """Receive and handle gradients as long as some have arrived."""
         receivers = [s for s in self._own.values() if self._window.arriving(s.index)]
         while (stage := next(filter(self._has_gradients, receivers), None)) is not None:
             self._recv_gradients(stage)
@@ -167,7 +161,6 @@ class InterlockingExecutor(Executor):
         return self._p2p.is_ready(Endpoint(stage.index, StreamKind.GRADIENTS))
 
     def _recv_gradients(self, stage: InterlockingStage) -> None:
-        """Wait for the next gradients, and handle all that have arrived."""
         inbox = self._inboxes[stage.index]
         arrived: dict[tuple[int, int], Gradients | Refusal] = {}  # by microbatch and origin
         while not arrived or self._has_gradients(stage):
@@ -193,8 +186,7 @@ class InterlockingExecutor(Executor):
     ) -> None:
         """Send input gradients to the previous stage; accumulate the weights' once complete.
 
-        A refusal is sent on in place of its gradient; a stage that learns from that skips its next
-        update.
+        A refusal is sent on in its gradient's place; a stage that learns from it skips an update.
         """
         index, microbatch = stage.index, task.microbatch
         for origin, weight in task.learned.items():

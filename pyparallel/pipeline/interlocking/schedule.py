@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
+from ...training.arguments import check_integer, has_methods, require
 from ..runtime.loss import Loss
 from ..schedules.action import Action, Kind
 from ..schedules.one_forward_one_backward import in_order
@@ -56,14 +57,9 @@ class Interlocking(Schedule):
 
     def __post_init__(self) -> None:
         for name in ("window", "max_ahead"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if isinstance(self.losses, type) or not callable(getattr(self.losses, "weight", None)):
-            raise ValueError(
-                "losses must have a method weight(origin, stage, farthest), as Farthest(), Sum() "
-                f"and Mean() do, got {self.losses!r}"
-            )
+            check_integer(name, getattr(self, name))
+        rule = "losses must have a method weight(origin, stage, farthest), as Farthest(), Sum() and"
+        require(has_methods(self.losses, "weight"), f"{rule} Mean() do", repr(self.losses))
 
     @override
     def validation_error(self, shape: PipelineShape) -> str | None:

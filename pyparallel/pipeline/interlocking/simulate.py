@@ -13,12 +13,7 @@ from ..simulation.action_table import tabulate
 from ..simulation.costs import Costs
 from ..simulation.render import draw_deadlock
 from ..simulation.timeline import Timeline
-from ..simulation.virtual_clock import (
-    Process,
-    SimulatedAction,
-    SimulatedMessage,
-    VirtualClock,
-)
+from ..simulation.virtual_clock import Process, SimulatedAction, SimulatedMessage, VirtualClock
 from .inbox import GradientInbox, GradientTask
 from .schedule import Interlocking
 
@@ -148,7 +143,6 @@ class _Run:
         yield self._action(action, messages)
 
     def _handle_ready_gradients(self, rank: int) -> Process:
-        """Handle gradients as long as some have arrived."""
         stages = self._shape.stages(rank)
         while (
             stage := next((s for s in stages if self._inboxes[s].has_arrived), None)
@@ -160,7 +154,6 @@ class _Run:
             yield from self._handle(stage, task)
 
     def _handle(self, stage: int, task: GradientTask) -> Iterator[SimulatedAction]:
-        """Send input gradients to the previous stage; accumulate the weights' once complete."""
         microbatch = task.microbatch
         if task.sent:
             action = Action(stage, Kind.BACKWARD_INPUT, microbatch)

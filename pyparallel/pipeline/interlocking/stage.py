@@ -76,11 +76,9 @@ class InterlockingStage(Stage):
     def head_backward(
         self, microbatch: int, shared: Tensor | None, splitter: MicrobatchSplitter
     ) -> Gradients | Refusal:
-        """Run the head's forward and backward, which accumulates the head's gradients.
+        """Run the head's forward and backward, and return the gradients of the stage's outputs.
 
-        Returns:
-            The gradients of the stage's outputs by the head's loss; or why there are none, and then
-            the next update is skipped.
+        Or return why there are none; then the next update is skipped.
         """
         assert self.head is not None, "the last stage's loss is in its forward"
         in_flight = self._in_flight[microbatch]
@@ -101,11 +99,9 @@ class InterlockingStage(Stage):
     def input_vjp(self, microbatch: int, gradients: Sequence[Gradients]) -> list[Gradients]:
         """Return the input gradients for output gradients; accumulate no weight gradients.
 
-        Args:
-            microbatch: which one.
-            gradients: of several losses, batched through the graph with ``vmap``. If it does not
-                support that (a custom function, or recomputed dropout), one by one, with a warning
-                the first time.
+        Those of several losses are batched through the graph with ``vmap``. If it does not support
+        that (a custom function, or recomputed dropout), they go one by one, with a warning the
+        first time.
         """
         in_flight = self._in_flight[microbatch]
         roots, _ = roots_of(in_flight.outputs, ())

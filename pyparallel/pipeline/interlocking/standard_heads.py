@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
+from ...training.arguments import check_integer, is_integer, require
 from ..messages import Value
 from .heads import Head
 
@@ -28,7 +29,7 @@ class LinearHead(Head):
     norm: type[nn.Module] | None = None
 
     def __post_init__(self) -> None:
-        _check_num_outputs(self.num_outputs)
+        check_integer("num_outputs", self.num_outputs)
         _check_norm(self.norm)
 
     def __repr__(self) -> str:
@@ -59,12 +60,11 @@ class PooledHead(Head):
     dim: int | None = None
 
     def __post_init__(self) -> None:
-        _check_num_outputs(self.num_outputs)
-        if self.dim not in (None, 1, -1) or isinstance(self.dim, bool):
-            raise ValueError(
-                f"dim must be 1, -1 or None, got {self.dim!r}: 1 for (batch, channels, ...), -1 "
-                "for (batch, ..., width)"
-            )
+        check_integer("num_outputs", self.num_outputs)
+        rule = "dim must be 1, -1 or None"
+        fix = "1 for (batch, channels, ...), -1 for (batch, ..., width)"
+        fits = self.dim in (None, 1, -1) and not isinstance(self.dim, bool)
+        require(fits, rule, self.dim, fix)
 
     @override
     def build(self, example: Value) -> nn.Module:
@@ -116,9 +116,9 @@ class ConvHead(Head):
     channels: tuple[int, ...] = (128, 64)
 
     def __post_init__(self) -> None:
-        _check_num_outputs(self.num_outputs)
+        check_integer("num_outputs", self.num_outputs)
         channels = self.channels
-        if not isinstance(channels, tuple) or not channels or not all(map(_is_size, channels)):
+        if not isinstance(channels, tuple) or not channels or not all(map(is_integer, channels)):
             raise ValueError(
                 "channels must be a tuple of positive integers, one for each convolution, got "
                 f"{channels!r}"
@@ -192,13 +192,7 @@ class _Tied(nn.Module):
         return functional.linear(self.norm(value), weight.detach().to(value.dtype))
 
 
-def _check_num_outputs(num_outputs: object) -> None:
-    if not _is_size(num_outputs):
-        raise ValueError(f"num_outputs must be a positive integer, got {num_outputs!r}")
-
-
 def _check_norm(norm: object) -> None:
-    """Check the class of a normalization, whose name is the same on all ranks."""
     if norm is not None and not (isinstance(norm, type) and issubclass(norm, nn.Module)):
         raise ValueError(
             f"norm must be a class of modules such as nn.LayerNorm, or None, got {norm!r}"
@@ -207,7 +201,3 @@ def _check_norm(norm: object) -> None:
 
 def _name_of(norm: type[nn.Module] | None) -> str:
     return "None" if norm is None else norm.__name__
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -17,10 +17,7 @@ class Losses(Protocol):
     def weight(self, origin: int, stage: int, farthest: int) -> float:
         """Return the weight of the loss of stage ``origin`` in what ``stage`` learns from.
 
-        Args:
-            origin: from ``stage`` to ``farthest``.
-            stage: the stage that learns.
-            farthest: the end of its window.
+        ``origin`` lies between ``stage`` and ``farthest``, the end of its window.
         """
 
 

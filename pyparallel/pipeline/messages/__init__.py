@@ -4,9 +4,4 @@ from .channel import Channel
 from .format import Value, tensors_of
 from .groups import P2PGroups
 
-__all__ = [
-    "Channel",
-    "P2PGroups",
-    "Value",
-    "tensors_of",
-]
+__all__ = ["Channel", "P2PGroups", "Value", "tensors_of"]

@@ -226,11 +226,7 @@ class Channel:
                 work.wait(datetime.timedelta(seconds=left))
 
     def flush(self) -> None:
-        """Wait until all sends are delivered.
-
-        Raises:
-            PeerError: one was not.
-        """
+        """Wait until all sends are delivered; a PeerError if one was not."""
         self._release_sent(self._num_delivered + len(self._sent))
         with self._peer_errors():
             self._payloads.flush()
@@ -273,7 +269,6 @@ class Channel:
             return [sent, (payload, self._payloads.send(header.stream, payload))]
 
     def _recv_payload(self, header: Header, length: int) -> Tensor:
-        """Return the payload's bytes; with NCCL the current stream waits for them."""
         if header.via_host:
             payload = torch.empty(length, dtype=torch.uint8)
             with self._peer_errors():
@@ -295,7 +290,6 @@ class Channel:
         self._payloads.prefetch([*islice(self._expected, len(self._headers))])
 
     def _post_headers(self, number: int) -> None:
-        """Post receives until there are some for so many headers."""
         while len(self._headers) < number:
             index = self._num_received + len(self._headers)
             header = new_header(self._next_room(self._room_received, index))
@@ -303,17 +297,13 @@ class Channel:
             self._headers.append((header, work))
 
     def _release_sent(self, num_delivered: int) -> None:
-        """Release the buffers of delivered messages."""
         while self._num_delivered < num_delivered:
             for _, work in self._sent.popleft():
                 self._wait(work)
             self._num_delivered += 1
 
     def _peer_abort_reason(self) -> str | None:
-        """Return why the peer has failed; None if it sent no error.
-
-        It may have arrived before the connection closed, as headers' receives are posted ahead.
-        """
+        """Return the error that the peer sent, perhaps before its connection closed, or None."""
         for posted, work in self._headers:
             with suppress(RuntimeError, ValueError):  # a header that has not arrived, or is none
                 work.wait(PEER_ABORT_TIMEOUT)

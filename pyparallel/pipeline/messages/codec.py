@@ -1,47 +1,17 @@
-"""Encoding of values sent from one rank to another: unchanged or compressed."""
+"""Compression of values sent from one rank to another."""
 
 from collections import deque
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ...compression import BufferLayout, Compressor, CompressorState, CorruptMessageError, Piece
 from ...ops import FLOAT_DTYPES
 from .format import Value, tensors_of
 
 
-class Codec(Protocol):
-    """Encodes values before they are sent to another rank, and decodes them there."""
-
-    def encode(self, value: Value, stream: object, number: int) -> Value:
-        """Return the tensors to send for a value.
-
-        Args:
-            value: a tensor or a tuple of tensors.
-            stream: printed as its name, the same at both ends.
-            number: of this value in the stream.
-        """
-
-    def decode(self, value: Value, stream: object) -> Value:
-        """Return the value that was encoded."""
-
-
-class IdentityCodec(Codec):
-    """Values unchanged."""
-
-    @override
-    def encode(self, value: Value, stream: object, number: int) -> Value:
-        return value
-
-    @override
-    def decode(self, value: Value, stream: object) -> Value:
-        return value
-
-
-class CompressingCodec(Codec):
-    """Floating-point tensors compressed, others unchanged.
+class Codec:
+    """Compresses floating-point tensors before they are sent, and decompresses them there.
 
     The encoded value is a tuple. Its first tensor is empty and has the shape (0, 1) if the value
     is a tensor, (0, 0) if it is a tuple. A floating-point tensor is replaced by an empty
@@ -60,10 +30,14 @@ class CompressingCodec(Codec):
         self._rank = rank
         self._states: dict[BufferLayout, CompressorState] = {}
 
-    @override
     @torch.no_grad()
     def encode(self, value: Value, stream: object, number: int) -> Value:
-        """Compress the floating-point tensors of a value.
+        """Compress the floating-point tensors of a value; return the tensors to send for it.
+
+        Args:
+            value: a tensor or a tuple of tensors.
+            stream: printed as its name, the same at both ends.
+            number: of this value in the stream.
 
         Raises:
             ValueError: a floating-point tensor that is not float32, bfloat16 or float16.
@@ -78,14 +52,9 @@ class CompressingCodec(Codec):
                 parts.append(tensor)
         return tuple(parts)
 
-    @override
     @torch.no_grad()
     def decode(self, value: Value, stream: object) -> Value:
-        """Decompress what ``encode`` returned.
-
-        Raises:
-            CorruptMessageError: ``encode`` cannot have returned this.
-        """
+        """Decompress; a CorruptMessageError for what ``encode`` cannot have returned."""
         marker, *rest = tensors_of(value)
         if tuple(marker.shape) not in {(0, 0), (0, 1)}:
             raise CorruptMessageError(f"got a first tensor of shape {list(marker.shape)}")

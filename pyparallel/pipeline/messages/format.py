@@ -126,10 +126,7 @@ class Header:
         return sum(aligned(each.num_bytes) for each in self.tensors)
 
     def to_tensor(self, capacity: int = 0) -> Tensor:
-        """Return the header as an int64 tensor with room for a payload behind it.
-
-        Args:
-            capacity: bytes of that room.
+        """Return the header as an int64 tensor with room for a payload of ``capacity`` bytes.
 
         Raises:
             ValueError: an unsupported dtype, or more dimensions than a header has room for.
@@ -165,11 +162,7 @@ def cut_failure(text: str) -> str:
 
 
 def new_header(capacity: int = 0) -> Tensor:
-    """Return an int64 tensor to receive a header into, with room for a payload behind it.
-
-    Args:
-        capacity: bytes of that room.
-    """
+    """Return an int64 tensor to receive a header into, and a payload of ``capacity`` bytes."""
     tensor = _empty(capacity)
     ctypes.memset(tensor.data_ptr() + 8 * _NUMBER, _UNWRITTEN, 8)
     return tensor

@@ -85,10 +85,9 @@ class P2PGroups:
         return is_tcp and self.headers is None and self.supports_tags
 
     def _warm_up(self, neighbors: Sequence[tuple[int, int]]) -> None:
-        """Send one byte each way between neighbors.
+        """Send one byte each way between neighbors, in the same order on all ranks.
 
-        NCCL connects two ranks in their first operation: the host waits for the peer's. So all
-        ranks connect in the same order.
+        NCCL connects two ranks in their first operation: the host waits for the peer's.
         """
         rank, posted = self.rank, list[tuple[Any, Any]]()
         for lower, upper in neighbors:

@@ -38,13 +38,7 @@ def pack_behind(header: Tensor, value: Value) -> None:
 
 
 def unpack(payload: Tensor, header: Header, begin: int = 0) -> Value:
-    """Return the packed value as views of the payload, with the sender's ``requires_grad``.
-
-    Args:
-        payload: of any dtype.
-        header: of the value.
-        begin: the byte where it begins.
-    """
+    """Return the value from byte ``begin`` on as views, with the sender's ``requires_grad``."""
     tensors = []
     for meta in header.tensors:
         stride, strides = 1, [0] * len(meta.shape)

@@ -20,19 +20,10 @@ class Payloads(Protocol):
         """Send a payload of a stream asynchronously; return its work."""
 
     def recv(self, stream: int, length: int) -> tuple[Tensor, Any]:
-        """Return the buffer of a stream's next payload, and the work to wait for.
-
-        Args:
-            stream: of the sender.
-            length: of the payload in bytes, known from its header.
-        """
+        """Return the buffer of a stream's next payload, of ``length`` bytes, and its receive."""
 
     def prefetch(self, streams: Sequence[int]) -> None:
-        """Post receives for the next headers' payloads, where that is possible before they come.
-
-        Args:
-            streams: of the headers whose receives are posted, in the order of the sends.
-        """
+        """Post receives of payloads, as they are sent, where possible before their headers."""
 
     def flush(self) -> None:
         """Wait for the sends: on NCCL the current stream, not the host."""

@@ -14,7 +14,7 @@ from ...compression import CorruptMessageError
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .channel import Channel, P2PMessage
-from .codec import Codec, IdentityCodec
+from .codec import Codec
 from .format import NO_BATCH, BatchMeta, Refusal, Value, cut_failure, tensors_of
 from .groups import P2PGroups
 from .refusals import StepRefusedError
@@ -58,6 +58,12 @@ def destinations_of(action: Action) -> tuple[Endpoint, ...]:
     return ()
 
 
+def source_of(action: Action) -> Endpoint:
+    """Return where the input of a forward or a backward from another stage arrives."""
+    kind = StreamKind.ACTIVATIONS if action.kind is Kind.FORWARD else StreamKind.GRADIENTS
+    return Endpoint(action.stage, kind)
+
+
 class StageP2P:
     """Sends and receives of one rank's stages.
 
@@ -85,11 +91,8 @@ class StageP2P:
         gradient_codec: Codec | None = None,
     ) -> None:
         self._shape = shape
-        self._codecs = {
-            StreamKind.ACTIVATIONS: activation_codec or IdentityCodec(),
-            StreamKind.GRADIENTS: gradient_codec or IdentityCodec(),
-            StreamKind.SHARED: IdentityCodec(),
-        }
+        codecs = {StreamKind.ACTIVATIONS: activation_codec, StreamKind.GRADIENTS: gradient_codec}
+        self._codecs = {kind: codec for kind, codec in codecs.items() if codec is not None}
         self._rank = 0 if groups is None else groups.rank
         self.waited: defaultdict[StreamKind | None, float] = defaultdict(float)
         self._run = None if groups is None else groups.payloads[0]
@@ -132,10 +135,8 @@ class StageP2P:
     def refuse_step(self, action: Action, endpoints: Iterable[Endpoint], refusal: Refusal) -> None:
         """Send a refusal to the next rank, if there is one, and wait until it has arrived.
 
-        Args:
-            action: this rank's first one of the step.
-            endpoints: where its messages would be sent.
-            refusal: in place of the first of them that the next rank would receive.
+        It takes the place of the first message of ``endpoints``, where those of this rank would be
+        sent, that the next rank would receive.
         """
         for each in endpoints:
             if each.stage == action.stage + 1 < self._shape.num_ranks:
@@ -148,32 +149,32 @@ class StageP2P:
         for channel in self._channels.values():
             channel.forget()
 
-    def send_output(
-        self, action: Action, value: Value | Refusal, batch: BatchMeta = NO_BATCH
-    ) -> None:
-        """Send an action's output, and a forward's batch, to the stage that needs it, if any."""
-        for endpoint in destinations_of(action):
-            self.send(endpoint, action.microbatch, value, batch)
-
     def send(
         self, endpoint: Endpoint, number: int, value: Value | Refusal, batch: BatchMeta = NO_BATCH
     ) -> None:
-        """Send a value under a number that is unique among those in flight on its stream."""
+        """Send a value to a stage, if it exists.
+
+        Args:
+            endpoint: of the stage.
+            number: of the value, unique among those in flight on its stream.
+            value: the output of an action, or why there is none.
+            batch: that a forward's output is of.
+        """
         if not 0 <= endpoint.stage < self._shape.num_stages:
             return
         peer = endpoint.stage % self._shape.num_ranks
-        is_local = peer == self._rank
-        if not isinstance(value, Refusal):
-            codec = self._codecs[endpoint.kind]
-            value = _detached(value) if is_local else codec.encode(value, endpoint, number)
-        if is_local:
-            self._arrived[endpoint.stream, number] = value
-        else:
-            channel = self._channels[peer]
-            channel.send(endpoint.stream, number, value, via_host=self.via_host, batch=batch)
+        if peer == self._rank:
+            local = value if isinstance(value, Refusal) else _detached(value)
+            self._arrived[endpoint.stream, number] = local
+            return
+        codec = self._codecs.get(endpoint.kind)
+        if codec is not None and not isinstance(value, Refusal):
+            value = codec.encode(value, endpoint, number)
+        channel = self._channels[peer]
+        channel.send(endpoint.stream, number, value, via_host=self.via_host, batch=batch)
 
-    def recv_input(self, action: Action) -> Value | Refusal:
-        """Wait for an action's input from another stage and return it.
+    def recv(self, endpoint: Endpoint, number: int) -> Value | Refusal:
+        """Wait for the value of a number from another stage, and return it.
 
         Raises:
             StepRefusedError: there is none, as the previous rank has refused the step.
@@ -181,18 +182,13 @@ class StageP2P:
             RemoteError: another rank failed; the message is its own.
             CorruptMessageError: the message does not decode.
         """
-        kind = StreamKind.ACTIVATIONS if action.kind is Kind.FORWARD else StreamKind.GRADIENTS
-        return self.recv(Endpoint(action.stage, kind), action.microbatch)
-
-    def recv(self, endpoint: Endpoint, number: int) -> Value | Refusal:
-        """Wait for the value of a number and return it; raises as ``recv_input``."""
         while (endpoint.stream, number) not in self._arrived:
             self._recv_message(endpoint)
         self.batch = self._batches.pop((endpoint.stream, number), NO_BATCH)
         return self._decoded(endpoint, self._arrived.pop((endpoint.stream, number)))
 
     def recv_next(self, endpoint: Endpoint) -> tuple[int, Value | Refusal]:
-        """Wait for the next value; return its number and it; raises as ``recv_input``."""
+        """Wait for the next value; return its number and it; raises as ``recv``."""
         while (number := self._first(endpoint)) is None:
             self._recv_message(endpoint)
         return number, self.recv(endpoint, number)
@@ -205,16 +201,10 @@ class StageP2P:
         return peer != self._rank and self._channels[peer].is_ready
 
     def barrier(self, refusal: Refusal | None = None) -> Refusal | None:
-        """Wait until all sends are delivered, and every rank has called this.
+        """Wait until all sends are delivered and every rank is here; return the refusal of any.
 
         No rank returns before all have called: a waiting rank receives, and so learns of a failure
         on any rank.
-
-        Args:
-            refusal: given on one rank.
-
-        Returns:
-            That refusal, on every rank.
 
         Raises:
             PeerError: a rank died, or makes other calls.
@@ -247,11 +237,10 @@ class StageP2P:
         return refusal
 
     def agree_on_error(self, text: str, without_store: str) -> str:
-        """Return the text of the error that all ranks raise: that of the first to find one.
+        """Return the error that all ranks raise: that of the first to find one.
 
-        Args:
-            text: of this rank's error; cut to what neighbors can be sent.
-            without_store: instead, if no rank can publish its own.
+        ``text`` is this rank's, cut to what neighbors can be sent; ``without_store`` is returned if
+        no rank can publish its own.
         """
         if self._run is None:
             return text
@@ -260,10 +249,8 @@ class StageP2P:
     def abort(self, reason: str, *, waits: bool = True) -> None:
         """Send an error to the neighbors that are still connected.
 
-        Args:
-            reason: of the error.
-            waits: keep the process group's store, if this rank hosts it, until all others have
-                agreed on the error.
+        ``waits``: keep the process group's store, if this rank hosts it, until all others have
+        agreed on the error.
         """
         for channel in self._channels.values():
             channel.abort(reason)
@@ -285,7 +272,6 @@ class StageP2P:
         self._keep(self._waiting(self._channels[peer], endpoint.kind), peer)
 
     def _waiting(self, channel: Channel, kind: StreamKind | None) -> P2PMessage:
-        """Receive the next message, and count how long that took."""
         begin = time.perf_counter()
         message = channel.recv()
         self.waited[kind] += time.perf_counter() - begin
@@ -309,15 +295,14 @@ class StageP2P:
         return source % self._shape.num_ranks
 
     def _first(self, endpoint: Endpoint) -> int | None:
-        """Return the number of the oldest value that has arrived; None without one."""
         return next((nr for stream, nr in self._arrived if stream == endpoint.stream), None)
 
     def _decoded(self, endpoint: Endpoint, value: Value | Refusal) -> Value | Refusal:
-        sender = self._sender_to(endpoint)
-        if sender == self._rank or isinstance(value, Refusal):
+        sender, codec = self._sender_to(endpoint), self._codecs.get(endpoint.kind)
+        if sender == self._rank or codec is None or isinstance(value, Refusal):
             return value
         try:
-            return self._codecs[endpoint.kind].decode(value, endpoint)
+            return codec.decode(value, endpoint)
         except CorruptMessageError as error:
             raise CorruptMessageError(
                 f"{endpoint} must be encoded by their compressor, got a corrupt message from rank "
@@ -333,6 +318,5 @@ class StageP2P:
 
 
 def _detached(value: Value) -> Value:
-    """Detach a value from its graph, as a message would be."""
     detached = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value))
     return detached[0] if isinstance(value, torch.Tensor) else detached

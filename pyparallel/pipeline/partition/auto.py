@@ -7,23 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...comm import (
-    Collectives,
-    DisagreementError,
-    Run,
-    device_of,
-)
+from ...comm import Collectives, DisagreementError, Run, device_of
+from ...training.arguments import require
 from ..runtime.inputs import Inputs
 from .profile import profile_layers
 from .solver import Split, balance, check_num_stages
 
 
 def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
-    """Check that a split divides ``num_layers`` layers into ``num_stages`` stages.
-
-    Raises:
-        ValueError: the split is invalid.
-    """
+    """Raise a ValueError unless a split divides so many layers into so many stages."""
     check_num_stages(num_layers, num_stages)
     given = list(split)
     if len(given) != num_stages - 1:
@@ -31,8 +23,8 @@ def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
             f"split must hold the first layer of each stage after the first, {num_stages - 1} "
             f"indices for {num_stages} stages, got {len(given)}: {given}"
         )
-    if not all(isinstance(index, int) for index in given):
-        raise ValueError(f"split must hold integers, got {given}")
+    are_integers = all(isinstance(index, int) for index in given)
+    require(are_integers, "split must hold integers", str(given))
     if not all(a < b for a, b in pairwise([0, *given, num_layers])):
         raise ValueError(
             f"split must ascend, from 1 or more to {num_layers - 1} or less, so that every stage "
@@ -41,24 +33,13 @@ def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
 
 
 def split_automatically(
-    layers: Sequence[nn.Module],
-    example: Inputs | None,
-    num_stages: int,
-    run: Run | None = None,
+    layers: Sequence[nn.Module], example: Inputs | None, num_stages: int, run: Run | None = None
 ) -> Split:
     """Profile the layers on rank 0 and balance the stages; return the same split on all ranks.
 
-    All ranks must call this; the others wait for rank 0. Layers that share parameters, and those
-    between them, stay on one stage, if that leaves enough others for all stages.
-
-    Args:
-        layers: equally many on all ranks; rank 0 runs its own, see ``profile_layers``.
-        example: a microbatch; only rank 0 needs it, others may pass None.
-        num_stages: total number of stages; a multiple of the ranks.
-        run: of the trainer; None: of the default group, or a single process without one.
-
-    Returns:
-        The first layer of stages 1, 2, ...
+    All ranks must call this; the others wait for rank 0, and need no ``example``, a microbatch.
+    Layers that share parameters, and those between them, stay on one stage, if that leaves enough
+    others for all stages. Without a ``run`` the default group is used, or a single process.
 
     Raises:
         ValueError: (DisagreementError, on all ranks) fewer layers than stages, a layer that failed,

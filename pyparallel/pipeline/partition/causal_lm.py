@@ -141,11 +141,7 @@ class CausalInputs(nn.Module, ABC):
         return problem or self._find_shape_error(given) or self._find_range_error(given)
 
     def _check_others(self, others: Mapping[str, object]) -> None:
-        """Check that there are no arguments of other names.
-
-        Raises:
-            ValueError: there is one.
-        """
+        """Raise a ValueError if there are arguments of other names."""
         problem = others and find_other_argument(others, _names(inspect.signature(self.forward)))
         if problem:
             raise ValueError(problem)
@@ -203,15 +199,9 @@ def find_other_argument(others: Mapping[str, object], names: str) -> str | None:
 
 
 def check_config(model: nn.Module, inner: nn.Module, inner_class: str) -> None:
-    """Check that the model computes what its layers do.
+    """Raise a ValueError unless the model computes what its layers do.
 
-    Args:
-        model: with its configuration.
-        inner: the part of the model that runs the blocks.
-        inner_class: the name of the class whose ``forward`` that must be.
-
-    Raises:
-        ValueError: it does not.
+    ``inner`` is the part that runs the blocks, whose ``forward`` must be that of ``inner_class``.
     """
     config: Any = model.config
     for name, allowed in {
@@ -252,7 +242,6 @@ def _pack(hidden: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> V
 
 
 def _unpack(value: Value) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the hidden state, the mask and the position ids."""
     if isinstance(value, Tensor):
         return value, None, None
     hidden, *others = value

@@ -10,13 +10,11 @@ from .torch_pipe import UnpackInputs
 
 
 def names_of_modules(model: Any, layers: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """Return the names of modules in the whole model.
+    """Return the names in the whole model of the modules in the layers of all stages.
 
-    Args:
-        model: what the layers are of: a module, a list with the whole model as ``model``, any other
-            list, whose layers are named as those of ``nn.Sequential(*layers)``, or stages of
-            torch's, whose modules keep the names of the model that was split.
-        layers: of all stages.
+    The model is a module; a list that has the whole model as ``model``; any other list, whose
+    layers are named as those of ``nn.Sequential(*layers)``; or torch's stages, whose modules keep
+    the names of the model that was split.
     """
     whole = model if isinstance(model, nn.Module) else getattr(model, "model", None)
     if isinstance(whole, nn.Module) and not any(isinstance(each, UnpackInputs) for each in layers):

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
 from ...training import uncompiled
 from ..messages import Value, tensors_of
-from ..runtime.inputs import Arguments, Inputs, call_module, input_tensors, map_tensors
+from ..runtime.inputs import Arguments, Inputs, call_module, input_tensors
 from ..runtime.preserve_state import preserving_state
 from ..runtime.stage_layers import Skippable, check_stashed
 from ..runtime.values import check_value
@@ -47,18 +48,12 @@ class LayerCost:
 def profile_layers(
     layers: Sequence[nn.Module], example: Inputs, repeats: int = 5
 ) -> list[LayerCost]:
-    """Profile each layer of a sequence.
+    """Profile each layer of a sequence, in its training mode, on a microbatch.
 
     Each layer runs alone, on the output of the previous one: once to warm up, then ``repeats``
     times for the median. So only one layer's activations are held at once. Gradients, buffers,
     training modes and torch's random number generators are restored when this returns or raises;
     other changes by layers or hooks are not undone.
-
-    Args:
-        layers: each takes the output of the previous one as its only argument. They are profiled
-            in their current training mode.
-        example: the first layer's inputs for a microbatch, on its device.
-        repeats: number of timed runs of each layer.
 
     Raises:
         RuntimeError: a layer failed, or returned neither a tensor nor a tuple of tensors.
@@ -132,7 +127,7 @@ class _LayerRun:
 
     def __init__(self, layer: nn.Module, value: Inputs) -> None:
         self._layer = layer
-        self._value = map_tensors(_copy, value)
+        self._value = tree_map_only(Tensor, _copy, value)
         self.inputs = input_tensors(self._value)
         self._targets = [
             get_gradient_edge(tensor)
@@ -167,7 +162,6 @@ def _detached(value: Value) -> Value:
 
 
 def _time(run: _LayerRun, devices: Iterable[torch.device]) -> tuple[float, float]:
-    """Return the seconds of the forward and of the backward."""
     forward = _seconds(run.forward, devices)
     run.make_output_grads()
     return forward, _seconds(run.backward, devices)

@@ -103,11 +103,7 @@ def find_ties(stages: Sequence[nn.Module]) -> list[Tie]:
 
 
 def _check_no_shared_buffers(stages: Sequence[nn.Module]) -> None:
-    """Check that no two stages have a module with a state that is no parameter.
-
-    Raises:
-        ValueError: they have; each would have statistics of its own.
-    """
+    """Raise a ValueError if two stages share a module with buffers: each would have its own."""
     stage_of: dict[nn.Module, int] = {}
     for number, stage in enumerate(stages):
         for name, module in stage.named_modules():
@@ -123,8 +119,7 @@ def _check_no_shared_buffers(stages: Sequence[nn.Module]) -> None:
 def _find_skips(stages: Sequence[nn.Sequential]) -> list[_Skip]:
     """Return what ``Skippable`` layers stash, up to the last layer that pops it.
 
-    Raises:
-        ValueError: a name is stashed twice, popped before it is stashed, or never popped.
+    A name stashed twice, popped before it is stashed, or never popped is a ValueError.
     """
     stashed: dict[str, int] = {}  # the stage of each name
     popped: dict[str, int] = {}  # the last one

@@ -9,6 +9,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from ...training.arguments import require
+
 Split = tuple[int, ...]
 
 
@@ -31,7 +33,7 @@ def balance(
 
     Args:
         costs: time of each layer, forward and backward, in any one unit.
-        num_stages: number of stages, at most the number of layers.
+        num_stages: at most the number of layers.
         memory: of each layer, (layers,); or (stages, layers), if it depends on how many
             microbatches a stage holds.
         limit: the memory of a stage's layers together, at most, in the unit of ``memory``.
@@ -46,8 +48,8 @@ def balance(
     """
     check_num_stages(len(costs), num_stages)
     num_ranks = num_stages if num_ranks is None else num_ranks
-    if num_ranks < 1 or num_stages % num_ranks:
-        raise ValueError(f"num_ranks must divide {num_stages} stages, got {num_ranks}")
+    fits = num_ranks >= 1 and num_stages % num_ranks == 0
+    require(fits, f"num_ranks must divide {num_stages} stages", num_ranks)
     if (memory is None) != (limit is None):
         raise ValueError(
             f"memory and limit must be given together, got {memory!r} and limit {limit!r}"
@@ -62,11 +64,7 @@ def balance(
 
 
 def check_num_stages(num_layers: int, num_stages: int) -> None:
-    """Check that there is a layer for each stage.
-
-    Raises:
-        ValueError: there are fewer layers than stages.
-    """
+    """Raise a ValueError if there are fewer layers than stages."""
     if not isinstance(num_stages, int) or not 1 <= num_stages <= num_layers:
         raise ValueError(
             f"num_stages must be from 1 to the number of layers, got {num_stages!r} stages for "
@@ -115,8 +113,8 @@ class _Resource:
 
 def _as_resource(name: str, amounts: np.ndarray, num_stages: int) -> _Resource:
     """Create an uncapped resource from amounts (layers,) or (stages, layers)."""
-    if not (np.isfinite(amounts).all() and (amounts >= 0).all()):
-        raise ValueError(f"{name} must be finite and not negative, got {amounts.tolist()}")
+    fits = np.isfinite(amounts).all() and (amounts >= 0).all()
+    require(fits, f"{name} must be finite and not negative", f"{amounts.tolist()}")
     rows = np.broadcast_to(amounts, (num_stages, amounts.shape[-1])).tolist()
     exact = [[Fraction(value) for value in row] for row in rows]
     scale = math.lcm(*(value.denominator for row in exact for value in row))
@@ -125,15 +123,13 @@ def _as_resource(name: str, amounts: np.ndarray, num_stages: int) -> _Resource:
 
 
 def _memory_bound(amounts: np.ndarray, limit: float, num_layers: int, num_stages: int) -> _Resource:
-    """Create the memory resource, capped at the limit."""
     if amounts.shape not in {(num_layers,), (num_stages, num_layers)}:
         raise ValueError(
             f"memory must be one number for each of {num_layers} layers, or {num_stages} rows of "
             f"that, got shape {amounts.shape}"
         )
     resource = _as_resource("memory", amounts, num_stages)
-    if not (math.isfinite(limit) and limit >= 0):
-        raise ValueError(f"limit must be finite and not negative, got {limit!r}")
+    require(math.isfinite(limit) and limit >= 0, "limit must be finite and not negative", limit)
     capped = replace(resource, cap=math.floor(Fraction(limit) * resource.scale))
     if not _is_possible([capped]):
         least = Fraction(_minimize_cap(resource, []).cap, resource.scale)
@@ -157,7 +153,6 @@ def _minimize_cap(resource: _Resource, bounds: list[_Resource]) -> _Resource:
 
 
 def _is_possible(resources: list[_Resource]) -> bool:
-    """Return whether a split within all caps exists."""
     ends = _begins(resources)[-1]
     return bool(ends) and ends[-1] == resources[0].num_layers
 
@@ -209,7 +204,6 @@ def _choices(
 
 
 def _local_search(split: Split, time: _Resource, bounds: list[_Resource], num_ranks: int) -> Split:
-    """Make the best move as long as it makes the ranks faster."""
     while True:
         best = min(
             _neighbors(split, time, bounds), key=lambda each: _rank_times(each, time, num_ranks)

@@ -21,13 +21,7 @@ class TiedParameters:
         ties: of all stages; all ranks must pass them in the same order.
     """
 
-    def __init__(
-        self,
-        ties: Sequence[Tie],
-        shape: PipelineShape,
-        rank: int,
-        run: Run,
-    ) -> None:
+    def __init__(self, ties: Sequence[Tie], shape: PipelineShape, rank: int, run: Run) -> None:
         self.are_on_several_ranks = False  # which all ranks know
         self._copies: list[tuple[nn.Parameter, Collectives, int]] = []  # int: the owner's rank
         groups: dict[tuple[int, ...], Collectives] = {}

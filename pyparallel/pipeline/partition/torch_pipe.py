@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ...training import find_ddp_error, wrong_type
+from ...training.arguments import require
 
 
 def layers_and_split(
@@ -49,8 +50,7 @@ def _as_layers(model: Any) -> list[Any]:
 def _one_layer_each(
     modules: dict[int, nn.Module], num_stages: int, split: Sequence[int] | None
 ) -> tuple[list[nn.Module], Sequence[int]]:
-    if split is not None:
-        raise ValueError(f"split must be None for a model that is split already, got {split!r}")
+    require(split is None, "split must be None for a model that is split already", repr(split))
     layers: list[nn.Module] = [
         UnpackInputs(modules[index]) if index in modules else nn.Identity()
         for index in range(num_stages)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from ...optim import FusedOptimizer
 from ...training import FlatBuckets
+from ...training.arguments import is_number, require
 from .base import WeightPredictor
 from .flat_state import FlatState
 
@@ -64,12 +65,9 @@ class UpdateErrorFeedback(Correction):
 
     def __post_init__(self) -> None:
         given = self.coefficient
-        is_number = isinstance(given, int | float) and not isinstance(given, bool)
-        if given is not None and not (is_number and 0 < given < math.inf):
-            raise ValueError(
-                f"coefficient must be a finite number above 0, or None, got {given!r}; 1 is the "
-                "paper's"
-            )
+        fits = given is None or (is_number(given) and 0 < given < math.inf)
+        rule, fix = "coefficient must be a finite number above 0, or None", "1 is the paper's"
+        require(fits, rule, given, fix)
 
     @override
     def wrap(
@@ -157,9 +155,8 @@ class StageMomentum(Correction):
     limit: float = 0.99
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.limit, int | float) and not isinstance(self.limit, bool)
-        if not (is_number and 0 < self.limit < 1):
-            raise ValueError(f"limit must be a number in (0, 1), got {self.limit!r}")
+        fits = is_number(self.limit) and 0 < self.limit < 1
+        require(fits, "limit must be a number in (0, 1)", repr(self.limit))
 
     @override
     def wrap(

@@ -34,7 +34,7 @@ class PredictsStep(Protocol):
             parameter: with its current value.
             state: the optimizer's state of it, never empty.
             group: its parameter group, with the learning rate of the next steps.
-            horizon: number of steps, at least 1.
+            horizon: at least 1.
 
         Returns:
             A tensor of the parameter's shape.
@@ -87,7 +87,6 @@ class Displacement(Prediction):
 
 
 def _repeats_last_update(optimizer: Optimizer) -> bool:
-    """Return whether the rule of exactly this class is ``LastUpdate``."""
     kind = type(optimizer)
     return kind is Muon or f"{kind.__module__}.{kind.__qualname__}" in _LIONS
 

@@ -33,15 +33,11 @@ class FlatRule(Protocol):
     def predict(
         self, weights: Tensor, state: Mapping[str, Tensor], group: Group, horizon: int, out: Tensor
     ) -> None:
-        """Write the weights ``horizon`` steps ahead.
+        """Write the weights ``horizon`` steps ahead to ``out``, both (n,).
 
-        Args:
-            weights: (n,) live weights.
-            state: the named tensors, (n,) each, zero where the optimizer has none; and ``step``
-                and ``mu_product``, 0-d, if it has these and has stepped these parameters.
-            group: the parameter group, with the learning rate of the next steps.
-            horizon: number of steps, at least 1.
-            out: (n,) output.
+        ``state`` has the named tensors, (n,) each, zero where the optimizer has none; and ``step``
+        and ``mu_product``, 0-d, if it has these and has stepped these parameters. ``group`` has the
+        learning rate of the next steps.
         """
 
 

@@ -78,11 +78,7 @@ class FlatState:
 
 
 def check_dtypes(weights: Sequence[FlatBuckets]) -> None:
-    """Check that the ops of prediction support the dtypes of the weights.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise a ValueError unless the ops of prediction support the dtypes of the weights."""
     for dtype in {buffer.dtype for each in weights for buffer in each.buffers}.difference(_DTYPES):
         raise ValueError(
             "parameters must, for weight prediction, be float32, bfloat16 or float16, "

@@ -23,10 +23,7 @@ class LRRescheduled(WeightPredictor):
     """
 
     def __init__(
-        self,
-        predictor: WeightPredictor,
-        optimizer: Optimizer,
-        factor: Callable[[int], float],
+        self, predictor: WeightPredictor, optimizer: Optimizer, factor: Callable[[int], float]
     ) -> None:
         self._predictor = predictor
         self._optimizer = optimizer

@@ -90,20 +90,11 @@ class NAdamRule(FlatRule):
 
 
 def nadam_factor(
-    beta1: float,
-    momentum_decay: float,
-    step: float | Tensor,
-    product: float | Tensor,
-    horizon: int,
+    beta1: float, momentum_decay: float, step: float | Tensor, product: float | Tensor, horizon: int
 ) -> float | Tensor:
     """Return the sum of NAdam's next steps for constant gradients, in steps of Adam.
 
-    Args:
-        beta1: decay of the first moment.
-        momentum_decay: of the momentum schedule.
-        step: number of steps so far.
-        product: of the momenta of all steps so far.
-        horizon: number of steps.
+    ``step`` is the number of steps so far, and ``product`` that of their momenta.
     """
 
     def momentum(count: float | Tensor) -> Any:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from ...ops import predict_sgd
 from ...training import FlatBuckets
+from ...training.arguments import require
 from .base import Prediction, WeightPredictor
 from .flat_predictor import LAST_GRADIENT, FlatRule, FlatWeightPredictor, Group
 from .optimizer_rules import learning_rate
@@ -35,8 +36,7 @@ class Rollout(Prediction):
     persistence: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.persistence <= 1:
-            raise ValueError(f"persistence must be from 0 to 1, got {self.persistence}")
+        require(0 <= self.persistence <= 1, "persistence must be from 0 to 1", self.persistence)
 
     @override
     def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> WeightPredictor:
@@ -75,14 +75,7 @@ class _RolloutRule(FlatRule):
 def rollout_coefficients(
     momentum: float, dampening: float, nesterov: bool, horizon: int
 ) -> tuple[float, float]:
-    """Return the factors of the momentum buffer and of a constant gradient in the next steps' sum.
-
-    Args:
-        momentum: of the optimizer; 0: without.
-        dampening: of the gradient in the momentum buffer.
-        nesterov: whether the momentum is Nesterov's.
-        horizon: number of steps.
-    """
+    """Return the factors of the momentum buffer and of a constant gradient in the steps' sum."""
     if not momentum:
         return 0.0, float(horizon)
     # The next momentum buffer is buffer * m + gradient * g.

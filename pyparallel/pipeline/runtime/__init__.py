@@ -4,8 +4,4 @@ from .executor import StageError
 from .stage_layers import Skippable
 from .telemetry import Span
 
-__all__ = [
-    "Skippable",
-    "Span",
-    "StageError",
-]
+__all__ = ["Skippable", "Span", "StageError"]

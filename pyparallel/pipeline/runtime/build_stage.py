@@ -43,13 +43,7 @@ def prepare_training(
     scheduler_fn: SchedulerFactory | None = None,
     correction: Correction | None = None,
 ) -> TrainedStage:
-    """Build a stage's optimizers, and weights in the versions that the schedule reads.
-
-    Raises:
-        TypeError: ``optimizer_fn`` returns anything but optimizers.
-        ValueError: they do not hold each parameter once, or the schedule cannot predict their
-            steps, or the correction not correct them.
-    """
+    """Build a stage's optimizers, and weights in the versions that the schedule reads."""
     named = trained_parameters(module)
     if not named:
         return TrainedStage([], LiveWeights(None), [])
@@ -83,12 +77,7 @@ def trained_parameters(module: nn.Module, prefix: str = "") -> dict[str, nn.Para
 def build_optimizers(
     named: Mapping[str, nn.Parameter], optimizer_fn: OptimizerFactory
 ) -> list[Optimizer]:
-    """Build the optimizers of a stage's parameters.
-
-    Args:
-        named: the parameters.
-        optimizer_fn: called with a list of them; if it has two required positional parameters, with
-            a list of their names, too.
+    """Build the optimizers of a stage's parameters by name.
 
     Raises:
         TypeError: ``optimizer_fn`` returns anything but optimizers.
@@ -138,7 +127,7 @@ def attach_predictors(
     stage: int,
     correction: Correction | None = None,
 ) -> tuple[list[FlatBuckets], WeightPredictor]:
-    """Return the flat buffers of all parameter groups of a stage, and what steps and predicts them.
+    """Return the flat buffers of a stage's parameter groups, and what steps and predicts them.
 
     Raises:
         ValueError: the steps of an optimizer cannot be predicted or corrected.

@@ -10,10 +10,7 @@ from ...comm import Collectives, Run, device_of
 
 
 def clip_grad_norm_(gradients: Sequence[Tensor], max_norm: float, run: Run) -> None:
-    """Scale gradients across ranks as ``torch.nn.utils.clip_grad_norm_`` does on one.
-
-    Every rank of the run must call this.
-    """
+    """Scale gradients, on all ranks together, as ``torch.nn.utils.clip_grad_norm_`` does on one."""
     total = squared_norm(gradients, device_for(gradients, run))
     Collectives(run).all_reduce_(total)
     _scale_(gradients, max_norm, total)
@@ -74,10 +71,7 @@ class LossScale:
 
     @torch.no_grad()
     def unscale_(self, gradients: Sequence[Tensor]) -> bool:
-        """Divide gradients in place; return whether those of all ranks are finite.
-
-        Every rank of the run must call this.
-        """
+        """Divide gradients in place, on all ranks together; return whether all are finite."""
         device = device_for(gradients, self._run)
         found_inf, inverse = torch.zeros((), device=device), 1 / self.factor
         for gradient in gradients:
@@ -89,7 +83,6 @@ class LossScale:
         return is_finite
 
     def _update(self, is_finite: bool) -> None:
-        """Change the scale as ``GradScaler.update`` does on one rank."""
         state = self._grad_scaler.state_dict()
         scale, steps = state["scale"], state["_growth_tracker"] + 1
         if not is_finite:
@@ -144,9 +137,7 @@ class LastNormClipper:
     def norm_from_here(self, accumulated: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """Return the squared norm of this and the later stages in the next update: 0-d, float64.
 
-        Args:
-            accumulated: gradient of each parameter; None: it has none.
-            device: of the norm.
+        ``accumulated`` has the gradient of each parameter, or None.
         """
         self._own = squared_norms(accumulated, device)
         return self._own.sum() if self._later is None else self._own.sum() + self._later
@@ -160,11 +151,9 @@ class LastNormClipper:
         self._later = squared_norm
 
     def clip_(self, gradients: Sequence[Tensor], found_inf: Tensor | None) -> None:
-        """Scale the gradients of an update that is not skipped.
+        """Scale the gradients of an update, those of the last ``norm_from_here``, in place.
 
-        Args:
-            gradients: of the parameters, as of the last ``norm_from_here``; scaled in place.
-            found_inf: 0-d bool: the optimizer will skip the update; None: it will not.
+        ``found_inf``, 0-d bool: the optimizer will skip the update.
         """
         assert self._own is not None, "the backward of the update's last microbatch comes before"
         known = [each for each in (self._own.sum(), self._later, self._earlier) if each is not None]

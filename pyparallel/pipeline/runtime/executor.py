@@ -9,7 +9,7 @@ from ...comm import PeerError, RemoteError
 from ..messages import Value
 from ..messages.format import NO_BATCH, Refusal
 from ..messages.refusals import StepRefusedError, refusal_of
-from ..messages.stage_p2p import Destinations, Endpoint, StageP2P, destinations_of
+from ..messages.stage_p2p import Destinations, Endpoint, StageP2P, destinations_of, source_of
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .microbatches import MicrobatchSplitter
@@ -87,7 +87,7 @@ class Executor:
 
         Args:
             actions_of: the actions of each rank.
-            splitter: of the batch.
+            splitter: has the batch.
             before_updates: called before the first update of this rank's stages.
             empty: the pipeline is, so that the first stage receives nothing before it has sent.
 
@@ -122,11 +122,8 @@ class Executor:
     def evaluate(self, splitter: MicrobatchSplitter, outputs: list[Value] | None = None) -> None:
         """Run the forwards of all microbatches without backwards; raises as ``train``.
 
-        An invalid target of the last stage leaves out its forwards.
-
-        Args:
-            splitter: of the batch.
-            outputs: where to append those of the last stage, in place of computing its losses.
+        An invalid target of the last stage leaves out its forwards. With ``outputs`` those of the
+        last stage are appended to them, and no loss is computed.
         """
         last = self._shape.num_stages - 1
 
@@ -198,12 +195,7 @@ class Executor:
     def barrier(self, step: int, refusal: Refusal | None = None) -> Refusal | None:
         """Wait until every rank has finished its actions; return, and keep, the refusal of any.
 
-        Args:
-            step: the last one, for errors.
-            refusal: this rank's own.
-
-        Raises:
-            StageError: a rank failed or died; neighbors have been aborted.
+        ``step`` is the last one, for errors; a StageError if a rank has failed.
         """
         try:
             refusal = self._p2p.barrier(refusal)
@@ -215,18 +207,13 @@ class Executor:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Raise errors of communication inside as those of all ranks.
-
-        Raises:
-            StageError: a rank failed or died; neighbors have been aborted.
-        """
+        """Raise errors of communication inside as a StageError, the same on all ranks."""
         try:
             yield
         except (PeerError, RemoteError) as error:
             self._abort(error, f"rank {self._rank} waited for {what}")
 
     def _abort(self, error: Exception, where: str) -> NoReturn:
-        """Raise the error that all ranks raise, after it is sent to the neighbors."""
         message, own = self._agree_on_error(error, where)
         self._p2p.abort(message)
         cause: Exception = error
@@ -261,11 +248,7 @@ class Executor:
         *,
         needs_target: bool = True,
     ) -> None:
-        """Refuse a step, before anything is sent, whose batch is invalid here.
-
-        Raises:
-            StepRefusedError: the inputs are, or the target where this rank holds all stages.
-        """
+        """Raise a StepRefusedError, before anything is sent, if the batch is invalid here."""
         if 0 not in self.stages:
             return
         problem = splitter.find_input_error()
@@ -304,7 +287,8 @@ class Executor:
                 if output is not None:
                     is_forward = action.kind is Kind.FORWARD
                     batch = splitter.batch_meta(action.microbatch) if is_forward else NO_BATCH
-                    self._p2p.send_output(action, output, batch)
+                    for endpoint in destinations_of(action):
+                        self._p2p.send(endpoint, action.microbatch, output, batch)
                 before = output  # noqa: F841
                 if after_first is not None:
                     after_first()
@@ -322,7 +306,6 @@ class Executor:
                 raise
 
     def _recording(self, action: Action) -> "_Recording":
-        """Return a context: what runs inside is recorded as this action."""
         self._last = _Recording(self.telemetry, action)
         return self._last
 
@@ -332,13 +315,13 @@ class Executor:
             if action.stage == 0:
                 first: Value = splitter.inputs(action.microbatch)
                 return first
-            inputs = self._p2p.recv_input(action)
+            inputs = self._p2p.recv(source_of(action), action.microbatch)
             splitter.note_batch_meta(action.microbatch, self._p2p.batch)
             return inputs
         last = action.stage == self._shape.num_stages - 1
         if last or action.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             return None
-        return self._p2p.recv_input(action)
+        return self._p2p.recv(source_of(action), action.microbatch)
 
     def _failed_action(self, action: Action) -> Action:
         """Return the action that was running: an action of the schedule may run others."""

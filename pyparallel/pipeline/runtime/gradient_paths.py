@@ -115,7 +115,6 @@ class GradientPaths:
         return output_nrs
 
     def _branches(self, node: Node) -> list[Node]:
-        """Return the children of a path node that are on no path."""
         if node not in self.on_path:
             return []
         return [child for child, _ in self.children[node] if child not in self.on_path]

@@ -2,12 +2,12 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import register_pytree_node, tree_leaves
 
 from ...training import summarize, wrong_type
 from ..messages import Value
@@ -31,6 +31,10 @@ class Arguments:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+# Its tensors are found, mapped and split as those of a tuple.
+register_pytree_node(
+    Arguments, lambda each: ([each.args, each.kwargs], None), lambda parts, _: Arguments(*parts)
+)
 Inputs = Value | Arguments  # Value: one argument, as each layer gets from the previous one
 
 
@@ -43,15 +47,7 @@ def call_module(module: nn.Module, inputs: Inputs) -> Any:
 
 def input_tensors(inputs: Any) -> tuple[Tensor, ...]:
     """Return the tensors of a layer's inputs, also those nested in its arguments."""
-    return tuple(each for each in tree_leaves(_plain(inputs)) if isinstance(each, Tensor))
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
-    """Return a layer's inputs with each tensor replaced by ``function(tensor)``."""
-    if isinstance(inputs, Arguments):
-        mapped = tree_map_only(Tensor, function, (inputs.args, inputs.kwargs))
-        return Arguments(*mapped)
-    return function(inputs) if isinstance(inputs, Tensor) else tuple(map(function, inputs))
+    return tuple(each for each in tree_leaves(inputs) if isinstance(each, Tensor))
 
 
 @dataclass(frozen=True)
@@ -109,11 +105,7 @@ def batch_of_call(
     kwarg_mbs: Any,
     target_mbs: Any,
 ) -> tuple[Any, Any, bool]:
-    """Return the inputs and the target of a trainer's call, for ``MicrobatchSplitter``.
-
-    Returns:
-        Both, and whether they are the two positional arguments.
-    """
+    """Return the inputs and the target of a call, and whether they are its positional arguments."""
     if (arg_mbs, kwarg_mbs, target_mbs) == (None, None, None):
         if len(args) == 2 and not kwargs and target is None:
             return *args, args[1] is not None
@@ -160,7 +152,7 @@ def find_inputs_error(inputs: Any, num_microbatches: int) -> str | TypeError | N
         return missing("inputs", "the rank of the first stage")
     if isinstance(inputs, PreSplit):
         return inputs.find_error(num_microbatches)
-    return _find_type_error(inputs) or find_size_error("inputs", _plain(inputs), num_microbatches)
+    return _find_type_error(inputs) or find_size_error("inputs", inputs, num_microbatches)
 
 
 def find_size_error(name: str, value: Any, num_microbatches: int) -> str | None:
@@ -169,7 +161,7 @@ def find_size_error(name: str, value: Any, num_microbatches: int) -> str | None:
     if not all(each.dim() for each in tensors):
         return (
             f"{name} must be of tensors whose first dimension is the batch, got one of shape "
-            f"[] in {summarize(value)}"
+            f"[] in {summarize(_plain(value))}"
         )
     sizes = sorted({len(each) for each in tensors})
     if len(sizes) == 1 and sizes[0] >= num_microbatches:
@@ -186,11 +178,7 @@ def find_argument_error(
 ) -> str | None:
     """Return why a layer cannot be called so, by its signature or its own check, or None.
 
-    Args:
-        layer: the first one; it may have a method ``find_input_error(*args, **kwargs)`` that
-            returns a sentence about arguments that it cannot be called with, or None.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
+    That check is a method ``find_input_error(*args, **kwargs)``, which returns a sentence or None.
     """
     name = type(layer).__name__
     signature = _signature(layer)
@@ -246,15 +234,16 @@ def _find_type_error(inputs: Any) -> str | TypeError | None:
     if isinstance(inputs, dict) and not all(isinstance(key, str) for key in inputs):
         rule = "names of the first layer's arguments"
         return wrong_type("the keys of inputs", rule, list(inputs))
-    return _find_mask_error(tree_leaves(_plain(inputs)))
+    return _find_mask_error(inputs)
 
 
-def _find_mask_error(leaves: list[Any]) -> str | None:
+def _find_mask_error(inputs: Any) -> str | None:
     """Return why FlexAttention's masks among the inputs cannot be given to each microbatch."""
     # Torch's schedules split a mask of several samples, together with its function.
     flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
     mask = getattr(flex_attention, "BlockMask", ())
-    sizes = {len(each.kv_num_blocks) for each in leaves if isinstance(each, mask)} - {1}
+    masks = [each for each in tree_leaves(inputs) if isinstance(each, mask)]
+    sizes = {len(each.kv_num_blocks) for each in masks} - {1}
     if not sizes:
         return None
     return (
@@ -265,5 +254,5 @@ def _find_mask_error(leaves: list[Any]) -> str | None:
 
 
 def _plain(inputs: Any) -> Any:
-    """Return inputs as torch's pytrees, and errors, take them."""
+    """Return inputs as errors print them."""
     return (inputs.args, inputs.kwargs) if isinstance(inputs, Arguments) else inputs

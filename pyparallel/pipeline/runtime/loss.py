@@ -65,10 +65,8 @@ class Criterion:
     ) -> Tensor | Refusal:
         """Return the 0-d loss to differentiate, weighted by the microbatch's part of its update.
 
-        A refusal, if it is not finite and the check is not deferred: the host waits for it.
-
-        Raises:
-            ValueError: it requires no gradient although an output does.
+        A refusal, if it is not finite and the check is not deferred: the host waits for it. A
+        ValueError, if it requires no gradient although an output does.
         """
         defers_check = self._options.defers_check
         loss = self._report_loss(microbatch, output, splitter, must_be_finite=defers_check)
@@ -93,11 +91,7 @@ class Criterion:
     def loss_for_report(
         self, microbatch: int, output: Value, splitter: MicrobatchSplitter
     ) -> Tensor:
-        """Return the unweighted 0-d loss of a microbatch, and add it to the reported mean.
-
-        Raises:
-            ValueError: it is not a single number.
-        """
+        """Return the unweighted 0-d loss of a microbatch, and add it to the reported mean."""
         return self._report_loss(microbatch, output, splitter, must_be_finite=False)
 
     def _report_loss(

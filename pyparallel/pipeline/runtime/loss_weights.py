@@ -15,10 +15,7 @@ LossWeightFn = Callable[[Any], float | Tensor]
 def compute_loss_weights(
     loss_weight_fn: LossWeightFn, targets: Sequence[Any], first: int
 ) -> list[float] | str:
-    """Return the weight of each microbatch's loss, or why there are none.
-
-    The host waits for the weights on a GPU all at once.
-    """
+    """Return the weight of each microbatch's loss, or why there are none; the host waits once."""
     found: list[float | Tensor] = []
     for microbatch, target in enumerate(targets, first):
         try:

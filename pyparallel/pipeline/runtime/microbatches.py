@@ -20,7 +20,6 @@ from .inputs import (
     find_inputs_error,
     find_size_error,
     input_tensors,
-    map_tensors,
     missing,
 )
 from .loss_weights import LossWeightFn, compute_loss_weights
@@ -116,10 +115,7 @@ class MicrobatchSplitter:
         return BatchMeta(samples[microbatch - self._first], _sum(samples), self._has_short_form)
 
     def note_batch_meta(self, microbatch: int, batch: BatchMeta) -> None:
-        """Compare what has been received with a microbatch's activations with this rank's target.
-
-        A difference is an error of the target.
-        """
+        """Have the target refused if the activations of a microbatch are of other samples."""
         if batch == NO_BATCH:
             return
         self._received[microbatch] = batch
@@ -214,25 +210,19 @@ class MicrobatchSplitter:
     def _target_samples(self) -> list[int]:
         return self._samples(self._target, self._split_target)
 
-    def _samples(self, batch: Any, parts: list[Any]) -> list[int]:
-        if isinstance(batch, PreSplit):
-            return [_num_samples(part) for part in parts]
-        least, rest = divmod(_num_samples(batch), self._num_microbatches)
+    def _samples(self, whole: Any, split: list[Any]) -> list[int]:
+        if isinstance(whole, PreSplit):
+            return [_num_samples(each) for each in split]
+        least, rest = divmod(_num_samples(whole), self._num_microbatches)
         return [least + (index < rest) for index in range(self._num_microbatches)]
 
     @cached_property
     def _split_inputs(self) -> list[Inputs]:
         inputs = self._inputs
         if isinstance(inputs, PreSplit):
-            return [map_tensors(Tensor.detach, Arguments(*each)) for each in inputs.arguments()]
-        if isinstance(inputs, Arguments):
-            return [Arguments(*part) for part in self._split((inputs.args, inputs.kwargs))]
-        parts = self._split(inputs)
-        if isinstance(inputs, list):
-            return [Arguments(args=tuple(part)) for part in parts]
-        if isinstance(inputs, dict):
-            return [Arguments(kwargs=part) for part in parts]
-        return parts
+            split = [Arguments(*each) for each in inputs.arguments()]
+            return [tree_map_only(Tensor, Tensor.detach, each) for each in split]
+        return self._split(as_arguments(inputs) if isinstance(inputs, list | dict) else inputs)
 
     @cached_property
     def _split_target(self) -> list[Any]:
@@ -254,11 +244,7 @@ class MicrobatchSplitter:
 
 
 def concatenate(outputs: Sequence[Value]) -> Value:
-    """Return the outputs of microbatches as one batch's.
-
-    Raises:
-        ValueError: their shapes differ in more than the first dimension, or have none.
-    """
+    """Return the outputs of microbatches as one batch's; a ValueError if their shapes differ."""
     parts = [tensors_of(each) for each in outputs]
     shapes = [[list(tensor.shape) for tensor in part] for part in parts]
     if not all(map(all, shapes)) or len({str([s[1:] for s in each]) for each in shapes}) > 1:
@@ -273,7 +259,6 @@ def concatenate(outputs: Sequence[Value]) -> Value:
 
 
 def _as_dict(value: Any) -> Any:
-    """Return a mapping that is no dict, such as a tokenizer's, as one."""
     return dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
 
 
@@ -284,7 +269,6 @@ def _num_samples(value: Any) -> int:
 
 
 def _sum(samples: list[int]) -> int:
-    """Return the samples of all microbatches; 0 if those of one are not known."""
     return sum(samples) if all(samples) else 0
 
 

@@ -51,7 +51,6 @@ def check_autocast() -> None:
 
 
 def _autocast_kinds() -> list[str]:
-    """Return the types of devices for which autocast is enabled."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     return [kind for kind in kinds if torch.is_autocast_enabled(kind)]

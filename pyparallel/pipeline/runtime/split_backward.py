@@ -32,11 +32,7 @@ class WeightBackward:
         self._done = False
 
     def run(self) -> None:
-        """Accumulate into ``parameter.grad``, and release the graph.
-
-        Raises:
-            RuntimeError: it has run before.
-        """
+        """Accumulate into ``parameter.grad``, and release the graph; once, else a RuntimeError."""
         if self._done:
             raise RuntimeError("run must be called once after each backward_input, got a second")
         self._done = True
@@ -118,7 +114,6 @@ def _check(
 
 
 def _divide(paths: GradientPaths) -> tuple[list[Part], list[Part]]:
-    """Return the parts that can be deferred, and the others."""
     deferred: list[Part] = []
     immediate: list[Part] = []
     for part in paths.parts():
@@ -129,7 +124,6 @@ def _divide(paths: GradientPaths) -> tuple[list[Part], list[Part]]:
 def _gradients(
     edge_gradients: Sequence[EdgeGradient], edges: Sequence[GradientEdge], retain_graph: bool
 ) -> Iterator[Tensor | None]:
-    """Return the gradient at each edge, None where none reaches it."""
     if not (edge_gradients and edges):
         return iter([None] * len(edges))
     roots, gradients = zip(*edge_gradients, strict=True)

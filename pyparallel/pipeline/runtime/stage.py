@@ -10,12 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...training import (
-    check_like,
-    keys_of,
-    optimizer_kind,
-    plain_keys,
-)
+from ...training import check_like, keys_of, optimizer_kind, plain_keys
 from ..messages import Value, tensors_of
 from ..messages.format import Refusal
 from .clipping import LastNormClipper
@@ -113,11 +108,7 @@ class Stage:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Return the optimizer; None if there is none to train.
-
-        Raises:
-            RuntimeError: there are several.
-        """
+        """Return the optimizer, or None if nothing is trained; a RuntimeError if there are more."""
         if len(self.optimizers) > 1:
             raise RuntimeError(
                 f"optimizer must be read of a stage with one, got {len(self.optimizers)}; read "
@@ -192,10 +183,8 @@ class Stage:
     def backward(self, microbatch: int, gradients: Value | Refusal | None) -> Value | Refusal:
         """Accumulate the parameters' gradients; return those of the differentiable inputs.
 
-        Args:
-            microbatch: which one.
-            gradients: of the differentiable outputs; None on the last stage. Why there are none is
-                returned instead of the inputs' gradients.
+        ``gradients`` are of the differentiable outputs; None on the last stage. Why there are none
+        is returned instead of the inputs' gradients.
         """
         in_flight = self._in_flight.pop(microbatch)
         if in_flight.refusal is not None:
@@ -335,11 +324,7 @@ class Stage:
             self.clipper.resume(squared_norms)
 
     def check_state(self, state: dict[str, Any], path: str) -> None:
-        """Check that ``load_state_dict`` can load a state; changes nothing.
-
-        Raises:
-            Exception: of any type, if it cannot.
-        """
+        """Raise an error, of any type, if ``load_state_dict`` cannot load a state."""
         own = plain_keys(self.module.state_dict())
         check_like(plain_keys(state["module"]), own, f"{path}.module")
         check_like(state.get("updates", 0), self.num_updates, f"{path}.updates")
@@ -361,11 +346,7 @@ class Stage:
 
 
 def _check_optimized(stage: Stage) -> None:
-    """Check that the optimizers have all parameters, and none without versions of its weights.
-
-    Raises:
-        RuntimeError: parameters were unfrozen, or added to an optimizer.
-    """
+    """Raise a RuntimeError if parameters were unfrozen, or added to an optimizer."""
     thawed = [name for name, each in stage._frozen.items() if each.requires_grad]
     if thawed:
         held = {id(parameter) for parameter in stage.optimized}

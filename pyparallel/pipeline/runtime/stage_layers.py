@@ -143,7 +143,6 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _split_off(value: Any, number: int) -> tuple[Any, tuple[Tensor, ...]]:
-    """Return a stage's input and the tensors that follow it."""
     parts = tensors_of(value)
     own, skips = parts[:-number], parts[-number:]
     return own[0] if len(own) == 1 else own, skips
@@ -162,11 +161,7 @@ def _join(value: Any, skips: Sequence[Tensor]) -> Any:
 
 
 def check_stashed(name: str, value: Any) -> Tensor:
-    """Return what a ``Skippable`` layer stashes, if it is one tensor.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Return what a ``Skippable`` layer stashes, or raise a TypeError if it is not one tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"a layer that stashes its output must return one tensor, got {type(value).__name__} "

@@ -15,11 +15,7 @@ def check_training_state(
     state: dict[str, Any],
     path: str,
 ) -> None:
-    """Check that a stage's optimizers and schedulers can load a state, at ``path`` of the whole.
-
-    Raises:
-        Exception: of any type, if they cannot.
-    """
+    """Raise an error, of any type, if optimizers and schedulers cannot load a state at ``path``."""
     if optimizers:
         _check_optimizer_states(optimizers, state, f"{path}.optimizer")
     if schedulers:

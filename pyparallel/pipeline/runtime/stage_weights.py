@@ -32,10 +32,7 @@ class Weights(Protocol):
         """Return the most copies of the weights held at once, the live ones included."""
 
     def take_last_read(self) -> VersionKey | None:
-        """Return the version that a forward or backward, or an update, was the last to read.
-
-        None if nothing has read one since the last call.
-        """
+        """Return the version that was the last to be read since the last call, or None."""
         found, self.last_read = self.last_read, None
         return found
 
@@ -226,7 +223,6 @@ class StageWeights(Weights):
         return VersionCounters(self._version, self._version, update, first_forward)
 
     def _next_forward_key(self) -> VersionKey:
-        """Return what the next forward would read if it ran now."""
         update = self._update_index(self._next_microbatch)
         first_forward = self._first_forwards.get(update, self._version)
         counters = VersionCounters(self._version, self._version, update, first_forward)
@@ -257,7 +253,6 @@ class StageWeights(Weights):
             self._free.append(self._copies.pop(key))
 
     def _allocate(self, key: VersionKey) -> Sequence[Tensor]:
-        """Return the buffers for a new copy, those of a freed one if possible."""
         # In a drain a backward runs before the next forward.
         if not self._free and self._prefetched in self._copies:
             self._free.append(self._copies.pop(self._prefetched))
@@ -296,5 +291,4 @@ class StageWeights(Weights):
 
 
 def _key_of(version: WeightVersion) -> VersionKey:
-    """Return a key of plain integers."""
     return VersionKey(int(version.version), int(version.horizon))

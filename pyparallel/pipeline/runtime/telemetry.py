@@ -75,10 +75,7 @@ class Telemetry:
             self._follow(action, weights)
 
     def measure_gradient(self, stage: Stage) -> None:
-        """Keep the norm of a stage's gradient before its update, if it is to be measured.
-
-        The host does not wait for it.
-        """
+        """Keep the norm of a stage's gradient, if it is measured; the host does not wait."""
         if stage.options.measures_gradients and not stage.skips_update and stage.gradients:
             gradients = stage.gradients
             self._norms[stage.index] = squared_norm(gradients, gradients[0].device).sqrt()

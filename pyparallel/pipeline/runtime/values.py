@@ -14,11 +14,7 @@ from .options import StageOptions
 
 
 def check_value(output: Any, module: nn.Module | None = None) -> Value:
-    """Return a layer's output after checking its type.
-
-    Raises:
-        TypeError: it is neither a tensor nor a tuple of tensors.
-    """
+    """Return a layer's output, or raise a TypeError unless it is a tensor or a tuple of tensors."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple) and all(isinstance(each, Tensor) for each in output):

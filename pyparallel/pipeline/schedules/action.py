@@ -45,11 +45,7 @@ class Action(NamedTuple):
 
 
 def parse_action(text: str) -> Action:
-    """Parse an action such as ``2F0``.
-
-    Raises:
-        ValueError: the text is not a stage, one letter and a microbatch.
-    """
+    """Parse an action such as ``2F0``: a stage, one letter and a microbatch, or a ValueError."""
     match = _NOTATION.fullmatch(text.strip())
     if match is None:
         raise ValueError(

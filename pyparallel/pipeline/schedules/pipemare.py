@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 
 from ...training import FlatBuckets
+from ...training.arguments import check_integer, require
 from ..prediction.base import WeightPredictor
 from ..prediction.corrections import Correction
 from ..prediction.discrepancy import DiscrepancyCorrected
@@ -35,10 +36,9 @@ class PipeMare(Streaming):
     decay: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.annealing, int) or self.annealing < 0:
-            raise ValueError(f"annealing must be an integer of at least 0, got {self.annealing!r}")
-        if self.decay is not None and not 0 < self.decay < 1:
-            raise ValueError(f"decay must be in (0, 1) or None, got {self.decay!r}")
+        check_integer("annealing", self.annealing, 0)
+        fits = self.decay is None or 0 < self.decay < 1
+        require(fits, "decay must be in (0, 1) or None", self.decay)
 
     def versions(self, shape: PipelineShape) -> Versions:
         """Return live weights; with ``decay`` the backward recomputes the forward's weights."""

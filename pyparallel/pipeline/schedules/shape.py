@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ...training.arguments import check_integer, require
+
 
 @dataclass(frozen=True)
 class PipelineShape:
@@ -17,13 +19,10 @@ class PipelineShape:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if self.num_stages % self.num_ranks:
-            raise ValueError(
-                f"num_stages must be a multiple of num_ranks, got {self.num_stages} stages for "
-                f"{self.num_ranks} ranks"
-            )
+            check_integer(name, value)
+        got = f"{self.num_stages} stages for {self.num_ranks} ranks"
+        rule = "num_stages must be a multiple of num_ranks"
+        require(self.num_stages % self.num_ranks == 0, rule, got)
 
     @property
     def stages_per_rank(self) -> int:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ...training.arguments import check_one_of
 from ..prediction.base import Prediction
 from ..prediction.displacement import Displacement
 from .shape import PipelineShape
@@ -25,8 +26,7 @@ class SpecTrain(Streaming):
     prediction: Prediction = Displacement()  # noqa: RUF009 - immutable
 
     def __post_init__(self) -> None:
-        if self.variant not in {1, 2}:
-            raise ValueError(f"variant must be 1 or 2, got {self.variant!r}")
+        check_one_of("variant", self.variant, (1, 2))
 
     def versions(self, shape: PipelineShape) -> Versions:
         """Return weights predicted in both passes, or in the forward and stashed."""

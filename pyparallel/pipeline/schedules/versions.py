@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from typing_extensions import override
 
+from ...training.arguments import check_one_of
+
 Count = int | np.ndarray
 
 
@@ -140,11 +142,6 @@ class Estimated(Versions):
 
 
 def in_mode(weights: str, policy: Versions) -> Versions:
-    """Return the policy itself ("live"), or with weight stashing ("consistent").
-
-    Raises:
-        ValueError: ``weights`` is neither.
-    """
-    if weights not in {"consistent", "live"}:
-        raise ValueError(f'weights must be "consistent" or "live", got {weights!r}')
+    """Return the policy as it is ("live"), or with weight stashing ("consistent")."""
+    check_one_of("weights", weights, ("consistent", "live"))
     return policy if weights == "live" else Stashed(policy)

@@ -7,6 +7,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
+from ...training.arguments import require
 from ..schedules.action import Action, Kind
 
 _GRADIENT_KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
@@ -96,8 +97,7 @@ def validate(table: ActionTable) -> None:
     Raises:
         ValueError: the table is invalid.
     """
-    if len(table.rows) == 0:
-        raise ValueError("actions must hold at least one action, got none")
+    require(len(table.rows), "actions must hold at least one action", "none")
     stages, kinds, microbatches = table.rows.T
     if table.rows.min() < 0 or kinds.max() > max(Kind):
         bad = tuple(table.rows[(table.rows.min(axis=1) < 0) | (kinds > max(Kind))][0].tolist())
@@ -118,7 +118,6 @@ def validate(table: ActionTable) -> None:
 
 
 def _validate_density(stages: np.ndarray, microbatches: np.ndarray, table: ActionTable) -> None:
-    """Refuse tables with gaps, before any array of (stages, microbatches) is allocated."""
     if table.num_stages * table.num_microbatches > len(table.rows):
         present = np.unique(stages.astype(np.int64) * table.num_microbatches + microbatches)
         gaps = np.flatnonzero(present != np.arange(len(present)))
@@ -146,7 +145,6 @@ def _validate_ranks(table: ActionTable) -> None:
 def _counts(
     table: ActionTable, stages: np.ndarray, kinds: np.ndarray, microbatches: np.ndarray
 ) -> np.ndarray:
-    """Count the occurrences of each action: (kinds, stages, microbatches) int64."""
     shape = (len(Kind), table.num_stages, table.num_microbatches)
     flat = np.ravel_multi_index((kinds, stages, microbatches), shape)
     return np.bincount(flat, minlength=np.prod(shape)).reshape(shape)

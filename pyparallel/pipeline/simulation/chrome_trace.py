@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...comm import Run, gather_json
+from ...training.arguments import require
 from ..runtime.telemetry import Span
 from ..runtime.weight_copies import VersionKey
 from ..schedules.action import Action, Kind
@@ -34,28 +35,19 @@ def export_chrome_trace(spans: Iterable[Sequence[Span]], path: str | os.PathLike
     """
     ranks = [list(each) for each in spans]
     begins = [span.begin - span.waited for rank in ranks for span in rank]
-    if not begins:
-        raise ValueError("spans must hold at least one action, got none: run trainer.step first")
+    require(begins, "spans must hold at least one action", "none", "run trainer.step first")
     first = min(begins)
     events = [event for rank, each in enumerate(ranks) for event in _events(rank, each, first)]
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def gather_spans(spans: Sequence[Span], run: Run) -> list[list[Span]]:
-    """Return the spans of all ranks, on every rank; all ranks of the run must call this.
-
-    Raises:
-        PeerError: a rank died.
-    """
+    """Return the spans of all ranks, on every rank; all ranks of the run must call this."""
     if run.size == 1:
         return [list(spans)]
     own = [_to_row(span) for span in spans]
     return gather_json(
-        own,
-        run.group,
-        "traced actions",
-        "traces",
-        lambda rows: [_from_row(row) for row in rows],
+        own, run.group, "traced actions", "traces", lambda rows: [_from_row(row) for row in rows]
     )
 
 

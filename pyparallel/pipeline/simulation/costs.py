@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from ...training.arguments import require
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -43,6 +45,6 @@ class Costs:
             raise ValueError(
                 f"{name} must be one number or one for each of {num_stages} stages, got {value!r}"
             )
-        if not (np.isfinite(given).all() and (given >= 0).all()):
-            raise ValueError(f"{name} must be finite and not negative, got {value!r}")
+        fits = np.isfinite(given).all() and (given >= 0).all()
+        require(fits, f"{name} must be finite and not negative", repr(value))
         return np.ascontiguousarray(np.broadcast_to(given, (num_stages,)))

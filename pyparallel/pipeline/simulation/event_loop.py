@@ -16,8 +16,7 @@ from .virtual_clock import Process, SimulatedAction, SimulatedMessage, VirtualCl
 
 _Result = tuple[int, int, int]  # stage, kind, microbatch
 EventLoop = Callable[
-    [np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int],
-    tuple[np.ndarray, np.ndarray],
+    [np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]
 ]
 
 
@@ -95,7 +94,6 @@ def _receiver(stage: int, kind: int) -> int:
 
 
 def _parts(kind: int) -> tuple[int, ...]:
-    """Return the kinds of an action's results: a full backward has those of both parts."""
     whole = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     return whole if kind == Kind.BACKWARD else (kind,)
 

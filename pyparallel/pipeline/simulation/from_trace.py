@@ -47,7 +47,6 @@ def costs_from_timeline(timeline: Timeline) -> Costs:
 
 
 def _durations(timeline: Timeline, kind: Kind) -> list[float]:
-    """Return the median durations of a kind, by stage."""
     lengths, rows = timeline.ends - timeline.starts, timeline.table.rows
     of_stages = [
         lengths[(rows[:, 0] == stage) & (rows[:, 1] == kind)]
@@ -57,7 +56,6 @@ def _durations(timeline: Timeline, kind: Kind) -> list[float]:
 
 
 def _latencies(timeline: Timeline) -> list[float]:
-    """Return the median latency between each stage and the next, in either direction."""
     table = timeline.table
     ends = {tuple(row): end for row, end in zip(table.rows.tolist(), timeline.ends, strict=True)}
     waits: list[list[float]] = [[] for _ in range(table.num_stages)]

@@ -42,14 +42,10 @@ _NAMES = {
 
 
 def draw_timeline(runs: Mapping[str, Timeline], path: Path, unit: str = "") -> None:
-    """Draw timelines below each other on one time scale: a bar for each action.
+    """Draw timelines, by title, below each other on one time scale: a bar for each action.
 
-    Bars that are wide enough show the number of their microbatch.
-
-    Args:
-        runs: timelines by title.
-        path: output file; its suffix is the format.
-        unit: of the times, for the axis.
+    Bars that are wide enough show the number of their microbatch. The suffix of the path is the
+    format; ``unit`` is that of the times.
     """
     heights = [1.2 + 0.3 * min(run.table.num_ranks, _MOST_RANKS) for run in runs.values()]
     figure, rows = plt.subplots(
@@ -71,7 +67,6 @@ def draw_timeline(runs: Mapping[str, Timeline], path: Path, unit: str = "") -> N
 
 
 def _legend(runs: Mapping[str, Timeline]) -> list[Patch]:
-    """Return a patch for each kind that takes time."""
     kinds = {kind for run in runs.values() for kind in run.table.rows[run.ends > run.starts, 1]}
     return [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in Kind if kind in kinds]
 

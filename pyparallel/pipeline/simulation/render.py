@@ -83,13 +83,8 @@ def _grid(
 
 
 def _cells(
-    table: ActionTable,
-    starts: np.ndarray,
-    ends: np.ndarray,
-    columns: _ColumnRange,
-    ranks: int,
+    table: ActionTable, starts: np.ndarray, ends: np.ndarray, columns: _ColumnRange, ranks: int
 ) -> list[list[str]]:
-    """Return the text of each cell, by rank."""
     shown = (ends - starts >= columns.tick / 2) & (table.ranks < ranks)
     shown &= (starts < columns.last * columns.tick) & (ends > columns.first * columns.tick)
     labels = {row: str(table.action(row)) for row in np.flatnonzero(shown).tolist()}

@@ -94,7 +94,6 @@ class VirtualClock:
         return arrive
 
     def _advance_if_ready(self, rank: int, time: float) -> None:
-        """Continue a waiting rank if its condition holds."""
         wait = self._waits[rank]
         if wait is not None and wait():
             self._waits[rank] = None

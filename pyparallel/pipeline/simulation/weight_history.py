@@ -32,11 +32,7 @@ class WeightHistory:
 
 
 def trace_versions(table: ActionTable, versions: Versions) -> WeightHistory:
-    """Apply the policy to the actions of all stages.
-
-    Raises:
-        ValueError: the policy reads a version that does not exist at that time.
-    """
+    """Apply the policy to the actions of all stages; a ValueError if a version does not exist."""
     version, horizon, staleness = (np.zeros(len(table.rows), np.int64) for _ in range(3))
     copies = np.ones(table.num_stages, np.int64)
     for stage, rows in enumerate(table.stage_rows()):
@@ -57,8 +53,6 @@ def trace_versions(table: ActionTable, versions: Versions) -> WeightHistory:
 def _version_counters(
     kinds: np.ndarray, microbatches: np.ndarray, live: np.ndarray
 ) -> VersionCounters:
-    """Return the counters of all microbatches of a stage: arrays (microbatches,)."""
-
     def at(*which: Kind) -> np.ndarray:
         chosen = np.isin(kinds, which)
         times = np.zeros(microbatches.max() + 1, dtype=np.int64)

@@ -26,12 +26,7 @@ class Place:
     blocks: int = 1
 
     def entries(self, chosen: Tensor, units: int) -> Tensor:
-        """Return the indices of the chosen units: int64, ascending if ``chosen`` is.
-
-        Args:
-            chosen: int64 indices of units.
-            units: number of all units.
-        """
+        """Return the indices, int64, of the chosen units, ascending if these are."""
         if self.blocks == self.unit_size == 1:
             return chosen
         blocks = torch.arange(self.blocks).view(-1, 1, 1) * units

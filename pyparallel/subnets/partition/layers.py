@@ -7,6 +7,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from ...training.arguments import require
 from .cut_dim import Count, Place
 
 
@@ -98,10 +99,8 @@ def norm_places(name: str, module: nn.Module, units: int) -> tuple[list[Place], 
         )
     count = "num_parameters" if isinstance(module, nn.PReLU) else "num_features"
     length = int(getattr(module, count))
-    if length % units:
-        raise ValueError(
-            f"a norm must have a multiple of the {units} units it follows, got {name} with {length}"
-        )
+    rule = f"a norm must have a multiple of the {units} units it follows"
+    require(length % units == 0, rule, f"{name} with {length}")
     named = [*module.named_parameters(), *module.named_buffers()]
     places = [Place(join(name, key), 0, length // units) for key, tensor in named if tensor.dim()]
     return places, [Count(name, count, length // units)]

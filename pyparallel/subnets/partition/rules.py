@@ -107,8 +107,8 @@ class Heads(Rule):
 
     def __post_init__(self) -> None:
         apart = [name is not None for name in (self.queries, self.keys, self.values)]
-        if any(apart) if self.qkv is not None else not all(apart):
-            raise ValueError(f"heads must have either qkv or queries, keys and values, got {self}")
+        fits = not any(apart) if self.qkv is not None else all(apart)
+        require(fits, "heads must have either qkv or queries, keys and values", str(self))
 
     @override
     def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
@@ -139,31 +139,17 @@ class Heads(Rule):
             counts.append(count)
         found, count = project.inputs(head_size)
         return [
-            CutDim(
-                producers[0].name,
-                heads,
-                (*places, *found),
-                (*counts, count),
-                (project.name,),
-            )
+            CutDim(producers[0].name, heads, (*places, *found), (*counts, count), (project.name,))
         ]
 
 
 def layers_of(names: str | Sequence[str], module: nn.Module, path: str) -> list[Layer]:
-    """Return the layers of these names within a submodule.
-
-    Raises:
-        ValueError: a name does not exist, or its layer cannot be cut.
-    """
+    """Return the layers of names within a submodule; a ValueError if one cannot be cut."""
     return [Layer(join(path, name), find(module, name, path)) for name in _names(names)]
 
 
 def find(module: nn.Module, name: str, path: str) -> nn.Module:
-    """Return the submodule of a name.
-
-    Raises:
-        ValueError: no submodule has this name.
-    """
+    """Return the submodule of a name; a ValueError if there is none."""
     try:
         return module.get_submodule(name)
     except AttributeError:
@@ -183,11 +169,9 @@ def _build_cut_dim(
     places: list[Place] = []
     counts: list[Count] = []
     for layer in producers:
-        if layer.num_outputs != units:
-            raise ValueError(
-                f"producers of the same units must have equally many, got {producers[0].name} with "
-                f"{units} and {layer.name} with {layer.num_outputs}"
-            )
+        rule = "producers of the same units must have equally many"
+        got = f"{producers[0].name} with {units} and {layer.name} with {layer.num_outputs}"
+        require(layer.num_outputs == units, rule, got)
         found, count = layer.outputs()
         places += found
         counts.append(count)

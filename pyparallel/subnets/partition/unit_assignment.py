@@ -18,16 +18,8 @@ def draw_units(
 ) -> list[Tensor]:
     """Draw the units of each subnet in a round: a random permutation, split into pieces.
 
-    Args:
-        name: name of the cut dimension; each is permuted independently.
-        units: number of units.
-        num_subnets: number of pieces.
-        seed: seed of the run.
-        round_index: index of the round, from 0.
-
-    Returns:
-        for each subnet a 1-d int64 tensor of units, ascending, so that a single subnet is the full
-        model.
+    Each cut dimension is permuted independently, by its name. Pieces are 1-d int64 and ascending,
+    so that a single subnet is the full model.
     """
     # manual_seed uses 32 bits of its argument, and Python's hash differs between processes.
     number = zlib.crc32(f"{seed}/{round_index}/{name}".encode())

@@ -6,12 +6,12 @@ from torch import nn
 
 from pyparallel.compression import AttachPoint, Cast, CorruptMessageError, ErrorFeedback, Int8, TopK
 from pyparallel.pipeline import GPipe, Interleaved, PipelineTrainer, PipeOptim, StageError
-from pyparallel.pipeline.messages.codec import CompressingCodec, IdentityCodec
+from pyparallel.pipeline.messages.codec import Codec
 from tests.compression.catalog import CATALOG
 from tests.workers import run_ranks
 
 STREAM = "activations for stage 1"
-INT8 = CompressingCodec(Int8(), rank=0)
+INT8 = Codec(Int8(), rank=0)
 VALUES = {
     "a tensor": torch.randn(4, 70),
     "that needs a gradient": torch.randn(4, 70).requires_grad_(),
@@ -34,7 +34,7 @@ def test_values_decode_to_what_was_encoded(subtests):
     for compressor in [Int8(), Int8(seed=3), Cast(), TopK(1.0)]:
         for name, value in VALUES.items():
             with subtests.test(compressor=compressor, name=name):
-                codec = CompressingCodec(compressor, rank=0)
+                codec = Codec(compressor, rank=0)
                 found = codec.decode(codec.encode(value, STREAM, 3), STREAM)
                 assert type(found) is type(value)
                 for ours, theirs in zip(tuple_of(found), tuple_of(value), strict=True):
@@ -64,8 +64,8 @@ def test_every_supported_compressor_decodes(subtests):
                 torch.empty(0),
                 torch.tensor(2.0),
             )
-            sent = CompressingCodec(compressor, rank=0).encode(values, STREAM, 7)
-            found = CompressingCodec(compressor, rank=1).decode(sent, STREAM)
+            sent = Codec(compressor, rank=0).encode(values, STREAM, 7)
+            found = Codec(compressor, rank=1).decode(sent, STREAM)
             for ours, theirs in zip(found, values, strict=True):
                 assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
                 assert ours.isfinite().all()
@@ -73,27 +73,22 @@ def test_every_supported_compressor_decodes(subtests):
                 torch.nn.functional.cosine_similarity(found[0].view(-1), values[0].view(-1), 0)
                 > 0.1
             )
-            codec = CompressingCodec(compressor, rank=0)
+            codec = Codec(compressor, rank=0)
             values[0][2, 3] = float("nan")
             assert not codec.decode(codec.encode(values, STREAM, 8), STREAM)[0].isfinite().all()
 
 
-def test_the_identity_codec_returns_the_value_itself():
-    value = VALUES["a tuple"]
-    assert IdentityCodec().decode(IdentityCodec().encode(value, STREAM, 0), STREAM) is value
-
-
 def test_draws_depend_on_rank_stream_and_number_alone():
     value = torch.randn(100)
-    codec = CompressingCodec(Int8(seed=1), rank=0)
+    codec = Codec(Int8(seed=1), rank=0)
     first = codec.encode(value, STREAM, 3)[2]
     codec.encode(value, STREAM, 4)
     assert torch.equal(codec.encode(value, STREAM, 3)[2], first)
-    assert torch.equal(CompressingCodec(Int8(seed=1), rank=0).encode(value, STREAM, 3)[2], first)
+    assert torch.equal(Codec(Int8(seed=1), rank=0).encode(value, STREAM, 3)[2], first)
     for other in [
         codec.encode(value, STREAM, 5),
         codec.encode(value, "activations for stage 2", 3),
-        CompressingCodec(Int8(seed=1), rank=1).encode(value, STREAM, 3),
+        Codec(Int8(seed=1), rank=1).encode(value, STREAM, 3),
     ]:
         assert not torch.equal(other[2], first)
 
