@@ -48,12 +48,7 @@ from .validation import check_memory, check_scalable, check_skips
 
 @dataclass(frozen=True)
 class BuiltStages:
-    """The stages of a rank, and what they share with those of the other ranks.
-
-    Args:
-        criterion: the loss of the last stage, on every rank.
-        tied: parameters that several ranks hold.
-    """
+    """The stages of a rank, and what they share with those of the other ranks."""
 
     split: tuple[int, ...]
     executor: Executor

@@ -39,11 +39,7 @@ def raising_on_all_ranks(run: Run) -> Iterator[list[tuple[str, str]]]:
 
 
 class CallErrors:
-    """What the calls of a trainer raise: that the pipeline has failed, or what was refused.
-
-    Args:
-        nonfinite: "raise" for losses that are not finite too, or "skip".
-    """
+    """What the calls of a trainer raise: that the pipeline has failed, or what was refused."""
 
     def __init__(self, nonfinite: str) -> None:
         self._skips_non_finite = nonfinite == "skip"

@@ -72,7 +72,6 @@ class ResetState(OptimizerState):
 
     @override
     def on_new_round(self, optimizer: Optimizer, initial_state: Mapping[Any, Any]) -> None:
-        """Restore the state from before the first step: for most optimizers an empty one."""
         optimizer.load_state_dict({**optimizer.state_dict(), "state": copy.deepcopy(initial_state)})
 
 

@@ -23,18 +23,7 @@ from .subnet import tensors_of
 class SubnetParts:
     """The tensors of a subnet: cut ones are this rank's part, shared ones are averaged at a merge.
 
-    Args:
-        subnet: this rank's module.
-        partition: draws the units of each round.
-        cut_dims: the cut dimensions.
-        cuts: of the tensors that are cut, by name.
-        shards: of the full model.
-        placement: which ranks store the full model.
-        optimizer_state: what of an optimizer's state moves with the tensors.
-        collectives: of the trainer.
-
-    Attributes:
-        units: of all ranks in this round, by the name of the cut dimension.
+    ``units`` are those of all ranks in this round, by the name of the cut dimension.
     """
 
     units: Mapping[str, Sequence[Tensor]]

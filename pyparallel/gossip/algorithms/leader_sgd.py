@@ -226,7 +226,6 @@ class LeaderAverager(ModelAverager):
 
     @override
     def after_step(self) -> None:
-        """Compare losses and follow the leaders, every ``interval`` steps."""
         self._steps += 1
         if self._num_ranks > 1 and self._steps % self._options.interval == 0:
             self._compare()
@@ -312,7 +311,6 @@ class LeaderAverager(ModelAverager):
 
     @override
     def reset(self) -> None:
-        """Forget the leaders."""
         for leader in self._leaders:
             leader.reset()
 

@@ -27,7 +27,7 @@ class NodeAverager(ModelAverager):
         within: averages the gradients of the node during backward.
         buckets: all parameters.
         shards: of all ranks of the node.
-        node_run: of the ranks of the node.
+        node_run: of the ranks of the node; ``run`` is that of all.
         run: of the ranks that train together.
     """
 
@@ -107,7 +107,6 @@ class NodeAverager(ModelAverager):
     @override
     @torch.no_grad()
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        """Return all shards and the weight with messages in flight merged."""
         merged, weight = self.inner.as_merged()
         live = [buffer.data_ptr() for buffer in self._own_shard.buffers]
         if [buffer.data_ptr() for buffer in merged] == live:
@@ -122,7 +121,6 @@ class NodeAverager(ModelAverager):
 
     @override
     def close(self) -> None:
-        """Free DistributedDataParallel."""
         self._within.close()
 
     @contextmanager

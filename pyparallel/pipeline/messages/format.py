@@ -85,11 +85,7 @@ class RefusalKind(IntEnum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why no value is sent: one text for all ranks, which harms no later message.
-
-    Args:
-        text: of the error, cut to the size of a header.
-    """
+    """Why no value is sent: one text, cut to the size of a header; it harms no later message."""
 
     kind: RefusalKind
     text: str

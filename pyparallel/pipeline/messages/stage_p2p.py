@@ -59,14 +59,9 @@ def destinations_of(action: Action) -> tuple[Endpoint, ...]:
 
 
 class StageP2P:
-    """Sends and receives of one rank's stages.
+    """Sends and receives of one rank's stages; ``groups`` is None with a single rank.
 
     Every rank derives from its neighbors' actions what they will send, and in which order.
-
-    Args:
-        groups: process groups; None with a single rank.
-        activation_codec: of activations between ranks; None: uncompressed.
-        gradient_codec: of gradients between ranks; None: uncompressed.
 
     Attributes:
         via_host: send values from the host's memory where they would travel over NCCL.

@@ -54,12 +54,7 @@ class FlatWeightPredictor(WeightPredictor):
     """A predictor of one stage's weights, with one op for each flat buffer.
 
     If the optimizer counts steps, parameters that have had fewer steps than others, because they
-    had no gradient, are predicted separately.
-
-    Args:
-        optimizer: steps the parameters; its state is moved to flat buffers.
-        weights: one entry for each of its parameter groups.
-        rule: predicts the optimizer's steps.
+    had no gradient, are predicted separately. Its state is moved to flat buffers.
     """
 
     def __init__(
@@ -92,7 +87,6 @@ class FlatWeightPredictor(WeightPredictor):
     @override
     @torch.no_grad()
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        """Predict the weights; copy the live ones before the first step."""
         rest = iter(out)
         for index, group in enumerate(self._optimizer.param_groups):
             buffers = self._weights[index].buffers

@@ -12,8 +12,7 @@ from .base import WeightPredictor
 class FusedPredictor(WeightPredictor):
     """A predictor of an optimizer of ``pyparallel.optim``: its step writes the prediction.
 
-    Args:
-        optimizer: laid out; steps only through this object from now on.
+    The optimizer is laid out, and steps only through this object from now on.
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:

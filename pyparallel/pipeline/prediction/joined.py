@@ -10,11 +10,7 @@ from .base import WeightPredictor
 
 
 class JoinedPredictor(WeightPredictor):
-    """Several predictors as one, each of the parameters of its own optimizer.
-
-    Args:
-        parts: predictors and the numbers of their flat buffers, in the order of the buffers.
-    """
+    """Several predictors as one, each of the flat buffers, by number, of its own optimizer."""
 
     def __init__(self, parts: Sequence[tuple[WeightPredictor, int]]) -> None:
         self._parts = parts

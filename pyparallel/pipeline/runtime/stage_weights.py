@@ -59,11 +59,7 @@ class Weights(Protocol):
 
 
 class LiveWeights(Weights):
-    """The live weights alone, for schedules without an update between a forward and its backward.
-
-    Args:
-        weight_predictor: steps the optimizer; None: the stage has nothing to train.
-    """
+    """The live weights, for schedules without an update between a forward and its backward."""
 
     peak_copies = 1
 
@@ -176,7 +172,6 @@ class StageWeights(Weights):
 
     @override
     def update(self) -> None:
-        """Step the optimizer; stash the weights before it while they are still to be read."""
         self._begin_version()
         key = self._next_forward_key()
         if key.version == self._version and key.horizon:

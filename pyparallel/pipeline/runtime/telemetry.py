@@ -38,11 +38,7 @@ class Span:
 
 
 class Telemetry:
-    """Records the actions of a rank.
-
-    Attributes:
-        spans: of the last run of actions.
-    """
+    """Records the actions of a rank; ``spans`` are those of the last run."""
 
     def __init__(self, stages: Mapping[int, Stage], p2p: StageP2P) -> None:
         self.spans: list[Span] = []
