@@ -164,11 +164,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         """Whether a state loads that was saved with the optimizer's parameters in other groups."""
         return self._averager.traits.loads_other_buckets
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent for training, excluding ``consensus`` and checks."""
-        return int(self._run.stats.wire_bytes)
-
     def metrics(self, *, consensus_distance: bool = False) -> dict[str, float]:
         """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
 

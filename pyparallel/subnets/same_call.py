@@ -5,7 +5,7 @@ import enum
 import torch
 from torch.optim import Optimizer
 
-from ..comm import Collectives, DisagreementError, NonFiniteError
+from ..comm import DisagreementError, NonFiniteError
 from .nonfinite import first_nonfinite, name_of
 from .subnet_parts import SubnetParts
 
@@ -24,8 +24,6 @@ def check_same_call(
     steps: int,
     parts: SubnetParts,
     optimizer: Optimizer,
-    collectives: Collectives,
-    *,
     finds_nonfinite: bool,
 ) -> list[tuple[int, int]]:
     """Check that all ranks make the same call; return each one's call and steps since a merge.
@@ -37,7 +35,7 @@ def check_same_call(
         NonFiniteError: a rank has a tensor that must not be merged. Both on all ranks, before
             anything is merged.
     """
-    tensors = parts.tensors
+    tensors, collectives = parts.tensors, parts.collectives
     state, error = parts.hash_state(optimizer)
     numbers = [call, round_index, state, steps, parts.hash_shared()]
     device = next((each.device for each in tensors.values()), torch.device("cpu"))
