@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..messages import Value, tensors_of
+from ..messages.endpoints import Endpoint, StreamKind, destinations_of
 from ..messages.format import Refusal
-from ..messages.stage_p2p import Endpoint, StageP2P, StreamKind, destinations_of
+from ..messages.stage_p2p import StageP2P
 from ..runtime.executor import Executor
 from ..runtime.microbatches import MicrobatchSplitter
 from ..schedules.action import Action, Kind

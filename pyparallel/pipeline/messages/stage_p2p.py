@@ -3,8 +3,6 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,47 +13,12 @@ from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .channel import Channel, P2PMessage
 from .codec import Codec, IdentityCodec
+from .endpoints import Destinations, Endpoint, StreamKind, destinations_of
 from .format import NO_BATCH, BatchMeta, Refusal, Value, cut_failure, tensors_of
 from .groups import P2PGroups
 from .refusals import StepRefusedError
 
 _BARRIER_STREAM = -1  # of the empty messages of a barrier
-
-
-class StreamKind(IntEnum):
-    """What a stage receives; each kind is a stream with an order of its own."""
-
-    ACTIVATIONS = 0  # from the previous stage
-    GRADIENTS = 1  # from the next stage
-    SHARED = 2  # from the previous stage: weights that later stages read too
-
-
-class Endpoint(NamedTuple):
-    """The receiving end of a stream: a stage and the kind of values."""
-
-    stage: int
-    kind: StreamKind
-
-    @property
-    def stream(self) -> int:
-        """Return the number of the stream within a channel."""
-        return len(StreamKind) * self.stage + self.kind
-
-    def __str__(self) -> str:
-        words = {StreamKind.GRADIENTS: "gradients", StreamKind.SHARED: "weights"}
-        return f"{words.get(self.kind, 'activations')} for stage {self.stage}"
-
-
-Destinations = Callable[[Action], Iterable[Endpoint]]
-
-
-def destinations_of(action: Action) -> tuple[Endpoint, ...]:
-    """Return where an action's output is sent, whether or not that stage exists."""
-    if action.kind is Kind.FORWARD:
-        return (Endpoint(action.stage + 1, StreamKind.ACTIVATIONS),)
-    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-        return (Endpoint(action.stage - 1, StreamKind.GRADIENTS),)
-    return ()
 
 
 class StageP2P:

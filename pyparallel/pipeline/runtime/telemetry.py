@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..messages.stage_p2p import StageP2P, StreamKind
+from ..messages.endpoints import StreamKind
+from ..messages.stage_p2p import StageP2P
 from ..schedules.action import Action, Kind
 from .clipping import squared_norm
 from .stage import Stage
