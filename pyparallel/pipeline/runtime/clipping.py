@@ -93,9 +93,9 @@ class LastNormClipper:
     When stage s updates for the u-th time, the later stages have done their update u, and the
     earlier ones have not: they have the gradients of u only from s. So the norm is of the gradients
 
-    * of update u on stage s and the later stages: their squared norms arrive with the gradients; *
-    of the last update that each earlier stage had done when it sent the newest activations, with
-    which its squared norm arrives; 0 before its first update.
+    * of update u on stage s and the later stages: their squared norms arrive with the gradients;
+    * of the last update that each earlier stage had done when it sent the newest activations, with
+      which its squared norm arrives; 0 before its first update.
 
     With m microbatches for each update, that of stage j < s is update u - ceil((1 + s - j) / m)
     once the pipeline is full. An update that was skipped leaves the last norm as it is. Norms stay
