@@ -16,7 +16,7 @@ from ...training.arguments import check_in, check_integer, require
 from ..messages import MessageHeaders
 from .base import Algorithm
 from .leader import Leader, MeanLoss, PullAtGradient, check_losses, find_leader
-from .node_averager import node_of
+from .node_averager import find_ranks_per_node_error, node_of
 from .periodic import check_interval
 
 Leaders = Sequence[tuple[Tensor, float]]
@@ -149,12 +149,7 @@ class LeaderSGD(Algorithm):
 
     @override
     def validation_error(self, num_ranks: int) -> str | None:
-        if num_ranks % self.ranks_per_node:
-            return (
-                f"ranks_per_node must divide the process group's {num_ranks} ranks, got "
-                f"{self.ranks_per_node}"
-            )
-        return None
+        return find_ranks_per_node_error(self.ranks_per_node, num_ranks)
 
     @override
     def start(

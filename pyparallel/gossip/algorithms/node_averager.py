@@ -188,3 +188,11 @@ def counterparts_of(rank: int, ranks_per_node: int, num_ranks: int) -> range:
 def make_shards(buckets: FlatBuckets, num_shards: int) -> list[FlatBuckets]:
     """Split a model's flat buffers into one shard for each rank of a node."""
     return [buckets.shard(local_rank, num_shards) for local_rank in range(num_shards)]
+
+
+def find_ranks_per_node_error(ranks_per_node: int, num_ranks: int) -> str | None:
+    """Return why ranks cannot form nodes of equal size, or None."""
+    if num_ranks % ranks_per_node == 0:
+        return None
+    rule = f"ranks_per_node must divide the process group's {num_ranks} ranks"
+    return f"{rule}, got {ranks_per_node}"

@@ -4,7 +4,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
-import torch
 import torch.distributed as dist
 
 from ...comm import PeerError
@@ -14,7 +13,7 @@ from ..schedules.shape import PipelineShape
 from .channel import Channel, P2PMessage
 from .codec import Codec, IdentityCodec
 from .endpoints import Destinations, Endpoint, StreamKind, destinations_of
-from .format import NO_BATCH, BatchMeta, Refusal, Value, cut_failure, tensors_of
+from .format import NO_BATCH, BatchMeta, Refusal, Value, cut_failure, detached
 from .groups import P2PGroups
 from .refusals import StepRefusedError
 
@@ -121,7 +120,7 @@ class StageP2P:
         is_local = peer == self._rank
         if not isinstance(value, Refusal):
             codec = self._codecs[endpoint.kind]
-            value = _detached(value) if is_local else codec.encode(value, endpoint, number)
+            value = detached(value) if is_local else codec.encode(value, endpoint, number)
         if is_local:
             self._arrived[endpoint.stream, number] = value
         else:
@@ -275,8 +274,3 @@ class StageP2P:
                 exists = 0 <= endpoint.stage < self._shape.num_stages
                 if exists and endpoint.stage % self._shape.num_ranks == self._rank:
                     yield endpoint.stream
-
-
-def _detached(value: Value) -> Value:
-    detached = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value))
-    return detached[0] if isinstance(value, torch.Tensor) else detached

@@ -11,7 +11,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from ...training import uncompiled
-from ..messages import Value, tensors_of
+from ..messages import tensors_of
+from ..messages.format import detached
 from ..runtime.inputs import Arguments, Inputs, call_module, input_tensors, map_tensors
 from ..runtime.preserve_state import preserving_state
 from ..runtime.stage_layers import Skippable, check_stashed
@@ -109,7 +110,7 @@ class _LayerProfiler:
         new = held.keys() - storages(own).keys() - before.keys()
         outputs = tensors_of(run.output)
         self._kept = [not (held.keys() | before.keys()).isdisjoint(storages([y])) for y in outputs]
-        self._value = _detached(run.output)
+        self._value = detached(run.output)
         if isinstance(inner, Skippable) and inner.stash is not None:
             self._stashed[inner.stash] = check_stashed(inner.stash, self._value)
         return LayerCost(
@@ -152,12 +153,6 @@ class _LayerRun:
 def _copy(tensor: Tensor) -> Tensor:
     """Return a copy that is not a leaf, as the output of a layer is not one either."""
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
-
-
-def _detached(value: Value) -> Value:
-    """Detach the value; tensors keep ``requires_grad``."""
-    tensors = tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors_of(value))
-    return tensors[0] if isinstance(value, Tensor) else tensors
 
 
 def _time(run: _LayerRun, devices: Iterable[torch.device]) -> tuple[float, float]:
