@@ -34,11 +34,7 @@ class Sharded(Placement):
 
 @dataclass(frozen=True)
 class Central(Placement):
-    """Placement with the full model on one rank, in addition to its own subnet.
-
-    Args:
-        rank: rank in the process group.
-    """
+    """Placement with the full model on one rank of the group, in addition to its own subnet."""
 
     rank: int = 0
 

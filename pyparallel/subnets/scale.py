@@ -103,10 +103,8 @@ class _Multiply:
 def shrink_consumers(module: nn.Module, partition: Partition, times: int) -> None:
     """Divide the weights that consume units, to initialize new layers for ``Averaged()``.
 
-    Args:
-        module: the full model, before it is given to a trainer.
-        partition: the trainer's.
-        times: ``scale.enlargement(num_ranks)``.
+    ``times`` is ``scale.enlargement(num_ranks)``. Call it before the module is given to a trainer
+    with this partition.
     """
     for cut_dim in partition.cut_dims(module):
         for name in cut_dim.consumer_weights:

@@ -87,8 +87,9 @@ def raising_on_all_ranks(
     try:
         yield fields
     except Exception as error:  # perhaps on one rank only, while the others wait for it
-        # It is raised as a ValueError.
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        # It is raised as a ValueError; of a user's function, as `what` says, the type is told too.
+        is_own = isinstance(error, ValueError) and not what
+        kind = "" if is_own else f"{type(error).__name__}: "
         problem, cause = f"{what}{kind}{error}", error
     try:
         agree([] if problem else fields, problem)

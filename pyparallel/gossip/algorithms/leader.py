@@ -158,14 +158,10 @@ class PullAtGradient:
     """The pull of the paper's rule, ``lr * sum(strength * (leader - x))`` at the gradient's x.
 
     x is the parameters at the beginning of a step. The pull is computed there and added after the
-    optimizer's update, which therefore sees x itself: pulling before the update would change
-    weight decay, the gradients of a second evaluation of a closure, and LBFGS's line search. That
-    takes a further copy of the parameters within a step.
-
-    Args:
-        buckets: of the parameters.
-        optimizer: its groups' learning rates are read in every step, without a host
-            synchronization. Its hooks reference the trainer, so it is only weakly referenced here.
+    optimizer's update, which therefore sees x itself: pulling before the update would change weight
+    decay, the gradients of a second evaluation of a closure, and LBFGS's line search. That takes a
+    further copy of the parameters within a step. The optimizer, whose learning rates are read in
+    every step, is only weakly referenced, as its hooks reference the trainer.
     """
 
     def __init__(self, buckets: FlatBuckets, optimizer: Optimizer) -> None:

@@ -22,15 +22,13 @@ from .saved_bytes import SavedBytes, storages
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of one layer on one microbatch.
+    """The cost of one layer on one microbatch, in seconds and bytes.
 
     Args:
-        forward: seconds.
-        backward: seconds, for the gradients of inputs and parameters together.
-        parameter_bytes: bytes of its parameters, frozen ones included.
-        activation_bytes: bytes that autograd saves for the backward, without parameters, buffers,
-            and what previous layers have saved already.
-        output_bytes: bytes of its output.
+        backward: of the gradients of inputs and parameters together.
+        parameter_bytes: frozen ones included.
+        activation_bytes: that autograd saves for the backward, without parameters, buffers, and
+            what previous layers have saved already.
     """
 
     forward: float
