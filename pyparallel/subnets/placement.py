@@ -14,6 +14,7 @@ class Placement(Protocol):
 
     def validation_error(self, num_ranks: int) -> str | None:
         """Return why this number of ranks is not supported, or None."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,6 @@ class Sharded(Placement):
     @override
     def rows(self, num_rows: int, owner: int, num_ranks: int) -> range:
         return range(owner * num_rows // num_ranks, (owner + 1) * num_rows // num_ranks)
-
-    @override
-    def validation_error(self, num_ranks: int) -> str | None:
-        return None
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,12 @@ class Scale(Protocol):
     def apply(
         self, subnet: nn.Module, cut_dims: Iterable[CutDim], rank: int, num_ranks: int
     ) -> None:
-        """Modify a rank's subnet; called once, when it has been built."""
+        """Modify a rank's subnet, once it has been built; default: leave it unchanged."""
+        return
 
     def enlargement(self, num_ranks: int) -> int:
-        """Return the factor of the consumers' weights in a subnet over those in the full model."""
+        """Return the factor of the consumers' weights in a subnet over the full model's."""
+        return 1
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,6 @@ class Unscaled(Scale):
     A BatchNorm after them corrects this once its statistics are recalibrated. Without one, as in
     the blocks of a transformer, choose ``Averaged()``.
     """
-
-    @override
-    def apply(
-        self, subnet: nn.Module, cut_dims: Iterable[CutDim], rank: int, num_ranks: int
-    ) -> None:
-        """Leave the subnet unchanged."""
-
-    @override
-    def enlargement(self, num_ranks: int) -> int:
-        return 1
 
 
 @dataclass(frozen=True)
@@ -53,12 +45,6 @@ class Averaged(Scale):
     up to rounding if n is no power of two. Freshly initialized layers are therefore n times too
     large in subnets: divide them with ``shrink_consumers`` first.
     """
-
-    @override
-    def apply(
-        self, subnet: nn.Module, cut_dims: Iterable[CutDim], rank: int, num_ranks: int
-    ) -> None:
-        """Leave the subnet unchanged."""
 
     @override
     def enlargement(self, num_ranks: int) -> int:
@@ -84,10 +70,6 @@ class Scaled(Scale):
                 for name in cut_dim.consumers:
                     hook = _Multiply(cut_dim.units / kept)
                     subnet.get_submodule(name).register_forward_pre_hook(hook)
-
-    @override
-    def enlargement(self, num_ranks: int) -> int:
-        return 1
 
 
 @dataclass(frozen=True)

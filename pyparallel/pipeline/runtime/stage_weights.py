@@ -44,6 +44,7 @@ class Weights(Protocol):
 
     def end_backward(self, microbatch: int) -> None:
         """Mark the backward of a microbatch as complete."""
+        return
 
     def update(self) -> None:
         """Step the optimizer."""
@@ -56,6 +57,7 @@ class Weights(Protocol):
 
     def restore_live(self) -> None:
         """Point the parameters at the live weights, wherever a failure has left them."""
+        return
 
 
 class LiveWeights(Weights):
@@ -77,10 +79,6 @@ class LiveWeights(Weights):
         return self.forward(microbatch)
 
     @override
-    def end_backward(self, microbatch: int) -> None:
-        pass
-
-    @override
     def update(self) -> None:
         self.skip_update()
         if self._weight_predictor is not None:
@@ -94,10 +92,6 @@ class LiveWeights(Weights):
     @override
     def restart(self) -> None:
         self._version = 0
-
-    @override
-    def restore_live(self) -> None:
-        pass
 
 
 class StageWeights(Weights):
