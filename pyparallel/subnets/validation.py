@@ -20,8 +20,8 @@ from ..training import (
     summarize,
     wrong_type,
 )
-from ..training.arguments import is_integer
-from ..training.module_checks import find_device_error, find_master_weights_error, find_module_error
+from ..training.arguments import check_callable, check_type, find_error, is_integer
+from ..training.module_checks import check_module, find_device_error, find_master_weights_error
 from ..training.trainer import find_owner_error
 from .partition.cut_dim import CutDim
 from .partition.partition import Partition, find_units_error
@@ -59,7 +59,7 @@ def examine(
     """
     partition, interval = policies["partition"], policies["interval"]
     try:
-        if type_error := _find_type_error(module, optimizer_fn, policies):
+        if type_error := find_error(lambda: _check_types(module, optimizer_fn, policies)):
             return [], type_error
         config_fields = [(name, repr(policy)) for name, policy in policies.items()]
         config_fields += describe(module)
@@ -73,26 +73,20 @@ def examine(
     return config_fields, error_text
 
 
-def _find_type_error(
-    module: object, optimizer_fn: object, policies: Mapping[str, Any]
-) -> TypeError | None:
-    if error := find_module_error(module):
-        return error
-    if not callable(optimizer_fn):
-        rule = "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"
-        return wrong_type("optimizer_fn", rule, optimizer_fn)
+def _check_types(module: object, optimizer_fn: object, policies: Mapping[str, Any]) -> None:
+    check_module(module)
+    rule = "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"
+    check_callable("optimizer_fn", optimizer_fn, rule)
     partition = policies["partition"]
-    if not isinstance(partition, Partition):
-        fix = "wrap it, Partition(rules)" if isinstance(partition, Mapping) else ""
-        return wrong_type("partition", "an object such as Partition()", partition, fix)
+    fix = "wrap it, Partition(rules)" if isinstance(partition, Mapping) else ""
+    check_type("partition", partition, Partition, "an object such as Partition()", fix)
     for name, examples, methods in (
         ("placement", "Sharded() or Central()", ["rows", "validation_error"]),
         ("optimizer_state", "CarryState() or ResetState()", ["carried_state", "on_new_round"]),
         ("scale", "Unscaled() or Averaged()", ["apply", "enlargement"]),
     ):
         if not has_methods(policies[name], *methods):
-            return wrong_type(name, f"an object such as {examples}", policies[name])
-    return None
+            raise wrong_type(name, f"an object such as {examples}", policies[name])
 
 
 def find_validation_error(
