@@ -14,8 +14,7 @@ from ..messages import NeighborExchange
 from ..topology import Neighbors, Topology
 from .buffer import RoundBuffer
 from .dense_buffer import DenseBuffer
-from .layout import layouts_in_module_order, layouts_of
-from .saved_buffers import Places, relayout
+from .layout import Places, layouts_in_module_order, layouts_of, relayout
 
 _NUM_CACHED_ROUNDS = 256  # of a topology, whose rounds repeat
 
