@@ -41,13 +41,10 @@ _COPYING = threading.Lock()  # torch's asynchronous saving copies a state in a t
 
 
 class RankState:
-    """One rank's part of a checkpoint, saved and loaded as one object.
+    """One rank's part of a checkpoint, saved and loaded as one object: the state dicts by name.
 
     Its tensors are the live ones until the trainer is about to write them: if the state still
     exists then, it copies them into the memory of the CPU.
-
-    Attributes:
-        values: the state dicts by name.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:

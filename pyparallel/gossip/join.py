@@ -22,10 +22,6 @@ class JoinedRounds(Joinable):
 
     Before a round, a rank with batches takes part in an all-reduce, by which those without learn of
     it; they then take the round too, and their counts are not compared.
-
-    Args:
-        averager: takes the rounds.
-        run: of the ranks that train together.
     """
 
     def __init__(self, averager: ModelAverager, run: Run) -> None:

@@ -48,7 +48,6 @@ class ModuleWrapper(nn.Module):
 
     @override
     def __getattr__(self, name: str) -> Any:
-        """Return the module's attribute, if this object has none of the name."""
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)  # raises the property's own AttributeError
         modules = vars(self).get("_modules", {})

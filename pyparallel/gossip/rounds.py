@@ -27,7 +27,6 @@ class SteppedRounds:
         in_pass: the one optimizer is fused and takes the round in its pass.
 
     Attributes:
-        finite_steps: the same.
         joined: what the rank does in ``join()``.
         num_steps: steps that were completed.
         waiting_seconds: for which the host has waited for other ranks in the last step.

@@ -16,8 +16,9 @@ from ..comm import Collectives, StepCounts, check_consistent_across_ranks, check
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..training import ModelAverager, StepHooks, check_format, refuse_other_optimizers, seal
+from ..training.arguments import find_error
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
-from ..training.trainer import Trainer, find_owner_error
+from ..training.trainer import Trainer
 from . import consensus
 from .algorithms.base import Algorithm, JoinedOptimizers, find_algorithm_error
 from .module_wrapper import ModuleWrapper
@@ -26,9 +27,9 @@ from .validation import (
     as_optimizers,
     averagers_part,
     check_states_together,
+    check_types,
     describe,
     describe_groups,
-    find_type_error,
     find_validation_error,
     lay_out,
     resolve_bucket_cap_mb,
@@ -163,11 +164,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def loads_other_buckets(self) -> bool:
         """Whether a state loads that was saved with the optimizer's parameters in other groups."""
         return self._averager.traits.loads_other_buckets
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent for training, excluding ``consensus`` and checks."""
-        return int(self._run.stats.wire_bytes)
 
     def metrics(self, *, consensus_distance: bool = False) -> dict[str, float]:
         """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
@@ -416,7 +412,7 @@ def _collect_config(
 ) -> tuple[list[tuple[str, str]], str | TypeError | None]:
     """Return the config fields that ranks must share and this rank's error; never raises."""
     try:
-        type_error = find_type_error(module, optimizer, bucket_cap_mb)
+        type_error = find_error(lambda: check_types(module, optimizer, bucket_cap_mb))
         if type_error := type_error or find_algorithm_error(algorithm):
             return [], type_error
         cap, optimizers = resolve_bucket_cap_mb(module, bucket_cap_mb), as_optimizers(optimizer)
@@ -430,7 +426,7 @@ def _collect_config(
         error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"
-        error_text = find_policy_error(nonfinite) or error_text or find_owner_error(optimizers)
+        error_text = find_policy_error(nonfinite) or error_text
     except Exception as error:
         return [], f"{type(error).__name__}: {error}"
     return config_fields, error_text

@@ -22,12 +22,12 @@ from ..training import (
     summarize,
     wrong_type,
 )
-from ..training.arguments import is_number
+from ..training.arguments import check_type, is_number
 from ..training.module_checks import (
     NamedParameters,
+    check_module,
     find_device_error,
     find_master_weights_error,
-    find_module_error,
 )
 from ..training.step_hook import name_optimizers
 from ..training.trainer import find_owner_error
@@ -36,19 +36,15 @@ from .push_sum.buffer import MASS_TOLERANCE
 BUCKETS, IN_MODULE_ORDER = "buckets", "in the order of the module's parameters"
 
 
-def find_type_error(module: object, optimizer: object, bucket_cap_mb: object) -> TypeError | None:
-    """Return the first argument of a wrong type, as an error, or None."""
-    if error := find_module_error(module):
-        return error
+def check_types(module: object, optimizer: object, bucket_cap_mb: object) -> None:
+    """Raise a TypeError for the first argument of a wrong type."""
+    check_module(module)
     rule = "a torch optimizer such as SGD(module.parameters(), lr=0.1)"
-    if not isinstance(optimizer, Optimizer | list | tuple):
-        return wrong_type("optimizer", f"{rule}, or a list of them", optimizer)
+    check_type("optimizer", optimizer, (Optimizer, list, tuple), f"{rule}, or a list of them")
     for index, each in enumerate(as_optimizers(optimizer)):
-        if not isinstance(each, Optimizer):
-            return wrong_type(f"optimizer[{index}]", rule, each)
+        check_type(f"optimizer[{index}]", each, Optimizer, rule)
     if not (is_number(bucket_cap_mb) or bucket_cap_mb is None):
-        return wrong_type("bucket_cap_mb", "a number of MiB such as 25", bucket_cap_mb)
-    return None
+        raise wrong_type("bucket_cap_mb", "a number of MiB such as 25", bucket_cap_mb)
 
 
 def as_optimizers(optimizer: Any) -> list[Any]:

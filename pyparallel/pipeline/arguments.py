@@ -22,11 +22,8 @@ from .schedules.shape import PipelineShape
 class TrainerArguments:
     """What a ``PipelineTrainer`` was called with on a rank, not checked yet.
 
-    Args:
-        layers: all of them, on every rank.
-        split: where stages 1 and following begin; None: automatic.
-        rank: within the process group, as ``num_ranks``.
-        compressors: of activations, then of gradients, by the names of their arguments.
+    All layers are here on every rank. ``compressors`` are those of activations, then of gradients,
+    by the names of their arguments.
     """
 
     model: Any

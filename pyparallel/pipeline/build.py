@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import singledispatch
+from functools import partial, singledispatch
 
 import torch
 from torch.optim import Optimizer
@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from ..comm import Collectives, Run
 from ..compression import Compressor
 from ..optim import FusedOptimizer
-from ..training.trainer import find_owner_error
+from ..training.trainer import find_owner_error, raising_on_all_ranks
 from .arguments import TrainerArguments
-from .errors import agree, raising_on_all_ranks
+from .errors import agree
 from .interlocking.build_heads import build_heads, check_trained_apart
 from .interlocking.heads import as_heads
 from .interlocking.runtime import InterlockingExecutor, find_shared_weight
@@ -48,12 +48,7 @@ from .validation import check_memory, check_scalable, check_skips
 
 @dataclass(frozen=True)
 class BuiltStages:
-    """The stages of a rank, and what they share with those of the other ranks.
-
-    Args:
-        criterion: the loss of the last stage, on every rank.
-        tied: parameters that several ranks hold.
-    """
+    """The stages of a rank, and what they share with those of the other ranks."""
 
     split: tuple[int, ...]
     executor: Executor
@@ -84,7 +79,7 @@ def build_stages(
     scaler, loss_scale = arguments.grad_scaler, None
     if scaler is not None and scaler.is_enabled():
         loss_scale = LossScale(scaler, run)
-    with raising_on_all_ranks(run) as fields:
+    with raising_on_all_ranks(partial(agree, run)) as fields:
         modules = slice_layers(
             arguments.layers, split, ties_travel=schedule.delays, own=shape.stages(rank),
             names=names_of_modules(arguments.model, arguments.layers),
@@ -105,7 +100,7 @@ def build_stages(
     p2p = StageP2P(shape, groups, *codecs)
     tied = TiedParameters(ties, shape, rank, run)
     tied.copy_from_owners()  # the ranks may have initialized the model differently
-    with raising_on_all_ranks(run):
+    with raising_on_all_ranks(partial(agree, run)):
         prepared = prepare_stages(schedule, arguments, modules, p2p, splitter)
         if (error := find_owner_error(prepared.optimizers)) is not None:
             raise ValueError(error)

@@ -21,29 +21,8 @@ def agree(run: Run, fields: Sequence[tuple[str, str]], problem: str | TypeError 
         raise problem if isinstance(problem, TypeError) else ValueError(problem)
 
 
-@contextmanager
-def raising_on_all_ranks(run: Run) -> Iterator[list[tuple[str, str]]]:
-    """Raise an error inside on all ranks; yield fields to fill, which the ranks compare."""
-    problem, cause = None, None
-    fields: list[tuple[str, str]] = []
-    try:
-        yield fields
-    except Exception as error:  # perhaps on one rank only, while the others wait for it
-        # It is raised as a ValueError.
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        problem, cause = f"{kind}{error}", error
-    try:
-        agree(run, [] if problem else fields, problem)
-    except ValueError as error:
-        raise error from cause
-
-
 class CallErrors:
-    """What the calls of a trainer raise: that the pipeline has failed, or what was refused.
-
-    Args:
-        nonfinite: "raise" for losses that are not finite too, or "skip".
-    """
+    """What the calls of a trainer raise: that the pipeline has failed, or what was refused."""
 
     def __init__(self, nonfinite: str) -> None:
         self._skips_non_finite = nonfinite == "skip"

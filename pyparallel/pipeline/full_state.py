@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..comm import Collectives, Run, device_of, gather_json
-from ..training import summarize
+from ..training.arguments import require
+from ..training.trainer import raising_on_all_ranks
 from .named_state import NamedStage, State
 
 
@@ -22,14 +23,10 @@ def full_state(stages: Sequence[NamedStage], run: Run) -> State:
     own = {name: value for each in stages for name, value in each.module_state().items()}
     if run.size == 1:
         return {name: _on_cpu(value) for name, value in own.items()}
-    foreign = [name for name, value in own.items() if not _can_be_sent(value)]
-    problem = None
-    if foreign:
-        problem = (
-            f"{foreign[0]} must be a tensor or of JSON's types for full_state_dict(), got "
-            f"{summarize(own[foreign[0]])}; save sharded_state_dict()"
-        )
-    run.agree([], problem)
+    with raising_on_all_ranks(run.agree):
+        for name, value in own.items():
+            rule = f"{name} must be a tensor or of JSON's types for full_state_dict()"
+            require(_can_be_sent(value), rule, value, "save sharded_state_dict()")
     described = [
         [name, [*value.shape], str(value.dtype)] if isinstance(value, Tensor) else [name, value]
         for name, value in own.items()

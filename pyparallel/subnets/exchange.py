@@ -13,13 +13,7 @@ from .placement import Placement
 
 @dataclass(frozen=True)
 class CutTensor:
-    """A tensor to exchange: the rows this rank owns of the full tensor, and its subnet's part.
-
-    Args:
-        name: name of the parameter or buffer whose cut it has.
-        rows: rows of the full tensor that this rank owns.
-        part: part of the tensor in this rank's subnet, in the same dtype.
-    """
+    """A tensor to exchange: the rows this rank owns of the full one, and its subnet's part."""
 
     name: str
     rows: Tensor

@@ -25,8 +25,10 @@ class OptimizerState(Protocol):
     def on_new_round(self, optimizer: Optimizer, initial_state: Mapping[Any, Any]) -> None:
         """Prepare the optimizer after a merge, when the units of the next round have been assigned.
 
-        ``initial_state`` is the "state" of its ``state_dict()`` before the first step.
+        ``initial_state`` is the "state" of its ``state_dict()`` before the first step. Default:
+        keep the state.
         """
+        return
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,6 @@ class CarryState(OptimizerState):
             for name, parameter in parameters.items()
         }
 
-    @override
-    def on_new_round(self, optimizer: Optimizer, initial_state: Mapping[Any, Any]) -> None:
-        """Keep the state, which has moved with its weights."""
-
 
 @dataclass(frozen=True)
 class ResetState(OptimizerState):
@@ -72,7 +70,6 @@ class ResetState(OptimizerState):
 
     @override
     def on_new_round(self, optimizer: Optimizer, initial_state: Mapping[Any, Any]) -> None:
-        """Restore the state from before the first step: for most optimizers an empty one."""
         optimizer.load_state_dict({**optimizer.state_dict(), "state": copy.deepcopy(initial_state)})
 
 

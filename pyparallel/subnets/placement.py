@@ -14,6 +14,7 @@ class Placement(Protocol):
 
     def validation_error(self, num_ranks: int) -> str | None:
         """Return why this number of ranks is not supported, or None."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,10 @@ class Sharded(Placement):
     def rows(self, num_rows: int, owner: int, num_ranks: int) -> range:
         return range(owner * num_rows // num_ranks, (owner + 1) * num_rows // num_ranks)
 
-    @override
-    def validation_error(self, num_ranks: int) -> str | None:
-        return None
-
 
 @dataclass(frozen=True)
 class Central(Placement):
-    """Placement with the full model on one rank, in addition to its own subnet.
-
-    Args:
-        rank: rank in the process group.
-    """
+    """Placement with the full model on one rank of the group, in addition to its own subnet."""
 
     rank: int = 0
 

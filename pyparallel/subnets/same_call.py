@@ -1,13 +1,17 @@
 """The check before a merge that all ranks make the same call, with tensors that can be merged."""
 
 import enum
+from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import Collectives, DisagreementError, NonFiniteError
-from .nonfinite import first_nonfinite, name_of
+from ..comm import DisagreementError, NonFiniteError
+from ..training.nonfinite import is_finite_on_device
 from .subnet_parts import SubnetParts
+
+States = Mapping[str, Mapping[str, Tensor]]
 
 
 class Call(enum.IntEnum):
@@ -24,8 +28,6 @@ def check_same_call(
     steps: int,
     parts: SubnetParts,
     optimizer: Optimizer,
-    collectives: Collectives,
-    *,
     finds_nonfinite: bool,
 ) -> list[tuple[int, int]]:
     """Check that all ranks make the same call; return each one's call and steps since a merge.
@@ -37,14 +39,14 @@ def check_same_call(
         NonFiniteError: a rank has a tensor that must not be merged. Both on all ranks, before
             anything is merged.
     """
-    tensors = parts.tensors
+    tensors, collectives = parts.tensors, parts.collectives
     state, error = parts.hash_state(optimizer)
     numbers = [call, round_index, state, steps, parts.hash_shared()]
     device = next((each.device for each in tensors.values()), torch.device("cpu"))
     states = {} if error is not None else parts.carried_state(optimizer)
     found = torch.full((1,), -1, device=device)
     if finds_nonfinite:
-        found = first_nonfinite(tensors, states, device)
+        found = _first_nonfinite(tensors, states, device)
     with collectives.uncounted():
         gathered = collectives.all_gather(
             torch.cat([torch.tensor(numbers, device=device), found])
@@ -74,7 +76,7 @@ def check_same_call(
         if other[5] >= 0:
             raise NonFiniteError(
                 f"parameters must be finite to be merged, got nan or inf from rank {rank} in "
-                f"{name_of(other[5], tensors, states)} in round {first[1]}: nothing has been "
+                f"{_name_of(other[5], tensors, states)} in round {first[1]}: nothing has been "
                 "merged; resume all ranks from a state_dict(), and use nonfinite='skip' to "
                 "leave out steps whose gradients are not finite"
             )
@@ -84,3 +86,31 @@ def check_same_call(
 def _describe_call(numbers: list[int]) -> str:
     call = {0: "optimizer.step()", 1: "flush()", 2: "full_model()"}[numbers[0]]
     return f"{call} in round {numbers[1]} after {numbers[3]} steps"
+
+
+def _first_nonfinite(parts: Mapping[str, Tensor], states: States, device: torch.device) -> Tensor:
+    """Return the index of the first tensor to be merged that is not finite, (1,) int64, or -1.
+
+    Reads all of them once: the subnet's tensors, and the state that moves with them. Buffers may
+    have an inf, as masks do, but no nan.
+    """
+    verdicts = []
+    for _, each in _merged(parts, states):
+        is_parameter = isinstance(each, nn.Parameter) or each.requires_grad
+        verdicts.append(is_finite_on_device(each.detach(), allow_inf=not is_parameter))
+    if not verdicts:
+        return torch.full((1,), -1, device=device)
+    is_bad = torch.stack(verdicts).logical_not()
+    first = is_bad.long().argmax()
+    return torch.where(is_bad.any(), first, -1).view(1).to(device)
+
+
+def _name_of(index: int, parts: Mapping[str, Tensor], states: States) -> str:
+    return [name for name, _ in _merged(parts, states)][index]
+
+
+def _merged(parts: Mapping[str, Tensor], states: States) -> Iterator[tuple[str, Tensor]]:
+    for name, part in parts.items():
+        yield name, part
+        for key, state in states.get(name, {}).items():
+            yield f"the optimizer's {key} of {name}", state

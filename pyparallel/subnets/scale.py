@@ -19,10 +19,12 @@ class Scale(Protocol):
     def apply(
         self, subnet: nn.Module, cut_dims: Iterable[CutDim], rank: int, num_ranks: int
     ) -> None:
-        """Modify a rank's subnet; called once, when it has been built."""
+        """Modify a rank's subnet, once it has been built; default: leave it unchanged."""
+        return
 
     def enlargement(self, num_ranks: int) -> int:
-        """Return the factor of the consumers' weights in a subnet over those in the full model."""
+        """Return the factor of the consumers' weights in a subnet over the full model's."""
+        return 1
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,6 @@ class Unscaled(Scale):
     A BatchNorm after them corrects this once its statistics are recalibrated. Without one, as in
     the blocks of a transformer, choose ``Averaged()``.
     """
-
-    @override
-    def apply(
-        self, subnet: nn.Module, cut_dims: Iterable[CutDim], rank: int, num_ranks: int
-    ) -> None:
-        """Leave the subnet unchanged."""
-
-    @override
-    def enlargement(self, num_ranks: int) -> int:
-        return 1
 
 
 @dataclass(frozen=True)
@@ -53,12 +45,6 @@ class Averaged(Scale):
     up to rounding if n is no power of two. Freshly initialized layers are therefore n times too
     large in subnets: divide them with ``shrink_consumers`` first.
     """
-
-    @override
-    def apply(
-        self, subnet: nn.Module, cut_dims: Iterable[CutDim], rank: int, num_ranks: int
-    ) -> None:
-        """Leave the subnet unchanged."""
 
     @override
     def enlargement(self, num_ranks: int) -> int:
@@ -85,10 +71,6 @@ class Scaled(Scale):
                     hook = _Multiply(cut_dim.units / kept)
                     subnet.get_submodule(name).register_forward_pre_hook(hook)
 
-    @override
-    def enlargement(self, num_ranks: int) -> int:
-        return 1
-
 
 @dataclass(frozen=True)
 class _Multiply:
@@ -103,10 +85,8 @@ class _Multiply:
 def shrink_consumers(module: nn.Module, partition: Partition, times: int) -> None:
     """Divide the weights that consume units, to initialize new layers for ``Averaged()``.
 
-    Args:
-        module: the full model, before it is given to a trainer.
-        partition: the trainer's.
-        times: ``scale.enlargement(num_ranks)``.
+    ``times`` is ``scale.enlargement(num_ranks)``. Call it before the module is given to a trainer
+    with this partition.
     """
     for cut_dim in partition.cut_dims(module):
         for name in cut_dim.consumer_weights:

@@ -18,13 +18,8 @@ States = Mapping[str, Mapping[str, Tensor]]
 class ModelShards:
     """Rows of dimension 0 of every tensor that is cut; all subnets hold the other tensors in full.
 
-    Args:
-        cuts: cuts of the tensors, by name.
-        tensors: the full tensors: the rows are copied from them.
-        placement: which rows this rank stores.
-        collectives: the collectives of the ranks.
-        enlargement: by name, factor of the stored weights (as in the subnets) over the full
-            model's.
+    ``enlargement`` has by name the factor of the stored weights (as in the subnets) over the full
+    model's.
     """
 
     def __init__(

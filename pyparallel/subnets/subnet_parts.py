@@ -23,18 +23,7 @@ from .subnet import tensors_of
 class SubnetParts:
     """The tensors of a subnet: cut ones are this rank's part, shared ones are averaged at a merge.
 
-    Args:
-        subnet: this rank's module.
-        partition: draws the units of each round.
-        cut_dims: the cut dimensions.
-        cuts: of the tensors that are cut, by name.
-        shards: of the full model.
-        placement: which ranks store the full model.
-        optimizer_state: what of an optimizer's state moves with the tensors.
-        collectives: of the trainer.
-
-    Attributes:
-        units: of all ranks in this round, by the name of the cut dimension.
+    ``units`` are those of all ranks in this round, by the name of the cut dimension.
     """
 
     units: Mapping[str, Sequence[Tensor]]
@@ -52,14 +41,14 @@ class SubnetParts:
     ) -> None:
         self._subnet, self._partition, self._cut_dims = subnet, partition, cut_dims
         self._cuts, self._shards, self._placement = cuts, shards, placement
-        self._optimizer_state, self._collectives = optimizer_state, collectives
+        self._optimizer_state, self.collectives = optimizer_state, collectives
         self.draw(0)
         scatter(shards.cut_tensors(self.tensors), self._assignments, collectives)
 
     def draw(self, round_index: int) -> None:
         """Draw the units of a round; nothing is sent."""
-        self.units = self._partition.draw(self._cut_dims, round_index, self._collectives.size)
-        self._assignments = assign(self._cuts, self.units, self._placement, self._collectives)
+        self.units = self._partition.draw(self._cut_dims, round_index, self.collectives.size)
+        self._assignments = assign(self._cuts, self.units, self._placement, self.collectives)
 
     def merge(self, optimizer: Optimizer, first_state: Any, round_index: int) -> None:
         """Merge all subnets into the full model, and begin a round with other units.
@@ -68,22 +57,22 @@ class SubnetParts:
         """
         parts, states = self.tensors, self.carried_state(optimizer)
         tensors = [*self._shards.cut_tensors(parts), *self._shards.state_tensors(states)]
-        merge(tensors, self._assignments, self._collectives)
+        merge(tensors, self._assignments, self.collectives)
         shared = self.shared
         shared += [s for name in parts if name not in self._cuts for s in states[name].values()]
-        for tensor, mean in zip(shared, average(shared, self._collectives), strict=True):
+        for tensor, mean in zip(shared, average(shared, self.collectives), strict=True):
             tensor.data.copy_(mean)
         self.draw(round_index)
-        scatter(tensors, self._assignments, self._collectives)
+        scatter(tensors, self._assignments, self.collectives)
         self._optimizer_state.on_new_round(optimizer, first_state)
 
     @torch.no_grad()
     def gather_into(self, module: nn.Module) -> None:
         """Write the full model, with the steps since the last merge, into a module."""
         parts, targets = self.tensors, tensors_of(module)
-        merge(self._shards.cut_tensors(parts), self._assignments, self._collectives)
+        merge(self._shards.cut_tensors(parts), self._assignments, self.collectives)
         self._shards.gather_into({name: tensor.data for name, tensor in targets.items()})
-        means = average(self.shared, self._collectives)
+        means = average(self.shared, self.collectives)
         averaged = dict(zip(self.shared_names, means, strict=True))
         for name, target in targets.items():
             if name not in self._cuts:
@@ -101,7 +90,7 @@ class SubnetParts:
     @property
     def payload_bytes(self) -> int:
         """Bytes of all subnets' cut tensors."""
-        size, tensors = self._collectives.size, self.tensors
+        size, tensors = self.collectives.size, self.tensors
         return sum(
             torch.Size(cut.part_shape(subnet, size)).numel() * tensors[name].element_size()
             for name, cut in self._cuts.items()

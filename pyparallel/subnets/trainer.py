@@ -10,21 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._deprecated import adopt_old_methods, modernize_saved
-from ..comm import Collectives, Run, first_difference, warn_if_alone
+from .._deprecated import adopt_old_methods
+from ..comm import Collectives, Run, warn_if_alone
 from ..optim.finite_steps import FiniteSteps
 from ..training import (
-    check_format,
-    check_like,
-    check_on_all_ranks,
-    check_optimizer_state,
     seal,
-    summarize,
 )
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.other_optimizers import refuse_other_optimizers
 from ..training.step_hook import StepHook
-from ..training.trainer import Trainer
+from ..training.trainer import Trainer, raising_on_all_ranks
 from .optimizer_state import CarryState, OptimizerState
 from .partition.partition import Partition
 from .partition.tensor_cut import find_cuts
@@ -36,12 +31,9 @@ from .storage import allocate, release
 from .subnet import build_subnet, tensors_of
 from .subnet_parts import SubnetParts
 from .validation import (
-    ConfigFields,
-    describe,
-    describe_cut_dims,
+    check_state,
+    examine,
     find_optimizer_error,
-    find_type_error,
-    find_validation_error,
 )
 
 OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
@@ -89,10 +81,9 @@ class SubnetTrainer(Trainer):
         nonfinite: "raise": where a subnet's parameters, its optimizer's state or a buffer would
             bring a nan (or an inf, which buffers may have) into the full model, ``step()``,
             ``flush()`` and ``full_model()`` raise the same NonFiniteError on all ranks, which names
-            the first such rank and tensor, before anything is merged. Costs a pass over these
-            tensors per merge. "skip": also, a step whose gradients have a nan or an inf changes
-            nothing on its rank, but counts; on a GPU the host waits for each step. Costs a pass
-            over the gradients per step. "allow": nothing is read.
+            the first such rank and tensor, before anything is merged. "skip": also, a step whose
+            gradients have a nan or an inf changes nothing on its rank, but counts; on a GPU the
+            host waits for each step. Both cost a pass over what they read. "allow": nothing.
 
     Attributes:
         subnet: this rank's module.
@@ -124,17 +115,19 @@ class SubnetTrainer(Trainer):
         scale = Unscaled() if scale is None else scale
         optimizer_state = CarryState() if optimizer_state is None else optimizer_state
         run = Run(process_group)
-        policies = [partition, interval, placement, optimizer_state, scale]
-        for policy in policies:
+        policies: dict[str, Any] = {
+            "partition": partition, "interval": interval, "placement": placement,
+            "optimizer_state": optimizer_state, "scale": scale,
+        }  # fmt: skip
+        for policy in policies.values():
             adopt_old_methods("pyparallel.subnets", policy)
-        self._config_fields, problem = _examine(
-            module, optimizer_fn, policies, run.size, process_group
-        )
+        self._config_fields, problem = examine(module, optimizer_fn, policies, run)
         policy = ("nonfinite", str(nonfinite))  # not saved: a run may go on with another one
         run.agree([*self._config_fields, policy], problem or find_policy_error(nonfinite))
-        self._collectives = collectives = Collectives(self._open_run(process_group))
-        self._module, self._nonfinite = module, nonfinite
-        self._interval = interval
+        run = self._open_run(process_group)
+        self._collectives = collectives = Collectives(run, run.stats)
+        self._module, self._interval = module, interval
+        self._finds_nonfinite = nonfinite != "allow"
         self._cut_dims = partition.cut_dims(module)
         with collectives.uncounted():
             for tensor in [*module.parameters(), *module.buffers()]:
@@ -142,10 +135,8 @@ class SubnetTrainer(Trainer):
         tensors = tensors_of(module)
         self._cuts = find_cuts(self._cut_dims, tensors)
         self.subnet = self._build_subnet(module, scale)
-        times = scale.enlargement(collectives.size)
-        enlargement = {
-            name: times for cut_dim in self._cut_dims for name in cut_dim.consumer_weights
-        }
+        enlarged = (name for cut_dim in self._cut_dims for name in cut_dim.consumer_weights)
+        enlargement = dict.fromkeys(enlarged, scale.enlargement(collectives.size))
         self._shards = ModelShards(self._cuts, tensors, placement, collectives, enlargement)
         self._round, self._steps = 0, 0
         self._waiting_seconds = 0.0  # in the last step
@@ -157,12 +148,10 @@ class SubnetTrainer(Trainer):
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._first_state = copy.deepcopy(self.optimizer.state_dict()["state"])
         # "raise" checks what is merged, and no gradients.
+        gradients: NonFinitePolicy = "skip" if nonfinite == "skip" else "allow"
+        device = next((each.device for each in self.subnet.parameters()), torch.device("cpu"))
         self._finite_steps = FiniteSteps(
-            self.optimizer,
-            "skip" if nonfinite == "skip" else "allow",
-            self._run.counts,
-            _device_of(self.subnet),
-            takes_scales=False,
+            self.optimizer, gradients, run.counts, device, takes_scales=False
         )
         self._step_hook = StepHook(
             self.optimizer,
@@ -191,11 +180,6 @@ class SubnetTrainer(Trainer):
     def units(self) -> dict[str, Tensor]:
         """This rank's units by the name of the cut dimension: int64, ascending."""
         return {name: pieces[self._collectives.rank] for name, pieces in self._parts.units.items()}
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes this rank has sent for training; ``full_model()`` and checks are not counted."""
-        return round(self._collectives.stats.wire_bytes)
 
     @property
     def payload_bytes(self) -> int:
@@ -300,7 +284,8 @@ class SubnetTrainer(Trainer):
                 state is damaged or malformed, or of another rank, number of ranks, partition,
                 module or optimizer, or the ranks' states are of different rounds.
         """
-        check_on_all_ranks(lambda: self._check_state(state_dict), self._run.agree)
+        own = self._collect_state()
+        check_state(state_dict, own, self._shards, self.optimizer, self._run)
         self._round, self._steps = state_dict["round"], state_dict["steps"]
         self._parts.draw(self._round)
         self._shards.load_state_dict(state_dict["whole"])
@@ -316,30 +301,23 @@ class SubnetTrainer(Trainer):
 
     def _build_subnet(self, module: nn.Module, scale: Scale) -> nn.Module:
         rank, size = self._collectives.rank, self._collectives.size
-        built, error_text = module, None
-        try:
+        with raising_on_all_ranks(self._run.agree, "module must support copying: "):
             built = build_subnet(module, self._cut_dims, self._cuts, rank, size)
             scale.apply(built, self._cut_dims, rank, size)
-        except Exception as error:  # check_consistent_across_ranks raises it on all ranks
-            error_text = f"module must support copying: {type(error).__name__}: {error}"
-        self._run.agree([], error_text)
         return built
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> Optimizer:
         parameters = [p for p in self.subnet.parameters() if p.requires_grad]
-        built: Any = None
-        try:
+        with raising_on_all_ranks(self._run.agree, "optimizer_fn: "):
             built = optimizer_fn(parameters)
-            error_text = find_optimizer_error(built, parameters)
-            if error_text is None:
-                self._shards.init_states(self._parts.carried_state(built))
-        except Exception as error:  # check_consistent_across_ranks raises it on all ranks
-            error_text = f"optimizer_fn: {type(error).__name__}: {error}"
-        self._config_fields.append(("optimizer", type(built).__qualname__))
-        self._run.agree(self._config_fields, error_text)
+        with raising_on_all_ranks(self._run.agree) as fields:
+            if error_text := find_optimizer_error(built, parameters):
+                raise ValueError(error_text)
+            self._shards.init_states(self._parts.carried_state(built))
+            self._config_fields.append(("optimizer", type(built).__qualname__))
+            fields.extend(self._config_fields)
         self._own([built])
-        optimizer: Optimizer = built
-        return optimizer
+        return built
 
     def _after_step(self) -> None:
         self._finite_steps.end()
@@ -358,65 +336,5 @@ class SubnetTrainer(Trainer):
 
     def _check_same_call(self, call: Call) -> list[tuple[int, int]]:
         return check_same_call(
-            call,
-            self._round,
-            self._steps,
-            self._parts,
-            self.optimizer,
-            self._collectives,
-            finds_nonfinite=self._nonfinite != "allow",
+            call, self._round, self._steps, self._parts, self.optimizer, self._finds_nonfinite
         )
-
-    def _check_state(self, state: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return what must be equal on all ranks; raise for a state that cannot be loaded."""
-        if not isinstance(state, Mapping):
-            raise ValueError(f"state_dict must be a result of state_dict(), got {summarize(state)}")
-        check_format(state)
-        place = [self._collectives.rank, self._collectives.size]
-        if state.get("place") != place:
-            raise ValueError(
-                f"state_dict must be that of rank {place[0]} of {place[1]}, got one of "
-                f"{state.get('place')}; with other ranks start from the full model"
-            )
-        if difference := first_difference(self._config_fields, modernize_saved(state["facts"])):
-            name, here, there = difference
-            raise ValueError(f"state_dict must have the same {name}, {here}, got {there}")
-        for key, number in (("round", self._round), ("steps", self._steps)):
-            check_like(state[key], number, key)
-        self._shards.check_state(state["whole"], "whole")
-        check_like(state["subnet"], self.subnet.state_dict(), "subnet")
-        # Its kind is among the facts.
-        check_optimizer_state(self.optimizer, state["optimizer"], None, "optimizer")
-        return [("round of state_dict", str(state["round"]))]
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    parameter = next(module.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
-
-
-def _examine(
-    module: nn.Module,
-    optimizer_fn: OptimizerFn,
-    policies: list[Any],
-    num_ranks: int,
-    process_group: dist.ProcessGroup | None,
-) -> tuple[ConfigFields, str | TypeError | None]:
-    """Return the config fields that ranks must share and this rank's error; never raises."""
-    partition, interval, placement, optimizer_state, scale = policies
-    names = ["partition", "interval", "placement", "optimizer_state", "scale"]
-    try:
-        if type_error := find_type_error(
-            module, optimizer_fn, partition, placement, optimizer_state, scale
-        ):
-            return [], type_error
-        config_fields = [(name, repr(policy)) for name, policy in zip(names, policies, strict=True)]
-        config_fields += describe(module)
-        error_text = find_validation_error(
-            module, partition, interval, placement, num_ranks, process_group
-        )
-        if error_text is None:
-            config_fields += describe_cut_dims(partition.cut_dims(module))
-    except Exception as error:  # check_consistent_across_ranks raises it on all ranks
-        return [], f"{type(error).__name__}: {error}"
-    return config_fields, error_text

@@ -9,13 +9,24 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ..training import has_methods, wrong_type
-from ..training.arguments import is_integer
-from ..training.module_checks import find_device_error, find_master_weights_error, find_module_error
+from .._deprecated import modernize_saved
+from ..comm import Run, first_difference
+from ..training import (
+    check_format,
+    check_like,
+    check_on_all_ranks,
+    check_optimizer_state,
+    has_methods,
+    summarize,
+    wrong_type,
+)
+from ..training.arguments import check_callable, check_type, find_error, is_integer
+from ..training.module_checks import check_module, find_device_error, find_master_weights_error
 from ..training.trainer import find_owner_error
 from .partition.cut_dim import CutDim
 from .partition.partition import Partition, find_units_error
 from .placement import Placement
+from .shards import ModelShards
 from .storage import is_released
 
 ConfigFields = list[tuple[str, str]]
@@ -39,36 +50,43 @@ def describe_cut_dims(cut_dims: Sequence[CutDim]) -> ConfigFields:
     ]
 
 
-def find_type_error(
-    module: object,
-    optimizer_fn: object,
-    partition: object,
-    placement: object,
-    optimizer_state: object,
-    scale: object,
-) -> TypeError | None:
-    """Return the first argument of a wrong type, as an error, or None."""
-    if error := find_module_error(module):
-        return error
-    if not callable(optimizer_fn):
-        rule = "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"
-        return wrong_type("optimizer_fn", rule, optimizer_fn)
-    if not isinstance(partition, Partition):
-        fix = "wrap it, Partition(rules)" if isinstance(partition, Mapping) else ""
-        return wrong_type("partition", "an object such as Partition()", partition, fix)
-    for name, policy, examples, methods in (
-        ("placement", placement, "Sharded() or Central()", ["rows", "validation_error"]),
-        (
-            "optimizer_state",
-            optimizer_state,
-            "CarryState() or ResetState()",
-            ["carried_state", "on_new_round"],
-        ),
-        ("scale", scale, "Unscaled() or Averaged()", ["apply", "enlargement"]),
+def examine(
+    module: Any, optimizer_fn: object, policies: Mapping[str, Any], run: Run
+) -> tuple[ConfigFields, str | TypeError | None]:
+    """Return the config fields that ranks must share and this rank's error; never raises.
+
+    The policies are the trainer's other arguments, by name.
+    """
+    partition, interval = policies["partition"], policies["interval"]
+    try:
+        if type_error := find_error(lambda: _check_types(module, optimizer_fn, policies)):
+            return [], type_error
+        config_fields = [(name, repr(policy)) for name, policy in policies.items()]
+        config_fields += describe(module)
+        error_text = find_validation_error(
+            module, partition, interval, policies["placement"], run.size, run.group
+        )
+        if error_text is None:
+            config_fields += describe_cut_dims(partition.cut_dims(module))
+    except Exception as error:  # check_consistent_across_ranks raises it on all ranks
+        return [], f"{type(error).__name__}: {error}"
+    return config_fields, error_text
+
+
+def _check_types(module: object, optimizer_fn: object, policies: Mapping[str, Any]) -> None:
+    check_module(module)
+    rule = "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"
+    check_callable("optimizer_fn", optimizer_fn, rule)
+    partition = policies["partition"]
+    fix = "wrap it, Partition(rules)" if isinstance(partition, Mapping) else ""
+    check_type("partition", partition, Partition, "an object such as Partition()", fix)
+    for name, examples, methods in (
+        ("placement", "Sharded() or Central()", ["rows", "validation_error"]),
+        ("optimizer_state", "CarryState() or ResetState()", ["carried_state", "on_new_round"]),
+        ("scale", "Unscaled() or Averaged()", ["apply", "enlargement"]),
     ):
-        if not has_methods(policy, *methods):
-            return wrong_type(name, f"an object such as {examples}", policy)
-    return None
+        if not has_methods(policies[name], *methods):
+            raise wrong_type(name, f"an object such as {examples}", policies[name])
 
 
 def find_validation_error(
@@ -113,6 +131,40 @@ def find_optimizer_error(optimizer: Any, parameters: Sequence[nn.Parameter]) -> 
             f"one that lacks {len(wanted - owned)} and has {len(owned - wanted)} others"
         )
     return None
+
+
+def check_state(
+    state: Any, own: Mapping[str, Any], shards: ModelShards, optimizer: Optimizer, run: Run
+) -> None:
+    """Raise on all ranks alike if one whose state is ``own`` cannot load another; change nothing.
+
+    Raises:
+        DisagreementError: (a ValueError) a state cannot be loaded, or they are of other rounds.
+    """
+    check_on_all_ranks(lambda: _read_state(state, own, shards, optimizer), run.agree)
+
+
+def _read_state(
+    state: Any, own: Mapping[str, Any], shards: ModelShards, optimizer: Optimizer
+) -> ConfigFields:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state_dict must be a result of state_dict(), got {summarize(state)}")
+    check_format(state)
+    rank, size = own["place"]
+    if state.get("place") != own["place"]:
+        raise ValueError(
+            f"state_dict must be that of rank {rank} of {size}, got one of {state.get('place')}; "
+            "with other ranks start from the full model"
+        )
+    if difference := first_difference(own["facts"], modernize_saved(state["facts"])):
+        name, here, there = difference
+        raise ValueError(f"state_dict must have the same {name}, {here}, got {there}")
+    for key in ("round", "steps", "subnet"):
+        check_like(state[key], own[key], key)
+    shards.check_state(state["whole"], "whole")
+    # Its kind is among the facts.
+    check_optimizer_state(optimizer, state["optimizer"], None, "optimizer")
+    return [("round of state_dict", str(state["round"]))]
 
 
 def _find_parameter_error(parameters: Sequence[tuple[str, nn.Parameter]]) -> str | None:

@@ -1,21 +1,22 @@
 """What trainers check of a module and its optimizers before any communication."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from .arguments import find_ddp_error, wrong_type
+from .arguments import check_type, find_ddp_error
 from .checkpointing import uncompiled
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
-def find_module_error(module: object, name: str = "module") -> TypeError | None:
-    """Return why an argument is no plain module, compiled or not, or None."""
-    if not isinstance(module, nn.Module):
-        return wrong_type(name, "a torch.nn.Module", module)
-    return find_ddp_error(name, uncompiled(module))
+def check_module(module: Any) -> None:
+    """Raise a TypeError unless an argument is a plain module, compiled or not."""
+    check_type("module", module, nn.Module, "a torch.nn.Module")
+    if error := find_ddp_error("module", uncompiled(module)):
+        raise error
 
 
 def find_device_error(

@@ -1,7 +1,8 @@
 """The life cycle that all trainers share."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -47,6 +48,11 @@ class Trainer:
         if self._opened is None:
             raise RuntimeError(f"{type(self).__name__} must not be used after close()")
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent for training, without the full model and checks."""
+        return round(self._run.stats.wire_bytes)
+
     def _own(self, optimizers: Iterable[Optimizer]) -> None:
         """Note that this trainer steps some optimizers, until it is closed or gone."""
         for optimizer in optimizers:
@@ -66,6 +72,29 @@ class Trainer:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__(None)
+
+
+@contextmanager
+def raising_on_all_ranks(
+    agree: Callable[[list[tuple[str, str]], str | None], None], what: str = ""
+) -> Iterator[list[tuple[str, str]]]:
+    """Raise an error inside on all ranks, after ``what``; yield fields, which the ranks compare.
+
+    ``agree`` is ``Run.agree``, or raises likewise.
+    """
+    problem, cause = None, None
+    fields: list[tuple[str, str]] = []
+    try:
+        yield fields
+    except Exception as error:  # perhaps on one rank only, while the others wait for it
+        # It is raised as a ValueError; of a user's function, as `what` says, the type is told too.
+        is_own = isinstance(error, ValueError) and not what
+        kind = "" if is_own else f"{type(error).__name__}: "
+        problem, cause = f"{what}{kind}{error}", error
+    try:
+        agree([] if problem else fields, problem)
+    except ValueError as error:
+        raise error from cause
 
 
 def find_owner_error(optimizers: Iterable[object]) -> str | None:

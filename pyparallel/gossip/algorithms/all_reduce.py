@@ -159,9 +159,6 @@ class _BucketReducer:
     Those of DDP itself are raised by backward as gloo's. The means are the same to the last bit.
     DDP divides gradients as it copies them into a bucket; a hook does so in a pass of its own,
     which ``gradient_as_bucket_view`` saves at the other end.
-
-    Args:
-        process_group: the ranks that average; None: the default group.
     """
 
     def __init__(self, run: Run) -> None:

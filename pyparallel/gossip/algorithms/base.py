@@ -65,8 +65,7 @@ class OnTopology(Algorithm):
 class JoinedOptimizers:
     """What algorithms read of several optimizers: all groups, in order, and all state.
 
-    Args:
-        optimizers: only weakly referenced, as their hooks reference the trainer.
+    They are only weakly referenced, as their hooks reference the trainer.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:

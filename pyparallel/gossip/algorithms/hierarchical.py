@@ -12,7 +12,13 @@ from ...training import FlatBuckets, ModelAverager, wrong_type
 from ...training.arguments import check_integer
 from .all_reduce import AllReduce
 from .base import Algorithm, check_inner, check_is_algorithm
-from .node_averager import NodeAverager, counterparts_of, make_shards, node_of
+from .node_averager import (
+    NodeAverager,
+    counterparts_of,
+    find_ranks_per_node_error,
+    make_shards,
+    node_of,
+)
 from .sgp import sgp
 
 
@@ -79,12 +85,9 @@ class Hierarchical(Algorithm):
 
     @override
     def validation_error(self, num_ranks: int) -> str | None:
-        num_nodes, remainder = divmod(num_ranks, self.ranks_per_node)
-        if remainder:
-            return (
-                f"ranks_per_node must divide the process group's {num_ranks} ranks, got "
-                f"{self.ranks_per_node}"
-            )
+        if error_text := find_ranks_per_node_error(self.ranks_per_node, num_ranks):
+            return error_text
+        num_nodes = num_ranks // self.ranks_per_node
         error_text = self.inner.validation_error(num_nodes)
         return error_text and f"inner must be for {num_nodes} nodes as its ranks: {error_text}"
 

@@ -12,11 +12,38 @@ from torch.optim import Optimizer
 from ...comm import Collectives
 from ...training import FlatBuckets
 
+# Whether a rank has a mean loss to compare, and why not; all-gathered with it.
+_HAS_LOSS, _NO_LOSS_RECORDED, _NO_BATCHES = 0.0, 1.0, 2.0
+
 
 def find_leader(losses: Sequence[float], ranks: Iterable[int]) -> int | None:
     """Return the rank with the lowest finite loss, the lowest rank of equals; None without one."""
     candidates = [rank for rank in ranks if math.isfinite(losses[rank])]
     return min(candidates, key=lambda rank: (losses[rank], rank), default=None)
+
+
+def check_losses(
+    losses: Sequence[float], statuses: Sequence[float], nodes: Iterable[range], num_steps: int
+) -> None:
+    """Raise a ValueError if a rank's loss is missing, or none of a node's is finite."""
+
+    def up_to_now(ranks: Sequence[int]) -> str:
+        what = "ranks" if len(ranks) > 1 else "rank"
+        return f"{what} {', '.join(map(str, ranks))} in the steps up to {num_steps}"
+
+    missing = [rank for rank, status in enumerate(statuses) if status == _NO_LOSS_RECORDED]
+    if missing:
+        raise ValueError(
+            "record_loss(loss) must be called in every step before optimizer.step(), as "
+            f"LeaderSGD compares losses, got none from {up_to_now(missing)}"
+        )
+    for node in nodes:
+        reporting = [rank for rank in node if statuses[rank] == _HAS_LOSS]
+        if reporting and find_leader(losses, node) is None:
+            raise ValueError(
+                "losses must be finite on at least one rank of each node, got "
+                f"{', '.join(str(losses[rank]) for rank in reporting)} from {up_to_now(reporting)}"
+            )
 
 
 class MeanLoss:
@@ -38,6 +65,12 @@ class MeanLoss:
     def mean(self) -> Tensor:
         """Return the mean, 0-d float64 on the device; NaN without losses."""
         return self.total / self.count if self.count else torch.full_like(self.total, math.nan)
+
+    def status(self, *, has_batches: bool) -> float:
+        """Return whether there is a mean loss to compare, and why not, for ``check_losses``."""
+        if self.count:
+            return _HAS_LOSS
+        return _NO_LOSS_RECORDED if has_batches else _NO_BATCHES
 
     def clear(self) -> None:
         """Drop all recorded losses."""
@@ -125,14 +158,10 @@ class PullAtGradient:
     """The pull of the paper's rule, ``lr * sum(strength * (leader - x))`` at the gradient's x.
 
     x is the parameters at the beginning of a step. The pull is computed there and added after the
-    optimizer's update, which therefore sees x itself: pulling before the update would change
-    weight decay, the gradients of a second evaluation of a closure, and LBFGS's line search. That
-    takes a further copy of the parameters within a step.
-
-    Args:
-        buckets: of the parameters.
-        optimizer: its groups' learning rates are read in every step, without a host
-            synchronization. Its hooks reference the trainer, so it is only weakly referenced here.
+    optimizer's update, which therefore sees x itself: pulling before the update would change weight
+    decay, the gradients of a second evaluation of a closure, and LBFGS's line search. That takes a
+    further copy of the parameters within a step. The optimizer, whose learning rates are read in
+    every step, is only weakly referenced, as its hooks reference the trainer.
     """
 
     def __init__(self, buckets: FlatBuckets, optimizer: Optimizer) -> None:

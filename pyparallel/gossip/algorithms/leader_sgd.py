@@ -15,8 +15,8 @@ from ...training import FlatBuckets, ModelAverager, SavedProgress, Traits, check
 from ...training.arguments import check_in, check_integer, require
 from ..messages import MessageHeaders
 from .base import Algorithm
-from .leader import Leader, MeanLoss, PullAtGradient, find_leader
-from .node_averager import node_of
+from .leader import Leader, MeanLoss, PullAtGradient, check_losses, find_leader
+from .node_averager import find_ranks_per_node_error, node_of
 from .periodic import check_interval
 
 Leaders = Sequence[tuple[Tensor, float]]
@@ -149,22 +149,13 @@ class LeaderSGD(Algorithm):
 
     @override
     def validation_error(self, num_ranks: int) -> str | None:
-        if num_ranks % self.ranks_per_node:
-            return (
-                f"ranks_per_node must divide the process group's {num_ranks} ranks, got "
-                f"{self.ranks_per_node}"
-            )
-        return None
+        return find_ranks_per_node_error(self.ranks_per_node, num_ranks)
 
     @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> "LeaderAverager":
         return LeaderAverager(self, buckets, optimizer, run)
-
-
-# Whether a rank has a mean loss to compare, and why not; all-gathered with it.
-_HAS_LOSS, _NO_LOSS_RECORDED, _NO_BATCHES = 0.0, 1.0, 2.0
 
 
 class LeaderAverager(ModelAverager):
@@ -226,7 +217,6 @@ class LeaderAverager(ModelAverager):
 
     @override
     def after_step(self) -> None:
-        """Compare losses and follow the leaders, every ``interval`` steps."""
         self._steps += 1
         if self._num_ranks > 1 and self._steps % self._options.interval == 0:
             self._compare()
@@ -235,7 +225,9 @@ class LeaderAverager(ModelAverager):
         losses, statuses = self._gather()
         self._losses.clear()
         self._updates = 0
-        self._check_losses(losses, statuses)
+        size = len(self._node) if self._local else self._num_ranks
+        nodes = [node_of(first, size) for first in range(0, self._num_ranks, size)]
+        check_losses(losses, statuses, nodes, self._steps)
         self._follow(self._local, losses, self._node)
         if self._steps % self._options.global_interval == 0:
             self._follow(self._global, losses, range(self._num_ranks))
@@ -247,36 +239,13 @@ class LeaderAverager(ModelAverager):
             leader.follow(best - ranks[0])
 
     def _gather(self) -> tuple[list[float], list[float]]:
-        status = _HAS_LOSS
-        if not self._losses.count:
-            status = _NO_LOSS_RECORDED if self._updates else _NO_BATCHES
-        mean = self._losses.mean()
+        mean, status = self._losses.mean(), self._losses.status(has_batches=self._updates > 0)
         header = self.run.row(mean.device, self._steps)
         mine = torch.cat([torch.stack([mean, torch.full_like(mean, status)]), header])
         with torch.profiler.record_function("pyparallel::compare_losses"):
             rows = self._collectives.all_gather(mine).tolist()
         self._headers.check_gathered([row[2:] for row in rows])
         return [row[0] for row in rows], [row[1] for row in rows]
-
-    def _check_losses(self, losses: Sequence[float], statuses: Sequence[float]) -> None:
-        """Raise ValueError on all ranks if a loss is missing or none of a node is finite."""
-        missing = [rank for rank, status in enumerate(statuses) if status == _NO_LOSS_RECORDED]
-        if missing:
-            raise ValueError(
-                "record_loss(loss) must be called in every step before optimizer.step(), as "
-                "LeaderSGD compares losses, got none from "
-                f"{_format_ranks(missing)} in the steps up to {self._steps}"
-            )
-        size = len(self._node) if self._local else self._num_ranks
-        for first in range(0, self._num_ranks, size):
-            node = node_of(first, size)
-            reporting = [rank for rank in node if statuses[rank] == _HAS_LOSS]
-            if reporting and find_leader(losses, node) is None:
-                raise ValueError(
-                    "losses must be finite on at least one rank of each node, got "
-                    f"{', '.join(str(losses[rank]) for rank in reporting)} from "
-                    f"{_format_ranks(reporting)} in the steps up to {self._steps}"
-                )
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -312,10 +281,5 @@ class LeaderAverager(ModelAverager):
 
     @override
     def reset(self) -> None:
-        """Forget the leaders."""
         for leader in self._leaders:
             leader.reset()
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

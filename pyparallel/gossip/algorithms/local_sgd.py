@@ -30,9 +30,6 @@ class LocalSGD(Algorithm):
     """Local steps on every rank, and an average of all models every ``interval`` steps.
 
     Stich (ICLR 2019, arXiv 1805.09767). Optimizer state such as momentum stays local.
-
-    Args:
-        interval: number of steps between two averages.
     """
 
     interval: int

@@ -27,7 +27,7 @@ class NodeAverager(ModelAverager):
         within: averages the gradients of the node during backward.
         buckets: all parameters.
         shards: of all ranks of the node.
-        node_run: of the ranks of the node.
+        node_run: of the ranks of the node; ``run`` is that of all.
         run: of the ranks that train together.
     """
 
@@ -107,7 +107,6 @@ class NodeAverager(ModelAverager):
     @override
     @torch.no_grad()
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        """Return all shards and the weight with messages in flight merged."""
         merged, weight = self.inner.as_merged()
         live = [buffer.data_ptr() for buffer in self._own_shard.buffers]
         if [buffer.data_ptr() for buffer in merged] == live:
@@ -122,7 +121,6 @@ class NodeAverager(ModelAverager):
 
     @override
     def close(self) -> None:
-        """Free DistributedDataParallel."""
         self._within.close()
 
     @contextmanager
@@ -190,3 +188,11 @@ def counterparts_of(rank: int, ranks_per_node: int, num_ranks: int) -> range:
 def make_shards(buckets: FlatBuckets, num_shards: int) -> list[FlatBuckets]:
     """Split a model's flat buffers into one shard for each rank of a node."""
     return [buckets.shard(local_rank, num_shards) for local_rank in range(num_shards)]
+
+
+def find_ranks_per_node_error(ranks_per_node: int, num_ranks: int) -> str | None:
+    """Return why ranks cannot form nodes of equal size, or None."""
+    if num_ranks % ranks_per_node == 0:
+        return None
+    rule = f"ranks_per_node must divide the process group's {num_ranks} ranks"
+    return f"{rule}, got {ranks_per_node}"

@@ -112,7 +112,6 @@ class NoLoCoAverager(ModelAverager):
 
     @override
     def after_step(self) -> None:
-        """Take an outer step every ``interval`` steps."""
         self._steps += 1
         if self._steps % self._options.interval == 0:
             self._outer_step(self._steps // self._options.interval - 1)
@@ -145,7 +144,6 @@ class NoLoCoAverager(ModelAverager):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return slow weights, momentum and the number of steps."""
         return {
             "steps": self._steps,
             "slow": [slow.clone() for slow in self._slow],

@@ -75,7 +75,6 @@ class PairwiseAverager(ModelAverager):
     @property
     @override
     def status(self) -> Status:
-        """Return as staleness the steps since this rank's request, or since it accepted one."""
         return Status(self._weight, self._staleness)
 
     @override

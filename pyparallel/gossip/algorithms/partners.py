@@ -13,11 +13,7 @@ class Partners:
     the rank of lower color is active, that of higher color passive. Colors rise along any chain of
     ranks that wait for each other's replies, so there is no deadlock. On a bipartite graph (a ring
     of even length, a hypercube, two ranks) there are two colors: half of the ranks are active and
-    the other half passive, as in AD-PSGD.
-
-    Args:
-        topology: symmetric (see ``validation_error``).
-        seed: of the random choices.
+    the other half passive, as in AD-PSGD. ``seed`` is that of the random choices.
     """
 
     def __init__(self, topology: Topology, seed: int = 0) -> None:

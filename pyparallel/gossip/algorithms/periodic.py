@@ -17,10 +17,7 @@ from ..messages import MessageHeaders
 class PeriodicAverager(ModelAverager):
     """An inner algorithm, with an exact average and an outer step every ``interval`` steps.
 
-    Args:
-        inner: takes part in every step; ``ModelAverager(buffers)`` communicates only in averages.
-        interval: number of steps between two averages.
-        run: of the ranks that train together.
+    ``ModelAverager(buffers, run)`` as the inner one communicates only in averages.
     """
 
     inner: ModelAverager
@@ -48,7 +45,6 @@ class PeriodicAverager(ModelAverager):
 
     @override
     def after_step(self) -> None:
-        """End the inner step; average and take the outer step every ``interval`` steps."""
         self.inner.after_step()
         self._steps += 1
         if self._steps % self._interval == 0:
@@ -59,7 +55,6 @@ class PeriodicAverager(ModelAverager):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the states of the inner algorithm and the outer step."""
         inner, outer = self.inner.state_dict(), self.outer_state_dict()
         return {"steps": self._steps, "inner": inner, "outer": outer}
 

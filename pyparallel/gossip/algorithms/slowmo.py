@@ -121,7 +121,6 @@ class SlowMomentumAverager(PeriodicAverager):
 
     @override
     def outer_state_dict(self) -> dict[str, Any]:
-        """Return the parameters after the last outer step and the slow momentum."""
         return {"before": self._before, "slow": self._slow}
 
     @override

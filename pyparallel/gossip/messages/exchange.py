@@ -19,11 +19,9 @@ _NUM_TAGS = 2**30 - 2  # of each kind of message; gloo's tags are 31 bits
 
 
 class Transfer(NamedTuple):
-    """A tensor and the rank in the group to send it to or receive it from.
+    """A tensor and the rank in the group, ``peer``, to send it to or receive it from.
 
     Args:
-        peer: the rank.
-        tensor: what is sent or received.
         is_header: whether ``PendingExchange.wait_for_headers`` waits for it.
         is_difference: whether it is part of a difference to an earlier message.
     """
@@ -190,7 +188,6 @@ class NeighborExchange:
         has_counts: False writes no counts into headers, where ranks step at their own pace.
 
     Attributes:
-        run: the same.
         headers: writes and checks the headers of messages.
         failed: rounds that have failed, whose messages may still arrive.
         collectives: of the group, for rounds in which all ranks send to all.

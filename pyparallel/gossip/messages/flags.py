@@ -31,8 +31,8 @@ class Flags:
     Args:
         store: where the counters are, as of ``store_of``; the same for all ranks, and with no other
             flags in it.
-        rank: the rank whose flags ``look`` returns.
-        num_flags: number of different flags that others may raise for this rank.
+        rank: whose flags ``look`` returns.
+        num_flags: how many different ones others may raise for this rank.
     """
 
     def __init__(self, store: CountingStore, rank: int, num_flags: int) -> None:

@@ -63,9 +63,9 @@ class CompressedBuffer(RoundBuffer):
 
     Args:
         values: z: flat, float32, bfloat16 or float16; written in place.
-        exchange: sends to and receives from the neighbors.
+        exchange: with the neighbors.
         topology: gives the receivers of each in-neighbor.
-        compressor: of the messages; the same on all ranks, with ``fixed_length``.
+        compressor: the same on all ranks, with ``fixed_length``.
         layout: of the values.
     """
 
@@ -147,13 +147,11 @@ class CompressedBuffer(RoundBuffer):
 
     @override
     def reset_weight(self) -> None:
-        """Set w to 1 and drop the replicas."""
         super().reset_weight()
         self._replicas.reset()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Wait for the round in flight; return w, the replicas, and what is not merged yet."""
         self.wait()
         in_flight = {"step": self._step, "masses": self._received_masses}
         return {

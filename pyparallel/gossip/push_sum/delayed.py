@@ -18,16 +18,10 @@ from .push_sum import PushSum
 class DelayedPushSum(PushSum):
     """PushSum whose rounds are merged after the next one has been sent.
 
-    Every ``delay`` steps, after the update, a rank sends z and w as they are, and then averages
-    with the messages sent ``delay`` steps before. One message at least is always in flight, so
-    weights are below 1, and the optimizer steps on the numerator.
-
-    Args:
-        buffers: of the parameters, with a copy of what is sent, as z changes meanwhile.
-        exchange: sends to and receives from the neighbors.
-        topology: gives the neighbors of each round and their shares of the mass.
-        delay: number of steps between two rounds, at least 1.
-        layouts, layouts_before: as for PushSum.
+    Every ``delay`` steps, at least 1, after the update, a rank sends a copy of z, and w, and then
+    averages with the messages sent ``delay`` steps before. One message at least is always in
+    flight, so weights are below 1, and the optimizer steps on the numerator. Arguments are those of
+    ``PushSum``.
     """
 
     def __init__(
@@ -48,7 +42,6 @@ class DelayedPushSum(PushSum):
 
     @override
     def after_step(self) -> None:
-        """Send, and merge the round before, if they are due."""
         if self._is_due:
             index, neighbors = self._next_round()
             sends = [partial(each.send_and_merge, neighbors, index) for each in self._dense_buffers]
@@ -57,10 +50,6 @@ class DelayedPushSum(PushSum):
 
     @override
     def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
-        """Step each bucket, and copy what is sent in the same pass.
-
-        If a neighbor has failed, the optimizer's step is still complete.
-        """
         self._steps_in_flight += 1
         sends = self.run.counts.synchronizes and self._is_due
         index, neighbors = self._next_round()

@@ -17,17 +17,13 @@ from .buffer import RoundBuffer, total_mass
 class DenseBuffer(RoundBuffer):
     """De-biased values z, push-sum weight w, and one round at a time with neighbors.
 
-    Only z and w are stored. A message is z with the mass that is sent along; the numerator
-    x = w * z of the paper exists only while an optimizer steps on it.
-
-    A round is ``send``, then ``merge`` at any later time. In between its messages are in flight,
-    and their mass is missing from w. In a complete round of float32 values the numerators are added
-    by an all-reduce, which sends 2 (n - 1) / n copies from each of n ranks instead of n - 1; what
-    is merged is the sum of the others.
+    Only z and w are stored. A message is z with the mass that is sent along. In a complete round of
+    float32 values the numerators are added by an all-reduce, which sends 2 (n - 1) / n copies from
+    each of n ranks instead of n - 1; what is merged is the sum of the others.
 
     Args:
         values: z: flat, float32, bfloat16 or float16; written in place.
-        exchange: sends to and receives from the neighbors.
+        exchange: with the neighbors.
         snapshot: whether z may change while a round is in flight: then a copy of it is sent.
     """
 
@@ -94,7 +90,6 @@ class DenseBuffer(RoundBuffer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Wait for the round in flight; return w and the messages that are not merged yet."""
         self.wait()
         in_flight = {"messages": self._messages, "masses": self._received_masses}
         return {"weight": self.weight, "in_flight": in_flight if self.in_flight else None}
@@ -163,15 +158,11 @@ class DenseBuffer(RoundBuffer):
 
 
 class BiasedBuffer(DenseBuffer):
-    """A dense buffer without push-sum weight: its values are x, and w is 1.
+    """A dense buffer without push-sum weight: its values are x, float32, and w is 1.
 
     The ablation of Assran et al.: a round multiplies x by the share that the rank keeps and adds
     the shares received, so that x is biased unless all messages are merged and rows of the mixing
     matrix sum to 1.
-
-    Args:
-        values: x: flat, float32; written in place.
-        exchange: sends to and receives from the neighbors.
     """
 
     def __init__(self, values: Tensor, exchange: NeighborExchange) -> None:

@@ -14,8 +14,7 @@ from ..messages import NeighborExchange
 from ..topology import Neighbors, Topology
 from .buffer import RoundBuffer
 from .dense_buffer import DenseBuffer
-from .layout import layouts_in_module_order, layouts_of
-from .saved_buffers import Places, relayout
+from .layout import Places, layouts_in_module_order, layouts_of, relayout
 
 _NUM_CACHED_ROUNDS = 256  # of a topology, whose rounds repeat
 
@@ -32,10 +31,10 @@ class PushSum(ModelAverager):
 
     Args:
         buffers: of the parameters, each with its push-sum weight.
-        exchange: sends to and receives from the neighbors.
+        exchange: with the neighbors.
         topology: gives the neighbors of each round and their shares of the mass.
-        overlap: number of steps for which messages may be in flight. From 2 on z changes
-            meanwhile, so the buffers must send copies of it.
+        overlap: steps for which messages may be in flight. From 2 on z changes meanwhile, so the
+            buffers must send copies of it.
         layouts: of the buffers, by which a state is loaded into buffers of another order; None: it
             is loaded into equal ones only.
         layouts_before: of the buffers whose state was saved without layouts.
@@ -158,7 +157,6 @@ class PushSum(ModelAverager):
 
     @override
     def before_step(self) -> None:
-        """Merge the round in flight if it is due."""
         self._steps_in_flight += 1
         if self._steps_in_flight >= self._overlap:
             self.merge()
@@ -176,7 +174,6 @@ class PushSum(ModelAverager):
 
     @override
     def after_step(self) -> None:
-        """Start a round if the last one has been merged; without overlap also merge it."""
         if not self._in_flight:
             self.send()
         if self._overlap == 0:
@@ -184,10 +181,7 @@ class PushSum(ModelAverager):
 
     @override
     def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
-        """Step each bucket in one pass with its part of the round.
-
-        If a neighbor has failed, the optimizer's step is still complete.
-        """
+        """Step each bucket in one pass with its part of the round, also after a failure."""
         self._steps_in_flight += 1
         merges = self._in_flight and self._steps_in_flight >= self._overlap
         sends = self.run.counts.synchronizes and (merges or not self._in_flight)
@@ -230,7 +224,6 @@ class PushSum(ModelAverager):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Wait for the round in flight; return the round index and the state of each buffer."""
         self.wait()
         buffers = [buffer.state_dict() for buffer in self._round_buffers]
         averaging: dict[str, Any] = {"round": self.round_index, "buffers": buffers}
@@ -240,7 +233,6 @@ class PushSum(ModelAverager):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned, except z; discard the round in flight."""
         self.wait()
         self.round_index = state["averaging"]["round"]
         states = self._buffer_states(state)
@@ -250,7 +242,6 @@ class PushSum(ModelAverager):
 
     @override
     def check_state(self, state: dict[str, Any]) -> SavedProgress:
-        """Check counters, messages, and that masses are finite, positive and at most all ranks'."""
         check_like(state["averaging"]["round"], 0, "algorithm.averaging.round")
         check_like(state["steps_under_way"], 0, "algorithm.steps_under_way")
         states, path = self._buffer_states(state), "algorithm.averaging.buffers"
@@ -265,7 +256,6 @@ class PushSum(ModelAverager):
         return SavedProgress(counters, self._mass_of(state))
 
     def _mass_of(self, state: dict[str, Any]) -> float:
-        """Return the mean over the buffers, whose masses are equal, messages in flight included."""
         masses = []
         for saved in state["averaging"]["buffers"]:
             in_flight = saved["in_flight"]
@@ -275,7 +265,6 @@ class PushSum(ModelAverager):
 
     @override
     def reset(self) -> None:
-        """Set every push-sum weight to 1."""
         for buffer in self._round_buffers:
             buffer.reset_weight()
 

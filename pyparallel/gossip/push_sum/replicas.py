@@ -32,7 +32,7 @@ class Replica:
         like: a buffer with the length, dtype and device of the values.
         layout: of the values.
         compressor: of the differences; message lengths must depend on the layout alone.
-        rank: the rank that owns the values; seeds what a compressor draws per rank.
+        rank: the owner; seeds what a compressor draws per rank.
         corrupt: 0-d int64, on devices other than the CPU: counts corrupt entries of quantizers.
     """
 
@@ -134,12 +134,6 @@ class Replicas:
     neighbors there are. Over a topology's period a rank of ``OnePeerExponential(n)`` keeps log2(n)
     of its own and as many of others; of ``RandomMatching(n)`` with a long period n - 1 each.
     Replicas are allocated on first use. Each takes as much memory as the buffer.
-
-    Args:
-        like: a buffer with the length, dtype and device of the values.
-        layout: of the values.
-        compressor: of the messages.
-        rank: this one.
     """
 
     def __init__(

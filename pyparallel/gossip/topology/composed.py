@@ -11,11 +11,7 @@ from .circulant import Complete, OnePeerExponential
 
 
 class TimeVarying(OfOthers):
-    """Several topologies in turn, one round of each.
-
-    Args:
-        topologies: all for the same number of ranks.
-    """
+    """Several topologies in turn, one round of each, all for the same number of ranks."""
 
     def __init__(self, topologies: Sequence[Topology]) -> None:
         self.topologies = tuple(topologies)
@@ -80,9 +76,10 @@ class Lazy(_LikeAnother):
     """A lazy version of a topology: shares are multiplied by ``gamma``; the sender keeps the rest.
 
     For gossip with aggressive compressors, which diverges if ranks mix faster than messages can
-    convey: ``gamma`` is the consensus step size of CHOCO-SGD (Koloskova et al., ICML 2019, arXiv
-    1902.00340). A smaller one slows down consensus. Values that converged when averaging normally
-    distributed numbers on ``Ring(4)``, ``OnePeerExponential(8)`` and ``Complete(8)``:
+    convey: ``gamma``, in (0, 1], is the consensus step size of CHOCO-SGD (Koloskova et al., ICML
+    2019, arXiv 1902.00340). A smaller one slows down consensus. Values that converged when
+    averaging normally distributed numbers on ``Ring(4)``, ``OnePeerExponential(8)`` and
+    ``Complete(8)``:
 
     - 1: ``Cast``, ``Int8``, ``Int4``, ``QSGD``, ``Natural``, ``TopK(0.5)``
     - 0.2: ``TopK(0.1)``, ``PowerSGD`` with two fifths of a matrix's bytes,
@@ -90,10 +87,6 @@ class Lazy(_LikeAnother):
     - 0.05: ``TopK(0.01)``, ``PowerSGD`` with a tenth, ``RandomK(0.1)``, ``Sign(block_size=32)``;
       with larger blocks the consensus distance stalls at some hundredths of its initial value
     - 0.01: ``Ternary()``
-
-    Args:
-        topology: the neighbors and their shares.
-        gamma: factor of the shares, in (0, 1].
     """
 
     def __init__(self, topology: Topology, gamma: float) -> None:

@@ -17,12 +17,7 @@ RoundShares = Mapping[int, Mapping[int, float]]
 
 
 class Explicit(Topology):
-    """A topology with explicit shares for each round; the rounds repeat.
-
-    Args:
-        num_ranks: any number.
-        rounds: shares of each round, by sender and receiver.
-    """
+    """A topology with explicit shares for each round, by sender and receiver; the rounds repeat."""
 
     def __init__(self, num_ranks: int, rounds: Sequence[RoundShares]) -> None:
         super().__init__(num_ranks)
@@ -106,8 +101,7 @@ class FromGraph(Explicit):
 class FromMatrix(Explicit):
     """A custom mixing matrix: entry [j, i] is the share of rank i's mass that rank j gets.
 
-    Args:
-        matrix: (n, n), nonnegative, with column sums 1 (to 1e-9) and a positive diagonal.
+    It is (n, n) and nonnegative, with column sums 1 (to 1e-9) and a positive diagonal.
     """
 
     def __init__(self, matrix: np.ndarray) -> None:

@@ -12,15 +12,11 @@ Edges = dict[tuple[int, int], float]
 
 
 class BaseGraph(Explicit):
-    """The Base-(k+1) graph: exact for *any* number of ranks, at most ``peers`` messages a round.
+    """The Base-(k+1) graph: exact for *any* number of ranks, ``peers`` or k messages a round.
 
     Takes at most 2 log_{k+1}(n) + 2 rounds, while one-peer exponential graphs are exact only for
     powers of k + 1 (Takezawa et al., NeurIPS 2023, arXiv 2305.11420). Symmetric, so every push-sum
     weight stays 1.
-
-    Args:
-        num_ranks: any number.
-        peers: k, the maximum number of neighbors of a rank in a round.
     """
 
     def __init__(self, num_ranks: int, peers: int = 1) -> None:

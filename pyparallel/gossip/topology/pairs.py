@@ -34,8 +34,7 @@ class Matching(Topology):
 class Hypercube(Matching):
     """Round i pairs the ranks that differ in bit i: the exact average after log2(n) rounds.
 
-    Args:
-        num_ranks: a power of two.
+    The number of ranks must be a power of two.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -61,10 +60,7 @@ class BipartiteExponential(Matching):
     """Even ranks pair with odd ones, at offsets +1, -1, +3, -3, +5, -5, +9, -9 and so on in turn.
 
     The "dynamic bipartite exponential" graph of the code of Assran et al. (ICML 2019), suited to
-    AD-PSGD: the active and the passive ranks are the two sides.
-
-    Args:
-        num_ranks: an even number, or 1.
+    AD-PSGD: the active and the passive ranks are the two sides. For an even number of ranks, or 1.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -94,12 +90,8 @@ class BipartiteExponential(Matching):
 class RandomMatching(Matching):
     """New random pairs every round, the same on all ranks; the topology of NoLoCo.
 
-    With an odd number of ranks, one rank has no partner in each round.
-
-    Args:
-        num_ranks: any number.
-        seed: of the random pairs.
-        period: number of rounds after which they repeat; None: eight times the bits of n.
+    With an odd number of ranks, one rank has no partner in each round. The pairs repeat after
+    ``period`` rounds; None: eight times the bits of n.
     """
 
     def __init__(self, num_ranks: int, seed: int = 0, period: int | None = None) -> None:

@@ -8,11 +8,8 @@ from .base import Topology
 class Torus(Topology):
     """A two-dimensional torus: four neighbors, on a grid as square as the number of ranks allows.
 
-    With a prime number of ranks it is a ring.
-
-    Args:
-        num_ranks: any number.
-        num_rows: a divisor of ``num_ranks``; None: the largest one up to its square root.
+    With a prime number of ranks it is a ring. ``num_rows`` is a divisor of ``num_ranks``; None: the
+    largest one up to its square root.
     """
 
     def __init__(self, num_ranks: int, num_rows: int | None = None) -> None:
@@ -56,10 +53,6 @@ class Star(Topology):
 
     Not regular: the leaves keep half of their mass and the center 1/n of its own, so push-sum
     weights differ from 1.
-
-    Args:
-        num_ranks: any number.
-        center: the rank at the center.
     """
 
     def __init__(self, num_ranks: int, center: int = 0) -> None:

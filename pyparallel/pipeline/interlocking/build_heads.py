@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..messages import Value, tensors_of
+from ..messages.endpoints import destinations_of, source_of
 from ..messages.format import Refusal
-from ..messages.stage_p2p import StageP2P, destinations_of, source_of
+from ..messages.stage_p2p import StageP2P
 from ..runtime.inputs import Inputs, call_module, input_tensors
 from ..runtime.loss import Loss
 from ..runtime.microbatches import MicrobatchSplitter

@@ -52,11 +52,7 @@ class Head(ABC):
 
 @dataclass(frozen=True)
 class GivenHead(Head):
-    """A head given as a module.
-
-    Args:
-        module: maps its stage's output to the ``output`` of ``loss_fn``.
-    """
+    """A head given as a module, which maps its stage's output to the ``output`` of ``loss_fn``."""
 
     module: nn.Module
 

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..messages import Value, tensors_of
+from ..messages.endpoints import Endpoint, StreamKind, destinations_of
 from ..messages.format import Refusal
-from ..messages.stage_p2p import Endpoint, StageP2P, StreamKind, destinations_of
+from ..messages.stage_p2p import StageP2P
 from ..runtime.executor import Executor
 from ..runtime.microbatches import MicrobatchSplitter
 from ..schedules.action import Action, Kind
@@ -23,8 +24,7 @@ from .window import Window
 class SharedWeight:
     """A weight that heads on later stages read; each step sends it from stage to stage.
 
-    Args:
-        weight: the parameter; on ranks that do not hold its stage a stale copy, which is not read.
+    On ranks that do not hold its stage it is a stale copy, which is not read.
     """
 
     weight: Tensor
@@ -59,12 +59,8 @@ class InterlockingExecutor(Executor):
 
     Each gradient is tagged with its loss and sent on as soon as it has arrived: a stage polls for
     gradients after its actions, and waits for them only in ``LEARN``. Gradients that have arrived
-    together go through the stage's graph together.
-
-    Args:
-        max_ahead: how many microbatches a stage may be ahead of the next where no gradient makes it
-            wait.
-        shared: the weight that heads share; None: they share none.
+    together go through the stage's graph together. ``max_ahead`` is how many microbatches a stage
+    may be ahead of the next where no gradient makes it wait.
     """
 
     def __init__(
@@ -126,7 +122,6 @@ class InterlockingExecutor(Executor):
 
     @override
     def restart(self) -> None:
-        """Restart after receiving the next stages' outstanding acknowledgements."""
         for index, inbox in self._inboxes.items():
             while inbox.is_ahead:
                 self._recv_acknowledgement(index)

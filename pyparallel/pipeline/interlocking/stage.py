@@ -27,11 +27,7 @@ Gradients = tuple[Tensor, ...]  # of the stage's differentiable outputs, or inpu
 
 @dataclass(frozen=True)
 class HeadRuntime:
-    """A stage's head and its loss.
-
-    Args:
-        reads_shared: whether the module reads the shared weight.
-    """
+    """A stage's head and its loss; ``reads_shared``: the module reads the shared weight."""
 
     module: nn.Module
     criterion: Criterion
@@ -50,11 +46,8 @@ class HeadRuntime:
 class InterlockingStage(Stage):
     """A stage that receives and sends a separate gradient for each loss.
 
-    Args:
-        optimizers: of the parameters of the stage and its head; none if there are none to train.
-        criterion: None but for the last stage.
-        head: None for the last stage.
-        schedulers: one for each optimizer, stepped after each update; or none.
+    Its optimizers are of the parameters of the stage and its head. The last stage alone has a
+    criterion, and no head.
     """
 
     def __init__(
@@ -154,7 +147,6 @@ class InterlockingStage(Stage):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the module, the head, the optimizer and the scheduler."""
         head = None if self.head is None else self.head.module.state_dict()
         return {**super().state_dict(), "head": head}
 

@@ -313,19 +313,15 @@ class Channel:
         return None
 
     def _isend(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
-        try:
+        with self._peer_errors():
             return tensor, group.send([tensor], self.peer, tag)
-        except RuntimeError as error:
-            raise self._peer_error(error) from error
 
     def _irecv(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> Any:
         return group.recv([tensor], self.peer, tag)
 
     def _wait(self, work: Any) -> None:
-        try:
+        with self._peer_errors():
             work.wait()
-        except RuntimeError as error:
-            raise self._peer_error(error) from error
 
     @contextmanager
     def _peer_errors(self) -> Iterator[None]:

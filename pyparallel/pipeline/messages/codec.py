@@ -13,16 +13,14 @@ from .format import Value, tensors_of
 class Codec:
     """Compresses floating-point tensors before they are sent, and decompresses them there.
 
-    The encoded value is a tuple. Its first tensor is empty and has the shape (0, 1) if the value
-    is a tensor, (0, 0) if it is a tuple. A floating-point tensor is replaced by an empty
-    placeholder of its dtype and ``requires_grad``, of shape (0, number of compressed tensors,
-    *shape of the tensor), followed by the compressed tensors. So all metadata is in the message's
-    header, which the host reads anyway.
+    The encoded value is a tuple. Its first tensor is empty and has the shape (0, 1) if the value is
+    a tensor, (0, 0) if it is a tuple. A floating-point tensor is replaced by an empty placeholder
+    of its dtype and ``requires_grad``, of shape (0, number of compressed tensors, *shape of the
+    tensor), followed by the compressed tensors. So all metadata is in the message's header, which
+    the host reads anyway.
 
-    Args:
-        compressor: without state between messages. Its random draws are seeded by stream and
-            number.
-        rank: this one, for draws that differ between ranks.
+    The compressor has no state between messages. Its random draws are seeded by stream and number,
+    and by the rank where they differ between ranks.
     """
 
     def __init__(self, compressor: Compressor, rank: int) -> None:

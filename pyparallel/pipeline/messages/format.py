@@ -85,11 +85,7 @@ class RefusalKind(IntEnum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why no value is sent: one text for all ranks, which harms no later message.
-
-    Args:
-        text: of the error, cut to the size of a header.
-    """
+    """Why no value is sent: one text, cut to the size of a header; it harms no later message."""
 
     kind: RefusalKind
     text: str
@@ -251,3 +247,9 @@ def aligned(num_bytes: int) -> int:
 
 def _empty(capacity: int) -> Tensor:
     return torch.empty(HEADER_WORDS + capacity // 8, dtype=torch.int64)
+
+
+def detached(value: Value) -> Value:
+    """Return a value outside of its graph, as a message would be; with its ``requires_grad``."""
+    tensors = tuple(each.detach().requires_grad_(each.requires_grad) for each in tensors_of(value))
+    return tensors[0] if isinstance(value, Tensor) else tensors

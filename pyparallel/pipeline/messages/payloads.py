@@ -34,10 +34,8 @@ class GlooPayloads(Payloads):
 
     Most payloads of a stream have the length of its first. Receives of this usual length match its
     sends in order; one that was posted for a payload of another length serves the next payload of
-    the usual length.
-
-    Args:
-        inline_bytes: shorter payloads are never prefetched: they are sent behind their headers.
+    the usual length. Payloads below ``inline_bytes`` are never prefetched: they are sent behind
+    their headers.
     """
 
     def __init__(

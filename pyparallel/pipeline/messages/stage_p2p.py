@@ -3,76 +3,27 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from enum import IntEnum
-from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ...comm import PeerError
 from ...compression import CorruptMessageError
-from ..schedules.action import Action, Kind
+from ..schedules.action import Action
 from ..schedules.shape import PipelineShape
 from .channel import Channel, P2PMessage
 from .codec import Codec
-from .format import NO_BATCH, BatchMeta, Refusal, Value, cut_failure, tensors_of
+from .endpoints import Destinations, Endpoint, StreamKind, destinations_of
+from .format import NO_BATCH, BatchMeta, Refusal, Value, cut_failure, detached
 from .groups import P2PGroups
 from .refusals import StepRefusedError
 
 _BARRIER_STREAM = -1  # of the empty messages of a barrier
 
 
-class StreamKind(IntEnum):
-    """What a stage receives; each kind is a stream with an order of its own."""
-
-    ACTIVATIONS = 0  # from the previous stage
-    GRADIENTS = 1  # from the next stage
-    SHARED = 2  # from the previous stage: weights that later stages read too
-
-
-class Endpoint(NamedTuple):
-    """The receiving end of a stream: a stage and the kind of values."""
-
-    stage: int
-    kind: StreamKind
-
-    @property
-    def stream(self) -> int:
-        """Return the number of the stream within a channel."""
-        return len(StreamKind) * self.stage + self.kind
-
-    def __str__(self) -> str:
-        words = {StreamKind.GRADIENTS: "gradients", StreamKind.SHARED: "weights"}
-        return f"{words.get(self.kind, 'activations')} for stage {self.stage}"
-
-
-Destinations = Callable[[Action], Iterable[Endpoint]]
-
-
-def destinations_of(action: Action) -> tuple[Endpoint, ...]:
-    """Return where an action's output is sent, whether or not that stage exists."""
-    if action.kind is Kind.FORWARD:
-        return (Endpoint(action.stage + 1, StreamKind.ACTIVATIONS),)
-    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-        return (Endpoint(action.stage - 1, StreamKind.GRADIENTS),)
-    return ()
-
-
-def source_of(action: Action) -> Endpoint:
-    """Return where the input of a forward or a backward from another stage arrives."""
-    kind = StreamKind.ACTIVATIONS if action.kind is Kind.FORWARD else StreamKind.GRADIENTS
-    return Endpoint(action.stage, kind)
-
-
 class StageP2P:
-    """Sends and receives of one rank's stages.
+    """Sends and receives of one rank's stages; ``groups`` is None with a single rank.
 
     Every rank derives from its neighbors' actions what they will send, and in which order.
-
-    Args:
-        groups: process groups; None with a single rank.
-        activation_codec: of activations between ranks; None: uncompressed.
-        gradient_codec: of gradients between ranks; None: uncompressed.
 
     Attributes:
         via_host: send values from the host's memory where they would travel over NCCL.
@@ -164,7 +115,7 @@ class StageP2P:
             return
         peer = endpoint.stage % self._shape.num_ranks
         if peer == self._rank:
-            local = value if isinstance(value, Refusal) else _detached(value)
+            local = value if isinstance(value, Refusal) else detached(value)
             self._arrived[endpoint.stream, number] = local
             return
         codec = self._codecs.get(endpoint.kind)
@@ -315,8 +266,3 @@ class StageP2P:
                 exists = 0 <= endpoint.stage < self._shape.num_stages
                 if exists and endpoint.stage % self._shape.num_ranks == self._rank:
                     yield endpoint.stream
-
-
-def _detached(value: Value) -> Value:
-    detached = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value))
-    return detached[0] if isinstance(value, torch.Tensor) else detached

@@ -49,11 +49,7 @@ class AttentionContext:
 
 
 class CausalBlock(nn.Module, ABC):
-    """One block of the model.
-
-    Args:
-        rotary: the module of its rotary embeddings, which has no parameters; or None.
-    """
+    """One block of the model; ``rotary`` is the module of its rotary embeddings, or None."""
 
     def __init__(self, block: nn.Module, config: Any, rotary: nn.Module | None = None) -> None:
         super().__init__()
@@ -109,11 +105,7 @@ class CausalHead(nn.Module):
 
 
 class CausalInputs(nn.Module, ABC):
-    """The first layer, whose ``forward`` has arguments of the model's.
-
-    Args:
-        num_positions: the most positions; None: any number.
-    """
+    """The first layer: its ``forward`` has the model's arguments, with up to ``num_positions``."""
 
     def __init__(self, vocabulary: int, width: int, num_positions: int | None = None) -> None:
         super().__init__()

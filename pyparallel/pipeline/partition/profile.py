@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from ...training import uncompiled
-from ..messages import Value, tensors_of
+from ..messages import tensors_of
+from ..messages.format import detached
 from ..runtime.inputs import Arguments, Inputs, call_module, input_tensors
 from ..runtime.preserve_state import preserving_state
 from ..runtime.stage_layers import Skippable, check_stashed
@@ -22,15 +23,13 @@ from .saved_bytes import SavedBytes, storages
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of one layer on one microbatch.
+    """The cost of one layer on one microbatch, in seconds and bytes.
 
     Args:
-        forward: seconds.
-        backward: seconds, for the gradients of inputs and parameters together.
-        parameter_bytes: bytes of its parameters, frozen ones included.
-        activation_bytes: bytes that autograd saves for the backward, without parameters, buffers,
-            and what previous layers have saved already.
-        output_bytes: bytes of its output.
+        backward: of the gradients of inputs and parameters together.
+        parameter_bytes: frozen ones included.
+        activation_bytes: that autograd saves for the backward, without parameters, buffers, and
+            what previous layers have saved already.
     """
 
     forward: float
@@ -110,7 +109,7 @@ class _LayerProfiler:
         new = held.keys() - storages(own).keys() - before.keys()
         outputs = tensors_of(run.output)
         self._kept = [not (held.keys() | before.keys()).isdisjoint(storages([y])) for y in outputs]
-        self._value = _detached(run.output)
+        self._value = detached(run.output)
         if isinstance(inner, Skippable) and inner.stash is not None:
             self._stashed[inner.stash] = check_stashed(inner.stash, self._value)
         return LayerCost(
@@ -153,12 +152,6 @@ class _LayerRun:
 def _copy(tensor: Tensor) -> Tensor:
     """Return a copy that is not a leaf, as the output of a layer is not one either."""
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
-
-
-def _detached(value: Value) -> Value:
-    """Detach the value; tensors keep ``requires_grad``."""
-    tensors = tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors_of(value))
-    return tensors[0] if isinstance(value, Tensor) else tensors
 
 
 def _time(run: _LayerRun, devices: Iterable[torch.device]) -> tuple[float, float]:

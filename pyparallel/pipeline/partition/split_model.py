@@ -23,11 +23,7 @@ _WAY_OUT = (
 
 
 class SplitModel(list[nn.Module]):
-    """The layers of a model, each called with the output of the previous one.
-
-    Args:
-        layers: modules that hold the model's own.
-    """
+    """The layers of a model, each called with the output of the previous one."""
 
     def __init__(self, layers: Iterable[nn.Module], model: nn.Module) -> None:
         super().__init__(layers)

@@ -1,7 +1,8 @@
-"""The protocols of weight prediction."""
+"""The protocols of weight prediction, no prediction, and that of several optimizers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from torch import Tensor
@@ -61,3 +62,25 @@ class _NoPredictor(WeightPredictor):
     @override
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
         raise RuntimeError(f"horizon must be 0 without weight prediction, got {horizon}")
+
+
+class JoinedPredictor(WeightPredictor):
+    """Several predictors as one, each of the flat buffers, by number, of its own optimizer."""
+
+    def __init__(self, parts: Sequence[tuple[WeightPredictor, int]]) -> None:
+        self._parts = parts
+
+    @override
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+        for predictor, own in self._split(out):
+            predictor.step(horizon, own)
+
+    @override
+    def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
+        for predictor, own in self._split(out):
+            predictor.predict(horizon, own)
+
+    def _split(self, out: Sequence[Tensor]) -> Iterator[tuple[WeightPredictor, list[Tensor]]]:
+        rest = iter(out)
+        for predictor, count in self._parts:
+            yield predictor, list(islice(rest, count))

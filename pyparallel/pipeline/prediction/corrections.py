@@ -67,7 +67,7 @@ class UpdateErrorFeedback(Correction):
         given = self.coefficient
         fits = given is None or (is_number(given) and 0 < given < math.inf)
         rule, fix = "coefficient must be a finite number above 0, or None", "1 is the paper's"
-        require(fits, rule, given, fix)
+        require(fits, rule, repr(given), fix)
 
     @override
     def wrap(

@@ -20,12 +20,8 @@ class DiscrepancyCorrected(WeightPredictor):
 
     Each update enters a moving average, ``change = decay * change + (1 - decay) * (new - old)``;
     ``k`` updates ago the weights were about ``weights - k * change``. This is exact for a constant
-    change, up to the bias of an average that starts at 0.
-
-    Args:
-        predictor: takes the steps and predicts ahead.
-        optimizer: keeps the average in its state, so that it is saved with it.
-        weights: one entry for each of its parameter groups.
+    change, up to the bias of an average that starts at 0. The average is in the optimizer's state,
+    so that it is saved with it.
     """
 
     def __init__(

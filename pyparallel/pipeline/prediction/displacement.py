@@ -12,8 +12,7 @@ from typing_extensions import override
 from ...optim import FusedOptimizer
 from ...training import FlatBuckets
 from .base import Prediction, WeightPredictor
-from .flat_predictor import FlatRule, FlatWeightPredictor, Group
-from .fused_predictor import FusedPredictor
+from .flat_predictor import FlatRule, FlatWeightPredictor, FusedPredictor, Group
 from .last_update import LastUpdatePredictor
 from .optimizer_rules import AdamRule, NAdamRule, RMSpropRule, SGDRule
 

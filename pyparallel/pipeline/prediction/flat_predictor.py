@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ...optim import SGD, FusedOptimizer
 from ...training import FlatBuckets
 from .base import WeightPredictor
 from .flat_state import FlatState, check_dtypes
@@ -54,12 +55,7 @@ class FlatWeightPredictor(WeightPredictor):
     """A predictor of one stage's weights, with one op for each flat buffer.
 
     If the optimizer counts steps, parameters that have had fewer steps than others, because they
-    had no gradient, are predicted separately.
-
-    Args:
-        optimizer: steps the parameters; its state is moved to flat buffers.
-        weights: one entry for each of its parameter groups.
-        rule: predicts the optimizer's steps.
+    had no gradient, are predicted separately. Its state is moved to flat buffers.
     """
 
     def __init__(
@@ -92,7 +88,6 @@ class FlatWeightPredictor(WeightPredictor):
     @override
     @torch.no_grad()
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        """Predict the weights; copy the live ones before the first step."""
         rest = iter(out)
         for index, group in enumerate(self._optimizer.param_groups):
             buffers = self._weights[index].buffers
@@ -159,3 +154,33 @@ class FlatWeightPredictor(WeightPredictor):
         for view, parameter in zip(views, parameters, strict=True):
             if parameter.grad is None:
                 view.zero_()
+
+
+class FusedPredictor(WeightPredictor):
+    """A predictor of an optimizer of ``pyparallel.optim``: its step writes the prediction.
+
+    The optimizer is laid out, and steps only through this object from now on.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._horizon = 0
+        self._out: Sequence[Tensor] = ()
+        if isinstance(optimizer, SGD):
+            optimizer.keeps_last_gradient = True
+        optimizer.adopt(self._step_buckets)
+
+    @override
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+        self._horizon, self._out = horizon, out
+        self._optimizer.step()  # with its hooks, as a scheduler needs them
+
+    @override
+    def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
+        for index, output in enumerate(out):
+            self._optimizer.predict_bucket(index, horizon, output)
+
+    def _step_buckets(self, optimizer: FusedOptimizer) -> None:
+        for index in range(optimizer.num_buckets):
+            prediction = self._out[index] if self._horizon else None
+            optimizer.step_bucket(index, horizon=self._horizon, prediction=prediction)

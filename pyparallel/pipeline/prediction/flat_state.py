@@ -17,9 +17,6 @@ class FlatState:
     torch keeps state per parameter and updates it in place, so the tensors can be views of flat
     buffers. If the optimizer has new tensors (from its first step, or from ``load_state_dict``),
     they are copied to new buffers.
-
-    Args:
-        optimizer: owner of the state.
     """
 
     def __init__(self, optimizer: Optimizer, weights: FlatBuckets) -> None:

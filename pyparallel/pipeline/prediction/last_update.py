@@ -34,12 +34,9 @@ class LastUpdate(Prediction):
 
 
 class LastUpdatePredictor(WeightPredictor):
-    """A predictor that keeps the weights before the last step.
+    """A predictor that keeps the weights before the last step, of any floating-point dtype.
 
-    Args:
-        optimizer: steps the parameters; has the weights before its last step in its state, so that
-            they are saved with it.
-        weights: one entry for each of its parameter groups; of any floating-point dtype.
+    They are in the optimizer's state, so that they are saved with it.
     """
 
     def __init__(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> None:
@@ -64,7 +61,6 @@ class LastUpdatePredictor(WeightPredictor):
     @override
     @torch.no_grad()
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        """Predict the weights; copy those of parameters that have not been stepped."""
         rest = iter(out)
         for each, state in zip(self._weights, self._states, strict=True):
             buffers = state.buffers(LAST_WEIGHTS)

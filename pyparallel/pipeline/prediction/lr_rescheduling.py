@@ -14,12 +14,9 @@ UPDATES = "updates"
 class LRRescheduled(WeightPredictor):
     """A predictor whose steps use a multiple of the optimizer's learning rates.
 
-    The ``lr`` of the parameter groups stays as the user and their LR scheduler set it. The number
-    of updates is kept in the first parameter group, so that it is saved with the optimizer.
-
-    Args:
-        optimizer: has the learning rates.
-        factor: returns the learning rate's factor in update number 0, 1, ...
+    The ``lr`` of the parameter groups stays as the user and their LR scheduler set it; ``factor``
+    returns its factor in update number 0, 1, ... The number of updates is kept in the first
+    parameter group, so that it is saved with the optimizer.
     """
 
     def __init__(
@@ -45,5 +42,4 @@ class LRRescheduled(WeightPredictor):
 
     @override
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        """Predict with the optimizer's own learning rates."""
         self._predictor.predict(horizon, out)

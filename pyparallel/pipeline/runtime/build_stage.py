@@ -10,9 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...optim import FusedOptimizer
 from ...training import FlatBuckets, wrong_type
-from ..prediction.base import WeightPredictor
+from ..prediction.base import JoinedPredictor, WeightPredictor
 from ..prediction.corrections import Correction
-from ..prediction.joined import JoinedPredictor
 from ..schedules.schedule import Schedule
 from ..schedules.shape import PipelineShape
 from .stage import SchedulerFactory

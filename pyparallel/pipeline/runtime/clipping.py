@@ -48,16 +48,11 @@ def _scale_(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None
 
 
 class LossScale:
-    """The scale of the losses, a ``GradScaler``'s, which all ranks change alike.
+    """The scale of the losses, an enabled ``GradScaler``'s, which all ranks change alike.
 
     It is that of Micikevicius et al., ICLR 2018, arXiv 1710.03740, by torch's rule: after an update
     without an infinity for ``growth_interval`` times it grows, after one with it backs off.
-
-    Args:
-        grad_scaler: enabled, in the same state on all ranks.
-
-    Attributes:
-        factor: the scale in this step.
+    ``factor`` is the scale in this step.
     """
 
     def __init__(self, grad_scaler: torch.amp.GradScaler, run: Run) -> None:
@@ -103,12 +98,8 @@ class LastNormClipper:
       which its squared norm arrives; 0 before its first update.
 
     With m microbatches for each update, that of stage j < s is update u - ceil((1 + s - j) / m)
-    once the pipeline is full. An update that was skipped leaves the last norm as it is.
-
-    Norms stay on the device.
-
-    Args:
-        max_norm: the largest 2-norm.
+    once the pipeline is full. An update that was skipped leaves the last norm as it is. Norms stay
+    on the device.
 
     Attributes:
         last: the squared norm of each parameter's gradient in the last update of the stage that was

@@ -7,9 +7,10 @@ from typing import NoReturn
 
 from ...comm import PeerError, RemoteError
 from ..messages import Value
+from ..messages.endpoints import Destinations, Endpoint, destinations_of, source_of
 from ..messages.format import NO_BATCH, Refusal
 from ..messages.refusals import StepRefusedError, refusal_of
-from ..messages.stage_p2p import Destinations, Endpoint, StageP2P, destinations_of, source_of
+from ..messages.stage_p2p import StageP2P
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .microbatches import MicrobatchSplitter

@@ -21,11 +21,7 @@ _ENTRIES: dict[str, tuple[type, str]] = {  # of the lists of microbatches
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of the model's first layer for a batch or one microbatch of it.
-
-    Args:
-        kwargs: the keyword arguments; a batch that is a dict.
-    """
+    """The arguments of the model's first layer for a batch or one microbatch of it."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)

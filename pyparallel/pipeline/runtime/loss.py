@@ -23,12 +23,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass
 class _Reported:
-    """A loss in the next report.
-
-    Args:
-        loss: 0-d, detached.
-        must_be_finite: weights learn from it.
-    """
+    """A 0-d, detached loss in the next report, which must be finite if weights learn from it."""
 
     loss: Tensor
     share: float
@@ -39,9 +34,7 @@ class _Reported:
 class Criterion:
     """The loss of each microbatch, and their mean over a step.
 
-    Args:
-        loss_fn: ``loss_fn(output, target)``: the mean over a microbatch.
-        shares_update: whether a microbatch's gradient goes into one update with its whole step's.
+    ``shares_update``: whether a microbatch's gradient goes into one update with its whole step's.
     """
 
     def __init__(

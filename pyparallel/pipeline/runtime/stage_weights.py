@@ -44,6 +44,7 @@ class Weights(Protocol):
 
     def end_backward(self, microbatch: int) -> None:
         """Mark the backward of a microbatch as complete."""
+        return
 
     def update(self) -> None:
         """Step the optimizer."""
@@ -56,14 +57,11 @@ class Weights(Protocol):
 
     def restore_live(self) -> None:
         """Point the parameters at the live weights, wherever a failure has left them."""
+        return
 
 
 class LiveWeights(Weights):
-    """The live weights alone, for schedules without an update between a forward and its backward.
-
-    Args:
-        weight_predictor: steps the optimizer; None: the stage has nothing to train.
-    """
+    """The live weights, for schedules without an update between a forward and its backward."""
 
     peak_copies = 1
 
@@ -81,10 +79,6 @@ class LiveWeights(Weights):
         return self.forward(microbatch)
 
     @override
-    def end_backward(self, microbatch: int) -> None:
-        pass
-
-    @override
     def update(self) -> None:
         self.skip_update()
         if self._weight_predictor is not None:
@@ -98,10 +92,6 @@ class LiveWeights(Weights):
     @override
     def restart(self) -> None:
         self._version = 0
-
-    @override
-    def restore_live(self) -> None:
-        pass
 
 
 class StageWeights(Weights):
@@ -176,7 +166,6 @@ class StageWeights(Weights):
 
     @override
     def update(self) -> None:
-        """Step the optimizer; stash the weights before it while they are still to be read."""
         self._begin_version()
         key = self._next_forward_key()
         if key.version == self._version and key.horizon:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..messages.stage_p2p import StageP2P, StreamKind
+from ..messages.endpoints import StreamKind
+from ..messages.stage_p2p import StageP2P
 from ..schedules.action import Action, Kind
 from .clipping import squared_norm
 from .stage import Stage
@@ -38,11 +39,7 @@ class Span:
 
 
 class Telemetry:
-    """Records the actions of a rank.
-
-    Attributes:
-        spans: of the last run of actions.
-    """
+    """Records the actions of a rank; ``spans`` are those of the last run."""
 
     def __init__(self, stages: Mapping[int, Stage], p2p: StageP2P) -> None:
         self.spans: list[Span] = []

@@ -49,11 +49,7 @@ class WeightCopy:
 
 
 class WeightCopies:
-    """All copies of a stage's weights; ``current`` is the one that its parameters point into.
-
-    Args:
-        weights: one for each parameter group, whose buffers are the first copy.
-    """
+    """All copies of a stage's weights; ``current`` is the one that its parameters point into."""
 
     def __init__(self, weights: Sequence[FlatBuckets]) -> None:
         self._weights = weights

@@ -10,8 +10,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from typing_extensions import override
 
-from ...training.arguments import check_one_of
-
 Count = int | np.ndarray
 
 
@@ -143,5 +141,6 @@ class Estimated(Versions):
 
 def in_mode(weights: str, policy: Versions) -> Versions:
     """Return the policy as it is ("live"), or with weight stashing ("consistent")."""
-    check_one_of("weights", weights, ("consistent", "live"))
+    if weights not in {"consistent", "live"}:
+        raise ValueError(f'weights must be "consistent" or "live", got {weights!r}')
     return policy if weights == "live" else Stashed(policy)

@@ -35,7 +35,7 @@ def export_chrome_trace(spans: Iterable[Sequence[Span]], path: str | os.PathLike
     """
     ranks = [list(each) for each in spans]
     begins = [span.begin - span.waited for rank in ranks for span in rank]
-    require(begins, "spans must hold at least one action", "none", "run trainer.step first")
+    require(begins, "spans must hold at least one action", "none: run trainer.step first")
     first = min(begins)
     events = [event for rank, each in enumerate(ranks) for event in _events(rank, each, first)]
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -41,11 +41,7 @@ class CompletedAction(NamedTuple):
 
 
 class VirtualClock:
-    """An event queue that runs a process for each rank.
-
-    Args:
-        processes: of each rank, an iterator of actions and waits, advanced when the rank is free.
-    """
+    """An event queue that runs a process for each rank: an iterator of actions and waits."""
 
     def __init__(self, processes: Sequence[Process]) -> None:
         self._processes = processes

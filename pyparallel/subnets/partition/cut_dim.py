@@ -43,8 +43,8 @@ class Count:
     """An attribute of a module that counts units or their entries, such as ``num_heads``.
 
     Args:
-        module: name of the module, "" for the model itself.
-        attribute: name of the attribute.
+        module: its name, "" for the model itself.
+        attribute: its name.
         per_unit: its increase per unit.
     """
 

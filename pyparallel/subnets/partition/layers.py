@@ -13,11 +13,7 @@ from .cut_dim import Count, Place
 
 @dataclass(frozen=True)
 class Layer:
-    """A Linear layer or convolution that is cut, with its name in the model.
-
-    Raises:
-        ValueError: the module is neither, or cannot be cut.
-    """
+    """A Linear layer or convolution with its name in the model; a ValueError if it is not cut."""
 
     name: str
     module: nn.Module

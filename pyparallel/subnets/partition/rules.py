@@ -65,9 +65,8 @@ class Hidden(Rule):
 class FeedForward(Rule):
     """Rule for the hidden units of a transformer's feed-forward, between two Linear layers.
 
-    Args:
-        expand: name of the first layer within the submodule, or of several in a gated feed-forward.
-        contract: name of the second layer.
+    ``expand`` names the first layer within the submodule, or several in a gated feed-forward;
+    ``contract`` the second one.
     """
 
     expand: str | Sequence[str]
@@ -85,17 +84,10 @@ class Heads(Rule):
     """Rule for attention heads, where attention is written with Linear layers.
 
     Give either ``qkv``, one layer whose outputs are all queries, then all keys, then all values, or
-    the three layers. Within each, the entries of a head are neighbors. A forward that needs the
-    head size must read it off a tensor: in a subnet the embedding size over the number of heads is
-    wrong.
-
-    Args:
-        project: name of the output projection within the submodule.
-        qkv: name of the layer that computes queries, keys and values.
-        queries: name of the query layer.
-        keys: name of the key layer.
-        values: name of the value layer.
-        attribute: attribute of the submodule with the number of heads, smaller in a subnet.
+    the three layers; and ``project``, the output projection: names within the submodule. Within
+    each, the entries of a head are neighbors. A forward that needs the head size must read it off a
+    tensor: in a subnet the embedding size over the number of heads is wrong. ``attribute`` of the
+    submodule is the number of heads, smaller in a subnet.
     """
 
     project: str

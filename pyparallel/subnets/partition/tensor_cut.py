@@ -14,12 +14,7 @@ Draw = Mapping[str, Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class TensorCut:
-    """The cuts of one tensor.
-
-    Args:
-        shape: shape of the full tensor.
-        axes: for each dimension that is cut, the cut dimension and where its units lie.
-    """
+    """The cuts of one full tensor: for each dimension that is cut, where its units lie."""
 
     shape: tuple[int, ...]
     axes: Mapping[int, tuple[CutDim, Place]] = field(default_factory=dict)
@@ -45,7 +40,7 @@ class Block:
 
     Args:
         span: rows of the block in the subnet's part.
-        shape: shape of the block.
+        shape: of the block.
         chosen: indices of the block in the owner's rows, along each dimension that is cut.
     """
 

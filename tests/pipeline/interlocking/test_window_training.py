@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from pyparallel.pipeline import Farthest, Interlocking, Mean, PipelineTrainer, Sum
-from pyparallel.pipeline.messages.stage_p2p import StageP2P, StreamKind
+from pyparallel.pipeline.messages.endpoints import StreamKind
+from pyparallel.pipeline.messages.stage_p2p import StageP2P
 from tests.pipeline.interlocking.jobs import (
     WINDOWS,
     Case,
