@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .._deprecated import adopt_old_methods
 from ..comm import (
     Collectives,
     StepCounts,
@@ -100,7 +99,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
                 "torch.distributed.init_process_group first"
             )
         super().__init__()
-        adopt_old_methods("pyparallel.gossip", algorithm)
         self.config_fields, error_text = _collect_config(
             module, optimizer, algorithm, process_group, bucket_cap_mb, nonfinite
         )

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._deprecated import adopt_old_methods, modernize_saved
 from ..comm import (
     Collectives,
     Run,
@@ -23,6 +22,7 @@ from ..training import (
     check_like,
     check_on_all_ranks,
     check_optimizer_state,
+    modernize_saved,
     seal,
     summarize,
 )
@@ -130,8 +130,6 @@ class SubnetTrainer(Trainer):
         optimizer_state = CarryState() if optimizer_state is None else optimizer_state
         run = Run(process_group)
         policies = [partition, interval, placement, optimizer_state, scale]
-        for policy in policies:
-            adopt_old_methods("pyparallel.subnets", policy)
         self._config_fields, problem = _examine(
             module, optimizer_fn, policies, run.size, process_group
         )
