@@ -18,7 +18,6 @@ from pyparallel.compression import (
     ConvAutoEncoder,
     Diagonal,
     ErrorFeedback,
-    Finite,
     Fp8,
     HeterogeneousPermK,
     Int4,
@@ -168,7 +167,6 @@ FORGETFUL = {
     "top-k": TopK(0.25),
     "threshold": Threshold(0.5),
     "chain": Chain(TopK(0.25), Int8()),
-    "finite": Finite(TopK(0.5)),
     "per-parameter": PerParameter({"*.scale": Cast(), "*": TopK(0.25)}),
 }
 # Random draws that depend on the number of messages.
@@ -213,7 +211,6 @@ REMEMBERING = {
     "per-parameter-owing": PerParameter(
         {"first.*": PowerSGD(1, min_ratio=0), "*": ErrorFeedback(TopK(0.25))}
     ),
-    "finite-owing": Finite(ErrorFeedback(TopK(0.25))),
 }
 LEARNED = Learned(0.5, dense_steps=1, learning_steps=5, innovation=0.1, auto_encoder=SMALL_CODES)
 

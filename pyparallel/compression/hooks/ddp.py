@@ -24,7 +24,6 @@ from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
 from ..state_store import StateStore, steps_of
-from ..wrappers.finite import Finite
 from .bucket_reducer import BucketReducer
 from .ddp_compiled import CustomOp, StepDetector
 from .end_of_backward import (
@@ -279,9 +278,7 @@ class GradientCompression:
         run = Run(self._group, counts=self._counts)
         run.agree(fields, problem)
         own = run.within(range(run.size))
-        checks_itself = self._nonfinite == "raise" and isinstance(self._compressor, Finite)
-        policy = "allow" if checks_itself else self._nonfinite
-        self._store, self._reducer = store, BucketReducer(own, store, policy)
+        self._store, self._reducer = store, BucketReducer(own, store, self._nonfinite)
         if self._model is not None:
             self._names = {id(each): name for name, each in named_parameters(self._model)}
         self._model, self._loaded, self._is_started = None, None, True

@@ -24,7 +24,6 @@ from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..layout import BufferLayout, Piece
 from ..nonfinite import NonFiniteCheck
 from ..state_store import StateStore, steps_of
-from ..wrappers.finite import Finite
 from .end_of_backward import raise_at_end_of_backward
 from .fsdp_collectives import compressed_all_gather, compressed_reduce_scatter
 
@@ -118,8 +117,7 @@ class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
         step: _Step | None = None,
     ) -> None:
         super().__init__(compressor, name, step)
-        checks_itself = nonfinite == "raise" and isinstance(compressor, Finite)
-        self._nonfinite = NonFiniteCheck("allow" if checks_itself else nonfinite)
+        self._nonfinite = NonFiniteCheck(nonfinite)
         self._parameters = parameters
         self._num_calls = 0
 

@@ -13,7 +13,6 @@ from pyparallel.compression import (
     Collectives,
     Diagonal,
     ErrorFeedback,
-    Finite,
     HeterogeneousPermK,
     PermK,
     PerParameter,
@@ -82,7 +81,6 @@ def test_it_is_biased_and_takes_no_residual(sketch):
         sketch,
         Chain(sketch, Cast()),
         PerParameter({"*": sketch}),
-        Finite(sketch),
         Switch({0: sketch}),
     ):
         with pytest.raises(ValueError, match=r"must take a residual.*use PermK"):
