@@ -16,10 +16,8 @@ from pyparallel.compression import (
     Chain,
     Compressor,
     ConvAutoEncoder,
-    Diagonal,
     ErrorFeedback,
     Fp8,
-    HeterogeneousPermK,
     Int4,
     Int8,
     Learned,
@@ -28,7 +26,6 @@ from pyparallel.compression import (
     PerParameter,
     PowerSGD,
     RandomK,
-    ScaledPermK,
     Sign,
     Switch,
     Ternary,
@@ -154,7 +151,6 @@ def _one_by_one(gradients: Compressor, parameters: Compressor) -> Job:
 
 
 SMALL_CODES = ConvAutoEncoder(channels=(2,), code_channels=1)
-DIAGONAL = Diagonal({"*.scale": 9.0, "*": 0.5})
 
 # Stateless compressors: the state holds their repr and the number of messages.
 FORGETFUL = {
@@ -180,10 +176,6 @@ DRAWING = {
     "random-k": RandomK(0.3),
     "random-k-single": RandomK(0.3, seed=2, run_length=1),
     "perm-k": PermK(run_length=1),
-    "scaled-perm-k": ScaledPermK(DIAGONAL, run_length=1),
-    "heterogeneous-perm-k": HeterogeneousPermK(
-        (Diagonal({"*": 0.5}), Diagonal({"*": 2.0})), run_length=1
-    ),
 }
 # State of their own, or a residual.
 REMEMBERING = {
