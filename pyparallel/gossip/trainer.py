@@ -379,7 +379,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         is_open = self._running is not None
         return is_open and self._run.counts.synchronizes and self._buckets.find_moved() is None
 
-    def _before_step(self, optimizer: Optimizer, has_gradients: bool | None) -> None:
+    def _before_step(self, optimizer: Optimizer, has_gradients: bool) -> None:
         """Receive and merge, unless a fused optimizer does so in its pass."""
         check_group_exists()
         self._buckets.check(p for group in self._joined.param_groups for p in group["params"])
