@@ -62,9 +62,6 @@ class NonFiniteCheck:
     written, which takes a pass and an all-gather of a number. On a GPU the host must not wait: the
     buffer counts as zeros, as for "skip", and all ranks raise in the next step. "skip": the buffer
     counts as zeros in the mean; no rank is told. "allow": nothing is read.
-
-    Args:
-        policy: one of these.
     """
 
     def __init__(self, policy: NonFinitePolicy) -> None:
@@ -74,16 +71,12 @@ class NonFiniteCheck:
     def apply_(
         self, x: Tensor, layout: BufferLayout, collectives: Collectives, step: int | None
     ) -> None:
-        """Apply the policy to a buffer that is about to be averaged; all ranks call it.
+        """Apply the policy to gradients (numel,) that are about to be averaged; all ranks call it.
 
-        Args:
-            x: (numel,) gradients. Set to 0 by "skip", and on a GPU by "raise", if not finite.
-            layout: their parameters.
-            collectives: the collectives of the process group.
-            step: the step's number; an error of an earlier one is raised first.
+        Those that are not finite are set to 0 by "skip", and on a GPU by "raise".
 
         Raises:
-            NonFiniteError: on all ranks, in the same call.
+            NonFiniteError: on all ranks, in the same call; the error of an earlier step first.
         """
         if self.policy == "allow" or x.numel() == 0:
             return
@@ -115,11 +108,7 @@ class NonFiniteCheck:
 class _LateVerdict:
     """Which ranks' buffers were not finite, on its way from a GPU to the host.
 
-    Args:
-        of_ranks: (ranks,) int64 in pinned memory: 1 for each such rank.
-        copied: recorded when it has been copied.
-        layout: the buffer's parameters.
-        step: the step's number.
+    ``of_ranks``, (ranks,) int64 in pinned memory, has a 1 for each such rank once ``copied``.
     """
 
     of_ranks: Tensor
@@ -138,11 +127,7 @@ class _LateVerdict:
         return cls(on_host, copied, layout, step)
 
     def raise_if_found(self) -> None:
-        """Raise for the first rank; waits for a step that is over unless the host is ahead of it.
-
-        Raises:
-            NonFiniteError: the same on all ranks.
-        """
+        """Raise for the first rank; waits for a step that is over unless the host is behind it."""
         if self.copied is not None:
             self.copied.synchronize()
         for rank, is_bad in enumerate(self.of_ranks.tolist()):

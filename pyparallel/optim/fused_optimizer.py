@@ -117,11 +117,6 @@ class FusedOptimizer(Optimizer):
     @torch.no_grad()
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; return the closure's loss.
-
-        Args:
-            closure: reevaluates the model and returns the loss.
-        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
