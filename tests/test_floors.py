@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the ground up; what is not written yet has its floor waiting. "pyparallel" is __init__.py.
 TRAINERS = {"gossip", "pipeline", "subnets"}
 FLOORS = [
-    {"_deprecated"},
     {"kernels"},
     {"ops"},
     {"comm"},

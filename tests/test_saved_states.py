@@ -347,6 +347,9 @@ MALFORMED = {
 }
 
 
+NEWER = "the state's format must be at most 2, got 3: a newer pyparallel has saved it; upgrade"
+
+
 def load_malformed(rank):
     """Return the errors for a file of rank 1, with and without checksums."""
     errors = {}
@@ -362,6 +365,9 @@ def load_malformed(rank):
                 if rank == 1:
                     change(changed)
                 errors[name, number, version] = refusal(run, changed)
+        newer = copy.deepcopy(saved)
+        put(*(["algorithm"] if name == "gossip" else []), "format", 3)(newer)
+        errors[name, "newer"] = refusal(run, newer if rank == 1 else saved)
         for number, state in enumerate([None, [], {}, {"other": 1}, {"0": None, "1": None}]):
             errors[name, number] = refusal(run, state if rank == 1 else saved)
         run.load_state_dict(older(saved))
@@ -380,6 +386,7 @@ def test_a_malformed_file_of_one_rank_is_refused_on_all_ranks(ranks):
         is_of_the_sum = error.startswith("the push-sum masses of all ranks' states must sum to 2")
         is_of_all = error.startswith("all ranks must have the same round of state_dict")
         assert error.startswith("rank 1: ") or is_of_the_sum or is_of_all, (case, error)
+        assert "newer" not in case or NEWER in error, (case, error)
 
 
 def load_other_optimizers(rank):

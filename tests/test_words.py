@@ -6,13 +6,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ["pyparallel", "kernels", "csrc", "tests", "benchmarks", "examples", "docs"]
 SUFFIXES = {".py", ".h", ".cpp", ".cu", ".md"}
-# Old public names live on in the first; the golden jobs bear the names of saved states, and results
+# The golden jobs bear the names of saved states, and results
 # are records of runs.
 EXEMPT = [
-    "pyparallel/_deprecated.py",
     "tests/golden/compression.py",
     "tests/golden/test_golden.py",
-    "tests/test__deprecated.py",
     "tests/test_words.py",
 ]
 EXEMPT_FOLDERS = ["benchmarks/results"]

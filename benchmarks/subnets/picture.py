@@ -29,7 +29,7 @@ LABELS = {
     "whole": "gradient descent, no sketch",
     "plain": "PermK",
     "preconditioned": "PermK, preconditioned",
-    "heterogeneous": "HeterogeneousPermK",
+    "heterogeneous": "PermK, a diagonal per rank",
 }
 DASHES = ["-", ":"]  # of the largest and the smallest step
 

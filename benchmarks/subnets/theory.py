@@ -9,8 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.theory.quadratic import Quadratic, drawn_sketches
-from pyparallel.compression import BufferLayout, Diagonal, HeterogeneousPermK, PermK
-from pyparallel.compression.sparsifiers.permutation_sketch import PermutationSketch
+from pyparallel.compression import BufferLayout, PermK
 
 CPU = torch.device("cpu")
 
@@ -87,24 +86,25 @@ def make_problem(num_ranks: int, seed: int) -> Quadratic:
 
 
 def sketch_methods(problem: Quadratic) -> list[SketchMethod]:
-    """Return gradient descent, `PermK` plain and preconditioned, and `HeterogeneousPermK`.
+    """Return gradient descent, `PermK` plain and preconditioned, and the heterogeneous sketch.
 
-    Preconditioned means in the coordinates where the mean curvature's diagonal is all ones.
+    Preconditioned means in the coordinates where the mean curvature's diagonal is all ones. The
+    heterogeneous sketch is ``sqrt(n) D_i^(-1/2)`` on the i-th share, D_i the diagonal of rank i's
+    curvature (arXiv 2306.16484, section 4).
     """
     n, d = problem.slopes.shape
     ones = torch.ones_like(problem.slopes)
     identity = torch.eye(d, dtype=torch.float64)
     mean_diagonal = problem.mean_curvature.diagonal()
     inside, root = problem.preconditioned(mean_diagonal), mean_diagonal.rsqrt()
-    own = tuple(Diagonal({"*": each}) for each in problem.diagonals)
     own_scales = n**0.5 * problem.diagonals.rsqrt()
 
     @cache
     def of_perm_k(seed: int, rounds: int) -> Tensor:
-        return _draw(PermK(seed, n), n, rounds)
+        return _draw(seed, n, rounds)
 
     def of_heterogeneous(seed: int, rounds: int) -> Tensor:
-        return _draw(HeterogeneousPermK(own, seed), n, rounds)
+        return _draw(seed, n, rounds, own_scales)
 
     def identity_sketches(seed: int, rounds: int) -> Tensor:
         return identity.expand(rounds, n, d, d)
@@ -117,9 +117,10 @@ def sketch_methods(problem: Quadratic) -> list[SketchMethod]:
     ]
 
 
-def _draw(sketch: PermutationSketch, num_ranks: int, rounds: int) -> Tensor:
+def _draw(seed: int, num_ranks: int, rounds: int, scales: Tensor | None = None) -> Tensor:
+    sketch = PermK(seed, num_ranks)
     states = [sketch.init(BufferLayout.flat(num_ranks), CPU, rank) for rank in range(num_ranks)]
-    return torch.stack([drawn_sketches(sketch, states) for _ in range(rounds)])
+    return torch.stack([drawn_sketches(sketch, states, scales) for _ in range(rounds)])
 
 
 def run(

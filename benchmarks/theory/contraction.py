@@ -11,7 +11,6 @@ from pyparallel.compression import (
     Cast,
     Chain,
     Compressor,
-    Finite,
     Fp8,
     Int4,
     Int8,
@@ -131,11 +130,6 @@ def _(compressor: Chain, layout: BufferLayout) -> float | None:
         return None
     of_values = contraction(compressor.second, BufferLayout.flat(round(kept * layout.numel)))
     return None if of_values is None else kept * of_values
-
-
-@contraction.register
-def _(compressor: Finite, layout: BufferLayout) -> float | None:
-    return contraction(compressor.compressor, layout)
 
 
 @contraction.register

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyparallel.compression import CompressorState
-from pyparallel.compression.sparsifiers.permutation_sketch import PermutationSketch
+from pyparallel.compression import CompressorState, PermK
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,12 +169,15 @@ def every_order(d: int) -> Iterator[Tensor]:
     return (torch.tensor(order) for order in itertools.permutations(range(d)))
 
 
-def drawn_sketches(sketch: PermutationSketch, states: Sequence[CompressorState]) -> Tensor:
-    """Return the next sketches that a compressor draws: (n, d, d) float64, with float32 precision.
+def drawn_sketches(
+    sketch: PermK, states: Sequence[CompressorState], scales: Tensor | None = None
+) -> Tensor:
+    """Return the next sketches that a compressor draws: (n, d, d) float64, diagonal.
 
     Args:
         sketch: compressor with n shares.
         states: the buffer's state on each of n ranks; updated as by a message.
+        scales: (n, d) float64, as for `permutation_sketches`; None: n everywhere.
     """
     ones = torch.ones(states[0].layout.numel, dtype=torch.float32)
     messages = [sketch.compress(ones, state) for state in states]
@@ -183,7 +185,8 @@ def drawn_sketches(sketch: PermutationSketch, states: Sequence[CompressorState])
         sketch.decompress(message, state.layout, torch.empty_like(ones))
         for message, state in zip(messages, states, strict=True)
     ]
-    return torch.diag_embed(torch.stack(rows).double())
+    drawn = torch.stack(rows).double()
+    return torch.diag_embed(drawn if scales is None else drawn * scales / len(states))
 
 
 def _times(matrices: Tensor, vectors: Tensor) -> Tensor:

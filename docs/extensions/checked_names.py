@@ -145,10 +145,9 @@ def _has(value: object, name: str) -> bool:
         return hasattr(value, name)
     bases = [base for base in value.__mro__ if base.__module__.startswith("pyparallel")]
     of_instances = "".join(inspect.getsource(base) for base in bases)
-    static = inspect.getattr_static(value, name, UNKNOWN)
-    if static is UNKNOWN:
-        return re.search(rf"\bself\.{name}\b|^    {name}: ", of_instances, re.MULTILINE) is not None
-    return type(static).__module__ != "pyparallel._deprecated"  # an old name
+    if inspect.getattr_static(value, name, UNKNOWN) is not UNKNOWN:
+        return True
+    return re.search(rf"\bself\.{name}\b|^    {name}: ", of_instances, re.MULTILINE) is not None
 
 
 @cache

@@ -81,14 +81,14 @@ def directive(name: str, value: object) -> list[str]:
     return [f".. autodata:: {name}", "   :no-value:"]
 
 
-def _skip_old_names(app, what, name, value, skip, options):
-    """Leave out a member that is there by a second, deprecated name, or that a host calls."""
+def _skip_members(app, what, name, value, skip, options):
+    """Leave out what a host calls, and a field whose default is a function of another name."""
     module = getattr(value, "__module__", None) or ""
     if module.startswith("pyparallel.integrations.") and hasattr(value, "__override__"):
         return True
     own_name = getattr(getattr(value, "fget", value), "__name__", name)
-    old = what == "class" and not inspect.isclass(value) and own_name != name
-    return True if old else None  # otherwise autodoc decides
+    is_default = what == "class" and not inspect.isclass(value) and own_name != name
+    return True if is_default else None  # otherwise autodoc decides
 
 
 def _check_all_are_documented(app, env):
@@ -116,7 +116,7 @@ def _shorten_defaults(app, what, name, value, options, signature, returned):
 
 def setup(app):
     """Register with Sphinx."""
-    app.connect("autodoc-skip-member", _skip_old_names)
+    app.connect("autodoc-skip-member", _skip_members)
     app.connect("autodoc-process-signature", _shorten_defaults)
     app.connect("autodoc-process-docstring", _keep_colon_of_property, priority=100)
     rendered_pages.ENVIRONMENT.globals["reference"] = reference

@@ -101,11 +101,7 @@ def report(arguments: argparse.Namespace) -> str:
 
 
 def _limits(chosen: Topology, momentum: float) -> list[tuple[str, str]]:
-    """Return the largest stable lr * L of each order and delay, without and with momentum.
-
-    Raises:
-        ValueError: ``momentum`` is not in [0, 1).
-    """
+    """Return the largest stable lr * L of each order and delay, without and with momentum."""
     head = f"stable lr * L, momentum 0 and {momentum:g}"
     most = _MOST_COMPARED if isinstance(chosen, Circulant) else _MOST_ANALYZED
     if chosen.num_ranks > most:

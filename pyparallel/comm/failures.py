@@ -95,7 +95,6 @@ def is_of_backend(error: RuntimeError) -> bool:
 
 
 def _with(error: PeerError, found: Report, silent: str = "", otherwise: str = "") -> PeerError:
-    """Set the attributes of an error by what was found."""
     error.failed = tuple(found.failed)
     error.how = _describe_how(found, silent, otherwise)
     return error

@@ -102,11 +102,7 @@ def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
 
 
 def check_group_exists() -> None:
-    """Check that the process groups have not been destroyed, after which no rank can be reached.
-
-    Raises:
-        RuntimeError: they have been.
-    """
+    """Raise a RuntimeError if the process groups are destroyed: no rank can be reached then."""
     if not dist.is_initialized():
         raise RuntimeError(
             "the process group must exist in every step, got one after destroy_process_group(); "
@@ -115,11 +111,7 @@ def check_group_exists() -> None:
 
 
 def _check_split(parent: Any) -> None:
-    """Check that a group of some ranks of a group can be created by those ranks alone.
-
-    Raises:
-        ValueError: NCCL would split the communicator of all ranks, which waits for all of them.
-    """
+    """Raise a ValueError if NCCL would split the communicator of all ranks, which waits for all."""
     world: Any = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)
     if bound is None or not world._get_backend(bound).supports_splitting:

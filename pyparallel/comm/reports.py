@@ -38,11 +38,7 @@ class Report:
 
 
 class Reports:
-    """The reports of ranks that fail together: those of a trainer, or of a process group.
-
-    Args:
-        group: whose ranks read them; None: the default group.
-    """
+    """The reports of ranks that fail together: those of a trainer, or of a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         chosen: Any = group or dist.group.WORLD
@@ -56,15 +52,9 @@ class Reports:
         self._store.set(f"waiting/{self._me}", json.dumps([self._prefix, report.place]))
 
     def find_failed(self, own: Report, closed: set[int], seconds: float) -> Report:
-        """Publish this rank's report, and return it with the ranks that failed.
+        """Publish this rank's report; return it with the ranks that failed, or none if all wait.
 
-        Args:
-            own: this rank's report.
-            closed: ranks whose connections are closed.
-            seconds: to wait for other ranks' reports.
-
-        Returns:
-            The report; without failed ranks if all wait for each other.
+        Waits some seconds for the reports of ranks whose connections are not closed.
         """
         try:
             earlier = self._read().get(self._me)
@@ -119,12 +109,8 @@ class Reports:
     def agree(self, text: str, without_store: str) -> str:
         """Publish the text of this rank's error unless another rank has; return the published one.
 
-        So all ranks of a trainer that fail together raise one text.
-
-        Args:
-            text: of the error that this rank has found.
-            without_store: what to return if the store is gone, maybe with the rank that failed: a
-                text that other ranks come to as well.
+        So all ranks of a trainer that fail together raise one text: ``without_store``, to which
+        other ranks come as well, if the store is gone, maybe with the rank that failed.
         """
         try:
             return self._store.setdefault(f"{self._prefix}/text", text)
@@ -132,13 +118,10 @@ class Reports:
             return without_store
 
     def end_agreement(self, *, waits: bool) -> None:
-        """Note that this rank reads no more; where the store is, wait for the others.
+        """Note that this rank reads no more; where the store is, wait for the others if ``waits``.
 
         The ranks that failed are not waited for, and the others for at most half of the group's
         timeout and 30 s: a rank may compute before it finds out.
-
-        Args:
-            waits: for others.
         """
         seconds = min(timeout_of(self._group).total_seconds() / 2, _LONGEST_STAY_SECONDS) * waits
         with suppress(PeerError):  # the store is gone: nobody needs it
@@ -152,7 +135,6 @@ class Reports:
                 time.sleep(_POLL_SECONDS)
 
     def _read(self) -> dict[int, Report]:
-        """Return the reports that ranks have published."""
         texts = {
             rank: self._store.get(f"{self._prefix}/{rank}") for rank in range(dist.get_world_size())
         }

@@ -277,16 +277,10 @@ class Run:
         row: Sequence[float],
         fields: Sequence[float],
     ) -> None:
-        """Compare the row of the second rank with the fields that the first expects.
-
-        Args:
-            subject: what the error is about.
-            ranks: in the group.
-            row: (8,).
-            fields: (6,).
+        """Compare the row (8,) of the second rank of the group with the fields (6,) of the first.
 
         Raises:
-            PeerError: they differ.
+            PeerError: they differ; it is about the subject.
         """
         difference = find_difference(row, fields)
         if difference is None:

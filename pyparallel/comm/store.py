@@ -54,13 +54,8 @@ def timeout_of(process_group: dist.ProcessGroup | None) -> timedelta:
 class DeadlineStore:
     """A store whose calls end within a deadline, also if its server is stopped or unreachable.
 
-    After a call has failed, every later call of the process fails at once.
-
-    Args:
-        connection: to the store, shared by all groups of the process.
-        prefix: of all keys.
-        seconds: deadline of a call.
-        rank: global rank of this process, for errors.
+    After a call has failed, every later call of the process fails at once. All groups of the
+    process share a ``connection``, with keys of different ``prefix``; ``rank`` is the global one.
     """
 
     def __init__(self, connection: "_Connection", prefix: str, seconds: float, rank: int) -> None:
@@ -132,11 +127,7 @@ class DeadlineStore:
 
 
 class _Connection:
-    """A store that a thread calls, so that a call can be given up.
-
-    Args:
-        store: of a default group.
-    """
+    """A store of a default group that a thread calls, so that a call can be given up."""
 
     def __init__(self, store: Any) -> None:
         self.problem: str | None = None  # of a call that has failed

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .. import _deprecated
 from ..comm.collectives import Collectives
 from ..comm.stats import CommStats
 from . import low_rank, quantizers, sparsifiers, wrappers
@@ -56,6 +55,3 @@ def __getattr__(name: str) -> Any:
 
         return getattr(fsdp, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-_deprecated.install(__name__)

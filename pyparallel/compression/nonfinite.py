@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Collectives, int64_on
+from ..comm.collectives import Collectives
 from ..comm.errors import NonFiniteError
 from ..training.nonfinite import NonFinitePolicy, first_nonfinite, is_finite, is_finite_on_device
 from .layout import BufferLayout
@@ -17,29 +17,15 @@ def first_nonfinite_part(x: Tensor, layout: BufferLayout) -> int:
     return -1 if is_finite(x) else first_nonfinite(layout.split(x))
 
 
-def check_finite_on_all_ranks(x: Tensor, layout: BufferLayout, collectives: Collectives) -> None:
-    """Raise the same error on all ranks if any rank's buffer has a nan or an inf.
-
-    One pass and an all-gather of a number per rank.
-
-    Raises:
-        NonFiniteError: names the first such rank and its first such parameter.
-    """
-    mine = int64_on(x.device, [first_nonfinite_part(x, layout)])
-    for rank, (piece,) in enumerate(collectives.all_gather(mine).tolist()):
-        if piece >= 0:
-            raise nonfinite_error(rank, layout.names[piece])
-
-
-def raise_of_means(
+def raise_of_ranks(
     layouts: Sequence[BufferLayout], pieces: Sequence[int], collectives: Collectives
 ) -> None:
-    """Raise for means that are not finite, which all ranks know; all ranks call it.
+    """Raise the same error on all ranks if a buffer of any is not finite; all ranks call it.
 
     Args:
-        layouts: of their buffers.
+        layouts: those of the buffers.
         pieces: for each, the index of this rank's first parameter that is not finite, or -1.
-        collectives: the collectives of the process group.
+        collectives: on the CPU.
 
     Raises:
         NonFiniteError: names the first rank and its first parameter.
@@ -49,20 +35,23 @@ def raise_of_means(
     for rank, of_rank in enumerate(of_ranks):
         for layout, piece in zip(layouts, of_rank, strict=True):
             if piece >= 0:
-                raise nonfinite_error(rank, layout.names[piece])
+                raise NonFiniteError(
+                    f"gradients must be finite, got nan or inf from rank {rank} in "
+                    f"{layout.names[piece]}: the compressor's state of that buffer is unchanged; "
+                    "skip this optimizer step, or, with a GradScaler, which skips it, use "
+                    'nonfinite="allow"'
+                )
+
+
+def raise_of_means(
+    layouts: Sequence[BufferLayout], pieces: Sequence[int], collectives: Collectives
+) -> None:
+    """Raise for means that are not finite, which all ranks know; as ``raise_of_ranks``."""
+    raise_of_ranks(layouts, pieces, collectives)
     raise NonFiniteError(
         f"means must be finite, got nan or inf in the buffer of {layouts[0].names[0]} of finite "
         "gradients: they are above the largest number of the compressor's dtype; use another, or "
         "smaller gradients"
-    )
-
-
-def nonfinite_error(rank: int, name: str) -> NonFiniteError:
-    """Return the error of a buffer whose state is unchanged."""
-    return NonFiniteError(
-        f"gradients must be finite, got nan or inf from rank {rank} in {name}: the compressor's "
-        "state of that buffer is unchanged; skip this optimizer step, or, with a GradScaler, which "
-        'skips it, use nonfinite="allow"'
     )
 
 
@@ -73,9 +62,6 @@ class NonFiniteCheck:
     written, which takes a pass and an all-gather of a number. On a GPU the host must not wait: the
     buffer counts as zeros, as for "skip", and all ranks raise in the next step. "skip": the buffer
     counts as zeros in the mean; no rank is told. "allow": nothing is read.
-
-    Args:
-        policy: one of these.
     """
 
     def __init__(self, policy: NonFinitePolicy) -> None:
@@ -85,16 +71,12 @@ class NonFiniteCheck:
     def apply_(
         self, x: Tensor, layout: BufferLayout, collectives: Collectives, step: int | None
     ) -> None:
-        """Apply the policy to a buffer that is about to be averaged; all ranks call it.
+        """Apply the policy to gradients (numel,) that are about to be averaged; all ranks call it.
 
-        Args:
-            x: (numel,) gradients. Set to 0 by "skip", and on a GPU by "raise", if not finite.
-            layout: their parameters.
-            collectives: the collectives of the process group.
-            step: the step's number; an error of an earlier one is raised first.
+        Those that are not finite are set to 0 by "skip", and on a GPU by "raise".
 
         Raises:
-            NonFiniteError: on all ranks, in the same call.
+            NonFiniteError: on all ranks, in the same call; the error of an earlier step first.
         """
         if self.policy == "allow" or x.numel() == 0:
             return
@@ -102,8 +84,7 @@ class NonFiniteCheck:
         if x.device.type != "cpu":
             self._apply_on_device_(x, layout, collectives, step)
         elif self.policy == "raise":
-            with collectives.uncounted():
-                check_finite_on_all_ranks(x, layout, collectives)
+            raise_of_ranks([layout], [first_nonfinite_part(x, layout)], collectives)
         elif not is_finite(x):
             x.zero_()
 
@@ -127,11 +108,7 @@ class NonFiniteCheck:
 class _LateVerdict:
     """Which ranks' buffers were not finite, on its way from a GPU to the host.
 
-    Args:
-        of_ranks: (ranks,) int64 in pinned memory: 1 for each such rank.
-        copied: recorded when it has been copied.
-        layout: the buffer's parameters.
-        step: the step's number.
+    ``of_ranks``, (ranks,) int64 in pinned memory, has a 1 for each such rank once ``copied``.
     """
 
     of_ranks: Tensor
@@ -150,11 +127,7 @@ class _LateVerdict:
         return cls(on_host, copied, layout, step)
 
     def raise_if_found(self) -> None:
-        """Raise for the first rank; waits for a step that is over unless the host is ahead of it.
-
-        Raises:
-            NonFiniteError: the same on all ranks.
-        """
+        """Raise for the first rank; waits for a step that is over unless the host is behind it."""
         if self.copied is not None:
             self.copied.synchronize()
         for rank, is_bad in enumerate(self.of_ranks.tolist()):

@@ -20,14 +20,8 @@ class StateStore:
     """The states of a compressor by buffer, which follow parameters into other buffers.
 
     DDP rebuilds its buckets after the first step, and another run may have other buckets: the state
-    of a parameter follows it.
-
-    Args:
-        compressor: the compressor of these states.
-        rank: rank of this process in the group.
-        num_ranks: size of the group.
-        model: all parameters, to reject at once a state saved from another model; None: parameters
-            are known when their first buffer arrives.
+    of a parameter follows it. With ``model``, all parameters, a state of another model is rejected
+    at once; else they are known when their first buffer arrives.
     """
 
     def __init__(
@@ -218,7 +212,6 @@ def steps_of(state: dict[str, Any]) -> str:
 
 
 def _keys(state: dict[str, Any]) -> dict[str, set[str]]:
-    """Return the keys saved for each parameter."""
     return {name: set(tensors) for name, tensors in state["parameters"].items()}
 
 

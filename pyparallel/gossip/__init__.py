@@ -4,7 +4,6 @@
 combine the two, and ``GossipDataParallel`` hooks an algorithm into the user's own training loop.
 """
 
-from .. import _deprecated
 from ..training import ModelAverager
 from . import algorithms, topology
 from .algorithms import *  # noqa: F403  the algorithms that the folder exports
@@ -14,5 +13,3 @@ from .trainer import GossipDataParallel
 
 __all__ = ["GossipDataParallel", "GossipState", "ModelAverager", "stability_limit", "topology"]
 __all__ += algorithms.__all__
-
-_deprecated.install(__name__)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._deprecated import modernize_saved
 from ..comm import check_consistent_across_ranks, first_difference
 from ..training import (
     CHECKSUMS_KEY,
@@ -21,6 +20,7 @@ from ..training import (
     check_on_all_ranks,
     check_optimizer_state,
     checksum,
+    modernize_saved,
     optimizer_kind,
     plain_keys,
     read_checkpoint,

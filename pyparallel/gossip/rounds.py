@@ -56,17 +56,17 @@ class SteppedRounds:
         if counts:
             self._run.counts.count_forward()
 
-    def before_step(self, optimizer: Optimizer, has_gradients: bool | None) -> None:
+    def before_step(self, optimizer: Optimizer, has_gradients: bool) -> None:
         """Receive and merge, unless a fused optimizer does so in its pass."""
         if self._in_pass:
             return
         averager = self._averager
-        if has_gradients is False and self._warns_of_closures and averager.status.in_flight:
+        if not has_gradients and self._warns_of_closures and averager.status.in_flight:
             self._warns_of_closures = False
             warnings.warn(
-                f"{type(optimizer).__name__} evaluates its closure several times in a step, or at "
-                "other parameters, so messages are received before the first evaluation: overlap "
-                "hides nothing",
+                f"{type(optimizer).__name__} may evaluate its closure several times in a step, or "
+                "at other parameters, so messages are received before the first evaluation: "
+                "overlap hides nothing; call backward() and then step() without a closure",
                 stacklevel=7,  # the user's optimizer.step(closure)
             )
         with self._after_the_step():

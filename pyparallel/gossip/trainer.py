@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .._deprecated import adopt_old_methods
 from ..comm import Collectives, StepCounts, check_consistent_across_ranks, check_group_exists
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
@@ -90,7 +89,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
                 "torch.distributed.init_process_group first"
             )
         super().__init__()
-        adopt_old_methods("pyparallel.gossip", algorithm)
         self.config_fields, error_text = _collect_config(
             module, optimizer, algorithm, process_group, bucket_cap_mb, nonfinite
         )
@@ -362,7 +360,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         is_open = self._running is not None
         return is_open and self._run.counts.synchronizes and self._buckets.find_moved() is None
 
-    def _before_step(self, optimizer: Optimizer, has_gradients: bool | None) -> None:
+    def _before_step(self, optimizer: Optimizer, has_gradients: bool) -> None:
         """Receive and merge, unless a fused optimizer does so in its pass."""
         check_group_exists()
         self._buckets.check(p for group in self._joined.param_groups for p in group["params"])

@@ -10,7 +10,6 @@ __all__ = ["accelerate", "lightning", "transformers"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the adapter of a host."""
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -166,7 +166,6 @@ class CompressedDDPKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] 
 
     @override
     def to_dict(self, *args: Any) -> dict[str, Any]:
-        """Return the arguments of DistributedDataParallel."""
         names = {each.name for each in fields(DistributedDataParallelKwargs)}
         return {k: v for k, v in super().to_dict().items() if k in names}
 

@@ -8,7 +8,6 @@ All raise before anything is written: a ValueError if what they write overlaps a
 requires grad in grad mode, or is an inference tensor outside inference mode.
 """
 
-from .. import _deprecated
 from ._checks import FLOAT_DTYPES
 from ._library import Backend, load_native, load_triton, names, warn_importer
 from .adamw_step import adamw_step_
@@ -80,5 +79,3 @@ if BACKENDS["cpu"][0].unavailable_reason:
         f"{BACKENDS['cpu'][0].unavailable_reason}; `python -m pyparallel doctor` prints what that "
         "costs and how to build it"
     )
-
-_deprecated.install(__name__)

@@ -184,11 +184,7 @@ def check_tensor(
 
 
 def output(out: Tensor | None, numel: int, accumulate: bool, device: torch.device) -> Tensor:
-    """Return the buffer that an op decodes into: the one given, or a new one of float32.
-
-    Raises:
-        ValueError: it is no buffer of this length, or a new one would be added to.
-    """
+    """Return the buffer that an op decodes into: the one given, or a new one of float32."""
     check_at_least("numel", numel, 0)
     if out is None:
         if accumulate:
@@ -204,11 +200,7 @@ Number = float | int | Tensor
 
 
 def as_scalar(name: str, number: Number, model: Tensor) -> Tensor:
-    """Return a 0-d float64 tensor; one on the model's device stays there and is not read.
-
-    Raises:
-        ValueError: a tensor that is not 0-d, or on another device than the CPU or the model's.
-    """
+    """Return a 0-d float64 tensor; one on the model's device stays there and is not read."""
     if not isinstance(number, Tensor):
         return torch.scalar_tensor(number, dtype=float64)
     check_scalar(name, number, model)

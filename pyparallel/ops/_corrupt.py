@@ -133,11 +133,7 @@ def stop_if_corrupt(corrupt: Tensor | None, counter: Tensor, error_text: str) ->
 
 
 def refuse_or_count(is_corrupt: Tensor, counter: Tensor, error_text: str) -> None:
-    """Raise on the CPU if any entry is corrupt; on other devices count them. Called before writing.
-
-    Raises:
-        RuntimeError: on the CPU, if any entry is corrupt.
-    """
+    """Raise a RuntimeError on the CPU, before writing, if any entry is corrupt; a GPU counts."""
     if counter.is_cpu:
         torch._assert_async(~is_corrupt.any(), error_text)
     else:

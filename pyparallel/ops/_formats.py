@@ -54,10 +54,8 @@ class Format(abc.ABC):
     def fit_scale(self, scale: Tensor, scaled: Tensor, codes: Tensor) -> Tensor:
         """Return the (blocks,) scales of a message with a residual: those given, by default.
 
-        Args:
-            scale: (blocks,), of the largest magnitudes.
-            scaled: (blocks, block_size) numbers that were encoded.
-            codes: (blocks, block_size), what they were encoded as.
+        ``scaled`` (blocks, block_size) was encoded as ``codes``, in units of the largest
+        magnitudes.
         """
         return scale
 
@@ -94,13 +92,11 @@ class Integers(Format):
 
     @override
     def decode(self, codes: Tensor) -> Tensor:
-        """Return the signed integers as float32."""
         sign = 1 << (self.bits - 1)
         return ((codes.int() ^ sign) - sign).float()
 
     @override
     def is_corrupt(self, codes: Tensor) -> Tensor:
-        """Return whether each code is the most negative number."""
         return codes == 1 << (self.bits - 1)
 
 
@@ -133,12 +129,10 @@ class Floats(Format):
 
     @override
     def decode(self, codes: Tensor) -> Tensor:
-        """Return the float8 values as float32."""
         return codes.view(self.kind).float()
 
     @override
     def is_corrupt(self, codes: Tensor) -> Tensor:
-        """Return whether each code is inf or nan."""
         first, last = self.special_codes
         magnitude = codes & 0x7F
         return (magnitude >= first) & (magnitude <= last)
@@ -171,12 +165,10 @@ class Ternary(Format):
 
     @override
     def decode(self, codes: Tensor) -> Tensor:
-        """Return -1, 0 or 1 as float32."""
         return (codes & 1).float() - (codes >> 1).float()
 
     @override
     def is_corrupt(self, codes: Tensor) -> Tensor:
-        """Return whether each code is the fourth."""
         return codes == 3
 
     @override
@@ -219,7 +211,6 @@ class Natural(Format):
 
     @override
     def decode(self, codes: Tensor) -> Tensor:
-        """Return the powers of two as float32."""
         exponent = codes.int() & 127
         values = torch.where(exponent == 0, 0.0, 2.0 ** (exponent - 81).double()).float()
         values = torch.where(exponent == 126, torch.inf, values)
@@ -228,7 +219,6 @@ class Natural(Format):
 
     @override
     def is_corrupt(self, codes: Tensor) -> Tensor:
-        """Return whether each code is that of -0 or -nan."""
         return (codes == 128) | (codes == 255)
 
 
@@ -246,15 +236,10 @@ _GRADIENT_FORMATS: dict[tuple[int, str], Format] = {
 
 
 def find_format(bits: int, name: str, *, of_differences: bool = False) -> Format:
-    """Return the format with this number of bits and name.
-
-    Args:
-        bits: 4 or 8.
-        name: such as "int".
-        of_differences: allow only formats of differences of parameters.
+    """Return the format with this number of bits and name, such as "int".
 
     Raises:
-        ValueError: no such format exists.
+        ValueError: no such format exists, or none ``of_differences`` of parameters.
     """
     formats = _FORMATS if of_differences else _GRADIENT_FORMATS
     if (bits, name) not in formats:

@@ -41,11 +41,7 @@ def random_bits(numel: int, seed: int, offset: Tensor, device: torch.device) -> 
 
 
 def as_seed(seed: int | None) -> int | None:
-    """Return the seed as an int64 with the same 64 bits, the schemas' type.
-
-    Raises:
-        ValueError: a seed that is not in [0, 2**64).
-    """
+    """Return the seed, in [0, 2**64), as an int64 with the same bits, the schemas' type."""
     if seed is None:
         return None
     if not 0 <= seed < 2**64:
@@ -54,12 +50,7 @@ def as_seed(seed: int | None) -> int | None:
 
 
 def as_offset(offset: int | Tensor, model: Tensor) -> Tensor:
-    """Return a 0-d int64 tensor; one on the model's device stays there and is not read.
-
-    Raises:
-        ValueError: a negative number, or a tensor that is not 0-d int64 on the CPU or the model's
-            device.
-    """
+    """Return a 0-d int64 tensor; one on the model's device stays there and is not read."""
     if not isinstance(offset, Tensor):
         if not isinstance(offset, int) or not 0 <= offset < 2**63:
             raise ValueError(f"offset must be an integer in [0, 2**63), got {offset!r}")

@@ -43,6 +43,12 @@ class Adam(FusedOptimizer):
         RuntimeError: both ``foreach`` and ``fused`` are True.
     """
 
+    _options_of_newer_torch = FusedOptimizer._options_of_newer_torch | {
+        "amsgrad": False,
+        "capturable": False,
+        "decoupled_weight_decay": False,
+    }
+
     def __init__(
         self,
         params: ParamsT,
@@ -60,14 +66,11 @@ class Adam(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         master_weights: bool = False,
     ) -> None:
-        self.master_weights = master_weights
         check_numbers({"lr": lr, "eps": eps, "weight_decay": weight_decay})
         for index, beta in enumerate(betas):
             check_numbers({f"betas[{index}]": beta})
             if not beta < 1:
                 raise ValueError(f"betas[{index}] must be below 1, got {beta}")
-        if foreach and fused:
-            raise RuntimeError("foreach and fused must not both be True")
         super().__init__(
             params,
             {
@@ -83,15 +86,8 @@ class Adam(FusedOptimizer):
                 "fused": fused,
                 "decoupled_weight_decay": decoupled_weight_decay,
             },
+            master_weights=master_weights,
         )
-
-    @override
-    def _set_missing_options(self, group: Group) -> None:
-        for name in ("foreach", "fused"):
-            group.setdefault(name, None)
-        for name in ("amsgrad", "maximize", "capturable", "differentiable"):
-            group.setdefault(name, False)
-        group.setdefault("decoupled_weight_decay", False)
 
     @override
     def _begin_step(self, bucket: Bucket, group: Group, num_gradients: int) -> Sequence[Span]:
@@ -163,25 +159,8 @@ class Adam(FusedOptimizer):
 class AdamW(Adam):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), a drop-in for ``torch.optim.AdamW``.
 
-    As `Adam`, with decoupled weight decay.
-
-    Args:
-        params: as of `Adam`, and so are the others.
-        lr: learning rate.
-        betas: decays of the two moments.
-        eps: added to the denominator.
-        weight_decay: the parameters are multiplied by ``1 - lr * weight_decay`` in each step.
-        amsgrad: must be False.
-        maximize: maximize the objective.
-        foreach: accepted without effect.
-        capturable: keep step counts on the parameters' device.
-        differentiable: must be False.
-        fused: as ``foreach``; True also keeps step counts on the parameters' device.
-        master_weights: step 16-bit parameters in float32 copies.
-
-    Raises:
-        ValueError: an argument is out of range, or needs ``torch.optim.AdamW``.
-        RuntimeError: both ``foreach`` and ``fused`` are True.
+    Arguments are those of `Adam`, but the parameters are multiplied by ``1 - lr * weight_decay`` in
+    each step.
     """
 
     def __init__(

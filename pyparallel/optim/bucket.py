@@ -41,14 +41,8 @@ class Bucket:
     """A flat buffer of parameters of one group and dtype, and their state in buffers alike.
 
     ``optimizer.state`` holds an entry per parameter, as those of torch's optimizers do; each of its
-    tensors is a view of the bucket's buffer of that name, or an element of its step counts.
-
-    Args:
-        optimizer: owner of the state.
-        group: index of the parameter group.
-        weights: the buffers of that group's parameters.
-        index: which of these buffers.
-        master_weights: step float32 copies of 16-bit parameters, which are a state of them.
+    tensors is a view of the bucket's buffer of that name, or an element of its step counts. With
+    ``master_weights`` float32 copies of 16-bit parameters are such a state, and are stepped.
 
     Attributes:
         stepped: the flat buffer that a step reads and writes: the float32 copies or the parameters.
@@ -201,8 +195,7 @@ class Bucket:
     def count_step(self, found_inf: Tensor | None = None) -> None:
         """Add 1 to the step counts of the parameters that have a gradient.
 
-        Args:
-            found_inf: take them back instead if it is not 0.
+        They are taken back instead where ``found_inf`` is given, if it is not 0.
         """
         counts = self._flat[STEP]
         if counts._version != self._version:  # edited by others

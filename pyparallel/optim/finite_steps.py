@@ -72,12 +72,7 @@ class FiniteSteps:
         self._is_skipped = False  # the current one
 
     def begin(self, index: int = 0, is_first: bool = True) -> None:
-        """Unscale, check or hide the gradients of an optimizer; called before its update.
-
-        Args:
-            index: of the optimizer.
-            is_first: whether a training step begins with it.
-        """
+        """Unscale, check or hide the gradients of an optimizer, before its update."""
         self.end()
         if is_first:
             self._counts.count_nonfinite(0.0)

@@ -4,12 +4,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from ..training import FlatBuckets, join_buckets
@@ -54,6 +55,20 @@ class FusedOptimizer(Optimizer):
     _outside: Sequence[Tensor] = ()  # those of them that are in no bucket
     _is_adopted = False
     _step_buckets: "Callable[[FusedOptimizer], None] | None" = None
+
+    # With the values that they have in a group that an older torch has saved without them.
+    _options_of_newer_torch: ClassVar[Group] = {
+        "foreach": None,
+        "fused": None,
+        "maximize": False,
+        "differentiable": False,
+    }
+
+    def __init__(self, params: ParamsT, defaults: Group, *, master_weights: bool) -> None:
+        if defaults["foreach"] and defaults["fused"]:
+            raise RuntimeError("foreach and fused must not both be True")
+        self.master_weights = master_weights
+        super().__init__(params, defaults)
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -102,11 +117,6 @@ class FusedOptimizer(Optimizer):
     @torch.no_grad()
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; return the closure's loss.
-
-        Args:
-            closure: reevaluates the model and returns the loss.
-        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -277,9 +287,9 @@ class FusedOptimizer(Optimizer):
     def _predict(self, bucket: Bucket, group: Group, horizon: Tensor, out: Tensor) -> None:
         """Predict a bucket's parameters."""
 
-    @abstractmethod
     def _set_missing_options(self, group: Group) -> None:
-        """Set the options that a group saved by an older torch lacks."""
+        for name, value in self._options_of_newer_torch.items():
+            group.setdefault(name, value)
 
     def _check_group(self, group: Group) -> None:
         """Raise a ValueError on what torch's optimizer can step and this one cannot."""

@@ -45,6 +45,8 @@ class SGD(FusedOptimizer):
     keeps_last_gradient = False
     """Whether groups without momentum keep their last gradient, with decay, to predict from it."""
 
+    _options_of_newer_torch = FusedOptimizer._options_of_newer_torch | {"nesterov": False}
+
     def __init__(
         self,
         params: ParamsT,
@@ -60,15 +62,12 @@ class SGD(FusedOptimizer):
         fused: bool | None = None,
         master_weights: bool = False,
     ) -> None:
-        self.master_weights = master_weights
         check_numbers({"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError(
                 "nesterov must be False without momentum or with dampening, got True with "
                 f"momentum={momentum} and dampening={dampening}"
             )
-        if foreach and fused:
-            raise RuntimeError("foreach and fused must not both be True")
         super().__init__(
             params,
             {
@@ -82,14 +81,8 @@ class SGD(FusedOptimizer):
                 "differentiable": differentiable,
                 "fused": fused,
             },
+            master_weights=master_weights,
         )
-
-    @override
-    def _set_missing_options(self, group: Group) -> None:
-        for name in ("foreach", "fused"):
-            group.setdefault(name, None)
-        for name in ("nesterov", "maximize", "differentiable"):
-            group.setdefault(name, False)
 
     @override
     def _begin_step(self, bucket: Bucket, group: Group, num_gradients: int) -> Sequence[Span]:

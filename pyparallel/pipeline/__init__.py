@@ -4,7 +4,6 @@ A schedule says in which order each rank works (``actions``) and on which weight
 ``simulate`` proves that the order can run, and measures it. ``PipelineTrainer`` runs it.
 """
 
-from .. import _deprecated
 from . import interlocking, prediction, runtime, schedules, simulation
 from .interlocking import *  # noqa: F403 - each folder lists its public names itself
 from .partition import SplitModel, split_model
@@ -20,5 +19,3 @@ __all__ += prediction.__all__
 __all__ += runtime.__all__
 __all__ += schedules.__all__
 __all__ += simulation.__all__
-
-_deprecated.install(__name__)

@@ -21,13 +21,7 @@ _REPEATS = 5
 
 
 class SingleRankCollectives(Collectives):
-    """Collectives of rank 0 without a process group, as if all ranks had its data.
-
-    They do the same local work, send nothing, and count bytes and collectives.
-
-    Args:
-        num_ranks: size of the simulated group.
-    """
+    """Collectives of rank 0 without a process group, as if all ranks had its data."""
 
     def __init__(self, num_ranks: int) -> None:
         self.rank = 0

@@ -5,7 +5,6 @@ the exchange and the shards move and store the weights (mechanism); ``SubnetTrai
 into the user's training loop.
 """
 
-from .. import _deprecated
 from .optimizer_state import CarryState, OptimizerState, ResetState
 from .partition import (
     Count,
@@ -47,6 +46,3 @@ __all__ = [
     "recalibrate",
     "shrink_consumers",
 ]
-
-
-_deprecated.install(__name__)

@@ -10,12 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._deprecated import adopt_old_methods
 from ..comm import Collectives, Run, warn_if_alone
 from ..optim.finite_steps import FiniteSteps
-from ..training import (
-    seal,
-)
+from ..training import seal
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.other_optimizers import refuse_other_optimizers
 from ..training.step_hook import StepHook
@@ -30,11 +27,7 @@ from .shards import ModelShards
 from .storage import allocate, release
 from .subnet import build_subnet, tensors_of
 from .subnet_parts import SubnetParts
-from .validation import (
-    check_state,
-    examine,
-    find_optimizer_error,
-)
+from .validation import check_state, examine, find_optimizer_error
 
 OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -119,8 +112,6 @@ class SubnetTrainer(Trainer):
             "partition": partition, "interval": interval, "placement": placement,
             "optimizer_state": optimizer_state, "scale": scale,
         }  # fmt: skip
-        for policy in policies.values():
-            adopt_old_methods("pyparallel.subnets", policy)
         self._config_fields, problem = examine(module, optimizer_fn, policies, run)
         policy = ("nonfinite", str(nonfinite))  # not saved: a run may go on with another one
         run.agree([*self._config_fields, policy], problem or find_policy_error(nonfinite))

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .._deprecated import modernize_saved
 from ..comm import Run, first_difference
 from ..training import (
     check_format,
@@ -17,6 +16,7 @@ from ..training import (
     check_on_all_ranks,
     check_optimizer_state,
     has_methods,
+    modernize_saved,
     summarize,
     wrong_type,
 )

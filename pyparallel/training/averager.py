@@ -135,12 +135,7 @@ class ModelAverager:
             self.inner.after_step()
 
     def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
-        """Take a whole step with a fused optimizer, which can mix and send in the same pass.
-
-        Args:
-            step_bucket: steps the bucket of an index, ``FusedOptimizer.step_bucket``.
-            num_buckets: number of the optimizer's buckets.
-        """
+        """Take a whole step with a fused optimizer, whose ``step_bucket`` can mix and send too."""
         self.before_step()
         self.before_update()
         for index in range(num_buckets):

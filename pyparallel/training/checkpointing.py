@@ -33,12 +33,7 @@ def plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the module's keys: with the compiler's prefix where it has one.
-
-    Args:
-        module: will load the state.
-        state: of the module compiled or not, in whole or in parts.
-    """
+    """Return a state dict with the module's keys: with the compiler's prefix where it has one."""
     own = {plain_name(key): key for key in [*module.state_dict(), *_names_of_modules(module)]}
     return _renamed(state, lambda key: own.get(plain_name(key), key))
 

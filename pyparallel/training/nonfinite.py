@@ -13,7 +13,6 @@ the same on a GPU                   the rank in a later step    the same, with 0
 gradients, ddp_hook, compress_fsdp  all, in this backward       nothing of the bucket, whose
                                                                 state is unchanged
 the same on a GPU                   all, in the next backward   zeros for the bucket
-buffers, Finite                     all, in this call           nothing of the buffer
 what SubnetTrainer merges           all, before the merge       nothing
 a PipelineTrainer's loss            each at the end of the      gradients, which no stage
                                     call, or in ``flush``       updates with

@@ -3,67 +3,14 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .step_hook import StepHook, StepHooks, name_optimizers
-
-
-def _optimizers_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that one holds as attributes, also in lists, as a wrapper does."""
-    values = vars(optimizer).values()
-    several = [value if isinstance(value, list | tuple) else [value] for value in values]
-    return [each for value in several for each in value if isinstance(each, Optimizer)]
-
-
-@dataclass(eq=False)
-class _Check:
-    """Check the steps of all optimizers until it is closed or the trainer is gone."""
-
-    trainer: "weakref.ref[object]"
-    check: Callable[[Optimizer, Any, Any], None]
-    is_closed: bool = False
-
-    @property
-    def applies(self) -> bool:
-        return not self.is_closed and self.trainer() is not None
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-class _Checks:
-    """One hook of torch for the checks of all trainers, registered once and never removed.
-
-    Torch iterates over its dict of hooks in each step, where a trainer that is garbage collected,
-    or closed by another thread, must not change that dict.
-    """
-
-    def __init__(self) -> None:
-        self._all: tuple[_Check, ...] = ()  # replaced, never changed
-        self._lock = threading.RLock()
-        self._handle: Any = None
-
-    def add(self, check: _Check) -> None:
-        with self._lock:
-            self._all = (*(each for each in self._all if each.applies), check)
-            if self._handle is None:
-                self._handle = register_optimizer_step_pre_hook(self._before_step)
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        for each in self._all:
-            if each.applies:
-                each.check(optimizer, args, kwargs)
-
-
-_checks = _Checks()
+from .step_hook import StepHook, StepHooks, name_optimizers, takes_closure
 
 
 def refuse_other_optimizers(
@@ -89,43 +36,85 @@ def refuse_other_optimizers(
     Returns:
         What ends the check when it is called; it also ends when the trainer is gone.
     """
-    several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-    own, hook = weakref.WeakSet(several), weakref.ref(step_hook)
-    own_name = " and ".join(name_optimizers(several))
-    what = "the one" if len(several) == 1 else "those"
-    trainer_name = type(trainer).__name__
-    method = synchronizes and weakref.WeakMethod(synchronizes)
-    identities = frozenset(map(id, parameters))
-    shared_of: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Tensor]]]
-    shared_of = weakref.WeakKeyDictionary()
+    check = _Check(trainer, parameters, optimizers, step_hook, synchronizes)
+    check.add()
+    return check.close
 
-    def applies() -> bool:
-        own_hook, bound = hook(), method and method()
-        return not (own_hook and own_hook.in_step) and bool(bound is None or bound())
 
-    def check(other: Optimizer, args: Any, kwargs: Any) -> None:
-        if other in own:
-            return
-        size = sum(len(group["params"]) for group in other.param_groups)
-        known = shared_of.get(other)
-        if known is None or known[0] != size:
-            parameters = [p for group in other.param_groups for p in group["params"]]
-            shared = (
-                []
-                if any(each in own for each in _optimizers_of(other))
-                else [p for p in parameters if id(p) in identities]
-            )
-            known = shared_of[other] = size, shared
-        has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
-        steps = has_closure or any(p.grad is not None for p in known[1])
-        if known[1] and steps and applies():
-            raise RuntimeError(
-                f"the parameters of a {trainer_name} must be stepped by the {own_name} that it was "
-                f"given, got a step of another optimizer, {type(other).__name__}, after which no "
-                f"round would be taken; nothing has been stepped: step {what} it was given, or "
-                "close() the trainer and wrap again with this one"
-            )
+class _Check:
+    """The check of one trainer; arguments are those of ``refuse_other_optimizers``."""
 
-    added = _Check(weakref.ref(trainer), check)
-    _checks.add(added)
-    return added.close
+    # Those of this process; replaced, never changed. torch iterates over its dict of hooks in each
+    # step, where a trainer that is garbage collected, or closed by another thread, must not change
+    # it. So one hook is registered with the first check and stays.
+    _all: ClassVar[tuple["_Check", ...]] = ()
+    _lock = threading.RLock()
+    _hook_of_all: ClassVar[Any] = None
+
+    def __init__(
+        self,
+        trainer: object,
+        parameters: Iterable[Tensor],
+        optimizers: Optimizer | Sequence[Optimizer],
+        step_hook: StepHook | StepHooks,
+        synchronizes: Callable[[], bool] | None,
+    ) -> None:
+        several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+        self._own, self._hook = weakref.WeakSet(several), weakref.ref(step_hook)
+        self._trainer = weakref.ref(trainer)
+        self._synchronizes = synchronizes and weakref.WeakMethod(synchronizes)
+        self._identities = frozenset(map(id, parameters))
+        self._is_closed = False
+        self.text = (
+            f"the parameters of a {type(trainer).__name__} must be stepped by the "
+            f"{' and '.join(name_optimizers(several))} that it was given, got a step of another "
+            "optimizer, {}, after which no round would be taken; nothing has been stepped: step "
+            f"{'the one' if len(several) == 1 else 'those'} it was given, or close() the trainer "
+            "and wrap again with this one"
+        )
+
+    def add(self) -> None:
+        with _Check._lock:
+            _Check._all = (*(each for each in _Check._all if each.is_open), self)
+            if _Check._hook_of_all is None:
+                _Check._hook_of_all = register_optimizer_step_pre_hook(_Check.before_any_step)
+
+    @staticmethod
+    def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Raise the error of the first check that refuses a step."""
+        if not torch.compiler.is_compiling():
+            for check in _Check._all:
+                if check.refuses(optimizer, takes_closure(args, kwargs)):
+                    raise RuntimeError(check.text.format(type(optimizer).__name__))
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    @property
+    def is_open(self) -> bool:
+        return not self._is_closed and self._trainer() is not None
+
+    def refuses(self, optimizer: Optimizer, has_closure: bool) -> bool:
+        """Return whether an optimizer is another one and about to step the trainer's parameters."""
+        if not self.is_open or optimizer in self._own or self._is_inside_own_step():
+            return False
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        shared = [p for p in parameters if id(p) in self._identities]
+        steps = bool(shared) and (has_closure or any(p.grad is not None for p in shared))
+        return steps and not self._is_wrapper(optimizer) and self._takes_rounds()
+
+    def _takes_rounds(self) -> bool:
+        method = None if self._synchronizes is None else self._synchronizes()
+        return method is None or method()
+
+    def _is_inside_own_step(self) -> bool:
+        hook = self._hook()
+        return hook is not None and hook.in_step
+
+    def _is_wrapper(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer holds one of the trainer's, itself or in a list."""
+        for value in vars(optimizer).values():
+            for each in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(each, Optimizer) and each in self._own:
+                    return True
+        return False

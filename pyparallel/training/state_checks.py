@@ -2,8 +2,9 @@
 
 import math
 import os
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,22 @@ _OF_PARAMETERS_SHAPE = {
     *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"),
     *("last_gradient", "last_weights", "last_uncorrected_update", "average_change"),
 }
+
+
+# States hold the reprs of what they were saved with; these have changed since.
+_SAVED_REPRS = {
+    r"\bHierarchical\((?=\d)": "HierarchicalTopology(",
+    r"\bChain\(\)": "SequentialChain()",
+    r"\b_orig_mod\.": "",  # of a module that was compiled
+}
+
+
+def modernize_saved(fields: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the config fields of a saved state with today's class names in their values."""
+    modern = list(fields)
+    for old, new in _SAVED_REPRS.items():
+        modern = [(name, re.sub(old, new, value)) for name, value in modern]
+    return modern
 
 
 def check_on_all_ranks(

@@ -27,9 +27,7 @@ _WORDS = 1024  # of 8 bytes, summed into one: 0.1 % of a tensor's bytes are hash
 class _LiveState(dict[str, Any]):
     """A state whose checksums are taken when it is written or copied, as a plain dict.
 
-    Args:
-        content: of the state.
-        collect: returns the content of now, or {} if numbers are to stay as they are.
+    ``collect`` returns the content of now, or {} if numbers are to stay as they are.
     """
 
     def __init__(self, content: Mapping[str, Any], collect: Callable[[], Mapping[str, Any]]):

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch.optim import LBFGS, Optimizer
 
 from .checkpointing import is_creating_state
@@ -20,17 +19,16 @@ class StepHook:
     does not run its post hooks. Only the outermost of nested steps counts, and only if it returns.
 
     The gradients of a step exist before it, or when its closure has been evaluated for the first
-    time. Then ``before`` is called, and ``before_update``. But an optimizer that evaluates its
-    closure several times, such as LBFGS, or at other parameters than those it steps, as SAM does,
-    has copies of them: for it ``before`` is called before the first evaluation. Optimizers that are
-    not torch's are treated likewise in their first step with a closure, which shows what they do.
+    time. Then ``before`` is called, and ``before_update``. But an optimizer that may evaluate its
+    closure several times, as LBFGS does, or at other parameters than those it steps, as SAM does,
+    has copies of them: for it ``before`` is called before the first evaluation. Only torch's own,
+    but for LBFGS, and those of ``pyparallel.optim`` are known not to.
 
     Args:
         optimizer: the optimizer whose step hooks are used.
         after: called after a step.
-        before: called once in a step with the optimizer, and with True if the gradients exist,
-            False if the optimizer is one of those above, None if that is not known; if it raises,
-            the step has not started.
+        before: called once in a step with the optimizer and with whether the gradients exist; if
+            it raises, the step has not started.
         before_update: called before an update with new gradients.
         before_evaluation: called before each evaluation of a closure.
     """
@@ -39,7 +37,7 @@ class StepHook:
         self,
         optimizer: Optimizer,
         after: Callable[[], None],
-        before: Callable[[Optimizer, bool | None], None] = lambda *_: None,
+        before: Callable[[Optimizer, bool], None] = lambda *_: None,
         before_update: Callable[[], None] = lambda: None,
         before_evaluation: Callable[[], None] = lambda: None,
     ) -> None:
@@ -47,10 +45,8 @@ class StepHook:
         self._before_update, self._before_evaluation = before_update, before_evaluation
         self._depth = 0
         self._num_closures = 0  # running now
-        self._num_evaluations = 0  # in this step
         self._has_begun = False
         self._evaluates_once = _evaluates_once(optimizer)
-        self._sums_before: list[float] | None = None  # of the parameters, in the step that shows it
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -74,8 +70,7 @@ class StepHook:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if is_creating_state():
             return None
-        # The signature is step(closure=None), and torch passes the optimizer as args[0].
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure = _closure_of(args, kwargs)
         if closure is not None and self._depth and not isinstance(closure, _TrackedClosure):
             self._depth = 0
             raise RuntimeError(
@@ -83,14 +78,12 @@ class StepHook:
                 "an interrupted or a nested one; call it again"
             )
         if self._depth == 0:
-            self._num_evaluations, self._has_begun = 0, False
+            self._has_begun = False
             if closure is None:
                 self._begin(optimizer, True)
                 self._before_update()
             elif not self._evaluates_once:
-                self._begin(optimizer, self._evaluates_once)
-                if self._evaluates_once is None:
-                    self._sums_before = _sums(optimizer)
+                self._begin(optimizer, False)
         self._depth += 1
         if closure is None or isinstance(closure, _TrackedClosure):
             return None
@@ -99,7 +92,7 @@ class StepHook:
             return args, {**kwargs, "closure": tracked}
         return (args[0], tracked, *args[2:]), kwargs
 
-    def _begin(self, optimizer: Optimizer, has_gradients: bool | None) -> None:
+    def _begin(self, optimizer: Optimizer, has_gradients: bool) -> None:
         self._before(optimizer, has_gradients)
         self._has_begun = True
 
@@ -107,12 +100,6 @@ class StepHook:
         """Run a step's closure, which may run the model; if it raises, the step has ended."""
         self._num_closures += 1
         try:
-            self._num_evaluations += 1
-            if self._num_evaluations > 1:
-                self._evaluates_once = False
-            elif self._sums_before is not None:
-                self._evaluates_once = _sums(optimizer) == self._sums_before
-                self._sums_before = None
             self._before_evaluation()
             result = closure()
             if not self._has_begun:
@@ -165,7 +152,7 @@ class StepHooks:
         self,
         optimizers: Sequence[Optimizer],
         after: Callable[[], None],
-        before: Callable[[Optimizer, bool | None], None],
+        before: Callable[[Optimizer, bool], None],
         before_update: Callable[[int, bool], None],
         before_evaluation: Callable[[], None],
         after_each: Callable[[], None],
@@ -219,9 +206,9 @@ class StepHooks:
     def _names_of(self, indices: Iterable[int]) -> str:
         return " and ".join(self._names[index] for index in sorted(indices))
 
-    def _before_one(self, index: int, optimizer: Optimizer, has_gradients: bool | None) -> None:
+    def _before_one(self, index: int, optimizer: Optimizer, has_gradients: bool) -> None:
         if len(self._names) > 1:
-            if has_gradients is not True:
+            if not has_gradients:
                 self._refuse_closure(index)
             self._check_order(index)
         if not self._stepped:
@@ -274,14 +261,17 @@ def name_optimizers(optimizers: Sequence[object]) -> list[str]:
     return [f"{name} (optimizer[{index}])" for index, name in enumerate(names)]
 
 
-def _evaluates_once(optimizer: Optimizer) -> bool | None:
-    """Return whether an optimizer evaluates a closure once and first; None: not known."""
-    if isinstance(optimizer, LBFGS):
-        return False
-    return type(optimizer).step.__module__.startswith("torch.optim.") or None
+def takes_closure(args: Any, kwargs: Any) -> bool:
+    """Return whether the arguments that torch passes to a step's pre-hook have a closure."""
+    return _closure_of(args, kwargs) is not None
 
 
-@torch.no_grad()
-def _sums(optimizer: Optimizer) -> list[float]:
-    """Return the sum of each parameter."""
-    return [float(p.float().sum()) for group in optimizer.param_groups for p in group["params"]]
+def _closure_of(args: Any, kwargs: Any) -> Any:
+    # The signature is step(closure=None), and torch passes the optimizer as args[0].
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+
+def _evaluates_once(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is known to evaluate a closure once, at its own parameters."""
+    known = ("torch.optim.", "pyparallel.optim.")
+    return type(optimizer).step.__module__.startswith(known) and not isinstance(optimizer, LBFGS)

@@ -34,11 +34,7 @@ class Trainer:
 
     @property
     def _run(self) -> Run:
-        """Return the run.
-
-        Raises:
-            RuntimeError: the trainer is closed.
-        """
+        """Return the run; raise a RuntimeError if the trainer is closed."""
         self._check_open()
         assert self._opened is not None
         return self._opened

@@ -11,10 +11,8 @@ from pyparallel.compression import (
     Cast,
     Chain,
     Compressor,
-    Diagonal,
     ErrorFeedback,
     Fp8,
-    HeterogeneousPermK,
     Int4,
     Int8,
     Natural,
@@ -23,7 +21,6 @@ from pyparallel.compression import (
     Piece,
     PowerSGD,
     RandomK,
-    ScaledPermK,
     Sign,
     Switch,
     Ternary,
@@ -96,17 +93,6 @@ def _random(compressor: RandomK, reseeded: RandomK) -> Row:
     )
 
 
-def _scaled(compressor: Compressor, reseeded: Compressor) -> Row:
-    """Return a row of a preconditioned compressor, which takes no residual."""
-    return Row(
-        compressor,
-        reseeded=reseeded,
-        feeds_back=False,
-        shows_all=False,
-        names_sender=False,
-    )
-
-
 # Both encodings err by half a step rounded to nearest, and by a whole one stochastically.
 CATALOG = [
     _always(Cast(), 2**-8, refuses=False),
@@ -132,14 +118,6 @@ CATALOG = [
         reseeded=PermK(seed=1, num_ranks=3),
         shows_all=False,
         names_sender=False,
-    ),
-    _scaled(
-        ScaledPermK(Diagonal({"*.bias": 9.0, "*": 0.5}), num_ranks=3),
-        ScaledPermK(Diagonal({"*.bias": 9.0, "*": 0.5}), seed=1, num_ranks=3),
-    ),
-    _scaled(
-        HeterogeneousPermK(tuple(Diagonal({"*": scale}) for scale in (0.5, 2.0, 7.0))),
-        HeterogeneousPermK(tuple(Diagonal({"*": scale}) for scale in (0.5, 2.0, 7.0)), seed=1),
     ),
     Row(Chain(TopK(0.05), Int8()), full_rate=Chain(TopK(1.0), Int8()), tolerance=1.01 / 127),
     Row(

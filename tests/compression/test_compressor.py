@@ -12,6 +12,8 @@ from pyparallel.compression import (
     Compressor,
     CorruptMessageError,
     ErrorFeedback,
+    Int8,
+    TopK,
 )
 from pyparallel.compression.residual import add_residual, update_residual
 from tests.workers import run_ranks
@@ -66,3 +68,10 @@ def test_a_buffer_of_another_layout_is_rejected_and_not_counted():
     with pytest.raises(ValueError, match="x must be a contiguous buffer of 5 entries"):
         Tenths().compress(torch.ones(4), state)
     assert state.step == 0
+
+
+def test_only_compressors_can_be_wrapped(subtests):
+    for wrapped in (TopK, None, {"*": Int8()}):
+        sentence = r"must be an object such as Int8\(\) or TopK\(0.01\), got"
+        with subtests.test(str(wrapped)), pytest.raises(TypeError, match=sentence):
+            ErrorFeedback(wrapped)

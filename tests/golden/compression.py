@@ -16,11 +16,8 @@ from pyparallel.compression import (
     Chain,
     Compressor,
     ConvAutoEncoder,
-    Diagonal,
     ErrorFeedback,
-    Finite,
     Fp8,
-    HeterogeneousPermK,
     Int4,
     Int8,
     Learned,
@@ -29,7 +26,6 @@ from pyparallel.compression import (
     PerParameter,
     PowerSGD,
     RandomK,
-    ScaledPermK,
     Sign,
     Switch,
     Ternary,
@@ -155,7 +151,6 @@ def _one_by_one(gradients: Compressor, parameters: Compressor) -> Job:
 
 
 SMALL_CODES = ConvAutoEncoder(channels=(2,), code_channels=1)
-DIAGONAL = Diagonal({"*.scale": 9.0, "*": 0.5})
 
 # Stateless compressors: the state holds their repr and the number of messages.
 FORGETFUL = {
@@ -168,7 +163,6 @@ FORGETFUL = {
     "top-k": TopK(0.25),
     "threshold": Threshold(0.5),
     "chain": Chain(TopK(0.25), Int8()),
-    "finite": Finite(TopK(0.5)),
     "per-parameter": PerParameter({"*.scale": Cast(), "*": TopK(0.25)}),
 }
 # Random draws that depend on the number of messages.
@@ -182,10 +176,6 @@ DRAWING = {
     "random-k": RandomK(0.3),
     "random-k-single": RandomK(0.3, seed=2, run_length=1),
     "perm-k": PermK(run_length=1),
-    "scaled-perm-k": ScaledPermK(DIAGONAL, run_length=1),
-    "heterogeneous-perm-k": HeterogeneousPermK(
-        (Diagonal({"*": 0.5}), Diagonal({"*": 2.0})), run_length=1
-    ),
 }
 # State of their own, or a residual.
 REMEMBERING = {
@@ -213,7 +203,6 @@ REMEMBERING = {
     "per-parameter-owing": PerParameter(
         {"first.*": PowerSGD(1, min_ratio=0), "*": ErrorFeedback(TopK(0.25))}
     ),
-    "finite-owing": Finite(ErrorFeedback(TopK(0.25))),
 }
 LEARNED = Learned(0.5, dense_steps=1, learning_steps=5, innovation=0.1, auto_encoder=SMALL_CODES)
 

@@ -86,7 +86,7 @@ class GossipRun:
 
     def finish(self) -> Result:
         self.model.flush()
-        found = {"losses": self.losses, "weight": self.model.weight.item()}
+        found = {"losses": self.losses, "weight": self.model.push_sum_weight.item()}
         found |= listed(self.model.state_dict())
         self.model.close()
         return found
@@ -128,7 +128,7 @@ def every_topology() -> topology.TimeVarying:
             topology.DirectedLinear(NUM_RANKS),
             topology.BipartiteExponential(NUM_RANKS),
             topology.RandomMatching(NUM_RANKS, period=2),
-            topology.Hierarchical(NUM_RANKS, 2),
+            topology.HierarchicalTopology(NUM_RANKS, 2),
             topology.Lazy(topology.Ring(NUM_RANKS), 0.5),
             topology.Phases([(topology.Ring(NUM_RANKS), 2), (topology.Complete(NUM_RANKS), 2)]),
             topology.FromGraph(nx.cycle_graph(NUM_RANKS)),

@@ -73,7 +73,7 @@ class SubnetRun:
         self.trainer.flush()
         found = {"losses": self.losses, "round": [self.trainer.round_index]}
         found |= listed({f"units of {name}": units for name, units in self.trainer.units.items()})
-        with self.trainer.assembled() as module:
+        with self.trainer.full_model() as module:
             found |= listed(module.state_dict())
         self.trainer.close()
         return found

@@ -31,6 +31,13 @@ def bytes_of(tensor):
     return tensor.view(-1).view(torch.uint8)
 
 
+def test_a_state_without_a_format_is_of_the_first():
+    check_format({})
+    check_format({"format": 1})
+    with pytest.raises(ValueError, match="the state must have checksums, got none"):
+        check_format({"format": 2})
+
+
 def test_every_flipped_bit_changes_the_checksum(subtests):
     for dtype in DTYPES:
         for shape in ((), (1,), (5,), (0,)):

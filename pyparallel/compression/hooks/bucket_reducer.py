@@ -44,13 +44,7 @@ class BucketReducer:
     def start(
         self, gradients: Tensor, layout: BufferLayout, then: Callable[[], None] | None
     ) -> Future[Tensor]:
-        """Average a bucket in the background.
-
-        Args:
-            gradients: (numel,) gradients of the bucket. Written.
-            layout: their parameters.
-            then: called afterwards; the future raises what it raises.
-        """
+        """Average gradients (numel,) in place in the background, then call ``then``."""
         compressor = self._store.compressor
         if gradients.device.type == "cpu" and _starts_means(compressor):
             return self._start_mean(compressor, gradients, layout, then)

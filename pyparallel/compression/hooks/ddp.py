@@ -24,7 +24,6 @@ from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
 from ..state_store import StateStore, steps_of
-from ..wrappers.finite import Finite
 from .bucket_reducer import BucketReducer
 from .ddp_compiled import CustomOp, StepDetector
 from .end_of_backward import (
@@ -162,13 +161,7 @@ class GradientCompression:
         self._store.load_state_dict(state)
 
     def reduce(self, gradients: Tensor, parameters: list[Tensor], *, last: bool) -> Future[Tensor]:
-        """Average a bucket over ranks in the background.
-
-        Args:
-            gradients: (numel,) gradients of the bucket. Written.
-            parameters: their parameters, in order.
-            last: whether this is the step's last bucket.
-        """
+        """Average the gradients (numel,) of a bucket over ranks in the background, in place."""
         try:
             self._start()
         except DisagreementError as error:  # on all ranks, which keep their own gradients
@@ -208,11 +201,7 @@ class GradientCompression:
         self._last = stats
 
     def _wait(self, last: Future[Tensor]) -> None:
-        """Wait for the step's last bucket, as DDP does next, and measure the time.
-
-        Raises:
-            PeerError: a rank has failed; before an all-reduce of DDP's own raises gloo's error.
-        """
+        """Wait for the step's last bucket, before DDP's own all-reduce raises gloo's error."""
         begin = time.perf_counter()
         last.wait()
         self._last.waiting_seconds = time.perf_counter() - begin  # the host's, not the worker's
@@ -256,14 +245,7 @@ class GradientCompression:
     def _start(self, problem: str | TypeError | None = None) -> None:
         """Compare the arguments of all ranks, and create what needs a process group; only once.
 
-        All ranks call it together.
-
-        Args:
-            problem: of this rank's arguments.
-
-        Raises:
-            DisagreementError: on all ranks; the next call tries again.
-            RuntimeError: there is no process group.
+        All ranks call it together. If one has a problem all raise, and the next call tries again.
         """
         if self._is_started:
             return
@@ -279,9 +261,7 @@ class GradientCompression:
         run = Run(self._group, counts=self._counts)
         run.agree(fields, problem)
         own = run.within(range(run.size))
-        checks_itself = self._nonfinite == "raise" and isinstance(self._compressor, Finite)
-        policy = "allow" if checks_itself else self._nonfinite
-        self._store, self._reducer = store, BucketReducer(own, store, policy)
+        self._store, self._reducer = store, BucketReducer(own, store, self._nonfinite)
         if self._model is not None:
             self._names = {id(each): name for name, each in named_parameters(self._model)}
         self._model, self._loaded, self._is_started = None, None, True

@@ -194,20 +194,15 @@ def compress_fsdp(
     ``set_requires_gradient_sync(False)``, gradients accumulate uncompressed and nothing is sent.
     All ranks of the group must call it, once.
 
-    Gradients with a nan or an inf, in the unsharded gradients of one module on one rank, by
-    ``nonfinite``: "raise" ends backward in the same `NonFiniteError` on all ranks, which names the
-    first such rank and parameter. Nothing of that module is sent and its state is unchanged; those
-    of modules that came earlier in that backward pass have been sent. Costs a pass over the
-    unsharded gradients, and an all-gather of a number for each module. On a GPU the host does not
-    wait: such a module's gradients count as zeros, and all ranks raise in the next backward pass.
-    "skip": they count as zeros in the sum. "allow": nothing is read, as a ``GradScaler`` needs it.
+    Gradients with a nan or an inf: ``nonfinite`` as of `ddp_hook`, with the unsharded gradients of
+    a module in place of a bucket.
 
     Args:
         model: ``fully_shard`` has been applied to some of its modules, often to itself too.
         gradients: the compressor of reduce-scatters; None: uncompressed.
         parameters: the compressor of all-gathers, without error feedback; None: uncompressed.
         process_group: all ranks that have the model; None: the default group.
-        nonfinite: "raise", "skip" or "allow"; see above.
+        nonfinite: "raise", "skip" or "allow".
 
     Raises:
         DisagreementError: a compressor does not support FSDP2; an argument is invalid or differs

@@ -18,19 +18,11 @@ from ..wrappers.error_feedback import ErrorFeedback
 def compressed_reduce_scatter(
     x: Tensor, name: str, store: StateStore, collectives: Collectives
 ) -> Tensor:
-    """Return this rank's shard of the sum over ranks of the decoded messages.
+    """Return this rank's shard of the sum over ranks of the decoded messages, (numel,) float32.
 
-    The sender keeps the residual, of the whole buffer. Blockwise compressors encode the buffer in
-    one call, others shard by shard.
-
-    Args:
-        x: (ranks * numel,) float32, bfloat16 or float16: shard i is for rank i. Not written.
-        name: name of the buffer, the key of its state.
-        store: states and compressor.
-        collectives: the collectives of the process group.
-
-    Returns:
-        (numel,) float32: the sum, computed in float32.
+    Shard i of x, (ranks * numel,), is for rank i; ``name`` is the key of the buffer's state. The
+    sender keeps the residual, of the whole buffer. Blockwise compressors encode the buffer in one
+    call, others shard by shard.
 
     Raises:
         CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
@@ -57,13 +49,6 @@ def compressed_all_gather(
 ) -> None:
     """All-gather decoded messages: the same bits on all ranks, this rank's own shard included.
 
-    Args:
-        x: (numel,) float32, bfloat16 or float16; may be this rank's part of ``out``.
-        out: (ranks * numel,) of the same dtype, in rank order. Written.
-        name: name of the buffer, the key of its state.
-        store: states and compressor.
-        collectives: the collectives of the process group.
-
     Raises:
         CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
     """
@@ -87,10 +72,7 @@ def compressed_all_gather(
 class _PackedMessages:
     """Messages for all ranks, concatenated tensor by tensor in rank order.
 
-    Args:
-        tensors: flat tensors.
-        sizes: of each tensor, the number of entries for each receiver.
-        layouts: layout of each receiver's shard.
+    ``sizes`` has for each tensor the number of entries for each receiver.
     """
 
     tensors: list[Tensor]

@@ -24,7 +24,6 @@ from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..layout import BufferLayout, Piece
 from ..nonfinite import NonFiniteCheck
 from ..state_store import StateStore, steps_of
-from ..wrappers.finite import Finite
 from .end_of_backward import raise_at_end_of_backward
 from .fsdp_collectives import compressed_all_gather, compressed_reduce_scatter
 
@@ -39,7 +38,6 @@ class _Step:
         self.counts = StepCounts(ANY)  # none, until `begin`
 
     def begin(self, number: int) -> None:
-        """Begin the step of a number."""
         self.stats = CommStats()
         self.counts.reset(number)
 
@@ -47,7 +45,7 @@ class _Step:
 class _CompressedCollective:
     """A compressed collective of one module; its group is known at the first call."""
 
-    def __init__(self, compressor: Compressor, name: str, step: _Step | None) -> None:
+    def __init__(self, compressor: Compressor, name: str, step: _Step | None = None) -> None:
         self._step = step or _Step()
         self._compressor = compressor
         self._name = name
@@ -70,15 +68,10 @@ class _CompressedCollective:
         return self._store.norm("residual") if self._store else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; before the first call the loaded one, or an empty dict."""
         return self._store.state_dict() if self._store else self._saved
 
     def check(self, state: dict[str, Any]) -> list[tuple[str, str]]:
-        """Return what of a state must be equal on all ranks.
-
-        Raises:
-            ValueError: it is of another compressor or of a newer pyparallel, damaged or malformed.
-        """
+        """Return what of a state must be equal on all ranks; raise if it cannot be loaded."""
         if state and not state.get("compressor"):
             raise ValueError(f"state must be a result of state_dict(), got {summarize(state)}")
         if state and state["compressor"] != repr(self._compressor):
@@ -118,8 +111,7 @@ class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
         step: _Step | None = None,
     ) -> None:
         super().__init__(compressor, name, step)
-        checks_itself = nonfinite == "raise" and isinstance(compressor, Finite)
-        self._nonfinite = NonFiniteCheck("allow" if checks_itself else nonfinite)
+        self._nonfinite = NonFiniteCheck(nonfinite)
         self._parameters = parameters
         self._num_calls = 0
 
@@ -133,16 +125,11 @@ class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
     ) -> None:
         """Reduce-scatter; finished, or on a GPU queued, on return, with or without ``async_op``.
 
-        Args:
-            output_tensor: (numel,). Written.
-            input_tensor: (ranks * numel,) float32, bfloat16 or float16. Set to 0 by
-                ``nonfinite="skip"``, and on a GPU by "raise", if it is not finite.
-            group: the process group.
-            op: SUM, AVG or PREMUL_SUM.
-            async_op: ignored.
+        The input is set to 0 by ``nonfinite="skip"``, and on a GPU by "raise", if it is not finite.
 
         Raises:
-            ValueError: another op or dtype.
+            ValueError: an op that is not SUM, AVG or PREMUL_SUM, or another dtype than float32,
+                bfloat16 or float16.
             CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
             NonFiniteError: on every rank, naming a rank and a parameter, or the module.
         """
@@ -176,9 +163,6 @@ class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
 class CompressedAllGather(_CompressedCollective, AllGather):
     """FSDP2's all-gather of one module's parameters; see `fsdp_all_gather`."""
 
-    def __init__(self, compressor: Compressor, name: str, step: _Step | None = None) -> None:
-        super().__init__(compressor, name, step)
-
     def __call__(
         self,
         output_tensor: Tensor,
@@ -188,15 +172,9 @@ class CompressedAllGather(_CompressedCollective, AllGather):
     ) -> None:
         """All-gather; finished, or on a GPU queued, on return, with or without ``async_op``.
 
-        Args:
-            output_tensor: (ranks * numel,). Written.
-            input_tensor: (numel,) float32, bfloat16 or float16, possibly a view of the output.
-            group: the process group.
-            async_op: ignored.
-
         Raises:
-            ValueError: another dtype. FSDP2 gathers bytes, uint8, if a module's parameters have
-                several dtypes or their own all-gather.
+            ValueError: another dtype than float32, bfloat16 or float16. FSDP2 gathers bytes, uint8,
+                if a module's parameters have several dtypes or their own all-gather.
             CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
         """
         store, collectives = self._open(group)

@@ -144,17 +144,10 @@ def train_step_(
 ) -> None:
     """Train one step, so that the mean code over ranks decodes to the mean of the values.
 
-    All ranks must call it and have the same weights afterwards: gradients are averaged over ranks.
-    The loss is the mean squared error relative to the mean square of the mean: 1 is no better than
-    decoding to 0. SGD with momentum; a non-finite gradient is skipped.
-
-    Args:
-        auto_encoder: what the weights in the state are of.
-        state: the result of `init_training_state`. Written.
-        values: (n,) float32, of this rank.
-        mean: (n,) float32, mean over ranks of the values.
-        collectives: averages the gradients.
-        learning_rate: at least 0.
+    All ranks must call it with their values and the mean of all, both (n,) float32. The state, of
+    ``init_training_state``, is written, and its weights stay equal: gradients are averaged over
+    ranks. The loss is the mean squared error relative to the mean square of the mean: 1 is no
+    better than decoding to 0. SGD with momentum; a non-finite gradient is skipped.
     """
     if not state["weights"].numel():
         return
@@ -196,13 +189,6 @@ def decode_mean(
     share is the decoder linearized at the mean code, evaluated at this rank's code. The codes'
     deviations from their mean sum to 0, so the tangents do. For a linear decoder, the share is what
     this rank's own code decodes to.
-
-    Args:
-        auto_encoder: the auto-encoder of the codes.
-        weights: its weights, the same on all ranks.
-        code: code of this rank.
-        mean_code: mean over ranks of the codes.
-        numel: number of encoded values.
 
     Returns:
         both (numel,): the decoded mean, the same on all ranks, and this rank's share.

@@ -203,11 +203,7 @@ class Learned(Compressor):
 
 
 def _checked(indices: Tensor, numel: int) -> Tensor:
-    """Return indices that the CPU has checked; a GPU counts those out of range, and clamps them.
-
-    Raises:
-        CorruptMessageError: on the CPU, if they are not distinct and in [0, numel).
-    """
+    """Return indices that the CPU has checked; a GPU counts those out of range, and clamps them."""
     if not indices.is_cpu:
         with only_counting():
             counter = corrupt_counter(None, indices)

@@ -75,14 +75,10 @@ class Matrices:
     @staticmethod
     @lru_cache(maxsize=1024)  # one per buffer, looked up in every step
     def of(layout: BufferLayout, rank: int, min_ratio: float, *, singly: bool) -> "Matrices":
-        """Return the matrices of a buffer.
+        """Return the matrices of a buffer with factors of a rank, at most the smaller dimension.
 
-        Args:
-            layout: layout of the buffer.
-            rank: rank of all factors, at most a matrix's smaller dimension.
-            min_ratio: a matrix is factorized if its factors have fewer entries by more than this
-                factor.
-            singly: let every batch be one matrix, in the same order.
+        A matrix is factorized if its factors have fewer entries by more than ``min_ratio``.
+        ``singly`` lets every batch be one matrix, in the same order.
         """
         placed = list(zip(layout.offsets, layout.pieces, strict=True))
         chosen = [(at, each) for at, each in placed if _saves(each, rank, min_ratio)]

@@ -95,16 +95,11 @@ class BlockwiseCompressor(Compressor):
         collectives: Collectives,
         lost: Tensor | None,
     ) -> tuple[Message, int | None]:
-        """Encode the mean of a part.
-
-        Args:
-            received: the messages of all ranks, concatenated tensor by tensor.
-            state: state of the mean's message.
-            collectives: the collectives of the process group.
-            lost: (numel,) float32, the error of the mean's message. Written.
+        """Encode the mean of a part, of messages that are concatenated tensor by tensor.
 
         Returns:
-            the message, and the first sender of a corrupt message or None.
+            the message, whose error is written to ``lost``, and the first sender of a corrupt
+            message or None.
         """
         with collectives.stats.decoding():
             mean, corrupt_sender = self._decode_mean(received, state.layout, collectives.size)

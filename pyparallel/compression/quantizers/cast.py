@@ -46,7 +46,6 @@ class Cast(BlockwiseCompressor):
         check_one_of("accumulate", self.accumulate, (torch.float32, self.dtype))
 
     def __repr__(self) -> str:
-        """Return an expression that evaluates to an equal object."""
         accumulate = "" if self._accumulates_float32 else f", accumulate={self.accumulate}"
         return f"Cast(dtype={self.dtype}{accumulate})"
 

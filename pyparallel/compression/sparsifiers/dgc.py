@@ -66,7 +66,6 @@ class DGC(Compressor):
     @property
     @override
     def fixed_length(self) -> bool:
-        """True without warm-up."""
         return self.warm_up == 0
 
     @override
@@ -92,7 +91,6 @@ class DGC(Compressor):
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """Return a state with zero momentum and residual."""
         zeros = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         threshold = torch.zeros((), dtype=torch.float32, device=device)
         entries = {MOMENTUM: zeros, RESIDUAL: zeros.clone()}

@@ -5,16 +5,20 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from typing_extensions import override
 
+from ...comm.collectives import Collectives, int64_on
 from ...training.arguments import check_integer
-from ..compressor import AttachPoint
+from ..compressor import AttachPoint, Message
+from ..corrupt_messages import CorruptMessageError, refusing_corrupt
+from ..layout import BufferLayout
+from ..residual import add_residual
 from ..state import CompressorState
+from .base import Sparsifier, check_numbers, check_values, propagate_nonfinite_
 from .permutation import Order, Permutation
-from .permutation_sketch import PermutationSketch
 from .random_k import check_run_length
 
 
 @dataclass(frozen=True)
-class PermK(PermutationSketch):
+class PermK(Sparsifier):
     """Each rank sends its own share of the entries (Szlendak, Tyurin, Richtarik).
 
     All ranks draw one permutation per message, and sketch i keeps the i-th part of it, scaled by
@@ -43,7 +47,8 @@ class PermK(PermutationSketch):
 
     def __post_init__(self) -> None:
         check_run_length(self.run_length)
-        check_num_ranks(self.num_ranks)
+        if self.num_ranks is not None:
+            check_integer("num_ranks", self.num_ranks, rule=">= 1 or None")
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
@@ -51,35 +56,107 @@ class PermK(PermutationSketch):
             return f"num_ranks must be given for {place.value}, got {self}"
         return None
 
-    @property
-    @override
-    def permutation(self) -> Permutation:
-        return Permutation(self.seed, self.run_length)
-
-    @override
-    def num_shares(self) -> int:
-        return require_num_ranks(self.num_ranks, f"PermK(seed={self.seed}, num_ranks=...)")
-
-    @override
     def for_num_ranks(self, num_ranks: int) -> "PermK":
+        """Return this compressor for means over that many ranks."""
         return replace(self, num_ranks=num_ranks)
 
     @override
-    def precondition_(self, values: Tensor, order: Order, state: CompressorState) -> None:
-        """Do nothing: Perm-K has no preconditioner."""
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
+        """Return (values in x's dtype, (2,) int64: step and share).
+
+        Values are zero-padded to the length of the longest share.
+
+        Raises:
+            ValueError: the number of ranks is not set.
+        """
+        num_shares = self._num_shares()
+        order, values = self._draw(x, state, num_shares, residual)
+        if residual is None:
+            values.mul_(num_shares)
+        numbers = int64_on(x.device, [state.step, order.share_of(state.rank)])
+        return _pad(values, order.longest), numbers
+
+    @override
+    def decompress(
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
+    ) -> Tensor:
+        """Decode a message; on GPUs the host waits for its step and share."""
+        with refusing_corrupt():
+            values, numbers = message
+            check_values(values, self.num_values((numbers,), layout))
+        step, share = numbers.tolist()
+        order = self._permutation.draw(layout, step, self._num_shares(), out.device)
+        values = values[: order.length(share)]
+        if accumulate:
+            values = order.take(out, share).add_(values)
+        else:
+            out.zero_()
+        order.put_(out, values, share)
+        return out
+
+    @override
+    def mean_(
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Average with as many shares as there are ranks."""
+        with collectives.stats.encoding():
+            order, values = self._draw(x, state, collectives.size, residual)
+        gathered = collectives.all_gather(_pad(values, order.longest))
+        with collectives.stats.decoding():
+            for rank, row in enumerate(gathered):
+                share = order.share_of(rank)
+                order.put_(x, row[: order.length(share)], share)
+            if residual is not None:
+                x.div_(collectives.size)
+
+    @override
+    def num_values(self, where: Message, layout: BufferLayout) -> int:
+        (numbers,) = where
+        check_numbers(numbers, 2)
+        share, num_shares = int(numbers[1]), self._num_shares()
+        if not 0 <= share < num_shares:
+            raise CorruptMessageError(f"share must be in [0, {num_shares}), got {share}")
+        return self._permutation.shares(layout.numel, num_shares).longest
+
+    @property
+    def _permutation(self) -> Permutation:
+        return Permutation(self.seed, self.run_length)
+
+    def _num_shares(self) -> int:
+        if self.num_ranks is None:
+            raise ValueError(
+                "num_ranks must be given for single messages of PermK, got None; use "
+                f"PermK(seed={self.seed}, num_ranks=...)"
+            )
+        return self.num_ranks
+
+    def _draw(
+        self, x: Tensor, state: CompressorState, num_shares: int, residual: Tensor | None
+    ) -> tuple[Order, Tensor]:
+        """Return this message's permutation, and this rank's share of x, in x's dtype."""
+        state.begin_message(x)
+        order = self._permutation.draw(state.layout, state.step, num_shares, x.device)
+        share = order.share_of(state.rank)
+        if residual is None:
+            return order, propagate_nonfinite_(order.take(x, share), x)
+        total = add_residual(x, residual)
+        chosen = order.take(total, share)
+        values = chosen.to(x.dtype, copy=True)
+        residual.copy_(total)
+        order.put_(residual, chosen.sub_(values), share)
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return order, propagate_nonfinite_(values, x)
 
 
-def check_num_ranks(num_ranks: int | None) -> None:
-    """Check that num_ranks is None or at least 1."""
-    if num_ranks is not None:
-        check_integer("num_ranks", num_ranks, rule=">= 1 or None")
-
-
-def require_num_ranks(num_ranks: int | None, fix: str) -> int:
-    """Return the number of ranks, or raise a ValueError."""
-    if num_ranks is None:
-        name = fix.partition("(")[0]
-        raise ValueError(
-            f"num_ranks must be given for single messages of {name}, got None; use {fix}"
-        )
-    return num_ranks
+def _pad(values: Tensor, length: int) -> Tensor:
+    if values.numel() == length:
+        return values
+    padded = values.new_zeros(length)
+    padded[: values.numel()] = values
+    return padded

@@ -12,13 +12,7 @@ from ..state import CompressorState
 
 @dataclass(frozen=True)
 class Permutation:
-    """How a permutation is drawn and cut into shares.
-
-    Args:
-        seed: seed of the random draws.
-        run_length: number of neighbors that are permuted together, at least 1; fewer in a buffer
-            that would not have one run per rank.
-    """
+    """How a permutation is drawn and cut into shares; arguments are those of `PermK`."""
 
     seed: int
     run_length: int

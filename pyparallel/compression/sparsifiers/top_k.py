@@ -33,7 +33,6 @@ class TopK(IndexSparsifier):
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """Return a state without an estimate of the selection threshold."""
         threshold = torch.zeros((), dtype=torch.float32, device=device)
         return CompressorState(layout, rank, hints={"threshold": threshold})
 

@@ -3,14 +3,12 @@
 from ...comm.errors import NonFiniteError
 from .chain import Chain
 from .error_feedback import ErrorFeedback
-from .finite import Finite
 from .per_parameter import PerParameter
 from .switch import Switch
 
 __all__ = [
     "Chain",
     "ErrorFeedback",
-    "Finite",
     "NonFiniteError",
     "PerParameter",
     "Switch",

@@ -13,7 +13,7 @@ from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..quantizers.blockwise import BlockwiseCompressor
 from ..sparsifiers.base import Sparsifier
-from ..sparsifiers.permutation_sketch import PermutationSketch
+from ..sparsifiers.perm_k import PermK
 from ..sparsifiers.random_k import RandomK
 from ..state import CompressorState
 from .composed import Composed
@@ -94,7 +94,7 @@ class Chain(Composed):
     ) -> None:
         if isinstance(self.first, RandomK):
             self._mean_of_values_(self.first, x, state, collectives, residual)
-        elif isinstance(self.first, PermutationSketch):
+        elif isinstance(self.first, PermK):
             chain = replace(self, first=self.first.for_num_ranks(collectives.size))
             super(Chain, chain).mean_(x, state, collectives, residual)
         else:

@@ -65,7 +65,6 @@ class ErrorFeedback(Composed):
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """Return a state with a zero residual."""
         residual = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         inner = self.compressor.init(layout, device, rank)
         return CompressorState(layout, rank, entries={RESIDUAL: residual}, inner=[inner])

@@ -48,7 +48,6 @@ class PerParameter(Composed):
         object.__setattr__(self, "compressors", tuple(compressors.items()))
 
     def __repr__(self) -> str:
-        """Return an expression that evaluates to an equal object."""
         return f"PerParameter({dict(self.compressors)!r})"
 
     @property
@@ -117,7 +116,6 @@ class PerParameter(Composed):
         collectives: Collectives,
         residual: Tensor | None = None,
     ) -> None:
-        """Average pattern by pattern."""
         state.layout.check(x)
         for compressor, group, inner in self._parts(state):
             # A pattern without parameters counts the step: another layout may have some.

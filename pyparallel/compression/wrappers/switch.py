@@ -55,7 +55,6 @@ class Switch(Composed):
         object.__setattr__(self, "compressors", tuple(sorted(compressors.items(), key=_first_step)))
 
     def __repr__(self) -> str:
-        """Return an expression that evaluates to an equal object."""
         return f"Switch({dict(self.compressors)!r})"
 
     @property
@@ -79,7 +78,6 @@ class Switch(Composed):
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """Return a state with that of the first compressor."""
         state = _SwitchState(layout, rank, switch=self, device=device)
         state.activate_last()
         return state
@@ -166,14 +164,12 @@ class _SwitchState(CompressorState):
         self.step += 1
 
     def activate_last(self) -> None:
-        """Activate the compressor of the last message, whose residual may be pending."""
         self.activate(self.switch.index_at(self.step - 1))
 
     @override
     def load_state(
         self, parameter_state: dict[str, dict[str, Tensor]], common_state: dict[str, Any]
     ) -> None:
-        """Load a state into that of the compressor which made its last message."""
         self.step = common_state.get("step", self.step)
         self.activate_last()
         super().load_state(parameter_state, common_state)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..._deprecated import adopt_old_methods
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager, has_methods, wrong_type
 from ..topology import Topology
@@ -96,8 +95,7 @@ def find_algorithm_error(algorithm: object, name: str = "algorithm") -> TypeErro
 
 
 def check_is_algorithm(algorithm: object, name: str) -> None:
-    """Raise a TypeError unless an argument, perhaps with the old names of methods, is one."""
-    adopt_old_methods("pyparallel.gossip", algorithm)
+    """Raise a TypeError unless an argument is one."""
     if error := find_algorithm_error(algorithm, name):
         raise error
 

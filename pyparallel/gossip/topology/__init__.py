@@ -5,7 +5,6 @@ raises an error that names the nearest valid numbers. ``FromGraph`` and ``FromMa
 graph.
 """
 
-from ... import _deprecated
 from .base import Circulant, Neighbors, Topology, round_share, uniform_share
 from .circulant import Complete, DirectedExponential, DirectedLinear, OnePeerExponential, Ring
 from .composed import HierarchicalTopology, Lazy, TimeVarying
@@ -44,6 +43,3 @@ __all__ = [
     "spectral_gap",
     "uniform_share",
 ]
-
-
-_deprecated.install(__name__)

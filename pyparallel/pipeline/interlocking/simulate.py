@@ -6,7 +6,6 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..._deprecated import renamed_arguments
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from ..simulation.action_table import tabulate
@@ -20,7 +19,6 @@ from .schedule import Interlocking
 _NOTHING: Mapping[Action, float] = MappingProxyType({})
 
 
-@renamed_arguments(layout="shape", calls="steps")
 def simulate_interlocking(
     schedule: Interlocking,
     shape: PipelineShape,

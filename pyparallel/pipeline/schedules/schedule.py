@@ -6,7 +6,6 @@ from itertools import chain
 
 from torch.optim import Optimizer
 
-from ..._deprecated import renamed_arguments
 from ...training import FlatBuckets
 from ..prediction.base import NoPrediction, Prediction, WeightPredictor
 from ..prediction.corrections import Correction
@@ -118,7 +117,6 @@ class Schedule(ABC):
             return predictor
         return correction.wrap(predictor, optimizer, weights, delay, shape.num_stages)
 
-    @renamed_arguments(layout="shape", calls="steps")
     def rank_actions(self, shape: PipelineShape, rank: int, steps: int = 1) -> Iterator[Action]:
         """Yield the actions of ``rank`` in ``steps`` steps, and those that empty the pipeline."""
         return chain(
@@ -126,7 +124,6 @@ class Schedule(ABC):
             self.drain(shape, rank, steps),
         )
 
-    @renamed_arguments(calls="steps")
     def actions(
         self, num_stages: int, num_microbatches: int, num_ranks: int | None = None, steps: int = 1
     ) -> tuple[tuple[Action, ...], ...]:

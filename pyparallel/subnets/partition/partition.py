@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from ..._deprecated import adopt_old_methods
 from ...training import has_methods, wrong_type
 from ...training.arguments import check_type, require
 from .chain import SequentialChain
@@ -50,7 +49,6 @@ class Partition:
         object.__setattr__(self, "_items", items)
         for pattern, chosen in items:
             for rule in chosen:
-                adopt_old_methods("pyparallel.subnets", rule)
                 if not has_methods(rule, "cut_dims"):
                     example = 'a rule such as FeedForward("up", "down") or a list of them'
                     raise wrong_type(f"rules[{pattern!r}]", example, rule)

@@ -8,11 +8,9 @@ import torch
 from pyparallel.compression import (
     Chain,
     CorruptMessageError,
-    Diagonal,
     Int8,
     PermK,
     RandomK,
-    ScaledPermK,
     Threshold,
     TopK,
 )
@@ -70,7 +68,6 @@ def test_the_number_of_values_follows_from_the_other_tensors(subtests):
         RandomK(0.1),
         Threshold(1.0),
         PermK(num_ranks=3),
-        ScaledPermK(Diagonal({"*": 2.0}), num_ranks=3),
     ]
     for sparsifier, numel in product(
         sparsifiers,
