@@ -21,7 +21,6 @@ from pyparallel.pipeline.runtime.executor import Executor
 from pyparallel.pipeline.runtime.loss import Criterion
 from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
 from pyparallel.pipeline.runtime.options import StageOptions
-from tests.workers import run_ranks
 
 TOKENS = torch.full((3, 5), 10)
 
@@ -157,8 +156,8 @@ def train_with_each_mistake(rank):
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    return run_ranks(4, train_with_each_mistake)
+def outcomes(ranks):
+    return ranks.run(4, train_with_each_mistake)
 
 
 def test_a_mistake_is_one_error_on_every_rank_and_nothing_is_trained(outcomes, subtests):

@@ -1,8 +1,6 @@
 """A failure on one stage ends all ranks within the timeout, with one error that names it."""
 
-import re
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -19,8 +17,7 @@ from pyparallel.pipeline import (
     ZeroBubble,
 )
 from pyparallel.pipeline.messages.format import Refusal, RefusalKind
-from tests.pipeline.faults import die, raise_error, raise_in_backward
-from tests.workers import observe_ranks
+from tests.pipeline.faults import raise_error, raise_in_backward
 
 NUM_RANKS, NUM_MICROBATCHES = 3, 4
 
@@ -120,8 +117,6 @@ CASES = {
         "the forward of microbatch 5 (0F5): ValueError: tensors to send must be of a plain dtype, "
         "got torch.float8_e5m2"),
 }  # fmt: skip
-# Only one rank's error is its own.
-INTERRUPT = Case(interrupt, 1, PipeDream(), "")
 
 
 def sgd(parameters):
@@ -204,85 +199,45 @@ def make_other_calls(rank):
         trainer.step(batch, batch)
 
 
-def job_of(case):
-    return partial(train, fault=case.fault, stage=case.stage, schedule=case.schedule)
-
-
-JOBS = {  # all on one set of processes
-    **{name: job_of(case) for name, case in CASES.items()},
-    "others have finished": fail_when_others_have_finished,
-    "forged refusal": forge_a_refusal,
-    "interrupt": job_of(INTERRUPT),
-    "other calls": make_other_calls,
-}
-
-
-def work(rank):
-    """Return the error of each job, as text."""
-    errors = {}
-    for name, job in JOBS.items():
-        try:
-            job(rank)
-            errors[name] = None
-        except BaseException as error:
-            errors[name] = f"{type(error).__name__}: {error}"
+def fail_in_each_case(rank):
+    """Return the error of each case, as text."""
+    errors = []
+    for case in CASES.values():
+        with pytest.raises(StageError) as caught:
+            train(rank, case.fault, case.stage, case.schedule)
+        errors.append(f"StageError: {caught.value}")
     return errors
 
 
-@pytest.fixture(scope="module")
-def errors():
-    """Return the errors of each job, by rank."""
-    outcomes = observe_ranks(NUM_RANKS, work, group_timeout=20)
-    failed = [f"{outcome.error}\n{outcome.log}" for outcome in outcomes if outcome.error]
-    assert not failed, "\n".join(failed)
-    return {name: [outcome.value[name] for outcome in outcomes] for name in JOBS}
+def errors_of(ranks, job, *arguments):
+    return [each.error for each in ranks.observe(NUM_RANKS, job, *arguments)]
 
 
-def test_every_rank_raises_an_error_that_names_the_failed_stage_and_action(errors):
-    for name, case in CASES.items():
-        assert errors[name] == [case.error] * NUM_RANKS, name
+def test_every_rank_raises_an_error_that_names_the_failed_stage_and_action(ranks):
+    for name, case, *errors in zip(
+        CASES, CASES.values(), *ranks.run(NUM_RANKS, fail_in_each_case), strict=True
+    ):
+        assert errors == [case.error] * NUM_RANKS, name
 
 
-def test_ranks_that_expect_no_messages_raise_it_too(errors):
-    assert errors["others have finished"] == [f"StageError: {FINISHED}"] * NUM_RANKS
+def test_ranks_that_expect_no_messages_raise_it_too(ranks):
+    assert (
+        errors_of(ranks, fail_when_others_have_finished) == [f"StageError: {FINISHED}"] * NUM_RANKS
+    )
 
 
-def test_a_refusal_amid_a_step_is_an_error_that_names_its_sender(errors):
-    assert errors["forged refusal"] == [f"StageError: {FORGED}"] * NUM_RANKS
+def test_a_refusal_amid_a_step_is_an_error_that_names_its_sender(ranks):
+    assert errors_of(ranks, forge_a_refusal) == [f"StageError: {FORGED}"] * NUM_RANKS
 
 
-def test_an_interrupt_ends_the_other_ranks(errors):
-    first, middle, last = errors["interrupt"]
+def test_an_interrupt_ends_the_other_ranks(ranks):
+    first, middle, last = errors_of(ranks, train, interrupt, 1, PipeDream())
     assert middle == "KeyboardInterrupt: by the user"
     place = "stage 1 on rank 1 failed in the forward of microbatch 5 (1F5)"
     assert first == last == f"StageError: {place}: KeyboardInterrupt: by the user"
 
 
-def test_other_calls_on_another_rank_are_one_error(errors):
-    first, second, _ = errors["other calls"]
+def test_other_calls_on_another_rank_are_one_error(ranks):
+    first, second, _ = errors_of(ranks, make_other_calls)
     assert first == second
     assert "do all ranks make the same calls, with the same schedule?" in first
-
-
-@pytest.mark.parametrize(
-    ("stage", "schedule"),
-    [
-        (0, PipeDream()),
-        (1, GPipe()),
-        (2, PipeDream()),
-        *(
-            pytest.param(stage, schedule, marks=pytest.mark.slow)
-            for stage, schedule in [(0, GPipe()), (1, PipeDream()), (2, GPipe())]
-        ),
-    ],
-)
-def test_all_ranks_end_when_one_dies(stage, schedule):
-    outcomes = observe_ranks(
-        NUM_RANKS, train, die, stage, schedule, time_limit=60, group_timeout=20
-    )
-    errors = [outcome.error for outcome in outcomes]
-    dead = errors.pop(stage)
-    assert dead == "ended without a result (killed, or its time limit: see the stacks)"
-    assert errors[0] == errors[1]
-    dead = f"StageError: rank {stage} (stage {stage}) died, or ended without this call"
-    assert re.fullmatch(rf"{re.escape(dead)}: rank \d waited for the .* on stage \d", errors[0])

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from pyparallel.pipeline import Interlocking, PipelineTrainer, StageError
-from tests.pipeline.faults import die, raise_error, raise_in_backward
-from tests.workers import observe_ranks, run_ranks
+from tests.pipeline.faults import raise_error, raise_in_backward
 
 NUM_MICROBATCHES = 4
 
@@ -93,33 +92,9 @@ def fail_in_each_case(rank):
     return errors
 
 
-@pytest.fixture(scope="module")
-def errors():
-    """Return the list of each rank."""
-    return run_ranks(3, fail_in_each_case, time_limit=120)
-
-
-def test_every_rank_raises_an_error_that_names_the_failed_stage(errors):
-    for of_rank in errors:
+def test_every_rank_raises_an_error_that_names_the_failed_stage(ranks):
+    for of_rank in ranks.run(3, fail_in_each_case):
         assert of_rank == [case.message for case in ON_RANKS]
-
-
-def fail(rank, case):
-    train(case)
-
-
-@pytest.mark.parametrize(
-    ("window", "stage"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow), (3, 0)]
-)
-def test_all_ranks_end_when_one_dies(window, stage):
-    case = Case(window, stage, die, "")
-    outcomes = observe_ranks(3, fail, case, time_limit=60, group_timeout=10)
-    errors = [outcome.error for outcome in outcomes]
-    dead = errors.pop(stage)
-    assert dead == "ended without a result (killed, or its time limit: see the stacks)"
-    assert errors[0] == errors[1]
-    dead = f"StageError: rank {stage} (stage {stage}) died, or ended without this call: rank "
-    assert errors[0].startswith(dead)
 
 
 def test_the_error_in_one_process_is_the_same():

@@ -8,7 +8,6 @@ from pyparallel.pipeline import GPipe, PipelineTrainer, StageError
 from pyparallel.pipeline.messages import format as wire_format
 from pyparallel.pipeline.messages.format import Header
 from tests.pipeline.messages.headers import write_checksum
-from tests.workers import observe_ranks
 
 NUM_MICROBATCHES = 2
 STREAM, NUMBER, RECEIVED, COUNT, VIA_HOST, CHECKSUM = range(6)
@@ -124,12 +123,9 @@ def try_all(rank):
     return found, max(allocated)
 
 
-def test_a_forged_header_is_an_error_that_names_its_sender_on_both_ranks(subtests):
+def test_a_forged_header_is_an_error_that_names_its_sender_on_both_ranks(ranks, subtests):
     assert len(CORRUPT) >= 18
-    outcomes = observe_ranks(2, try_all, time_limit=120, group_timeout=20)
-    failed = [f"{outcome.error}\n{outcome.log}" for outcome in outcomes if outcome.error]
-    assert not failed, "\n".join(failed)
-    (first, first_bytes), (second, second_bytes) = (outcome.value for outcome in outcomes)
+    (first, first_bytes), (second, second_bytes) = ranks.run(2, try_all, time_limit=120)
     for (kind, name, sender), error in first.items():
         with subtests.test(f"{kind}: {name}, by rank {sender}"):
             receiver = 1 - sender
