@@ -54,6 +54,12 @@ SCHEDULES = [
     for each in EVERY_SCHEDULE
 ]
 CORRECTED = PipeMare(annealing=10, decay=0.25)  # with an op that takes no float64
+# With a prediction for any dtype, which those of ops are not.
+IN_ANY_DTYPE = [
+    replace(each, prediction=Displacement(LastStep())) if isinstance(each, PREDICTING) else each
+    for each in EVERY_SCHEDULE
+    if each != CORRECTED
+]
 
 Calls = Sequence[tuple[Tensor, Tensor]]
 

@@ -7,20 +7,14 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from pyparallel.pipeline import Displacement, PipelineTrainer, Schedule, StageError
+from pyparallel.pipeline import PipelineTrainer, Schedule, StageError
 from tests.pipeline import reference
-from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING, one_of_each_kind_first
-from tests.pipeline.jobs import CORRECTED, DEEP, PREDICTING, Trained, run_on, train, train_on
+from tests.pipeline.every_schedule import FLUSHING, one_of_each_kind_first
+from tests.pipeline.jobs import DEEP, IN_ANY_DTYPE, Trained, run_on, train, train_on
 from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls, build_layers
-from tests.pipeline.oracles import LastStep
 
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
 STREAMS = [build_calls(3, 12, FLOAT), build_calls(1, 12, FLOAT)]
-SCHEDULES = [
-    replace(each, prediction=Displacement(LastStep())) if isinstance(each, PREDICTING) else each
-    for each in EVERY_SCHEDULE
-    if each != CORRECTED
-]
 SGD = OPTIMIZERS["momentum"]
 
 
@@ -101,7 +95,7 @@ def unsplit() -> Trained:
     return replace(done, state=model.state_dict())
 
 
-@one_of_each_kind_first(SCHEDULES)
+@one_of_each_kind_first(IN_ANY_DTYPE)
 def test_steps_inside_autocast_are_those_of_the_unsplit_model(schedules, ranks, subtests):
     plain = unsplit()
     trained = train_on(ranks, DEEP, train_in_autocast, schedules)
@@ -112,7 +106,7 @@ def test_steps_inside_autocast_are_those_of_the_unsplit_model(schedules, ranks, 
             torch.testing.assert_close(found.state, wanted.state, rtol=0, atol=0)
 
 
-@one_of_each_kind_first(SCHEDULES)
+@one_of_each_kind_first(IN_ANY_DTYPE)
 def test_backwards_are_outside_of_autocast_and_activations_are_sent_in_bfloat16(
     schedules, ranks, subtests
 ):
@@ -123,7 +117,7 @@ def test_backwards_are_outside_of_autocast_and_activations_are_sent_in_bfloat16(
 
 
 def test_float16_is_refused():
-    trainer = PipelineTrainer([nn.Linear(6, 2)], mse_loss, SGD, SCHEDULES[0], num_microbatches=4)
+    trainer = PipelineTrainer([nn.Linear(6, 2)], mse_loss, SGD, IN_ANY_DTYPE[0], num_microbatches=4)
     refused = "must not be called inside autocast to float16.*dtype=torch.bfloat16 to autocast"
     with torch.autocast("cpu", torch.float16), pytest.raises(StageError, match=refused):
         trainer.step(*STREAMS[0][0])

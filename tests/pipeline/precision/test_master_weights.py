@@ -1,6 +1,5 @@
 """Stages in bfloat16 with float32 masters, in the optimizer's pass and in the predictions of it."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,24 +11,19 @@ from torch.optim import Optimizer
 
 from pyparallel.optim import SGD, AdamW
 from pyparallel.pipeline import (
-    Displacement,
     OneForwardOneBackward,
     PipelineTrainer,
     PipeOptim,
     UpdateErrorFeedback,
 )
-from tests.pipeline import reference
-from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING, one_of_each_kind_first
-from tests.pipeline.jobs import CORRECTED, DEEP, PREDICTING, Trained, train, train_on
+from tests.pipeline import jobs, reference
+from tests.pipeline.every_schedule import FLUSHING, one_of_each_kind_first
+from tests.pipeline.jobs import CORRECTED, DEEP, Trained, train, train_on
 from tests.pipeline.models import EPS, SPLITS, build_calls, build_layers
 
 BFLOAT = torch.bfloat16
 STREAMS = [build_calls(3, 12, BFLOAT), build_calls(1, 12, BFLOAT)]
-SCHEDULES = [
-    replace(each, prediction=Displacement()) if isinstance(each, PREDICTING) else each
-    for each in EVERY_SCHEDULE
-    if each != CORRECTED
-]
+SCHEDULES = [each for each in jobs.SCHEDULES if each != CORRECTED]
 MOMENTUM, LR = 0.9, 0.05
 OPTIMIZERS = {
     "SGD": partial(SGD, lr=LR, momentum=MOMENTUM, master_weights=True),
