@@ -178,21 +178,21 @@ FAULTS = [
     @override
     def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
         return self.policy.backward(counters, stage)""",
-        "tests/pipeline/simulation tests/pipeline/schedules",
+        "tests/pipeline/simulation tests/pipeline/schedules tests/pipeline/test_reference.py",
     ),
     Fault(
         "a delayed version is off by one",
         "pyparallel/pipeline/schedules/versions.py",
         "np.maximum(counters.update - self.updates, 0)",
         "np.maximum(counters.update - self.updates - 1, 0)",
-        "tests/pipeline/simulation tests/pipeline/schedules",
+        "tests/pipeline/simulation tests/pipeline/schedules tests/pipeline/test_reference.py",
     ),
     Fault(
         "weights are predicted one update too far",
         "pyparallel/pipeline/schedules/versions.py",
         "WeightVersion(counters.first_forward, counters.update - counters.first_forward)",
         "WeightVersion(counters.first_forward, counters.update - counters.first_forward + 1)",
-        "tests/pipeline/simulation tests/pipeline/schedules",
+        "tests/pipeline/simulation tests/pipeline/schedules tests/pipeline/test_reference.py",
     ),
     Fault(
         "gradients are kept across an update",

@@ -14,7 +14,6 @@ from torch import nn
 from pyparallel import SubnetTrainer
 from pyparallel.subnets import (
     Central,
-    FeedForward,
     Heads,
     Hidden,
     Partition,
@@ -50,10 +49,6 @@ def shared_with_an_uncut_layer():
     return model
 
 
-def weight_norm(layer):
-    return nn.utils.parametrizations.weight_norm(layer)
-
-
 def run_before():
     class Keeping(nn.Module):
         def forward(self, x):
@@ -65,39 +60,15 @@ def run_before():
     return model
 
 
-CONV = nn.Conv2d(4, 4, 3, groups=2)
-# What cannot be cut: a module, rules, and a part of the error.
+# What cannot be cut: a module, rules, and a part of the error. More: partition/test_*.py.
 UNCUT = {
     "no chain": (lambda: nn.Linear(5, 8), None, "an nn.Sequential only, got a module of Linear"),
-    "one layer": (lambda: nn.Sequential(nn.Linear(5, 8)), None, "must have two Linear layers"),
     "layer norm": (lambda: between(nn.LayerNorm(8)), None, "1 of LayerNorm, which normalizes"),
-    "group norm": (lambda: between(nn.GroupNorm(2, 8)), None, "1 of GroupNorm, which normalizes"),
-    "softmax": (lambda: between(nn.Softmax(1)), None, "1 of Softmax; declare other cuts"),
-    "attention": (
-        lambda: between(nn.MultiheadAttention(8, 2)),
-        None,
-        "1 of MultiheadAttention, whose heads can be cut where it is written with Linear layers",
-    ),
-    "groups": (
-        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), CONV, nn.Conv2d(4, 2, 3)),
-        None,
-        "must have groups=1, got 1 with groups=2",
-    ),
     "statistics": (
         lambda: between(nn.BatchNorm1d(8, track_running_stats=False)),
         None,
         "must track running statistics, got 1 with track_running_stats=False, whose output in eval "
         "mode would depend on the batch",
-    ),
-    "embedding": (
-        lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 3)),
-        Partition({"": Hidden("0", "1")}),
-        "must be Linear or a convolution, got 0 of Embedding",
-    ),
-    "computed": (
-        lambda: nn.Sequential(weight_norm(nn.Linear(5, 8)), nn.Linear(8, 3)),
-        None,
-        "must hold plain parameters, got 0 whose weight is computed; remove the parametrization",
     ),
     "tied": (tied, None, "must be used once, got 0.weight, which is also 2.weight; untie them"),
     "used elsewhere": (
@@ -105,23 +76,8 @@ UNCUT = {
         Partition({"net": SequentialChain()}),
         "must be used once, got net.0.weight, which is also other.weight",
     ),
-    "recurrent": (
-        lambda: nn.Sequential(nn.LSTM(5, 8), nn.Linear(8, 3)),
-        Partition({"": Hidden("0", "1")}),
-        "must be Linear or a convolution, got 0 of LSTM",
-    ),
     "wrong name": (mlp, Partition({"": Hidden("0", "9")}), "got '9'; children: 0, 1, 2, 3, 4"),
     "no match": (mlp, Partition({"x.*": SequentialChain()}), "got 'x.*', which matches none"),
-    "misfit": (
-        mlp,
-        Partition({"": FeedForward("0", "4")}),
-        "a multiple of the 8 units of 0 as inputs, got 4 with 12",
-    ),
-    "no heads": (
-        lambda: Attention(8, 2),
-        Partition({"": Heads(qkv="q", project="out")}),
-        "num_heads must be the number of heads, got None; name the attribute",
-    ),
     "narrow": (lambda: mlp(1), None, "2 ranks and 0 with 1 units; leave it out of the rules or"),
     "copied": (run_before, Partition({"0": SequentialChain()}), "module must support copying"),
 }

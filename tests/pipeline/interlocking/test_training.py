@@ -1,6 +1,5 @@
 """Interlocking stages of any kind train like the reference."""
 
-import copy
 import itertools
 
 import pytest
@@ -20,7 +19,6 @@ from tests.pipeline.interlocking.jobs import (
     RULES,
     WINDOWS,
     WITH_DROPOUT,
-    AnyHead,
     Case,
     assert_same,
     chain,
@@ -38,7 +36,7 @@ from tests.pipeline.interlocking.jobs import (
 )
 from tests.pipeline.interlocking.reference import ReferenceTrainer
 from tests.pipeline.jobs import DEEP, Trained, train_on
-from tests.pipeline.models import OPTIMIZERS, build_calls, build_layers
+from tests.pipeline.models import OPTIMIZERS, build_calls
 
 RANKS = {DEEP: OVER_RANKS, (2, 2): OF_TWO}  # stages, ranks
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -282,44 +280,6 @@ def build_reference(stages, heads, window, losses):
     return ReferenceTrainer(
         stages, heads, mse_loss, OPTIMIZERS["momentum"], window, RULES[losses], num_microbatches=1
     )
-
-
-def test_ranks_resume_from_a_state_bitwise(ranks):
-    assert ranks.run(2, resume) == [{1: True, 2: True}] * 2
-
-
-def resume(rank):
-    return {window: resumes(window) for window in (1, 2)}
-
-
-def resumes(window):
-    def build(seed):
-        layers = [*build_layers()[:5], nn.Dropout(0.2), *build_layers()[5:]]
-        torch.manual_seed(seed)
-        heads = [nn.Sequential(AnyHead(), nn.Dropout(0.2)).double()]
-        return PipelineTrainer(
-            layers, mse_loss, OPTIMIZERS["AdamW"], Interlocking(window, heads), num_microbatches=3,
-            split=[7], scheduler_fn=lambda optimizer: StepLR(optimizer, 2, 0.5),
-        )  # fmt: skip
-
-    trainer, calls = build(1), build_calls(6, 13)
-    for call in calls[:3]:
-        trainer.step(*call)
-    trainer.flush()
-    state = copy.deepcopy(trainer.state_dict())
-    generator = torch.get_rng_state()
-    losses = [trainer.step(*call) for call in calls[3:]]
-    trainer.flush()
-    other = build(2)
-    other.prepare(*calls[0])
-    other.load_state_dict(state)
-    torch.set_rng_state(generator)
-    again = [other.step(*call) for call in calls[3:]]
-    other.flush()
-    rates = [each.stages[0].optimizer.param_groups[0]["lr"] for each in (trainer, other)]
-    assert rates == [0.01 / 8] * 2
-    left, right = state_of(trainer), state_of(other)
-    return losses == again and all(same(left[name], right[name]) for name in left)
 
 
 def test_a_state_cannot_be_loaded_before_the_stages_are_built():

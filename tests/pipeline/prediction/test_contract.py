@@ -1,7 +1,6 @@
 """What every prediction does with every optimizer: training goes on as without it, also resumed."""
 
 import copy
-import io
 from functools import partial
 
 import torch
@@ -13,6 +12,7 @@ from tests.pipeline.prediction.predictors import (
     SHAPES,
     OneStage,
     assert_equal,
+    assert_resumes_bitwise,
     assert_same_state,
     gradients_of,
 )
@@ -76,24 +76,4 @@ def test_a_parameter_without_gradients_is_not_moved(subtests):
 def test_a_loaded_state_predicts_and_trains_bitwise_as_the_saved_one(subtests):
     for case in CASES:
         with subtests.test(case=case[:2]):
-            stage, other = (build(*case) for _ in range(2))
-            for seed in range(2):
-                gradients = gradients_of(stage, seed)
-                if not case[1].keywords.get("fused"):  # torch's SGD loads no state without a buffer
-                    gradients[0] = None
-                stage.step(gradients)
-                stage.predicted(1)
-            file = io.BytesIO()
-            torch.save(stage.optimizer.state_dict(), file)
-            entries = sum(each.numel() for each in stage.buffers)
-            assert file.tell() < 8 * 4 * entries + 20_000  # a view is saved without its buffer
-            file.seek(0)
-            other.step(gradients_of(stage, 7), 2, other.outputs())  # a state to be replaced
-            for mine, its in zip(other.parameters, stage.parameters, strict=True):
-                mine.data.copy_(its.data)
-            other.optimizer.load_state_dict(torch.load(file))
-            for seed in range(3, 5):
-                assert_equal(other.predicted(3), stage.predicted(3))
-                for each in (stage, other):
-                    each.step(gradients_of(stage, seed))
-                assert_equal(other.values(), stage.values())
+            assert_resumes_bitwise(partial(build, *case))
