@@ -178,21 +178,21 @@ FAULTS = [
     @override
     def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
         return self.policy.backward(counters, stage)""",
-        "tests/pipeline/simulation tests/pipeline/schedules",
+        "tests/pipeline/simulation tests/pipeline/schedules tests/pipeline/test_reference.py",
     ),
     Fault(
         "a delayed version is off by one",
         "pyparallel/pipeline/schedules/versions.py",
         "np.maximum(counters.update - self.updates, 0)",
         "np.maximum(counters.update - self.updates - 1, 0)",
-        "tests/pipeline/simulation tests/pipeline/schedules",
+        "tests/pipeline/simulation tests/pipeline/schedules tests/pipeline/test_reference.py",
     ),
     Fault(
         "weights are predicted one update too far",
         "pyparallel/pipeline/schedules/versions.py",
         "WeightVersion(counters.first_forward, counters.update - counters.first_forward)",
         "WeightVersion(counters.first_forward, counters.update - counters.first_forward + 1)",
-        "tests/pipeline/simulation tests/pipeline/schedules",
+        "tests/pipeline/simulation tests/pipeline/schedules tests/pipeline/test_reference.py",
     ),
     Fault(
         "gradients are kept across an update",
@@ -322,13 +322,54 @@ FAULTS = [
         "tests/pipeline/runtime/test_clipping.py",
     ),
     Fault(
+        "the norms of earlier stages do not count where nothing is flushed",
+        "pyparallel/pipeline/runtime/clipping.py",
+        "(self._own.sum(), self._later, self._earlier)",
+        "(self._own.sum(), self._later)",
+        "tests/pipeline/runtime/test_clipping.py",
+    ),
+    Fault(
         "a window ends one loss too early",
         "pyparallel/pipeline/interlocking/window.py",
         "return min(stage + self.size - 1, self.num_stages - 1)",
         "return max(stage, min(stage + self.size - 2, self.num_stages - 1))",
         "tests/pipeline/interlocking/test_window.py",
     ),
+    Fault(
+        "the mean of a window counts all earlier losses",
+        "pyparallel/pipeline/interlocking/window.py",
+        "return 1 / (farthest - stage + 1)",
+        "return 1 / (farthest + 1)",
+        "tests/pipeline/interlocking/test_training.py",
+    ),
+    Fault(
+        "a loaded state is not laid out again",
+        "pyparallel/pipeline/prediction/flat_state.py",
+        "if known is None or any(a is not b for a, b in zip(entries, known, strict=True)):",
+        "if known is None:",
+        "tests/pipeline/prediction/test_contract.py",
+    ),
+    Fault(
+        "a backward runs inside the caller's autocast",
+        "pyparallel/pipeline/runtime/preserve_state.py",
+        "torch.autocast(kind, enabled=False)",
+        "torch.autocast(kind, enabled=True)",
+        "tests/pipeline/precision/test_autocast.py",
+    ),
     # Subnets
+    Fault(
+        "a flush merges nothing where one rank has no steps",
+        "pyparallel/subnets/trainer.py",
+        """            if any(steps for _, steps in calls):
+                self._begin_round()
+
+    @contextmanager""",
+        """            if all(steps for _, steps in calls):
+                self._begin_round()
+
+    @contextmanager""",
+        "tests/subnets/test_trainer.py",
+    ),
     Fault(
         "the optimizer's state stays when units move",
         "pyparallel/subnets/subnet_parts.py",

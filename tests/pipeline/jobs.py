@@ -1,8 +1,8 @@
-"""Trainings on ranks for test_equivalence, several tests' worth for each set of processes."""
+"""Trainings on ranks for test_equivalence: every case that they are compared in."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from tests.pipeline.models import (
 )
 from tests.pipeline.oracles import Counting, LastStep, Multiples, Oracle
 from tests.pipeline.reference import microbatches_per_update
-from tests.workers import Outcome, observe_ranks
+from tests.workers import RankPool
 
 PREDICTING = (PipeOptim, SpecTrain, XPipe)
 PREDICTED = [SpecTrain(1), XPipe("live"), PipeOptim("live"), PipeOptim("consistent")]
@@ -54,6 +54,12 @@ SCHEDULES = [
     for each in EVERY_SCHEDULE
 ]
 CORRECTED = PipeMare(annealing=10, decay=0.25)  # with an op that takes no float64
+# With a prediction for any dtype, which those of ops are not.
+IN_ANY_DTYPE = [
+    replace(each, prediction=Displacement(LastStep())) if isinstance(each, PREDICTING) else each
+    for each in EVERY_SCHEDULE
+    if each != CORRECTED
+]
 
 Calls = Sequence[tuple[Tensor, Tensor]]
 
@@ -189,44 +195,16 @@ def roll_downhill(schedule: Schedule, num_stages: int) -> Trained:
     return train(schedule, layers, range(1, num_stages), optimizer_fn, [[(zeros, zeros)] * 25])
 
 
+# Every schedule with every optimizer, dtype, size, correction and prediction, but not all products.
 CASES = [Case(schedule) for schedule in SCHEDULES if schedule != CORRECTED]
 SINGLE_CASES = [Case(schedule, dtype=torch.float32) for schedule in SCHEDULES]
-ADAM_CASES = [replace(case, optimizer="AdamW") for case in CASES]
-ODD_CASES = [
-    *(Case(schedule, "groups") for schedule in (PipeDream(), PipeDream2BW(), *PREDICTED)),
-    *(Case(schedule, num_microbatches=2) for schedule in (PipeDream(), *PREDICTED)),
-    *(Case(schedule, bare_stage=True) for schedule in (GPipe(), PipeDream(), *PREDICTED)),
-    Case(PipeMare(annealing=10)),
-    Case(CORRECTED, dtype=torch.float32),
-    Case(CORRECTED, "AdamW", torch.float32),
-    Case(PipeOptim("live", Rollout(0.5)), dtype=torch.float32),
-]
-# Every schedule, optimizer, dtype and size, but not all of their products.
-ADAM_ONCE = [
-    Case(schedule, "AdamW") for schedule in (ZeroBubble(), PipeDream2BW(), PipeMare(), *PREDICTED)
-]
-ODD_ONCE = [
-    *(Case(each, "groups", num_microbatches=2) for each in (PipeDream(), *PREDICTED)),
-    *(Case(each, bare_stage=True) for each in (GPipe(), PipeDream(), *PREDICTED[::3])),
-    *ODD_CASES[-4:],
-]
-# All of them with Muon for matrices, and with each correction; of the products, one of each.
-LATE = [
-    PipeDream(), PipeDream2BW(), PipeMare(), Nesterov(), SpecTrain(1), SpecTrain(2),
-    *(kind(mode) for kind in (PipeOptim, XPipe) for mode in ("live", "consistent")),
-]  # fmt: skip
 CORRECTIONS = [
     UpdateErrorFeedback(), UpdateErrorFeedback(0.5), UpdateErrorFeedback(None), StageMomentum(),
     StageMomentum(0.97),
 ]  # fmt: skip
-MUON = "Muon, PredictedAdamW"
-MUON_CASES = [Case(each, MUON) for each in LATE]
-CORRECTED_CASES = [
-    *(Case(each, MUON, correction=how) for each in LATE for how in CORRECTIONS),
-    *(Case(each, name, correction=how) for each in LATE for how in CORRECTIONS[2:4]
-      for name in ("momentum", "AdamW")),
-    *(Case(each, MUON, num_microbatches=2, correction=how) for each in (XPipe(),)
-      for how in CORRECTIONS),
+LATE = [
+    PipeDream(), PipeDream2BW(), PipeMare(), Nesterov(), SpecTrain(1), SpecTrain(2),
+    *(kind(mode) for kind in (PipeOptim, XPipe) for mode in ("live", "consistent")),
 ]  # fmt: skip
 REPEATING = [
     PipeOptim("live", LastUpdate()),
@@ -234,30 +212,45 @@ REPEATING = [
     SpecTrain(1, LastUpdate()),
     XPipe("live", LastUpdate()),
 ]
-REPEATING_CASES = [
+MUON = "Muon, PredictedAdamW"
+DEEP_CASES = [
+    *CASES,
+    *(Case(each, "AdamW") for each in (ZeroBubble(), PipeOptim("live"), XPipe("live"))),
+    *(Case(each, "groups", num_microbatches=2) for each in (XPipe("live"), PipeOptim("live"))),
+    *(Case(each, bare_stage=True) for each in (PipeDream(), PipeOptim("consistent"))),
+    Case(PipeMare(annealing=10)),
+    Case(CORRECTED, "AdamW", torch.float32, correction=CORRECTIONS[0]),
+    Case(PipeOptim("live", Rollout(0.5)), dtype=torch.float32),
+    *(Case(each, MUON, correction=how) for each, how in zip(LATE[::2], CORRECTIONS, strict=True)),
+    Case(XPipe("live"), num_microbatches=2, correction=CORRECTIONS[2]),
+    Case(REPEATING[0], MUON, halving=True),
+    Case(REPEATING[1], "Adadelta"),
+    Case(PipeOptim("live"), "Lion, PredictedAdamW"),
+    Case(PipeOptim("live"), "Muon, fused AdamW", torch.float32),
+]
+LATE_CASES = [
+    *(Case(each, MUON) for each in LATE),
+    *(Case(each, MUON, correction=how) for each in LATE for how in CORRECTIONS),
+    *(Case(each, name, correction=how) for each in LATE for how in CORRECTIONS[2:4]
+      for name in ("momentum", "AdamW")),
+    *(Case(XPipe(), MUON, num_microbatches=2, correction=how) for how in CORRECTIONS),
     *(Case(each, name) for each in REPEATING for name in ("AdamW", "groups", MUON)),
     *(Case(each, MUON, halving=True) for each in (PipeDream(), *REPEATING)),
     *(Case(each, MUON, correction=how, halving=True) for each in (PipeDream(), *REPEATING)
       for how in CORRECTIONS[2:4]),
+    *(Case(each, optimizer, torch.float32)
+      for each in (PipeOptim("live"), PipeOptim("consistent"), XPipe("live"))
+      for optimizer in ("Muon, AdamW", "Muon, fused AdamW", "NAdam")),
 ]  # fmt: skip
-SINGLE_MUON_CASES = [
-    Case(schedule, optimizer, torch.float32)
-    for schedule in (PipeOptim("live"), PipeOptim("consistent"), XPipe("live"))
-    for optimizer in ("Muon, AdamW", "Muon, fused AdamW", "NAdam")
-]
-LATE_CASES = [*MUON_CASES, *CORRECTED_CASES, *REPEATING_CASES, *SINGLE_MUON_CASES]
-LATE_ONCE = [
-    *(Case(each, MUON) for each in (PipeDream2BW(), PipeOptim("live"), PipeOptim("consistent"))),
-    *(Case(each, MUON, correction=how) for each, how in zip(LATE, CORRECTIONS * 2, strict=True)),
-    Case(XPipe("live"), num_microbatches=2, correction=CORRECTIONS[2]),
-    Case(CORRECTED, dtype=torch.float32, correction=CORRECTIONS[0]),
-    Case(PipeOptim("live"), "AdamW", correction=CORRECTIONS[3]),
-    *(Case(each, MUON, halving=True) for each in REPEATING[:2]),
-    Case(REPEATING[0], "groups"),
-    Case(REPEATING[1], "Adadelta"),
-    Case(PipeOptim("live"), "Lion, PredictedAdamW"),
-    *SINGLE_MUON_CASES[:3],
-]
+ADAM_CASES = [replace(case, optimizer="AdamW") for case in CASES]
+ODD_CASES = [
+    *(Case(each, "groups", num_microbatches=number) for each in (PipeDream(), *PREDICTED)
+      for number in (2, 4)),
+    *(Case(each, num_microbatches=2) for each in (PipeDream(), *PREDICTED)),
+    *(Case(each, bare_stage=True) for each in (GPipe(), PipeDream(), *PREDICTED)),
+    Case(PipeDream2BW(), "groups"),
+    *(Case(CORRECTED, name, torch.float32) for name in ("momentum", "AdamW")),
+]  # fmt: skip
 WATCHED = [GPipe(), *(schedule for schedule in STREAMING if schedule != CORRECTED)]
 STILL = list(dict.fromkeys([*EVERY_SCHEDULE, *FLUSHING, CORRECTED]))
 EXACT = [
@@ -270,22 +263,18 @@ EXACT = [
 ROLLING = [PipeMare(), PipeOptim("live", Displacement(LastStep()))]
 
 Size = tuple[int, int]  # stages, ranks
-Job = tuple[Callable[[Any, int], Any], Case | Schedule]
 DEEP = (4, 4)
 CASES_OF: dict[Size, list[Case]] = {
-    (1, 1): [*SINGLE_CASES, *ADAM_ONCE, *LATE_ONCE[:8]],
+    (1, 1): SINGLE_CASES,
     (2, 2): [
-        *(
-            single if single.is_plain or single.schedule == CORRECTED else Case(single.schedule)
-            for single in SINGLE_CASES
-        ),
-        *LATE_ONCE[:8],
+        single if single.is_plain or single.schedule == CORRECTED else Case(single.schedule)
+        for single in SINGLE_CASES
     ],
     (4, 2): CASES,
-    DEEP: [*CASES, *ADAM_ONCE, *ODD_ONCE, *LATE_ONCE],
+    DEEP: DEEP_CASES,
 }
 EVERY_CASE_OF: dict[Size, list[Case]] = {
-    (1, 1): [*CASES, *SINGLE_CASES, *ADAM_CASES],
+    (1, 1): [*CASES, *SINGLE_CASES, *ADAM_CASES, *LATE_CASES[:20]],
     (2, 2): [*CASES, *SINGLE_CASES, *LATE_CASES],
     DEEP: [*CASES, *ADAM_CASES, *ODD_CASES, *LATE_CASES],
 }
@@ -295,55 +284,24 @@ OTHER_CASES_OF = {
 }
 
 
-def batched(cases: Sequence[Case], most: int) -> list[Sequence[Case]]:
-    return [cases[begin : begin + most] for begin in range(0, len(cases), most)]
+def work(rank: int, num_stages: int, job: Callable, subjects: Sequence) -> list:
+    return [job(subject, num_stages) for subject in subjects]
 
 
-def train_cases(cases: Sequence[Case]) -> list[Job]:
-    return [(train_case, case) for case in cases]
+def run_on(ranks: RankPool, size: Size, job: Callable, subjects: Sequence) -> list[list]:
+    """Return by subject, a case or a schedule, what a job returns on each rank."""
+    found = ranks.run(size[1], work, size[0], job, subjects, time_limit=300)
+    return [list(each) for each in zip(*found, strict=True)]
 
 
-# Lists of jobs, each for one set of processes.
-JOBS: dict[Size, list[list[Job]]] = {
-    size: [train_cases(cases), *map(train_cases, batched(OTHER_CASES_OF.get(size, []), 70))]
-    for size, cases in CASES_OF.items()
-}
-JOBS[DEEP] += [
-    [
-        *((watch, schedule) for schedule in WATCHED),
-        *((train_with_exact_predictions, schedule) for schedule in EXACT),
-        *((roll_downhill, schedule) for schedule in ROLLING),
-    ],
-    [(stand_still, schedule) for schedule in STILL],
-]
-
-
-def work(rank: int, size: Size, batch: int) -> list:
-    return [job(what, size[0]) for job, what in JOBS[size][batch]]
-
-
-@cache
-def outcomes(size: Size, batch: int) -> list[Outcome]:
-    """Return the outcomes of a list of jobs, run once for all tests."""
-    return observe_ranks(size[1], work, size, batch)
-
-
-def of_ranks(size: Size, *job: Any) -> list:
-    """Return a job's result on each rank."""
-    batch = next(number for number, jobs in enumerate(JOBS[size]) if job in jobs)
-    done = outcomes(size, batch)
-    failed = [f"{outcome.error}\n{outcome.log}" for outcome in done if outcome.error]
-    assert not failed, "\n".join(failed)
-    return [outcome.value[JOBS[size][batch].index(job)] for outcome in done]
-
-
-def of_all_ranks(size: Size, *job: Any) -> Trained:
-    """Return the states of all ranks together, and the losses of the last stage's rank."""
-    ranks = of_ranks(size, *job)
-    last = ranks[(size[0] - 1) % size[1]]
-    whole = Trained(last.losses)
-    for rank in ranks:
-        assert rank is last or rank.losses == [None] * len(last.losses)
-        whole.state.update(rank.state)
-        whole.copies.update(rank.copies)
-    return whole
+def train_on(ranks: RankPool, size: Size, job: Callable, subjects: Sequence) -> list[Trained]:
+    """Return by subject the states of all ranks, and the losses of the last stage's rank."""
+    done = []
+    for of_ranks in run_on(ranks, size, job, subjects):
+        last = of_ranks[(size[0] - 1) % size[1]]
+        done.append(Trained(last.losses))
+        for rank in of_ranks:
+            assert rank is last or rank.losses == [None] * len(last.losses)
+            done[-1].state.update(rank.state)
+            done[-1].copies.update(rank.copies)
+    return done

@@ -9,7 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -112,7 +112,10 @@ class Version:
 
     def after(self, gradients: Weights, correction: "Correction") -> "Version":
         """Return the version one update later."""
-        new = copy.deepcopy(self)
+        new = copy.deepcopy(replace(self, change={}, updates={}, corrected={}))
+        new.change, new.updates, new.corrected = (
+            dict(each) for each in (self.change, self.updates, self.corrected)
+        )
         for name, parameter in new.parameters.items():
             parameter.grad = gradients.get(name)
         with correction.applied(new):

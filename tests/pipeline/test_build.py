@@ -10,7 +10,6 @@ from pyparallel.pipeline import (
     Interlocking,
     LinearHead,
     PipelineTrainer,
-    PooledHead,
     TiedHead,
 )
 from pyparallel.pipeline.arguments import TrainerArguments
@@ -21,7 +20,6 @@ from pyparallel.pipeline.runtime.executor import Executor
 from pyparallel.pipeline.runtime.loss import Criterion
 from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
 from pyparallel.pipeline.runtime.options import StageOptions
-from tests.workers import run_ranks
 
 TOKENS = torch.full((3, 5), 10)
 
@@ -89,20 +87,13 @@ def copies(head):
 FITS = "heads must return outputs that loss_fn takes: that of stage"
 SHARE = "heads must share an embedding of their own or an earlier stage, got one of"
 LAYERS = "heads must not hold parameters of the layers, as they learn from another loss, got one of"
-MISTAKES = {  # on all ranks, or on one
+MISTAKES = {  # on all ranks, or on one; more of heads: test_heads.py and test_build_heads.py
     "a window beyond the last stage": (
         lambda *_: {"window": 5},
         "window must be from 1 to the number of stages, 4, got 5"),
     "too few heads": (
         lambda *_: {"heads": [LinearHead(11)] * 2},
         "heads must hold one head for each of stages 0 to 2, got 2: stage 2 has none"),
-    "too many heads": (
-        lambda *_: {"heads": [LinearHead(11)] * 4},
-        "heads must hold one head for each of stages 0 to 2, got 4: stage 3 is the last, which has "
-        "the loss itself"),
-    "no heads": (
-        lambda *_: {"heads": ()},
-        "heads must hold one head for each of stages 0 to 2, got 0: stage 0 has none"),
     "a head of a wrong type": (
         lambda *_: {"heads": ["linear", LinearHead(11), LinearHead(11)]},
         "heads must hold builders such as LinearHead(10) and modules, got 'linear' for stage 0"),
@@ -110,10 +101,6 @@ MISTAKES = {  # on all ranks, or on one
         lambda *_: {"heads": [LinearHead(11), LinearHead(11), LinearHead(9)]},
         f"{FITS} 2, LinearHead(num_outputs=9, norm=None), returns [3, 5, 9] for [3, 5, 6], the "
         "target is [3, 5]: IndexError: Target 10 is out of bounds."),
-    "another shape": (
-        lambda *_: {"heads": [LinearHead(11), PooledHead(11, dim=-1), LinearHead(11)]},
-        f"{FITS} 1, PooledHead(num_outputs=11, dim=-1), returns [3, 11] for [3, 5, 6], the target "
-        "is [3, 5]: ValueError: For 1D input"),
     "a parameter of its stage": (
         lambda layers, _: {"heads": copies(layers[1])}, f"{LAYERS} stage 1 in the head of stage 1"),
     "a parameter of another stage": (
@@ -157,8 +144,8 @@ def train_with_each_mistake(rank):
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    return run_ranks(4, train_with_each_mistake)
+def outcomes(ranks):
+    return ranks.run(4, train_with_each_mistake)
 
 
 def test_a_mistake_is_one_error_on_every_rank_and_nothing_is_trained(outcomes, subtests):

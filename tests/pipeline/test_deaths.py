@@ -15,6 +15,8 @@ from torch import nn
 from pyparallel.pipeline import (
     GPipe,
     Interleaved,
+    Interlocking,
+    LinearHead,
     OneForwardOneBackward,
     PipelineTrainer,
     PipeOptim,
@@ -102,6 +104,9 @@ def free_port():
 
 CASES = {
     "a forward": (3, PipeOptim(), (1,), "forward", False),
+    "the last stage": (3, GPipe(), (2,), "forward", False),
+    "interlocking": (3, Interlocking(1, LinearHead(4)), (2,), "forward", False),
+    "interlocking, the first stage": (3, Interlocking(3, LinearHead(4)), (0,), "forward", False),
     "two at once": (4, OneForwardOneBackward(), (1, 2), "step", False),
     "the store's host": (3, Interleaved(), (0,), "forward", True),
     "the store's host is left": (4, OneForwardOneBackward(), (2,), "update", True),
@@ -114,7 +119,7 @@ CASES = {
     "two ranks": (2, PipeOptim(), (0,), "update", True),
     "the host in clipping": (3, GPipe(), (0,), "clipping", True),
 }
-FAST = {"two at once", "the store's host", "clipping"}
+FAST = {"two at once", "the store's host", "clipping", "the last stage", "interlocking"}
 
 
 @pytest.mark.parametrize(
@@ -135,6 +140,6 @@ def test_every_survivor_raises_the_same_error(name):
     dead = " and ".join(rf"rank {rank} \(stages? {rank}[, \d]*\)" for rank in victims)
     if name == "two at once":
         dead = r"rank [12] \(stage [12]\)"  # that which was found first
-    end = "" if 0 in victims else r": rank \d waited for .*"
+    end = "" if has_host and 0 in victims else r": rank \d waited for .*"
     pattern = rf"StageError: {dead} died, or ended without this call{end}"
     assert re.fullmatch(pattern, errors[0]), errors

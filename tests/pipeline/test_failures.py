@@ -1,8 +1,6 @@
 """A failure on one stage ends all ranks within the timeout, with one error that names it."""
 
-import re
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from torch import nn
 
 from pyparallel.pipeline import (
     GPipe,
+    Interlocking,
     OneForwardOneBackward,
     PipeDream,
     PipelineTrainer,
@@ -19,14 +18,13 @@ from pyparallel.pipeline import (
     ZeroBubble,
 )
 from pyparallel.pipeline.messages.format import Refusal, RefusalKind
-from tests.pipeline.faults import die, raise_error, raise_in_backward
-from tests.workers import observe_ranks
+from tests.pipeline.faults import raise_error, raise_in_backward
 
 NUM_RANKS, NUM_MICROBATCHES = 3, 4
 
 
 class Faulty(nn.Module):
-    """An identity that applies a fault to the sixth microbatch."""
+    """An identity that applies a fault to the sixth microbatch, not counting trial runs."""
 
     def __init__(self, fault):
         super().__init__()
@@ -34,15 +32,22 @@ class Faulty(nn.Module):
         self.seen = 0
 
     def forward(self, x):
-        self.seen += 1
+        self.seen += torch.is_grad_enabled()
         return self.fault(x) if self.seen == 6 else x
 
 
-def train(rank, fault, stage, schedule):
+def place(number, fault, stage):
+    """Return modules of which that of a stage has a fault."""
+    return [Faulty(fault) if index == stage else nn.Identity() for index in range(number)]
+
+
+def train(rank, fault, stage, schedule, window=None, in_head=False):
     layers = []
-    for index in range(NUM_RANKS):
-        layers.append(nn.Linear(4, 4))
-        layers.append(Faulty(fault) if index == stage else nn.Identity())
+    for each in place(NUM_RANKS, fault, None if in_head else stage):
+        layers += [nn.Linear(4, 4), each]
+    if window is not None:
+        heads = place(NUM_RANKS - 1, fault, stage if in_head else None)
+        schedule = Interlocking(window, [nn.Sequential(nn.Linear(4, 4), each) for each in heads])
     trainer = PipelineTrainer(
         layers,
         nn.functional.mse_loss,
@@ -83,28 +88,52 @@ class Case:
 
     fault: object
     stage: int
-    schedule: Schedule
+    schedule: Schedule | None
     message: str
+    window: int | None = None  # of Interlocking
+    in_head: bool = False
 
     @property
     def error(self):
-        return f"StageError: stage {self.stage} on rank {self.stage} failed in {self.message}"
+        return f"stage {self.stage} on rank {self.stage} failed in {self.message}"
+
+    def train(self, rank):
+        train(rank, self.fault, self.stage, self.schedule, self.window, self.in_head)
 
 
+KEY = "KeyError: 'no such thing'"
+ZERO = "ZeroDivisionError: division by zero"
+INTERLOCKING = {
+    **{f"forward of stage {stage}, window {window}": Case(
+        raise_error, stage, None, f"the forward of microbatch 5 ({stage}F5): {KEY}", window)
+       for window, stage in ((1, 0), (1, 2), (3, 1))},
+    **{f"head of stage {stage}, window {window}": Case(
+        raise_error, stage, None, f"the head's loss of microbatch 5 ({stage}H5): {KEY}", window,
+        in_head=True)
+       for window, stage in ((1, 1), (3, 0))},
+    "backward of a head": Case(
+        raise_in_backward, 1, None, f"the head's loss of microbatch 5 (1H5): {ZERO}", 2,
+        in_head=True),
+    **{f"backward of stage {stage}, window {window}": Case(
+        raise_in_backward, stage, None, f"the backward of microbatch 5 ({stage}L5): {ZERO}", window)
+       for window, stage in ((1, 1), (2, 0), (2, 2), (3, 1))},
+    "backward for the inputs": Case(
+        raise_in_backward, 1, None,
+        f"the backward for the inputs of microbatch 5 (1I5): {ZERO}", 2),
+}  # fmt: skip
 CASES = {
     **{
         f"forward of stage {stage}, {schedule}": Case(
-            raise_error, stage, schedule,
-            f"the forward of microbatch 5 ({stage}F5): KeyError: 'no such thing'")
-        for schedule in (GPipe(), PipeDream(), ZeroBubble())
-        for stage in range(NUM_RANKS)
+            raise_error, stage, schedule, f"the forward of microbatch 5 ({stage}F5): {KEY}")
+        for schedule, stage in [
+            (GPipe(), 0), (GPipe(), 1), (PipeDream(), 1), (PipeDream(), 2), (ZeroBubble(), 2),
+        ]
     },
     "backward": Case(
-        raise_in_backward, 1, PipeDream(),
-        "the backward of microbatch 5 (1B5): ZeroDivisionError: division by zero"),
+        raise_in_backward, 1, PipeDream(), f"the backward of microbatch 5 (1B5): {ZERO}"),
     "split backward": Case(
         raise_in_backward, 1, ZeroBubble(),
-        "the backward for the inputs of microbatch 5 (1I5): ZeroDivisionError: division by zero"),
+        f"the backward for the inputs of microbatch 5 (1I5): {ZERO}"),
     "a dict to send": Case(
         return_dict, 0, GPipe(),
         "the forward of microbatch 5 (0F5): TypeError: the output of layers[1], Faulty, must be a "
@@ -119,9 +148,8 @@ CASES = {
         return_eight_bits, 0, GPipe(),
         "the forward of microbatch 5 (0F5): ValueError: tensors to send must be of a plain dtype, "
         "got torch.float8_e5m2"),
+    **INTERLOCKING,
 }  # fmt: skip
-# Only one rank's error is its own.
-INTERRUPT = Case(interrupt, 1, PipeDream(), "")
 
 
 def sgd(parameters):
@@ -160,10 +188,7 @@ def fail_in_last_backward():
     return hook
 
 
-FINISHED = (
-    "stage 0 on rank 0 failed in the backward of microbatch 7 (0B7): ZeroDivisionError: "
-    "division by zero"
-)
+FINISHED = f"stage 0 on rank 0 failed in the backward of microbatch 7 (0B7): {ZERO}"
 
 
 def forge_a_refusal(rank):
@@ -204,85 +229,52 @@ def make_other_calls(rank):
         trainer.step(batch, batch)
 
 
-def job_of(case):
-    return partial(train, fault=case.fault, stage=case.stage, schedule=case.schedule)
-
-
-JOBS = {  # all on one set of processes
-    **{name: job_of(case) for name, case in CASES.items()},
-    "others have finished": fail_when_others_have_finished,
-    "forged refusal": forge_a_refusal,
-    "interrupt": job_of(INTERRUPT),
-    "other calls": make_other_calls,
-}
-
-
-def work(rank):
-    """Return the error of each job, as text."""
-    errors = {}
-    for name, job in JOBS.items():
-        try:
-            job(rank)
-            errors[name] = None
-        except BaseException as error:
-            errors[name] = f"{type(error).__name__}: {error}"
+def fail_in_each_case(rank):
+    """Return the error of each case, as text."""
+    errors = []
+    for case in CASES.values():
+        with pytest.raises(StageError) as caught:
+            case.train(rank)
+        errors.append(str(caught.value))
     return errors
 
 
-@pytest.fixture(scope="module")
-def errors():
-    """Return the errors of each job, by rank."""
-    outcomes = observe_ranks(NUM_RANKS, work, group_timeout=20)
-    failed = [f"{outcome.error}\n{outcome.log}" for outcome in outcomes if outcome.error]
-    assert not failed, "\n".join(failed)
-    return {name: [outcome.value[name] for outcome in outcomes] for name in JOBS}
+def errors_of(ranks, job, *arguments):
+    return [each.error for each in ranks.observe(NUM_RANKS, job, *arguments)]
 
 
-def test_every_rank_raises_an_error_that_names_the_failed_stage_and_action(errors):
-    for name, case in CASES.items():
-        assert errors[name] == [case.error] * NUM_RANKS, name
+def test_every_rank_raises_an_error_that_names_the_failed_stage_and_action(ranks):
+    for name, case, *errors in zip(
+        CASES, CASES.values(), *ranks.run(NUM_RANKS, fail_in_each_case), strict=True
+    ):
+        assert errors == [case.error] * NUM_RANKS, name
 
 
-def test_ranks_that_expect_no_messages_raise_it_too(errors):
-    assert errors["others have finished"] == [f"StageError: {FINISHED}"] * NUM_RANKS
+def test_the_error_in_one_process_is_the_same():
+    for case in INTERLOCKING.values():
+        with pytest.raises(StageError) as caught:
+            case.train(0)
+        assert str(caught.value) == case.error.replace(f"rank {case.stage}", "rank 0")
 
 
-def test_a_refusal_amid_a_step_is_an_error_that_names_its_sender(errors):
-    assert errors["forged refusal"] == [f"StageError: {FORGED}"] * NUM_RANKS
+def test_ranks_that_expect_no_messages_raise_it_too(ranks):
+    assert (
+        errors_of(ranks, fail_when_others_have_finished) == [f"StageError: {FINISHED}"] * NUM_RANKS
+    )
 
 
-def test_an_interrupt_ends_the_other_ranks(errors):
-    first, middle, last = errors["interrupt"]
+def test_a_refusal_amid_a_step_is_an_error_that_names_its_sender(ranks):
+    assert errors_of(ranks, forge_a_refusal) == [f"StageError: {FORGED}"] * NUM_RANKS
+
+
+def test_an_interrupt_ends_the_other_ranks(ranks):
+    first, middle, last = errors_of(ranks, train, interrupt, 1, PipeDream())
     assert middle == "KeyboardInterrupt: by the user"
     place = "stage 1 on rank 1 failed in the forward of microbatch 5 (1F5)"
     assert first == last == f"StageError: {place}: KeyboardInterrupt: by the user"
 
 
-def test_other_calls_on_another_rank_are_one_error(errors):
-    first, second, _ = errors["other calls"]
+def test_other_calls_on_another_rank_are_one_error(ranks):
+    first, second, _ = errors_of(ranks, make_other_calls)
     assert first == second
     assert "do all ranks make the same calls, with the same schedule?" in first
-
-
-@pytest.mark.parametrize(
-    ("stage", "schedule"),
-    [
-        (0, PipeDream()),
-        (1, GPipe()),
-        (2, PipeDream()),
-        *(
-            pytest.param(stage, schedule, marks=pytest.mark.slow)
-            for stage, schedule in [(0, GPipe()), (1, PipeDream()), (2, GPipe())]
-        ),
-    ],
-)
-def test_all_ranks_end_when_one_dies(stage, schedule):
-    outcomes = observe_ranks(
-        NUM_RANKS, train, die, stage, schedule, time_limit=60, group_timeout=20
-    )
-    errors = [outcome.error for outcome in outcomes]
-    dead = errors.pop(stage)
-    assert dead == "ended without a result (killed, or its time limit: see the stacks)"
-    assert errors[0] == errors[1]
-    dead = f"StageError: rank {stage} (stage {stage}) died, or ended without this call"
-    assert re.fullmatch(rf"{re.escape(dead)}: rank \d waited for the .* on stage \d", errors[0])

@@ -1,6 +1,6 @@
 """Layers that torch recomputes in the backward, against the model unsplit and the reference."""
 
-from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -11,23 +11,15 @@ from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from pyparallel.pipeline import Displacement, Schedule, ZeroBubble
+from pyparallel.pipeline import Schedule, ZeroBubble
 from tests.pipeline import reference
-from tests.pipeline.every_schedule import EVERY_SCHEDULE
-from tests.pipeline.jobs import CORRECTED, PREDICTING, Trained, train
+from tests.pipeline.jobs import DEEP, IN_ANY_DTYPE, Trained, train, train_on
 from tests.pipeline.models import OPTIMIZERS, WIDTH, build_calls
-from tests.pipeline.oracles import LastStep
-from tests.workers import observe_ranks, run_ranks
+from tests.workers import RankPool
 
-NUM_STAGES = 4
 SPLIT = [1, 2, 3]
 STREAMS = [build_calls(3, 12), build_calls(1, 12)]
-SCHEDULES = [
-    replace(each, prediction=Displacement(LastStep())) if isinstance(each, PREDICTING) else each
-    for each in EVERY_SCHEDULE
-    if each != CORRECTED
-]
-KINDS = "plain", "reentrant", "not reentrant", "wrapped"
+KINDS = "reentrant", "not reentrant", "wrapped"
 
 
 class Recomputed(nn.Module):
@@ -61,21 +53,23 @@ def is_possible(schedule: Schedule, kind: str) -> bool:
     return kind != "reentrant" or not isinstance(schedule, ZeroBubble)
 
 
-def train_one(schedule: Schedule, kind: str, dropout: float) -> Trained | None:
-    if not is_possible(schedule, kind):
-        return None
-    layers = build_layers(kind, dropout)
-    return train(schedule, layers, SPLIT, OPTIMIZERS["momentum"], STREAMS)
+Case = tuple[Schedule, str]
+CASES = [(each, kind) for each in IN_ANY_DTYPE for kind in KINDS if is_possible(each, kind)]
+PLAIN = [(each, "plain") for each in IN_ANY_DTYPE]
 
 
-def train_all(rank: int, dropout: float) -> list[list[Trained | None]]:
-    return [[train_one(each, kind, dropout) for kind in KINDS] for each in SCHEDULES]
+def train_one(case: Case, num_stages: int, dropout: float) -> Trained:
+    schedule, kind = case
+    return train(schedule, build_layers(kind, dropout), SPLIT, OPTIMIZERS["momentum"], STREAMS)
 
 
-def joined(ranks: list, schedule: int, kind: int) -> Trained:
-    done = [rank[schedule][kind] for rank in ranks]
-    state = {k.replace(".layer.", "."): v for each in done for k, v in each.state.items()}
-    return Trained(done[-1].losses, state)
+def train_all(ranks: RankPool, dropout: float) -> dict[Case, Trained]:
+    """Return all trainings, with the names of layers that are not recomputed."""
+    cases = [*CASES, *PLAIN]
+    trained = train_on(ranks, DEEP, partial(train_one, dropout=dropout), cases)
+    for each in trained:
+        each.state = {k.replace(".layer.", "."): v for k, v in each.state.items()}
+    return dict(zip(cases, trained, strict=True))
 
 
 def recompute(stage: reference.Stage, done: reference.Pass, read, gradients) -> None:
@@ -104,7 +98,7 @@ def expected(schedule: Schedule) -> tuple[reference.Trained, reference.Trained]:
 
 def is_live(schedule: Schedule) -> bool:
     """Return whether backwards read other weights than the forwards."""
-    rules = [reference.reads(schedule, m, 1, NUM_STAGES, 4) for m in range(12)]
+    rules = [reference.reads(schedule, m, 1, 4, 4) for m in range(12)]
     return any(forward != backward for forward, backward in rules)
 
 
@@ -114,27 +108,26 @@ def assert_close(found: Trained, wanted: Trained | reference.Trained) -> None:
 
 
 @pytest.mark.slow
-def test_a_layer_is_recomputed_with_the_weights_of_its_backward(subtests):
-    ranks = run_ranks(NUM_STAGES, train_all, 0.0)
-    for index, schedule in enumerate(SCHEDULES):
+def test_a_layer_is_recomputed_with_the_weights_of_its_backward(ranks, subtests):
+    found = train_all(ranks, 0.0)
+    for schedule in IN_ANY_DTYPE:
         recomputed, plain = expected(schedule)
         differ = abs(recomputed.losses[-1] - plain.losses[-1]) > 1e-6
         assert differ == is_live(schedule)
-        assert_close(joined(ranks, index, 0), plain)
-        for number, kind in enumerate(KINDS[1:], start=1):
-            if is_possible(schedule, kind):
-                with subtests.test(schedule=schedule, kind=kind):
-                    assert_close(joined(ranks, index, number), recomputed)
+        assert_close(found[schedule, "plain"], plain)
+        for case in CASES:
+            if case[0] == schedule:
+                with subtests.test(case=case):
+                    assert_close(found[case], recomputed)
 
 
 @pytest.mark.slow
-def test_recomputed_dropout_is_the_forwards(subtests):
-    ranks = run_ranks(NUM_STAGES, train_all, 0.5)
-    for index, schedule in enumerate(SCHEDULES):
-        for number, kind in enumerate(KINDS[1:], start=1):
-            if is_possible(schedule, kind) and not is_live(schedule):
-                with subtests.test(schedule=schedule, kind=kind):
-                    assert_close(joined(ranks, index, number), joined(ranks, index, 0))
+def test_recomputed_dropout_is_the_forwards(ranks, subtests):
+    found = train_all(ranks, 0.5)
+    for case in CASES:
+        if not is_live(case[0]):
+            with subtests.test(case=case):
+                assert_close(found[case], found[case[0], "plain"])
 
 
 def split_a_reentrant_backward(rank: int) -> None:
@@ -142,8 +135,8 @@ def split_a_reentrant_backward(rank: int) -> None:
     train(ZeroBubble(), layers, [2], OPTIMIZERS["momentum"], STREAMS)
 
 
-def test_a_split_backward_that_recomputes_reentrantly_is_one_error():
-    errors = [each.error for each in observe_ranks(2, split_a_reentrant_backward)]
+def test_a_split_backward_that_recomputes_reentrantly_is_one_error(ranks):
+    errors = [each.error for each in ranks.observe(2, split_a_reentrant_backward)]
     for error in errors:
         assert error.startswith(
             "StageError: stage 1 on rank 1 failed in the backward for the input"

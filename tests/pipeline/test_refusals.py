@@ -30,7 +30,7 @@ from pyparallel.pipeline import (
 )
 from pyparallel.pipeline.schedules.streaming import Streaming
 from tests.pipeline import jobs, reference
-from tests.pipeline.every_schedule import FLUSHING
+from tests.pipeline.every_schedule import FLUSHING, one_of_each_kind_first
 from tests.pipeline.jobs import CORRECTED, PREDICTING, SCHEDULES
 from tests.pipeline.models import OPTIMIZERS, as_on_gpus, build_calls, build_layers
 from tests.pipeline.oracles import LastStep
@@ -129,9 +129,12 @@ def train_all(rank, schedules, plainly):
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_training_goes_on_as_if_there_had_been_no_such_update(ranks, subtests, num_ranks):
-    found = ranks.run(num_ranks, train_all, SCHEDULES, num_ranks == 4, time_limit=150)
-    for index, schedule in enumerate(SCHEDULES):
+@one_of_each_kind_first(SCHEDULES)
+def test_training_goes_on_as_if_there_had_been_no_such_update(
+    schedules, num_ranks, ranks, subtests
+):
+    found = ranks.run(num_ranks, train_all, schedules, num_ranks == 4, time_limit=150)
+    for index, schedule in enumerate(schedules):
         with subtests.test(schedule=str(schedule)):
             check(schedule, [of_rank[index] for of_rank in found])
 
@@ -330,10 +333,14 @@ def skip_updates(schedule, max_norm, late):
     return weights, [stage.optimizer.state_dict() for stage in trainer.stages], errors
 
 
-def test_updates_are_skipped_alike_on_the_device(ranks, subtests):
-    # The learning rate of annealing goes on with an update that is skipped on the device.
-    streaming = [each for each in SCHEDULES if isinstance(each, Streaming)]
-    schedules = [each for each in streaming if not getattr(each, "annealing", 0)]
+# The learning rate of annealing goes on with an update that is skipped on the device.
+ON_DEVICE = [
+    each for each in SCHEDULES if isinstance(each, Streaming) and not getattr(each, "annealing", 0)
+]
+
+
+@one_of_each_kind_first(ON_DEVICE)
+def test_updates_are_skipped_alike_on_the_device(schedules, ranks, subtests):
     cases = [*product(schedules, [None]), (PipeOptim(), 0.1), (PipeDream2BW(), 0.1)]
     of_ranks = ranks.run(2, skip_on_device, cases, time_limit=90)
     for index, case in enumerate(cases):

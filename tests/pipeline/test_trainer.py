@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from pyparallel.comm import DisagreementError
 from pyparallel.compression import TopK
 from pyparallel.pipeline import (
     FromActions,
@@ -25,7 +26,6 @@ from pyparallel.pipeline import (
     ZeroBubble,
     parse_action,
 )
-from tests.workers import observe_ranks, run_ranks
 
 NUM_MICROBATCHES = 3
 
@@ -55,11 +55,11 @@ def adam(parameters):
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
-def build(schedule, split=(3,), layers=None, **options):
+def build(schedule, split=(3,), layers=None, optimizer_fn=adam, **options):
     return PipelineTrainer(
         build_layers() if layers is None else layers,
         nn.functional.cross_entropy,
-        adam,
+        optimizer_fn,
         schedule,
         num_microbatches=NUM_MICROBATCHES,
         split=split,
@@ -94,12 +94,9 @@ def resume(rank, schedule):
     return losses == again and all(torch.equal(left[name], right[name]) for name in left)
 
 
-RESUMED = [OneForwardOneBackward(), PipeDream(), PipeOptim()]
-
-
-def test_a_run_resumes_from_its_state_bitwise(values):
-    for schedule in RESUMED:
-        assert values(f"resume {schedule}") == [True, True], schedule
+def test_a_run_resumes_from_its_state_bitwise(ranks):
+    for schedule in (OneForwardOneBackward(), PipeDream(), PipeOptim()):
+        assert ranks.run(2, resume, schedule) == [True, True], schedule
 
 
 def train_and_evaluate(rank):
@@ -119,8 +116,8 @@ def train_and_evaluate(rank):
     return losses, before, trainer.state_dict()
 
 
-def test_uneven_batches_and_evaluation_between_steps(values):
-    (first_losses, first_loss, first), (losses, loss, last) = values("train and evaluate")
+def test_uneven_batches_and_evaluation_between_steps(ranks):
+    (first_losses, first_loss, first), (losses, loss, last) = ranks.run(2, train_and_evaluate)
     assert first_losses == [None] * 6
     assert first_loss is None
     assert all(0 < each < 5 for each in [*losses, loss])
@@ -184,9 +181,9 @@ def send_tuples(rank, schedule):
     return parameters_of(trainer), alone and parameters_of(alone)
 
 
-def test_tuples_are_sent_between_stages(values):
+def test_tuples_are_sent_between_stages(ranks):
     for schedule in (GPipe(), ZeroBubble()):
-        (first, alone), (last, _) = values(f"send tuples {schedule}")
+        (first, alone), (last, _) = ranks.run(2, send_tuples, schedule)
         wanted = {name: alone[f"0.{name}"] for name in [*first, *last]}
         torch.testing.assert_close({**first, **last}, wanted)
 
@@ -220,20 +217,22 @@ class Recomputed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.module, x, use_reentrant=False)
 
 
-def test_recomputed_compiled_and_low_precision_stages(values):
-    plain, recomputed, traced, bfloat16 = (values(f"wrap {kind}")[1] for kind in WRAPPED)
+def wrap_in_each_way(rank, kinds):
+    return [wrap(rank, kind) for kind in kinds]
+
+
+def test_recomputed_compiled_and_low_precision_stages(ranks):
+    kinds = ["plain", "recomputed", "traced", "bfloat16"]
+    plain, recomputed, traced, bfloat16 = ranks.run(2, wrap_in_each_way, kinds)[1]
     assert recomputed == plain
     assert traced == pytest.approx(plain, rel=1e-4)
     assert bfloat16 == pytest.approx(plain, rel=0.1)
 
 
-WRAPPED = ["plain", "recomputed", "traced", "bfloat16"]
-
-
 @pytest.mark.slow
-def test_a_stage_compiled_to_cpp(values):
-    compiled = run_ranks(2, wrap, "compiled", time_limit=200)[1]
-    assert compiled == pytest.approx(values("wrap plain")[1], rel=1e-4)
+def test_a_stage_compiled_to_cpp(ranks):
+    compiled, plain = ranks.run(2, wrap_in_each_way, ["compiled", "plain"], time_limit=200)[1]
+    assert compiled == pytest.approx(plain, rel=1e-4)
 
 
 def step_without_gradients(rank):
@@ -242,8 +241,12 @@ def step_without_gradients(rank):
         trainer.step(*next(batches(1)))
 
 
-def test_a_step_without_gradients_is_refused(errors):
-    for error in errors("step without gradients"):
+def errors_of(ranks, job):
+    return [each.error for each in ranks.observe(2, job)]
+
+
+def test_a_step_without_gradients_is_refused(ranks):
+    for error in errors_of(ranks, step_without_gradients):
         assert "step must not be called inside no_grad(), got gradients disabled" in error
 
 
@@ -256,8 +259,8 @@ def replace_parameter_data(rank):
                 parameter.data = parameter.data.clone()
 
 
-def test_parameters_that_leave_their_buffers_are_an_error(errors):
-    for error in errors("replace parameter data"):
+def test_parameters_that_leave_their_buffers_are_an_error(ranks):
+    for error in errors_of(ranks, replace_parameter_data):
         assert error.startswith("StageError: stage ")
         assert "parameters must stay views of their flat buffers, but parameter 0" in error
 
@@ -272,9 +275,9 @@ def split_automatically(rank):
     return len(parameters_of(trainer))
 
 
-def test_an_automatic_split_holds_every_layer(values):
+def test_an_automatic_split_holds_every_layer(ranks):
     whole = nn.Sequential(*build_layers()).state_dict()
-    assert sum(values("split automatically")) == len(whole)
+    assert sum(ranks.run(2, split_automatically)) == len(whole)
 
 
 def shared_layers():
@@ -290,8 +293,8 @@ def step_on_a_small_batch(rank):
     build(GPipe(), split=None).step(torch.ones(2, 6), torch.ones(2, dtype=torch.long))
 
 
-def test_a_batch_too_small_for_an_automatic_split_is_one_error(errors):
-    (error,) = set(errors("step on a small batch"))
+def test_a_batch_too_small_for_an_automatic_split_is_one_error(ranks):
+    (error,) = set(errors_of(ranks, step_on_a_small_batch))
     assert "rank 0: inputs must have one number of samples, at least one" in error
 
 
@@ -311,19 +314,26 @@ MISTAKES = {
         "layers must not share modules with buffers across stages, got BatchNorm1d 1 on stages 0"),
     "a schedule for other sizes": (
         {}, one_stage_actions(), "schedule must be for the trainer's PipelineShape("),
+    "an optimizer that cannot be predicted": (
+        {"optimizer_fn": UnknownOptimizer}, PipeOptim(), "UnknownOptimizer"),
 }  # fmt: skip
 
 
-def start(rank, options, schedule):
-    build(schedule, **options)
+def make_each_mistake(rank):
+    errors = []
+    for options, schedule, _ in MISTAKES.values():
+        with pytest.raises(DisagreementError) as caught:
+            build(schedule, **options)
+        errors.append(str(caught.value))
+    return errors
 
 
-def test_a_mistake_is_one_error_on_every_rank(errors):
-    for name, (_, _, message) in MISTAKES.items():
-        first, second = errors(f"mistake: {name}")
-        assert first == second, name
-        assert message in first, name
-        assert re.match("DisagreementError: rank(s 0-1| 0): ", first), name
+def test_a_mistake_is_one_error_on_every_rank(ranks):
+    first, second = ranks.run(2, make_each_mistake)
+    assert first == second
+    for error, (name, (_, _, message)) in zip(first, MISTAKES.items(), strict=True):
+        assert message in error, name
+        assert re.match("rank(s 0-1| 0): ", error), name
 
 
 class InDDP(nn.parallel.DistributedDataParallel):
@@ -396,16 +406,24 @@ def test_a_wrong_type_is_the_same_error_in_one_process():
             with_wrong_type(change)
 
 
+FROZEN = [
+    (schedule, layers)
+    for schedule in (GPipe(), ZeroBubble(), PipeDream(), PipeOptim())
+    for layers in ((0,), (3,), (0, 1))  # the last: a whole stage
+]
+
+
+def train_with_each_frozen(rank):
+    return [train_with_frozen(rank, *case) for case in FROZEN]
+
+
 def train_with_frozen(rank, schedule, layers_frozen):
     """Return whether training has left the layers of this rank unchanged, by index."""
     layers = build_layers()
     for index in layers_frozen:
         layers[index].requires_grad_(False)
     before = [[p.clone() for p in layer.parameters()] for layer in layers]
-    trainer = PipelineTrainer(
-        layers, nn.functional.cross_entropy, partial(torch.optim.SGD, lr=0.1), schedule,
-        num_microbatches=NUM_MICROBATCHES, split=(3,),
-    )  # fmt: skip
+    trainer = build(schedule, layers=layers, optimizer_fn=partial(torch.optim.SGD, lr=0.1))
     for batch in batches(3):
         trainer.step(*batch)
     trainer.flush()
@@ -418,32 +436,19 @@ def train_with_frozen(rank, schedule, layers_frozen):
 
 
 def test_frozen_layers_stay_and_the_others_train(ranks, subtests):
-    for schedule in (GPipe(), ZeroBubble(), PipeDream(), PipeOptim()):
-        for layers_frozen in [(0,), (3,), (0, 1)]:  # the last: a whole stage
-            with subtests.test(f"{schedule} {layers_frozen}"):
-                first, second = ranks.run(2, train_with_frozen, schedule, layers_frozen)
-                unchanged = {index for index, same in (first | second).items() if same}
-                assert unchanged == set(layers_frozen)
-
-
-def start_with(rank, optimizer_fn, schedule):
-    PipelineTrainer(
-        build_layers(), nn.functional.cross_entropy, optimizer_fn, schedule,
-        num_microbatches=NUM_MICROBATCHES, split=(3,),
-    )  # fmt: skip
-
-
-def test_the_error_names_an_optimizer_that_cannot_be_predicted(errors):
-    (error,) = set(errors("unknown optimizer"))
-    assert "UnknownOptimizer" in error
+    by_rank = ranks.run(2, train_with_each_frozen)
+    for (schedule, layers_frozen), first, second in zip(FROZEN, *by_rank, strict=True):
+        with subtests.test(f"{schedule} {layers_frozen}"):
+            unchanged = {index for index, same in (first | second).items() if same}
+            assert unchanged == set(layers_frozen)
 
 
 def differ(rank):
     build(GPipe() if rank else Interleaved())
 
 
-def test_the_error_names_schedules_that_differ(errors):
-    assert set(errors("schedules that differ")) == {
+def test_the_error_names_schedules_that_differ(ranks):
+    assert set(errors_of(ranks, differ)) == {
         "DisagreementError: all ranks must have the same schedule, got Interleaved() on rank 0 and "
         "GPipe() on rank 1"
     }
@@ -462,8 +467,8 @@ def make_wrong_calls(rank):
     return True
 
 
-def test_wrong_calls_raise_and_change_nothing(values):
-    assert values("wrong calls") == [True, True]
+def test_wrong_calls_raise_and_change_nothing(ranks):
+    assert ranks.run(2, make_wrong_calls) == [True, True]
 
 
 def evaluate_in_inference_mode(rank):
@@ -477,70 +482,8 @@ def evaluate_in_inference_mode(rank):
     return True
 
 
-def test_training_continues_after_evaluation_in_inference_mode(values):
-    assert values("evaluate in inference mode") == [True, True]
-
-
-JOBS = {  # all on one set of processes
-    **{f"resume {schedule}": partial(resume, schedule=schedule) for schedule in RESUMED},
-    "train and evaluate": train_and_evaluate,
-    **{f"send tuples {each}": partial(send_tuples, schedule=each)
-       for each in (GPipe(), ZeroBubble())},
-    **{f"wrap {kind}": partial(wrap, kind=kind) for kind in WRAPPED},
-    "step without gradients": step_without_gradients,
-    "replace parameter data": replace_parameter_data,
-    "split automatically": split_automatically,
-    "step on a small batch": step_on_a_small_batch,
-    **{f"mistake: {name}": partial(start, options=options, schedule=schedule)
-       for name, (options, schedule, _) in MISTAKES.items()},
-    "unknown optimizer":
-        partial(start_with, optimizer_fn=UnknownOptimizer, schedule=PipeOptim()),
-    "schedules that differ": differ,
-    "wrong calls": make_wrong_calls,
-    "evaluate in inference mode": evaluate_in_inference_mode,
-}  # fmt: skip
-
-
-def work(rank):
-    """Return each job's result, and its error as text."""
-    done = {}
-    for name, job in JOBS.items():
-        torch.manual_seed(rank)
-        try:
-            done[name] = job(rank), None
-        except Exception as error:
-            done[name] = None, f"{type(error).__name__}: {error}"
-    return done
-
-
-@pytest.fixture(scope="module")
-def done():
-    outcomes = observe_ranks(2, work, group_timeout=20)
-    failed = [f"{outcome.error}\n{outcome.log}" for outcome in outcomes if outcome.error]
-    assert not failed, "\n".join(failed)
-    return [outcome.value for outcome in outcomes]
-
-
-@pytest.fixture(scope="module")
-def values(done):
-    """Return what a job returned on each rank."""
-
-    def of(name):
-        assert [each[name][1] for each in done] == [None, None]
-        return [each[name][0] for each in done]
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def errors(done):
-    """Return the errors of a job on each rank."""
-
-    def of(name):
-        assert None not in [each[name][1] for each in done]
-        return [each[name][1] for each in done]
-
-    return of
+def test_training_continues_after_evaluation_in_inference_mode(ranks):
+    assert ranks.run(2, evaluate_in_inference_mode) == [True, True]
 
 
 def test_a_trainer_is_freed_with_its_last_reference():
@@ -562,10 +505,7 @@ def failing_optimizer(parameters):
 
 def test_the_error_of_optimizer_fn_is_the_cause():
     with pytest.raises(ValueError, match="LookupError: no optimizer") as caught:
-        PipelineTrainer(
-            build_layers(), nn.functional.cross_entropy, failing_optimizer, GPipe(),
-            num_microbatches=1, split=(3,),
-        )  # fmt: skip
+        build(GPipe(), optimizer_fn=failing_optimizer)
     assert isinstance(caught.value.__cause__, LookupError)
 
 

@@ -12,9 +12,18 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import SubnetTrainer
-from pyparallel.subnets import FeedForward, Heads, Hidden, Partition, SequentialChain
+from pyparallel.subnets import (
+    Central,
+    Heads,
+    Hidden,
+    Partition,
+    Scaled,
+    SequentialChain,
+    Sharded,
+    Unscaled,
+)
 from tests.subnets.helpers.models import Attention, mlp
-from tests.workers import observe_ranks, run_ranks
+from tests.workers import observe_ranks
 
 
 def sgd(parameters):
@@ -40,10 +49,6 @@ def shared_with_an_uncut_layer():
     return model
 
 
-def weight_norm(layer):
-    return nn.utils.parametrizations.weight_norm(layer)
-
-
 def run_before():
     class Keeping(nn.Module):
         def forward(self, x):
@@ -55,38 +60,15 @@ def run_before():
     return model
 
 
-CONV = nn.Conv2d(4, 4, 3, groups=2)
-# What cannot be cut: a module, rules, and a part of the error.
+# What cannot be cut: a module, rules, and a part of the error. More: partition/test_*.py.
 UNCUT = {
     "no chain": (lambda: nn.Linear(5, 8), None, "an nn.Sequential only, got a module of Linear"),
-    "one layer": (lambda: nn.Sequential(nn.Linear(5, 8)), None, "must have two Linear layers"),
     "layer norm": (lambda: between(nn.LayerNorm(8)), None, "1 of LayerNorm, which normalizes"),
-    "group norm": (lambda: between(nn.GroupNorm(2, 8)), None, "1 of GroupNorm, which normalizes"),
-    "softmax": (lambda: between(nn.Softmax(1)), None, "1 of Softmax; declare other cuts"),
-    "attention": (
-        lambda: between(nn.MultiheadAttention(8, 2)),
-        None,
-        "1 of MultiheadAttention, whose heads can be cut where it is written with Linear layers",
-    ),
-    "groups": (
-        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), CONV, nn.Conv2d(4, 2, 3)),
-        None,
-        "must have groups=1, got 1 with groups=2",
-    ),
     "statistics": (
         lambda: between(nn.BatchNorm1d(8, track_running_stats=False)),
         None,
-        "must track running statistics, got 1",
-    ),
-    "embedding": (
-        lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 3)),
-        Partition({"": Hidden("0", "1")}),
-        "must be Linear or a convolution, got 0 of Embedding",
-    ),
-    "computed": (
-        lambda: nn.Sequential(weight_norm(nn.Linear(5, 8)), nn.Linear(8, 3)),
-        None,
-        "must hold plain parameters, got 0 whose weight is computed; remove the parametrization",
+        "must track running statistics, got 1 with track_running_stats=False, whose output in eval "
+        "mode would depend on the batch",
     ),
     "tied": (tied, None, "must be used once, got 0.weight, which is also 2.weight; untie them"),
     "used elsewhere": (
@@ -94,23 +76,8 @@ UNCUT = {
         Partition({"net": SequentialChain()}),
         "must be used once, got net.0.weight, which is also other.weight",
     ),
-    "recurrent": (
-        lambda: nn.Sequential(nn.LSTM(5, 8), nn.Linear(8, 3)),
-        Partition({"": Hidden("0", "1")}),
-        "must be Linear or a convolution, got 0 of LSTM",
-    ),
     "wrong name": (mlp, Partition({"": Hidden("0", "9")}), "got '9'; children: 0, 1, 2, 3, 4"),
     "no match": (mlp, Partition({"x.*": SequentialChain()}), "got 'x.*', which matches none"),
-    "misfit": (
-        mlp,
-        Partition({"": FeedForward("0", "4")}),
-        "a multiple of the 8 units of 0 as inputs, got 4 with 12",
-    ),
-    "no heads": (
-        lambda: Attention(8, 2),
-        Partition({"": Heads(qkv="q", project="out")}),
-        "num_heads must be the number of heads, got None; name the attribute",
-    ),
     "narrow": (lambda: mlp(1), None, "2 ranks and 0 with 1 units; leave it out of the rules or"),
     "copied": (run_before, Partition({"0": SequentialChain()}), "module must support copying"),
 }
@@ -137,8 +104,16 @@ APART = {
         lambda rank: {"nonfinite": "ignore"} if rank else {},
         "rank 1: nonfinite must be 'raise', 'skip' or 'allow', got 'ignore'",
     ),
-    "seed": (lambda r: {"partition": Partition(seed=r)}, "the same partition, got Partition"),
+    "seed": (lambda r: {"partition": Partition(seed=r)}, "seed=0) on rank 0 and Partition("),
     "interval": (lambda r: {"interval": 2 + r}, "the same interval, got 2 on rank 0 and 3 on"),
+    "placement": (
+        lambda r: {"placement": Sharded() if r else Central()},
+        "same placement, got Central(rank=0) on rank 0 and Sharded() on rank 1",
+    ),
+    "scale": (
+        lambda r: {"scale": Scaled() if r else Unscaled()},
+        "same scale, got Unscaled() on rank 0 and Scaled() on rank 1",
+    ),
     "optimizer": (lambda r: {"optimizer_fn": [sgd, adam][r]}, "the same optimizer, got SGD on"),
     "shapes": (lambda r: {"module": mlp(8 + r)}, "same tensor 0, got 0.weight float32 [8, 5]"),
     "dtypes": (
@@ -306,26 +281,28 @@ def all_cases(rank):
     return found | {case.__name__: case(rank) for case in cases}
 
 
-@functools.cache
-def ranks():
-    return run_ranks(2, all_cases)
+@pytest.fixture(scope="module")
+def outcomes(ranks):
+    return ranks.run(2, all_cases)
 
 
-def test_an_uncuttable_module_on_one_rank_is_an_error_on_all(subtests):
+def test_an_uncuttable_module_on_one_rank_is_an_error_on_all(outcomes, subtests):
     for name in UNCUT:
         with subtests.test(str(name)):
-            (first, _), (second, is_unchanged) = (rank["uncut", name] for rank in ranks())
+            (first, _), (second, is_unchanged) = (rank["uncut", name] for rank in outcomes)
             assert first == second
             assert re.match(r"DisagreementError: (rank 1|ranks 0-1): ", first), first
             assert UNCUT[name][2] in first
             assert is_unchanged
 
 
-def test_different_arguments_are_an_error_on_all_ranks_and_modules_stay_unchanged(subtests):
+def test_different_arguments_are_an_error_on_all_ranks_and_modules_stay_unchanged(
+    outcomes, subtests
+):
     for name in APART:
         with subtests.test(str(name)):
             (first, first_unchanged), (second, second_unchanged) = (
-                rank["apart", name] for rank in ranks()
+                rank["apart", name] for rank in outcomes
             )
             assert first == second
             assert first.startswith("DisagreementError: ")
@@ -334,8 +311,8 @@ def test_different_arguments_are_an_error_on_all_ranks_and_modules_stay_unchange
             assert second_unchanged
 
 
-def test_training_continues_inside_full_model_and_it_is_not_entered_twice():
-    for rank in ranks():
+def test_training_continues_inside_full_model_and_it_is_not_entered_twice(outcomes):
+    for rank in outcomes:
         error_text, same, rounds, is_released = rank["inside_full_model"]
         assert error_text == "RuntimeError: full_model() must not be entered inside itself"
         assert same
@@ -343,16 +320,16 @@ def test_training_continues_inside_full_model_and_it_is_not_entered_twice():
         assert is_released
 
 
-def test_different_calls_are_an_error_on_all_ranks():
-    for rank in ranks():
+def test_different_calls_are_an_error_on_all_ranks(outcomes):
+    for rank in outcomes:
         assert rank["full_model_on_one_and_flush_on_the_other"].startswith(
             "DisagreementError: all ranks must make the same calls, got flush() in round 0 after 1 "
             "steps on rank 0 and full_model() in round 0 after 1 steps on rank 1"
         )
 
 
-def test_a_layer_frozen_on_one_rank_is_an_error_on_all_before_anything_is_sent():
-    for error_text, then, num_merges in (rank["frozen_on_one"] for rank in ranks()):
+def test_a_layer_frozen_on_one_rank_is_an_error_on_all_before_anything_is_sent(outcomes):
+    for error_text, then, num_merges in (rank["frozen_on_one"] for rank in outcomes):
         assert error_text.startswith(
             "DisagreementError: all ranks must have the same requires_grad, dtype and shape of "
         )
@@ -360,8 +337,8 @@ def test_a_layer_frozen_on_one_rank_is_an_error_on_all_before_anything_is_sent()
         assert (then, num_merges) == ("no error", 2)
 
 
-def test_a_nan_on_one_rank_is_an_error_on_all_or_skipped_or_merged(subtests):
-    first, second = (rank["not_finite_on_one"] for rank in ranks())
+def test_a_nan_on_one_rank_is_an_error_on_all_or_skipped_or_merged(outcomes, subtests):
+    first, second = (rank["not_finite_on_one"] for rank in outcomes)
     for policy, closes in first:
         with subtests.test(f"{policy} {closes}"):
             unchanged, seen, error_text, is_finite = second[policy, closes]
@@ -376,26 +353,26 @@ def test_a_nan_on_one_rank_is_an_error_on_all_or_skipped_or_merged(subtests):
                 )
             else:
                 assert error_text == "no error"
-    for rank in ranks():
+    for rank in outcomes:
         assert "from rank 0 in 1.running_mean in round 1" in rank["statistics_that_are_nan"]
 
 
-def test_unsupported_optimizer_state_on_one_rank_stops_all():
-    first, second = (rank["unsupported_optimizer_state"] for rank in ranks())
+def test_unsupported_optimizer_state_on_one_rank_stops_all(outcomes):
+    first, second = (rank["unsupported_optimizer_state"] for rank in outcomes)
     assert first.startswith("ValueError: optimizer state must be floating-point and of its")
     assert second.startswith("DisagreementError: all ranks must have optimizer state for the same")
 
 
-def test_states_of_other_rounds_are_not_loaded():
-    for rank in ranks():
+def test_states_of_other_rounds_are_not_loaded(outcomes):
+    for rank in outcomes:
         assert rank["states_of_other_rounds"] == (
             "DisagreementError: all ranks must have the same round of state_dict, got 1 on rank 0 "
             "and 0 on rank 1"
         )
 
 
-def test_a_rank_outside_of_the_group_is_refused():
-    first, second = (rank["outside_of_the_group"] for rank in ranks())
+def test_a_rank_outside_of_the_group_is_refused(outcomes):
+    first, second = (rank["outside_of_the_group"] for rank in outcomes)
     assert first == (
         "ValueError: process_group must contain this rank, got one without it; create the trainer "
         "on its ranks only"
@@ -417,6 +394,7 @@ def dies_at(rank, moment):
     train(trainer, 2)
 
 
+# Within a step: tests/test_dead_ranks.py.
 @pytest.mark.parametrize("moment", ["construction", "flush", "full_model"])
 def test_a_dead_rank_is_an_error_on_the_others(moment):
     first, dead, third = observe_ranks(3, dies_at, moment, group_timeout=5, time_limit=60)
@@ -444,8 +422,8 @@ def test_an_exception_in_user_code_is_an_error_on_the_others():
     )
 
 
-def test_a_module_in_ddp_is_refused():
-    for rank in ranks():
+def test_a_module_in_ddp_is_refused(outcomes):
+    for rank in outcomes:
         assert rank["in_ddp"] == (
             "ArgumentTypeError: ranks 0-1: module must be the plain module, got "
             "DistributedDataParallel; pass ddp.module"

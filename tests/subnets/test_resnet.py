@@ -1,7 +1,5 @@
 """ResNets cut by one rule: training, memory and traffic of the ranks."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,6 @@ from pyparallel import SubnetTrainer
 from pyparallel.subnets import Hidden, Partition
 from tests.subnets.helpers.masked import Momentum, train_together
 from tests.subnets.helpers.resnet import Basic, Bottleneck, resnet18, resnet50
-from tests.workers import run_ranks
 
 FIRST = Hidden("conv1", "conv2", norms="bn1")
 SECOND = Hidden("conv2", "conv3", norms="bn2")
@@ -68,9 +65,9 @@ def train_all(rank):
     return {name: train(rank, name, 3, 2) for name in CASES}
 
 
-@functools.cache
-def ranks():
-    return run_ranks(2, train_all, time_limit=120)
+@pytest.fixture(scope="module")
+def outcomes(ranks):
+    return ranks.run(2, train_all, time_limit=120)
 
 
 def test_one_rule_cuts_every_block(subtests):
@@ -81,23 +78,23 @@ def test_one_rule_cuts_every_block(subtests):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_masked_training_of_the_full_model(name):
+def test_training_equals_masked_training_of_the_full_model(name, outcomes):
     model, partition = build(name)
     cut_dims = partition.cut_dims(model)
     draws = [partition.draw(cut_dims, round_index, 2) for round_index in range(2)]
     batches = [[batch_of(step, rank) for rank in range(2)] for step in range(3)]
     train_together(model, layout_of(model, cut_dims), draws, batches, 2, RULE)
-    for found, _ in (rank[name] for rank in ranks()):
+    for found, _ in (rank[name] for rank in outcomes):
         for key, wanted in model.named_parameters():
             torch.testing.assert_close(found[key], wanted, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_holds_half_of_the_units(name):
+def test_a_rank_holds_half_of_the_units(name, outcomes):
     model, partition = build(name)
     whole = {key: p.numel() for key, p in model.named_parameters()}
     layout = layout_of(model, partition.cut_dims(model))
-    for _, held in (rank[name] for rank in ranks()):
+    for _, held in (rank[name] for rank in outcomes):
         assert held.keys() == whole.keys()
         for key, entries in held.items():
             out, _, into = layout.get(key.rpartition(".")[0], (None, 1, None))

@@ -1,9 +1,7 @@
 """SubnetTrainer in a training loop: on a single rank, and over gloo on two and three ranks."""
 
 import copy
-import functools
 import io
-import os
 from itertools import product
 
 import pytest
@@ -22,10 +20,8 @@ from pyparallel.subnets import (
     Scaled,
     SequentialChain,
     Sharded,
-    Unscaled,
     recalibrate,
 )
-from tests.subnets.helpers.masked import MLP_LAYOUT, Momentum, train_together
 from tests.subnets.helpers.models import (
     RESIDUAL_RULES,
     TRANSFORMER_RULES,
@@ -36,8 +32,7 @@ from tests.subnets.helpers.models import (
     residual,
     transformer,
 )
-from tests.subnets.helpers.sizes import run_sizes
-from tests.workers import observe_ranks
+from tests.subnets.helpers.training import batch_of, held, train
 
 MODELS = {
     "mlp": (lambda: mlp(7, 13), Partition(seed=5), (4, 5)),
@@ -47,10 +42,10 @@ MODELS = {
     "residual": (residual, Partition(RESIDUAL_RULES), (4, 2, 6, 6)),
     "transformer": (transformer, Partition(TRANSFORMER_RULES, seed=3), (4, 7, 5)),
 }
-PLACEMENTS = {"sharded": Sharded(), "central": Central(0)}
-PLACED = [  # the other models and placements: test_invariants.py
-    *((name, "sharded") for name in ("one width", "norms", "residual", "transformer")),
-    ("norms", "central"),
+PLACED = [  # the storing rank is the first or the last
+    *((name, "sharded") for name in MODELS),
+    *(("mlp", place) for place in ("first", "last")),
+    *((name, "last") for name in ("norms", "transformer")),
 ]
 
 
@@ -70,30 +65,6 @@ def build(name):
     torch.manual_seed(0)
     make, partition, shape = MODELS[name]
     return make().double(), partition, shape
-
-
-def batch_of(step, rank, shape):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    inputs = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return inputs, torch.randn((*shape[:-1], 3), generator=generator, dtype=torch.float64)
-
-
-def train(model, optimizer, steps, rank, shape):
-    for step in steps:
-        inputs, targets = batch_of(step, rank, shape)
-        optimizer.zero_grad()
-        output = model(inputs)
-        if output.shape == targets.shape:
-            loss = nn.functional.mse_loss(output, targets)
-        else:
-            loss = output.square().mean()
-        loss.backward()
-        optimizer.step()
-
-
-def held(trainer):
-    with trainer.full_model() as module:
-        return {key: value.clone() for key, value in module.state_dict().items()}
 
 
 def same(left, right):
@@ -242,19 +213,22 @@ def test_bad_input_is_an_error(subtests):
 # Several ranks: every rank runs all cases in sequence; the tests check the results.
 
 
-def scatter_and_merge(rank, name, placement):
+def scatter_and_merge(rank, name, place):
+    """Return parameters changed by scatter and merge, with no steps and with learning rate 0."""
     model, partition, shape = build(name)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
     if rank:  # rank 0's parameters are broadcast
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-    trainer = SubnetTrainer(model, frozen, partition, 2, placement=PLACEMENTS[placement])
+    last = dist.get_world_size() - 1
+    placement = {"sharded": Sharded(), "first": Central(0), "last": Central(last)}[place]
+    trainer = SubnetTrainer(model, frozen, partition, 2, placement=placement)
+    seen = [held(trainer)]
     train(trainer, trainer.optimizer, range(5), rank, shape)
     trainer.flush()
-    after = held(trainer)
-    weights = [key for key in before if "running" not in key and "num_" not in key]
-    return [key for key in weights if not torch.equal(before[key], after[key])]
+    seen.append(held(trainer))
+    return [key for each in seen for key in before if not torch.equal(before[key], each[key])]
 
 
 def several_dtypes(rank):
@@ -266,14 +240,6 @@ def several_dtypes(rank):
         trainer.subnet[0](torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
         trainer.optimizer.step()
     return same(held(trainer), before), trainer.round_index
-
-
-def momentum_of_all(rank):
-    model, partition, shape = build("mlp")
-    trainer = SubnetTrainer(model, sgd, partition, 3)
-    train(trainer, trainer.optimizer, range(8), rank, shape)
-    trainer.flush()
-    return held(trainer)
 
 
 def averaged(rank):
@@ -330,17 +296,6 @@ def reset_or_carried(rank):
     return found
 
 
-def bytes_of_rounds(rank):
-    model, partition, shape = build("mlp")
-    trainer = SubnetTrainer(model, lambda p: torch.optim.SGD(p, lr=0.1), partition, 1)
-    sent = [trainer.bytes_sent]
-    train(trainer, trainer.optimizer, range(1), rank, shape)
-    sent.append(trainer.bytes_sent)
-    held(trainer)
-    sent.append(trainer.bytes_sent)
-    return sent, trainer.payload_bytes
-
-
 def measured_together(rank):
     model, partition, shape = build("norms")
     trainer = SubnetTrainer(model, sgd, partition, 2)
@@ -352,45 +307,12 @@ def measured_together(rank):
         return [tensor.detach().clone() for tensor in found]
 
 
-def units_of_ranks(rank):
-    model, partition, shape = build("mlp")
-    trainer = SubnetTrainer(model, sgd, partition, 1)
-    before = trainer.units
-    train(trainer, trainer.optimizer, range(1), rank, shape)
-    return before, trainer.units
-
-
 def error_of(function):
     try:
         function()
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-def disagreements(rank):
-    def fails(**change):
-        arguments = {
-            "module": mlp(),
-            "optimizer_fn": sgd,
-            "partition": Partition(),
-            "interval": 2,
-            **change,
-        }
-        return error_of(lambda: SubnetTrainer(**arguments))
-
-    return [
-        fails(partition=Partition(seed=rank)),
-        fails(interval=2 + rank),
-        fails(placement=Sharded() if rank else Central()),
-        fails(scale=Scaled() if rank else Unscaled()),
-        fails(optimizer_fn=sgd if rank else adam),
-        fails(module=mlp(8 if rank else 9)),
-        fails(module=mlp(1)),
-        fails(
-            partition=Partition({"": SequentialChain(), "x": SequentialChain()} if rank else None)
-        ),
-    ]
 
 
 def unequal_steps(rank):
@@ -421,98 +343,62 @@ def state_of_some(rank):
 
 
 def all_cases(rank):
-    cases = {case: scatter_and_merge(rank, *case) for case in PLACED}
-    alone = [momentum_of_all, full_model_between_steps, resuming, reset_or_carried, bytes_of_rounds]
-    alone += [measured_together, units_of_ranks, several_dtypes, averaged]
+    cases = [full_model_between_steps, resuming, reset_or_carried]
+    cases += [measured_together, several_dtypes, averaged]
     if dist.get_world_size() > 1:
-        alone += [disagreements, unequal_steps, other_calls, state_of_some]
-    return cases | {case.__name__: case(rank) for case in alone}
+        cases += [unequal_steps, other_calls, state_of_some]
+    placed = {each: scatter_and_merge(rank, *each) for each in PLACED}
+    return placed | {case.__name__: case(rank) for case in cases}
 
 
-@functools.cache
-def outcome():
+@pytest.fixture(scope="module")
+def outcome(ranks):
     """Return by number of ranks what each rank has found."""
-    return run_sizes((1, 2, 3), all_cases)
+    return {size: ranks.run(size, all_cases) for size in (1, 2, 3)}
 
 
-def test_scatter_and_merge_alone_change_nothing(subtests):
-    for ranks, (name, place) in product(outcome().values(), PLACED):
+def test_scatter_and_merge_alone_change_nothing(outcome, subtests):
+    for ranks, (name, place) in product(outcome.values(), PLACED):
         with subtests.test(f"{len(ranks)} ranks, {name} {place}"):
             assert [rank[name, place] for rank in ranks] == [[]] * len(ranks)
 
 
-def test_every_dtype_is_sent_in_its_own_message(subtests):
-    for ranks in outcome().values():
+def test_every_dtype_is_sent_in_its_own_message(outcome, subtests):
+    for ranks in outcome.values():
         with subtests.test(f"{len(ranks)} ranks"):
             assert [rank["several_dtypes"] for rank in ranks] == [(True, 2)] * len(ranks)
 
 
-def test_training_equals_masked_training_of_the_full_model(subtests):
-    for ranks in outcome().values():
-        with subtests.test(f"{len(ranks)} ranks"):
-            model, partition, shape = build("mlp")
-            batches = [
-                [batch_of(step, rank, shape) for rank in range(len(ranks))] for step in range(8)
-            ]
-            cut_dims = partition.cut_dims(model)
-            draws = [partition.draw(cut_dims, round_index, len(ranks)) for round_index in range(3)]
-            train_together(model, MLP_LAYOUT, draws, batches, 3, Momentum(0.1, 0.9))
-            for rank in ranks:
-                assert same(rank["momentum_of_all"], ranks[0]["momentum_of_all"])
-                for key, expected in model.state_dict().items():
-                    found = rank["momentum_of_all"][key]
-                    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
-
-
-def test_averaged_outputs_are_the_mean_of_the_subnets(subtests):
-    for ranks in outcome().values():
+def test_averaged_outputs_are_the_mean_of_the_subnets(outcome, subtests):
+    for ranks in outcome.values():
         with subtests.test(f"{len(ranks)} ranks"):
             for given, begun, of_whole, mean_of_subnets in (rank["averaged"] for rank in ranks):
                 torch.testing.assert_close(begun, given, rtol=1e-15, atol=0)
                 torch.testing.assert_close(of_whole, mean_of_subnets, rtol=1e-12, atol=1e-14)
 
 
-def test_entering_full_model_does_not_change_training(subtests):
-    for ranks in outcome().values():
+def test_entering_full_model_does_not_change_training(outcome, subtests):
+    for ranks in outcome.values():
         with subtests.test(f"{len(ranks)} ranks"):
             assert [rank["full_model_between_steps"] for rank in ranks] == [(True, False, 2)] * len(
                 ranks
             )
 
 
-def test_a_run_resumes_bit_for_bit(subtests):
-    for ranks in outcome().values():
+def test_a_run_resumes_bit_for_bit(outcome, subtests):
+    for ranks in outcome.values():
         with subtests.test(f"{len(ranks)} ranks"):
             assert [rank["resuming"] for rank in ranks] == [True] * len(ranks)
 
 
-def test_optimizer_state_is_carried_or_reset(subtests):
-    for ranks in outcome().values():
+def test_optimizer_state_is_carried_or_reset(outcome, subtests):
+    for ranks in outcome.values():
         with subtests.test(f"{len(ranks)} ranks"):
             assert [rank["reset_or_carried"] for rank in ranks] == [[0, 6]] * len(ranks)
 
 
-def test_bytes_sent_match_the_formula(subtests):
-    for ranks in outcome().values():
-        with subtests.test(f"{len(ranks)} ranks"):
-            num = len(ranks)
-            parts = [
-                [(unit + 1) * h // num - unit * h // num for unit in range(num)] for h in (7, 13)
-            ]
-            inner = sum(a * b for a, b in zip(*parts, strict=True))
-            payload = 8 * (5 * 7 + 7 + inner + 13 + 13 * 3)
-            shared = 2 * (2 * 3 * 8) * (num - 1) // num  # the output's bias, in two halves
-            assert [rank["bytes_of_rounds"][1] for rank in ranks] == [payload] * num
-            first, after, later = (sum(r["bytes_of_rounds"][0][i] for r in ranks) for i in range(3))
-            assert later == after
-            assert first <= payload
-            # A round is a merge and a scatter; what stays on its rank differs between draws.
-            assert after - first <= 2 * payload + num * shared
-            assert after - first > (payload if num > 1 else -1)
-
-
-def test_statistics_are_measured_by_all_ranks_together(subtests):
-    for ranks in outcome().values():
+def test_statistics_are_measured_by_all_ranks_together(outcome, subtests):
+    for ranks in outcome.values():
         with subtests.test(f"{len(ranks)} ranks"):
             values = torch.cat(
                 [
@@ -528,48 +414,16 @@ def test_statistics_are_measured_by_all_ranks_together(subtests):
                 torch.testing.assert_close(variance, hidden.var(0), rtol=1e-12, atol=1e-12)
 
 
-def test_every_unit_is_assigned_to_one_rank_in_every_round(subtests):
-    for ranks in outcome().values():
-        with subtests.test(f"{len(ranks)} ranks"):
-            for at in (0, 1):
-                for name, units in (("0", 7), ("2", 13)):
-                    gathered = torch.cat([rank["units_of_ranks"][at][name] for rank in ranks])
-                    assert gathered.sort().values.tolist() == list(range(units))
-
-
-ERRORS = [
-    "all ranks must have the same partition, got Partition(rules=None, seed=0) on rank 0 and "
-    "Partition(rules=None, seed=1) on rank 1",
-    "all ranks must have the same interval, got 2 on rank 0 and 3 on rank 1",
-    "all ranks must have the same placement, got Central(rank=0) on rank 0 and Sharded() on rank 1",
-    "all ranks must have the same scale, got Unscaled() on rank 0 and Scaled() on rank 1",
-    "all ranks must have the same optimizer, got Adam on rank 0 and SGD on rank 1",
-    "all ranks must have the same tensor 0, got 0.weight float32 [9, 5] cpu on rank 0 and "
-    "0.weight float32 [8, 5] cpu on rank 1",
-    "0 with 1 units; leave it out of the rules or use fewer ranks",
-    ": rules must name submodules, got 'x', which matches none",
-]
-
-
-def test_different_arguments_are_refused_on_all_ranks(subtests):
-    for ranks in list(outcome().values())[1:]:
-        with subtests.test(f"{len(ranks)} ranks"):
-            for rank in ranks:
-                for found, error_text in zip(rank["disagreements"], ERRORS, strict=True):
-                    assert found.startswith("DisagreementError: ")
-                    assert error_text in found
-
-
-def test_a_rank_without_batches_waits_in_flush_and_takes_part_in_merges(subtests):
-    for ranks in list(outcome().values())[1:]:
+def test_a_rank_without_batches_waits_in_flush_and_takes_part_in_merges(outcome, subtests):
+    for ranks in list(outcome.values())[1:]:
         with subtests.test(f"{len(ranks)} ranks"):
             rounds, models = zip(*(rank["unequal_steps"] for rank in ranks), strict=True)
             assert set(rounds) == {4}
             assert all(same(model, models[0]) for model in models)
 
 
-def test_different_calls_are_an_error_on_all_ranks(subtests):
-    for ranks in list(outcome().values())[1:]:
+def test_different_calls_are_an_error_on_all_ranks(outcome, subtests):
+    for ranks in list(outcome.values())[1:]:
         with subtests.test(f"{len(ranks)} ranks"):
             for rank in ranks:
                 error_text, rounds = rank["other_calls"]
@@ -581,27 +435,11 @@ def test_different_calls_are_an_error_on_all_ranks(subtests):
                 assert rounds == 1
 
 
-def test_optimizer_state_missing_on_some_ranks_is_an_error(subtests):
-    for ranks in list(outcome().values())[1:]:
+def test_optimizer_state_missing_on_some_ranks_is_an_error(outcome, subtests):
+    for ranks in list(outcome.values())[1:]:
         with subtests.test(f"{len(ranks)} ranks"):
             for rank in ranks:
                 assert (
                     "optimizer state for the same parameters, got different ones on ranks 0 and 1"
                     in rank["state_of_some"]
                 )
-
-
-def dies(rank):
-    trainer = SubnetTrainer(mlp().double(), sgd, Partition(), 2)
-    train(trainer, trainer.optimizer, range(2), rank, (4, 5))
-    if rank == 1:
-        os._exit(3)
-    train(trainer, trainer.optimizer, range(2), rank, (4, 5))
-
-
-def test_a_dead_rank_is_an_error_not_a_hang():
-    survivor, dead = observe_ranks(2, dies, group_timeout=5)
-    assert dead.exit_code == 3
-    assert survivor.error.startswith(
-        "PeerError: rank 0, step 4: the all-gather failed: rank 1 died"
-    )

@@ -1,7 +1,6 @@
 """Variations of the training loop: closures, gradient scaling, accumulation, errors, resuming."""
 
 import copy
-import functools
 import pickle
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 from pyparallel import SubnetTrainer
 from pyparallel.subnets import Partition, ResetState, SequentialChain
 from tests.subnets.helpers.models import mlp
-from tests.subnets.helpers.sizes import run_sizes
+from tests.subnets.helpers.training import held
 
 
 def sgd(parameters):
@@ -44,11 +43,6 @@ def train(trainer, steps, rank):
         trainer.optimizer.zero_grad()
         loss_of(trainer, batch_of(step, rank)).backward()
         trainer.optimizer.step()
-
-
-def held(trainer):
-    with trainer.full_model() as module:
-        return {key: value.clone() for key, value in module.state_dict().items()}
 
 
 def gap(left, right):
@@ -281,8 +275,6 @@ def in_inference_mode(rank):
 
 
 def all_cases(rank):
-    if dist.get_world_size() == 4:
-        return in_a_part_of_the_group(rank)
     cases = [plain, *SAME, frozen, tied, never_trained, copied, with_first_state, scheduled]
     cases.append(in_inference_mode)
     found = {case.__name__: case(rank) for case in cases}
@@ -290,45 +282,41 @@ def all_cases(rank):
     return found | {dtype: of_dtype(rank, dtype) for dtype in dtypes}
 
 
-@functools.cache
-def outcome():
-    return run_sizes((2, 4), all_cases)
+@pytest.fixture(scope="module")
+def outcomes(ranks):
+    return ranks.run(2, all_cases)
 
 
-def ranks():
-    return outcome()[2]
-
-
-def test_variations_of_the_loop_train_the_same(subtests):
+def test_variations_of_the_loop_train_the_same(outcomes, subtests):
     for loop in [case.__name__ for case in SAME]:
         with subtests.test(str(loop)):
-            for rank in ranks():
+            for rank in outcomes:
                 # Accumulation sums the halves of a batch in another order.
                 assert gap(rank[loop], rank["plain"]) <= (
                     1e-14 if loop == "with_accumulation" else 0
                 )
-            assert gap(ranks()[0]["plain"], ranks()[1]["plain"]) == 0
+            assert gap(outcomes[0]["plain"], outcomes[1]["plain"]) == 0
 
 
-def test_frozen_parameters_are_cut_and_unchanged():
-    for rank in ranks():
+def test_frozen_parameters_are_cut_and_unchanged(outcomes):
+    for rank in outcomes:
         assert {key for key, same in rank["frozen"].items() if same} == {"2.weight", "4.bias"}
 
 
-def test_ranks_count_their_own_steps_and_tied_parameters_stay_tied():
-    (first, *_), (second, *_) = (rank["tied"] for rank in ranks())
+def test_ranks_count_their_own_steps_and_tied_parameters_stay_tied(outcomes):
+    (first, *_), (second, *_) = (rank["tied"] for rank in outcomes)
     assert (first, second) == ({5.0}, {2.0})
-    assert [rank["tied"][1] for rank in ranks()] == [3, 3]
-    assert gap(*(rank["tied"][2] for rank in ranks())) == 0
+    assert [rank["tied"][1] for rank in outcomes] == [3, 3]
+    assert gap(*(rank["tied"][2] for rank in outcomes)) == 0
 
 
-def test_modules_of_any_dtype(subtests):
+def test_modules_of_any_dtype(outcomes, subtests):
     for dtype in [torch.float64, torch.bfloat16, torch.float16]:
         with subtests.test(str(dtype)):
-            for rank in ranks():
+            for rank in outcomes:
                 begun, ended, state = rank[dtype]
                 assert state == {dtype}
-                assert gap(ended, ranks()[0][dtype][1]) == 0
+                assert gap(ended, outcomes[0][dtype][1]) == 0
                 for key, value in ended.items():
                     weighs = key not in {"mask", "places"}
                     assert value.dtype == begun[key].dtype
@@ -340,16 +328,16 @@ def test_modules_of_any_dtype(subtests):
                 )
 
 
-def test_rounds_without_steps_are_skipped_and_ranks_without_batches_take_part():
-    for rank in ranks():
+def test_rounds_without_steps_are_skipped_and_ranks_without_batches_take_part(outcomes):
+    for rank in outcomes:
         empty, rounds, learned = rank["never_trained"]
         assert empty == (0, 0)
         assert rounds == 2
         assert learned > 0
 
 
-def test_parts_of_a_group_train_independently():
-    found = outcome()[4]
+def test_parts_of_a_group_train_independently(ranks):
+    found = ranks.run(4, in_a_part_of_the_group)
     for pair in (found[:2], found[2:]):
         for name, units in (("0", 7), ("2", 13)):
             assert torch.cat([kept[name] for kept, _ in pair]).sort().values.tolist() == list(
@@ -359,8 +347,8 @@ def test_parts_of_a_group_train_independently():
     assert gap(found[0][1], found[2][1]) > 0
 
 
-def test_a_trainer_is_not_copied_but_its_subnet_is():
-    for rank in ranks():
+def test_a_trainer_is_not_copied_but_its_subnet_is(outcomes):
+    for rank in outcomes:
         error_texts, shape = rank["copied"]
         assert (
             error_texts
@@ -373,13 +361,13 @@ def test_a_trainer_is_not_copied_but_its_subnet_is():
         assert shape == (8, 3)
 
 
-def test_state_starts_at_the_optimizers_initial_value():
-    assert all(rank["with_first_state"] >= 2.0 for rank in ranks())
+def test_state_starts_at_the_optimizers_initial_value(outcomes):
+    assert all(rank["with_first_state"] >= 2.0 for rank in outcomes)
 
 
-def test_learning_rate_schedules_continue_through_merges():
-    assert all(rank["scheduled"] == [0.00125, 0.00125] for rank in ranks())
+def test_learning_rate_schedules_continue_through_merges(outcomes):
+    assert all(rank["scheduled"] == [0.00125, 0.00125] for rank in outcomes)
 
 
-def test_flush_and_loading_may_be_in_inference_mode():
-    assert [rank["in_inference_mode"] for rank in ranks()] == [0, 0]
+def test_flush_and_loading_may_be_in_inference_mode(outcomes):
+    assert [rank["in_inference_mode"] for rank in outcomes] == [0, 0]

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from pyparallel.pipeline import Farthest, Interlocking, Kind, LinearHead, Mean, PipelineTrainer
-from tests.workers import run_ranks
 
 NUM_STAGES, NUM_STEPS = 4, 9
 # How many steps a stage finishes before the last one's backward of the first: it is one step ahead
@@ -89,8 +88,8 @@ def race_all(rank, folder):
 
 
 @pytest.fixture(scope="module")
-def races(tmp_path_factory):
-    return run_ranks(NUM_STAGES, race_all, str(tmp_path_factory.mktemp("races")), time_limit=200)
+def races(ranks, tmp_path_factory):
+    return ranks.run(NUM_STAGES, race_all, str(tmp_path_factory.mktemp("races")), time_limit=200)
 
 
 def test_a_slow_stage_delays_another_no_sooner_than_the_window_allows(races, subtests):

@@ -1,6 +1,5 @@
 """Interlocking stages of any kind train like the reference."""
 
-import copy
 import itertools
 
 import pytest
@@ -20,16 +19,13 @@ from tests.pipeline.interlocking.jobs import (
     RULES,
     WINDOWS,
     WITH_DROPOUT,
-    AnyHead,
     Case,
-    Trained,
     assert_same,
     chain,
     expected,
     interlock,
     language_calls,
     language_layers,
-    of_all_ranks,
     same,
     state_of,
     token_loss,
@@ -39,9 +35,10 @@ from tests.pipeline.interlocking.jobs import (
     values_of,
 )
 from tests.pipeline.interlocking.reference import ReferenceTrainer
-from tests.pipeline.models import OPTIMIZERS, build_calls, build_layers
-from tests.workers import run_ranks
+from tests.pipeline.jobs import DEEP, Trained, train_on
+from tests.pipeline.models import OPTIMIZERS, build_calls
 
+RANKS = {DEEP: OVER_RANKS, (2, 2): OF_TWO}  # stages, ranks
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
@@ -58,18 +55,13 @@ def test_one_process_trains_like_the_reference_in_every_other_case(subtests):
             assert_same(train_case(case, 4), expected(case, 4), TOLERANCE[case.dtype])
 
 
-def test_four_ranks_train_like_the_reference(subtests):
-    for case in OVER_RANKS:
+@pytest.mark.parametrize("size", RANKS, ids="{0[1]} ranks".format)
+def test_ranks_train_like_the_reference(size, ranks, subtests):
+    cases = RANKS[size]
+    for case, found in zip(cases, train_on(ranks, size, train_case, cases), strict=True):
         with subtests.test(case=str(case)):
-            found = of_all_ranks(4, train_case, case)
-            assert_same(found, expected(case, 4), TOLERANCE[case.dtype])
-
-
-def test_two_ranks_train_like_the_reference(subtests):
-    for case in OF_TWO:
-        with subtests.test(case=str(case)):
-            assert_same(of_all_ranks(2, train_case, case), expected(case, 2))
-            assert_same(train_case(case, 2), expected(case, 2))
+            assert_same(found, expected(case, size[0]), TOLERANCE[case.dtype])
+            assert_same(train_case(case, size[0]), found, TOLERANCE[case.dtype])
 
 
 def test_a_single_stage_has_no_heads_and_trains_plainly(subtests):
@@ -78,11 +70,12 @@ def test_a_single_stage_has_no_heads_and_trains_plainly(subtests):
             assert_same(train_case(case, 1), expected(case, 1))
 
 
-def test_dropout_draws_what_it_draws_without_a_pipeline(subtests):
-    for case in WITH_DROPOUT:
+def test_dropout_draws_what_it_draws_without_a_pipeline(ranks, subtests):
+    trained = train_on(ranks, DEEP, train_case, WITH_DROPOUT)
+    for case, found in zip(WITH_DROPOUT, trained, strict=True):
         with subtests.test(case=str(case)):
             assert_same(train_case(case, 4), expected(case, 4))
-            assert_same(of_all_ranks(4, train_case, case), expected(case, 4, seeded=True))
+            assert_same(found, expected(case, 4, seeded=True))
 
 
 def test_losses_in_evaluation_are_the_models_with_any_window():
@@ -167,14 +160,15 @@ def test_batch_norm_sees_each_microbatch_once():
     for window in WINDOWS:
         case = Case(window, num_microbatches=3)
         *_, count = train_case(case, 4).state["1.module"]
-        assert count == 8 * 3
+        assert count == 5 * 3
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_heads_may_share_the_embedding(window):
-    wanted = train_tied_reference(window)
-    assert_same(of_all_ranks(4, train_tied, window), wanted)
-    assert_same(train_tied(window, 4), wanted)
+def test_heads_may_share_the_embedding(ranks):
+    windows = [1, 3]
+    for window, found in zip(windows, train_on(ranks, DEEP, train_tied, windows), strict=True):
+        wanted = train_tied_reference(window)
+        assert_same(found, wanted)
+        assert_same(train_tied(window, 4), wanted)
 
 
 class Tied(nn.Module):
@@ -197,10 +191,11 @@ def train_tied_reference(window):
     return Trained([model.step(*call) for call in language_calls()], model.state())
 
 
-def test_heads_are_built_the_same_on_ranks_and_in_one_process():
+def test_heads_are_built_the_same_on_ranks_and_in_one_process(ranks):
     torch.manual_seed(0)
     wanted = train_built(5, 4)
-    assert_same(of_all_ranks(4, train_built, 5), wanted)
+    (found,) = train_on(ranks, DEEP, train_built, [5])
+    assert_same(found, wanted)
     assert train_built(6, 4).losses != wanted.losses
 
 
@@ -285,44 +280,6 @@ def build_reference(stages, heads, window, losses):
     return ReferenceTrainer(
         stages, heads, mse_loss, OPTIMIZERS["momentum"], window, RULES[losses], num_microbatches=1
     )
-
-
-def test_ranks_resume_from_a_state_bitwise():
-    assert run_ranks(2, resume) == [{1: True, 2: True}] * 2
-
-
-def resume(rank):
-    return {window: resumes(window) for window in (1, 2)}
-
-
-def resumes(window):
-    def build(seed):
-        layers = [*build_layers()[:5], nn.Dropout(0.2), *build_layers()[5:]]
-        torch.manual_seed(seed)
-        heads = [nn.Sequential(AnyHead(), nn.Dropout(0.2)).double()]
-        return PipelineTrainer(
-            layers, mse_loss, OPTIMIZERS["AdamW"], Interlocking(window, heads), num_microbatches=3,
-            split=[7], scheduler_fn=lambda optimizer: StepLR(optimizer, 2, 0.5),
-        )  # fmt: skip
-
-    trainer, calls = build(1), build_calls(8, 13)
-    for call in calls[:3]:
-        trainer.step(*call)
-    trainer.flush()
-    state = copy.deepcopy(trainer.state_dict())
-    generator = torch.get_rng_state()
-    losses = [trainer.step(*call) for call in calls[3:]]
-    trainer.flush()
-    other = build(2)
-    other.prepare(*calls[0])
-    other.load_state_dict(state)
-    torch.set_rng_state(generator)
-    again = [other.step(*call) for call in calls[3:]]
-    other.flush()
-    rates = [each.stages[0].optimizer.param_groups[0]["lr"] for each in (trainer, other)]
-    assert rates == [0.01 / 16] * 2
-    left, right = state_of(trainer), state_of(other)
-    return losses == again and all(same(left[name], right[name]) for name in left)
 
 
 def test_a_state_cannot_be_loaded_before_the_stages_are_built():

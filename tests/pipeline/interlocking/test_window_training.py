@@ -41,62 +41,6 @@ def test_the_whole_window_is_plain_training(subtests):
                 torch.testing.assert_close(modules, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_a_window_of_one_trains_each_stage_by_itself():
-    """A stage learns from its own loss on its inputs, whatever the later stages do."""
-    case = Case(1, num_microbatches=1)
-    layers, heads = case.layers(), [*case.heads(4), nn.Identity()]
-    stages = [nn.Sequential(*layers[3 * s : 3 * s + 3]) for s in range(4)]
-    calls = list(itertools.chain(*case.calls))
-    stage_inputs = [inputs for inputs, _ in calls]
-    for stage, head in zip(stages, heads, strict=True):
-        optimizer = OPTIMIZERS["momentum"]([*stage.parameters(), *head.parameters()])
-        outputs = []
-        for value, (_, target) in zip(stage_inputs, calls, strict=True):
-            output = stage(value)
-            mse_loss(head(output), target).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            single = isinstance(output, torch.Tensor)
-            outputs.append(output.detach() if single else tuple(each.detach() for each in output))
-        stage_inputs = outputs
-    wanted = {f"{s}.module": values_of(stage) for s, stage in enumerate(stages)}
-    wanted |= {f"{s}.head": values_of(head) for s, head in enumerate(heads[:3])}
-    torch.testing.assert_close(train_case(case, 4).state, wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_a_window_of_two_is_the_pairwise_rule():
-    """Each module learns from the loss of the next one."""
-    stages, heads = chain()
-    all_heads = [*heads, nn.Identity()]
-    optimizers = [
-        OPTIMIZERS["momentum"]([*stage.parameters(), *head.parameters()])
-        for stage, head in zip(stages, all_heads, strict=True)
-    ]
-    calls = build_calls(6, 12)
-    for inputs, target in calls:
-        value, last = inputs, None
-        for stage, head in zip(stages, all_heads, strict=True):
-            value = value.detach().requires_grad_()
-            output = stage(value)
-            head_input = output.detach().requires_grad_()
-            loss = mse_loss(head(head_input), target)
-            loss.backward()
-            (gradient,) = torch.autograd.grad(output, value, head_input.grad, retain_graph=True)
-            if last is not None:
-                last.backward(gradient)
-            value, last = output, output
-        last.backward(head_input.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    our_stages, our_heads = chain()
-    trainer = interlock(our_stages, our_heads, 2)
-    for call in calls:
-        trainer.step(*call)
-    for found, wanted in zip([*our_stages, *our_heads], [*stages, *heads], strict=True):
-        torch.testing.assert_close(values_of(found), values_of(wanted), rtol=1e-12, atol=1e-12)
-
-
 def gold(window, losses, num_stages):
     """Train multipliers 2, 3, 4, 5 of ones on a cross entropy, the last on a tenth of the sum."""
 

@@ -8,7 +8,6 @@ from pyparallel.compression import AttachPoint, Cast, CorruptMessageError, Error
 from pyparallel.pipeline import GPipe, Interleaved, PipelineTrainer, PipeOptim, StageError
 from pyparallel.pipeline.messages.codec import Codec
 from tests.compression.catalog import CATALOG
-from tests.workers import run_ranks
 
 STREAM = "activations for stage 1"
 INT8 = Codec(Int8(), rank=0)
@@ -195,9 +194,9 @@ def train_all(rank):
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(ranks):
     """Return the results of all trainings on each rank, and the errors of the bad ones."""
-    return run_ranks(2, train_all)
+    return ranks.run(2, train_all)
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "mask"], ids=str)

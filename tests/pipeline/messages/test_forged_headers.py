@@ -8,59 +8,35 @@ from pyparallel.pipeline import GPipe, PipelineTrainer, StageError
 from pyparallel.pipeline.messages import format as wire_format
 from pyparallel.pipeline.messages.format import Header
 from tests.pipeline.messages.headers import write_checksum
-from tests.workers import observe_ranks
 
 NUM_MICROBATCHES = 2
 STREAM, NUMBER, RECEIVED, COUNT, VIA_HOST, CHECKSUM = range(6)
 DTYPE, GRADIENT, DIMENSIONS, SIZE = range(9, 13)
+# More of them: test_format.py.
 # A word of the header of a float32 tensor (3, 4) that requires a gradient, and what it becomes.
 # Corrupt: its checksum is that of the header before.
 CORRUPT = {
     "another stream": (STREAM, 0),
-    "a negative stream": (STREAM, -5),
-    "a stream of 2**40": (STREAM, 2**40),
     "another number": (NUMBER, 1),
-    "a negative number": (NUMBER, -7),
-    "a number of 2**62": (NUMBER, 2**62),
     "a negative count of received messages": (RECEIVED, -1),
-    "2**40 received messages": (RECEIVED, 2**40),
-    "no tensors": (COUNT, 0),
-    "a tuple for a tensor, or a tensor for one": (COUNT, lambda count: 5 - count),
-    "two tensors": (COUNT, 4),
     "2**62 tensors": (COUNT, 2**62),
-    "a negative count": (COUNT, -9),
     "a failure": (COUNT, -1),
-    "the lowest count": (COUNT, -(2**63)),
     "via the host": (VIA_HOST, 1),
     "another checksum": (CHECKSUM, 0),
-    "another dtype of as many bytes": (DTYPE, 5),
     "an unknown dtype": (DTYPE, 99),
-    "another gradient flag": (GRADIENT, lambda flag: 1 - flag),
     "another shape of as many bytes": (DIMENSIONS, 1),
-    "a smaller tensor": (SIZE, 2),
-    "a larger tensor": (SIZE, 3000),
-    "a negative size": (SIZE, -3),
-    "a size of 2**40": (SIZE, 2**40),
     "a size that overflows": (SIZE, 2**62),
 }
 # Forged: with the checksum that belongs to it.
 FORGED = {
     "another stream": (STREAM, 0, "sent a message of stream 0 where 3 was expected"),
-    "a negative stream": (STREAM, -5, "sent a message of stream -5 where 1 was expected"),
-    "a stream of 2**40": (STREAM, 2**40, f"sent a message of stream {2**40} where 3 was"),
     "a negative count of received messages": (RECEIVED, -1, "got one with -1 messages received"),
-    "2**40 received messages": (RECEIVED, 2**40, f"got one with {2**40} messages received, of"),
     "2**62 tensors": (COUNT, 2**62, f"got one with a count of {2**62}"),
-    "the lowest count": (COUNT, -(2**63), "got one with a "),
     "another place": (VIA_HOST, 7, "and a place of 7"),
     "an unknown dtype": (DTYPE, 99, "got one with a tensor of dtype 99"),
-    "a negative dtype": (DTYPE, -1, "got one with a tensor of dtype -1"),
     "neither with nor without a gradient": (GRADIENT, 2, "got one with a tensor of"),
     "124 dimensions": (DIMENSIONS, 124, "got one with a tensor of"),
-    "negative dimensions": (DIMENSIONS, -1, "got one with a tensor of"),
-    "a negative size": (SIZE, -3, "got one with a tensor of"),
     "a size of 2**40": (SIZE, 2**40, "bytes, more than this machine's memory"),
-    "a size that overflows": (SIZE, 2**62, "bytes, more than this machine's memory"),
 }
 
 
@@ -124,12 +100,8 @@ def try_all(rank):
     return found, max(allocated)
 
 
-def test_a_forged_header_is_an_error_that_names_its_sender_on_both_ranks(subtests):
-    assert len(CORRUPT) >= 18
-    outcomes = observe_ranks(2, try_all, time_limit=120, group_timeout=20)
-    failed = [f"{outcome.error}\n{outcome.log}" for outcome in outcomes if outcome.error]
-    assert not failed, "\n".join(failed)
-    (first, first_bytes), (second, second_bytes) = (outcome.value for outcome in outcomes)
+def test_a_forged_header_is_an_error_that_names_its_sender_on_both_ranks(ranks, subtests):
+    (first, first_bytes), (second, second_bytes) = ranks.run(2, try_all, time_limit=120)
     for (kind, name, sender), error in first.items():
         with subtests.test(f"{kind}: {name}, by rank {sender}"):
             receiver = 1 - sender

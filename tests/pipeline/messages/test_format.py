@@ -120,6 +120,15 @@ MALFORMED = {  # index of a word of a header of one float32 (2, 3), and what it 
 }
 
 
+def test_every_changed_word_is_a_wrong_checksum():
+    for index in range(HEADER_WORDS):
+        for flipped in (1, 2**40, -(2**63)):
+            header = Header(3, 7, 11, describe(torch.ones(2, 3)), single=True).to_tensor()
+            header[index] ^= flipped
+            with pytest.raises(ValueError, match=r"^a wrong checksum$"):
+                read_header(header)
+
+
 def test_malformed_headers_are_refused(subtests):
     for name, (index, words) in MALFORMED.items():
         for word in words:

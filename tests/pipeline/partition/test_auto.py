@@ -7,7 +7,6 @@ from torch import nn
 from pyparallel.comm import DisagreementError
 from pyparallel.pipeline.partition.auto import check_split, split_automatically
 from tests.pipeline.clock import Clock, Takes
-from tests.workers import run_ranks
 
 
 def test_good_splits(subtests):
@@ -112,8 +111,8 @@ def work(rank):
 
 
 @pytest.fixture(scope="module")
-def results():
-    return run_ranks(2, work)
+def results(ranks):
+    return ranks.run(2, work)
 
 
 def test_all_ranks_have_the_split_of_rank_0(results):

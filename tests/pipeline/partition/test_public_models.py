@@ -28,7 +28,6 @@ from tests.pipeline.partition.public_models import (
     next_token_loss,
     padded,
 )
-from tests.workers import run_ranks
 
 SPLITS = {2: [2], 4: [1, 3, 4]}  # of five layers
 FLUSHING = [GPipe(), OneForwardOneBackward()]
@@ -182,8 +181,8 @@ def train_all(rank, num_stages):
 
 
 @cache
-def results(num_stages, num_ranks):
-    return run_ranks(num_ranks, train_all, num_stages, time_limit=150)
+def results(ranks, num_stages, num_ranks):
+    return ranks.run(num_ranks, train_all, num_stages, time_limit=150)
 
 
 SIZES = pytest.mark.parametrize(
@@ -196,8 +195,8 @@ def assert_close(found, wanted):
 
 
 @SIZES
-def test_language_models_train_as_the_unsplit_ones(num_stages, num_ranks):
-    every = results(num_stages, num_ranks)
+def test_language_models_train_as_the_unsplit_ones(num_stages, num_ranks, ranks):
+    every = results(ranks, num_stages, num_ranks)
     cases = [(family, schedule) for family in LANGUAGE_MODELS for schedule in FLUSHING]
     for index, (family, _) in enumerate(cases):
         model, losses, evaluated = language_model_alone(family)
@@ -208,8 +207,8 @@ def test_language_models_train_as_the_unsplit_ones(num_stages, num_ranks):
 
 
 @SIZES
-def test_a_llama_streams_as_its_reference(num_stages, num_ranks):
-    every = results(num_stages, num_ranks)
+def test_a_llama_streams_as_its_reference(num_stages, num_ranks, ranks):
+    every = results(ranks, num_stages, num_ranks)
     for index, schedule in enumerate(STREAMING):
         wanted = reference_of(schedule, num_stages)
         assert every[-1][1][index][0] == pytest.approx(wanted.losses, rel=1e-12)
@@ -219,8 +218,8 @@ def test_a_llama_streams_as_its_reference(num_stages, num_ranks):
 
 
 @SIZES
-def test_resnets_train_as_the_unsplit_ones(num_stages, num_ranks):
-    every = results(num_stages, num_ranks)
+def test_resnets_train_as_the_unsplit_ones(num_stages, num_ranks, ranks):
+    every = results(ranks, num_stages, num_ranks)
     for index, name in enumerate(RESNETS):
         state, losses = resnet_alone(name)
         assert every[-1][2][index][0] == pytest.approx(losses, rel=1e-12)

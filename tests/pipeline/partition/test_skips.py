@@ -145,21 +145,27 @@ def check_equal(actual, expected):
     torch.testing.assert_close(actual[2], expected[2], rtol=1e-12, atol=1e-12)
 
 
+def train_each(rank, cases, split):
+    return [train(rank, schedule, split, *options) for schedule, *options in cases]
+
+
+def train_on(ranks, num_ranks, cases):
+    """Return of each case, a schedule and options, what each rank returns."""
+    args = cases, SPLITS[num_ranks]
+    found = [train_each(0, *args)] if num_ranks == 1 else ranks.run(num_ranks, train_each, *args)
+    return list(zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_schedules_that_flush_train_as_the_unsplit_model(num_ranks, ranks, subtests):
-    for schedule in FLUSHING:
-        for options in ((None, 1), (0.1, 1), (0.1, 3)):  # norm, accumulated steps
-            with subtests.test(f"{schedule} {options}"):
-                args = schedule, SPLITS[num_ranks], *options
-                outcomes = run(ranks, num_ranks, train, *args)
-                check_equal(merge(outcomes), train_unsplit(*options))
-                copies = [state for _, state, _ in outcomes]
-                owned, copy = copies[0]["0.weight"], copies[-1]["6.weight"]
-                assert torch.equal(owned, copy)
-
-
-def run(ranks, num_ranks, job, *args):
-    return [job(0, *args)] if num_ranks == 1 else ranks.run(num_ranks, job, *args)
+    options = (None, 1), (0.1, 1), (0.1, 3)  # norm, accumulated steps
+    cases = [(schedule, *each) for schedule in FLUSHING for each in options]
+    for case, outcomes in zip(cases, train_on(ranks, num_ranks, cases), strict=True):
+        with subtests.test(str(case)):
+            check_equal(merge(outcomes), train_unsplit(*case[1:]))
+            copies = [state for _, state, _ in outcomes]
+            owned, copy = copies[0]["0.weight"], copies[-1]["6.weight"]
+            assert torch.equal(owned, copy)
 
 
 class Carried(nn.Module):
@@ -193,9 +199,9 @@ def build_reference_layers():
 def test_schedules_that_do_not_flush_carry_the_weight_that_the_first_stage_reads(
     num_ranks, ranks, subtests
 ):
-    for schedule, max_norm in STREAMING:
+    trained = train_on(ranks, num_ranks, STREAMING)
+    for (schedule, max_norm), outcomes in zip(STREAMING, trained, strict=True):
         with subtests.test(f"{schedule}"):
-            outcomes = run(ranks, num_ranks, train, schedule, SPLITS[num_ranks], max_norm)
             losses, state, _ = merge(outcomes)
             expected = reference.train_in_one_process(
                 build_reference_layers, SPLITS[num_ranks], loss_fn, sgd, schedule, [batches()],

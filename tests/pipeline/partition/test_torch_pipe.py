@@ -10,7 +10,6 @@ from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 from pyparallel.pipeline import GPipe, PipelineTrainer
 from pyparallel.pipeline.partition.torch_pipe import layers_and_split
-from tests.workers import run_ranks
 
 
 class Chain(nn.Module):
@@ -29,14 +28,15 @@ def sgd(parameters):
 
 def train(rank, kind):
     """Return the losses of the pipeline and of the unsplit model."""
-    warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its tracing
     torch.manual_seed(0)
     model = Chain()
     whole = copy.deepcopy(model)
     inputs, target = torch.randn(6, 4), torch.randn(6, 2)
     if kind == "pipe":
         points = {"second": SplitPoint.BEGINNING}
-        stages = pipeline(model, mb_args=(torch.randn(2, 4),), split_spec=points)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its tracing
+            stages = pipeline(model, mb_args=(torch.randn(2, 4),), split_spec=points)
     else:
         part = nn.Sequential(model.first, nn.Tanh()) if rank == 0 else model.second
         stages = PipelineStage(part, rank, 2, torch.device("cpu"))
@@ -70,8 +70,8 @@ def name_twice(rank):
     return errors
 
 
-def test_stages_that_are_not_of_one_model_have_no_state_of_the_whole():
-    first, second = run_ranks(2, name_twice)
+def test_stages_that_are_not_of_one_model_have_no_state_of_the_whole(ranks):
+    first, second = ranks.run(2, name_twice)
     assert first == second
 
 
@@ -79,8 +79,8 @@ def train_both(rank):
     return {kind: train(rank, kind) for kind in ("pipe", "stage")}
 
 
-def test_trains_as_the_unsplit_model():
-    for kind, (losses, expected) in run_ranks(2, train_both)[1].items():
+def test_trains_as_the_unsplit_model(ranks):
+    for kind, (losses, expected) in ranks.run(2, train_both)[1].items():
         assert losses == pytest.approx(expected), kind
 
 

@@ -7,22 +7,14 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from pyparallel.pipeline import Displacement, PipelineTrainer, Schedule, StageError
+from pyparallel.pipeline import PipelineTrainer, Schedule, StageError
 from tests.pipeline import reference
-from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING
-from tests.pipeline.jobs import CORRECTED, PREDICTING, Trained, train
+from tests.pipeline.every_schedule import FLUSHING, one_of_each_kind_first
+from tests.pipeline.jobs import DEEP, IN_ANY_DTYPE, Trained, run_on, train, train_on
 from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls, build_layers
-from tests.pipeline.oracles import LastStep
-from tests.workers import run_ranks
 
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
-NUM_STAGES = 4
 STREAMS = [build_calls(3, 12, FLOAT), build_calls(1, 12, FLOAT)]
-SCHEDULES = [
-    replace(each, prediction=Displacement(LastStep())) if isinstance(each, PREDICTING) else each
-    for each in EVERY_SCHEDULE
-    if each != CORRECTED
-]
 SGD = OPTIMIZERS["momentum"]
 
 
@@ -47,22 +39,17 @@ class Observed(nn.Module):
         self.seen.add(("backward", torch.is_autocast_enabled("cpu"), gradient.dtype))
 
 
-def train_all(rank: int) -> list[Trained]:
+def train_in_autocast(schedule: Schedule, num_stages: int) -> Trained:
     with autocast():
-        return [
-            train(each, build_layers(FLOAT), SPLITS[NUM_STAGES], SGD, STREAMS) for each in SCHEDULES
-        ]
+        return train(schedule, build_layers(FLOAT), SPLITS[num_stages], SGD, STREAMS)
 
 
-def observe_all(rank: int) -> list[set]:
-    found = []
-    for schedule in SCHEDULES:
-        observed = Observed()
-        layers = [nn.Linear(6, 6), nn.Linear(6, 6), observed, nn.Linear(6, 2)]
-        with autocast():
-            train(schedule, layers, [1, 2, 3], SGD, STREAMS)
-        found.append(observed.seen)
-    return found
+def observe(schedule: Schedule, num_stages: int) -> set:
+    observed = Observed()
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6), observed, nn.Linear(6, 2)]
+    with autocast():
+        train(schedule, layers, [1, 2, 3], SGD, STREAMS)
+    return observed.seen
 
 
 class Autocast(nn.Module):
@@ -85,7 +72,7 @@ def loss_in_autocast(output, target):
 def expected(schedule: Schedule) -> Trained:
     done = reference.train_in_one_process(
         lambda: [Autocast(layer) for layer in build_layers(FLOAT)],
-        SPLITS[NUM_STAGES], loss_in_autocast, SGD, schedule, STREAMS, 4,
+        SPLITS[4], loss_in_autocast, SGD, schedule, STREAMS, 4,
     )  # fmt: skip
     state = {name.replace(".layer.", "."): value for name, value in done.state.items()}
     return Trained(done.losses, state)
@@ -108,26 +95,29 @@ def unsplit() -> Trained:
     return replace(done, state=model.state_dict())
 
 
-def test_steps_inside_autocast_are_those_of_the_unsplit_model(subtests):
-    ranks = run_ranks(NUM_STAGES, train_all)
+@one_of_each_kind_first(IN_ANY_DTYPE)
+def test_steps_inside_autocast_are_those_of_the_unsplit_model(schedules, ranks, subtests):
     plain = unsplit()
-    for index, schedule in enumerate(SCHEDULES):
+    trained = train_on(ranks, DEEP, train_in_autocast, schedules)
+    for schedule, found in zip(schedules, trained, strict=True):
         with subtests.test(schedule=schedule):
-            state = {k: v for rank in ranks for k, v in rank[index].state.items()}
             wanted = plain if schedule in FLUSHING else expected(schedule)
-            assert ranks[-1][index].losses == pytest.approx(wanted.losses, rel=1e-6)
-            torch.testing.assert_close(state, wanted.state, rtol=0, atol=0)
+            assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
+            torch.testing.assert_close(found.state, wanted.state, rtol=0, atol=0)
 
 
-def test_backwards_are_outside_of_autocast_and_activations_are_sent_in_bfloat16(subtests):
-    found = run_ranks(NUM_STAGES, observe_all)[2]
-    for schedule, seen in zip(SCHEDULES, found, strict=True):
+@one_of_each_kind_first(IN_ANY_DTYPE)
+def test_backwards_are_outside_of_autocast_and_activations_are_sent_in_bfloat16(
+    schedules, ranks, subtests
+):
+    of_schedules = run_on(ranks, DEEP, observe, schedules)
+    for schedule, of_ranks in zip(schedules, of_schedules, strict=True):
         with subtests.test(schedule=schedule):
-            assert seen == {("forward", True, BFLOAT), ("backward", False, BFLOAT)}
+            assert of_ranks[2] == {("forward", True, BFLOAT), ("backward", False, BFLOAT)}
 
 
 def test_float16_is_refused():
-    trainer = PipelineTrainer([nn.Linear(6, 2)], mse_loss, SGD, SCHEDULES[0], num_microbatches=4)
+    trainer = PipelineTrainer([nn.Linear(6, 2)], mse_loss, SGD, IN_ANY_DTYPE[0], num_microbatches=4)
     refused = "must not be called inside autocast to float16.*dtype=torch.bfloat16 to autocast"
     with torch.autocast("cpu", torch.float16), pytest.raises(StageError, match=refused):
         trainer.step(*STREAMS[0][0])

@@ -1,6 +1,5 @@
 """Stages in bfloat16 with float32 masters, in the optimizer's pass and in the predictions of it."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,26 +11,19 @@ from torch.optim import Optimizer
 
 from pyparallel.optim import SGD, AdamW
 from pyparallel.pipeline import (
-    Displacement,
     OneForwardOneBackward,
     PipelineTrainer,
     PipeOptim,
     UpdateErrorFeedback,
 )
-from tests.pipeline import reference
-from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING
-from tests.pipeline.jobs import CORRECTED, PREDICTING, Trained, train
+from tests.pipeline import jobs, reference
+from tests.pipeline.every_schedule import FLUSHING, one_of_each_kind_first
+from tests.pipeline.jobs import CORRECTED, DEEP, Trained, train, train_on
 from tests.pipeline.models import EPS, SPLITS, build_calls, build_layers
-from tests.workers import run_ranks
 
 BFLOAT = torch.bfloat16
-NUM_STAGES = 4
 STREAMS = [build_calls(3, 12, BFLOAT), build_calls(1, 12, BFLOAT)]
-SCHEDULES = [
-    replace(each, prediction=Displacement()) if isinstance(each, PREDICTING) else each
-    for each in EVERY_SCHEDULE
-    if each != CORRECTED
-]
+SCHEDULES = [each for each in jobs.SCHEDULES if each != CORRECTED]
 MOMENTUM, LR = 0.9, 0.05
 OPTIMIZERS = {
     "SGD": partial(SGD, lr=LR, momentum=MOMENTUM, master_weights=True),
@@ -81,29 +73,26 @@ def predict(version, horizon):
     return ahead
 
 
-def train_all(rank: int, name: str) -> list[Trained]:
-    layers = partial(build_layers, BFLOAT)
-    return [
-        train(each, layers(), SPLITS[NUM_STAGES], OPTIMIZERS[name], STREAMS) for each in SCHEDULES
-    ]
+def train_with_masters(schedule, num_stages: int, name: str) -> Trained:
+    return train(schedule, build_layers(BFLOAT), SPLITS[num_stages], OPTIMIZERS[name], STREAMS)
 
 
 def expected(schedule, name: str) -> reference.Trained:
     return reference.train_in_one_process(
         partial(build_layers, BFLOAT),
-        SPLITS[NUM_STAGES], mse_loss, partial(Masters, TORCHS[name]), schedule, STREAMS, 4, predict,
+        SPLITS[4], mse_loss, partial(Masters, TORCHS[name]), schedule, STREAMS, 4, predict,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_stages_train_like_float32_copies_in_plain_torch(name, subtests):
-    ranks = run_ranks(NUM_STAGES, train_all, name)
-    for index, schedule in enumerate(SCHEDULES):
+@one_of_each_kind_first(SCHEDULES)
+def test_stages_train_like_float32_copies_in_plain_torch(schedules, name, ranks, subtests):
+    trained = train_on(ranks, DEEP, partial(train_with_masters, name=name), schedules)
+    for schedule, found in zip(schedules, trained, strict=True):
         with subtests.test(schedule=schedule):
             wanted = expected(schedule, name)
-            state = {k: v for rank in ranks for k, v in rank[index].state.items()}
-            assert ranks[-1][index].losses == wanted.losses
-            torch.testing.assert_close(state, wanted.state, rtol=0, atol=0)
+            assert found.losses == wanted.losses
+            torch.testing.assert_close(found.state, wanted.state, rtol=0, atol=0)
 
 
 def test_flushing_schedules_train_like_a_plain_loop():

@@ -1,7 +1,6 @@
 """Corrections of delayed gradients, against the rules applied to torch's optimizers."""
 
 import copy
-import io
 import re
 from functools import partial
 
@@ -30,7 +29,7 @@ from tests.pipeline.prediction.predictors import (
     OneStage,
     assert_close,
     assert_equal,
-    assert_same_state,
+    assert_resumes_bitwise,
     gradients_of,
 )
 
@@ -138,21 +137,7 @@ def test_a_prediction_is_by_the_optimizers_rule_or_by_the_corrected_update():
 def test_a_loaded_state_corrects_bitwise_as_the_saved_one(subtests):
     for make in MAKERS:
         with subtests.test(make=make):
-            stage, other = (build(make, UpdateErrorFeedback()) for _ in range(2))
-            for seed in range(2):
-                stage.step([None, *gradients_of(stage, seed)[1:]])
-            file = io.BytesIO()
-            torch.save(stage.optimizer.state_dict(), file)
-            file.seek(0)
-            other.step(gradients_of(stage, 7))  # a state to be replaced
-            for mine, its in zip(other.parameters, stage.parameters, strict=True):
-                mine.data.copy_(its.data)
-            other.optimizer.load_state_dict(torch.load(file))
-            for seed in range(3, 6):
-                for each in (stage, other):
-                    each.step(gradients_of(stage, seed))
-                assert_equal(other.values(), stage.values())
-            assert_same_state(other.optimizer.state_dict(), stage.optimizer.state_dict())
+            assert_resumes_bitwise(partial(build, make, UpdateErrorFeedback()))
 
 
 def with_momentum(optimizer, value):

@@ -1,6 +1,5 @@
 """Earlier weights, estimated from the average of their changes."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -9,7 +8,13 @@ from torch.optim import SGD, Adam
 
 from pyparallel.pipeline import Displacement
 from pyparallel.pipeline.prediction.discrepancy import DiscrepancyCorrected
-from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
+from tests.pipeline.prediction.predictors import (
+    OneStage,
+    assert_close,
+    assert_equal,
+    assert_resumes_bitwise,
+    gradients_of,
+)
 
 
 class Corrected(OneStage):
@@ -64,15 +69,5 @@ def test_before_the_first_step_the_estimate_is_the_weights():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_average_is_saved_with_the_optimizer(dtype):
-    stage = Corrected(partial(Adam, lr=0.1), dtypes=[dtype])
-    for seed in range(2):
-        stage.step(gradients_of(stage, seed))
-    saved = copy.deepcopy(stage.optimizer.state_dict())
-    resumed = Corrected(partial(Adam, lr=0.1), dtypes=[dtype])
-    for mine, its in zip(resumed.parameters, stage.parameters, strict=True):
-        mine.data.copy_(its.data)
-    resumed.optimizer.load_state_dict(saved)
-    assert_equal(resumed.predicted(-2), stage.predicted(-2))
-    for each in (stage, resumed):
-        each.step(gradients_of(stage, 7))
-    assert_equal(resumed.predicted(-2), stage.predicted(-2))
+    build = partial(Corrected, partial(Adam, lr=0.1), dtypes=[dtype])
+    assert_resumes_bitwise(build, horizon=-2)

@@ -1,6 +1,5 @@
 """Prediction by the optimizers' own rules, against further steps of torch's optimizers."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -15,7 +14,6 @@ from tests.pipeline.prediction.predictors import (
     OneStage,
     assert_close,
     assert_equal,
-    assert_same_state,
     gradients_of,
 )
 from tests.pipeline.reference import next_nadam_steps
@@ -186,62 +184,6 @@ def test_nadam_follows_its_momentum_schedule(subtests):
                     for p in stage.parameters
                 ]
                 assert_close(stage.predicted(horizon), expected, rtol=1e-5, atol=2e-6)
-
-
-ALL = [
-    *EXACT,
-    *NADAM,
-    *DECAYED,
-    *MOMENTUM,
-    partial(RMSprop, lr=0.01),
-    partial(RMSprop, lr=0.01, centered=True),
-]
-
-
-def test_before_the_first_step_the_prediction_is_the_weights(subtests):
-    for make in ALL:
-        with subtests.test(make=make):
-            stage = OneStage(make, Displacement())
-            assert_equal(stage.predicted(3), stage.values())
-            assert not stage.optimizer.state
-
-
-def test_predicting_changes_neither_weights_nor_state_nor_training(subtests):
-    for make in ALL:
-        with subtests.test(make=make):
-            predicting, plain = (OneStage(make, Displacement()) for _ in range(2))
-            for seed in range(3):
-                predicting.predicted(2)
-                for stage in (predicting, plain):
-                    stage.step(gradients_of(stage, seed))
-                before = predicting.values(), copy.deepcopy(predicting.optimizer.state_dict())
-                predicting.predicted(3)
-                assert_equal(predicting.values(), before[0])
-                assert_same_state(predicting.optimizer.state_dict(), before[1])
-            assert_equal(predicting.values(), plain.values())
-
-
-def test_training_is_bitwise_that_of_the_optimizer_alone(subtests):
-    for make in ALL:
-        with subtests.test(make=make):
-            stage = OneStage(make, Displacement())
-            twin = stage.twin()
-            for seed in range(3):
-                gradients = gradients_of(stage, seed)
-                stage.step(gradients, 2, stage.outputs())
-                assert_equal(stage.values(), twin.step(gradients))
-
-
-def test_a_step_with_a_horizon_is_the_step_and_then_the_prediction(subtests):
-    for make in ALL:
-        with subtests.test(make=make):
-            at_once, apart = (OneStage(make, Displacement()) for _ in range(2))
-            for seed in range(2):
-                out = at_once.outputs()
-                at_once.step(gradients_of(at_once, seed), 3, out)
-                apart.step(gradients_of(apart, seed))
-            assert_equal(at_once.values(), apart.values())
-            assert_equal(at_once.parts(out), apart.predicted(3))
 
 
 def test_groups_have_their_own_options_and_dtypes_their_own_buffers():

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch.optim import SGD, Adam, RMSprop
+from torch.optim import SGD, Adam
 
 from pyparallel import ops
 from pyparallel.pipeline import Displacement
@@ -57,20 +57,6 @@ def test_step_counts_are_read_again_after_loading(calls):
     calls.clear()
     stage.predicted(2)
     assert len(calls) == 2
-
-
-@pytest.mark.parametrize(
-    "make", [partial(SGD, lr=0.1), partial(Adam, lr=0.1, eps=0.0), partial(RMSprop, lr=0.1)]
-)
-def test_a_parameter_without_gradients_does_not_move(make):
-    stage = OneStage(make, Displacement())
-    gradients = gradients_of(stage)
-    gradients[3] = None
-    for _ in range(2):
-        stage.step(gradients)
-        ahead = stage.predicted(3)
-        assert_equal(ahead[3:4], stage.values()[3:4])
-        assert not torch.equal(ahead[0], stage.values()[0])
 
 
 def test_the_last_gradient_is_zero_after_a_step_without_one():

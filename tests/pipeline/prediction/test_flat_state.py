@@ -1,7 +1,6 @@
 """Optimizer state as views of flat buffers: values, loading and saving."""
 
 import copy
-import io
 from functools import partial
 
 import pytest
@@ -27,7 +26,6 @@ MAKERS = [
     partial(RMSprop, lr=0.01, centered=True),
     partial(NAdam, lr=0.01),
 ]
-makers = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.func.__name__)
 
 
 def trained(make, dtype=torch.float32):
@@ -93,26 +91,6 @@ def test_state_of_another_dtype_keeps_it():
     assert entries_of(stage, "momentum_buffer")[0].dtype == torch.float32
 
 
-def test_loaded_state_predicts_and_trains_as_the_saved_one(subtests):
-    for make in MAKERS:
-        with subtests.test(make=make):
-            stage, other = trained(make), OneStage(make, Displacement())
-            saved = copy.deepcopy(stage.optimizer.state_dict())
-            for mine, its in zip(other.parameters, stage.parameters, strict=True):
-                mine.data.copy_(its.data)
-            other.step(
-                gradients_of(stage, 5), 2, other.outputs()
-            )  # a state of its own, to be replaced
-            for mine, its in zip(other.parameters, stage.parameters, strict=True):
-                mine.data.copy_(its.data)
-            other.optimizer.load_state_dict(saved)
-            for seed in range(5, 8):
-                assert_equal(other.predicted(3), stage.predicted(3))
-                for each in (stage, other):
-                    each.step(gradients_of(stage, seed))
-                assert_equal(other.values(), stage.values())
-
-
 def test_a_copy_of_the_state_is_independent(subtests):
     for make in MAKERS:
         with subtests.test(make=make):
@@ -123,19 +101,6 @@ def test_a_copy_of_the_state_is_independent(subtests):
             assert_same_state(copied, again)
             stage.optimizer.load_state_dict(copied)
             assert_same_state(stage.optimizer.state_dict(), again)
-
-
-def test_the_state_can_be_saved_to_a_file(subtests):
-    for make in MAKERS:
-        with subtests.test(make=make):
-            stage = trained(make)
-            file = io.BytesIO()
-            torch.save(stage.optimizer.state_dict(), file)
-            file.seek(0)
-            before = stage.predicted(3)
-            stage.optimizer.load_state_dict(torch.load(file))
-            assert_equal(stage.predicted(3), before)
-            assert file.tell() < 8 * sum(each.numel() * 4 for each in stage.buffers) + 20_000
 
 
 def test_a_plain_optimizer_continues_from_the_state():

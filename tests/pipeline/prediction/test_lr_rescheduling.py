@@ -1,6 +1,5 @@
 """Steps at another learning rate than the optimizer's."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -9,7 +8,13 @@ from torch.optim import SGD, AdamW
 
 from pyparallel.pipeline import Displacement
 from pyparallel.pipeline.prediction.lr_rescheduling import LRRescheduled
-from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
+from tests.pipeline.prediction.predictors import (
+    OneStage,
+    assert_close,
+    assert_equal,
+    assert_resumes_bitwise,
+    gradients_of,
+)
 
 
 class Doubling(OneStage):
@@ -67,17 +72,7 @@ def test_the_rate_is_restored_if_the_step_fails():
 
 
 def test_the_count_is_saved_with_the_optimizer():
-    stage = Doubling(MAKERS[0])
-    for _ in range(2):
-        stage.step(gradients_of(stage))
-    saved = copy.deepcopy(stage.optimizer.state_dict())
-    resumed = Doubling(MAKERS[0])
-    for mine, its in zip(resumed.parameters, stage.parameters, strict=True):
-        mine.data.copy_(its.data)
-    resumed.optimizer.load_state_dict(saved)
-    for each in (stage, resumed):
-        each.step(gradients_of(stage))
-    assert_equal(resumed.values(), stage.values())
+    assert_resumes_bitwise(partial(Doubling, MAKERS[0]))
 
 
 def test_predictions_are_those_of_the_inner_predictor():

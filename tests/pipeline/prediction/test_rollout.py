@@ -18,7 +18,6 @@ MAKERS = [
     partial(SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     partial(SGD, lr=0.1, momentum=1.0),
 ]
-makers = pytest.mark.parametrize("make", MAKERS, ids=lambda make: str(make.keywords))
 
 
 def test_it_is_exact_for_constant_gradients_at_every_step(subtests):
@@ -77,20 +76,6 @@ def test_in_bfloat16_it_rounds_once():
         )
     ]
     assert_equal(stage.predicted(2), [each.bfloat16() for each in expected])
-
-
-def test_before_the_first_step_the_prediction_is_the_weights():
-    stage = OneStage(MAKERS[1], Rollout())
-    assert_equal(stage.predicted(3), stage.values())
-
-
-def test_training_is_bitwise_that_of_the_optimizer_alone():
-    stage = OneStage(MAKERS[5], Rollout())
-    twin = stage.twin()
-    for seed in range(3):
-        gradients = gradients_of(stage, seed)
-        stage.step(gradients, 2, stage.outputs())
-        assert_equal(stage.values(), twin.step(gradients))
 
 
 def test_other_optimizers_are_refused():

@@ -105,7 +105,12 @@ def train_each(rank, num_stages, late):
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "num_ranks", "late"), [(2, 2, True), (4, 2, False), (4, 4, False), (4, 1, False)]
+    ("num_stages", "num_ranks", "late"),
+    [
+        (2, 2, True),
+        (4, 2, False),
+        *(pytest.param(4, each, False, marks=pytest.mark.slow) for each in (4, 1)),
+    ],
 )
 def test_an_update_takes_the_mean_gradient_of_the_steps(
     ranks, subtests, num_stages, num_ranks, late

@@ -293,7 +293,7 @@ RESUMED = [
     (PipeDream(), {"scheduler_fn": HALVING, "correction": UpdateErrorFeedback(None)}),
     (PipeOptim("live", LastUpdate()), {"correction": UpdateErrorFeedback(), "nonfinite": "skip"}),
     (OneForwardOneBackward(), {"scheduler_fn": HALVING, "max_norm": 0.1}),
-    (Interlocking(2, nn.Linear(WIDTH, WIDTH)), {"scheduler_fn": HALVING}),
+    *((Interlocking(each, nn.Linear(WIDTH, WIDTH)), {"scheduler_fn": HALVING}) for each in (1, 2)),
 ]
 
 

@@ -1,6 +1,5 @@
 """Models of which a part is frozen train as the unsplit model does, under every schedule."""
 
-from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -10,7 +9,6 @@ from torch.nn.functional import mse_loss
 
 from pyparallel import optim
 from pyparallel.pipeline import (
-    Displacement,
     LastUpdate,
     OneForwardOneBackward,
     PipeDream,
@@ -21,10 +19,9 @@ from pyparallel.pipeline import (
     XPipe,
 )
 from tests.pipeline import reference
-from tests.pipeline.every_schedule import FLUSHING
-from tests.pipeline.jobs import CORRECTED, PREDICTING, SCHEDULES, train
+from tests.pipeline.every_schedule import FLUSHING, one_of_each_kind_first
+from tests.pipeline.jobs import IN_ANY_DTYPE, train
 from tests.pipeline.models import OPTIMIZERS, SPLITS, WIDTH, build_calls, build_layers
-from tests.pipeline.oracles import LastStep
 
 # The layers that train; stages are three layers each.
 TRAINED = {
@@ -63,16 +60,13 @@ def norm_of(schedule):
     return None if schedule in FLUSHING else 0.3
 
 
-def split_and_train(rank):
+def split_and_train(rank, schedules):
     """Return the state of each schedule and way of freezing."""
     found = {}
-    for schedule in (each for each in SCHEDULES if each != CORRECTED):
+    for schedule in schedules:
         for what in TRAINED:
-            shown = schedule
-            if isinstance(schedule, PREDICTING):
-                shown = replace(schedule, prediction=Displacement(LastStep()))
             found[schedule, what] = train(
-                shown, build_frozen(what), SPLITS[NUM_STAGES], OPTIMIZERS["momentum"], STREAMS,
+                schedule, build_frozen(what), SPLITS[NUM_STAGES], OPTIMIZERS["momentum"], STREAMS,
                 max_norm=norm_of(schedule),
             ).state  # fmt: skip
     return found
@@ -92,8 +86,12 @@ def train_whole(schedule, what):
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_trained_layers_alone_change(ranks, subtests, num_ranks):
-    of_ranks = [split_and_train(0)] if num_ranks == 1 else ranks.run(num_ranks, split_and_train)
+@one_of_each_kind_first(IN_ANY_DTYPE)
+def test_the_trained_layers_alone_change(schedules, num_ranks, ranks, subtests):
+    if num_ranks == 1:
+        of_ranks = [split_and_train(0, schedules)]
+    else:
+        of_ranks = ranks.run(num_ranks, split_and_train, schedules)
     for schedule, what in of_ranks[0]:
         with subtests.test(schedule=str(schedule), trained=what):
             state = {k: v for each in of_ranks for k, v in each[schedule, what].items()}

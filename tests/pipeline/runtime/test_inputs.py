@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from pyparallel.pipeline import (
-    Displacement,
     GPipe,
     Interlocking,
     LinearHead,
@@ -19,17 +17,11 @@ from pyparallel.pipeline import (
     Sum,
 )
 from tests.pipeline import reference
-from tests.pipeline.jobs import CORRECTED, PREDICTING, SCHEDULES
-from tests.pipeline.oracles import LastStep
+from tests.pipeline.every_schedule import one_of_each_kind_first
+from tests.pipeline.jobs import IN_ANY_DTYPE
 
 WIDTH, NUM_MICROBATCHES = 4, 3
 SIZES = [[8, 3, 7, 5], [4, 11]]  # samples of each step, until each flush; at least one a microbatch
-# The oracle takes float64, and the kernels do not.
-ALL_SCHEDULES = [
-    replace(each, prediction=Displacement(LastStep())) if isinstance(each, PREDICTING) else each
-    for each in SCHEDULES
-    if each != CORRECTED
-]
 
 
 class First(nn.Module):
@@ -130,8 +122,8 @@ def train(schedule, calls=None, **options):
     return losses, evaluated, weights
 
 
-def train_in_every_schedule(rank):
-    done = [train(schedule) for schedule in ALL_SCHEDULES]
+def train_in_each_schedule(rank, schedules):
+    done = [train(schedule) for schedule in schedules]
     return [*done, train(OneForwardOneBackward(), split=None, num_stages=4)]
 
 
@@ -156,9 +148,10 @@ def expected(schedule):
     return done.losses, evaluated, {k.replace(".first.", "."): v for k, v in done.state.items()}
 
 
-def test_every_schedule_trains_on_lists_dicts_and_short_batches(ranks, subtests):
-    by_rank = ranks.run(2, train_in_every_schedule)
-    schedules = [*ALL_SCHEDULES, OneForwardOneBackward()]  # the last is split automatically
+@one_of_each_kind_first(IN_ANY_DTYPE)
+def test_every_schedule_trains_on_lists_dicts_and_short_batches(schedules, ranks, subtests):
+    by_rank = ranks.run(2, train_in_each_schedule, schedules)
+    schedules = [*schedules, OneForwardOneBackward()]  # the last is split automatically
     for schedule, (_, _, first), (losses, evaluated, second) in zip(
         schedules, *by_rank, strict=True
     ):

@@ -22,7 +22,8 @@ from pyparallel.pipeline import (
 )
 from tests.pipeline import reference
 from tests.pipeline.faults import die, raise_error, raise_in_backward
-from tests.pipeline.runtime.test_inputs import ALL_SCHEDULES, sgd
+from tests.pipeline.jobs import IN_ANY_DTYPE
+from tests.pipeline.runtime.test_inputs import sgd
 from tests.workers import observe_ranks
 
 WIDTH, NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 3, 4, 3, 6
@@ -90,9 +91,9 @@ FAULTS = {
     "update": {"optimizer_fn": half_step_on_stage_2},
 }
 # Every schedule with one fault, and 1F1B and three others with each of the rest.
-JOBS = [(schedule, "backward") for schedule in ALL_SCHEDULES]
+JOBS = [(schedule, "backward") for schedule in IN_ANY_DTYPE]
 JOBS += [
-    (schedule, fault) for schedule in ALL_SCHEDULES[1::4] for fault in FAULTS if fault != "backward"
+    (schedule, fault) for schedule in IN_ANY_DTYPE[1::4] for fault in FAULTS if fault != "backward"
 ]
 
 

@@ -34,7 +34,8 @@ def test_layers_that_cannot_be_cut_are_named(subtests):
         (nn.Conv2d(4, 4, 3, groups=4), "must have groups=1, got net.a with groups=4"),
         (nn.Embedding(4, 4), "must be Linear or a convolution, got net.a of Embedding"),
         (nn.MultiheadAttention(4, 2), "write attention with Linear layers"),
-        (weight_normed(), "got net.a whose weight is computed"),
+        (weight_normed(), "got net.a whose weight is computed; remove the parametrization"),
+        (nn.LSTM(4, 4), "must be Linear or a convolution, got net.a of LSTM"),
     ]:
         with subtests.test(error_text), pytest.raises(ValueError, match=error_text):
             Layer("net.a", module)

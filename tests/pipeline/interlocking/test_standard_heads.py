@@ -1,0 +1,187 @@
+"""The heads that come with the package: their layers, what they learn, and what they refuse."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel.pipeline.interlocking.standard_heads import (
+    ConvHead,
+    LinearHead,
+    PooledHead,
+    TiedHead,
+)
+
+
+def test_a_linear_head_without_a_norm_is_a_linear_layer():
+    torch.manual_seed(1)
+    value = torch.randn(3, 4, 6)
+    module = LinearHead(5).build(value)
+    weight, bias = module.parameters()
+    assert torch.equal(module(value), nn.functional.linear(value, weight, bias))
+
+
+def test_the_norm_of_a_linear_head_comes_first():
+    value = 100 * torch.randn(3, 4, 6)
+    module = LinearHead(5, nn.RMSNorm).build(value)
+    assert [type(each) for each in module] == [nn.RMSNorm, nn.Linear]
+    torch.testing.assert_close(module(value), module(value / 10))
+
+
+def test_reprs():
+    assert repr(LinearHead(5)) == "LinearHead(num_outputs=5, norm=None)"
+    assert repr(LinearHead(5, nn.LayerNorm)) == "LinearHead(num_outputs=5, norm=LayerNorm)"
+    head = TiedHead(nn.Embedding(7, 6, padding_idx=0))  # without its weight
+    assert repr(head) == "TiedHead(embedding=Embedding(7, 6, padding_idx=0), norm=LayerNorm)"
+
+
+POOLED = [
+    (None, (3, 6, 4, 2), (2, 3)),
+    (None, (3, 6, 4, 2, 2), (2, 3, 4)),
+    (1, (3, 6, 4), 2),
+    (-1, (3, 4, 6), 1),
+    (-1, (3, 4, 2, 6), (1, 2)),
+]
+
+
+def test_a_pooled_head_takes_the_mean_over_all_but_samples_and_features(subtests):
+    for dim, shape, pooled in POOLED:
+        with subtests.test(dim=dim, shape=shape, pooled=pooled):
+            value = torch.randn(shape)
+            module = PooledHead(5, dim).build(value)
+            weight, bias = module.parameters()
+            assert weight.shape == (5, 6)
+            torch.testing.assert_close(module(value), value.mean(pooled) @ weight.T + bias)
+
+
+def test_a_sequence_may_have_another_length_later():
+    module = PooledHead(5, dim=-1).build(torch.randn(3, 4, 6))
+    assert module(torch.randn(2, 9, 6)).shape == (2, 5)
+
+
+def test_three_dimensions_need_dim_to_be_pooled():
+    with pytest.raises(ValueError, match=r"dim must be given .* got None for shape \[3, 4, 6\]: "):
+        PooledHead(5).build(torch.randn(3, 4, 6))
+
+
+def test_other_dimensions_are_not_pooled(subtests):
+    for dim in [0, 2, True, "last"]:
+        with (
+            subtests.test(dim=dim),
+            pytest.raises(ValueError, match=f"^dim must be 1, -1 or None, got {dim!r}: "),
+        ):
+            PooledHead(5, dim)
+
+
+def test_the_default_convolutional_head_is_that_of_the_paper():
+    module = ConvHead(10).build(torch.randn(2, 16, 5, 7))
+    names = [type(each).__name__ for each in module]
+    assert names == [*["Conv2d", "BatchNorm2d", "ReLU"] * 2, "GlobalMean", "Linear"]
+    assert [each.weight.shape for each in module if isinstance(each, nn.Conv2d)] == [
+        (128, 16, 3, 3),
+        (64, 128, 3, 3),
+    ]
+    assert module[-1].weight.shape == (10, 64)
+
+
+def test_the_convolutions_keep_the_size_of_the_image():
+    value = torch.randn(2, 4, 5, 7)
+    module = ConvHead(3, (8, 6)).build(value)
+    assert module[:-2](value).shape == (2, 6, 5, 7)
+
+
+def test_a_convolutional_head_learns_what_no_linear_layer_on_the_mean_can():
+    # Horizontal and vertical stripes have the same mean.
+    torch.manual_seed(4)
+    signs = torch.randn(64, 1, 8, 1).sign().expand(-1, -1, -1, 8)
+    targets = torch.arange(64) % 2
+    images = torch.where(targets.view(-1, 1, 1, 1) == 1, signs, signs.transpose(2, 3)).contiguous()
+    head = ConvHead(2, (8, 8)).build(images)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(head(images), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 0.5
+    assert losses[-1] < 0.1
+    head.eval()
+    assert (head(images).argmax(1) == targets).double().mean() > 0.95
+
+
+def test_logits_of_a_tied_head_are_products_with_the_embedding():
+    embedding, value = nn.Embedding(7, 6), torch.randn(3, 4, 6)
+    logits = TiedHead(embedding, nn.RMSNorm).build(value)(value, embedding.weight)
+    expected = nn.functional.rms_norm(value, (6,)) @ embedding.weight.T
+    torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, None])
+def test_the_embedding_gets_no_gradient(norm):
+    embedding = nn.Embedding(7, 6)
+    value = torch.randn(3, 6, requires_grad=True)
+    head = TiedHead(embedding, norm)
+    module = head.build(value)
+    assert head.shared is embedding.weight
+    assert embedding.weight not in set(module.parameters())
+    module(value, head.shared).square().sum().backward()
+    assert embedding.weight.grad is None
+    assert value.grad.abs().sum() > 0
+    assert all(each.grad is not None for each in module.parameters())
+
+
+def test_a_tied_head_without_a_norm_has_no_parameters():
+    assert not list(TiedHead(nn.Embedding(7, 6), None).build(torch.randn(3, 6)).parameters())
+
+
+def test_the_width_must_be_the_embeddings():
+    head = TiedHead(nn.Embedding(7, 6))
+    with pytest.raises(ValueError, match=r"tensor of shape \(batch, ..., 6\), got one of shape \["):
+        head.build(torch.randn(3, 4, 5))
+
+
+@pytest.mark.parametrize("embedding", [nn.Linear(6, 7), torch.randn(7, 6)])
+def test_only_an_embedding_can_be_tied(embedding):
+    with pytest.raises(ValueError, match=r"^embedding must be the model's nn.Embedding, .*, got "):
+        TiedHead(embedding)
+
+
+def test_an_embedding_whose_weight_is_computed_cannot_be_tied():
+    embedding = nn.utils.parametrizations.weight_norm(nn.Embedding(7, 6))
+    with pytest.raises(ValueError, match="as its weight, got ParametrizedEmbedding with Tensor"):
+        TiedHead(embedding)
+
+
+def test_num_outputs_must_be_a_positive_integer(subtests):
+    for head in [LinearHead, PooledHead, ConvHead]:
+        for num_outputs in [0, -1, 2.0, True, None]:
+            with (
+                subtests.test(head=head, num_outputs=num_outputs),
+                pytest.raises(
+                    ValueError, match=f"^num_outputs must be .* integer, got {num_outputs!r}$"
+                ),
+            ):
+                head(num_outputs)
+
+
+def test_channels_must_be_positive_integers(subtests):
+    for channels in [(), (8, 0), [8], 8, (8.0,)]:
+        with (
+            subtests.test(channels=channels),
+            pytest.raises(
+                ValueError, match=r"^channels must be a tuple of positive integers, .* got"
+            ),
+        ):
+            ConvHead(5, channels)
+
+
+def test_a_norm_must_be_a_class_of_modules(subtests):
+    for norm in [nn.LayerNorm(6), "LayerNorm", int, functools.partial(nn.RMSNorm)]:
+        with subtests.test(norm=norm):
+            for build in (LinearHead, TiedHead):
+                first = 5 if build is LinearHead else nn.Embedding(7, 6)
+                with pytest.raises(ValueError, match=r"^norm must be a class of modules .*, got "):
+                    build(first, norm)
