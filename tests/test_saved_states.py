@@ -23,9 +23,13 @@ from pyparallel.gossip import GossipState
 from pyparallel.gossip.topology import DirectedLinear, OnePeerExponential
 from pyparallel.pipeline import OneForwardOneBackward, PipeDream
 from pyparallel.subnets import Partition
-from tests.gossip.every_algorithm import EVERY_ALGORITHM, NONDETERMINISTIC
+from tests.cases import slow
+from tests.gossip.every_algorithm import COVERING, DETERMINISTIC, EVERY_ALGORITHM
 
 NUM_FLIPS = 60
+each_algorithm = pytest.mark.parametrize(
+    "names", [COVERING, slow(DETERMINISTIC)], ids=["covering", "all"]
+)
 
 
 def sgd(parameters):
@@ -213,10 +217,10 @@ def test_a_flipped_bit_is_never_loaded_silently(ranks):
         assert sum(counts.values()) == NUM_FLIPS
 
 
-def load_other_steps(rank):
+def load_other_steps(rank, names):
     """Rank 1 has a file of one step later, of every algorithm; return the errors."""
     errors = {}
-    for name in sorted(EVERY_ALGORITHM.keys() - NONDETERMINISTIC):
+    for name in names:
         run = Gossip(EVERY_ALGORITHM[name](dist.get_world_size()), sgd)
         run.step()
         run.step()
@@ -230,7 +234,7 @@ def load_other_steps(rank):
     return errors
 
 
-def load_other_steps_of_other_trainers(rank):
+def load_other_steps_of_other_trainers(rank, _):
     errors = {}
     for name in ("pipeline", "subnets", "compression"):
         run = RUNS[name]()
@@ -245,9 +249,10 @@ def load_other_steps_of_other_trainers(rank):
     return errors
 
 
-def test_files_of_different_steps_are_refused_on_all_ranks(ranks):
+@each_algorithm
+def test_files_of_different_steps_are_refused_on_all_ranks(ranks, names):
     for num_ranks, function in ((4, load_other_steps), (2, load_other_steps_of_other_trainers)):
-        first, *others = ranks.run(num_ranks, function)
+        first, *others = ranks.run(num_ranks, function, names)
         assert all(other == first for other in others)
         for name, error in first.items():
             assert error is not None, name
@@ -436,13 +441,11 @@ class Algorithm(Gossip):
         self.load_state_dict = self.model.load_algorithm_state_dict
 
 
-def save_after_a_step(rank):
+def save_after_a_step(rank, names):
     """Return whether a state is that of when it is written: after a step, and after two."""
     found = {}
-    deterministic = sorted(EVERY_ALGORITHM.keys() - NONDETERMINISTIC)
     algorithms = {
-        name: partial(Algorithm, EVERY_ALGORITHM[name](dist.get_world_size()))
-        for name in deterministic
+        name: partial(Algorithm, EVERY_ALGORITHM[name](dist.get_world_size())) for name in names
     }
     others = {name: run for name, run in RUNS.items() if name != "gossip"}
     for name, make in (others | algorithms | {"fsdp": Sharded}).items():
@@ -461,16 +464,17 @@ def save_after_a_step(rank):
     return found
 
 
-def test_a_step_before_a_state_is_written_saves_the_newer_values(ranks):
-    for found in ranks.run(2, save_after_a_step):
-        assert len(found) > 20
+@each_algorithm
+def test_a_step_before_a_state_is_written_saves_the_newer_values(ranks, names):
+    for found in ranks.run(2, save_after_a_step, names):
+        assert len(found) > 2 * len(names)
         assert all(found.values()), [case for case, is_equal in found.items() if not is_equal]
 
 
-def save_gossip_after_a_step(rank):
+def save_gossip_after_a_step(rank, names):
     """Return whether GossipState's state stays that of its step, of all algorithms."""
     found = {}
-    for name in sorted(EVERY_ALGORITHM.keys() - NONDETERMINISTIC):
+    for name in names:
         run = Gossip(EVERY_ALGORITHM[name](dist.get_world_size()))
         run.step()
         state, before = run.state_dict(), contents(copy.deepcopy(run.state_dict()))
@@ -484,8 +488,9 @@ def save_gossip_after_a_step(rank):
     return found
 
 
-def test_a_state_of_gossip_stays_that_of_its_step(ranks):
-    for found in ranks.run(2, save_gossip_after_a_step):
+@each_algorithm
+def test_a_state_of_gossip_stays_that_of_its_step(ranks, names):
+    for found in ranks.run(2, save_gossip_after_a_step, names):
         assert all(found.values()), [case for case, is_equal in found.items() if not is_equal]
 
 

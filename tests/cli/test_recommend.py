@@ -14,7 +14,6 @@ import torch.distributed as dist
 from pyparallel.__main__ import main
 from pyparallel.cli.recommend import add_arguments, advise, describe, report
 from pyparallel.recommend import CANDIDATES, Cost, StepTime
-from tests.workers import run_ranks
 
 SMALL = ["--parameters", "8e4", "--batch", "1", "--length", "8"]
 
@@ -127,8 +126,8 @@ def assert_is_for_two_ranks(printed):
     assert printed.count("\nbf16 ") == 1
 
 
-def test_on_two_ranks_the_link_is_measured_and_only_rank_0_prints():
-    (first, progress), second = run_ranks(2, print_as_under_torchrun)
+def test_on_two_ranks_the_link_is_measured_and_only_rank_0_prints(ranks):
+    (first, progress), second = ranks.run(2, print_as_under_torchrun)
     assert_is_for_two_ranks(first)
     assert f"measuring 2 of {len(CANDIDATES) + 1}: fp32\n" in progress
     assert second == ("", "")

@@ -1,6 +1,5 @@
 """``python -m pyparallel topology``: properties and a picture of any topology."""
 
-import subprocess
 import sys
 
 import pytest
@@ -32,7 +31,7 @@ def test_all_topologies_that_need_only_ranks_are_found():
 
 
 def test_properties_and_picture(call, capsys, tmp_path):
-    for name in ("Star", "BaseGraph", NEEDS_POWER_OF_TWO):
+    for name in ("Star", NEEDS_POWER_OF_TWO):
         call(name, "--ranks", "16")
         printed = capsys.readouterr().out
         for words in ("period", "degree", "spectral gap", "sent per step", "ring all-reduce"):
@@ -40,14 +39,12 @@ def test_properties_and_picture(call, capsys, tmp_path):
         assert (tmp_path / f"{name}-16.png").stat().st_size > 10_000, name
 
 
-def test_ten_thousand_ranks(call, capsys):
-    call("OnePeerExponential", "--ranks", "10000")
-    assert "14" in capsys.readouterr().out
-
-
-def test_one_rank(call, capsys):
-    call("Ring", "--ranks", "1")
-    assert "spectral gap" in capsys.readouterr().out
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_any_number_of_ranks(call, capsys, num_ranks):
+    call("OnePeerExponential", "--ranks", str(num_ranks))
+    printed = capsys.readouterr().out
+    assert "spectral gap" in printed
+    assert num_ranks == 1 or "14" in printed  # the period
 
 
 def rows_of(printed):
@@ -90,15 +87,6 @@ def test_bad_arguments_are_refused_in_one_sentence(call, capsys):
             call(*arguments)
         assert ended.value.code not in (None, 0), arguments
         assert sentence in f"{ended.value.code}{capsys.readouterr().err}", arguments
-
-
-def test_a_bad_argument_shows_no_traceback(tmp_path):
-    command = [sys.executable, "-m", "pyparallel", "topology", "Hypercube", "--ranks", "6"]
-    options = {"capture_output": True, "text": True, "timeout": 120, "cwd": tmp_path}
-    done = subprocess.run(command, check=False, **options)
-    assert done.returncode != 0
-    assert "power of two, got 6; the nearest are 4 and 8" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def limits_of(printed):

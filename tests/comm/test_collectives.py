@@ -182,8 +182,8 @@ def make_a_mistake(rank):
     collectives.all_to_all(torch.ones(2), [1, 1], [1, 1] if rank else [2])
 
 
-def test_a_mistake_of_a_rank_is_not_blamed_on_another():
-    first, second = observe_ranks(2, make_a_mistake, group_timeout=5)
+def test_a_mistake_of_a_rank_is_not_blamed_on_another(ranks):
+    first, second = ranks.observe(2, make_a_mistake, group_timeout=5)
     problem = "Number of tensor splits not equal to group size"
     assert first.error == (
         f"PeerError: rank 0, step 4: the all-to-all failed on this rank: {problem}"

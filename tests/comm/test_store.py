@@ -2,11 +2,10 @@
 
 import datetime
 import gc
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,12 +22,12 @@ from pyparallel.gossip.messages import Flags
 from pyparallel.gossip.topology import Ring
 from tests.workers import observe_ranks
 
-SERVER = """
-import sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
+
+def serve(pipe):
+    """Hold a TCPStore until the parent closes the connection."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.poll(None)
 
 
 def make_stores(folder):
@@ -141,24 +140,25 @@ def test_a_dead_store_is_named():
 
 @pytest.fixture
 def server():
-    """A TCPStore in a process of its own; yields the process and the port."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", SERVER], **pipes) as process:
-        yield process, int(process.stdout.readline())
-        process.kill()
+    """A TCPStore in a process of its own; yields the process id and the port."""
+    context = multiprocessing.get_context("forkserver")  # in which torch is imported
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,))
+    process.start()
+    yield process.pid, ours.recv()
+    process.kill()
+    process.join()
 
 
-def stop(process):
+def stop(pid):
     """Stop a process, and wait until all of its threads are."""
-    process.send_signal(signal.SIGSTOP)
-    while not all(
-        " T " in path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/stat")
-    ):
+    os.kill(pid, signal.SIGSTOP)
+    while not all(" T " in path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")):
         time.sleep(0.001)
 
 
 def test_calls_to_a_stopped_store_end_and_do_not_lock_it(server):
-    process, port = server
+    pid, port = server
     inner = dist.TCPStore("127.0.0.1", port, is_master=False)
     calls = [
         lambda store: store.get("text"),
@@ -169,12 +169,12 @@ def test_calls_to_a_stopped_store_end_and_do_not_lock_it(server):
     for call in calls:
         store, fresh = deadline_store(inner, 0.5), deadline_store(inner, 0.5)
         store.add("count", 1)
-        stop(process)
+        stop(pid)
         answered = calls[0] if call is calls[-1] else call  # set() has no answer to wait for
         for each, its_call in [(store, answered), (fresh, call), (store, call)]:
             with pytest.raises(PeerError, match=rf"^rank 3: .* 0.5 s: .* 127.0.0.1:{port} died"):
                 its_call(each)  # fresh connects while the server stands
-        process.send_signal(signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         assert inner.add("users", 1)  # on the connection that torch uses
 
 
@@ -195,8 +195,8 @@ def train_until_the_store_stops(rank, port, pid):
 
 
 def test_all_ranks_end_when_the_store_stops(server):
-    process, port = server
-    outcomes = observe_ranks(3, train_until_the_store_stops, port, process.pid, time_limit=60)
+    pid, port = server
+    outcomes = observe_ranks(3, train_until_the_store_stops, port, pid, time_limit=60)
     for rank, outcome in enumerate(outcomes):
         assert re.match(
             rf"PeerError: rank {rank}: the process group's store .* 3 s: .* 127.0.0.1:{port} died",

@@ -16,7 +16,6 @@ from pyparallel.compression import (
     TopK,
 )
 from pyparallel.compression.residual import add_residual, update_residual
-from tests.workers import run_ranks
 
 LAYOUT = BufferLayout.flat(5)
 CPU = torch.device("cpu")
@@ -52,12 +51,12 @@ def average(rank):
     return means, state.inner[0].step
 
 
-def test_two_methods_make_a_compressor():
+def test_two_methods_make_a_compressor(ranks):
     compressor = Tenths()
     assert not compressor.unbiased
     assert compressor.fixed_length
     assert all(compressor.validation_error(place) is None for place in AttachPoint)
-    for (first, second), num_messages in run_ranks(2, average):
+    for (first, second), num_messages in ranks.run(2, average):
         torch.testing.assert_close(first, torch.full((5,), 0.7))  # 0.2 and 1.2
         torch.testing.assert_close(second, torch.full((5,), 0.8))  # 0.3 and 1.3
         assert num_messages == 2

@@ -10,8 +10,21 @@ from hypothesis import given, settings
 
 import pyparallel.compression
 from benchmarks.theory.contraction import contraction
-from pyparallel.compression import BufferLayout, CorruptMessageError
-from pyparallel.compression.quantizers.blockwise import BlockwiseCompressor
+from pyparallel.compression import (
+    BufferLayout,
+    Cast,
+    Chain,
+    CorruptMessageError,
+    ErrorFeedback,
+    Int8,
+    PermK,
+    PerParameter,
+    RandomK,
+    Switch,
+    Threshold,
+    TopK,
+)
+from pyparallel.compression.sparsifiers.base import Sparsifier
 from tests.compression.catalog import CATALOG, LAYOUT
 
 CPU = torch.device("cpu")
@@ -184,6 +197,8 @@ def test_sixteen_bit_inputs(subtests):
             x = draw(0, dtype=dtype)
             narrow, wide = (compressor.init(LAYOUT, CPU) for _ in range(2))
             message = compressor.compress(x, narrow)
+            if isinstance(compressor, Sparsifier):
+                assert message[0].dtype == dtype
             expected = encode_and_decode(compressor, x.float(), wide)
             allowed = torch.finfo(dtype).eps * expected.abs().max()
             assert (decode(compressor, message) - expected).abs().max() <= allowed
@@ -207,13 +222,15 @@ def test_a_decoded_message_can_be_added(subtests):
 
 
 def test_non_finite_entries_propagate_but_are_not_kept(subtests):
-    for row, bad in product(CATALOG, [float("nan"), float("inf"), float("-inf")]):
-        with subtests.test(f"{row} {bad}"):
-            state, places = row.compressor.init(LAYOUT, CPU), [0, 300, LAYOUT.numel - 1]
+    numbers = [float("nan"), float("inf"), float("-inf")]
+    for row, bad, places in product(CATALOG, numbers, [[0, 300, LAYOUT.numel - 1], [77]]):
+        with subtests.test(f"{row} {bad} {places}"):
+            state = row.compressor.init(LAYOUT, CPU)
             residual = draw(1) if row.feeds_back else None
             x = draw(0)
             x[places] = bad
             decoded = encode_and_decode(row.compressor, x, state, residual)
+            assert not decoded.isfinite().all()  # even if it is not sent
             if row.shows_all:
                 assert not decoded[places].isfinite().any()
             for step in range(3):
@@ -288,15 +305,43 @@ def test_corrupt_messages_are_rejected_or_harmless(subtests):
             counts = {"one less": message[:-1], "one more": (*message, message[0])}
             for other in counts.values():
                 assert try_to_decode(row.compressor, other, accumulate)
-            must_refuse = isinstance(row.compressor, BlockwiseCompressor)
             for name, other in spoiled(message, WRONG_SHAPES):
-                assert try_to_decode(row.compressor, other, accumulate) or not must_refuse, name
+                # Fewer values, with as many indices, may be a message of a sparsifier.
+                may_be_sent = name in ("short all", "empty all")
+                assert try_to_decode(row.compressor, other, accumulate) or may_be_sent, name
             verdicts = [
                 try_to_decode(row.compressor, other, accumulate)
                 for _, other in spoiled(message, WRONG_VALUES)
             ]
             assert any(verdicts) == row.refuses
             assert not try_to_decode(row.compressor, message, accumulate)
+
+
+CHAIN = Chain(TopK(0.1), Int8(block_size=32))
+BY_NAME = PerParameter({"*.bias": Cast(), "*": ErrorFeedback(TopK(0.1))})
+SWITCH = Switch({0: ErrorFeedback(Cast()), 2: ErrorFeedback(TopK(0.1))})
+NEVER_SENT = [  # a compressor, and what makes a message of its shapes that it never sends
+    (RandomK(0.3), lambda values, number: (values, -number)),
+    (PermK(num_ranks=3), lambda values, numbers: (values, numbers + 4)),
+    (PermK(num_ranks=3), lambda values, numbers: (values, -numbers - 1)),
+    (Threshold(0.5), lambda values, indices: (values, indices.flip(0))),
+    (Threshold(0.5), lambda values, indices: (values, indices + LAYOUT.numel)),
+    (Threshold(0.5), lambda values, indices: (values, indices - LAYOUT.numel)),
+    (CHAIN, lambda codes, scales, indices: (codes, scales, indices.flip(0))),
+    (CHAIN, lambda codes, scales, indices: (codes, scales - torch.inf, indices)),
+    (BY_NAME, lambda lengths, *rest: (lengths + 1, *rest)),
+    (BY_NAME, lambda lengths, *rest: (lengths - 3, *rest)),
+    (BY_NAME, lambda *message: (*message[:-1], message[-1] + 1000)),
+    (SWITCH, lambda which, *rest: (which + 2, *rest)),
+    (SWITCH, lambda which, *rest: (which - 1, *rest)),
+]
+
+
+def test_messages_that_are_never_sent_are_rejected(subtests):
+    for place, (compressor, spoil) in enumerate(NEVER_SENT):
+        with subtests.test(f"{place} {compressor}"):
+            message = compressor.compress(draw(0), compressor.init(LAYOUT, CPU))
+            assert try_to_decode(compressor, spoil(*message), accumulate=False)
 
 
 def test_repr_round_trips(subtests):

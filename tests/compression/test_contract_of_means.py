@@ -1,18 +1,38 @@
 """The contract of every compressor's means over ranks: one row each in ``catalog.py``."""
 
+from itertools import product
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from pyparallel.comm import Run
-from pyparallel.compression import BufferLayout, Collectives, CorruptMessageError, ErrorFeedback
+from pyparallel.compression import (
+    BufferLayout,
+    Cast,
+    Chain,
+    Collectives,
+    CorruptMessageError,
+    ErrorFeedback,
+    Int8,
+    PermK,
+    PerParameter,
+    RandomK,
+    Switch,
+    Threshold,
+    TopK,
+)
 from pyparallel.compression.quantizers.blockwise import BlockwiseCompressor
 from tests.compression.catalog import CATALOG, LAYOUT
-from tests.workers import run_ranks
+from tests.compression.means import CPU, layout_of, residual_of
 
-CPU = torch.device("cpu")
-BUFFERS = [(0, torch.float32), (1, torch.float32), (5, torch.float32), (1000, torch.bfloat16)]
+BUFFERS = [
+    (0, torch.float32),
+    (1, torch.float32),
+    (5, torch.bfloat16),
+    (1037, torch.float32),
+    (1000, torch.bfloat16),
+]
 LONG = BufferLayout.flat(3000)  # has a part for every rank with any block size
 
 
@@ -36,32 +56,28 @@ def is_on_all(verdict, collectives):
     return bool(collectives.all_gather(torch.tensor([verdict])).all())
 
 
-def check_ranks_get_the_same_bits(row, collectives):
+def check_bits_and_residuals(compressor, collectives, adds_up=True):
+    """All ranks get the same bits; means and residuals add up to the true means."""
     for numel, dtype in BUFFERS:
-        x = draw(collectives, numel=numel, dtype=dtype)
-        row.compressor.mean_(
-            x, start(row.compressor, collectives, BufferLayout.flat(numel)), collectives
-        )
-        everywhere = collectives.all_gather(x)
-        bits = everywhere.view(torch.uint8)
-        assert (bits == bits[0]).all(), (numel, dtype)
-        assert everywhere.isfinite().all(), (numel, dtype)
-
-
-def check_means_and_residuals_add_up(row, collectives):
-    if not row.feeds_back:
-        return
-    compressor = ErrorFeedback(row.compressor)
-    for dtype, allowed in [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)]:
-        state = start(compressor, collectives)
-        truth, got = torch.zeros(2, LAYOUT.numel, dtype=torch.float64)
+        state = start(compressor, collectives, layout_of(numel))
+        truth, got = torch.zeros(2, numel, dtype=torch.float64)
         for step in range(4):
-            x = draw(collectives, step, dtype=dtype)
+            x = draw(collectives, step, numel, dtype)
             truth += x
             compressor.mean_(x, state, collectives)
             got += x
-        left = dense_mean(truth - state.entries["residual"], collectives)
-        assert (left - got).norm() <= allowed * truth.norm(), dtype
+            everywhere = collectives.all_gather(x)
+            bits = everywhere.view(torch.uint8)
+            assert (bits == bits[0]).all(), (numel, dtype, step)
+            assert everywhere.isfinite().all(), (numel, dtype, step)
+        if adds_up:
+            left = dense_mean(truth - residual_of(state), collectives)
+            allowed = 1e-5 if dtype == torch.float32 else 2**-8
+            assert (left - got).norm() <= allowed * truth.norm(), (numel, dtype)
+
+
+def check_row(row, collectives):
+    check_bits_and_residuals(row.compressors[-1], collectives, adds_up=row.feeds_back)
 
 
 def check_full_rate_is_the_dense_mean(row, collectives):
@@ -130,33 +146,50 @@ def check_all_ranks_reject_a_corrupt_message(row, collectives):
 
 
 CHECKS = [
-    check_ranks_get_the_same_bits,
+    check_row,
     check_all_ranks_reject_a_corrupt_message,
-    check_means_and_residuals_add_up,
     check_full_rate_is_the_dense_mean,
     check_nan_propagates_to_all_ranks_and_is_not_kept,
 ]
+# Other options, and compressors within others, which feed back by themselves.
+BIASES, RARELY = PerParameter({"*.bias": RandomK(0.3), "*": TopK(0.1)}), ErrorFeedback(TopK(0.1))
+FEEDING_BACK = [
+    *map(ErrorFeedback, (PermK(), PermK(7, run_length=1), Threshold(3.0), BIASES)),
+    *map(ErrorFeedback, (Chain(Threshold(1.5), Int8(block_size=32)), Chain(PermK(), Cast()))),
+    PerParameter({"*.bias": ErrorFeedback(PermK()), "*": ErrorFeedback(Int8())}),
+    PerParameter({"nothing": ErrorFeedback(PermK()), "*": ErrorFeedback(TopK(0.2))}),
+    Switch({0: ErrorFeedback(Cast()), 2: RARELY}),
+    Switch({0: ErrorFeedback(RandomK(0.1)), 2: ErrorFeedback(PermK(num_ranks=3))}),
+    Switch({0: PerParameter({"*.bias": RARELY, "*": ErrorFeedback(Int8())}), 2: RARELY}),
+    PerParameter(
+        {
+            "*.bias": Switch({0: ErrorFeedback(Cast()), 3: ErrorFeedback(RandomK(0.5))}),
+            "*": Switch({0: RARELY, 2: ErrorFeedback(Int8())}),
+        }
+    ),
+]
 
 
-def find_failures(collectives, rows, checks):
+def find_failures(collectives, checks):
     failures = []
-    for row in rows:
-        for check in checks:
-            try:
-                check(row, collectives)
-            except AssertionError as error:
-                failures.append(f"{row} {check.__name__}: {error}")
+    for check, case in checks:
+        try:
+            check(case, collectives)
+        except AssertionError as error:
+            failures.append(f"{case} {check.__name__}: {error}")
     return failures
 
 
-def average(rank, rows):
-    """Run all checks on all ranks, and then those of a group's sums on two of three."""
+def average(rank):
+    """Run all checks on all ranks, and then those of sums on two of three."""
     pair = dist.new_group([0, 2])
-    failures = find_failures(Collectives(), rows, CHECKS)
+    sums = [(check_row, row) for row in CATALOG]
+    sums += [(check_bits_and_residuals, each) for each in FEEDING_BACK]
+    failures = find_failures(Collectives(), [*product(CHECKS[1:], CATALOG), *sums])
     if rank != 1:
-        failures += find_failures(Collectives(Run(pair)), rows, CHECKS[:3])
+        failures += find_failures(Collectives(Run(pair)), sums)
     return failures
 
 
-def test_means():
-    assert run_ranks(3, average, CATALOG) == [[], [], []]
+def test_means(ranks):
+    assert ranks.run(3, average, time_limit=120) == [[], [], []]

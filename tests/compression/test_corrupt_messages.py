@@ -7,7 +7,6 @@ from pyparallel.compression.corrupt_messages import (
     refusing_corrupt,
     with_sender,
 )
-from tests.workers import run_ranks
 
 
 def test_an_op_s_error_about_a_message_is_quoted():
@@ -34,7 +33,7 @@ def find_out(rank):
         return str(error)
 
 
-def test_all_ranks_raise():
-    sentences = run_ranks(3, find_out)
+def test_all_ranks_raise(ranks):
+    sentences = ranks.run(3, find_out)
     assert len(set(sentences)) == 1
     assert "a corrupt one from rank 2" in sentences[0]

@@ -60,5 +60,11 @@ EVERY_ALGORITHM = {
 
 # The order of exchanges depends on timing: no two runs are equal.
 NONDETERMINISTIC = {"adpsgd"}
+DETERMINISTIC = [name for name in EVERY_ALGORITHM if name not in NONDETERMINISTIC]
+# One of each kind of average, order and message: what fast tests take.
+COVERING = [
+    "sgp-star", "sgp-overlap-3", "osgp-3", "sgp-overlap-3-top-k", "slowmo", "diloco-adam", "noloco",
+    "leadersgd", "leadersgd-code", "hierarchical-star", "allreduce",
+]  # fmt: skip
 # Unequal numbers of batches are an error: a rank without batches cannot contribute its shard.
 NEEDS_EQUAL_BATCHES = {"hierarchical", "hierarchical-star", "hierarchical-osgp"}

@@ -78,6 +78,15 @@ def resume_in_memory(algorithm, num_steps, stop, loop=train, **options):
     return torch.equal(loop(model, optimizer, data[stop:], resumed), expected)
 
 
+def error_of(call, *arguments):
+    """Return the type and the text of the error that a call raises, or None."""
+    try:
+        call(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 # ------------------------------------------------------------------------ single steps of any model
 
 

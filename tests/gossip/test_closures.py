@@ -3,6 +3,7 @@
 import warnings
 
 import networkx as nx
+import pytest
 import torch
 from torch import nn
 
@@ -10,6 +11,7 @@ from pyparallel import GossipDataParallel, optim
 from pyparallel.compression import Int8
 from pyparallel.gossip import SGP, LocalSGD
 from pyparallel.gossip.topology import Complete, FromGraph, OnePeerExponential, Ring
+from tests.cases import slow
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import batches, start
 
@@ -52,8 +54,8 @@ def train(algorithm, rank, uses_closure, make_optimizer, **options):
     return end, losses, in_flight
 
 
-def compare_with_closures(rank):
-    found = {}
+CASES = [
+    (algorithm, *optimizer)
     for algorithm in (
         SGP(Ring(3)),
         SGP(OnePeerExponential(3), overlap=1),
@@ -62,22 +64,30 @@ def compare_with_closures(rank):
         SGP(IRREGULAR, overlap=3),
         SGP(Ring(3), overlap=1, compressor=Int8()),
         LocalSGD(2),
-    ):
-        for make_optimizer, options in (
-            (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
-            (torch.optim.AdamW, {"foreach": True}),
-            (optim.AdamW, {}),
-        ):
-            plain, losses, _ = train(algorithm, rank, False, make_optimizer, **options)
-            end, others, in_flight = train(algorithm, rank, True, make_optimizer, **options)
-            label = f"{algorithm} {make_optimizer.__module__} {make_optimizer.__name__}"
-            same = torch.equal(plain, end) and losses == others
-            found[label] = same, in_flight == (6 if getattr(algorithm, "overlap", 0) else 0)
+    )
+    for optimizer in (
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (optim.AdamW, {}),
+    )
+]
+
+
+def compare_with_closures(rank, cases):
+    found = {}
+    for algorithm, make_optimizer, options in cases:
+        plain, losses, _ = train(algorithm, rank, False, make_optimizer, **options)
+        end, others, in_flight = train(algorithm, rank, True, make_optimizer, **options)
+        label = f"{algorithm} {make_optimizer.__module__} {make_optimizer.__name__}"
+        same = torch.equal(plain, end) and losses == others
+        found[label] = same, in_flight == (6 if getattr(algorithm, "overlap", 0) else 0)
     return found
 
 
-def test_trajectories_with_a_closure_are_those_without_it(ranks, subtests):
-    for rank, found in enumerate(ranks.run(3, compare_with_closures)):
+# Each algorithm with one optimizer, in turns.
+@pytest.mark.parametrize("cases", [CASES[::4] + CASES[9:10], slow(CASES)], ids=["covering", "all"])
+def test_trajectories_with_a_closure_are_those_without_it(ranks, subtests, cases):
+    for rank, found in enumerate(ranks.run(3, compare_with_closures, cases)):
         for label, (same, hides) in found.items():
             with subtests.test(label, rank=rank):
                 assert same, "other bits"

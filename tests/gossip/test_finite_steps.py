@@ -1,6 +1,7 @@
 """Steps with an inf or a nan, under AMP's GradScaler or by policy: they still take their round."""
 
 import contextlib
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from pyparallel.gossip import SGP, AllReduce, LocalSGD
 from pyparallel.gossip.topology import Complete, Ring
 from pyparallel.ops._corrupt import CorruptCounter
 from pyparallel.optim.finite_steps import FiniteSteps
+from tests.cases import pairwise, slow
 from tests.gossip.loops import batches, build_model, flat
 
 OPTIMIZERS = {
@@ -129,17 +131,22 @@ def spoil(rank, policy, name, algorithm):
     return result
 
 
-def spoil_all(rank):
-    found = {}
-    for name in ("sgd", "adamw, fused", "pyparallel", "rmsprop"):
-        for algorithm in (SGP(Complete(2)), SGP(Ring(2), overlap=1), LocalSGD(3), AllReduce()):
-            for policy in ("raise", "skip", "allow"):
-                found[name, str(algorithm), policy] = spoil(rank, policy, name, algorithm)
-    return found
+AXES = (
+    ("raise", "skip", "allow"),
+    ("sgd", "adamw, fused", "pyparallel", "rmsprop"),
+    (SGP(Complete(2)), SGP(Ring(2), overlap=1), LocalSGD(3), AllReduce()),
+)
 
 
-def test_a_step_with_a_nan_is_taken_by_the_policy(ranks, subtests):
-    own, other = ranks.run(2, spoil_all)
+def spoil_all(rank, rows):
+    return {
+        (name, str(each), policy): spoil(rank, policy, name, each) for policy, name, each in rows
+    }
+
+
+@pytest.mark.parametrize("rows", [pairwise(*AXES), slow([*product(*AXES)])], ids=["pairs", "all"])
+def test_a_step_with_a_nan_is_taken_by_the_policy(ranks, subtests, rows):
+    own, other = ranks.run(2, spoil_all, rows)
     for key, (errors, values, weight, counts) in own.items():
         name, algorithm, policy = key
         with subtests.test(str(key)):

@@ -14,7 +14,8 @@ from pyparallel import GossipDataParallel, optim
 from pyparallel.comm import NonFiniteError
 from pyparallel.gossip import SGP, AllReduce, GossipState, LocalSGD
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
-from tests.gossip.every_algorithm import EVERY_ALGORITHM, NONDETERMINISTIC
+from tests.cases import slow
+from tests.gossip.every_algorithm import COVERING, DETERMINISTIC, EVERY_ALGORITHM
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import batches, build_model, flat
 
@@ -134,9 +135,9 @@ def one_of(kind):
     return lambda a, b: sgd(kind, [{"params": a}, {"params": b, "lr": 0.1}], 0.05)
 
 
-def equals_one_optimizer(rank):
+def equals_one_optimizer(rank, names):
     found = {}
-    for name in [*(EVERY_ALGORITHM.keys() - NONDETERMINISTIC)]:
+    for name in names:
         algorithm = EVERY_ALGORITHM[name](4)
         one = train_with(algorithm, one_of(torch.optim.SGD))
         two = train_with(algorithm, two_of(torch.optim.SGD))
@@ -149,8 +150,9 @@ def equals_one_optimizer(rank):
     return found
 
 
-def test_two_optimizers_equal_one_of_two_groups_bit_for_bit(ranks, subtests):
-    for rank, found in enumerate(ranks.run(4, equals_one_optimizer)):
+@pytest.mark.parametrize("names", [COVERING, slow(DETERMINISTIC)], ids=["covering", "all"])
+def test_two_optimizers_equal_one_of_two_groups_bit_for_bit(ranks, subtests, names):
+    for rank, found in enumerate(ranks.run(4, equals_one_optimizer, names)):
         for name, is_equal in found.items():
             with subtests.test(name, rank=rank):
                 assert is_equal
@@ -158,7 +160,7 @@ def test_two_optimizers_equal_one_of_two_groups_bit_for_bit(ranks, subtests):
 
 def mixes_fused(rank):
     found = {}
-    for name in ("sgp", "sgp-star", "sgp-overlap-1", "slowmo", "leadersgd", "allreduce"):
+    for name in ("sgp-star", "sgp-overlap-1", "leadersgd", "allreduce"):
         algorithm = EVERY_ALGORITHM[name](4)
         torchs = train_with(algorithm, one_of(torch.optim.SGD))
         fused = train_with(algorithm, one_of(optim.SGD))

@@ -16,7 +16,8 @@ from pyparallel.gossip.join import JoinedRounds
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
 from pyparallel.gossip.validation import resolve_bucket_cap_mb
 from pyparallel.training import ModelAverager
-from tests.gossip.every_algorithm import EVERY_ALGORITHM, NONDETERMINISTIC
+from tests.cases import slow
+from tests.gossip.every_algorithm import COVERING, DETERMINISTIC, EVERY_ALGORITHM
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import ALGORITHMS, step, wrap
 from tests.local_transport import LocalRun
@@ -343,16 +344,17 @@ def fine_tune(rank, name, given):
     return rank or before, trained, consensus
 
 
-def fine_tune_both(rank, name):
-    return [fine_tune(rank, name, given) for given in ("all", "trainable")]
+def fine_tune_all(rank, names):
+    return {n: [fine_tune(rank, n, given) for given in ("all", "trainable")] for n in names}
 
 
-def test_frozen_parameters_may_be_in_the_optimizer(ranks, subtests):
-    for name in EVERY_ALGORITHM.keys() - NONDETERMINISTIC:
+@pytest.mark.parametrize("names", [COVERING, slow(DETERMINISTIC)], ids=["covering", "all"])
+def test_frozen_parameters_may_be_in_the_optimizer(ranks, subtests, names):
+    results = ranks.run(4, fine_tune_all, names)
+    for name in names:
         with subtests.test(name):
-            found = ranks.run(4, fine_tune_both, name)
-            frozen_at_start = found[0][0][0]
-            for (_, *with_all), (_, *without) in found:
+            frozen_at_start = results[0][name][0][0]
+            for (_, *with_all), (_, *without) in (found[name] for found in results):
                 for mine, other in zip(with_all, without, strict=True):
                     assert all(map(torch.equal, mine, other))  # bit for bit
                 for parameters in with_all:  # trained, and in the consensus

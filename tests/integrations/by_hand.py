@@ -1,9 +1,11 @@
-"""What the loops written by hand, with which hosts are compared, have in common."""
+"""What the tests of hosts, which compare them with loops written by hand, have in common."""
 
+import pytest
 import torch
 from torch import nn
 
 from pyparallel.compression import ddp_hook
+from tests.cases import slow
 
 
 def compressed_ddp(module, compressor):
@@ -18,3 +20,8 @@ def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert torch.equal(found[key], tensor), key
+
+
+def checks(smoke, *others):
+    """Parametrize by the names of a host's checks, of which the first alone is fast."""
+    return pytest.mark.parametrize("check", [smoke, *map(slow, others)])

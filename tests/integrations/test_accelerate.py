@@ -14,7 +14,7 @@ from benchmarks.harness.libraries import load
 from pyparallel import SGP, GossipDataParallel, topology
 from pyparallel.compression import ErrorFeedback, TopK
 from pyparallel.gossip import AllReduce
-from tests.integrations.by_hand import assert_equal, compressed_ddp
+from tests.integrations.by_hand import assert_equal, checks, compressed_ddp
 from tests.launched import forget_accelerate, launched
 
 load("accelerate")
@@ -96,40 +96,45 @@ def by_hand(rank, wrap, epochs, accumulated=1, max_norm=None, dtype=None):
     return losses, module, model
 
 
-CASES = [
-    ({}, {}),
+OPTIONS = [
     ({"gradient_accumulation_steps": 2}, {"accumulated": 2, "max_norm": 0.01}),
     ({"mixed_precision": "bf16"}, {"dtype": torch.bfloat16}),
 ]
 
 
-def check_gossip(rank, folder):
-    for algorithm in (SGP(topology.Ring(2), overlap=1), AllReduce()):
-        for options, arguments in CASES:
+OVERLAPPED = SGP(topology.Ring(2), overlap=1)
+CASES = [(algorithm, *each) for algorithm in (OVERLAPPED, AllReduce()) for each in OPTIONS]
 
-            def wrap(module, optimizer, algorithm=algorithm):
-                return GossipDataParallel(module, optimizer, algorithm)
 
-            expected, module, reference = by_hand(rank, wrap, 2, **arguments)
-            accelerator, model, optimizer, loader = prepare(algorithm, **options)
-            max_norm = arguments.get("max_norm")
-            losses = train(accelerator, model, optimizer, loader, max_norm)
-            losses += train(accelerator, model, optimizer, loader, max_norm)
-            assert losses == expected, (algorithm, options)
-            assert_equal(model.state_dict(), module.state_dict())
-            assert model.bytes_sent == reference.bytes_sent > 0
+def check_options(rank, folder):
+    check_gossip(rank, folder, [(AllReduce(), {}, {}), *CASES])
+
+
+def check_gossip(rank, folder, cases=((OVERLAPPED, {}, {}),)):
+    for algorithm, options, arguments in cases:
+
+        def wrap(module, optimizer, algorithm=algorithm):
+            return GossipDataParallel(module, optimizer, algorithm)
+
+        expected, module, reference = by_hand(rank, wrap, 2, **arguments)
+        accelerator, model, optimizer, loader = prepare(algorithm, **options)
+        max_norm = arguments.get("max_norm")
+        losses = train(accelerator, model, optimizer, loader, max_norm)
+        losses += train(accelerator, model, optimizer, loader, max_norm)
+        assert losses == expected, (algorithm, options)
+        assert_equal(model.state_dict(), module.state_dict())
+        assert model.bytes_sent == reference.bytes_sent > 0
 
 
 def check_gossip_resumes(rank, folder):
-    algorithm = SGP(topology.Ring(2), overlap=1)
-    accelerator, model, optimizer, loader = prepare(algorithm)
+    accelerator, model, optimizer, loader = prepare(OVERLAPPED)
     train(accelerator, model, optimizer, loader)
     accelerator.save_state(folder)
     with model.consensus() as averaged:
         consensus = copy.deepcopy(averaged.state_dict())
     losses = train(accelerator, model, optimizer, loader)
     weights = copy.deepcopy(model.state_dict())
-    accelerator, model, optimizer, loader = prepare(algorithm)
+    accelerator, model, optimizer, loader = prepare(OVERLAPPED)
     accelerator.load_state(folder)
     assert train(accelerator, model, optimizer, loader) == losses
     assert_equal(model.state_dict(), weights)
@@ -206,7 +211,7 @@ def run(rank, check, folder):
     launched(globals()[check])(rank, folder)
 
 
-@pytest.mark.parametrize("check", ["gossip", "gossip_resumes", "compressed", "refusals"])
+@checks("gossip", "options", "gossip_resumes", "compressed", "refusals")
 def test_accelerate_trains_as_the_loop_by_hand(ranks, tmp_path, check):
     ranks.run(2, run, f"check_{check}", str(tmp_path))
 

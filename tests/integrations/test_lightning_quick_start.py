@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler
 from pyparallel import SGP, GossipDataParallel, topology
 from tests.docs.snippets import ROOT, blocks_of, run_command, run_page
 
+pytestmark = pytest.mark.slow  # test_lightning.py has a fast check of this host
 (SCRIPT,) = [b for b in blocks_of(ROOT / "docs/how_to/lightning.md") if b.script]
 
 
@@ -72,7 +73,6 @@ def test_the_quick_start_trains_as_the_loop_by_hand(ranks, tmp_path):
     check_run(tmp_path, losses, weights)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun --standalone --nproc-per-node 2", sys.executable])
 def test_the_quick_start_trains_as_the_loop_by_hand_from_both_launchers(ranks, tmp_path, launcher):
     (losses, weights), _ = ranks.run(2, by_hand)

@@ -21,6 +21,8 @@ from tests.integrations.test_lightning import (
     samples,
 )
 
+pytestmark = pytest.mark.slow  # test_lightning.py has a fast check of this host
+
 
 class Evaluated(AutoEncoder):
     """One that also tests and predicts, and fails in the second validation if it is told to."""

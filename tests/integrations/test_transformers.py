@@ -13,7 +13,7 @@ from benchmarks.harness.libraries import load
 from pyparallel import SGP, GossipDataParallel, topology
 from pyparallel.compression import ErrorFeedback, TopK
 from pyparallel.gossip import AllReduce
-from tests.integrations.by_hand import compressed_ddp
+from tests.integrations.by_hand import checks, compressed_ddp
 from tests.launched import forget_accelerate, launched
 
 transformers = load("transformers")
@@ -135,15 +135,19 @@ def overlapped(num_ranks):
     return SGP(topology.Ring(num_ranks), overlap=1)
 
 
-CASES = [
-    (overlapped, {}, {}),
+PLAIN = [(overlapped, {}, {})]
+OPTIONS = [
     (lambda n: AllReduce(), {"gradient_accumulation_steps": 2}, {"accumulated": 2}),
     (overlapped, {"bf16": True}, {"dtype": torch.bfloat16}),
 ]
 
 
-def check_gossip(rank, folder):
-    for algorithm_fn, options, arguments in CASES:
+def check_options(rank, folder):
+    check_gossip(rank, folder, OPTIONS)
+
+
+def check_gossip(rank, folder, cases=PLAIN):
+    for algorithm_fn, options, arguments in cases:
 
         def wrap(module, optimizer, algorithm_fn=algorithm_fn):
             return GossipDataParallel(module, optimizer, algorithm_fn(2))
@@ -242,10 +246,7 @@ def check_refusals(rank, folder):
         make_trainer(CompressedTrainer, folder, 1, compressor=topology.Ring(2))[0].train()
 
 
-CHECKS = ["gossip", "gossip_resumes", "best", "compressed", "refusals"]
-
-
-@pytest.mark.parametrize("check", CHECKS)
+@checks("gossip", "options", "gossip_resumes", "best", "compressed", "refusals")
 def test_the_trainer_trains_as_the_loop_by_hand(ranks, tmp_path, check):
     ranks.run(2, run, f"check_{check}", str(tmp_path))
 

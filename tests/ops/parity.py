@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from hypothesis import settings
 from torch.utils import _pytree as pytree
 
 from pyparallel import ops
+from tests.cases import pairwise
 from tests.csrc.emulated import emulated
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,36 +35,25 @@ class Implementation:
 
     Args:
         is_slow: it is interpreted or emulated, and tested with fewer cases.
+        longest: the largest length that it is tested with.
     """
 
     name: str
     device: str
     find: Callable[[str], Callable[..., Any]]
     is_slow: bool = False
+    longest: int = LENGTHS[-1]
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def lengths(self) -> list[int]:
-        return [numel for numel in LENGTHS if numel < 100_000 or not self.is_slow]
+        return [numel for numel in LENGTHS if numel <= self.longest]
 
     def cases(self, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Return the product of the axes; if slow, so few rows that any two values meet in one."""
-        rows = list(product(*axes))
-        return pairwise(rows) if self.is_slow else rows
-
-
-def pairwise(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Choose rows, greedily, until each two values that meet in one of them have met."""
-    chosen = []
-    meetings = [set(combinations(enumerate(row), 2)) for row in rows]
-    while any(meetings):
-        best = max(range(len(rows)), key=lambda i: len(meetings[i]))
-        chosen.append(rows[best])
-        met = meetings[best]
-        meetings = [each - met for each in meetings]
-    return chosen
+        return pairwise(*axes) if self.is_slow else list(product(*axes))
 
 
 def _dispatched(op: str) -> Callable[..., Any]:
@@ -76,8 +66,8 @@ def _launched(op: str) -> Callable[..., Any]:
 
 
 COMPILED_CPU = Implementation("compiled-cpu", "cpu", _dispatched)
-INTERPRETED = Implementation("triton-interpreter", "cpu", _launched, is_slow=True)
-EMULATED_CUDA = Implementation("emulated-cuda", "cpu", emulated, is_slow=True)
+INTERPRETED = Implementation("triton-interpreter", "cpu", _launched, is_slow=True, longest=4097)
+EMULATED_CUDA = Implementation("emulated-cuda", "cpu", emulated, is_slow=True, longest=32769)
 COMPILED_CUDA = Implementation("compiled-cuda", "cuda", _dispatched)
 TRITON = Implementation("triton", "cuda", _launched)
 

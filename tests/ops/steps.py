@@ -114,6 +114,8 @@ class StepTests:
         buffers: returns its buffers of a length, by name: the first arguments of ``sample``.
         sample: returns all its arguments, by name, in order.
         options: hyperparameters of a plain step.
+        more_options: those of others that equal the separate ops.
+        predict: the separate prediction from buffers, over 3 steps of these options.
     """
 
     op: Callable[..., None]
@@ -121,6 +123,8 @@ class StepTests:
     buffers: Callable[..., dict[str, Tensor]]
     sample: Callable[..., dict[str, Any]]
     options: dict[str, float]
+    more_options: Sequence[dict[str, float]] = ()
+    predict: Callable[..., Tensor]
 
     def parity(
         self, implementation: Implementation, arguments: dict[str, Any], **tolerance: float
@@ -276,6 +280,31 @@ class StepTests:
             assert torch.equal(own.pop("grad"), before)
             plain.pop("grad")
             torch.testing.assert_close(own, plain, rtol=rtol, atol=rtol / 10)
+
+    def test_equals_the_separate_ops_bit_for_bit(self):
+        every_option = self.options, *self.more_options
+        for options, state, num_messages in product(every_option, DTYPES, (0, 1, 2)):
+            case = f"{options}, {num_messages} messages, states of {state}"
+            own = self.buffers(5003, dtypes=(FLOAT, BFLOAT16, state))
+            around = surroundings(5003, num_messages=num_messages)
+            apart = {name: tensor.clone() for name, tensor in own.items()}
+            apart["param"], mass = mixed(own["param"], around)
+            self.op(**apart, **options, mass=mass)
+            predicted = self.predict(apart, options | {"lr": options["lr"] / mass})
+            self.op(**own, **options, **around)
+            assert torch.equal(around["mass"], mass), case
+            assert all(torch.equal(own[name], apart[name]) for name in own), case
+            assert torch.equal(around["prediction"], predicted), case
+            assert torch.equal(around["message"], own["param"].bfloat16()), case
+
+    def test_outputs_are_computed_from_the_rounded_buffers(self):
+        for dtype in DTYPES:
+            own = self.buffers(1000, dtypes=(dtype,) * 3)
+            around = surroundings(1000, out_dtypes=(FLOAT, FLOAT), num_messages=0, mass=1.0)
+            self.op(**own, **self.options, **around)
+            predicted = self.predict(own, self.options, out=torch.empty(1000))
+            assert torch.equal(around["prediction"], predicted), f"{dtype}"
+            assert torch.equal(around["message"], own["param"].float()), f"{dtype}"
 
     def test_mixing_after_the_step_is_two_passes(self):
         for num_messages in (0, 1, 2):

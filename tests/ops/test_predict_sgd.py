@@ -1,7 +1,5 @@
 """``predict_sgd``: samples for the parity harness, and tests of this op alone."""
 
-from itertools import product
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,7 +51,7 @@ def test_magnitudes(implementation):
 def test_large_outputs_use_non_temporal_stores():
     # Above the size for non-temporal stores; shifted, the target is not aligned.
     param, buffer, lr, horizon, _ = sample(2**22 + 13)
-    for dtype, shift in product(DTYPES, (0, 1)):
+    for dtype, shift in zip(DTYPES, (1, 0, 1), strict=True):
         out = torch.zeros(param.numel() + shift, dtype=dtype)[shift:]
         parity(COMPILED_CPU, (param, buffer, lr, horizon, out))
 

@@ -101,7 +101,7 @@ def assert_equally_likely(counts, draws, probability):
 
 
 def test_every_position_is_equally_likely():
-    draws = 10_000
+    draws = 4000
     for numel, k, run_length in [
         *((2, 1, 1), (3, 1, 1), (37, 5, 1), (300, 30, 1)),
         *((103, 12, 4), (103, 10, 4), (67, 33, 32)),
@@ -111,8 +111,8 @@ def test_every_position_is_equally_likely():
 
 
 def test_every_set_is_equally_likely():
-    draws = 20_000
-    for numel, k in ((5, 2), (9, 3), (20, 2), (13, 3), (300, 2)):
+    draws = 8000
+    for numel, k in ((5, 2), (9, 3), (20, 2), (300, 2)):
         sets = comb(numel, k)
         codes = (draw_many(numel, k, draws) * numel ** torch.arange(k)).sum(dim=1)
         counts = codes.unique(return_counts=True)[1].double()

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from pyparallel.recommend import CANDIDATES, Link, Workload, benchmark, benchmark_ranks
-from tests.workers import run_ranks
 
 NAMES = [candidate.name for candidate in CANDIDATES]
 
@@ -18,8 +17,8 @@ def measure(rank):
     return benchmark_ranks(make_workload(), torch.device("cpu"))
 
 
-def test_all_ranks_return_the_same():
-    first, second = run_ranks(2, measure)
+def test_all_ranks_return_the_same(ranks):
+    first, second = ranks.run(2, measure)
     assert first == second
     assert first.link.num_ranks == 2
     assert 0 < first.link.latency < 10

@@ -7,7 +7,6 @@ from torch import nn
 from pyparallel.compression import BufferLayout, Cast, Collectives, Compressor, Int8
 from pyparallel.recommend import CANDIDATES, DENSE, Candidate, SingleRankCollectives, profile
 from pyparallel.recommend.profile import flat_gradients, in_buckets
-from tests.workers import run_ranks
 
 RANKS = 3
 LAYOUT = BufferLayout.of([("weight", torch.empty(64, 40)), ("bias", torch.empty(64))])
@@ -27,8 +26,8 @@ def average_all(rank):
     return {each.name: average(each.steady_state, Collectives()) for each in CANDIDATES[1:]}
 
 
-def test_bytes_are_those_of_rank_0_in_a_group():
-    of_ranks = run_ranks(RANKS, average_all)[0]
+def test_bytes_are_those_of_rank_0_in_a_group(ranks):
+    of_ranks = ranks.run(RANKS, average_all)[0]
     for candidate in CANDIDATES[1:]:
         mean, payload_bytes, wire_bytes = average(
             candidate.steady_state, SingleRankCollectives(RANKS)

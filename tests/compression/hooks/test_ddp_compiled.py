@@ -1,26 +1,24 @@
-"""The hook of compiled DDP: two ranks run many cases, and the tests check what they found."""
+"""The hook of compiled DDP on two ranks."""
 
 import copy
 import gc
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel.compression import Cast, ErrorFeedback, Int8, TopK, ddp_hook
 from pyparallel.compression.hooks.ddp_compiled import CustomOp, StepDetector
+from tests.compression.hooks.steps import assert_equal_on_all_ranks, average
 from tests.workers import run_ranks
 
-COMPRESSORS = {  # by name: maximum error of a step, relative to the norm of its gradients
-    "Cast": (Cast(), 4e-3),
-    "Int8": (Int8(), 2e-2),
-    "ErrorFeedback(Int8)": (ErrorFeedback(Int8()), 4e-2),
-    "ErrorFeedback(TopK)": (ErrorFeedback(TopK(0.1)), 1.0),
-    "TopK of all": (TopK(1.0), 1e-6),
-}
-COMPILED = {"Int8": COMPRESSORS["Int8"], "ErrorFeedback(TopK)": COMPRESSORS["ErrorFeedback(TopK)"]}
+COMPRESSORS = [  # and the largest error of a step, relative to the norm of its gradients
+    (Cast(), 4e-3),
+    (Int8(), 2e-2),
+    (ErrorFeedback(Int8()), 4e-2),
+    (ErrorFeedback(TopK(0.1)), 1.0),
+    (TopK(1.0), 1e-6),
+]
 ONE_BY_ONE = {"optimize_ddp": "python_reducer"}
 TRACED = {
     **ONE_BY_ONE,
@@ -59,12 +57,6 @@ def flat_gradients(model):
     )
 
 
-def average(tensor):
-    tensor = tensor.clone()
-    dist.all_reduce(tensor)
-    return tensor / dist.get_world_size()
-
-
 def flat_residual(state):
     saved = state.state_dict()["parameters"]
     used = ("turned", "first.weight", "first.bias")
@@ -95,42 +87,44 @@ def true_gradients(*given):
     return average(flat_gradients(model))
 
 
-def compare_with_truth(rank, cases, config, compiled, options):
-    found = {}
+def compare_with_truth(rank, form):
+    cases, config, compiled, options = FORMS[form]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with torch._dynamo.config.patch(config):
-        for case, (compressor, _) in cases.items():
+        for compressor, error in cases:
             ddp, state = wrap(compressor, **options)
             step = training(ddp, compiled=compiled)
-            errors, residual_errors, expected, payloads = [], [], 0.0, set()
+            expected, payloads = 0.0, set()
             for batch in batches(rank, 3):
                 truth = true_gradients(batch)
                 ddp.zero_grad()
                 step(batch)
                 got = flat_gradients(ddp.module)
-                errors.append(float((got - truth).norm() / truth.norm()))
+                assert (got - truth).norm() < error * truth.norm(), compressor
                 expected = expected + truth - got
-                if isinstance(compressor, ErrorFeedback):
+                if isinstance(compressor, ErrorFeedback):  # the residuals hold the error
                     left = expected - average(flat_residual(state))
-                    residual_errors.append(float(left.norm() / truth.norm()))
+                    assert left.norm() < 1e-5 * truth.norm(), compressor
                 payloads.add(state.last_step.payload_bytes)
-            found[case] = max(errors), max(residual_errors, default=0.0), payloads, got.tolist()
+            assert len(payloads) == 1, compressor  # each step is counted separately
+            assert min(payloads) > 0, compressor
+            assert_equal_on_all_ranks(got.tolist())
         if compiled:
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    return found, dict(torch._dynamo.utils.counters["compiled_autograd"])
+    is_traced = bool(torch._dynamo.utils.counters["compiled_autograd"].get("captures"))
+    assert is_traced == (config is TRACED)
 
 
-FORMS = {  # by name: compressors, configuration, whether compiled, DDP's options, whether traced
-    "one by one": (COMPRESSORS, ONE_BY_ONE, False, {}, False),
+FORMS = {  # by name: compressors, configuration, whether compiled, DDP's options
     "buckets of a compiled forward": (
-        {"ErrorFeedback(TopK)": COMPRESSORS["ErrorFeedback(TopK)"]},
+        COMPRESSORS[3:4],
         {"optimize_ddp": True},
         True,
         {"find_unused_parameters": True},
-        False,
     ),
-    "one by one, in a graph": (COMPILED, TRACED, True, {}, True),
+    "one by one": (COMPRESSORS, ONE_BY_ONE, False, {}),
+    "one by one, in a graph": ([COMPRESSORS[1], COMPRESSORS[3]], TRACED, True, {}),
 }
 
 
@@ -142,12 +136,12 @@ def accumulate(rank, config, compiled):
         step = training(ddp, compiled=compiled)
         with ddp.no_sync():
             step(first)
-        silent = state.last_step.payload_bytes
+        assert state.last_step.payload_bytes == 0
         alone = flat_gradients(ddp.module)
-        shared = bool(torch.equal(alone, average(alone)))
+        assert not torch.equal(alone, average(alone))
         step(second)
     truth = true_gradients(first, second)
-    return silent, shared, float((flat_gradients(ddp.module) - truth).norm() / truth.norm())
+    assert (flat_gradients(ddp.module) - truth).norm() < 4e-3 * truth.norm()
 
 
 def change_of_form(rank):
@@ -163,49 +157,27 @@ def change_of_form(rank):
         training(ddp, compiled=False)(second)
     expected += true_gradients(second) - flat_gradients(ddp.module)
     torch.testing.assert_close(average(flat_residual(state)), expected)
-    return float(expected.norm())
-
-
-def untraced_cases(rank):
-    names = ["buckets of a compiled forward", "one by one"]  # the compiled one must come first
-    found = {name: compare_with_truth(rank, *FORMS[name][:4]) for name in names}
-    found["no sync"] = accumulate(rank, ONE_BY_ONE, False)
-    return found | {"change of form": change_of_form(rank)}
+    assert expected.norm() > 0
 
 
 def traced_cases(rank):
-    name = "one by one, in a graph"
-    found = {name: compare_with_truth(rank, *FORMS[name][:4])}
-    return found | {"no sync, in a graph": accumulate(rank, TRACED, True)}
+    compare_with_truth(rank, "one by one, in a graph")
+    accumulate(rank, TRACED, True)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """Return by case what each rank found; compiled autograd needs a process of its own."""
-    found = (run_ranks(2, cases) for cases in (untraced_cases, traced_cases))
-    return [untraced | traced for untraced, traced in zip(*found, strict=True)]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_are_means_over_ranks(ranks, form):
-    cases, *_, traced = FORMS[form]
-    for found, counted in (rank[form] for rank in ranks):
-        assert bool(counted.get("captures")) == traced
-        for case, (error, residual_error, payloads, got) in found.items():
-            assert error < cases[case][1], case
-            assert residual_error < 1e-5, case  # the residuals hold the error
-            assert len(payloads) == 1, case  # each step is counted separately
-            assert min(payloads) > 0, case
-            assert got == ranks[0][form][0][case][3], case
+def test_gradients_are_means_over_ranks(ranks, subtests):
+    for form in ("buckets of a compiled forward", "one by one"):
+        with subtests.test(form):
+            ranks.run(2, compare_with_truth, form)
 
 
 def test_no_sync_sends_nothing_and_residuals_survive_a_change_of_form(ranks):
-    for rank in ranks:
-        assert rank["change of form"] > 0
-        for silent, shared, error in (rank["no sync"], rank["no sync, in a graph"]):
-            assert silent == 0
-            assert not shared
-            assert error < 4e-3
+    ranks.run(2, accumulate, ONE_BY_ONE, False)
+    ranks.run(2, change_of_form)
+
+
+def test_a_graph_of_forward_and_backward():
+    run_ranks(2, traced_cases)  # compiled autograd stays on in a process
 
 
 def test_a_second_gradient_of_a_parameter_begins_a_step():

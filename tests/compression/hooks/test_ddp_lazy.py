@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel.comm import DisagreementError
 from pyparallel.compression import Cast, ErrorFeedback, Int8, PerParameter, TopK, ddp_hook
-from tests.workers import run_ranks
 
 SPARSE = ErrorFeedback(TopK(0.1))
 LATER = "sparse", "resumed", "named", "compiled", "one by one"  # models that are wrapped later
@@ -85,9 +84,7 @@ def all_cases(rank, folder):
 
     dist.destroy_process_group()
     refuse_what_needs_no_ranks(rank, saved)
-    wrapped_later = {
-        name: build() for name in ("sparse", "resumed", "named", "compiled", "one by one")
-    }
+    wrapped_later = {name: build() for name in LATER}
     pairs = {
         "sparse": ddp_hook(SPARSE, wrapped_later["sparse"]),
         "resumed": ddp_hook(SPARSE, wrapped_later["resumed"]),
@@ -150,6 +147,6 @@ def all_cases(rank, folder):
     ]
 
 
-def test_a_hook_made_before_the_group_starts_at_the_first_bucket(tmp_path):
-    first, second = run_ranks(2, all_cases, tmp_path)
+def test_a_hook_made_before_the_group_starts_at_the_first_bucket(ranks, tmp_path):
+    first, second = ranks.run(2, all_cases, tmp_path)
     assert first == second

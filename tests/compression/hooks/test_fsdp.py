@@ -1,5 +1,6 @@
+"""The compression of FSDP2's gradients and parameters, on one, three and four ranks."""
+
 import copy
-import math
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from pyparallel.compression import (
     fsdp_all_gather,
     fsdp_reduce_scatter,
 )
-from tests.workers import run_ranks
+from tests.compression.hooks.steps import CorruptScale, assert_equal_on_all_ranks, average
 
 SPARSE = ErrorFeedback(TopK(0.1))
 
@@ -71,12 +72,6 @@ def relative(got, truth):
     return float((got - truth).norm() / truth.norm())
 
 
-def average(tensor, group=None):
-    tensor = tensor.clone()
-    dist.all_reduce(tensor, group=group)
-    return tensor / dist.get_world_size(group)
-
-
 def mean_residual_norm(state):
     """Return the norm of the mean residual over ranks."""
     parts = [
@@ -87,34 +82,30 @@ def mean_residual_norm(state):
     return torch.stack(parts).norm()
 
 
-def compare_with_plain(rank, cases):
-    found = {}
-    for case, (compressor, dtype, options) in cases.items():
-        plain, model = build(dtype=dtype, **options), build(dtype=dtype, **options)
-        state = compress_fsdp(model, gradients=compressor)
-        errors, residual_errors, expected = [], [], 0
-        for batch in batches(rank, 2, dtype):
-            truth, got = gradients_of(plain, batch), gradients_of(model, batch)
-            errors.append(relative(got, truth))
-            expected = expected + truth - got
-            if isinstance(compressor, ErrorFeedback):
-                residual_errors.append(
-                    float(abs(mean_residual_norm(state) - expected.norm()) / truth.norm())
-                )
-        share = state.last_step.payload_bytes / (len(expected) * torch.finfo(dtype).bits / 8)
-        found[case] = max(errors), max(residual_errors, default=0.0), share, got.tolist()
-    return found
+def compare_with_plain(rank, compressor, dtype, options, error, share):
+    plain, model = build(dtype=dtype, **options), build(dtype=dtype, **options)
+    state = compress_fsdp(model, gradients=compressor)
+    expected = 0
+    for batch in batches(rank, 2, dtype):
+        truth, got = gradients_of(plain, batch), gradients_of(model, batch)
+        assert relative(got, truth) < error
+        expected = expected + truth - got
+        if isinstance(compressor, ErrorFeedback):  # the residuals hold the error
+            assert abs(mean_residual_norm(state) - expected.norm()) < 2e-5 * truth.norm()
+    dense_bytes = len(expected) * torch.finfo(dtype).bits / 8
+    assert state.last_step.payload_bytes < share * dense_bytes
+    assert_equal_on_all_ranks(got.tolist())
 
 
 HALF = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
-PLAIN_CASES = {  # compressor, dtype, options: maximum error, and share of the bytes
-    "Cast": (Cast(), torch.float32, {}, 4e-3, 0.55),
-    "Cast of bfloat16": (Cast(), torch.bfloat16, {}, 1e-2, 1.1),
-    "Int8, bfloat16 on the way": (Int8(), torch.float32, HALF, 3e-2, 0.35),
-    "ErrorFeedback(Int8)": (ErrorFeedback(Int8()), torch.float32, {}, 5e-2, 0.35),
-    "ErrorFeedback(TopK)": (SPARSE, torch.float32, {}, 1.1, 0.25),
-    "TopK of all": (TopK(1.0), torch.float32, {}, 1e-6, 2.1),
-}
+PLAIN_CASES = [  # compressor, dtype, options, largest error of a step, share of the bytes
+    (Cast(), torch.float32, {}, 4e-3, 0.55),
+    (Cast(), torch.bfloat16, {}, 1e-2, 1.1),
+    (Int8(), torch.float32, HALF, 3e-2, 0.35),
+    (ErrorFeedback(Int8()), torch.float32, {}, 5e-2, 0.35),
+    (SPARSE, torch.float32, {}, 1.1, 0.25),
+    (TopK(1.0), torch.float32, {}, 1e-6, 2.1),
+]
 
 
 def reduce_with_every_op(rank):
@@ -133,7 +124,6 @@ def reduce_with_every_op(rank):
             assert comm(out, x, dist.group.WORLD, op) is None
             weight = factor * size * (size + 1) / 2
             assert torch.equal(out, (torch.arange(size * 5.0) * weight)[rank * 5 :][:5].to(dtype))
-    return True
 
 
 def be_alone(rank):
@@ -141,12 +131,9 @@ def be_alone(rank):
     plain, model = build(), build()
     state = compress_fsdp(model, gradients=Int8(), parameters=Int8())
     batch = batches(rank, 1)[0]
-    same = torch.equal(gradients_of(model, batch), gradients_of(plain, batch))
-    return same, state.last_step.payload_bytes, reduce_with_every_op(rank)
-
-
-def test_one_rank_alone():
-    assert run_ranks(1, be_alone) == [(True, 0, True)]
+    assert torch.equal(gradients_of(model, batch), gradients_of(plain, batch))
+    assert state.last_step.payload_bytes == 0
+    reduce_with_every_op(rank)
 
 
 def unsharded(model):
@@ -160,30 +147,25 @@ def unsharded(model):
     return seen
 
 
-def gather_parameters(rank, cases):
-    found = {}
-    for case, (compressor, dtype, options) in cases.items():
-        plain, model = build(dtype=dtype, **options), build(dtype=dtype, **options)
-        state = compress_fsdp(model, parameters=compressor)
-        seen, truth = unsharded(model), unsharded(plain)
-        batch = batches(rank, 1, dtype)[0]
-        grads = relative(gradients_of(model, batch), gradients_of(plain, batch))
-        error = max(relative(seen[name], truth[name]) for name in truth)
-        kept = all(
-            torch.equal(mine.to_local(), theirs.to_local())
-            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True)
-        )
-        bits = {name: weight.float().tolist() for name, weight in seen.items()}
-        found[case] = error, grads, kept, state.last_step.payload_bytes > 0, bits
-    return found
+def gather_parameters(rank, compressor, dtype, options, error):
+    plain, model = build(dtype=dtype, **options), build(dtype=dtype, **options)
+    state = compress_fsdp(model, parameters=compressor)
+    seen, truth = unsharded(model), unsharded(plain)
+    (batch,) = batches(rank, 1, dtype)
+    assert relative(gradients_of(model, batch), gradients_of(plain, batch)) < 10 * error
+    assert all(relative(seen[name], truth[name]) < error for name in truth)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local())
+    assert state.last_step.payload_bytes > 0
+    assert_equal_on_all_ranks({name: weight.float().tolist() for name, weight in seen.items()})
 
 
-GATHER_CASES = {
-    "Int8": (Int8(), torch.float32, {}, 1e-2),
-    "Int8 with draws": (Int8(seed=1), torch.float32, {"reshard_after_forward": False}, 2e-2),
-    "Cast of bfloat16": (Cast(), torch.float32, HALF, 1e-9),
-    "TopK of all": (TopK(1.0), torch.bfloat16, {}, 1e-9),
-}
+GATHER_CASES = [  # compressor, dtype, options, largest error of a weight
+    (Int8(), torch.float32, {}, 1e-2),
+    (Int8(seed=1), torch.float32, {"reshard_after_forward": False}, 2e-2),
+    (Cast(), torch.float32, HALF, 1e-9),
+    (TopK(1.0), torch.bfloat16, {}, 1e-9),
+]
 
 
 def train(model, given):
@@ -199,10 +181,9 @@ def compress(model, gradients):
     return compress_fsdp(model, gradients=gradients, parameters=Int8(seed=2))
 
 
-def resume(rank, compressors):
-    """Return by compressor whether a run resumes bit for bit; check errors for another model."""
-    found = {}
-    for compressor in compressors:
+def resume(rank):
+    """A run resumes bit for bit; states of other models and compressors are refused."""
+    for compressor in (ErrorFeedback(Int8()), SPARSE):
         whole = build()
         compress(whole, compressor)
         expected = train(whole, batches(rank, 4))
@@ -214,13 +195,11 @@ def resume(rank, compressors):
         resumed = compress(second, compressor)
         second.load_state_dict(weights)
         resumed.load_state_dict(saved)
-        got = train(second, batches(rank, 4)[2:])
-        found[repr(compressor)] = all(map(torch.equal, got, expected))
-    return found, states_of_others(rank, saved)
+        assert all(map(torch.equal, train(second, batches(rank, 4)[2:]), expected))
+    refuse_states_of_others(rank, saved)
 
 
-def states_of_others(rank, saved):
-    """Return how many states of other models and compressors are rejected."""
+def refuse_states_of_others(rank, saved):
     state = compress(build(), SPARSE)
     lacking = {**saved, "gradients": {"": saved["gradients"][""]}}
     with pytest.raises(ValueError, match=r"of the modules \['', '1'\], got one of \[''\]"):
@@ -236,7 +215,6 @@ def states_of_others(rank, saved):
     compress(model, SPARSE).load_state_dict(saved)
     with pytest.raises(ValueError, match="state must be of this model, got a residual of shape"):
         train(model, batches(rank, 1))
-    return 3
 
 
 def accumulate(rank):
@@ -247,10 +225,10 @@ def accumulate(rank):
     for each in (plain, model):
         each.set_requires_gradient_sync(False)
         backward(each, first)
-        silent = state.last_step.payload_bytes
+        assert state.last_step.payload_bytes == 0
         each.set_requires_gradient_sync(True)
         backward(each, second)
-    return silent, relative(flat_gradients(model), flat_gradients(plain))
+    assert relative(flat_gradients(model), flat_gradients(plain)) < 4e-3
 
 
 def hybrid(rank):
@@ -259,7 +237,7 @@ def hybrid(rank):
     plain, model = build(mesh), build(mesh)
     compress_fsdp(model, gradients=ErrorFeedback(Int8()), parameters=Cast())
     batch = batches(rank, 1)[0]
-    return relative(gradients_of(model, batch), gradients_of(plain, batch))
+    assert 0 < relative(gradients_of(model, batch), gradients_of(plain, batch)) < 5e-2
 
 
 def subgroup(rank):
@@ -267,24 +245,12 @@ def subgroup(rank):
     plain, model = build(mesh), build(mesh)
     compress_fsdp(model, gradients=TopK(1.0), process_group=mesh.get_group())
     batch = batches(rank, 1)[0]
-    return relative(gradients_of(model, batch), gradients_of(plain, batch))
-
-
-def four_ranks(rank):
-    return accumulate(rank), hybrid(rank), subgroup(rank)
-
-
-def test_accumulation_replicas_and_subgroups():
-    for (silent, accumulated), copies, part in run_ranks(4, four_ranks):
-        assert silent == 0
-        assert accumulated < 4e-3
-        assert 0 < copies < 5e-2
-        assert part < 1e-6
+    assert relative(gradients_of(model, batch), gradients_of(plain, batch)) < 1e-6
 
 
 def serve_or_refuse(rank):
     """Check supported settings, and those rejected at once on all ranks."""
-    assert reduce_with_every_op(rank)
+    reduce_with_every_op(rank)
     model = build()
     with pytest.raises(DisagreementError, match="modules that fully_shard was applied to"):
         compress_fsdp(nn.Linear(2, 2), gradients=Int8())
@@ -310,15 +276,6 @@ def serve_or_refuse(rank):
     for dtype in (torch.uint8, torch.float64):
         with pytest.raises(ValueError, match=f"float16 only, got {dtype}"):
             fsdp_all_gather(Int8())(x.to(dtype), x[:2].to(dtype), dist.group.WORLD)
-    return True
-
-
-class CorruptScale(Int8):
-    """An Int8 whose second message on rank 1 has an invalid scale."""
-
-    def compress(self, x, state, residual=None):
-        codes, scales = super().compress(x, state, residual)
-        return codes, scales - 1e9 if state.rank == 1 and state.step == 2 else scales
 
 
 class CorruptIndex(TopK):
@@ -330,26 +287,25 @@ class CorruptIndex(TopK):
         return values, indices + x.numel() if wrong else indices
 
 
-def send_garbage(rank, given):
-    messages = []
-    for options in given:
+def send_garbage(rank):
+    for options in (
+        {"gradients": CorruptScale()},
+        {"gradients": ErrorFeedback(CorruptIndex(0.1))},
+        {"parameters": CorruptScale()},
+    ):
         model = build()
         compress_fsdp(model, **options)
-        with pytest.raises(CorruptMessageError) as raised:
+        with pytest.raises(CorruptMessageError, match="got a corrupt one from rank 1"):
             train(model, batches(rank, 3))
-        messages.append(str(raised.value))
-    return messages
 
 
-def poison(rank, compressors):
+def meet_nan(rank, compressor):
     """A step with a nan on rank 1, by policy, and the same steps without what it must not leave."""
-    return [
-        {policy: meet_nan(rank, compressor, policy) for policy in ("raise", "skip", "allow")}
-        for compressor in compressors
-    ]
+    for policy in ("raise", "skip", "allow"):
+        meet_nan_by(rank, compressor, policy)
 
 
-def meet_nan(rank, compressor, policy):
+def meet_nan_by(rank, compressor, policy):
     good, bad, later = batches(rank, 3)
     model, twin = build(), build()
     state = compress_fsdp(model, gradients=compressor, nonfinite=policy)
@@ -361,22 +317,25 @@ def meet_nan(rank, compressor, policy):
     loss = model(bad).square().mean() * factor
     if policy == "raise":
         before = copy.deepcopy(state.state_dict())
-        with pytest.raises(NonFiniteError) as raised:
+        with pytest.raises(NonFiniteError, match="from rank 1 in ") as raised:
             loss.backward()
+        assert_equal_on_all_ranks(str(raised.value))
         for left, right in zip(
             *map(tree_leaves, (copy.deepcopy(state.state_dict()), before)), strict=True
         ):
             assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
-        expected, found = gradients_of(twin, later), gradients_of(model, later)
-        return str(raised.value), torch.equal(expected, found)
+        assert torch.equal(gradients_of(twin, later), gradients_of(model, later))
+        return
     loss.backward()
     seen = flat_gradients(model)
     if policy == "skip":
         twin.zero_grad()
         (twin(bad).square().mean() * (0.0 if rank == 1 else 1.0)).backward()
-        return torch.equal(seen, flat_gradients(twin))
-    norm = state.residual_norm
-    return bool(seen.isnan().any()), norm, bool(gradients_of(model, later).isfinite().all())
+        assert torch.equal(seen, flat_gradients(twin))
+        return
+    assert seen.isnan().any()
+    assert state.residual_norm < float("inf")
+    assert gradients_of(model, later).isfinite().all()
 
 
 def overflow_gradient_of(model, name):
@@ -390,97 +349,40 @@ def overflow_gradient_of(model, name):
 
 def name_what_is_not_finite(rank):
     """One weight of a rank is the only one whose gradient has an inf."""
-    found = []
     for name in ("0.weight", "1.mlp.2.bias", "2.weight"):
         model = build()
         compress_fsdp(model, gradients=Int8())
         if rank == 2:
             overflow_gradient_of(model, name)
-        with pytest.raises(NonFiniteError) as raised:
+        with pytest.raises(NonFiniteError, match=f"from rank 2 in {name}: "):
             backward(model, batches(rank, 1)[0])
-        found.append(str(raised.value).split("from rank 2 in ")[1].partition(":")[0] == name)
-    return found
 
 
-RESUMED = [ErrorFeedback(Int8()), SPARSE]
-POISONED = [*RESUMED, Int8(), Cast()]
-CORRUPT = [
-    {"gradients": CorruptScale()},
-    {"gradients": ErrorFeedback(CorruptIndex(0.1))},
-    {"parameters": CorruptScale()},
+def test_gradients_are_those_of_plain_fsdp(ranks, subtests):
+    for row in PLAIN_CASES:
+        with subtests.test(str(row)):
+            ranks.run(3, compare_with_plain, *row)
+
+
+def test_all_ranks_compute_with_the_same_parameters(ranks, subtests):
+    for row in GATHER_CASES:
+        with subtests.test(str(row)):
+            ranks.run(3, gather_parameters, *row)
+
+
+def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, subtests):
+    for compressor in (ErrorFeedback(Int8()), SPARSE, Cast()):
+        with subtests.test(str(compressor)):
+            ranks.run(3, meet_nan, compressor)
+
+
+CASES = [
+    *((1, be_alone), (3, resume), (3, serve_or_refuse), (3, send_garbage)),
+    *((3, name_what_is_not_finite), (4, accumulate), (4, hybrid), (4, subgroup)),
 ]
 
 
-def three_ranks(rank):
-    return {
-        "gradients": compare_with_plain(rank, {k: row[:3] for k, row in PLAIN_CASES.items()}),
-        "parameters": gather_parameters(rank, {k: row[:3] for k, row in GATHER_CASES.items()}),
-        "resumed": resume(rank, RESUMED),
-        "refused": serve_or_refuse(rank),
-        "corrupt": send_garbage(rank, CORRUPT),
-        "poisoned": poison(rank, POISONED),
-        "named": name_what_is_not_finite(rank),
-    }
-
-
-@pytest.fixture(scope="module")
-def found():
-    """Return by case what each of three ranks has found."""
-    results = run_ranks(3, three_ranks)
-    return {case: [each[case] for each in results] for case in results[0]}
-
-
-def test_gradients_are_those_of_plain_fsdp(found):
-    results = found["gradients"]
-    for case, (*_, error_bound, share_bound) in PLAIN_CASES.items():
-        for error, residual_error, share, got in [each[case] for each in results]:
-            assert error < error_bound, case
-            assert residual_error < 2e-5, case  # the residuals hold the error
-            assert share < share_bound, case
-            assert got == results[0][case][3], case
-
-
-def test_all_ranks_compute_with_the_same_parameters(found):
-    results = found["parameters"]
-    for case, (*_, bound) in GATHER_CASES.items():
-        for error, gradient_error, shards_kept, counted, bits in [each[case] for each in results]:
-            assert error < bound, case
-            assert gradient_error < 10 * bound, case
-            assert shards_kept, case
-            assert counted, case
-            assert bits == results[0][case][4], case
-
-
-def test_a_run_is_resumed_bit_for_bit(found):
-    for same, errors in found["resumed"]:
-        assert same == {repr(each): True for each in RESUMED}
-        assert errors == 3
-
-
-def test_supported_ops_and_rejected_arguments(found):
-    assert found["refused"] == [True] * 3
-
-
-def test_a_corrupt_message_is_rejected_on_all_ranks_naming_its_sender(found):
-    for messages in found["corrupt"]:
-        assert len(messages) == len(CORRUPT)
-        for message in messages:
-            assert "got a corrupt one from rank 1" in message
-
-
-def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(found):
-    for results in found["poisoned"]:
-        for compressor, of_policy in zip(POISONED, results, strict=True):
-            error, goes_on = of_policy["raise"]
-            assert "from rank 1 in " in error, compressor
-            assert error == found["poisoned"][0][POISONED.index(compressor)]["raise"][0]
-            assert goes_on, compressor
-            assert of_policy["skip"], compressor
-            seen, norm, sound = of_policy["allow"]
-            assert seen, compressor
-            assert math.isfinite(norm), compressor
-            assert sound, compressor
-
-
-def test_the_parameter_that_is_not_finite_is_named(found):
-    assert found["named"] == [[True] * 3] * 3
+def test_cases(ranks, subtests):
+    for num_ranks, case in CASES:
+        with subtests.test(case.__name__):
+            ranks.run(num_ranks, case)

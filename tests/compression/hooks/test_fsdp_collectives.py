@@ -1,3 +1,5 @@
+"""Compressed reduce-scatters and all-gathers of FSDP2, without FSDP2."""
+
 import math
 from dataclasses import dataclass
 
@@ -22,7 +24,7 @@ from pyparallel.compression.hooks.fsdp_collectives import (
     compressed_reduce_scatter,
 )
 from tests.compression.catalog import CATALOG
-from tests.workers import run_ranks
+from tests.compression.hooks.steps import assert_equal_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,9 @@ def residual_shard(store, collectives, numel):
     return total(residual, collectives.group).view(collectives.size, -1)[collectives.rank, :numel]
 
 
-def scatter(rank, cases, group=None):
-    """Return by case the error of the sums of all steps plus residuals."""
-    found = {}
-    for case, (compressor, numel, dtype) in cases.items():
+def scatter(rank, group=None):
+    """Check that the sums of all steps and the residuals add up to the truth."""
+    for compressor, numel, dtype, bound in CASES:
         collectives = Collectives(Run(group))
         store = StateStore(compressor, collectives.rank, collectives.size)
         generator = torch.Generator().manual_seed(rank)
@@ -74,11 +75,10 @@ def scatter(rank, cases, group=None):
             sums = total(x.float(), group).view(collectives.size, numel)
             missing += sums[collectives.rank]
             missing -= compressed_reduce_scatter(x, "layer", store, collectives)
-            assert torch.equal(x, given), case
+            assert torch.equal(x, given), compressor
         if compressor.feeds_back:
             missing -= residual_shard(store, collectives, numel)
-        found[case] = float(missing.abs().max()) if numel else 0.0
-    return found
+        assert numel == 0 or missing.abs().max() < bound, (compressor, numel, dtype)
 
 
 SERVING = [
@@ -91,53 +91,45 @@ SERVING = [
 FED_BACK = [
     each for each in (*SERVING, ErrorFeedback(Large()), DGC(0.05, momentum=0.0)) if each.feeds_back
 ]
-CASES = {
-    f"{compressor} {numel} {dtype}": ((compressor, numel, dtype), bound)
-    for compressor, numel, dtype, bound in [
-        *((each, numel, torch.float32, 1e-4) for each in FED_BACK for numel in (1, 300)),
-        *((each, 512, torch.bfloat16, 0.1) for each in FED_BACK),
-        (ErrorFeedback(Cast()), 7, torch.float16, 1e-4),
-        (Int8(), 300, torch.float32, 0.3),
-        (Int8(seed=1), 300, torch.float32, 0.5),
-        (TopK(1.0), 300, torch.float32, 1e-5),
-        (TopK(1.0), 0, torch.float32, 1e-5),
-    ]
-}
+CASES = [
+    *((each, numel, torch.float32, 1e-4) for each in FED_BACK for numel in (1, 300)),
+    *((each, 512, torch.bfloat16, 0.1) for each in FED_BACK),
+    (ErrorFeedback(Cast()), 7, torch.float16, 1e-4),
+    (Int8(), 300, torch.float32, 0.3),
+    (Int8(seed=1), 300, torch.float32, 0.5),
+    (TopK(1.0), 300, torch.float32, 1e-5),
+    (TopK(1.0), 0, torch.float32, 1e-5),
+]
 
 
-def gather_all(rank, cases):
-    """Return by case what this rank has received, and its error."""
-    found = {}
-    for case, (compressor, numel, dtype, _) in cases.items():
+def gather(rank):
+    """Check that all ranks receive the same bits, which are close to the truth."""
+    for compressor, numel, dtype, bound in GATHERED:
         collectives = Collectives()
         store = StateStore(compressor, rank, collectives.size)
         out = torch.zeros(collectives.size, numel, dtype=dtype)
         out[rank] = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
         truth = total(out.float())
-        compressed_all_gather(
-            out[rank], out.view(-1), "layer", store, collectives
-        )  # from a view of the output
-        found[case] = out.float().tolist(), float((out - truth).abs().amax()) if numel else 0.0
-    return found
+        whole = out.view(-1)
+        compressed_all_gather(out[rank], whole, "layer", store, collectives)  # from a view of it
+        assert_equal_on_all_ranks(out.float().tolist())
+        assert numel == 0 or (out - truth).abs().max() <= bound, (compressor, numel, dtype)
 
 
-GATHERED = {
-    f"{compressor} {numel} {dtype}": (compressor, numel, dtype, bound)
-    for compressor, numel, dtype, bound in [
-        *(
-            (row.compressor, numel, torch.float32, math.inf)
-            for row in CATALOG
-            if row.compressor.validation_error(AttachPoint.FSDP_PARAMETERS) is None
-            for numel in (1, 300)
-        ),
-        (Int8(), 300, torch.float32, 0.02),
-        (Int8(seed=1), 1, torch.bfloat16, 0.03),
-        (TopK(1.0), 300, torch.float32, 0.0),
-        (Large(), 300, torch.float32, 1.0),
-        (Large(), 1, torch.float16, 1.0),
-        (Cast(), 0, torch.float32, 0.0),
-    ]
-}
+GATHERED = [
+    *(
+        (row.compressor, numel, torch.float32, math.inf)
+        for row in CATALOG
+        if row.compressor.validation_error(AttachPoint.FSDP_PARAMETERS) is None
+        for numel in (1, 300)
+    ),
+    (Int8(), 300, torch.float32, 0.02),
+    (Int8(seed=1), 1, torch.bfloat16, 0.03),
+    (TopK(1.0), 300, torch.float32, 0.0),
+    (Large(), 300, torch.float32, 1.0),
+    (Large(), 1, torch.float16, 1.0),
+    (Cast(), 0, torch.float32, 0.0),
+]
 
 
 class Broken(Int8):
@@ -157,37 +149,13 @@ def send_garbage(rank):
         compressed_reduce_scatter(x, "layer", store, collectives)
     with pytest.raises(CorruptMessageError, match=sentence):
         compressed_all_gather(x, out, "layer", store, collectives)
-    return True
 
 
-def all_cases(rank):
-    cases = {case: row for case, (row, _) in CASES.items()}
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    return {
-        "scattered": [scatter(rank, cases), scatter(rank, cases, alone)],
-        "gathered": gather_all(rank, GATHERED),
-        "refused": send_garbage(rank),
-    }
+def scatter_alone(rank):
+    scatter(rank, dist.new_group([rank], use_local_synchronization=True))
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(3, all_cases)
-
-
-def test_sums_and_residuals_add_up_to_the_truth(ranks):
-    for together, alone in (rank["scattered"] for rank in ranks):
-        for case, (_, bound) in CASES.items():
-            assert together[case] < bound, case
-            assert alone[case] < bound, f"{case} in a group of one"
-
-
-def test_all_ranks_have_the_same_bits(ranks):
-    for case, (*_, bound) in GATHERED.items():
-        for got, error in [rank["gathered"][case] for rank in ranks]:
-            assert error <= bound, case
-            assert got == ranks[0]["gathered"][case][0], case
-
-
-def test_a_corrupt_message_is_rejected_on_all_ranks_naming_its_sender(ranks):
-    assert [rank["refused"] for rank in ranks] == [True] * 3
+def test_collectives(ranks, subtests):
+    for case in (scatter, scatter_alone, gather, send_garbage):
+        with subtests.test(case.__name__):
+            ranks.run(3, case)

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel.compression import Cast, ErrorFeedback, Int8, TopK, compress_fsdp, ddp_hook
-from tests.workers import run_ranks
 
 WIDTH = 32
 SECONDS = {f"rank/{what}_seconds" for what in ("waiting", "encode", "decode")}
@@ -91,8 +90,8 @@ BYTES_PER_STEP = {  # of two ranks
 }
 
 
-def test_metrics_are_bytes_waits_and_residuals(subtests):
-    results = run_ranks(2, measure)
+def test_metrics_are_bytes_waits_and_residuals(ranks, subtests):
+    results = ranks.run(2, measure)
     for name in results[0]:
         with subtests.test(name=name):
             for rank, found in enumerate(results):

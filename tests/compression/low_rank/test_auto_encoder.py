@@ -10,7 +10,6 @@ from pyparallel.compression.low_rank.auto_encoder import (
     init_training_state,
     train_step_,
 )
-from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
 SMALL = ConvAutoEncoder(channels=(4, 8), code_channels=2)
@@ -176,8 +175,8 @@ def learn(rank):
     return state
 
 
-def test_three_ranks_train_like_one_with_all_values():
-    states = run_ranks(3, learn)
+def test_three_ranks_train_like_one_with_all_values(ranks):
+    states = ranks.run(3, learn)
     for key in states[0]:
         assert all(torch.equal(each[key], states[0][key]) for each in states), key
     weights = SMALL.init(CPU).requires_grad_()

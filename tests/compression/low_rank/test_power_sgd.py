@@ -16,7 +16,6 @@ from pyparallel.compression import (
     AttachPoint,
     BufferLayout,
     Collectives,
-    CorruptMessageError,
     ErrorFeedback,
     Piece,
     PowerSGD,
@@ -25,7 +24,6 @@ from pyparallel.compression import (
 )
 from pyparallel.compression.low_rank.matrices import Matrices
 from pyparallel.training import seal
-from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
 SHAPES = [(40, 30), (30,), (30, 50), (40, 30), (3, 4), (40, 30), (16, 4, 3, 3), (7,)]
@@ -196,43 +194,6 @@ def test_nan_and_inf_propagate_but_leave_no_trace(subtests):
             assert send(compressor, draw(10, dtype), state).isfinite().all()
 
 
-def test_small_buffers(subtests):
-    for shapes, compressor in product(
-        [[], [(0,)], [(0, 5)], [(1,)], [(1, 1)], [()], [(3,), (4,)]], [PowerSGD(), FULL_RANK]
-    ):
-        with subtests.test(f"{shapes} {compressor}"):
-            layout = BufferLayout(
-                tuple(Piece(str(index), shape) for index, shape in enumerate(shapes))
-            )
-            feedback = ErrorFeedback(compressor)
-            state, x = feedback.init(layout, CPU), draw(11, layout=layout)
-            torch.testing.assert_close(send(feedback, x, state), x)
-            assert state.entries["residual"].abs().sum() < 1e-6
-
-
-def corruptions(message):
-    left, right, others = message
-    yield left, right
-    yield left[:-1], right, others
-    yield left, torch.cat([right, right]), others
-    yield left, right, others[:0]
-    yield left.double(), right, others
-    yield left, right, others.to(torch.int32)
-    yield left.view(2, -1), right, others
-
-
-def test_corrupt_messages_are_rejected(subtests):
-    for index in range(7):
-        with subtests.test(str(index)):
-            compressor, out = PowerSGD(2), draw(12)
-            message = compressor.compress(draw(13), compressor.init(MODEL, CPU))
-            corrupt = list(corruptions(message))
-            assert len(corrupt) == 7
-            with pytest.raises(CorruptMessageError, match="message must be P, Q\\^T and others"):
-                compressor.decompress(corrupt[index], MODEL, out)
-            assert torch.equal(out, draw(12))
-
-
 def test_an_out_of_another_length_is_rejected():
     compressor = PowerSGD(2)
     message = compressor.compress(draw(13), compressor.init(MODEL, CPU))
@@ -268,17 +229,6 @@ def test_bad_arguments(subtests):
             PowerSGD(**arguments)
 
 
-def test_bad_buffers(subtests):
-    for bad in [torch.zeros(3), torch.zeros(MODEL.numel, dtype=torch.float64)]:
-        with (
-            subtests.test(str(bad.dtype)),
-            pytest.raises(
-                ValueError, match=r"contiguous buffer|float32, bfloat16 and float16 only"
-            ),
-        ):
-            PowerSGD().compress(bad, PowerSGD().init(MODEL, CPU))
-
-
 def test_warm_start_survives_other_buffers():
     """In the second half parameters lie in two buffers, in another order."""
     compressor = ErrorFeedback(PowerSGD(2))
@@ -296,20 +246,6 @@ def test_warm_start_survives_other_buffers():
             moved = torch.cat([piece(wanted, name).flatten() for name in layout.names])
             assert error(send(compressor, flat, moved_store.of(layout, CPU)), moved) < 1e-5
             assert error(send(compressor, flat, cold.of(layout, CPU)), moved) > 0.1
-
-
-def test_a_run_is_resumed_bit_for_bit():
-    compressor = ErrorFeedback(PowerSGD(2))
-    whole, resumed = StateStore(compressor, 0, 1), StateStore(compressor, 0, 1)
-    for step in range(3):
-        send(compressor, draw(step), whole.of(MODEL, CPU))
-    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
-    for step in range(3, 6):
-        wanted = send(compressor, draw(step), whole.of(MODEL, CPU))
-        assert torch.equal(send(compressor, draw(step), resumed.of(MODEL, CPU)), wanted)
-    other = StateStore(ErrorFeedback(PowerSGD(3)), 0, 1)
-    with pytest.raises(ValueError, match=r"state must have been saved with compressor .*rank=3"):
-        other.load_state_dict(whole.state_dict())
 
 
 # Several processes: every case is a function, whose name is in the failure.
@@ -518,11 +454,9 @@ def follow_torch(rank):
         assert saved["parameters"][name].keys() == tensors.keys()
         saved["parameters"][name] = tensors
     state.load_state_dict(seal(saved))
-    errors = []
     for step in range(3, 8):
         wanted, got = (gradients_of(each, 10 * step + rank) for each in (theirs, ours))
-        errors.append(max(error(got[name], wanted[name]) for name in wanted))
-    return errors
+        assert all(error(got[name], wanted[name]) < 1e-4 for name in wanted)
 
 
 def freeze(rank):
@@ -533,35 +467,19 @@ def freeze(rank):
     ours.register_comm_hook(*ddp_hook(PowerSGD(2), ours))
     for ddp in (theirs, ours):
         (0 * ddp(torch.ones(1, 40)).sum()).backward()
-    return [
-        [bool(p.grad.isnan().any()) for name, p in ddp.module.named_parameters() if "2" in name]
-        + [bool(p.grad.eq(0).all()) for p in ddp.parameters()]
-        for ddp in (theirs, ours)
-    ]
+    assert theirs.module[2].weight.grad.isnan().any()
+    assert all(p.grad.eq(0).all() for p in ours.parameters())
 
 
-def all_cases(rank):
+def test_means_over_three_ranks(ranks, subtests):
     for case in CASES:
-        case(rank)
-    return len(CASES), follow_torch(rank), freeze(rank)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(3, all_cases)
-
-
-def test_means_over_three_ranks(ranks):
-    assert [num_cases for num_cases, *_ in ranks] == [len(CASES)] * 3
+        with subtests.test(case.__name__):
+            ranks.run(3, case)
 
 
 def test_the_same_gradients_as_torch_from_the_same_q(ranks):
-    for _, errors, _ in ranks:
-        assert max(errors) < 1e-4, errors
+    ranks.run(3, follow_torch)
 
 
 def test_zero_gradients_are_nan_with_torch_but_zero_here(ranks):
-    for *_, (theirs, ours) in ranks:
-        assert theirs[0]  # the second layer's weight
-        assert not ours[0]
-        assert all(ours[2:])
+    ranks.run(3, freeze)

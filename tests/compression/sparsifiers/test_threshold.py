@@ -14,8 +14,7 @@ from pyparallel.compression import (
     ErrorFeedback,
     Threshold,
 )
-from tests.compression.means import assert_same_bits, check_means, gradient
-from tests.workers import run_ranks
+from tests.compression.means import gradient
 
 NUMEL = 500
 NAN, INF = float("nan"), float("inf")
@@ -65,38 +64,10 @@ def test_small_entries_are_kept_until_they_are_large(subtests):
             assert sent.any()
 
 
-def test_non_finite_entries_are_sent_but_not_kept(subtests):
-    for bad in [NAN, INF, -INF]:
-        with subtests.test(str(bad)):
-            x, residual = gradient(0, 0, NUMEL), gradient(0, 1, NUMEL)
-            x[7] = bad
-            sent = send(x, residual)
-            assert (~sent.isfinite()).nonzero().tolist() == [[7]]
-            assert residual.isfinite().all()
-            assert residual[7] == 0
-
-
 def test_float16_overflow_propagates_but_is_not_kept():
     x, residual = torch.full((4,), 6e4, dtype=torch.float16), torch.full((4,), 6e4)
     assert send(x, residual).isinf().all()
     assert not residual.any()
-
-
-def test_corrupt_messages_are_rejected(subtests):
-    spoils = [
-        lambda values, indices: (values[1:], indices),
-        lambda values, indices: (values, indices.flip(0)),
-        lambda values, indices: (values, indices + NUMEL),
-        lambda values, indices: (values, indices - NUMEL),
-        lambda values, indices: (values, indices.float()),
-        lambda values, indices: (values.int(), indices),
-    ]
-    for place, spoil in enumerate(spoils):
-        with subtests.test(str(place)):
-            compressor, state = Threshold(0.5), start()
-            message = spoil(*compressor.compress(gradient(0, 0, NUMEL), state))
-            with pytest.raises(CorruptMessageError):
-                compressor.decompress(message, state.layout, torch.empty(NUMEL))
 
 
 def test_a_threshold_must_be_finite_and_positive(subtests):
@@ -123,7 +94,6 @@ class SpoilingCollectives(Collectives):
 
 
 def check_on_rank(rank):
-    digests = check_means(rank, {"some": Threshold(1.0), "few": Threshold(3.0)})
     x = gradient(rank, 0, NUMEL)
     dense = x.clone()
     dist.all_reduce(dense)
@@ -134,8 +104,7 @@ def check_on_rank(rank):
     Threshold(0.01).mean_(x, start(), Collectives())
     with pytest.raises(CorruptMessageError, match="corrupt one from rank 1"):
         Threshold(0.01).mean_(x, start(), SpoilingCollectives())
-    return digests
 
 
-def test_means_over_ranks():
-    assert_same_bits(run_ranks(3, check_on_rank))
+def test_means_over_ranks(ranks):
+    ranks.run(3, check_on_rank)

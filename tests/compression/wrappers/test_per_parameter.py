@@ -13,7 +13,6 @@ from pyparallel.compression import (
     Cast,
     Collectives,
     CommStats,
-    CorruptMessageError,
     ErrorFeedback,
     Int8,
     PermK,
@@ -26,8 +25,7 @@ from pyparallel.compression import (
     TopK,
     ddp_hook,
 )
-from tests.compression.means import CPU, assert_same_bits, check_means, gradient
-from tests.workers import run_ranks
+from tests.compression.means import CPU, gradient
 
 NAN = float("nan")
 MIXED = PerParameter({"*.bias": Cast(), "head.*": Int8(), "*": ErrorFeedback(TopK(0.1))})
@@ -139,23 +137,6 @@ def test_repr_round_trips_and_it_is_hashable():
     assert len({MIXED, eval(repr(MIXED), {**globals(), "torch": torch})}) == 1
 
 
-def test_corrupt_messages_are_rejected_before_anything_is_written(subtests):
-    spoils = [
-        lambda lengths, *rest: (lengths + 1, *rest),
-        lambda lengths, *rest: (lengths - 3, *rest),
-        lambda lengths, *rest: (lengths[:2], *rest),
-        lambda lengths, *rest: (lengths.float(), *rest),
-        lambda lengths, *rest: (lengths, *rest[:-1], rest[-1] + 1000),
-    ]
-    for place, spoil in enumerate(spoils):
-        with subtests.test(str(place)):
-            message = spoil(*MIXED.compress(gradient(0, 0, LAYOUT.numel), MIXED.init(LAYOUT, CPU)))
-            out = torch.ones(LAYOUT.numel)
-            with pytest.raises(CorruptMessageError):
-                MIXED.decompress(message, LAYOUT, out)
-            assert out.eq(1).all()
-
-
 def test_state_and_draws_follow_a_parameter_into_another_buffer():
     compressor = PerParameter(
         {"*.bias": ErrorFeedback(RandomK(0.3)), "*": ErrorFeedback(TopK(0.2))}
@@ -205,17 +186,12 @@ def residuals(store):
 
 def check_on_rank(rank):
     check_in_ddp(rank)
-    outer = PerParameter({"*.bias": RandomK(0.3), "*": TopK(0.1)})
-    inner = PerParameter({"*.bias": ErrorFeedback(PermK()), "*": ErrorFeedback(Int8())})
-    one = PerParameter({"nothing": ErrorFeedback(PermK()), "*": ErrorFeedback(TopK(0.2))})
-    digests = check_means(rank, {"outer": outer, "inner": inner, "one": one})
     dense = PerParameter({"*.bias": RandomK(1.0), "*": TopK(1.0)})
     x = gradient(rank, 0, LAYOUT.numel)
     expected = x.clone()
     dist.all_reduce(expected)
     dense.mean_(x, dense.init(LAYOUT, CPU), Collectives())
     torch.testing.assert_close(x, expected / 3)
-    return digests
 
 
 def check_in_ddp(rank):
@@ -246,5 +222,5 @@ def check_in_ddp(rank):
     assert state.residual_norm > 0
 
 
-def test_means_over_ranks():
-    assert_same_bits(run_ranks(3, check_on_rank))
+def test_means_over_ranks(ranks):
+    ranks.run(3, check_on_rank)

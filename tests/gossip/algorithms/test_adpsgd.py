@@ -14,7 +14,6 @@ from pyparallel import GossipDataParallel
 from pyparallel.comm import Run
 from pyparallel.gossip import ADPSGD
 from pyparallel.gossip.topology import Complete, Ring, Star
-from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import (
     SMOOTH,
     batches,
@@ -219,25 +218,6 @@ def test_a_subgroup_trains_alone(ranks):
     generators = [torch.Generator().manual_seed(rank) for rank in (1, 3)]
     before = sum(torch.randn(1000, generator=generator).double() for generator in generators)
     torch.testing.assert_close(one + three, before - 2 * 30 * LR, rtol=0, atol=1e-4)
-
-
-def wrap_with_seed(rank, topology, seeds):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    GossipDataParallel(model, optimizer, ADPSGD(topology, seed=seeds[rank]))
-
-
-def test_a_mistake_is_one_error_on_every_rank(ranks):
-    for topology, seeds, sentence in [
-        (StarWithChords(3), (0, 0, 0), "topology must be symmetric for ADPSGD (SGP takes any)"),
-        (Ring(4), (0, 0, 0), "topology must be for the process group's 3 ranks, got Ring(4)"),
-        (Ring(3), (0, 0, 1), "must have the same algorithm, got ADPSGD(topology=Ring(3), seed=0)"),
-    ]:
-        errors = {each.error for each in ranks.observe(3, wrap_with_seed, topology, seeds)}
-        assert len(errors) == 1, errors
-        (error,) = errors
-        assert error.startswith("DisagreementError: "), error
-        assert sentence in error, error
 
 
 def test_other_devices_are_an_error():

@@ -9,9 +9,9 @@ from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.comm import Run
-from pyparallel.gossip import SGP, AllReduce, DiLoCo, Hierarchical, LeaderSGD, NoLoCo, SlowMo
+from pyparallel.gossip import SGP, AllReduce, DiLoCo, Hierarchical, NoLoCo, SlowMo
 from pyparallel.gossip.algorithms.hierarchical import hierarchical
-from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching, Ring, Star
+from pyparallel.gossip.topology import OnePeerExponential, RandomMatching, Ring, Star
 from pyparallel.training import FlatBuckets
 from tests.gossip.loops import (
     SMOOTH,
@@ -278,39 +278,9 @@ def step_in_no_sync(rank):
         train(model, optimizer, list(batches(rank, 1)), forward=wrapped)
 
 
-def start_only(rank, algorithm):
-    start(algorithm)
-
-
-MISTAKES = [
-    (3, Hierarchical(SGP(Ring(1)), 2),
-        "DisagreementError: ranks 0-2: ranks_per_node must divide the process group's 3 ranks"),
-    (4, Hierarchical(SGP(Ring(4)), 2),
-        "DisagreementError: ranks 0-3: inner must be for 2 nodes as its ranks: topology must be"),
-    (2, Hierarchical(AllReduce(), 2), "ValueError: inner must be a gossip algorithm, got AllRed"),
-    (2, Hierarchical(AllReduce(), 1), "ValueError: inner must be a gossip algorithm, got AllRed"),
-    (4, Hierarchical(LeaderSGD(1), 2), "ValueError: inner must be a gossip algorithm, got LeaderS"),
-    (4, SlowMo(Hierarchical(SGP(Ring(2)), 2), 3),
-        "ValueError: inner must be a gossip algorithm, got Hierarchical("),
-]  # fmt: skip
-
-
-def test_a_mistake_is_one_error_on_every_rank(ranks):
-    for num_ranks, algorithm, sentence in MISTAKES:
-        errors = {outcome.error for outcome in ranks.observe(num_ranks, start_only, algorithm)}
-        assert len(errors) == 1, (algorithm, errors)
-        assert str(errors.pop()).startswith(sentence), algorithm
-
-
 def test_a_step_inside_no_sync_is_an_error(ranks):
     sentence = "optimizer.step() must be called outside of no_sync() with Hierarchical"
     assert all(sentence in outcome.error for outcome in ranks.observe(2, step_in_no_sync))
-
-
-def test_an_invalid_ranks_per_node_is_an_error():
-    for number in (0, 1.5, "2"):
-        with pytest.raises(ValueError, match="ranks_per_node must be a positive number of ranks, "):
-            Hierarchical(SGP(Complete(2)), number)
 
 
 def test_a_model_too_small_to_shard_is_an_error():

@@ -11,7 +11,7 @@ from torch import nn
 
 import pyparallel
 from pyparallel.comm import Run
-from pyparallel.gossip import SGP, LeaderSGD, SlowMo
+from pyparallel.gossip import SGP, LeaderSGD
 from pyparallel.gossip.algorithms.leader import find_leader
 from pyparallel.gossip.algorithms.leader_sgd import leader_sgd, pulled
 from pyparallel.gossip.topology import Ring
@@ -485,38 +485,6 @@ def resume(rank, form):
 def test_a_run_resumes_bit_for_bit(ranks):
     for form in FORMS:
         assert ranks.run(4, resume, form) == [True] * 4
-
-
-def start_only(rank, algorithm):
-    start(algorithm)
-
-
-def test_a_mistake_is_one_error_on_every_rank(ranks):
-    for num_ranks, algorithm, sentence in [
-        (2, SlowMo(LeaderSGD(1), 3), "inner must be a gossip algorithm, got LeaderSGD"),
-        (3, LeaderSGD(2), "ranks_per_node must divide the process group's 3 ranks, got 2"),
-    ]:
-        errors = {outcome.error for outcome in ranks.observe(num_ranks, start_only, algorithm)}
-        assert len(errors) == 1, errors
-        assert sentence in errors.pop(), algorithm
-
-
-def test_invalid_options_are_an_error():
-    for options, sentence in [
-        ({"ranks_per_node": 0}, "ranks_per_node must be a positive number of ranks, got 0"),
-        ({"interval": 0}, "interval must be a positive number of steps, got 0"),
-        ({"interval": 3}, "global_interval must be a multiple of interval, got 16 and 3"),
-        ({"local_pull": -0.1}, r"local_pull must be in \[0, 1\], got -0.1"),
-        ({"global_drift": NAN}, r"global_drift must be in \[0, 1\], got nan"),
-        ({"local_strength": -0.1}, "local_strength must be finite and at least 0, got -0.1"),
-        ({"global_strength": math.inf}, "global_strength must be finite and at least 0, got inf"),
-        (
-            {"local_strength": 1.0, "local_pull": 0.1},
-            "strengths .* must not be given together with pulls .*, got local_strength, local_pull",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=sentence):
-            LeaderSGD(**{"ranks_per_node": 1, **options})
 
 
 def lose_one_loss(rank):

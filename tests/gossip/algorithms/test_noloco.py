@@ -7,7 +7,7 @@ from torch import nn
 
 from pyparallel.gossip import DiLoCo, NoLoCo
 from pyparallel.gossip.algorithms.noloco import NoLoCoAverager, noloco
-from pyparallel.gossip.topology import Hypercube, RandomMatching, Ring
+from pyparallel.gossip.topology import RandomMatching
 from pyparallel.training import FlatBuckets
 from tests.gossip.loops import batches, start, take_step, train, train_wrapped
 from tests.local_transport import run_threads
@@ -144,32 +144,3 @@ def train_unequally(rank, algorithm):
 def test_ranks_may_have_unequal_numbers_of_batches(ranks):
     distances = ranks.run(3, train_unequally, NoLoCo(RandomMatching(3), 2))
     assert all(distance < 1 for distance in distances)
-
-
-def test_invalid_options_are_an_error():
-    for options, sentence in [
-        ({"interval": 0}, "interval must be a positive number of steps, got 0"),
-        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
-        ({"outer_lr": 0.0}, "outer_lr must be positive and finite, got 0.0"),
-        ({"outer_lr": float("nan")}, "outer_lr must be positive and finite, got nan"),
-        ({"pull": 0.0}, r"pull must be in \(0, 3\), .* got 0.0"),
-        ({"momentum": 0.0, "pull": 2.0}, r"pull must be in \(0, 2\), .* got 2.0"),
-    ]:
-        with pytest.raises(ValueError, match=sentence):
-            NoLoCo(RandomMatching(2), **options)
-
-
-def test_topologies_that_are_no_matching_or_of_other_sizes_are_an_error():
-    assert "topology must be a Matching" in NoLoCo(Ring(4)).validation_error(4)
-    assert "must be for the process group's 4 ranks" in NoLoCo(Hypercube(2)).validation_error(4)
-    assert NoLoCo(Hypercube(4)).validation_error(4) is None
-
-
-def disagree(rank):
-    return train_rank(rank, NoLoCo(RandomMatching(2, seed=rank)))
-
-
-def test_different_pairs_on_two_ranks_are_one_error(ranks):
-    first, second = ranks.observe(2, disagree)
-    assert first.error == second.error
-    assert "all ranks must have the same algorithm, got NoLoCo(" in first.error

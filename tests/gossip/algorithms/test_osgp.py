@@ -215,13 +215,3 @@ def test_another_order_or_delay_on_another_rank_is_one_sentence_on_all(ranks):
     for text, value in zip(first, ("delay=2", "biased=True", "overlap=1"), strict=False):
         assert value in text
         assert "algorithm" in text
-
-
-def test_an_invalid_delay_is_an_error():
-    for delay in (0, -1, 1.5, "1", True):
-        with pytest.raises(ValueError, match="delay must be a number of steps, at least 1, got"):
-            OSGP(Ring(2), delay=delay)
-    with pytest.raises(TypeError, match="biased must be True or False, got 1"):
-        OSGP(Ring(2), biased=1)
-    with pytest.raises(TypeError, match="topology must be"):
-        OSGP(4)

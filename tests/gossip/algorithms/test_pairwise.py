@@ -64,7 +64,7 @@ def test_no_exchange_increases_the_distance_between_ranks(kind, num_ranks, order
 def check_mean(kind, num_ranks, pace):
     world = World(kind(num_ranks), random_values(num_ranks))
     mean = world.values().mean(0)
-    generator = torch.Generator().manual_seed(1)
+    generator, distance = torch.Generator().manual_seed(1), float("inf")
     for index in range(1500):
         order = torch.arange(num_ranks)
         if pace != "in order":
@@ -72,8 +72,11 @@ def check_mean(kind, num_ranks, pace):
         for rank in order.tolist():
             if pace != "one slow" or rank != 0 or index % 5 == 0:
                 world.step(rank)
-    distance = float((world.values() - mean).abs().max())
-    assert distance <= 1e-4, f"{kind(num_ranks)}, {pace}: {distance}"
+        if index % 20 == 0:
+            distance = float((world.values() - mean).abs().max())
+            if distance <= 1e-4:
+                return
+    raise AssertionError(f"{kind(num_ranks)}, {pace}: {distance}")
 
 
 PACES = ["in order", "random order", "one slow"]
@@ -98,8 +101,8 @@ def test_training_finds_the_minimum_of_all_data():
     world = World(Ring(4), random_values(4))
     targets = [3.0, -1.0, 0.5, 5.5]
     generator = torch.Generator().manual_seed(2)
-    for index in range(3000):
-        lr = 0.05 * (1 - index / 3000)
+    for index in range(1000):
+        lr = 0.05 * (1 - index / 1000)
         for rank in torch.randperm(4, generator=generator).tolist():
             world.step(rank, lambda z, lr=lr, rank=rank: lr * (targets[rank] - z))
     world.flush()

@@ -8,7 +8,7 @@ from pyparallel.gossip.messages import NeighborExchange
 from pyparallel.gossip.push_sum.dense_buffer import DenseBuffer
 from pyparallel.gossip.topology import Ring
 from tests.local_transport import LocalRun
-from tests.op_counter import OpCounter
+from tests.ops.op_counter import OpCounter
 
 
 def delivered(values):

@@ -40,11 +40,11 @@ from pyparallel.gossip.topology import (
     Ring,
     Star,
 )
+from tests.cases import slow
 from tests.compression.catalog import CATALOG, LAYOUT
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import batches, flat, start, step, take_step, train, wrap
 from tests.local_transport import LocalExchange, run_threads
-from tests.workers import observe_ranks
 
 KINDS = [Ring, OnePeerExponential, DirectedExponential, Complete, RandomMatching, Star]
 KINDS += [StarWithChords]
@@ -167,7 +167,7 @@ def distance_after(topology, compressor, num_rounds, dtype=torch.float32):
         (Int8(), 1, 60),
         (Cast(), 1, 60),
         (TopK(0.3), 0.5, 100),
-        (TopK(0.1), 0.2, 250),
+        slow(TopK(0.1), 0.2, 250),
         (RandomK(0.5, run_length=1), 0.3, 250),
     ],
     ids=str,
@@ -677,8 +677,8 @@ def send_corrupt_messages(rank):
         step(model, optimizer)
 
 
-def test_all_ranks_end_if_one_sends_corrupt_messages():
-    outcomes = observe_ranks(3, send_corrupt_messages, group_timeout=10)
+def test_all_ranks_end_if_one_sends_corrupt_messages(ranks):
+    outcomes = ranks.observe(3, send_corrupt_messages, group_timeout=10)
     for rank in (0, 1):
         assert outcomes[rank].error.startswith(
             f"CorruptMessageError: rank {rank}, step 5: messages must be valid for their compressor"

@@ -17,7 +17,7 @@ from pyparallel.pipeline import (
     SpecTrain,
     XPipe,
 )
-from tests.op_counter import OpCounter
+from tests.ops.op_counter import OpCounter
 
 SCHEDULES = [
     PipeOptim(),

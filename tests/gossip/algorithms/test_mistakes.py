@@ -1,0 +1,210 @@
+"""What algorithms refuse: where they are created, where they meet ranks, and on all of them."""
+
+import math
+
+import networkx as nx
+import pytest
+
+from pyparallel.compression import Int8
+from pyparallel.gossip import (
+    ADPSGD,
+    DPSGD,
+    OSGP,
+    SGP,
+    AllReduce,
+    DiLoCo,
+    Hierarchical,
+    LeaderSGD,
+    LocalSGD,
+    NoLoCo,
+    SlowMo,
+)
+from pyparallel.gossip.algorithms.base import find_algorithm_error
+from pyparallel.gossip.topology import (
+    BaseGraph,
+    BipartiteExponential,
+    Complete,
+    DirectedExponential,
+    Hypercube,
+    OnePeerExponential,
+    RandomMatching,
+    Ring,
+    Star,
+    Torus,
+)
+from tests.gossip.graphs import StarWithChords
+from tests.gossip.loops import error_of, start
+
+TOPOLOGY = r"^topology must be an object such as topology.Ring\(4\), got "
+INNER = r"^inner must be an object such as SGP\(topology.Ring\(4\)\), got "
+WRONG_TYPES = [
+    (lambda: SGP(Ring), TOPOLOGY + r"the class Ring; create an object, Ring\(...\)$"),
+    (lambda: SGP(4), TOPOLOGY + "4$"),
+    (lambda: SGP(None), TOPOLOGY + "None$"),
+    (lambda: SGP(nx.cycle_graph(4)), TOPOLOGY + r".*; FromGraph\(graph\) takes a networkx graph$"),
+    (lambda: DPSGD("ring"), TOPOLOGY + "'ring'$"),
+    (lambda: OSGP(4), TOPOLOGY + "4$"),
+    (lambda: OSGP(Ring(2), biased=1), "biased must be True or False, got 1"),
+    (lambda: ADPSGD(Ring), TOPOLOGY + "the class Ring"),
+    (lambda: NoLoCo(RandomMatching), TOPOLOGY + "the class RandomMatching"),
+    (
+        lambda: SGP(Ring(4), compressor=Int8),
+        "^compressor must be .*, got the class Int8; create an",
+    ),
+    (lambda: SlowMo(SGP, 3), INNER + r"the class SGP; create an object, SGP\(...\)$"),
+    (lambda: SlowMo("sgp", 3), INNER + "'sgp'$"),
+    (lambda: Hierarchical(Ring(2), 2), INNER + r"Ring\(2\); wrap it, SGP\(Ring\(2\)\)$"),
+    (
+        lambda: Hierarchical(SGP(Ring(2)), 2, AllReduce),
+        r"^within must be AllReduce\(\), got the cl",
+    ),
+]
+
+
+def no_lo_co(**options):
+    return lambda: NoLoCo(RandomMatching(2), **options)
+
+
+def leader(ranks_per_node=1, **options):
+    return lambda: LeaderSGD(ranks_per_node, **options)
+
+
+OUT_OF_RANGE = [
+    *[
+        (lambda overlap=overlap: SGP(Ring(2), overlap), "overlap must be a number of steps, at lea")
+        for overlap in (-1, 1.5, "1")
+    ],
+    *[
+        (lambda delay=delay: OSGP(Ring(2), delay), "delay must be a number of steps, at least 1, g")
+        for delay in (0, -1, 1.5, "1", True)
+    ],
+    *[
+        (lambda n=n: Hierarchical(SGP(Ring(2)), n), "ranks_per_node must be a positive number of r")
+        for n in (0, 1.5, "2")
+    ],
+    (lambda: LocalSGD(0), "interval must be a positive number of steps, got 0"),
+    (lambda: DiLoCo(1.5), "interval must be a positive number of steps, got 1.5"),
+    (lambda: SlowMo(None, 3, momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
+    (lambda: SlowMo(None, 3, outer_lr=0.0), "outer_lr must be positive, got 0.0"),
+    (no_lo_co(interval=0), "interval must be a positive number of steps, got 0"),
+    (no_lo_co(momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
+    (no_lo_co(outer_lr=0.0), "outer_lr must be positive and finite, got 0.0"),
+    (no_lo_co(outer_lr=math.nan), "outer_lr must be positive and finite, got nan"),
+    (no_lo_co(pull=0.0), r"pull must be in \(0, 3\), .* got 0.0"),
+    (no_lo_co(momentum=0.0, pull=2.0), r"pull must be in \(0, 2\), .* got 2.0"),
+    (leader(0), "ranks_per_node must be a positive number of ranks, got 0"),
+    (leader(interval=0), "interval must be a positive number of steps, got 0"),
+    (leader(interval=3), "global_interval must be a multiple of interval, got 16 and 3"),
+    (leader(local_pull=-0.1), r"local_pull must be in \[0, 1\], got -0.1"),
+    (leader(global_drift=math.nan), r"global_drift must be in \[0, 1\], got nan"),
+    (leader(local_strength=-0.1), "local_strength must be finite and at least 0, got -0.1"),
+    (leader(global_strength=math.inf), "global_strength must be finite and at least 0, got inf"),
+    (
+        leader(local_strength=1.0, local_pull=0.1),
+        "strengths .* must not be given together with pulls .*, got local_strength, local_pull",
+    ),
+]
+
+
+def test_a_wrong_type_or_number_is_one_error(subtests):
+    for kind, rows in ((TypeError, WRONG_TYPES), (ValueError, OUT_OF_RANGE)):
+        for place, (make, sentence) in enumerate(rows):
+            with subtests.test(f"{place}: {sentence}"), pytest.raises(kind, match=sentence):
+                make()
+
+
+SYMMETRIC = [BaseGraph, BipartiteExponential, Complete, Hypercube, RandomMatching, Ring, Torus]
+OTHERS = [DirectedExponential, OnePeerExponential, Star]
+
+
+def test_topologies_that_an_algorithm_cannot_use_are_named():
+    for algorithm, sentence in [
+        *((DPSGD(kind(8)), None) for kind in SYMMETRIC),
+        *((DPSGD(kind(8)), "must be symmetric in every round for DPSGD") for kind in OTHERS),
+        *((DPSGD(kind(8)), "where round 0 is not") for kind in OTHERS),
+        (DPSGD(Ring(3)), "must be for the process group's 8 ranks"),
+        (NoLoCo(Ring(8)), "topology must be a Matching"),
+        (NoLoCo(Hypercube(2)), "must be for the process group's 8 ranks"),
+        (NoLoCo(Hypercube(8)), None),
+    ]:
+        error = algorithm.validation_error(8)
+        assert (error is None) if sentence is None else (sentence in error), algorithm
+
+
+def on_rank_one(algorithm, other):
+    return lambda rank: other if rank == 1 else algorithm
+
+
+NOT_INNER = "ValueError: inner must be a gossip algorithm, got "
+MISTAKES = [  # the number of ranks, an algorithm or a function of the rank, and the one error
+    (2, SlowMo(LeaderSGD(1), 3), f"{NOT_INNER}LeaderSGD"),
+    (2, SlowMo(AllReduce(), 3), f"{NOT_INNER}AllReduce"),
+    (2, Hierarchical(AllReduce(), 2), f"{NOT_INNER}AllRed"),
+    (2, Hierarchical(AllReduce(), 1), f"{NOT_INNER}AllRed"),
+    (
+        2,
+        on_rank_one(NoLoCo(RandomMatching(2)), NoLoCo(RandomMatching(2, seed=1))),
+        "DisagreementError: all ranks must have the same algorithm, got NoLoCo(",
+    ),
+    (
+        3,
+        Hierarchical(SGP(Ring(1)), 2),
+        "DisagreementError: ranks 0-2: ranks_per_node must divide the process group's 3 ranks",
+    ),
+    (
+        3,
+        LeaderSGD(2),
+        "DisagreementError: ranks 0-2: ranks_per_node must divide the process group's 3 ranks, go",
+    ),
+    (
+        3,
+        ADPSGD(StarWithChords(3)),
+        "DisagreementError: ranks 0-2: topology must be symmetric for ADPSGD (SGP takes any)",
+    ),
+    (
+        3,
+        ADPSGD(Ring(4)),
+        "DisagreementError: ranks 0-2: topology must be for the process group's 3 ranks, got Ring",
+    ),
+    (
+        3,
+        on_rank_one(ADPSGD(Ring(3)), ADPSGD(Ring(3), seed=1)),
+        "DisagreementError: all ranks must have the same algorithm, got ADPSGD(topology=Ring(3), s",
+    ),
+    (
+        4,
+        Hierarchical(SGP(Ring(4)), 2),
+        "DisagreementError: ranks 0-3: inner must be for 2 nodes as its ranks: topology must be",
+    ),
+    (4, Hierarchical(LeaderSGD(1), 2), f"{NOT_INNER}LeaderS"),
+    (4, SlowMo(Hierarchical(SGP(Ring(2)), 2), 3), f"{NOT_INNER}Hierarchical("),
+]
+
+
+def make_mistakes(rank, num_ranks):
+    algorithms = [each for number, each, _ in MISTAKES if number == num_ranks]
+    return [error_of(start, each(rank) if callable(each) else each) for each in algorithms]
+
+
+def test_a_mistake_is_one_error_on_every_rank(ranks, subtests):
+    for num_ranks in (2, 3, 4):
+        expected = [sentence for number, _, sentence in MISTAKES if number == num_ranks]
+        errors = zip(*ranks.run(num_ranks, make_mistakes, num_ranks), strict=True)
+        for found, sentence in zip(errors, expected, strict=True):
+            with subtests.test(sentence):
+                assert len(set(found)) == 1
+                assert found[0].startswith(sentence), found[0]
+
+
+class Minimal:
+    """An algorithm by its methods alone."""
+
+    def start(self, *arguments):
+        raise NotImplementedError
+
+    config_fields = validation_error = start
+
+
+def test_an_algorithm_is_known_by_its_methods():
+    for algorithm in (SGP(Ring(2)), AllReduce(), SlowMo(None, 3), Minimal()):
+        assert find_algorithm_error(algorithm) is None
