@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.harness.link import Rendezvous, loopback
-from benchmarks.harness.measure import commit
-from benchmarks.harness.program import Row
+from benchmarks.harness.rows import Row, stamp
 from benchmarks.soak.faults.ranks import checksum
 from pyparallel import PipelineTrainer, optim
 from pyparallel.pipeline import OneForwardOneBackward, PipeOptim, Schedule, StageError
@@ -121,8 +120,7 @@ def run_trial(trial: int, schedule: str, store: str, undisturbed: Run, draw: ran
         "equal": "yes" if equal else "no",
         "verdict": "; ".join(find_problems(killed, victim, equal=equal)) or OK,
         "text": " | ".join(texts),
-        "torch": torch.__version__,
-        "commit": commit(),
+        **stamp(),
     }
 
 
