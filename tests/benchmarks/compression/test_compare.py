@@ -3,6 +3,8 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+
 from benchmarks.compression.compare import FIELDS, Run, columns_of, find_runs, perform
 from benchmarks.compression.picture import PICTURES
 from benchmarks.compression.table import by_compressor, markdown, verdict
