@@ -47,6 +47,26 @@ class Case:
     threads: int | None = None
 
 
+def sweep(*kinds: tuple[Callable[..., Case], Sequence[tuple]]) -> Callable[..., Iterator[Case]]:
+    """Return a function that yields the cases of an op on a device at some sizes.
+
+    A kind is a function of the device, the size and further arguments, and a list of those.
+    """
+
+    def cases(device: str, sizes: list[int]) -> Iterator[Case]:
+        for numel in sizes:
+            for make, options in kinds:
+                for arguments in options:
+                    yield make(device, numel, *arguments)
+
+    return cases
+
+
+def name_of(*kinds: torch.dtype) -> list[str]:
+    """Return the names of dtypes without that of torch."""
+    return [str(kind).removeprefix("torch.") for kind in kinds]
+
+
 def measure(case: Case, turns: int, longest_call: float = math.inf) -> list[Row]:
     """Return table rows for ours, its peers and the copy, all timed in the same turns.
 
