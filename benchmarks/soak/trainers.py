@@ -1,5 +1,6 @@
 """Every trainer with a small model, as an object that takes steps: what they hold."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -221,6 +222,15 @@ def run(rank: int, case: str, steps: int) -> tuple[list[Sample], dict[str, float
     samples = watch(lambda index: running.step(), steps)
     running.finish()
     return samples, {}
+
+
+def checksum(tensors: list[Any]) -> str:
+    """Return the first digits of a hash of tensors' bytes."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        assert isinstance(tensor, Tensor)
+        found.update(tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def ranks_of(case: str) -> int:

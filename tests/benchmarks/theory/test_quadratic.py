@@ -129,18 +129,6 @@ def test_a_round_equals_the_ranks_steps_in_sequence():
     )
 
 
-def test_points_and_sketches_come_in_batches():
-    quadratic, points = make(3, 3), random(6, 2, 3, seed=5)
-    sketches = torch.stack(enumerate_sketches(heterogeneous(quadratic)))
-    sizes = torch.tensor([[0.1], [0.7]], dtype=torch.float64)
-    for move in (quadratic.step, quadratic.descend):
-        found = move(points, sketches[:, None], sizes)
-        for draw in range(6):
-            for row, size in enumerate((0.1, 0.7)):
-                alone = move(points[draw, row], sketches[draw], size)
-                torch.testing.assert_close(found[draw, row], alone)
-
-
 def test_the_gradient_of_the_mean_is_zero_at_the_solution():
     quadratic = make(3, 3)
     x = quadratic.solution.clone().requires_grad_()
@@ -189,48 +177,6 @@ def test_without_slopes_one_step_of_the_scaled_sketch_converges(num_ranks):
         estimate(quadratic, sketches), torch.eye(num_ranks).double(), rtol=0, atol=1e-6
     )
     assert quadratic.descend(x, sketches, 1.0).norm() < 1e-6 * x.norm()
-
-
-FIRST, SECOND = 1.0, 4.0  # curvatures whose off-diagonal entry may be as large as 2
-TOO_MUCH = 2 * FIRST * SECOND / (FIRST + SECOND)
-
-
-def pair(off_diagonal):
-    curvature = torch.tensor([[FIRST, off_diagonal], [off_diagonal, SECOND]], dtype=torch.float64)
-    return Quadratic(curvature.repeat(2, 1, 1), torch.zeros(2, 2, dtype=torch.float64))
-
-
-def worst_slope(quadratic, sketches):
-    """The least eigenvalue of (L B + B L) / 2, and its direction."""
-    product = quadratic.mean_curvature @ estimate(quadratic, sketches)
-    values, vectors = torch.linalg.eigh((product + product.mT) / 2)
-    return values[0], vectors[:, 0]
-
-
-def losses(quadratic, x, sketches, step_size, rounds):
-    found = [quadratic.loss(x)]
-    for _ in range(rounds):
-        x = quadratic.step(x, sketches, step_size)
-        found.append(quadratic.loss(x))
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize(
-    ("off_diagonal", "descends"), [(TOO_MUCH - 0.05, True), (TOO_MUCH + 0.05, False), (1.9, False)]
-)
-def test_the_plain_sketch_need_not_descend_and_the_preconditioned_does(off_diagonal, descends):
-    quadratic = pair(off_diagonal)
-    sketches = drawn_sketches(PermK(num_ranks=2), start(PermK(num_ranks=2), 2, 2))
-    slope, x = worst_slope(quadratic, sketches)
-    assert (slope >= 0) == descends
-    for step_size in (1e-3, 1e-4, 1e-5):
-        before, after = losses(quadratic, x, sketches, step_size, 1)
-        assert (after < before) == descends
-    fixed = quadratic.preconditioned(quadratic.diagonals[0])
-    for seed in range(20):
-        for step_size in (0.5, 1e-1, 1e-3):
-            before, after = losses(fixed, random(2, seed=seed), sketches, step_size, 1)
-            assert after < before
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
