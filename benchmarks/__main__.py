@@ -16,13 +16,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.measure import (
-    Case,
-    measure,
-    print_header,
-    print_rows,
-    write_rows,
-)
+from benchmarks.harness.measure import FIELDS, Case, measure, print_header, print_rows
+from benchmarks.harness.rows import RESULTS, Row, machine, replace_rows
 from pyparallel import ops
 
 # The trainers' benchmarks run processes, and are programs of their own.
@@ -69,8 +64,8 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     print(f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads\n")
     print_header()
-    rows: dict[tuple[str, int], list[dict[str, object]]] = {}
-    path, failed, late = options.out, [], ""
+    rows: dict[tuple[str, int], list[Row]] = {}
+    path, failed, late = options.out or RESULTS / f"{machine()}.csv", [], ""
     for case in cases(options.device, sizes, options.ops):
         if time.monotonic() > deadline:
             late = f"; out of time: not measured from {case.op}, {case.name}, {case.numel:,} on"
@@ -84,7 +79,7 @@ def main() -> None:
             continue
         print_rows(measured)
         of_op += measured
-        path = write_rows(of_op, options.out, key=("op", "numel"))
+        replace_rows(of_op, path, FIELDS, key=("op", "numel"))
         if options.device == "cpu":
             torch._dynamo.reset()
     print(f"\npictures: python -m benchmarks.ops.picture {path}")

@@ -47,7 +47,7 @@ def write(found: dict[tuple[str, str], list[tuple[float, float]]], before: Path)
     """Print the ratios, and write the rows."""
     import torch
 
-    from benchmarks.harness.measure import RESULTS, commit, machine, write_rows
+    from benchmarks.harness.rows import RESULTS, commit, machine, replace_rows
 
     rows: list[dict[str, object]] = []
     for (case, unit), pairs in found.items():
@@ -59,7 +59,7 @@ def write(found: dict[tuple[str, str], list[tuple[float, float]]], before: Path)
         cells = [case, unit, *texts, len(pairs), torch.__version__, *commits]
         rows.append(dict(zip(FIELDS, cells, strict=True)))
         print(f"{case:45} {texts[0]:>8} {texts[1]:>8} {unit:8} {' '.join(texts[2:])}")
-    write_rows(rows, RESULTS / f"checkouts-{machine()}.csv", FIELDS)
+    replace_rows(rows, RESULTS / f"checkouts-{machine()}.csv", FIELDS)
 
 
 def commit_of(checkout: Path) -> str:

@@ -31,7 +31,7 @@ from benchmarks.harness.commands import Step, run_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
-MACHINE = "from benchmarks.harness.measure import machine; print(machine())"
+MACHINE = "from benchmarks.harness.rows import machine; print(machine())"
 SECONDS_OF_PART = 560
 CUDA_TESTS = "compiled-cuda or on_cuda or philox"
 MEMORY_TESTS = "compiled-cuda and (unaligned or corrupt) or on_cuda"

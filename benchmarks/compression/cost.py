@@ -1,22 +1,20 @@
 """Host time of compressors on a rank, against the backward pass that could hide it."""
 
-import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.harness.turns import largest, take_turns
 from benchmarks.pipeline.models import ByteModel
-from benchmarks.pipeline.turns import slowest
 from pyparallel.compression import BufferLayout, Collectives, CommStats, Compressor
 from pyparallel.recommend import CANDIDATES
 from pyparallel.recommend.profile import flat_gradients, in_buckets
 
 BACKWARD = "backward"
-WARM_UP = 3  # repetitions: residuals fill, and thresholds are found
 
 
 @dataclass(frozen=True)
@@ -30,34 +28,28 @@ class Cost:
 
 
 def measure(rank: int, model: ByteModel, turns: int) -> dict[str, Cost]:
-    """Alternate backward passes and compressors, each averaging the gradients of that pass."""
+    """Take turns of backward passes and compressors, which average the gradients of the last one.
+
+    The first turns warm up: residuals fill, and thresholds are found.
+    """
     torch.manual_seed(0)
     backward = Backward(model)
-    averages = {
-        candidate.name: BucketAverage(backward.named_parameters, compressor)
-        for candidate in CANDIDATES
-        if (compressor := candidate.steady_state) is not None
-    }
-    passes: list[float] = []
-    all_stats: dict[str, list[CommStats]] = {name: [] for name in averages}
-    order = random.Random(0)  # the same on all ranks
-    for turn in range(WARM_UP + turns):
-        dist.barrier()
-        seconds = backward.run()
-        passes += [seconds] if turn >= WARM_UP else []
-        for name in order.sample(list(averages), len(averages)):
-            dist.barrier()
-            stats = averages[name].run()
-            all_stats[name] += [stats] if turn >= WARM_UP else []
-    costs = {name: cost_of(each) for name, each in all_stats.items()}
-    return {BACKWARD: Cost(slowest(passes), [], []), **costs}
+    backward.run()
+    runs: dict[str, Callable[[], float | CommStats]] = {BACKWARD: backward.run}
+    for candidate in CANDIDATES:
+        if (compressor := candidate.steady_state) is not None:
+            runs[candidate.name] = BucketAverage(backward.named_parameters, compressor).run
+    found = take_turns(runs, turns, before=dist.barrier)
+    passes = found.pop(BACKWARD)
+    costs = {name: cost_of(each) for name, each in found.items()}
+    return {BACKWARD: Cost(largest(passes), [], []), **costs}
 
 
 def cost_of(all_stats: Sequence[CommStats]) -> Cost:
     return Cost(
-        slowest([stats.encode_seconds + stats.decode_seconds for stats in all_stats]),
-        slowest([stats.encode_seconds for stats in all_stats]),
-        slowest([stats.decode_seconds for stats in all_stats]),
+        largest([stats.encode_seconds + stats.decode_seconds for stats in all_stats]),
+        largest([stats.encode_seconds for stats in all_stats]),
+        largest([stats.decode_seconds for stats in all_stats]),
         all_stats[-1].payload_bytes,
     )
 
@@ -69,11 +61,7 @@ class Backward:
         self._module = nn.Sequential(*model.build())
         self._loss = model.loss
         self._batch = model.make_batch(1)
-
-    @property
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters of the model."""
-        return list(self._module.named_parameters())
+        self.named_parameters = list(self._module.named_parameters())
 
     def run(self) -> float:
         """Return seconds of the backward pass alone."""

@@ -1,17 +1,17 @@
 """Seconds per step of DistributedDataParallel on a link, by way of averaging gradients."""
 
-import os
 import traceback
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.compression.systems import BUCKET_MB, CASTS, SYSTEMS, System, Torch
+from benchmarks.harness.link import read_sent
+from benchmarks.harness.turns import time_blocks
 from benchmarks.pipeline.models import ByteModel
-from benchmarks.pipeline.turns import Plan, take_turns
+from benchmarks.pipeline.systems import Plan
 from pyparallel.recommend import Workload, benchmark_ranks
 
 WARM_UP = 4  # steps: buckets are rebuilt after the first, torch's PowerSGD starts in the third
@@ -71,7 +71,7 @@ def measure(rank: int, model: ByteModel, plan: Plan) -> dict[str, Speed]:
             speeds[system.name] = Speed(problem=started)
         else:
             trainings[system.name] = started
-    for name, seconds in take_turns(trainings, 1, plan).items():
+    for name, seconds in time_blocks(trainings, plan.turns, plan.steps(1)).items():
         sent = trainings[name].last_step()
         wire_bytes = count_sent(trainings[name])
         payload_bytes = None if sent is None else sent.payload_bytes
@@ -81,7 +81,8 @@ def measure(rank: int, model: ByteModel, plan: Plan) -> dict[str, Speed]:
 
 def measure_casts(rank: int, model: ByteModel, plan: Plan) -> dict[str, list[float]]:
     """Return seconds per step of 16-bit gradients, alternating."""
-    return take_turns({system.name: warm(model, system) for system in CASTS}, 1, plan)
+    trainings = {system.name: warm(model, system) for system in CASTS}
+    return time_blocks(trainings, plan.turns, plan.steps(1))
 
 
 def predict(model: ByteModel) -> dict[str, float]:
@@ -135,13 +136,3 @@ def count_sent(training: Training) -> float:
     sent = read_sent() - before
     dist.barrier()
     return sent / COUNTED
-
-
-def read_sent() -> int:
-    """Return bytes sent by the interface of this thread's network namespace since it exists."""
-    interface = os.environ["GLOO_SOCKET_IFNAME"]
-    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == interface:
-            return int(counters.split()[8])
-    raise RuntimeError(f"no network interface {interface}")

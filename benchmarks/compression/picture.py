@@ -5,13 +5,13 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 from matplotlib.figure import Figure
 
 from benchmarks.compression.cost import BACKWARD
 from benchmarks.compression.systems import ALONE
 from benchmarks.compression.table import by_compressor
-from benchmarks.gossip.table import MEASURES, differences
 from benchmarks.harness import pictures
 from benchmarks.harness.options import shorten
 from benchmarks.harness.pictures import (
@@ -20,13 +20,13 @@ from benchmarks.harness.pictures import (
     GRAY,
     bars,
     dots,
-    mean,
-    of,
-    ours_and_torch,
+    gray_if_torch,
     panels,
-    where,
+    shows,
+    shows_part,
 )
 from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import differences, mean, measure_of, of, where
 from pyparallel.recommend import DENSE
 
 AFTER_BF16 = re.compile(r"Switch\(\{0: Cast\(\), (\d+): (.*)\}\)")
@@ -55,7 +55,7 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
 
 def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
     """Draw every compressor's difference from dense."""
-    (measure,) = [measure for measure in MEASURES if measure.data == data]
+    measure = measure_of(data)
     groups = by_compressor(where(rows, task=data), data)
     baseline = groups.pop(DENSE.name, [])
     if not groups or not baseline:
@@ -70,36 +70,29 @@ def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
     }
     dots(axes, found, measure.limit, reach=4 * measure.limit)
     axes.tick_params(axis="y", labelsize=9)
-    better = "right" if measure.unit == "points" else "left"
     figure.supxlabel(
-        f"difference from fp32, {measure.unit}, further {better} is better (red: off the scale)\n"
+        f"difference from fp32, {measure.unit}, further {measure.better} is better "
+        "(red: off the scale)\n"
         "EF: ErrorFeedback; from step N: bf16 before it; beside: messages, % of fp32's bytes",
         fontsize=11,
     )
     return figure
 
 
-def draw_links(rows: Sequence[Row]) -> Figure | None:
+@shows_part("links")
+def draw_links(rows: Sequence[Row]) -> Figure:
     """Draw time per step on each link, in the order of the slowest link."""
-    rows = where(rows, part="links")
-    if not rows:
-        return None
     cases = sorted(of(rows, "case"), key=rate)
     systems = [row for row in distinct(where(rows, case=cases[0])) if row["system"] != ALONE]
     systems.sort(key=lambda row: float(row["median_ms"]))
     names = [row["system"] for row in systems]
-    colors = [GRAY if name.startswith("torch") or name == DENSE.name else BLUE for name in names]
+    colors = [GRAY if name == DENSE.name else gray_if_torch(name) for name in names]
+    labels = [label(row) for row in systems]
     title = "How long is a step of DDP? Blue: pyparallel, gray: torch"
     figure, axes = panels(title, len(cases), 6.2, sharey=True)
     for own, case in zip(axes, cases, strict=True):
         times = {row["system"]: row["median_ms"] for row in where(rows, case=case)}
-        bars(
-            own,
-            [label(row) for row in systems],
-            [float(times[name]) for name in names],
-            colors,
-            "{:.0f}",
-        )
+        bars(own, labels, [float(times[name]) for name in names], colors, "{:.0f}")
         own.axvline(float(times[ALONE]), color=BLACK, linestyle=":", lw=1.4)
         own.set_title("no limit" if case == "loopback" else case)
         own.tick_params(axis="y", labelsize=9)
@@ -109,21 +102,14 @@ def draw_links(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def draw_cost(rows: Sequence[Row]) -> Figure | None:
+@shows(lambda rows: [row for row in where(rows, part="cost") if row["system"] != BACKWARD])
+def draw_cost(rows: Sequence[Row]) -> Figure:
     """Draw encoding and decoding as fractions of a backward pass, the cheapest on top."""
-    rows = [row for row in where(rows, part="cost") if row["system"] != BACKWARD]
-    if not rows:
-        return None
     found = sorted(distinct(rows), key=lambda row: float(row["ratio"]))
     title = f"What does encoding cost? {int(rows[0]['numel']) / 1e6:.0f} M parameters"
     figure, (axes,) = panels(title, 1, 5.2)
-    bars(
-        axes,
-        [label(row) for row in found],
-        [100 * float(row["ratio"]) for row in found],
-        [BLUE] * len(found),
-        "{:.1f}",
-    )
+    shares = [100 * float(row["ratio"]) for row in found]
+    bars(axes, list(map(label, found)), shares, [BLUE] * len(found), "{:.1f}")
     figure.supxlabel(
         f"encoding and decoding, % of a backward pass over {rows[0]['case']}; EF: ErrorFeedback",
         fontsize=11,
@@ -131,22 +117,21 @@ def draw_cost(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def draw_power_sgd(rows: Sequence[Row]) -> Figure | None:
+@shows_part("power_sgd")
+def draw_power_sgd(rows: Sequence[Row]) -> Figure:
     """Draw PowerSGD's own work beside that of torch's hook."""
-    rows = where(rows, part="power_sgd")
-    if not rows:
-        return None
     title = f"What does PowerSGD compute? {int(rows[0]['numel']) / 1e6:.0f} M parameters, rank 4"
     figure, (axes,) = panels(title, 1, 2.4)
     names = of(rows, "system")
-    bars(axes, names, [float(row["median_ms"]) for row in rows], ours_and_torch(names), "{:.1f}")
+    times, colors = [float(row["median_ms"]) for row in rows], list(map(gray_if_torch, names))
+    bars(axes, names, times, colors, "{:.1f}")
     axes.set_xlabel("ms per step, without communication")
     return figure
 
 
 PICTURES = {
-    "accuracy-digits": lambda rows: draw_accuracy(rows, "digits"),
-    "accuracy-text": lambda rows: draw_accuracy(rows, "text"),
+    "accuracy-digits": partial(draw_accuracy, data="digits"),
+    "accuracy-text": partial(draw_accuracy, data="text"),
     "links": draw_links,
     "encoding": draw_cost,
     "power-sgd": draw_power_sgd,

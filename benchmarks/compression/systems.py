@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     powerSGD_hook,
@@ -14,13 +15,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.compression.training import dense_wire_bytes
-from pyparallel.compression import Cast, CommStats, Compressor, GradientCompression, ddp_hook
+from benchmarks.compression.training import dense_step
+from benchmarks.gossip.trainers import bf16_unchecked
+from pyparallel.compression import Cast, CommStats, Compressor, ddp_hook
 from pyparallel.recommend import CANDIDATES, HALF, Candidate
 
 BUCKET_MB = 2  # small like the model: as many buckets as a large model has of 25 MB
-ONE_BUCKET_MB = 1000
 ALONE = "compute alone"
+
+
+Wrapped = tuple[nn.Module, Callable[[], CommStats | None]]
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,10 @@ class System:
 
     name: str
     options: str
-    wrap: Callable[[nn.Module], tuple[nn.Module, Callable[[], CommStats | None]]]
+    wrap: Callable[[nn.Module], Wrapped]
 
 
-def unknown() -> None:
-    """Return None: the system does not count its bytes."""
-
-
-def alone(module: nn.Module) -> tuple[nn.Module, Callable[[], CommStats | None]]:
+def alone(module: nn.Module) -> Wrapped:
     """Compute without communication."""
     return module, CommStats
 
@@ -60,21 +60,15 @@ class Ours:
 
     candidate: Candidate
 
-    def __call__(self, module: nn.Module) -> tuple[nn.Module, Callable[[], CommStats | None]]:
-        """Wrap a module."""
+    def __call__(self, module: nn.Module) -> Wrapped:
         ddp = in_ddp(module)
         compressor = self.candidate.steady_state
         if compressor is None:
-            num_bytes = 4 * sum(parameter.numel() for parameter in module.parameters())
-            sent = CommStats(num_bytes, dense_wire_bytes(num_bytes, dist.get_world_size()))
+            sent = dense_step(module)
             return ddp, lambda: sent
         compression, hook = ddp_hook(compressor, ddp)
         ddp.register_comm_hook(compression, hook)
-        return ddp, lambda: last_step(compression)
-
-
-def last_step(compression: GradientCompression) -> CommStats:
-    return compression.last_step
+        return ddp, lambda: compression.last_step
 
 
 @dataclass(frozen=True)
@@ -82,23 +76,22 @@ class Torch:
     """DistributedDataParallel with one of torch's hooks, in a process group of its own.
 
     A hook that fails leaves collectives pending.
+
+    Args:
+        hook: torch's.
+        make_state: of the hook, from the group; None: the group itself.
+        bucket_mb: megabytes of a bucket.
     """
 
-    make_state: Callable[[dist.ProcessGroup], object]
     hook: Callable[..., Future]
+    make_state: Callable[[dist.ProcessGroup], object] | None = None
     bucket_mb: int = BUCKET_MB
 
-    def __call__(self, module: nn.Module) -> tuple[nn.Module, Callable[[], CommStats | None]]:
-        """Wrap a module."""
+    def __call__(self, module: nn.Module) -> Wrapped:
         group = dist.new_group()
         ddp = in_ddp(module, group, self.bucket_mb)
-        ddp.register_comm_hook(self.make_state(group), self.hook)
-        return ddp, unknown
-
-
-def stateless(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the group, which stateless torch hooks take as their state."""
-    return group
+        ddp.register_comm_hook(self.make_state(group) if self.make_state else group, self.hook)
+        return ddp, lambda: None  # its bytes are not counted
 
 
 def power_sgd_state(group: dist.ProcessGroup) -> powerSGD_hook.PowerSGDState:
@@ -108,47 +101,46 @@ def power_sgd_state(group: dist.ProcessGroup) -> powerSGD_hook.PowerSGDState:
     )
 
 
-def bf16_unchecked(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Call torch's hook, which torch refuses by name without CUDA, though gloo adds bfloat16."""
-    return default_hooks.bf16_compress_hook(group, bucket)
-
-
 def describe(compressor: Compressor | None) -> str:
     return "DistributedDataParallel alone" if compressor is None else repr(compressor)
 
 
-TORCH_BF16 = System(
-    "torch bf16, unchecked",
-    "bf16_compress_hook, called by a hook of another name",
-    Torch(stateless, bf16_unchecked),
+def of_torch(name: str, options: str, *arguments: Any) -> System:
+    """Return one of torch's hooks."""
+    return System(f"torch {name}", options, Torch(*arguments))
+
+
+TORCH_BF16 = of_torch(
+    "bf16, unchecked", "bf16_compress_hook, called by a hook of another name", bf16_unchecked
 )
 _HALF_SUMS = Candidate("bf16, added in bf16", Cast(accumulate=torch.bfloat16))
 CASTS = (
     TORCH_BF16,
     *(System(each.name, describe(each.compressor), Ours(each)) for each in (HALF, _HALF_SUMS)),
 )
+# Torch's PowerSGD starts collectives when others end, on gloo in a different order on each rank:
+# with several buckets in flight, messages meet those of other buckets, and gloo ends the process.
+_RANK_4 = "matrix_approximation_rank=4, one bucket"
+_ONE_BUCKET = power_sgd_state, 1000
 SYSTEMS = (
     System(ALONE, "", alone),
-    *(
-        System(
-            candidate.name,
-            describe(candidate.steady_state),
-            Ours(candidate),
-        )
-        for candidate in CANDIDATES
-    ),
-    System("torch fp16", "fp16_compress_hook", Torch(stateless, default_hooks.fp16_compress_hook)),
-    System("torch bf16", "bf16_compress_hook", Torch(stateless, default_hooks.bf16_compress_hook)),
+    *(System(each.name, describe(each.steady_state), Ours(each)) for each in CANDIDATES),
+    of_torch("fp16", "fp16_compress_hook", default_hooks.fp16_compress_hook),
+    of_torch("bf16", "bf16_compress_hook", default_hooks.bf16_compress_hook),
     TORCH_BF16,
-    # It starts collectives when others end, on gloo in a different order on each rank: with several
-    # buckets in flight, messages meet those of other buckets, and gloo ends the process.
-    System("torch PowerSGD", "powerSGD_hook, matrix_approximation_rank=4, one bucket",
-           Torch(power_sgd_state, powerSGD_hook.powerSGD_hook, ONE_BUCKET_MB)),
-    System("torch PowerSGD, batched",
-           "batched_powerSGD_hook, matrix_approximation_rank=4, one bucket",
-           Torch(power_sgd_state, powerSGD_hook.batched_powerSGD_hook, ONE_BUCKET_MB)),
-    System("torch int8 per tensor", "quantization_pertensor_hook",
-           Torch(stateless, quantization_hooks.quantization_pertensor_hook)),
-    System("torch int8 per channel", "quantization_perchannel_hook",
-           Torch(stateless, quantization_hooks.quantization_perchannel_hook)),
-)  # fmt: skip
+    of_torch("PowerSGD", f"powerSGD_hook, {_RANK_4}", powerSGD_hook.powerSGD_hook, *_ONE_BUCKET),
+    of_torch(
+        "PowerSGD, batched",
+        f"batched_powerSGD_hook, {_RANK_4}",
+        powerSGD_hook.batched_powerSGD_hook,
+        *_ONE_BUCKET,
+    ),
+    *(
+        of_torch(
+            f"int8 per {each}",
+            f"quantization_per{each}_hook",
+            getattr(quantization_hooks, f"quantization_per{each}_hook"),
+        )
+        for each in ("tensor", "channel")
+    ),
+)

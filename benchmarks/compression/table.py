@@ -4,27 +4,25 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.compression.tasks import IN_SMALL_BLOCKS, WARMED
-from benchmarks.gossip.table import MEASURES, Measure, differences
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import (
+    MEASURES,
+    Measure,
+    differences,
+    grouped,
+    markdown_table,
+    mean,
+    where,
+)
 from pyparallel.recommend import CANDIDATES, DENSE
 
-ORDER = {
-    candidate.name: place for place, candidate in enumerate(CANDIDATES + IN_SMALL_BLOCKS + WARMED)
-}
+ORDER = [candidate.name for candidate in CANDIDATES + IN_SMALL_BLOCKS + WARMED]
 
 
 def by_compressor(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
     """Return the rows of each compressor on one task, in the order of the candidates."""
-    groups: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: ORDER.get(row["compressor"], len(ORDER))):
-        if row["task"] == task:
-            groups.setdefault(row["compressor"], []).append(row)
-    return groups
-
-
-def mean(rows: Sequence[Row], field: str) -> float:
-    return statistics.fmean(float(row[field]) for row in rows)
+    return grouped(where(rows, task=task), "compressor", ORDER)
 
 
 def verdict(found: Sequence[float], measure: Measure) -> str:
@@ -43,20 +41,23 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
     steps = " or ".join(sorted({row["steps"] for rows in groups.values() for row in rows}))
-    lines = [
-        f"| {measure.title}, {steps} steps | mean of seeds | against {DENSE.name}, {measure.unit} "
-        f"| within {measure.limit:g} {measure.unit} | messages, of fp32's bytes | seeds |",
-        "|---" * 6 + "|",
+    head = [
+        f"{measure.title}, {steps} steps",
+        "mean of seeds",
+        f"against {DENSE.name}, {measure.unit}",
+        f"within {measure.limit:g} {measure.unit}",
+        "messages, of fp32's bytes",
+        "seeds",
     ]
+    lines = []
     for name, rows in groups.items():
         found = differences(rows, groups.get(DENSE.name, []), measure)
-        cells = [
+        lines.append([
             f"{name}: `{shorten(rows[0]['options'])}`",
-            measure.show(mean(rows, "score")),
+            measure.show.format(mean(rows, "score")),
             f"{statistics.fmean(found):+.2f}" if found else "",
             verdict(found, measure),
             f"{mean(rows, 'payload_share'):.1%}",
-            str(len(rows)),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+            len(rows),
+        ])  # fmt: skip
+    return markdown_table(head, lines)

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.pipeline.tasks import Bytes, Digits, MakeOptimizer, Task
+from benchmarks.pipeline.tasks import Bytes, Digits, MakeOptimizer
 from pyparallel.compression import (
     DGC,
     Cast,
@@ -31,7 +31,7 @@ def _after_bf16(compressor: Compressor, steps: int = WARM_UP) -> Compressor:
     return Switch({0: Cast(), steps: compressor})
 
 
-TASKS: tuple[Task, ...] = (
+TASKS = (
     Digits(
         "digits",
         partial(torch.optim.SGD, momentum=0.9),
@@ -72,12 +72,14 @@ WARMED = (
 IN_SMALL_BLOCKS = (Candidate("sign-64-ef", ErrorFeedback(Sign(block_size=64))),)
 
 
-def candidates_of(task: Task) -> tuple[Candidate, ...]:
+def candidates_of(task: Digits | Bytes) -> tuple[Candidate, ...]:
     """Return the compressors to train a task with."""
     return CANDIDATES + (WARMED if isinstance(task, Bytes) else IN_SMALL_BLOCKS)
 
 
-def fitted(task: Task, compressor: Compressor | None) -> tuple[Compressor | None, MakeOptimizer]:
+def fitted(
+    task: Digits | Bytes, compressor: Compressor | None
+) -> tuple[Compressor | None, MakeOptimizer]:
     """Return compressor and optimizer: DGC takes over the momentum of SGD, of no other."""
     if not isinstance(compressor, DGC):
         return compressor, task.make_optimizer

@@ -12,24 +12,24 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.compression.tasks import fitted
 from benchmarks.harness.learning_rate import rate as rate_at
 from benchmarks.harness.learning_rate import set_rate
-from benchmarks.pipeline.tasks import Task
-from pyparallel.compression import Compressor, GradientCompression, ddp_hook
+from benchmarks.pipeline.tasks import Bytes, Digits
+from pyparallel.compression import CommStats, Compressor, ddp_hook
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a run.
+    """Result of a run on one rank.
 
     Args:
-        losses: of every rank, by step, in nats.
-        score: accuracy if the task has one, else the held-out loss in the task's unit.
+        losses: by step, in nats.
+        score: accuracy if the task has one, else the held-out loss in the task's unit; of rank 0.
         dense_bytes: of the gradients of a step in float32.
         payload_bytes: mean bytes of a rank's messages in a step.
         wire_bytes: mean bytes a rank sends in a step.
-        residual_norm: norm of rank 0's residual at the end.
+        residual_norm: norm of the rank's residual at the end.
     """
 
-    losses: list[list[float]]
+    losses: list[float]
     score: float
     dense_bytes: int
     payload_bytes: float
@@ -37,7 +37,9 @@ class Outcome:
     residual_norm: float
 
 
-def train(task: Task, compressor: Compressor | None, seed: int, updates: int) -> Outcome:
+def train(
+    rank: int, task: Digits | Bytes, compressor: Compressor | None, seed: int, updates: int
+) -> Outcome:
     """Train on all ranks; batches and initial weights depend on the seed alone.
 
     Without a compressor DistributedDataParallel itself averages.
@@ -46,58 +48,40 @@ def train(task: Task, compressor: Compressor | None, seed: int, updates: int) ->
     ddp = DistributedDataParallel(task.build())
     compressor, make_optimizer = fitted(task, compressor)
     optimizer = make_optimizer(ddp.parameters(), lr=task.main_rate)
-    traffic = Traffic(ddp, compressor)
-    losses = []
+    dense, compression = dense_step(ddp), None
+    if compressor is not None:
+        compression, hook = ddp_hook(compressor, ddp)
+        ddp.register_comm_hook(compression, hook)
+    losses, sent = [], []
     for update, (inputs, target) in enumerate(itertools.islice(shares(task, seed), updates)):
         set_rate([optimizer], task.main_rate * rate_at(update, updates))
         optimizer.zero_grad()
         loss = task.loss(ddp(inputs), target)
         loss.backward()
-        traffic.count()
+        sent.append(compression.last_step if compression else dense)
         optimizer.step()
         losses.append(loss.item())
     return Outcome(
-        of_all_ranks(losses),
-        score(task, ddp.module) if dist.get_rank() == 0 else 0.0,
-        traffic.dense_bytes,
-        traffic.payload_bytes / updates,
-        traffic.wire_bytes / updates,
-        traffic.residual_norm,
+        losses,
+        score(task, ddp.module) if rank == 0 else 0.0,
+        dense.payload_bytes,
+        sum(step.payload_bytes for step in sent) / updates,
+        sum(step.wire_bytes for step in sent) / updates,
+        compression.residual_norm if compression else 0.0,
     )
 
 
-def shares(task: Task, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def shares(task: Digits | Bytes, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's part of each batch."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for inputs, target in task.batches(seed):
         yield inputs.tensor_split(num_ranks)[rank], target.tensor_split(num_ranks)[rank]
 
 
-class Traffic:
-    """Attaches a compressor and sums the bytes of its steps."""
-
-    def __init__(self, ddp: DistributedDataParallel, compressor: Compressor | None) -> None:
-        self._compression: GradientCompression | None = None
-        if compressor is not None:
-            self._compression, hook = ddp_hook(compressor, ddp)
-            ddp.register_comm_hook(self._compression, hook)
-        self.dense_bytes = 4 * sum(p.numel() for p in ddp.parameters() if p.requires_grad)
-        self.payload_bytes = 0.0
-        self.wire_bytes = 0.0
-
-    def count(self) -> None:
-        """Count the step whose backward pass has ended."""
-        if self._compression is None:
-            self.payload_bytes += self.dense_bytes
-            self.wire_bytes += dense_wire_bytes(self.dense_bytes, dist.get_world_size())
-        else:
-            self.payload_bytes += self._compression.last_step.payload_bytes
-            self.wire_bytes += self._compression.last_step.wire_bytes
-
-    @property
-    def residual_norm(self) -> float:
-        """Norm of this rank's residual."""
-        return 0.0 if self._compression is None else self._compression.residual_norm
+def dense_step(module: nn.Module) -> CommStats:
+    """Return the bytes of a step of DistributedDataParallel alone."""
+    num_bytes = 4 * sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return CommStats(num_bytes, dense_wire_bytes(num_bytes, dist.get_world_size()))
 
 
 def dense_wire_bytes(num_bytes: int, num_ranks: int) -> float:
@@ -106,7 +90,7 @@ def dense_wire_bytes(num_bytes: int, num_ranks: int) -> float:
 
 
 @torch.no_grad()
-def score(task: Task, model: nn.Module) -> float:
+def score(task: Digits | Bytes, model: nn.Module) -> float:
     """Return the accuracy, or the loss in the task's unit."""
     accuracy = task.accuracy(model)
     if accuracy is not None:
@@ -115,10 +99,3 @@ def score(task: Task, model: nn.Module) -> float:
     parts = zip(inputs.split(128), target.split(128), strict=True)
     losses = [task.loss(model(x), y) * len(x) for x, y in parts]
     return task.units_per_nat * float(torch.stack(losses).sum()) / len(inputs)
-
-
-def of_all_ranks(losses: list[float]) -> list[list[float]]:
-    """Gather the losses by rank."""
-    gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, losses)
-    return gathered

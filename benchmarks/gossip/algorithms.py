@@ -1,11 +1,9 @@
 """The algorithms of compare.py, by the names in their rows; each is built for a number of ranks."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
-from pyparallel import topology
 from pyparallel.gossip import (
     ADPSGD,
     DPSGD,
@@ -19,17 +17,7 @@ from pyparallel.gossip import (
     SlowMo,
 )
 from pyparallel.gossip.algorithms.base import Algorithm
-from pyparallel.gossip.topology import OnePeerExponential, RandomMatching, Ring, Topology
-
-TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
-    "ring": Ring,
-    "directed-exponential": topology.DirectedExponential,
-    "complete": topology.Complete,
-    "base-graph": topology.BaseGraph,
-    "random-matching": RandomMatching,
-    "torus": topology.Torus,
-    "star": topology.Star,
-}
+from pyparallel.gossip.topology import OnePeerExponential, RandomMatching, Ring
 
 
 def outer_optimizer(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -48,14 +36,9 @@ def hierarchical(num_ranks: int) -> Algorithm:
     return Hierarchical(SGP(OnePeerExponential(num_ranks // size), overlap=1), size)
 
 
-def sgp_on(graph: Callable[[int], Topology], num_ranks: int) -> Algorithm:
-    """Return SGP on a topology."""
-    return SGP(graph(num_ranks))
-
-
 ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
     "allreduce": lambda n: AllReduce(),
-    "sgp": partial(sgp_on, OnePeerExponential),
+    "sgp": lambda n: SGP(OnePeerExponential(n)),
     "sgp-overlap-1": lambda n: SGP(OnePeerExponential(n), overlap=1),
     "sgp-overlap-4": lambda n: SGP(OnePeerExponential(n), overlap=4),
     "dpsgd": lambda n: DPSGD(Ring(n)),
@@ -67,5 +50,3 @@ ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
     "leadersgd": lambda n: LeaderSGD(node_size(n), interval=1, global_interval=4, local_pull=0.1),
     "hierarchical": hierarchical,
 }
-COMPARED = list(ALGORITHMS)  # the others are run by name
-ALGORITHMS |= {f"sgp-{name}": partial(sgp_on, graph) for name, graph in TOPOLOGIES.items()}

@@ -10,30 +10,24 @@ Four gloo processes on the CPU with one thread each; the methods take turns with
 * ``update``: the cost of a step of SGP with overlap without communication, in one pass and in two.
 * ``nonfinite``: the cost of a step of each policy for gradients that are not finite.
 * ``stragglers``: how much speed the other ranks keep when some are slow.
-* ``trace``: a chrome trace of SGP with overlap, for ``chrome://tracing`` or ui.perfetto.dev.
 
 Rows go to ``benchmarks/results/gossip-<machine>.csv``, where they replace those of the measured
 parts. ``python -m benchmarks.gossip.picture FILE.csv`` draws them. ``--dry-run`` runs all with
 tiny sizes, as a test.
 """
 
-import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
-from benchmarks.gossip import cost, steps, stragglers, trace, update
+from benchmarks.gossip import cost, steps, stragglers, update
 from benchmarks.gossip.models import RealCompute, SleepingCompute
 from benchmarks.gossip.trainers import ALONE, DDP, RANKS
-from benchmarks.harness.link import Rendezvous, limited_links, loopback
-from benchmarks.harness.measure import summary
-from benchmarks.harness.program import Row, make_parser, measure
-from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.link import links_of
+from benchmarks.harness.program import parser_of_parts, run_parts
+from benchmarks.harness.ranks import run_on_loopback, run_ranks
+from benchmarks.harness.rows import Row, rows_of
 
-CLOSURE_RATE = 1000  # Mbit/s
 FIELDS = [
     "part", "case", "compute", "method", "ranks", "numel", "median_ms", "p20_ms", "p80_ms",
     "ratio", "ratio_is", "hidden", "lost_ms", "torch", "commit",
@@ -46,12 +40,14 @@ class Sizes:
 
     Args:
         rates: Mbit/s of the limited links.
+        closure_rates: of the link in the part ``closures``, whose rounds take as long as a step.
         costs: models of the part ``cost``.
     """
 
     real: RealCompute
     sleeping: SleepingCompute
     rates: Sequence[int]
+    closure_rates: Sequence[int]
     steps: steps.Plan
     costs: Sequence[RealCompute]
     cost_turns: int
@@ -63,6 +59,7 @@ FULL = Sizes(
     real=RealCompute(layers=10, width=1024, batch=128),
     sleeping=SleepingCompute(layers=10, width=1024, seconds=0.3),
     rates=(2000, 1000, 500),
+    closure_rates=(1000,),
     steps=steps.Plan(turns=4, steps=2),
     costs=(RealCompute(10, 1024, 1), RealCompute(10, 100, 1)),
     cost_turns=40,
@@ -73,6 +70,7 @@ DRY = Sizes(
     real=RealCompute(layers=2, width=64, batch=8),
     sleeping=SleepingCompute(layers=2, width=64, seconds=0.01),
     rates=(),
+    closure_rates=(),
     steps=steps.Plan(turns=1, steps=1),
     costs=(RealCompute(2, 64, 1),),
     cost_turns=2,
@@ -83,135 +81,137 @@ DRY = Sizes(
 
 def bench_steps(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure steps on each link, with sleeping and with real compute."""
-    links: list[tuple[str, Callable[[], AbstractContextManager[Rendezvous]]]] = [
-        ("loopback", loopback)
-    ]
-    if os.geteuid() == 0:
-        links += [
-            (f"{rate} Mbit/s", lambda rate=rate: limited_links(RANKS, rate)) for rate in sizes.rates
-        ]
-    elif sizes.rates:
-        print("links of limited bandwidth: not measured, network namespaces need root")
-    for case, link in links:
-        for compute in (sizes.sleeping, sizes.real):
-            with link() as place:
-                answers = run_ranks(RANKS, place, 300, steps.measure, compute, sizes.steps)
-            yield steps.rows_of(answers[0], "steps", case, compute, DDP.name)
+    for compute in (sizes.sleeping, sizes.real):
+        for case, link in links_of(RANKS, sizes.rates):
+            with link as place:
+                arguments = (compute, sizes.steps, False)
+                seconds = run_ranks(RANKS, place, 300, steps.measure, *arguments)[0]
+            yield rows_of_steps("steps", case, compute, seconds, DDP.name)
 
 
 def bench_closures(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure steps with closures and without, on a link whose rounds take as long as a step."""
-    rate = next((rate for rate in sizes.rates if rate == CLOSURE_RATE and os.geteuid() == 0), 0)
-    with limited_links(RANKS, rate) if rate else loopback() as place:
-        measure_closures = partial(steps.measure, closures=True)
-        answers = run_ranks(RANKS, place, 300, measure_closures, sizes.sleeping, sizes.steps)
-    case = f"{rate} Mbit/s" if rate else "loopback"
-    yield steps.rows_of(answers[0], "closures", case, sizes.sleeping, ALONE.name)
+    """Measure steps with closures and without on the slowest link that there is."""
+    *_, (case, link) = links_of(RANKS, sizes.closure_rates)
+    with link as place:
+        arguments = (sizes.sleeping, sizes.steps, True)
+        seconds = run_ranks(RANKS, place, 300, steps.measure, *arguments)[0]
+    yield rows_of_steps("closures", case, sizes.sleeping, seconds, ALONE.name)
+
+
+def rows_of_steps(
+    part: str,
+    case: str,
+    compute: RealCompute | SleepingCompute,
+    seconds: Mapping[str, Sequence[float]],
+    base: str,
+) -> list[Row]:
+    """Return a row for each method, relative to one of them, with what overlap hides."""
+
+    def hidden(method: str) -> Row:
+        overlaps = method.startswith("SGP, overlap=1")
+        return {"hidden": f"{steps.hidden_fraction(seconds, method):.2f}"} if overlaps else {}
+
+    return rows_of(
+        seconds,
+        seconds[base],
+        f"time of {base}",
+        name="method",
+        digits=2,
+        more=hidden,
+        part=part,
+        case=case,
+        compute=compute.name,
+        ranks=RANKS,
+        numel=compute.numel,
+    )
 
 
 def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure the cost of rounds on two ranks, with a core each."""
     for model in sizes.costs:
-        with loopback() as place:
-            arguments = (model, sizes.cost_turns, sizes.pause)
-            answers = run_ranks(2, place, 120, cost.measure, *arguments)
-        base = statistics.median(answers[0][cost.MIX_ALONE])
-        yield [
-            {
-                **summary(times),
-                "part": "cost",
-                "case": "outside communication",
-                "method": name,
-                "ranks": 2,
-                "numel": model.layers * model.width**2,
-                "ratio": f"{statistics.median(times) / base:.2f}",
-                "ratio_is": "time of the mix_ calls",
-            }
-            for name, times in answers[0].items()
-        ]
+        seconds = run_on_loopback(2, 120, cost.measure, model, sizes.cost_turns, sizes.pause)[0]
+        yield rows_of(
+            seconds,
+            seconds[cost.MIX_ALONE],
+            "time of the mix_ calls",
+            name="method",
+            digits=2,
+            part="cost",
+            case="outside communication",
+            ranks=2,
+            numel=model.numel,
+        )
 
 
 def bench_update(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure the update of SGP with overlap on two ranks, fused and in two passes."""
     for model in sizes.costs:
-        with loopback() as place:
-            answers = run_ranks(2, place, 300, update.measure, model, sizes.cost_turns)
+        seconds = run_on_loopback(2, 300, update.measure, model, sizes.cost_turns)[0]
         names = list(update.OPTIMIZERS)
         for two_passes, fused in zip(names[::2], names[1::2], strict=True):
-            base = statistics.median(answers[0][two_passes])
-            yield [
-                {
-                    **summary(answers[0][name]),
-                    "part": "update",
-                    "case": "SGP(overlap=1), without communication",
-                    "method": name,
-                    "ranks": 2,
-                    "numel": model.layers * model.width**2,
-                    "ratio": f"{statistics.median(answers[0][name]) / base:.2f}",
-                    "ratio_is": "time in two passes",
-                }
-                for name in (two_passes, fused)
-            ]
+            yield rows_of(
+                {name: seconds[name] for name in (two_passes, fused)},
+                seconds[two_passes],
+                "time in two passes",
+                name="method",
+                digits=2,
+                part="update",
+                case="SGP(overlap=1), without communication",
+                ranks=2,
+                numel=model.numel,
+            )
 
 
 def bench_nonfinite(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure what a policy for gradients that are not finite costs, of a step on two ranks."""
-    with loopback() as place:
-        arguments = (sizes.real, sizes.cost_turns)
-        seconds = run_ranks(2, place, 300, update.measure_policies, *arguments)[0]
+    arguments = (sizes.real, sizes.cost_turns)
+    seconds = run_on_loopback(2, 300, update.measure_policies, *arguments)[0]
     for optimizer in update.POLICY_OPTIMIZERS:
-        base = seconds[optimizer, "allow"]
-        yield [
-            {
-                **summary(seconds[optimizer, policy]),
-                "part": "nonfinite",
-                "case": policy,
-                "compute": sizes.real.name,
-                "method": optimizer,
-                "ranks": 2,
-                "numel": sizes.real.layers * sizes.real.width**2,
-                "ratio": f"{update.paired_ratio(seconds[optimizer, policy], base):.4f}",
-                "ratio_is": "time with allow",
-            }
-            for policy in update.POLICIES
-        ]
+        own = {policy: seconds[optimizer, policy] for policy in update.POLICIES}
+
+        def ratio(policy: str, own: Mapping[str, Sequence[float]] = own) -> Row:
+            pairs = zip(own[policy], own["allow"], strict=True)  # of the same turn
+            return {"ratio": f"{statistics.median(time / base for time, base in pairs):.4f}"}
+
+        yield rows_of(
+            own,
+            own["allow"],
+            "time with allow",
+            name="case",
+            more=ratio,
+            part="nonfinite",
+            compute=sizes.real.name,
+            method=optimizer,
+            ranks=2,
+            numel=sizes.real.numel,
+        )
 
 
 def bench_stragglers(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure the speed of each method with stragglers, relative to without."""
-    with loopback() as place:
-        answers = run_ranks(RANKS, place, 580, stragglers.measure, sizes.stragglers)
     times: dict[tuple[str, str], list[float]] = {}
-    for answer in answers:
+    for answer in run_on_loopback(RANKS, 580, stragglers.measure, sizes.stragglers):
         for key, values in answer.items():
             times.setdefault(key, []).extend(values)
-    even = {name: statistics.mean(times[name, stragglers.SCENARIOS[0].name]) for name, _ in times}
-    yield [
-        {
-            **summary(values),
-            "part": "stragglers",
-            "case": case,
-            "compute": f"sleep {sizes.stragglers.seconds * 1e3:.0f} ms",
-            "method": name,
-            "ranks": RANKS,
-            "numel": stragglers.MODEL.layers * stragglers.MODEL.width**2,
-            "ratio": f"{even[name] / statistics.mean(values):.3f}",
-            "ratio_is": "speed without stragglers",
-            "lost_ms": f"{(statistics.mean(values) - even[name]) * 1e3:.2f}",
-        }
-        for (name, case), values in times.items()
-    ]
+    rows = []
+    for (method, case), values in times.items():
+        taken, even = (statistics.mean(times[method, each]) for each in (case, stragglers.EVEN))
+        lost = {"ratio": f"{even / taken:.3f}", "lost_ms": f"{(taken - even) * 1e3:.2f}"}
+        rows += rows_of(
+            {method: values},
+            values,
+            "speed without stragglers",
+            name="method",
+            more=lambda _, lost=lost: lost,
+            part="stragglers",
+            case=case,
+            compute=f"sleep {sizes.stragglers.seconds * 1e3:.0f} ms",
+            ranks=RANKS,
+            numel=stragglers.MODEL.numel,
+        )
+    yield rows
 
 
-def bench_trace(path: Path, sizes: Sizes) -> Iterator[list[Row]]:
-    """Write a trace; there are no rows."""
-    with loopback() as place:
-        run_ranks(2, place, 120, trace.record, sizes.real, 4, path)
-    print(f"\ntrace: {path}")
-    yield from ()
-
-
-TRACE = Path("runs/gossip-trace.json")
 PARTS = {
     "cost": bench_cost,
     "update": bench_update,
@@ -219,29 +219,12 @@ PARTS = {
     "stragglers": bench_stragglers,
     "closures": bench_closures,
     "steps": bench_steps,
-    "trace": partial(bench_trace, TRACE),
 }
 
 
-def print_rows(rows: Sequence[Row]) -> None:
-    """Print rows as a readable table."""
-    print(f"\n{'case':<46} {'compute':<22} {'method':<24} {'ms':>9} {'p20..p80':>17} ratio")
-    for row in rows:
-        spread = f"{row['p20_ms']}..{row['p80_ms']}"
-        more = f", hidden {row['hidden']}" if row.get("hidden") else ""
-        more += f", lost {row['lost_ms']} ms a step" if row.get("lost_ms") else ""
-        print(f"{row['case']:<46} {row.get('compute', ''):<22} {row['method']:<24} "
-              f"{row['median_ms']:>9} {spread:>17} "
-              f"{row['ratio']} of the {row['ratio_is']}{more}")  # fmt: skip
-
-
 def main() -> None:
-    parser = make_parser("gossip", __doc__, list(PARTS))
-    parser.add_argument("--trace", type=Path, default=TRACE)
-    options = parser.parse_args()
-    sizes = DRY if options.dry_run else FULL
-    parts = {**PARTS, "trace": partial(bench_trace, options.trace)}
-    measure("gossip", parts, sizes, options, FIELDS, print_rows)
+    options = parser_of_parts("gossip", __doc__, PARTS).parse_args()
+    run_parts("gossip", PARTS, DRY if options.dry_run else FULL, options, FIELDS)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gossip.trainers import BUCKET_BYTES, Compute
+from benchmarks.gossip.models import Compute
+from benchmarks.gossip.trainers import BUCKET_BYTES
+from benchmarks.harness.turns import take_turns
 from pyparallel.comm import Run
 from pyparallel.gossip.messages import NeighborExchange
 from pyparallel.gossip.push_sum import DenseBuffer, PushSum
@@ -26,28 +28,25 @@ class Clock:
 
     seconds: float = 0.0
 
-    def call(self, function: Any, *arguments: Any, **options: Any) -> Any:
+    def call(self, function: Any, *arguments: Any) -> Any:
         """Call a function and add its time."""
         begin = time.perf_counter()
         try:
-            return function(*arguments, **options)
+            return function(*arguments)
         finally:
             self.seconds += time.perf_counter() - begin
 
 
 class TimedPendingExchange:
-    """A pending exchange whose wait counts as communication."""
+    """A pending exchange whose waits count as communication."""
 
     def __init__(self, inner: Any, clock: Clock) -> None:
-        self._inner = inner
-        self._clock = clock
+        self._inner, self._clock = inner, clock
 
     def wait_for_headers(self) -> None:
-        """Wait, timed by the clock."""
         self._clock.call(self._inner.wait_for_headers)
 
     def wait(self) -> None:
-        """Wait, timed by the clock."""
         self._clock.call(self._inner.wait)
 
     def __getattr__(self, name: str) -> Any:
@@ -62,27 +61,23 @@ class TimedExchange(NeighborExchange):
         self._clock = clock
 
     def start(self, *arguments: Any) -> Any:
-        """Start an exchange, timed by the clock."""
         pending = self._clock.call(super().start, *arguments)
         return TimedPendingExchange(pending, self._clock)
 
 
 def measure(rank: int, compute: Compute, turns: int, pause: float) -> dict[str, list[float]]:
     """Return the seconds of each method in every turn on this rank; the methods take turns."""
-    steppers = {
-        "round, overlap 0 or 1": RoundCost(compute, pause, snapshot=False),
-        "round, overlap above 1": RoundCost(compute, pause, snapshot=True),
-        MIX_ALONE: MixCost(compute),
+
+    def settle() -> None:
+        dist.barrier()
+        time.sleep(pause)  # the other rank's threads have left the barrier
+
+    runs = {
+        "round, overlap 0 or 1": RoundCost(compute, pause, snapshot=False).run,
+        "round, overlap above 1": RoundCost(compute, pause, snapshot=True).run,
+        MIX_ALONE: MixCost(compute).run,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in steppers}
-    for turn in range(turns + 3):
-        for name, stepper in steppers.items():
-            dist.barrier()
-            time.sleep(pause)  # the other rank's threads have left the barrier
-            elapsed = stepper.run()
-            if turn >= 3:
-                seconds[name].append(elapsed)
-    return seconds
+    return take_turns(runs, turns, before=settle)
 
 
 class RoundCost:
@@ -92,11 +87,8 @@ class RoundCost:
         self._clock = Clock()
         exchange: Any = TimedExchange(Run(), self._clock)
         graph = OnePeerExponential(dist.get_world_size())
-        self._averaging = PushSum(
-            [DenseBuffer(each, exchange, snapshot=snapshot) for each in make_buffers(compute)],
-            exchange,
-            graph,
-        )
+        buffers = [DenseBuffer(b, exchange, snapshot=snapshot) for b in make_buffers(compute)]
+        self._averaging = PushSum(buffers, exchange, graph)
         self._pause = pause
 
     def run(self) -> float:

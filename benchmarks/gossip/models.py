@@ -14,42 +14,47 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class RealCompute:
+class Compute:
+    """Square layers."""
+
+    layers: int
+    width: int
+
+    @property
+    def numel(self) -> int:
+        return self.layers * self.width**2
+
+
+@dataclass(frozen=True)
+class RealCompute(Compute):
     """A multilayer perceptron.
 
     Args:
         batch: rows of the input.
     """
 
-    layers: int
-    width: int
     batch: int
     name: str = "real, 1 thread a rank"
 
     def build(self) -> nn.Module:
-        """Return square layers."""
         return nn.Sequential(*[Block(self.width) for _ in range(self.layers)])
 
     def make_inputs(self) -> Tensor:
-        """Return one batch."""
         return torch.randn(self.batch, self.width)
 
 
 @dataclass(frozen=True)
-class SleepingCompute:
+class SleepingCompute(Compute):
     """Layers that sleep instead of computing, a third of the time in forward.
 
     Args:
         seconds: of forward and backward together.
     """
 
-    layers: int
-    width: int
     seconds: float
 
     @property
     def name(self) -> str:
-        """Name in the table."""
         return f"sleep {self.seconds * 1e3:.0f} ms"
 
     def build(self) -> nn.Module:
@@ -70,16 +75,14 @@ class Block(nn.Module):
         self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Apply the layer."""
         return torch.relu(inputs @ self.weight)
 
 
-class SleepingBlock(nn.Module):
+class SleepingBlock(Block):
     """A parameter of the same shape, whose gradient takes a given time."""
 
     def __init__(self, width: int, seconds: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+        super().__init__(width)
         self.seconds = seconds
 
     def forward(self, inputs: Tensor) -> Tensor:

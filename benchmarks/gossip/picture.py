@@ -4,13 +4,13 @@
 """
 
 import math
-import statistics
 from collections.abc import Sequence
+from functools import partial
 
 from matplotlib.figure import Figure
 
 from benchmarks.gossip import steps
-from benchmarks.gossip.table import BASELINE, MEASURES, by_algorithm, differences
+from benchmarks.gossip.table import BASELINE, by_algorithm, kilobytes
 from benchmarks.gossip.trainers import ALONE
 from benchmarks.harness import pictures
 from benchmarks.harness.pictures import (
@@ -21,59 +21,51 @@ from benchmarks.harness.pictures import (
     ORANGE,
     PURPLE,
     RED,
-    bars,
+    bars_by_case,
     dots,
-    mean,
-    of,
     panels,
-    where,
+    shows,
+    shows_part,
 )
 from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import differences, mean_losses, measure_of, of, where
 
 COLORS = {"DDP": GRAY, "DDP, bf16 hook": BLACK, "SGP": ORANGE, "SGP, overlap=1": BLUE}
 
 
 def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
     """Draw each algorithm's score against all-reduce's."""
-    (measure,) = [measure for measure in MEASURES if measure.data == data]
+    measure = measure_of(data)
     groups = by_algorithm(where(rows, data=data), data)
     baseline = groups.pop(BASELINE, [])
     if not groups or not baseline:
         return None
     title = f"Does gossip cost accuracy? {measure.title.capitalize()}"
     figure, (axes,) = panels(title, 1, 1.6 + 0.34 * len(groups))
-    dots(
-        axes,
-        {
-            f"{name}, {mean(group, 'step_bytes') / 1e3:,.0f} kB a step": differences(
-                group, baseline, measure
-            )
-            for name, group in groups.items()
-        },
-        measure.limit,
-    )
-    better = "right" if measure.unit == "points" else "left"
+    found = {
+        f"{name}, {kilobytes(group)} kB a step": differences(group, baseline, measure)
+        for name, group in groups.items()
+    }
+    dots(axes, found, measure.limit)
     axes.set_xlabel(
-        f"difference from all-reduce, {measure.unit}, further {better} is better\n"
+        f"difference from all-reduce, {measure.unit}, further {measure.better} is better\n"
         "hollow: one seed; full: their mean"
     )
     axes.margins(x=0.1)
     return figure
 
 
-def draw_text_losses(rows: Sequence[Row]) -> Figure | None:
+@shows(lambda rows: where(rows, data="text"))
+def draw_text_losses(rows: Sequence[Row]) -> Figure:
     """Draw the training loss over megabytes sent."""
-    groups = by_algorithm(where(rows, data="text"), "text")
-    if not groups:
-        return None
     figure, (axes,) = panels("What do the bytes buy? Training on text", 1, 4.2)
     colors = [BLACK, BLUE, ORANGE, GREEN, RED, PURPLE]
-    for number, (name, group) in enumerate(groups.items()):
-        curves = [[float(loss) for loss in row["losses"].split()] for row in group]
-        means = [statistics.fmean(part) / math.log(2) for part in zip(*curves, strict=False)]
-        total = statistics.fmean(int(row["steps"]) * float(row["step_bytes"]) for row in group)
-        sent = [total * (part + 1) / len(means) / 1e6 for part in range(len(means))]
-        axes.plot(sent, means, color=colors[number % len(colors)], label=name)
+    for number, (name, group) in enumerate(by_algorithm(rows, "text").items()):
+        bits = [loss / math.log(2) for loss in mean_losses(group)]
+        total = [int(row["steps"]) * float(row["step_bytes"]) for row in group]
+        megabytes = sum(total) / len(total) / 1e6
+        sent = [megabytes * (part + 1) / len(bits) for part in range(len(bits))]
+        axes.plot(sent, bits, color=colors[number % len(colors)], label=name)
     axes.set(xlabel="MB sent by a rank", ylabel="training loss, bits per byte", xscale="log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid()
@@ -81,11 +73,10 @@ def draw_text_losses(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def draw_links(rows: Sequence[Row], sleeps: bool) -> Figure | None:
+@shows_part("steps")
+def draw_links(rows: Sequence[Row], sleeps: bool) -> Figure:
     """Draw the time of a step of each method on each link."""
-    rows = [row for row in where(rows, part="steps") if row["compute"].startswith("sl") == sleeps]
-    if not rows:
-        return None
+    rows = [row for row in rows if row["compute"].startswith("sl") == sleeps]
     what = "that sleeps for its computation" if sleeps else "that computes"
     figure, (axes,) = panels(f"How long is a step {what}, by link?", 1, 4.6)
     cases = of(rows, "case")
@@ -109,30 +100,32 @@ def draw_links(rows: Sequence[Row], sleeps: bool) -> Figure | None:
     return figure
 
 
-def draw_stragglers(rows: Sequence[Row]) -> Figure | None:
+@shows_part("stragglers")
+def draw_stragglers(rows: Sequence[Row]) -> Figure:
     """Draw how much longer a step takes with stragglers."""
-    rows = where(rows, part="stragglers")
-    if not rows:
-        return None
-    cases = of(rows, "case")[1:]
     title = "How much longer is a step where ranks are slow?"
-    figure, axes = panels(title, len(cases), 3.0, sharey=True)
-    for own, case in zip(axes, cases, strict=True):
-        slowed = where(rows, case=case)
-        names = [row["method"] for row in slowed]
-        colors = [BLUE if name != "DDP" else GRAY for name in names]
-        bars(own, names, [float(row["lost_ms"]) for row in slowed], colors, "{:.1f}")
-        own.set_title(case.replace(" longer with", " longer\nwith"))
+    slowed = [row for row in rows if row["case"] != rows[0]["case"]]
+    figure, axes = bars_by_case(
+        slowed,
+        title,
+        3.0,
+        lambda row: float(row["lost_ms"]),
+        "{:.1f}",
+        lambda method: GRAY if method == "DDP" else BLUE,
+        "method",
+    )
+    for own in axes:
+        own.set_title(own.get_title().replace(" longer with", " longer\nwith"))
         own.set_xlabel(f"ms more per step, which {rows[0]['compute'].replace('sleep', 'sleeps')}")
     return figure
 
 
 PICTURES = {
-    "accuracy-digits": lambda rows: draw_accuracy(rows, "digits"),
-    "accuracy-text": lambda rows: draw_accuracy(rows, "text"),
+    "accuracy-digits": partial(draw_accuracy, data="digits"),
+    "accuracy-text": partial(draw_accuracy, data="text"),
     "text-losses": draw_text_losses,
-    "links-sleeping": lambda rows: draw_links(rows, sleeps=True),
-    "links-computing": lambda rows: draw_links(rows, sleeps=False),
+    "links-sleeping": lambda rows: draw_links(rows, True),
+    "links-computing": lambda rows: draw_links(rows, False),
     "stragglers": draw_stragglers,
 }
 

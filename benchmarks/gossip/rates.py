@@ -12,23 +12,19 @@ that has none yet to ``benchmarks/results/gossip-rates.csv``:
   with and without warm-up.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.gossip.table import ALL_REDUCE
-from benchmarks.gossip.tasks import TASKS, Digits
-from benchmarks.harness.link import loopback
-from benchmarks.harness.measure import RESULTS, commit
-from benchmarks.harness.ranks import run_ranks
-from benchmarks.harness.rows import Key, Row, merge, read_rows, write_rows
-from pyparallel import GossipDataParallel
+from benchmarks.gossip.tasks import TASKS, Digits, columns_of
+from benchmarks.gossip.tasks import train as train_task
+from benchmarks.harness.program import make_parser
+from benchmarks.harness.ranks import run_on_loopback
+from benchmarks.harness.rows import RESULTS, Key, Row, RunRows
 from pyparallel.gossip import OSGP, SGP, AllReduce
 from pyparallel.gossip.algorithms.base import Algorithm
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Phases, Star, Topology
@@ -41,7 +37,7 @@ PARTS = ["orders", "hybrids", "biased", "scaling"]
 RATES = [0.5, 1.0, 2.0, 4.0]  # of the task's own
 NUM_STEPS = {"digits": 460, "text": 500}  # of four ranks
 SEEDS = range(5)
-NUM_SEARCHED = 2  # seeds, to find the best rate
+SEARCHED, CONFIRMED = SEEDS[:2], SEEDS[2:]  # to find the best rate, and the others
 SCALED_RATE = 0.4  # of the task's own, for one rank
 WARM_UP = 4  # epochs of 20
 SECONDS = 600  # a run's limit
@@ -110,7 +106,6 @@ class Run:
 
     @property
     def key(self) -> Key:
-        """The first columns of the row."""
         columns = (self.part, self.data, self.algorithm, self.ranks, self.rate, self.warm_up)
         return tuple(map(str, (*columns, self.seed)))
 
@@ -120,32 +115,25 @@ class Run:
         return NUM_STEPS[self.data] * 4 // self.ranks
 
 
-def key_of(row: Row) -> Key:
-    return tuple(row[name] for name in FIELDS[:7])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gossip.rates", description=__doc__)
+    parser = make_parser("gossip.rates", __doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--data", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--out", type=Path, default=RESULTS / "gossip-rates.csv")
+    parser.set_defaults(out=RESULTS / "gossip-rates.csv")
     options = parser.parse_args()
+    rows = RunRows(options.out, FIELDS, num_keys=7)
     for part in options.parts:
         for data in options.data:
-            for run in runs_of(part, data, options.out):
-                if run.key not in map(key_of, read_rows(options.out)):
-                    row = as_row(run, measure(run))
-                    print(*run.key, row["score"], flush=True)
-                    write_rows(merge(read_rows(options.out), row, key_of), options.out, FIELDS)
+            rows.complete(runs_of(part, data, rows), perform)
 
 
-def runs_of(part: str, data: str, out: Path) -> Iterator[Run]:
+def runs_of(part: str, data: str, rows: RunRows) -> Iterator[Run]:
     """Yield the runs of a part; rows of earlier ones must be written before the next is taken."""
     if part == "orders":
-        yield from _orders(data, out)
+        yield from _orders(data, rows)
     elif part == "hybrids":
-        yield from _orders(data, out, [])
-        rate = best_rate(read_rows(out), data, ALL_REDUCE)
+        yield from _orders(data, rows, [])
+        rate = best_rate(rows, data, ALL_REDUCE)
         for seed in SEEDS:
             for name in HYBRIDS:
                 yield Run(part, data, name, rate=rate, seed=seed)
@@ -162,77 +150,42 @@ def runs_of(part: str, data: str, out: Path) -> Iterator[Run]:
                         yield Run(part, data, name, ranks, SCALED_RATE * factor, warm_up, seed)
 
 
-def _orders(data: str, out: Path, names: Sequence[str] = tuple(ORDERS)) -> Iterator[Run]:
+def _orders(data: str, rows: RunRows, names: Sequence[str] = tuple(ORDERS)) -> Iterator[Run]:
     for name in (ALL_REDUCE, *names):
         for rate in RATES:
-            for seed in SEEDS[:NUM_SEARCHED]:
+            for seed in SEARCHED:
                 yield Run("orders", data, name, rate=rate, seed=seed)
-    common = best_rate(read_rows(out), data, ALL_REDUCE)
-    for seed in SEEDS[NUM_SEARCHED:]:
+    common = best_rate(rows, data, ALL_REDUCE)
+    for seed in CONFIRMED:
         for name in (ALL_REDUCE, *names):
-            for rate in {common, best_rate(read_rows(out), data, name)}:
+            for rate in {common, best_rate(rows, data, name)}:
                 yield Run("orders", data, name, rate=rate, seed=seed)
 
 
-def best_rate(rows: Sequence[Row], data: str, algorithm: str) -> float:
+def best_rate(rows: RunRows, data: str, algorithm: str) -> float:
     """Return the rate with the best mean score of the seeds that all rates have."""
-    sign = 1 if data == "digits" else -1
-    return max(RATES, key=lambda rate: sign * mean_score(rows, data, algorithm, rate, NUM_SEARCHED))
+    known, sign = rows.read(), 1 if data == "digits" else -1
+
+    def mean_score(rate: float) -> float:
+        runs = [Run("orders", data, algorithm, rate=rate, seed=each) for each in SEARCHED]
+        return statistics.fmean(float(known[run.key]["score"]) for run in runs)
+
+    return max(RATES, key=lambda rate: sign * mean_score(rate))
 
 
-def mean_score(
-    rows: Sequence[Row], data: str, algorithm: str, rate: float, num_seeds: int
-) -> float:
-    keys = [Run("orders", data, algorithm, rate=rate, seed=seed).key for seed in SEEDS[:num_seeds]]
-    by_key = {key_of(row): float(row["score"]) for row in rows}
-    return statistics.fmean(by_key[key] for key in keys)
+def perform(run: Run) -> Row:
+    """Train once; return the columns of the row after its key."""
+    return columns_of(run.data, run_on_loopback(run.ranks, SECONDS, train, run))
 
 
-def measure(run: Run) -> list[dict[str, Any]]:
-    """Train once; return the results of each rank."""
-    with loopback() as place:
-        return run_ranks(run.ranks, place, SECONDS, train, run)
-
-
-def train(rank: int, run: Run) -> dict[str, Any]:
+def train(rank: int, run: Run) -> Row:
     """Train on this rank; a run that diverges has a score as well."""
     torch.manual_seed(run.seed)
     task = TASKS[run.data](run.seed, run.steps)
     if isinstance(task, Digits):
         task.warm_up = run.warm_up
-    module, optimizer = task.build()
-    for group in optimizer.param_groups:
-        group["lr"] *= run.rate
     algorithm = MAKERS[run.algorithm](run.ranks, run.steps)
-    model = GossipDataParallel(module, optimizer, algorithm, nonfinite="allow")
-    losses, _ = task.train(model, optimizer)
-    score_of_rank = task.score(model.module)
-    with model.consensus() as averaged:
-        score = task.score(averaged)
-    return {
-        "options": repr(algorithm),
-        "steps": len(losses),
-        "measure": task.measure,
-        "score": score,
-        "score_of_rank": score_of_rank,
-        "consensus_distance": model.consensus_distance(),
-        "step_bytes": model.bytes_sent / len(losses),
-    }
-
-
-def as_row(run: Run, ranks: Sequence[dict[str, Any]]) -> Row:
-    first, scores = ranks[0], [rank["score_of_rank"] for rank in ranks]
-    return dict(zip(FIELDS[:7], run.key, strict=True)) | {
-        "options": first["options"],
-        "steps": str(first["steps"]),
-        "measure": first["measure"],
-        "score": f"{first['score']:.5f}",
-        "worst_rank": f"{(min if run.data == 'digits' else max)(scores):.5f}",
-        "consensus_distance": f"{first['consensus_distance']:.3g}",
-        "step_bytes": f"{first['step_bytes']:.0f}",
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
+    return train_task(task, lambda: algorithm, run.rate, nonfinite="allow")
 
 
 if __name__ == "__main__":

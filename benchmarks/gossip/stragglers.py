@@ -3,7 +3,6 @@
 import random
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -11,73 +10,22 @@ from benchmarks.gossip.models import RealCompute
 from benchmarks.gossip.trainers import ADPSGD, DDP, OVERLAPPED, OVERLAPPED_4, SGP, Training
 
 METHODS = [DDP, SGP, OVERLAPPED, OVERLAPPED_4, ADPSGD]
-SLOWER = 3
+SLOWER, SLOW_RANK, PROBABILITY = 3, 3, 0.1
 MODEL = RealCompute(layers=2, width=64, batch=8)
+EVEN, ONE_SLOW = "no straggler", "one rank 3 times slower"
+AT_RANDOM = "each step 3 times longer with probability 1/10"
+SCENARIOS = [EVEN, ONE_SLOW, AT_RANDOM]
 
 
-class Scenario(Protocol):
-    """Which ranks are slow in which steps."""
-
-    @property
-    def name(self) -> str:
-        """Name in the table."""
-
-    def factor(self, rank: int, turn: int, step: int) -> int:
-        """Return how many times longer the step takes."""
-
-    def counts(self, rank: int) -> bool:
-        """Return whether this rank's speed is measured."""
-
-
-@dataclass(frozen=True)
-class Even:
-    """All ranks are equally fast."""
-
-    name: str = "no straggler"
-
-    def factor(self, rank: int, turn: int, step: int) -> int:
-        """Return 1."""
-        return 1
-
-    def counts(self, rank: int) -> bool:
-        """Return True: all ranks are measured."""
-        return True
-
-
-@dataclass(frozen=True)
-class OneSlow:
-    """The last of four ranks is always slow; the others' speed counts."""
-
-    name: str = "one rank 3 times slower"
-    slow: int = 3
-
-    def factor(self, rank: int, turn: int, step: int) -> int:
-        """Return the factor of the rank."""
-        return SLOWER if rank == self.slow else 1
-
-    def counts(self, rank: int) -> bool:
-        """Return whether the rank is one of the others."""
-        return rank != self.slow
-
-
-@dataclass(frozen=True)
-class AtRandom:
-    """Each step of each rank is slow with probability 1/10, the same steps for all methods."""
-
-    name: str = "each step 3 times longer with probability 1/10"
-    probability: float = 0.1
-
-    def factor(self, rank: int, turn: int, step: int) -> int:
-        """Draw the factor of this step."""
-        chance = random.Random(f"{turn} {rank} {step}").random()
-        return SLOWER if chance < self.probability else 1
-
-    def counts(self, rank: int) -> bool:
-        """Return True: all ranks are measured."""
-        return True
-
-
-SCENARIOS: list[Scenario] = [Even(), OneSlow(), AtRandom()]
+def factor(scenario: str, rank: int, turn: int, step: int) -> int:
+    """Return how many times longer a step takes; the same steps for all methods."""
+    chance = random.Random(f"{turn} {rank} {step}").random()
+    is_slow = {
+        EVEN: False,
+        ONE_SLOW: rank == SLOW_RANK,
+        AT_RANDOM: chance < PROBABILITY,
+    }
+    return SLOWER if is_slow[scenario] else 1
 
 
 @dataclass(frozen=True)
@@ -98,7 +46,7 @@ class Plan:
 def measure(rank: int, plan: Plan) -> dict[tuple[str, str], list[float]]:
     """Return this rank's seconds per step by method and scenario, one entry for each turn.
 
-    Scenarios that do not measure this rank are left out.
+    The rank that is always slow is left out of its scenario.
     """
     trainings = {method.name: method.start(MODEL) for method in METHODS}
     seconds: dict[tuple[str, str], list[float]] = {}
@@ -106,19 +54,19 @@ def measure(rank: int, plan: Plan) -> dict[tuple[str, str], list[float]]:
         for scenario in SCENARIOS:
             for name, training in trainings.items():
                 elapsed = time_steps(training, scenario, rank, turn, plan)
-                if scenario.counts(rank):
-                    seconds.setdefault((name, scenario.name), []).append(elapsed)
+                if (scenario, rank) != (ONE_SLOW, SLOW_RANK):
+                    seconds.setdefault((name, scenario), []).append(elapsed)
     return seconds
 
 
-def time_steps(training: Training, scenario: Scenario, rank: int, turn: int, plan: Plan) -> float:
+def time_steps(training: Training, scenario: str, rank: int, turn: int, plan: Plan) -> float:
     """Return the seconds per step of this rank."""
     dist.barrier()
     begin = time.perf_counter()
     for step in range(plan.lead + plan.steps):
         if step == plan.lead:
             begin = time.perf_counter()
-        time.sleep(plan.seconds * scenario.factor(rank, turn, step))
+        time.sleep(plan.seconds * factor(scenario, rank, turn, step))
         training.step()
     elapsed = time.perf_counter() - begin
     training.finish()

@@ -1,94 +1,68 @@
 """The tables of the rows of ``benchmarks.gossip.compare`` and of ``benchmarks.gossip.rates``."""
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import (
+    MEASURES,
+    Measure,
+    differences,
+    grouped,
+    markdown_table,
+    mean,
+    where,
+)
 
 BASELINE = "allreduce"
 ALL_REDUCE = "all-reduce"  # of the runs of rates.py
 
 
-@dataclass(frozen=True)
-class Measure:
-    """How scores on one dataset are compared and printed."""
-
-    data: str
-    title: str
-    show: Callable[[float], str]
-    difference: Callable[[float, float], float]
-    unit: str
-    limit: float
-
-
-MEASURES = [
-    Measure(
-        data="digits",
-        title="digits, test accuracy",
-        show=lambda score: f"{score:.2%}",
-        difference=lambda score, exact: 100 * (score - exact),
-        unit="points",
-        limit=1,
-    ),
-    Measure(
-        data="text",
-        title="text, held-out bits per byte",
-        show=lambda score: f"{score:.3f}",
-        difference=lambda score, exact: 100 * (score / exact - 1),
-        unit="%",
-        limit=2,
-    ),
-]
-
-
 def by_algorithm(rows: Sequence[Row], data: str) -> dict[str, list[Row]]:
     """Return the rows of each algorithm on one dataset, the baseline first."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["data"] == data:
-            groups.setdefault(row["algorithm"], []).append(row)
+    groups = grouped(where(rows, data=data), "algorithm")
     return dict(sorted(groups.items(), key=lambda item: (item[0] != BASELINE, item[0])))
 
 
-def differences(rows: Sequence[Row], baseline: Sequence[Row], measure: Measure) -> list[float]:
-    """Return the difference to the baseline for each seed with equal numbers of steps and ranks."""
-    exact = {(r["seed"], r["steps"], r["ranks"]): float(r["score"]) for r in baseline}
-    keys = [(row, (row["seed"], row["steps"], row["ranks"])) for row in rows]
-    return [measure.difference(float(row["score"]), exact[k]) for row, k in keys if k in exact]
-
-
 def markdown(rows: Sequence[Row]) -> str:
-    """Return a markdown table for each dataset."""
-    parts = [_table(by_algorithm(rows, m.data), m) for m in MEASURES if by_algorithm(rows, m.data)]
-    return "\n".join(parts)
+    """Return a table for each dataset."""
+    parts = [(by_algorithm(rows, measure.data), measure) for measure in MEASURES]
+    return "\n".join(_table(groups, measure) for groups, measure in parts if groups)
 
 
 def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
     steps = " or ".join(sorted({row["steps"] for rows in groups.values() for row in rows}))
-    lines = [
-        f"| {measure.title}, {steps} steps | mean of seeds | against all-reduce, {measure.unit} "
-        "| kB sent per step and rank | seeds |",
-        "|---" * 5 + "|",
+    head = [
+        f"{measure.title}, {steps} steps",
+        "mean of seeds",
+        f"against all-reduce, {measure.unit}",
+        "kB sent per step and rank",
+        "seeds",
     ]
+    lines = []
     for algorithm, rows in groups.items():
         found = differences(rows, groups.get(BASELINE, []), measure)
-        cells = [
+        lines.append([
             f"{algorithm}: `{shorten(rows[0]['options'])}`",
-            measure.show(statistics.fmean(float(row["score"]) for row in rows)),
+            measure.show.format(mean(rows, "score")),
             f"{statistics.fmean(found):+.2f}" if found and algorithm != BASELINE else "",
-            f"{statistics.fmean(float(row['step_bytes']) for row in rows) / 1e3:,.0f}",
-            str(len(rows)),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+            kilobytes(rows),
+            len(rows),
+        ])  # fmt: skip
+    return markdown_table(head, lines)
 
 
-def spread(rows: Sequence[Row], show: Callable[[float], str]) -> str:
+def kilobytes(rows: Sequence[Row]) -> str:
+    """Return the mean kB that a rank sends in a step."""
+    return f"{mean(rows, 'step_bytes') / 1e3:,.0f}"
+
+
+def spread(rows: Sequence[Row], measure: Measure) -> str:
     """Return the mean score of runs, and the least and greatest."""
     scores = [float(row["score"]) for row in rows]
-    return f"{show(statistics.fmean(scores))} ({show(min(scores))} to {show(max(scores))})"
+    found = (statistics.fmean(scores), min(scores), max(scores))
+    return "{} ({} to {})".format(*map(measure.show.format, found))
 
 
 def orders(rows: Sequence[Row]) -> str:
@@ -98,94 +72,80 @@ def orders(rows: Sequence[Row]) -> str:
     """
     parts = []
     for measure in MEASURES:
-        by_name = _by(_of(rows, part="orders", data=measure.data), "algorithm")
+        by_name = _by(where(rows, part="orders", data=measure.data), "algorithm")
         if not by_name:
             continue
-        common = _chosen(by_name[ALL_REDUCE])[0]
-        lines = [
-            f"| {measure.title} | at {common}, all-reduce's best rate | own best rate "
-            "| at that rate | kB per step and rank |",
-            "|---" * 5 + "|",
-        ]
+        common, lines = _chosen(by_name[ALL_REDUCE])[0], []
         for name, found in by_name.items():
             own = next((rate for rate in _chosen(found) if rate != common), common)
-            at_own = _of(found, rate=own)
-            sent = statistics.fmean(float(row["step_bytes"]) for row in at_own) / 1e3
-            at_common = spread(_of(found, rate=common), measure.show)
-            cells = [name, at_common, own, spread(at_own, measure.show), f"{sent:,.0f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-        parts += ["\n".join(lines), ""]
+            at_common, at_own = (where(found, rate=rate) for rate in (common, own))
+            spreads = spread(at_common, measure), own, spread(at_own, measure)
+            lines.append([name, *spreads, kilobytes(at_own)])
+        head = [
+            measure.title,
+            f"at {common}, all-reduce's best rate",
+            "own best rate",
+            "at that rate",
+            "kB per step and rank",
+        ]
+        parts.append(markdown_table(head, lines))
     return "\n".join(parts)
 
 
 def hybrids(rows: Sequence[Row]) -> str:
     """Return a table of the schedules of topologies, beside all-reduce at the same rate."""
-    lines = ["| | " + " | ".join(f"{each.title} | kB" for each in MEASURES) + " |"]
-    lines.append("|---" * (1 + 2 * len(MEASURES)) + "|")
-    schedules = _of(rows, part="hybrids")
+    schedules = where(rows, part="hybrids")
     rates = {(row["data"], row["rate"]) for row in schedules}
-    exact = [
-        r for r in _of(rows, part="orders", algorithm=ALL_REDUCE) if (r["data"], r["rate"]) in rates
-    ]
+    exact = where(rows, part="orders", algorithm=ALL_REDUCE)
+    exact = [row for row in exact if (row["data"], row["rate"]) in rates]
+    lines = []
     for name, found in _by([*exact, *schedules], "algorithm").items():
-        cells = [name]
-        for measure in MEASURES:
-            mine = _of(found, data=measure.data)
-            sent = statistics.fmean(float(row["step_bytes"]) for row in mine) / 1e3
-            cells += [spread(mine, measure.show), f"{sent:,.0f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        of_data = [(where(found, data=measure.data), measure) for measure in MEASURES]
+        lines.append([name, *(x for own, m in of_data for x in (spread(own, m), kilobytes(own)))])
+    return markdown_table(["", *(x for m in MEASURES for x in (m.title, "kB"))], lines)
 
 
 def scaling(rows: Sequence[Row]) -> str:
     """Return a table of the rates by number of ranks."""
-    show = MEASURES[0].show
-    found = _of(rows, part="scaling")
+    found = where(rows, part="scaling")
     base = min(float(row["rate"]) for row in found)
-    lines = [
-        "| ranks | steps | | rate of one rank | times the ranks | times the ranks, warm-up |",
-        "|---" * 6 + "|",
-    ]
+    head = ["ranks", "steps", "", "rate of one rank", "times the ranks", "times the ranks, warm-up"]
+    lines = []
     for ranks, of_ranks in sorted(_by(found, "ranks").items(), key=lambda item: int(item[0])):
         for name, mine in _by(of_ranks, "algorithm").items():
-            scaled = f"{base * int(ranks):.10g}"
             cells = [ranks, mine[0]["steps"], name]
-            for warm, rate in ((False, base), (False, float(scaled)), (True, float(scaled))):
+            for warm, rate in (
+                (False, base),
+                (False, base * int(ranks)),
+                (True, base * int(ranks)),
+            ):
                 runs = [
                     row
                     for row in mine
                     if abs(float(row["rate"]) - rate) < 1e-9 and (row["warm_up"] != "0") == warm
                 ]
-                cells.append(spread(runs, show) if runs else "")
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _of(rows: Sequence[Row], **where: str) -> list[Row]:
-    return [row for row in rows if all(row[name] == value for name, value in where.items())]
-
-
-def _by(rows: Sequence[Row], column: str) -> dict[str, list[Row]]:
-    """Return the rows by a column, all-reduce first, else in the order of the file."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row[column], []).append(row)
-    return dict(sorted(groups.items(), key=lambda item: item[0] != ALL_REDUCE))
-
-
-def _chosen(rows: Sequence[Row]) -> list[str]:
-    """Return the rates with the most seeds, ascending."""
-    groups = _by(rows, "rate")
-    most = max(map(len, groups.values()))
-    return sorted((rate for rate, each in groups.items() if len(each) == most), key=float)
+                cells.append(spread(runs, MEASURES[0]) if runs else "")
+            lines.append(cells)
+    return markdown_table(head, lines)
 
 
 def biased(rows: Sequence[Row]) -> str:
     """Return a table of OSGP with and without push-sum weights."""
-    lines = ["| | " + " | ".join(each.title for each in MEASURES) + " | distance between ranks |"]
-    lines.append("|---" * (2 + len(MEASURES)) + "|")
-    for name, found in _by(_of(rows, part="biased"), "algorithm").items():
-        scores = [spread(_of(found, data=each.data), each.show) for each in MEASURES]
+    lines = []
+    for name, found in _by(where(rows, part="biased"), "algorithm").items():
+        scores = [spread(where(found, data=each.data), each) for each in MEASURES]
         far = statistics.median(float(row["consensus_distance"]) for row in found)
-        lines.append(f"| {' | '.join([name, *scores, f'{far:.2g}'])} |")
-    return "\n".join(lines)
+        lines.append([name, *scores, f"{far:.2g}"])
+    return markdown_table(["", *(m.title for m in MEASURES), "distance between ranks"], lines)
+
+
+def _by(rows: Sequence[Row], column: str) -> dict[str, list[Row]]:
+    """Return the rows by a column, all-reduce first, else in the order of the file."""
+    return grouped(rows, column, [ALL_REDUCE])
+
+
+def _chosen(rows: Sequence[Row]) -> list[str]:
+    """Return the rates with the most seeds, ascending."""
+    groups = grouped(rows, "rate")
+    most = max(map(len, groups.values()))
+    return sorted((rate for rate, each in groups.items() if len(each) == most), key=float)

@@ -1,35 +1,64 @@
-"""The tasks of compare.py: data that is divided among the ranks, a model, and its training."""
+"""Data that is divided among the ranks, a model, and its training with a gossip algorithm."""
 
 import math
+import statistics
 import time
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from benchmarks.harness.learning_rate import rate
+from benchmarks.harness.learning_rate import decayed
+from benchmarks.harness.rows import Row
 from examples.data import as_tensor, cut_windows, draw_windows, load_digits, load_files
 from examples.models import accuracy, build_transformer, byte_loss, digits_net
 from pyparallel import GossipDataParallel
+from pyparallel.gossip.algorithms.base import Algorithm
 
-Steps = tuple[list[float], list[float]]  # losses and seconds of this rank's steps
 
-
-class Task(Protocol):
-    """A training task; all ranks create it."""
+class Task:
+    """A training task, whose losses and seconds of this rank's steps it keeps."""
 
     measure: str
 
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
     def build(self) -> tuple[nn.Module, Optimizer]:
         """Return a model, initialized from torch's global generator, and its optimizer."""
+        raise NotImplementedError
 
-    def train(self, model: GossipDataParallel, optimizer: Optimizer) -> Steps:
+    def train(self, model: GossipDataParallel, optimizer: Optimizer) -> None:
         """Train on this rank's data."""
+        raise NotImplementedError
 
     def score(self, module: nn.Module) -> float:
         """Return the score on held-out data."""
+        raise NotImplementedError
+
+    def step(
+        self,
+        model: GossipDataParallel,
+        optimizer: Optimizer,
+        loss_of: Callable[[], Tensor],
+        before_step: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Take a step."""
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        model.record_loss(loss)  # only LeaderSGD needs it
+        before_step()
+        optimizer.step()
+        self.losses.append(loss.item())
+        self.seconds.append(time.perf_counter() - begin)
 
 
 class Digits(Task):
@@ -40,6 +69,7 @@ class Digits(Task):
     """Number of epochs in which the rate grows linearly, from its share of one rank."""
 
     def __init__(self, seed: int, steps: int | None) -> None:
+        super().__init__()
         images, labels, *self.test = load_digits()
         ranks = slice(dist.get_rank(), None, dist.get_world_size())  # parts may differ by one
         self.images, self.labels = images[ranks], labels[ranks]
@@ -49,42 +79,33 @@ class Digits(Task):
         self.seed = seed
 
     def build(self) -> tuple[nn.Module, Optimizer]:
-        """Return a small convolutional network, and SGD."""
         model = digits_net()
         optimizer = torch.optim.SGD(
             model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4, nesterov=True
         )
         return model, optimizer
 
-    def train(self, model: GossipDataParallel, optimizer: Optimizer) -> Steps:
+    def train(self, model: GossipDataParallel, optimizer: Optimizer) -> None:
         """Train for epochs of batches of 16."""
-        losses, seconds = list[float](), list[float]()
         shuffle = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
         scheduler = self._scheduler(optimizer)
         for _ in range(self.epochs):
             order = torch.randperm(len(self.labels), generator=shuffle)
-            batches = order.split(16)[: self.max_steps - len(losses)]
+            batches = order.split(16)[: self.max_steps - len(self.losses)]
             with model.join():  # ranks may have unequal numbers of batches
                 for batch in batches:
-                    begin = time.perf_counter()
-                    optimizer.zero_grad()
-                    output = model(self.images[batch])
-                    loss = nn.functional.cross_entropy(output, self.labels[batch])
-                    loss.backward()
-                    model.record_loss(loss)  # only LeaderSGD needs it
-                    optimizer.step()
-                    losses.append(loss.item())
-                    seconds.append(time.perf_counter() - begin)
+                    images, labels = self.images[batch], self.labels[batch]
+                    self.step(
+                        model, optimizer, lambda x=images, y=labels: cross_entropy(model(x), y)
+                    )
             scheduler.step()
-        return losses, seconds
 
-    def _scheduler(self, optimizer: Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs - self.warm_up)
+    def _scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        decay = CosineAnnealingLR(optimizer, self.epochs - self.warm_up)
         if not self.warm_up:
             return decay
-        first = 1 / dist.get_world_size()
-        grow = torch.optim.lr_scheduler.LinearLR(optimizer, first, total_iters=self.warm_up)
-        return torch.optim.lr_scheduler.SequentialLR(optimizer, [grow, decay], [self.warm_up])
+        grow = LinearLR(optimizer, 1 / dist.get_world_size(), total_iters=self.warm_up)
+        return SequentialLR(optimizer, [grow, decay], [self.warm_up])
 
     def score(self, module: nn.Module) -> float:
         """Return the test accuracy."""
@@ -97,6 +118,7 @@ class Text(Task):
     measure = "held-out bits per byte"
 
     def __init__(self, seed: int, steps: int | None) -> None:
+        super().__init__()
         files, others = load_files()
         self.mine = as_tensor(files[dist.get_rank() :: dist.get_world_size()])
         self.windows = cut_windows(as_tensor(others), 512, 129)
@@ -104,31 +126,27 @@ class Text(Task):
         self.seed = seed
 
     def build(self) -> tuple[nn.Module, Optimizer]:
-        """Return a transformer of one layer, and AdamW."""
         model = build_transformer(128, width=32, num_layers=1, num_heads=2)
         optimizer = torch.optim.AdamW(
             model.parameters(), 2.4e-2, betas=(0.5, 0.99), weight_decay=0.1
         )
         return model, optimizer
 
-    def train(self, model: GossipDataParallel, optimizer: Optimizer) -> Steps:
+    def train(self, model: GossipDataParallel, optimizer: Optimizer) -> None:
         """Train on batches of four random windows of 128 bytes."""
-        losses, seconds = list[float](), list[float]()
         draw = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: rate(s, self.steps))
-        for _ in range(self.steps):
-            begin = time.perf_counter()
+        scheduler = decayed(optimizer, self.steps)
+
+        def loss_of() -> Tensor:
             windows = draw_windows(self.mine, 4, 129, draw)
-            optimizer.zero_grad()
-            loss = byte_loss(model(windows[:, :-1]), windows[:, 1:])
-            loss.backward()
-            model.record_loss(loss)  # only LeaderSGD needs it
+            return byte_loss(model(windows[:, :-1]), windows[:, 1:])
+
+        def clip() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+
+        for _ in range(self.steps):
+            self.step(model, optimizer, loss_of, clip)
             scheduler.step()
-            losses.append(loss.item())
-            seconds.append(time.perf_counter() - begin)
-        return losses, seconds
 
     @torch.no_grad()
     def score(self, module: nn.Module) -> float:
@@ -138,3 +156,48 @@ class Text(Task):
 
 
 TASKS = {"digits": Digits, "text": Text}
+
+
+def train(
+    task: Task, make_algorithm: Callable[[], Algorithm], rate: float = 1.0, **options: Any
+) -> Row:
+    """Train on this rank; return what it found.
+
+    Args:
+        task: the task.
+        make_algorithm: returns the algorithm, once the model has been built.
+        rate: a factor of the task's own learning rate.
+        options: of the trainer.
+    """
+    module, optimizer = task.build()
+    for group in optimizer.param_groups:
+        group["lr"] *= rate
+    model = GossipDataParallel(module, optimizer, make_algorithm(), **options)
+    task.train(model, optimizer)
+    score_of_rank = task.score(model.module)
+    with model.consensus() as averaged:
+        score = task.score(averaged)
+    return {
+        "options": repr(model.algorithm),
+        "measure": task.measure,
+        "score": score,
+        "score_of_rank": score_of_rank,
+        "consensus_distance": model.consensus_distance(),
+        "step_bytes": model.bytes_sent / len(task.losses),
+        "step_seconds": statistics.median_high(task.seconds),
+        "losses": task.losses,
+    }
+
+
+def columns_of(data: str, ranks: Sequence[Row]) -> Row:
+    """Return the columns of a run that all comparisons have."""
+    first, scores = ranks[0], [rank["score_of_rank"] for rank in ranks]
+    return {
+        "options": first["options"],
+        "steps": str(len(first["losses"])),
+        "measure": first["measure"],
+        "score": f"{first['score']:.5f}",
+        "worst_rank": f"{(min if data == 'digits' else max)(scores):.5f}",
+        "consensus_distance": f"{first['consensus_distance']:.3g}",
+        "step_bytes": f"{first['step_bytes']:.0f}",
+    }

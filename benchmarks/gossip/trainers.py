@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from benchmarks.gossip.models import Compute
 from pyparallel import GossipDataParallel, gossip
 from pyparallel.comm import Run
 from pyparallel.gossip.messages import NeighborExchange
@@ -20,30 +20,9 @@ from pyparallel.training import FlatBuckets
 
 RANKS = 4
 BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel and of GossipDataParallel
-COMPUTE = "forward and backward"  # name of the range in a trace
-
-
-class Compute(Protocol):
-    """The model and inputs of a step."""
-
-    def build(self) -> nn.Module:
-        """Return a new module."""
-
-    def make_inputs(self) -> Tensor:
-        """Return one batch."""
-
-
-class Stepper(Protocol):
-    """One method on one rank."""
-
-    def step(self) -> None:
-        """Take one training step."""
-
-    def finish(self) -> None:
-        """Complete communication in flight, on all ranks together."""
-
 
 Wrap = Callable[[nn.Module, Optimizer], nn.Module]
+Hook = Callable[..., torch.futures.Future[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -61,18 +40,18 @@ class Method:
 
     def start(self, compute: Compute) -> "Training":
         """Start training on this rank."""
-        return Training(compute, self.wrap, closure=self.closure)
+        return Training(compute, self)
 
 
 class Training:
     """A user's training loop."""
 
-    def __init__(self, compute: Compute, wrap: Wrap, *, closure: bool = False) -> None:
+    def __init__(self, compute: Compute, method: Method) -> None:
         module = compute.build()
         self._inputs = compute.make_inputs()
-        self._closure = closure
+        self._closure = method.closure
         self._optimizer = torch.optim.SGD(module.parameters(), lr=1e-6)
-        self._module = wrap(module, self._optimizer)
+        self._module = method.wrap(module, self._optimizer)
 
     def step(self) -> None:
         """Run forward, backward and update."""
@@ -84,9 +63,8 @@ class Training:
 
     def _evaluate(self) -> Tensor:
         self._optimizer.zero_grad()
-        with torch.profiler.record_function(COMPUTE):
-            loss = self._module(self._inputs).mean()
-            loss.backward()
+        loss = self._module(self._inputs).mean()
+        loss.backward()
         return loss
 
     def finish(self) -> None:
@@ -101,13 +79,8 @@ class RoundAlone:
     def __init__(self, compute: Compute) -> None:
         buckets = FlatBuckets(compute.build().parameters(), BUCKET_BYTES)
         graph = OnePeerExponential(dist.get_world_size())
-        self._averaging = PushSum.of_dense(
-            buckets.buffers, NeighborExchange(Run(dist.new_group())), graph
-        )
-
-    def step(self) -> None:
-        """Take one round."""
-        self._averaging.after_step()
+        exchange = NeighborExchange(Run(dist.new_group()))
+        self.step = PushSum.of_dense(buckets.buffers, exchange, graph).after_step
 
     def finish(self) -> None:
         """Do nothing: a round is complete when it returns."""
@@ -118,48 +91,48 @@ def alone(module: nn.Module, optimizer: Optimizer) -> nn.Module:
     return module
 
 
-def ddp(module: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """Wrap in DDP with default buckets, with gradients as views of them."""
-    return DistributedDataParallel(module, gradient_as_bucket_view=True)
+@dataclass(frozen=True)
+class DataParallel:
+    """DDP with default buckets and gradients as views of them, and a hook."""
+
+    hook: Hook | None = None
+
+    def __call__(self, module: nn.Module, optimizer: Optimizer) -> nn.Module:
+        wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        if self.hook:
+            wrapped.register_comm_hook(None, self.hook)
+        return wrapped
 
 
-def ddp_halved(module: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """Wrap in DDP with bfloat16 gradient compression."""
-    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    wrapped.register_comm_hook(None, _halve)
-    return wrapped
-
-
-def _halve(
+def bf16_unchecked(
     group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    # Torch rejects its own hook without CUDA, although gloo can reduce bfloat16.
+    """Call torch's hook, which torch refuses by name without CUDA, though gloo adds bfloat16."""
     return bf16_compress_hook(group, bucket)
 
 
 @dataclass(frozen=True)
 class Gossip:
-    """GossipDataParallel with an algorithm created from the one-peer exponential graph."""
+    """GossipDataParallel with an algorithm for a number of ranks."""
 
-    make_algorithm: Callable[[OnePeerExponential], gossip.Algorithm]
+    make_algorithm: Callable[[int], gossip.Algorithm]
 
     def __call__(self, module: nn.Module, optimizer: Optimizer) -> nn.Module:
-        """Wrap a module."""
-        graph = OnePeerExponential(dist.get_world_size())
-        return GossipDataParallel(module, optimizer, self.make_algorithm(graph))
+        algorithm = self.make_algorithm(dist.get_world_size())
+        return GossipDataParallel(module, optimizer, algorithm)
 
 
-def overlapped(overlap: int) -> Gossip:
+def sgp(overlap: int) -> Gossip:
     """Return SGP whose rounds are in flight for ``overlap`` steps."""
-    return Gossip(lambda graph: gossip.SGP(graph, overlap=overlap))
+    return Gossip(lambda n: gossip.SGP(OnePeerExponential(n), overlap=overlap))
 
 
-SGP = Method("SGP", Gossip(gossip.SGP))
-OVERLAPPED = Method("SGP, overlap=1", overlapped(1))
-SGP_CLOSURE = Method("SGP, closure", Gossip(gossip.SGP), closure=True)
-OVERLAPPED_CLOSURE = Method("SGP, overlap=1, closure", overlapped(1), closure=True)
-OVERLAPPED_4 = Method("SGP, overlap=4", overlapped(4))
-ADPSGD = Method("ADPSGD", Gossip(lambda graph: gossip.ADPSGD(Ring(graph.num_ranks))))
-DDP = Method("DDP", ddp)
-DDP_HALVED = Method("DDP, bf16 hook", ddp_halved)
+SGP = Method("SGP", sgp(0))
+OVERLAPPED = Method("SGP, overlap=1", sgp(1))
+SGP_CLOSURE = Method("SGP, closure", sgp(0), closure=True)
+OVERLAPPED_CLOSURE = Method("SGP, overlap=1, closure", sgp(1), closure=True)
+OVERLAPPED_4 = Method("SGP, overlap=4", sgp(4))
+ADPSGD = Method("ADPSGD", Gossip(lambda n: gossip.ADPSGD(Ring(n))))
+DDP = Method("DDP", DataParallel())
+DDP_HALVED = Method("DDP, bf16 hook", DataParallel(bf16_unchecked))
 ALONE = Method("compute alone", alone)

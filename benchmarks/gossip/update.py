@@ -6,9 +6,6 @@ optimizers a pass over the gradients.
 Messages that gloo copies meanwhile would take this machine's memory bandwidth: none are sent.
 """
 
-import random
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from benchmarks.gossip.trainers import Compute
+from benchmarks.gossip.models import Compute
+from benchmarks.harness.turns import take_turns, timed
 from pyparallel import GossipDataParallel, optim
 from pyparallel.gossip import SGP
 from pyparallel.gossip.messages import NeighborExchange, Transfer
@@ -36,38 +34,18 @@ POLICIES = ("allow", "raise", "skip")
 
 def measure(rank: int, compute: Compute, turns: int) -> dict[str, list[float]]:
     """Return the seconds of each optimizer in every turn on this rank; they take turns."""
-    steppers = {name: UpdateCost(compute, build) for name, build in OPTIMIZERS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steppers}
-    for turn in range(turns + 3):
-        for name, stepper in steppers.items():
-            dist.barrier()
-            elapsed = stepper.run()
-            if turn >= 3:
-                seconds[name].append(elapsed)
-    return seconds
+    runs = {name: Update(compute, build).run for name, build in OPTIMIZERS.items()}
+    return take_turns(runs, turns, before=dist.barrier)
 
 
 def measure_policies(rank: int, compute: Compute, turns: int) -> dict[tuple[str, str], list[float]]:
     """Return the seconds of a whole step by optimizer and policy in every turn on this rank."""
-    steppers = {
-        (name, policy): StepCost(compute, OPTIMIZERS[name], nonfinite=policy)
+    runs = {
+        (name, policy): Update(compute, OPTIMIZERS[name], nonfinite=policy).run_step
         for name in POLICY_OPTIMIZERS
         for policy in POLICIES
     }
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in steppers}
-    order = random.Random(0)  # the same on all ranks
-    for turn in range(turns + 3):
-        for key in order.sample(list(steppers), len(steppers)):
-            dist.barrier()
-            elapsed = steppers[key].run()
-            if turn >= 3:
-                seconds[key].append(elapsed)
-    return seconds
-
-
-def paired_ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median over turns of the ratio within a turn."""
-    return statistics.median(time / other for time, other in zip(times, base, strict=True))
+    return take_turns(runs, turns, before=dist.barrier)
 
 
 class Silent(NeighborExchange):
@@ -81,14 +59,13 @@ class Silent(NeighborExchange):
                 transfer.tensor.copy_(header)
         return self
 
-    def wait_for_headers(self) -> None:
-        """Return at once."""
-
     def wait(self) -> None:
         """Return at once."""
 
+    wait_for_headers = wait
 
-class UpdateCost:
+
+class Update:
     """Steps of ``GossipDataParallel``, each of which averages with a message."""
 
     def __init__(self, compute: Compute, build: Callable[[Any], Optimizer], **options: Any) -> None:
@@ -104,18 +81,13 @@ class UpdateCost:
 
     def run(self) -> float:
         """Return the seconds of ``optimizer.step()``."""
-        begin = time.perf_counter()
-        self._optimizer.step()
-        return time.perf_counter() - begin
+        return timed(self._optimizer.step)
 
+    def run_step(self) -> float:
+        """Return the seconds of a step with forward and backward."""
+        return timed(self._step)
 
-class StepCost(UpdateCost):
-    """Steps with forward and backward."""
-
-    def run(self) -> float:
-        """Return the seconds of a step."""
-        begin = time.perf_counter()
+    def _step(self) -> None:
         self._optimizer.zero_grad()
         self._model(self._inputs).mean().backward()
         self._optimizer.step()
-        return time.perf_counter() - begin

@@ -4,12 +4,18 @@ import math
 from collections.abc import Iterable
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 
 def rate(step: int, steps: int, warm_up: float = 0.05) -> float:
     """Return the factor on lr: linear warm-up over a fraction of the steps, cosine decay to 5 %."""
     rising = (step + 1) / (steps * warm_up)
     return min(rising, 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
+
+
+def decayed(optimizer: Optimizer, steps: int, warm_up: float = 0.05) -> LambdaLR:
+    """Return the scheduler of these rates."""
+    return LambdaLR(optimizer, lambda step: rate(min(step, steps), steps, warm_up))
 
 
 def set_rate(optimizers: Iterable[Optimizer], lr: float) -> None:

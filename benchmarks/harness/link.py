@@ -5,9 +5,11 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+LOOPBACK = "loopback"
 CLONE_NEWNET = 0x40000000
 HOLD = ["unshare", "--net", "sh", "-c", "echo ready; exec cat"]
 # Packets merged for the network card have up to 64 KiB, which must fit into the token bucket.
@@ -73,6 +75,28 @@ def limited_links(num_ranks: int, mbit_per_s: int) -> Iterator[Rendezvous]:
         namespaces = [f"/proc/{holder}/ns/net" for holder in ranks]
         # Every port of a new namespace is free.
         yield Rendezvous("10.0.0.1", 29500, "eth0", namespaces, bridge)
+
+
+def links_of(
+    num_ranks: int, rates: Sequence[int]
+) -> Iterator[tuple[str, AbstractContextManager[Rendezvous]]]:
+    """Yield the loopback, and links of these Mbit/s where this user is root, with their names."""
+    yield LOOPBACK, loopback()
+    if rates and os.geteuid() != 0:
+        print("links of limited rate: not measured, network namespaces need root")
+        return
+    for rate in rates:
+        yield f"{rate} Mbit/s", limited_links(num_ranks, rate)
+
+
+def read_sent() -> int:
+    """Return bytes sent by the interface of this thread's network namespace since it exists."""
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[8])
+    raise RuntimeError(f"no network interface {interface}")
 
 
 def set_link(place: Rendezvous, rank: int, state: str) -> None:

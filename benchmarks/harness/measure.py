@@ -1,16 +1,8 @@
-"""Timing harness of the ops: providers alternate within one run, always including a plain copy.
+"""Timing of the ops: providers take turns within one run, always beside a plain copy."""
 
-These machines drift by tens of percent between runs, so only ratios within a run are meaningful:
-every provider runs once per turn, in random order, and medians are compared.
-"""
-
-import csv
 import ctypes
 import functools
 import math
-import os
-import platform
-import random
 import statistics
 import subprocess
 import tempfile
@@ -21,7 +13,9 @@ from pathlib import Path
 
 import torch
 
-RESULTS = Path(__file__).parents[1] / "results"
+from benchmarks.harness.rows import Row, summary
+from benchmarks.harness.turns import take_turns
+
 FIELDS = [
     "op", "case", "device", "numel", "provider", "median_ms", "p20_ms", "p80_ms", "gb_per_s",
     "of_copy", "speedup_of_ours", "threads", "torch", "commit",
@@ -53,7 +47,27 @@ class Case:
     threads: int | None = None
 
 
-def measure(case: Case, turns: int, longest_call: float = math.inf) -> list[dict[str, object]]:
+def sweep(*kinds: tuple[Callable[..., Case], Sequence[tuple]]) -> Callable[..., Iterator[Case]]:
+    """Return a function that yields the cases of an op on a device at some sizes.
+
+    A kind is a function of the device, the size and further arguments, and a list of those.
+    """
+
+    def cases(device: str, sizes: list[int]) -> Iterator[Case]:
+        for numel in sizes:
+            for make, options in kinds:
+                for arguments in options:
+                    yield make(device, numel, *arguments)
+
+    return cases
+
+
+def name_of(*kinds: torch.dtype) -> list[str]:
+    """Return the names of dtypes without that of torch."""
+    return [str(kind).removeprefix("torch.") for kind in kinds]
+
+
+def measure(case: Case, turns: int, longest_call: float = math.inf) -> list[Row]:
     """Return table rows for ours, its peers and the copy, all timed in the same turns.
 
     A provider whose second call takes more than ``longest_call`` seconds takes no further turn: its
@@ -67,27 +81,25 @@ def measure(case: Case, turns: int, longest_call: float = math.inf) -> list[dict
         torch.set_num_threads(threads)
 
 
-def _measure(case: Case, turns: int, longest_call: float) -> list[dict[str, object]]:
-    providers, seconds, repeats = [], {}, {}
+def _measure(case: Case, turns: int, longest_call: float) -> list[Row]:
+    seconds, runs = {}, {}
     for provider, second in tried_out(case, longest_call):
         if second > longest_call:
             seconds[f"{provider.name} (one call)"] = [second]
             continue
-        providers.append(provider)
-        seconds[provider.name] = []
         # As many runs as the clock can resolve: 2 ms' worth on a GPU.
         on_gpu = min(100, 1 + int(2e-3 / max(second, 1e-6)))
-        repeats[provider.name] = on_gpu if case.device == "cuda" else 1
-    order = random.Random(0)
-    for turn in range(turns + 3):
-        for provider in order.sample(providers, len(providers)):
-            elapsed = time_once(provider.run, case.device, repeats[provider.name])
-            if turn >= 3:  # the first turns warm up
-                seconds[provider.name].append(elapsed)
-    names = list(seconds)
-    ours = statistics.median(seconds[names[0]])
-    copy_rate = 8 * case.numel / statistics.median(seconds[names[-1]])
-    return [_row(case, name, times, ours, copy_rate, names[-1]) for name, times in seconds.items()]
+        repeats = on_gpu if case.device == "cuda" else 1
+        runs[provider.name] = functools.partial(time_once, provider.run, case.device, repeats)
+        seconds[provider.name] = []
+    seconds |= take_turns(runs, turns)
+    *_, copy = seconds
+    ours, of_copy = (statistics.median(seconds[name]) for name in (next(iter(seconds)), copy))
+    copy_rate = 8 * case.numel / of_copy
+    return [
+        _row(case, name, times, ours, copy_rate, is_copy=name == copy)
+        for name, times in seconds.items()
+    ]
 
 
 def tried_out(case: Case, longest_call: float) -> Iterator[tuple[Provider, float]]:
@@ -156,33 +168,23 @@ def compile_reference(reference: Callable[..., object], device: str) -> Callable
 
 
 def _row(
-    case: Case, name: str, times: list[float], ours: float, copy_rate: float, copy_name: str
-) -> dict[str, object]:
+    case: Case, name: str, times: list[float], ours: float, copy_rate: float, *, is_copy: bool
+) -> Row:
     median = statistics.median(times)
-    tenths = _tenths(times)
-    num_bytes = 8 * case.numel if name == copy_name else case.num_bytes
-    return {
+    num_bytes = 8 * case.numel if is_copy else case.num_bytes
+    row = {
         "op": case.op,
         "case": case.name,
         "device": case.device,
         "numel": case.numel,
         "provider": name,
-        "median_ms": f"{median * 1e3:.4f}",
-        "p20_ms": f"{tenths[1] * 1e3:.4f}",
-        "p80_ms": f"{tenths[7] * 1e3:.4f}",
+        **summary(times, digits=4),
         "gb_per_s": f"{num_bytes / median / 1e9:.2f}",
         "of_copy": f"{num_bytes / median / copy_rate:.3f}",
         "speedup_of_ours": f"{median / ours:.2f}",
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "commit": commit(),
     }
-
-
-def _tenths(times: Sequence[float]) -> list[float]:
-    if len(times) == 1:
-        return [times[0]] * 9
-    return statistics.quantiles(times, n=10, method="inclusive")
+    return {field: row[field] for field in FIELDS}
 
 
 def copy_provider(case: Case) -> Provider:
@@ -218,78 +220,10 @@ def print_header() -> None:
           f"{'ms':>9} {'p20..p80':>17} {'GB/s':>7} {'of copy':>8} {'ours is':>8}")  # fmt: skip
 
 
-def print_rows(rows: Sequence[dict[str, object]]) -> None:
+def print_rows(rows: Sequence[Row]) -> None:
     """Print lines of a readable table."""
     for row in rows:
         spread = f"{float(row['p20_ms']):.2f}..{float(row['p80_ms']):.2f}"
         print(f"{row['op']:<13} {row['case']:<32} {row['numel']:>10,} {row['provider']:<32} "
               f"{float(row['median_ms']):>9.3f} {spread:>17} {row['gb_per_s']:>7} "
               f"{row['of_copy']:>8} {row['speedup_of_ours']:>7}x", flush=True)  # fmt: skip
-
-
-def write_rows(
-    rows: Sequence[dict[str, object]],
-    path: Path | None = None,
-    fields: Sequence[str] = FIELDS,
-    key: Sequence[str] | None = None,
-) -> Path:
-    """Replace this machine's rows of what was measured, and keep the others.
-
-    Rows are replaced whose ``key`` (names of fields; default: the first field) was measured.
-    """
-    path = path or RESULTS / f"{machine()}.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    key = key or fields[:1]
-    measured = {tuple(str(row[field]) for field in key) for row in rows}
-    kept = []
-    if path.exists():
-        with path.open(newline="") as file:
-            kept = [
-                row
-                for row in csv.DictReader(file)
-                if tuple(row[field] for field in key) not in measured
-            ]
-    whole = path.with_name(f"{path.name}.part")  # a run that is killed leaves the rows it had
-    with whole.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows([*kept, *rows])
-    whole.replace(path)
-    return path
-
-
-def summary(times: Sequence[float]) -> dict[str, object]:
-    """Return median and spread in ms of repeated times in s, with torch version and commit."""
-    tenths = _tenths(times)
-    return {
-        "median_ms": f"{statistics.median(times) * 1e3:.3f}",
-        "p20_ms": f"{tenths[1] * 1e3:.3f}",
-        "p80_ms": f"{tenths[7] * 1e3:.3f}",
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
-
-
-def machine() -> str:
-    """Return a name for the results file: the processor or the GPU."""
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-    else:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        models = [line.partition(":")[2] for line in lines if line.startswith("model name")]
-        name = f"{models[0] if models else platform.machine()} {torch.get_num_threads()} threads"
-    return "-".join("".join(c if c.isalnum() else " " for c in name).lower().split())
-
-
-@functools.cache
-def commit() -> str:
-    """Return the measured commit, marked if the working tree differs from it.
-
-    A tree that was copied without its history can name it in ``PYPARALLEL_COMMIT``.
-    """
-    if named := os.environ.get("PYPARALLEL_COMMIT"):
-        return named
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    root = Path(__file__).parent
-    answer = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or "unknown"

@@ -1,11 +1,13 @@
 """Pictures of rows: what all of them share.
 
 Each ``benchmarks/<folder>/picture.py`` has a function for each picture, in ``PICTURES`` by name. It
-takes the rows of a file and returns a figure, or None where the file lacks the rows it shows.
-``python -m benchmarks.<folder>.picture FILE.csv`` draws all of them, into the folder FILE.
+takes the rows of a file and returns a figure, or None where the file lacks the rows it shows
+(``shows``). ``python -m benchmarks.<folder>.picture FILE.csv`` draws all of them, into the
+folder FILE.
 """
 
 import argparse
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +16,12 @@ from pathlib import Path
 import matplotlib as mpl
 
 from benchmarks.harness.rows import Row, read_rows
+from benchmarks.harness.tables import of, where
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-Picture = Callable[[Sequence[Row]], "plt.Figure | None"]
+Picture = Callable[..., "plt.Figure | None"]
 
 # Okabe and Ito's colors, which the color-blind can tell apart.
 BLACK, ORANGE, SKY, GREEN = "black", "#e69f00", "#56b4e9", "#009e73"
@@ -45,19 +48,23 @@ STYLE = {
 }
 
 
-def of(rows: Sequence[Row], column: str) -> list[str]:
-    """Return the distinct values of a column, in the order of the file."""
-    return list(dict.fromkeys(row[column] for row in rows))
+def shows(select: Callable[[Sequence[Row]], Sequence[Row]]) -> Callable[[Picture], Picture]:
+    """Give a picture the rows that a function selects; where there are none, it is None."""
+
+    def decorate(draw: Picture) -> Picture:
+        @functools.wraps(draw)
+        def picture(rows: Sequence[Row], *arguments: object) -> "plt.Figure | None":
+            chosen = select(rows)
+            return draw(chosen, *arguments) if chosen else None
+
+        return picture
+
+    return decorate
 
 
-def where(rows: Sequence[Row], **columns: str) -> list[Row]:
-    """Return the rows with these columns; none of a file that lacks a column."""
-    return [row for row in rows if all(row.get(name) == columns[name] for name in columns)]
-
-
-def mean(rows: Sequence[Row], field: str) -> float:
-    """Return the mean of a column."""
-    return statistics.fmean(float(row[field]) for row in rows)
+def shows_part(name: str) -> Callable[[Picture], Picture]:
+    """Give a picture the rows of a part of a benchmark."""
+    return shows(lambda rows: where(rows, part=name))
 
 
 def panels(title: str, count: int, height: float, **options: object) -> tuple:
@@ -93,9 +100,30 @@ def bars(
     axes.margins(x=0.17)
 
 
-def ours_and_torch(systems: Sequence[str]) -> list[str]:
-    """Return the colors of systems: those of torch are gray."""
-    return [PEER if name.startswith("torch") else OURS for name in systems]
+def bars_by_case(
+    rows: Sequence[Row],
+    title: str,
+    height: float,
+    value: Callable[[Row], float],
+    show: str,
+    color: Callable[[str], str],
+    column: str = "system",
+) -> tuple:
+    """Return a figure with bars of all systems in a panel for each case, and its axes."""
+    cases, names = of(rows, "case"), of(rows, column)
+    figure, axes = panels(title, len(cases), height, sharey=True)
+    for own, case in zip(axes, cases, strict=True):
+        found = {row[column]: value(row) for row in where(rows, case=case)}
+        bars(
+            own, names, [found.get(name, math.nan) for name in names], list(map(color, names)), show
+        )
+        own.set_title(case)
+    return figure, axes
+
+
+def gray_if_torch(system: str) -> str:
+    """Return the color of a system: those of torch are gray."""
+    return PEER if system.startswith("torch") else OURS
 
 
 def dots(

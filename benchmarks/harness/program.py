@@ -1,4 +1,4 @@
-"""A benchmark program with several parts: its arguments and rows."""
+"""Benchmark programs: their arguments, and how one with several parts runs."""
 
 import argparse
 import os
@@ -6,47 +6,57 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from benchmarks.harness.measure import RESULTS, machine, write_rows
+from benchmarks.harness.rows import RESULTS, Row, machine, print_rows, replace_rows
 
-Row = dict[str, object]
-Sizes = TypeVar("Sizes")
-Parts = Mapping[str, Callable[[Sizes], Iterator[list[Row]]]]
+Parts = Mapping[str, Callable[[Any], Iterator[list[Row]]]]
 
 
-def make_parser(
-    name: str, description: str | None, parts: Sequence[str]
-) -> argparse.ArgumentParser:
-    """Return the argument parser of ``python -m benchmarks.<name>.bench``."""
+def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the argument parser of ``python -m benchmarks.<module>``, with ``--out``."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}.bench",
+        prog=f"python -m benchmarks.{module}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--out", type=Path, help="another CSV file")
     return parser
 
 
-def measure(
-    name: str,
-    parts: Parts[Sizes],
-    sizes: Sizes,
-    options: argparse.Namespace,
-    fields: Sequence[str],
-    show: Callable[[Sequence[Row]], None],
-) -> None:
-    """Run the requested parts; rows are written after each batch."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting ends the ranks
+def parser_of_parts(area: str, description: str | None, parts: Parts) -> argparse.ArgumentParser:
+    """Return the argument parser of ``python -m benchmarks.<area>.bench``."""
+    parser = make_parser(f"{area}.bench", description)
+    parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
+    parser.add_argument("--dry-run", action="store_true")
+    return parser
+
+
+def parser_of_runs(module: str, description: str | None, out: str) -> argparse.ArgumentParser:
+    """Return the argument parser of a comparison whose runs have a row each in a file."""
+    parser = make_parser(module, description)
+    parser.set_defaults(out=RESULTS / out)
+    parser.add_argument("--again", action="store_true", help="also run what has a row")
+    return parser
+
+
+def prepare_for_ranks() -> None:
+    """Let a signal end this program as an exit does, which ends its ranks."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # avoids DNS warnings in namespaces
-    path = options.out or RESULTS / f"{name}-{machine()}.csv"
+
+
+def run_parts(
+    area: str, parts: Parts, sizes: Any, options: argparse.Namespace, fields: Sequence[str]
+) -> None:
+    """Run the requested parts; rows are printed and written after each batch."""
+    prepare_for_ranks()
+    path = options.out or RESULTS / f"{area}-{machine()}.csv"
     for part in options.parts:
         rows: list[Row] = []
         for batch in parts[part](sizes):
-            show(batch)
+            print_rows(batch)
             rows += batch
-            write_rows(rows, path, fields)
+            replace_rows(rows, path, fields)
     if path.exists():
-        print(f"\nrows: {path}\npictures: python -m benchmarks.{name}.picture {path}")
+        print(f"\nrows: {path}\npictures: python -m benchmarks.{area}.picture {path}")

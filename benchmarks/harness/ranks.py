@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.link import Rendezvous
+from benchmarks.harness.link import Rendezvous, loopback
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["pyparallel", "torch._dynamo"])
@@ -47,6 +47,14 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.join()
+
+
+def run_on_loopback(
+    num_ranks: int, seconds: float, function: Callable[..., Any], *arguments: Any
+) -> list[Any]:
+    """Return `run_ranks` on this machine's loopback."""
+    with loopback() as place:
+        return run_ranks(num_ranks, place, seconds, function, *arguments)
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:

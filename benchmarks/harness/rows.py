@@ -1,18 +1,24 @@
-"""Rows of a table that grows with each run, as dicts of text in a CSV file."""
+"""Rows of measurements and of runs: CSV files, and what a row says of seconds and of this code."""
 
 import csv
+import functools
+import os
+import platform
 import statistics
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-Row = dict[str, str]
+import torch
+
+RESULTS = Path(__file__).parents[1] / "results"
+SCALES = {"ms": 1e3, "us": 1e6}
+
+Row = dict[str, Any]  # of text, once it has been read
 Key = tuple[str, ...]
-
-
-def merge(rows: Sequence[Row], row: Row, key_of: Callable[[Row], Key]) -> list[Row]:
-    """Return the rows with one added, or replacing the one with its key, sorted by key."""
-    return sorted([*(r for r in rows if key_of(r) != key_of(row)), row], key=key_of)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -22,12 +28,64 @@ def read_rows(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def write_rows(rows: Sequence[Row], path: Path, fields: Sequence[str]) -> None:
+def write_rows(rows: Iterable[Row], path: Path, fields: Sequence[str]) -> None:
+    """Write the rows of a file; a run that is killed leaves those that it had."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
+    whole = path.with_name(f"{path.name}.part")
+    with whole.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    whole.replace(path)
+
+
+def replace_rows(
+    rows: Sequence[Row], path: Path, fields: Sequence[str], key: Sequence[str] | None = None
+) -> None:
+    """Write rows at the end of a file, in place of those with one of their keys.
+
+    A key is of the columns ``key``; default: the first column.
+    """
+    key = key or fields[:1]
+    measured = {tuple(str(row[name]) for name in key) for row in rows}
+    kept = (row for row in read_rows(path) if tuple(row[name] for name in key) not in measured)
+    write_rows([*kept, *rows], path, fields)
+
+
+class RunRows:
+    """A file with a row for each run, which begins with the run's key; sorted by key.
+
+    Args:
+        path: of the file.
+        fields: its columns.
+        num_keys: how many of them are the key.
+    """
+
+    def __init__(self, path: Path, fields: Sequence[str], num_keys: int) -> None:
+        self.path, self.fields, self.num_keys = path, fields, num_keys
+
+    def key_of(self, row: Row) -> Key:
+        return tuple(row[name] for name in self.fields[: self.num_keys])
+
+    def read(self) -> dict[Key, Row]:
+        """Return the rows of the file by key."""
+        return {self.key_of(row): row for row in read_rows(self.path)}
+
+    def add(self, key: Key, columns: Row) -> Row:
+        """Add the row of a key, or replace it, in the file as it is now; return the row."""
+        row = dict(zip(self.fields, key, strict=False)) | columns | stamp()
+        known = self.read() | {key: row}
+        write_rows([known[each] for each in sorted(known)], self.path, self.fields)
+        return row
+
+    def complete(
+        self, runs: Iterable[Any], perform: Callable[[Any], Row], *, again: bool = False
+    ) -> None:
+        """Perform the runs whose ``key`` has no row, or all of them; write each row at once."""
+        for run in runs:
+            if again or run.key not in self.read():
+                print(*run.key, file=sys.stderr, flush=True)
+                self.add(run.key, perform(run))
 
 
 def shorten(losses_of_ranks: Sequence[Sequence[float]], count: int = 40) -> list[float]:
@@ -36,3 +94,114 @@ def shorten(losses_of_ranks: Sequence[Sequence[float]], count: int = 40) -> list
     count = min(count, len(losses))
     bounds = [part * len(losses) // count for part in range(count + 1)]
     return [statistics.fmean(losses[begin:end]) for begin, end in pairwise(bounds)]
+
+
+def as_text(numbers: Iterable[float]) -> str:
+    """Return numbers as a cell has them."""
+    return " ".join(f"{number:.4g}" for number in numbers)
+
+
+def tenths_of(times: Sequence[float]) -> list[float]:
+    """Return the nine values that divide repeated times into tenths."""
+    if len(times) == 1:
+        return [times[0]] * 9
+    return statistics.quantiles(times, n=10, method="inclusive")
+
+
+def summary(times: Sequence[float], unit: str = "ms", digits: int = 3) -> Row:
+    """Return median and spread of repeated times in seconds, with torch version and commit."""
+    tenths = tenths_of(times)
+    found = {"median": statistics.median(times), "p20": tenths[1], "p80": tenths[7]}
+    columns = {
+        f"{name}_{unit}": f"{seconds * SCALES[unit]:.{digits}f}" for name, seconds in found.items()
+    }
+    return columns | stamp()
+
+
+def rows_of(
+    seconds: Mapping[str, Sequence[float]],
+    base: Sequence[float],
+    ratio_is: str,
+    *,
+    name: str = "system",
+    digits: int = 3,
+    more: Callable[[str], Row] = lambda each: {},
+    **columns: object,
+) -> list[Row]:
+    """Return a row for each of what took turns, with the ratio of its median to that of the base.
+
+    Args:
+        seconds: of each, by its name.
+        base: seconds of what all are compared with.
+        ratio_is: what the ratio is; if it begins with ``speed``, it is the base's time to its own.
+        name: the column of the names.
+        digits: of the ratio.
+        more: columns of a name, which may replace the others.
+        columns: those of all rows.
+    """
+
+    def ratio(times: Sequence[float]) -> float:
+        quotient = statistics.median(times) / statistics.median(base)
+        return 1 / quotient if ratio_is.startswith("speed") else quotient
+
+    return [
+        {
+            **summary(times),
+            **columns,
+            name: each,
+            "ratio": f"{ratio(times):.{digits}f}",
+            "ratio_is": ratio_is,
+            **more(each),
+        }
+        for each, times in seconds.items()
+    ]
+
+
+SHOWN = {"system", "method", "median_ms", "p20_ms", "p80_ms", "ratio", "ratio_is", "options"}
+SHOWN |= {"part", "case", "compute", "ranks", "microbatches", "numel", "torch", "commit"}
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print rows of one part as a readable table."""
+    first = rows[0]
+    print(f"\n{first['part']}, {first['case']}; {first.get('compute', '')}")
+    for row in rows:
+        name = row.get("system") or row["method"]
+        if "median_ms" not in row:
+            print(f"{name:<40} does not run: {row['note']}")
+            continue
+        spread = f"{row['p20_ms']}..{row['p80_ms']}"
+        case = "" if row["case"] == first["case"] else f", {row['case']}"
+        others = "".join(f", {key} {row[key]}" for key in row if key not in SHOWN and row[key])
+        print(f"{name:<40} {row['median_ms']:>9} ms {spread:>19} {row['ratio']} of the "
+              f"{row['ratio_is']}{case}{others}", flush=True)  # fmt: skip
+
+
+def machine() -> str:
+    """Return a name for the results file: the processor or the GPU."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    else:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        models = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+        name = f"{models[0] if models else platform.machine()} {torch.get_num_threads()} threads"
+    return "-".join("".join(c if c.isalnum() else " " for c in name).lower().split())
+
+
+def stamp() -> Row:
+    """Return the columns that say by which torch and which commit a row was measured."""
+    return {"torch": torch.__version__, "commit": commit()}
+
+
+@functools.cache
+def commit() -> str:
+    """Return the measured commit, marked if the working tree differs from it.
+
+    A tree that was copied without its history can name it in ``PYPARALLEL_COMMIT``.
+    """
+    if named := os.environ.get("PYPARALLEL_COMMIT"):
+        return named
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    root = Path(__file__).parent
+    answer = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "unknown"

@@ -17,24 +17,21 @@ measured. ``python -m benchmarks.interlocking.picture FILE.csv`` draws them. ``-
 small version of all parts, as a test.
 """
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from benchmarks.harness.link import loopback
-from benchmarks.harness.measure import summary
-from benchmarks.harness.program import Row, make_parser, measure
-from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.program import parser_of_parts, run_parts
+from benchmarks.harness.ranks import run_on_loopback
+from benchmarks.harness.rows import Row, rows_of
 from benchmarks.interlocking import cotangents, straggler, windows
 from benchmarks.interlocking.cotangents import MLP, Compute, OneBlock
 from benchmarks.interlocking.straggler import Slowdown, StragglingModel
 from benchmarks.interlocking.windows import SleepingHead, end_to_end, every_window
-from benchmarks.pipeline.models import FOR_TWO_CORES, NUM_BYTES, ByteModel, SleepingModel
-from benchmarks.pipeline.systems import ours
-from benchmarks.pipeline.turns import Plan
-from pyparallel.pipeline import LinearHead
+from benchmarks.pipeline.models import FOR_TWO_CORES, NUM_BYTES, ByteModel, Model, SleepingModel
+from benchmarks.pipeline.systems import Plan, ours
+from pyparallel.pipeline import Head, LinearHead
 
 FIELDS = [
     "part", "case", "compute", "system", "ranks", "microbatches", "median_ms", "p20_ms", "p80_ms",
@@ -72,6 +69,24 @@ class Sizes:
     straggler_turns: int
     computes: Sequence[Compute]
     cotangent_turns: int
+
+    @property
+    def sleeping_head(self) -> SleepingHead:
+        return SleepingHead(self.head, 2 * self.head)
+
+    @property
+    def sleeping(self) -> tuple[int, float, float]:
+        """Layers, and the seconds of all forwards and of all backwards."""
+        seconds = self.ranks * self.forward
+        return 2 * self.ranks, seconds, 2 * seconds
+
+    def describe(self) -> str:
+        """Describe how long stages and heads sleep."""
+        stage, head = (f"{seconds * 1e3:g}" for seconds in (self.forward, self.head))
+        return (
+            f"no compute: forward, input gradient and weight gradient of a stage sleep {stage} ms "
+            f"each, of a head {head} ms; gradients that are propagated back together sleep once"
+        )
 
 
 FULL = Sizes(
@@ -111,121 +126,84 @@ COUNTS = (2, 3)  # of gradients that are propagated back
 
 def bench_windows(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure with few to many microbatches per step."""
-    num_ranks, head = sizes.ranks, SleepingHead(sizes.head, 2 * sizes.head)
-    seconds = num_ranks * sizes.forward
-    model = SleepingModel(2 * num_ranks, seconds, 2 * seconds)
-    for num_microbatches in sizes.microbatches:
-        systems = [*every_window(num_ranks, head), *end_to_end(num_ranks, num_microbatches)]
-        arguments = (model, systems, num_microbatches, sizes.windows)
-        with loopback() as place:
-            measured = run_ranks(num_ranks, place, 400, windows.measure, *arguments)[0]
-        yield rows_of_windows("windows", measured, describe(sizes), num_ranks, num_microbatches)
+    model, compute = SleepingModel(*sizes.sleeping), sizes.describe()
+    plan = sizes.windows
+    yield from bench_systems(
+        "windows", sizes, model, sizes.sleeping_head, plan, sizes.ranks, compute
+    )
 
 
 def bench_computing(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure two stages of a byte model, for which window 2 is end to end."""
     head = LinearHead(NUM_BYTES, norm=nn.LayerNorm)
-    for num_microbatches in sizes.microbatches:
-        systems = [*every_window(CORES, head), *end_to_end(CORES, num_microbatches)]
-        arguments = (sizes.model, systems, num_microbatches, sizes.computing)
-        with loopback() as place:
-            measured = run_ranks(CORES, place, 400, windows.measure, *arguments)[0]
-        compute = f"{sizes.model.name}, a head of LayerNorm and one linear layer"
-        yield rows_of_windows("computing", measured, compute, CORES, num_microbatches)
+    compute = f"{sizes.model.name}, a head of LayerNorm and one linear layer"
+    yield from bench_systems("computing", sizes, sizes.model, head, sizes.computing, CORES, compute)
 
 
-def rows_of_windows(
-    part: str,
-    measured: Mapping[str, Sequence[float]],
-    compute: str,
-    num_ranks: int,
-    num_microbatches: int,
-) -> list[Row]:
-    """Return a row per system, relative to our own 1F1B."""
-    baseline = statistics.median(measured[ours.ONE_FORWARD_ONE_BACKWARD.name])
-    return [
-        {
-            **summary(seconds),
-            "part": part,
-            "case": f"M = {num_microbatches}",
-            "compute": compute,
-            "system": name,
-            "ranks": num_ranks,
-            "microbatches": num_microbatches,
-            "ratio": f"{baseline / statistics.median(seconds):.3f}",
-            "ratio_is": f"speed of {ours.ONE_FORWARD_ONE_BACKWARD.name}",
-        }
-        for name, seconds in measured.items()
-    ]
-
-
-def describe(sizes: Sizes) -> str:
-    """Describe how long stages and heads sleep."""
-    stage, head = (f"{seconds * 1e3:g}" for seconds in (sizes.forward, sizes.head))
-    return (
-        f"no compute: forward, input gradient and weight gradient of a stage sleep {stage} ms "
-        f"each, of a head {head} ms; gradients that are propagated back together sleep once"
-    )
+def bench_systems(
+    part: str, sizes: Sizes, model: Model, head: Head, plan: Plan, num_ranks: int, compute: str
+) -> Iterator[list[Row]]:
+    """Measure all windows beside end-to-end training, relative to our own 1F1B."""
+    base = ours.ONE_FORWARD_ONE_BACKWARD.name
+    for count in sizes.microbatches:
+        systems = [*every_window(num_ranks, head), *end_to_end(num_ranks, count)]
+        arguments = (model, systems, count, plan)
+        seconds = run_on_loopback(num_ranks, 400, windows.measure, *arguments)[0]
+        yield rows_of(
+            seconds,
+            seconds[base],
+            f"speed of {base}",
+            part=part,
+            case=f"M = {count}",
+            compute=compute,
+            ranks=num_ranks,
+            microbatches=count,
+        )
 
 
 def bench_straggler(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure the delay of each step of the first stage, with one microbatch per step."""
-    num_ranks, head = sizes.ranks, SleepingHead(sizes.head, 2 * sizes.head)
-    seconds = num_ranks * sizes.forward
-    model = StragglingModel(2 * num_ranks, seconds, 2 * seconds, sizes.slowdown)
-    systems = [*every_window(num_ranks, head), *end_to_end(num_ranks, 1)]
+    model = StragglingModel(*sizes.sleeping, sizes.slowdown)
+    systems = [*every_window(sizes.ranks, sizes.sleeping_head), *end_to_end(sizes.ranks, 1)]
     arguments = (model, systems, sizes.straggler_turns)
-    with loopback() as place:
-        measured = run_ranks(num_ranks, place, 400, straggler.measure, *arguments)[0]
+    measured = run_on_loopback(sizes.ranks, 400, straggler.measure, *arguments)[0]
     yield rows_of_straggler(measured, sizes)
 
 
 def rows_of_straggler(measured: Mapping[str, Sequence[Sequence[float]]], sizes: Sizes) -> list[Row]:
     """Return a row per system and step, from the one before the last stage becomes slow."""
-    slowdown = sizes.slowdown
-    return [
-        {
-            **summary(at_step[step]),
-            "part": "straggler",
-            "case": f"step t{after:+d}" if after else "step t",
-            "compute": f"{describe(sizes)}; from step t on the last stage's backward "
-            f"{slowdown.seconds * 1e3:g} ms more",
-            "system": name,
-            "ranks": sizes.ranks,
-            "microbatches": 1,
-            "ratio": ratio_of(at_step[step], at_step[slowdown.normal - 1]),
-            "ratio_is": "time of the step before t",
-        }
-        for name, turns in measured.items()
-        for at_step in [list(zip(*turns, strict=True))]
-        for after, step in enumerate(range(slowdown.normal - 1, len(at_step)), -1)
-    ]
+    slowdown, rows = sizes.slowdown, []
+    delay = f"from step t on the last stage's backward {slowdown.seconds * 1e3:g} ms more"
+    for name, turns in measured.items():
+        before, *at_step = list(zip(*turns, strict=True))[slowdown.normal - 1 :]
+        for after, seconds in enumerate((before, *at_step), -1):
+            rows += rows_of(
+                {name: seconds},
+                before,
+                "time of the step before t",
+                part="straggler",
+                case=f"step t{after:+d}" if after else "step t",
+                compute=f"{sizes.describe()}; {delay}",
+                ranks=sizes.ranks,
+                microbatches=1,
+            )
+    return rows
 
 
 def bench_cotangents(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure a stage that computes on one thread."""
     arguments = (sizes.computes, COUNTS, sizes.cotangent_turns)
-    with loopback() as place:
-        measured = run_ranks(1, place, 400, cotangents.measure, *arguments)[0]
+    measured = run_on_loopback(1, 400, cotangents.measure, *arguments)[0]
     for (compute, count), seconds in measured.items():
-        yield [
-            {
-                **summary(times),
-                "part": "cotangents",
-                "case": f"{count} gradients",
-                "compute": f"{compute}, 1 thread",
-                "system": name,
-                "ranks": 1,
-                "ratio": ratio_of(times, seconds[cotangents.APART]),
-                "ratio_is": f"time of {cotangents.APART}",
-            }
-            for name, times in seconds.items()
-        ]
-
-
-def ratio_of(times: Sequence[float], others: Sequence[float]) -> str:
-    """Return the ratio of the medians."""
-    return f"{statistics.median(times) / statistics.median(others):.3f}"
+        yield rows_of(
+            seconds,
+            seconds[cotangents.APART],
+            f"time of {cotangents.APART}",
+            part="cotangents",
+            case=f"{count} gradients",
+            compute=f"{compute}, 1 thread",
+            ranks=1,
+        )
 
 
 PARTS = {
@@ -236,19 +214,9 @@ PARTS = {
 }
 
 
-def print_rows(rows: Sequence[Row]) -> None:
-    """Print the rows as a table."""
-    print(f"\n{rows[0]['part']}; {rows[0]['compute']}")
-    for row in rows:
-        spread = f"{row['p20_ms']}..{row['p80_ms']}"
-        print(f"{row['system']:<26} {row['case']:<12} {row['median_ms']:>9} ms {spread:>19} "
-              f"{row['ratio']} of the {row['ratio_is']}")  # fmt: skip
-
-
 def main() -> None:
-    options = make_parser("interlocking", __doc__, list(PARTS)).parse_args()
-    sizes = DRY if options.dry_run else FULL
-    measure("interlocking", PARTS, sizes, options, FIELDS, print_rows)
+    options = parser_of_parts("interlocking", __doc__, PARTS).parse_args()
+    run_parts("interlocking", PARTS, DRY if options.dry_run else FULL, options, FIELDS)
 
 
 if __name__ == "__main__":

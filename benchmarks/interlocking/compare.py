@@ -11,52 +11,31 @@ seed all windows are also trained at the other rates. All use the same batches a
 weights, heads included. One process holds all stages, which does not change the results.
 """
 
-import argparse
 import itertools
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-import torch
-
-from benchmarks.harness.measure import RESULTS
-from benchmarks.harness.rows import read_rows
+from benchmarks.harness.program import parser_of_runs
 from benchmarks.interlocking.table import markdown
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS, Trial
-from benchmarks.pipeline.training import Run, complete, row_of
+from benchmarks.pipeline.training import Run, add_arguments, complete
 
 WINDOWS = {str(window) for window in range(1, NUM_STAGES + 1)}
 NUM_SEEDS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.interlocking.compare", description=__doc__
-    )
-    names = [trial.task.name for trial in TRIALS]
-    parser.add_argument("--tasks", nargs="*", choices=names, default=names)
+    parser = parser_of_runs("interlocking.compare", __doc__, "interlocking-accuracy.csv")
+    add_arguments(parser, [trial.task.name for trial in TRIALS], NUM_SEEDS)
     windows = list(TRIALS[0].contestants())
     parser.add_argument("--windows", nargs="*", choices=windows, default=windows)
-    parser.add_argument(
-        "--seeds", nargs="*", type=int, default=[*range(NUM_SEEDS)], help="none: only print"
-    )
-    parser.add_argument("--updates", type=int, help="overrides the number of updates of each task")
-    parser.add_argument("--again", action="store_true", help="repeat runs that have a row")
-    parser.add_argument("--out", type=Path, default=RESULTS / "interlocking-accuracy.csv")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     trials = [trial for trial in TRIALS if trial.task.name in options.tasks]
     runs = (
         each
         for seed, trial in itertools.product(options.seeds, trials)
         for each in runs_of(trial, options.windows, seed)
     )
-    complete(
-        options.out,
-        runs,
-        lambda run: row_of(run, options.updates or run.task.updates),
-        again=options.again,
-    )
-    print(markdown(read_rows(options.out)))
+    complete(options, runs, markdown)
 
 
 def runs_of(trial: Trial, names: Iterable[str], seed: int) -> Iterator[Run]:

@@ -1,21 +1,20 @@
 """Gradients of several losses, propagated through a stage together or one after the other."""
 
-import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness.turns import take_turns, timed
 from benchmarks.pipeline.models import Block
 from pyparallel.pipeline.interlocking.stage import InterlockingStage
 from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
 from pyparallel.pipeline.runtime.stage_weights import LiveWeights
 
 TOGETHER, APART = "together", "one after the other"
-WARM_UP = 3
 
 
 @dataclass(frozen=True)
@@ -27,17 +26,14 @@ class MLP:
 
     @property
     def name(self) -> str:
-        """Return the name in tables."""
         return f"MLP, width {self.width}, {self.samples} samples"
 
     def build(self) -> nn.Module:
-        """Return the layers."""
         return nn.Sequential(
             nn.Linear(self.width, self.width), nn.ReLU(), nn.Linear(self.width, self.width)
         )
 
     def make_input(self) -> Tensor:
-        """Return a random (samples, width) input."""
         return torch.randn(self.samples, self.width)
 
 
@@ -51,15 +47,12 @@ class OneBlock:
 
     @property
     def name(self) -> str:
-        """Return the name in tables."""
         return f"transformer block, width {self.width}, {self.samples} x {self.length} tokens"
 
     def build(self) -> nn.Module:
-        """Return the block."""
         return Block(self.width, 4 * self.width, num_heads=4)
 
     def make_input(self) -> Tensor:
-        """Return a random (samples, length, width) input."""
         return torch.randn(self.samples, self.length, self.width)
 
 
@@ -71,13 +64,13 @@ def measure(
 ) -> dict[tuple[str, int], dict[str, list[float]]]:
     """Return seconds of both ways in turns, by module and number of gradients."""
     return {
-        (compute.name, count): take_turns(compute, count, turns)
+        (compute.name, count): measure_one(compute, count, turns)
         for compute in computes
         for count in counts
     }
 
 
-def take_turns(compute: Compute, count: int, turns: int) -> dict[str, list[float]]:
+def measure_one(compute: Compute, count: int, turns: int) -> dict[str, list[float]]:
     """Return the seconds of ``count`` gradients in each turn."""
     stage = InterlockingStage(0, compute.build(), [], LiveWeights(None), None, None)
     inputs = compute.make_input().requires_grad_()
@@ -85,15 +78,8 @@ def take_turns(compute: Compute, count: int, turns: int) -> dict[str, list[float
     assert isinstance(output, Tensor)
     gradients = [(torch.randn_like(output),) for _ in range(count)]
     at_once = {TOGETHER: count, APART: 1}
-    seconds: dict[str, list[float]] = {name: [] for name in at_once}
-    order = random.Random(0)
-    for turn in range(turns + WARM_UP):
-        for name in order.sample(list(at_once), len(at_once)):
-            begin = time.perf_counter()
-            input_vjp(stage, gradients, at_once[name])
-            if turn >= WARM_UP:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
+    runs = {n: partial(timed, input_vjp, stage, gradients, each) for n, each in at_once.items()}
+    return take_turns(runs, turns)
 
 
 def input_vjp(

@@ -5,6 +5,7 @@
 
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -19,17 +20,19 @@ from benchmarks.harness.pictures import (
     RED,
     SKY,
     bars,
+    bars_by_case,
     label_ends,
     legend,
-    of,
     panels,
-    where,
+    shows,
+    shows_part,
 )
 from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import grouped, values, where
 from benchmarks.interlocking.table import ORDER, judged_by, title
 from benchmarks.interlocking.tasks import TRIALS
 from benchmarks.pipeline.picture import draw_curves
-from benchmarks.pipeline.table import ACCURACY, select, values
+from benchmarks.pipeline.table import ACCURACY, select
 from benchmarks.pipeline.tasks import Task
 
 OF_WINDOW = dict(zip("1234", [RED, ORANGE, SKY, BLACK], strict=True))
@@ -76,11 +79,9 @@ def draw_accuracy(rows: Sequence[Row], name: str) -> Figure | None:
     return figure
 
 
-def draw_losses(rows: Sequence[Row]) -> Figure | None:
+@shows(trained)
+def draw_losses(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
     """Draw the mean training loss of each window by update."""
-    found = trained(rows)
-    if not found:
-        return None
     figure, axes = panels("How fast does each window learn?", len(found), 4.2)
     colors = {title(window): color for window, color in OF_WINDOW.items()}
     for own, (task, of_task) in zip(axes, found, strict=True):
@@ -91,35 +92,27 @@ def draw_losses(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def draw_windows(rows: Sequence[Row]) -> Figure | None:
+@shows_part("windows")
+def draw_windows(rows: Sequence[Row]) -> Figure:
     """Draw the median step time of each system."""
-    rows = where(rows, part="windows")
-    if not rows:
-        return None
-    cases, systems = of(rows, "case"), of(rows, "system")
-    figure, axes = panels(
-        "How long is a step? Four stages that sleep", len(cases), 3.4, sharey=True
+    name = "How long is a step? Four stages that sleep"
+    figure, axes = bars_by_case(
+        rows, name, 3.4, lambda row: float(row["median_ms"]), "{:.0f}", OF_SYSTEM.__getitem__
     )
-    for own, case in zip(axes, cases, strict=True):
-        times = {row["system"]: float(row["median_ms"]) for row in where(rows, case=case)}
-        found = [times.get(system, float("nan")) for system in systems]
-        bars(own, systems, found, [OF_SYSTEM[system] for system in systems], "{:.0f}")
-        own.set_title(f"{case} microbatch{'es' if case != 'M = 1' else ''}")
+    for own in axes:
+        own.set_title(f"{own.get_title()} microbatch{'es' if own.get_title() != 'M = 1' else ''}")
         own.set_xlabel("ms per step")
     return figure
 
 
-def draw_straggler(rows: Sequence[Row]) -> Figure | None:
+@shows_part("straggler")
+def draw_straggler(rows: Sequence[Row]) -> Figure:
     """Draw the first stage's step times, from the step before the last stage is slow."""
-    rows = where(rows, part="straggler")
-    if not rows:
-        return None
     title = "When does a slow last stage slow the first one down?"
     figure, (axes,) = panels(title, 1, 4.4)
     highest = max(float(row["median_ms"]) for row in rows)
     ends = {}
-    for system in of(rows, "system"):
-        own = where(rows, system=system)
+    for system, own in grouped(rows, "system").items():
         steps = [int(row["case"].removeprefix("step t") or 0) for row in own]
         times = [float(row["median_ms"]) for row in own]
         line = "o--" if system == "OneForwardOneBackward" else "o-"  # may hide others
@@ -133,11 +126,9 @@ def draw_straggler(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def draw_cotangents(rows: Sequence[Row]) -> Figure | None:
+@shows(lambda rows: where(rows, part="cotangents", system="together"))
+def draw_cotangents(rows: Sequence[Row]) -> Figure:
     """Draw the time of propagating several gradients together."""
-    rows = where(rows, part="cotangents", system="together")
-    if not rows:
-        return None
     title = "Does propagating gradients together save time?"
     figure, (axes,) = panels(title, 1, 1.4 + 0.34 * len(rows))
     names = [f"{row['compute'].removesuffix(', 1 thread')}, {row['case']}" for row in rows]
@@ -148,8 +139,8 @@ def draw_cotangents(rows: Sequence[Row]) -> Figure | None:
 
 
 PICTURES = {
-    "accuracy-digits": lambda rows: draw_accuracy(rows, "digits"),
-    "accuracy-bytes": lambda rows: draw_accuracy(rows, "bytes"),
+    "accuracy-digits": partial(draw_accuracy, name="digits"),
+    "accuracy-bytes": partial(draw_accuracy, name="bytes"),
     "losses": draw_losses,
     "windows": draw_windows,
     "straggler": draw_straggler,

@@ -1,9 +1,9 @@
 """The step times of the first stage after the last stage has become slow."""
 
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.harness.turns import Training, take_turns
 from benchmarks.pipeline.models import SleepingModel
-from benchmarks.pipeline.systems import System, Training
+from benchmarks.pipeline.systems import System
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,13 @@ def measure(
 
     Without the first turn, in which ranks connect.
     """
-    trainings = {system.name: system.start(model, 1) for system in systems}
-    seconds: dict[str, list[list[float]]] = {name: [] for name in trainings}
-    order = random.Random(0)  # the same on all ranks
     steps = model.slowdown.normal + model.slowdown.slow
-    for _ in range(turns + 1):
-        for name in order.sample(list(trainings), len(trainings)):
-            seconds[name].append(time_steps(trainings[name], steps))
-    return {name: times[1:] for name, times in seconds.items()}
+    runs = {each.name: partial(time_steps, each.start(model, 1), steps) for each in systems}
+    return take_turns(runs, turns, warm_up=1, before=dist.barrier)
 
 
 def time_steps(training: Training, steps: int) -> list[float]:
     """Return the seconds of each step, from an empty pipeline to an empty pipeline."""
-    dist.barrier()
     times = [time.perf_counter()]
     for _ in range(steps):
         training.step()

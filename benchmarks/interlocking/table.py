@@ -6,16 +6,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import Measure, markdown_table, values, where
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS
-from benchmarks.pipeline.table import (
-    ACCURACY,
-    HELD_OUT,
-    TRAINING,
-    Measure,
-    measure_of,
-    select,
-    values,
-)
+from benchmarks.pipeline.table import ACCURACY, HELD_OUT, TRAINING, measure_of, select
 from benchmarks.pipeline.tasks import Task
 
 ORDER = list(TRIALS[0].contestants())
@@ -46,11 +39,7 @@ def series(names: Iterable[str]) -> list[list[str]]:
     return found
 
 
-def difference(value: float, exact: float) -> float:
-    return value - exact
-
-
-BITS = replace(HELD_OUT, difference=difference, unit="")
+BITS = replace(HELD_OUT, unit="")
 
 
 @dataclass(frozen=True)
@@ -93,70 +82,59 @@ def markdown(rows: Sequence[Row]) -> str:
     """Return for each task the tables of all windows, their comparison, and all rates."""
     parts = []
     for task in [trial.task for trial in TRIALS]:
-        own = [row for row in rows if row["task"] == task.name]
+        own = where(rows, task=task.name)
         if own:
             groups = select(own, task, task.main_rate, ORDER)
             parts += [_windows(groups, task), _orders(groups, judged_by(own)), _rates(own, task)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n".join(part for part in parts if part)
 
 
 def _windows(groups: Mapping[str, list[Row]], task: Task) -> str:
     all_rows = [row for rows in groups.values() for row in rows]
     measures = [measure_of(all_rows), TRAINING]
-    titles = " | ".join(each.title for each in measures)
     updates = " or ".join(sorted({row["updates"] for row in all_rows}))
+    head = [f"{task.name}, {task.unit}, lr {task.main_rate:g}, {updates} updates"]
+    head += [*(each.title for each in measures), "seeds"]
     lines = [
-        f"| {task.name}, {task.unit}, lr {task.main_rate:g}, {updates} updates "
-        f"| {titles} | seeds |",
-        "|---" * (len(measures) + 2) + "|",
+        [title(name), *(_cell(values(rows, each), each) for each in measures), len(rows)]
+        for name, rows in groups.items()
     ]
-    for name, rows in groups.items():
-        cells = [
-            title(name),
-            *(_cell(values(rows, each), each) for each in measures),
-            str(len(rows)),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return markdown_table(head, lines)
 
 
 def _cell(found: Sequence[float], measure: Measure) -> str:
     """Return mean and standard deviation of the runs that did not diverge."""
-    if len(found) < 2:
-        return " ".join(map(measure.show, found))
-    return f"{measure.show(statistics.fmean(found))} ± {measure.show(statistics.stdev(found))}"
+    several = len(found) > 1
+    numbers = (statistics.fmean(found), statistics.stdev(found)) if several else found
+    return " ± ".join(map(measure.show.format, numbers))
 
 
 def _orders(groups: Mapping[str, list[Row]], measure: Measure) -> str:
-    """Return a table of the pairs of windows whose order is claimed."""
-    lines = [
-        f"| better | than | by, {measure.title} | sum of their standard deviations |",
-        "|---" * 4 + "|",
-    ]
+    """Return a table of the pairs of windows whose order is claimed; empty if none is."""
+    lines = []
     pairs = [pair for each in series(groups) for pair in combinations(each, 2)]
     for smaller, larger in dict.fromkeys(pairs):
         order = order_of(groups[smaller], groups[larger], measure)
         if order is not None and order.is_claimed:
             rises = (order.gap > 0) == (measure is ACCURACY)
             better, worse = (larger, smaller) if rises else (smaller, larger)
-            unit = f" {measure.unit}" if measure.unit else ""
-            gap, spread = f"{abs(order.gap):.3g}{unit}", f"{order.spread:.3g}{unit}"
-            lines.append(f"| {title(better)} | {title(worse)} | {gap} | {spread} |")
-    return "\n".join(lines) if len(lines) > 2 else ""
+            apart = (
+                f"{each:.3g} {measure.unit}".strip() for each in (abs(order.gap), order.spread)
+            )
+            lines.append([title(better), title(worse), *apart])
+    head = ["better", "than", f"by, {measure.title}", "sum of their standard deviations"]
+    return markdown_table(head, lines) if lines else ""
 
 
 def _rates(rows: Sequence[Row], task: Task) -> str:
-    """Return the table of the windows at all rates, with one seed."""
-    own = [row for row in rows if row["seed"] == str(task.sweep_seed)]
+    """Return the table of the windows at all rates, with one seed; empty if none ran at several."""
+    own = where(rows, seed=str(task.sweep_seed))
     tried = {rate: select(own, task, rate, ORDER) for rate in task.rates}
-    titles = " | ".join(f"lr {rate:g}" for rate in tried)
-    lines = [
-        f"| {task.name}, seed {task.sweep_seed}: {HELD_OUT.title}, {task.unit} | {titles} |",
-        "|---" * (len(tried) + 1) + "|",
-    ]
+    lines = []
     for name in WINDOWS:
         found = [values(groups.get(name, []), HELD_OUT) for groups in tried.values()]
         if sum(map(len, found)) > 1:
-            cells = " | ".join(" ".join(map(HELD_OUT.show, each)) for each in found)
-            lines.append(f"| {title(name)} | {cells} |")
-    return "\n".join(lines) if len(lines) > 2 else ""
+            lines.append([title(name), *(" ".join(map(HELD_OUT.show.format, x)) for x in found)])
+    head = [f"{task.name}, seed {task.sweep_seed}: {HELD_OUT.title}, {task.unit}"]
+    head += [f"lr {rate:g}" for rate in tried]
+    return markdown_table(head, lines) if lines else ""

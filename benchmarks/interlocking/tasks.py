@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.pipeline.tasks import Bytes, Digits, Task
+from benchmarks.pipeline.tasks import Bytes, Digits
 from benchmarks.pipeline.training import Contestant
 from examples.models import Block, Letters
 from pyparallel.pipeline import ConvHead, Head, Interlocking, LinearHead, Mean, PooledHead
@@ -101,7 +101,7 @@ class Trial:
         deep: a head with several layers.
     """
 
-    task: Task
+    task: Digits | Bytes
     linear: Head
     deep: Head
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from benchmarks.pipeline.models import Model, SleepingLayer
-from benchmarks.pipeline.systems import System, ours, peers
+from benchmarks.pipeline.systems import Plan, System, ours, peers, start, time_steps
 from benchmarks.pipeline.systems.ours import OurSchedule
-from benchmarks.pipeline.turns import Plan, start, take_turns
 from pyparallel.pipeline import Head, Interlocking
 from pyparallel.pipeline.messages import Value
 
@@ -38,7 +37,6 @@ class OurWindow(OurSchedule):
 
     @property
     def name(self) -> str:
-        """Return the name in tables."""
         return f"Interlocking, window {self.schedule.window}"
 
 
@@ -60,6 +58,4 @@ def measure(
     rank: int, model: Model, systems: Sequence[System], num_microbatches: int, plan: Plan
 ) -> dict[str, list[float]]:
     """Measure all systems in turns; return the seconds per step on the slowest rank."""
-    trainings = start(systems, model, num_microbatches)
-    seconds = take_turns(trainings, num_microbatches, plan)
-    return {name: [num_microbatches * each for each in times] for name, times in seconds.items()}
+    return time_steps(start(systems, model, num_microbatches), num_microbatches, plan)

@@ -10,30 +10,35 @@ microbatches of ``OneForwardOneBackward`` and one of ``PipeOptim``, which update
 Rows go to ``benchmarks/results/language-models-<machine>.csv``, each as soon as it is measured.
 """
 
-import argparse
 import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import AdamW
 
-from benchmarks.harness.learning_rate import rate as rate_at
+from benchmarks.harness.learning_rate import decayed
 from benchmarks.harness.libraries import load
-from benchmarks.harness.link import loopback
-from benchmarks.harness.measure import RESULTS, commit, machine, write_rows
-from benchmarks.harness.ranks import run_ranks
-from benchmarks.harness.rows import shorten
+from benchmarks.harness.program import make_parser
+from benchmarks.harness.ranks import run_on_loopback
+from benchmarks.harness.rows import (
+    RESULTS,
+    Row,
+    as_text,
+    machine,
+    replace_rows,
+    shorten,
+    stamp,
+)
 from benchmarks.language_models.table import UNSPLIT, markdown
-from examples.data import as_tensor, cut_windows, draw_windows, load_files
+from benchmarks.pipeline.tasks import load_text
+from examples.data import cut_windows, draw_windows
 from pyparallel.pipeline import (
     OneForwardOneBackward,
     PipelineTrainer,
@@ -88,13 +93,6 @@ COMMON = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id
 MODELS = {"GPT-2": build_gpt2, "Llama": build_llama}
 
 
-@cache
-def load_text() -> tuple[Tensor, Tensor]:
-    """Return the training and the held-out bytes."""
-    train, held_out = load_files()
-    return as_tensor(train), as_tensor(held_out)
-
-
 def batches(seed: int) -> Iterator[Tensor]:
     """Yield random windows forever."""
     generator = torch.Generator().manual_seed(seed)
@@ -107,11 +105,6 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def decayed(optimizer: Optimizer, steps: int) -> LambdaLR:
-    """Return the schedule of the rates, with warm-up and cosine decay."""
-    return LambdaLR(optimizer, lambda step: rate_at(min(step, steps), steps, WARM_UP))
-
-
 def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Trained:
     """Train in a plain loop, with two threads."""
     del rank
@@ -119,7 +112,7 @@ def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Trained:
     torch.manual_seed(seed)
     model: Any = MODELS[name]()
     optimizer = AdamW(model.parameters(), lr=RATE)
-    scheduler, losses = decayed(optimizer, steps), []
+    scheduler, losses = decayed(optimizer, steps, WARM_UP), []
     load_text()
     for ids in islice(batches(seed), steps):
         loss = next_token_loss(model(ids, use_cache=False).logits, ids)
@@ -145,7 +138,7 @@ def train_split(rank: int, name: str, schedule: str, steps: int, seed: int) -> T
         CONTESTANTS[schedule][0],
         num_microbatches=CONTESTANTS[schedule][1],
         split=SPLIT,
-        scheduler_fn=partial(decayed, steps=steps),
+        scheduler_fn=partial(decayed, steps=steps, warm_up=WARM_UP),
     )
     load_text()
     losses = [trainer.step(ids, target=ids) for ids in islice(batches(seed), steps)]
@@ -165,14 +158,13 @@ def trained(model: Any, losses: list[float], held_out: float) -> Trained:
     return Trained(bits, held_out * BITS_PER_NAT, sum(sizes.values()), tied)
 
 
-def row_of(name: str, schedule: str, steps: int, seed: int, limit: float) -> dict[str, object]:
+def row_of(name: str, schedule: str, steps: int, seed: int, limit: float) -> Row:
     """Train once and return the row."""
     ranks = 1 if schedule == UNSPLIT else 2
-    with loopback() as place:
-        if schedule == UNSPLIT:
-            done = run_ranks(1, place, limit, train_unsplit, name, steps, seed)[0]
-        else:
-            done = run_ranks(2, place, limit, train_split, name, schedule, steps, seed)[-1]
+    if schedule == UNSPLIT:
+        done = run_on_loopback(1, limit, train_unsplit, name, steps, seed)[0]
+    else:
+        done = run_on_loopback(2, limit, train_split, name, schedule, steps, seed)[-1]
     last_tenth = done.losses[len(done.losses) * 9 // 10 :]
     return {
         "model": name,
@@ -189,23 +181,17 @@ def row_of(name: str, schedule: str, steps: int, seed: int, limit: float) -> dic
         "steps": steps,
         "training_bits": f"{statistics.fmean(last_tenth):.5f}",
         "held_out_bits": f"{done.held_out:.5f}",
-        "losses": " ".join(f"{loss:.4g}" for loss in shorten([done.losses])),
-        "torch": torch.__version__,
+        "losses": as_text(shorten([done.losses])),
         "transformers": load("transformers").__version__,
-        "commit": commit(),
+        **stamp(),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.language_models.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("language_models.bench", __doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--out", type=Path, help="another CSV file")
     options = parser.parse_args()
     path = options.out or RESULTS / f"language-models-{machine()}.csv"
     rows = []
@@ -213,7 +199,7 @@ def main() -> None:
         for schedule in (UNSPLIT, *CONTESTANTS):
             limit = 60 + 10.0 * options.steps
             rows.append(row_of(name, schedule, options.steps, options.seed, limit))
-            write_rows(rows[-1:], path, FIELDS, ["model", "schedule", "seed"])
+            replace_rows(rows[-1:], path, FIELDS, ["model", "schedule", "seed"])
             print(name, schedule, rows[-1]["held_out_bits"], "bits", flush=True)
     print(markdown([{name: str(each) for name, each in row.items()} for row in rows]))
     print(f"rows: {path}")

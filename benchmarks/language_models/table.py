@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import grouped, markdown_table
 
 UNSPLIT = "unsplit"
 ORDER = [UNSPLIT, "OneForwardOneBackward", "PipeOptim"]
@@ -10,21 +11,20 @@ ORDER = [UNSPLIT, "OneForwardOneBackward", "PipeOptim"]
 
 def markdown(rows: Sequence[Row]) -> str:
     """Return losses of each model, the unsplit one first."""
-    lines = [
-        "| | parameters | training, bits per byte | held-out, bits per byte | against unsplit |",
-        "|---|---|---|---|---|",
-    ]
-    for name in dict.fromkeys(row["model"] for row in rows):
-        own = {row["schedule"]: row for row in rows if row["model"] == name}
-        for schedule in (each for each in ORDER if each in own):
-            row = own[schedule]
+    head = ["", "parameters", "training, bits per byte", "held-out, bits per byte"]
+    lines = []
+    for name, of_model in grouped(rows, "model").items():
+        own = grouped(of_model, "schedule", ORDER)
+        for (row,) in own.values():
             tie = ", tied" if row["tied"] == "True" else ""
-            lines.append(
-                f"| {name}{tie}, {shown(row)} | {int(row['parameters']) / 1e6:.1f} M "
-                f"| {float(row['training_bits']):.4f} | {float(row['held_out_bits']):.4f} "
-                f"| {behind(row, own[UNSPLIT]):+.3f} % |"
-            )
-    return "\n".join(lines)
+            lines.append([
+                f"{name}{tie}, {shown(row)}",
+                f"{int(row['parameters']) / 1e6:.1f} M",
+                f"{float(row['training_bits']):.4f}",
+                f"{float(row['held_out_bits']):.4f}",
+                f"{behind(row, own[UNSPLIT][0]):+.3f} %",
+            ])  # fmt: skip
+    return markdown_table([*head, "against unsplit"], lines)
 
 
 def behind(row: Row, unsplit: Row) -> float:

@@ -1,10 +1,8 @@
 """``mix_`` against torch: ``mul_`` + ``add_``, ``lerp_`` (one message only) and torch.compile."""
 
-from collections.abc import Iterator
-
 import torch
 
-from benchmarks.harness.measure import Case, Provider, compile_reference
+from benchmarks.harness.measure import Case, Provider, compile_reference, name_of, sweep
 from pyparallel.ops import mix_
 from pyparallel.ops.mix import mix_reference
 
@@ -15,13 +13,6 @@ CASES = [
     (torch.float32, torch.bfloat16, 1),
     (torch.bfloat16, torch.bfloat16, 1),
 ]
-
-
-def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
-    for numel in sizes:
-        for dtype, message_dtype, num_messages in CASES:
-            yield make_case(device, numel, dtype, message_dtype, num_messages)
 
 
 def make_case(device, numel, dtype, message_dtype, num_messages) -> Case:
@@ -53,7 +44,9 @@ def make_case(device, numel, dtype, message_dtype, num_messages) -> Case:
     ]
     if num_messages == 1 and dtype == message_dtype:
         providers.append(Provider("torch lerp_", lambda: z.lerp_(messages[0], share)))
-    names = [str(kind).removeprefix("torch.") for kind in (dtype, message_dtype)]
     num_bytes = numel * (2 * dtype.itemsize + num_messages * message_dtype.itemsize)
-    name = f"{names[0]} + {num_messages} {names[1]}"
+    name = f" + {num_messages} ".join(name_of(dtype, message_dtype))
     return Case("mix", name, numel, num_bytes, providers, device)
+
+
+cases = sweep((make_case, CASES))

@@ -1,10 +1,8 @@
 """``mix_quantized_`` against decoding into memory first, and torch.compile of the reference."""
 
-from collections.abc import Iterator
-
 import torch
 
-from benchmarks.harness.measure import Case, Provider, compile_reference
+from benchmarks.harness.measure import Case, Provider, compile_reference, sweep
 from pyparallel.ops import dequantize, mix_, mix_quantized_, quantize
 from pyparallel.ops._formats import find_format
 from pyparallel.ops.mix_quantized import mix_quantized_reference
@@ -19,13 +17,6 @@ CASES = [
     (8, "int", 1, True),
     (8, "int", 2, True),
 ]
-
-
-def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
-    for numel in sizes:
-        for bits, format, num_messages, adds in CASES:
-            yield make_case(device, numel, bits, format, num_messages, adds)
 
 
 def make_case(device, numel, bits, format, num_messages, adds) -> Case:
@@ -79,3 +70,6 @@ def make_case(device, numel, bits, format, num_messages, adds) -> Case:
     name = f"{num_messages} {format}{bits}" if format == "int" else f"{num_messages} {format}"
     name += " to replicas" if adds else ""
     return Case("mix_quantized", name, numel, num_bytes, providers, device)
+
+
+cases = sweep((make_case, CASES))

@@ -1,23 +1,12 @@
 """``pack_signs`` and its inverse against chains of torch's ops and of numpy's around packbits."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 
-from benchmarks.harness.measure import Case, Provider
+from benchmarks.harness.measure import Case, Provider, sweep
 from pyparallel.ops import pack_signs, unpack_signs
 
 BLOCK_SIZE = 1024
-
-
-def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes, rounded to full blocks."""
-    for numel in sizes:
-        for has_residual in (True, False):
-            yield make_case(device, numel, has_residual)
-        for accumulate in (True, False):
-            yield make_case_of_inverse(device, numel, accumulate)
 
 
 def make_case(device: str, numel: int, has_residual: bool) -> Case:
@@ -82,3 +71,7 @@ def make_case_of_inverse(device: str, numel: int, accumulate: bool) -> Case:
     num_bytes = numel * (8 if accumulate else 4) + numel // 8 + 4 * (numel // BLOCK_SIZE)
     name = f"unpack, {'accumulate' if accumulate else 'overwrite'}"
     return Case("pack_signs", name, numel, num_bytes, providers, device)
+
+
+BOTH = [(True,), (False,)]
+cases = sweep((make_case, BOTH), (make_case_of_inverse, BOTH))

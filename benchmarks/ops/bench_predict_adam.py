@@ -1,21 +1,12 @@
 """``predict_adam`` against torch: four separate ops, and torch.compile of the reference."""
 
-from collections.abc import Iterator
-
 import torch
 
-from benchmarks.harness.measure import Case, Provider, compile_reference
+from benchmarks.harness.measure import Case, Provider, compile_reference, name_of, sweep
 from pyparallel.ops import predict_adam
 from pyparallel.ops.predict_adam import predict_adam_reference
 
 BETA1, BETA2, EPS, STEP, HORIZON, LR = 0.9, 0.999, 1e-8, 100.0, 3.0, 1e-3
-
-
-def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
-    for numel in sizes:
-        for out_dtype in (torch.float32, torch.bfloat16):
-            yield make_case(device, numel, out_dtype)
 
 
 def make_case(device, numel, out_dtype) -> Case:
@@ -48,6 +39,9 @@ def make_case(device, numel, out_dtype) -> Case:
         Provider("torch sqrt, div, add, addcdiv", separate_ops),
         Provider("torch.compile of reference", compiled_reference),
     ]
-    name = f"float32 to {str(out_dtype).removeprefix('torch.')}"
+    name = f"float32 to {name_of(out_dtype)[0]}"
     num_bytes = numel * (12 + out_dtype.itemsize)
     return Case("predict_adam", name, numel, num_bytes, providers, device)
+
+
+cases = sweep((make_case, [(torch.float32,), (torch.bfloat16,)]))

@@ -1,19 +1,10 @@
 """``predict_sgd`` against torch: ``add`` with ``alpha``, and torch.compile of the reference."""
 
-from collections.abc import Iterator
-
 import torch
 
-from benchmarks.harness.measure import Case, Provider, compile_reference
+from benchmarks.harness.measure import Case, Provider, compile_reference, name_of, sweep
 from pyparallel.ops import predict_sgd
 from pyparallel.ops.predict_sgd import predict_sgd_reference
-
-
-def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
-    for numel in sizes:
-        for out_dtype in (torch.float32, torch.bfloat16):
-            yield make_case(device, numel, out_dtype)
 
 
 def make_case(device, numel, out_dtype) -> Case:
@@ -33,6 +24,9 @@ def make_case(device, numel, out_dtype) -> Case:
         Provider("torch add (alpha)", separate_ops),
         Provider("torch.compile of reference", lambda: compiled(param, buffer, lr, horizon, out)),
     ]
-    name = f"float32 to {str(out_dtype).removeprefix('torch.')}"
+    name = f"float32 to {name_of(out_dtype)[0]}"
     num_bytes = numel * (8 + out_dtype.itemsize)
     return Case("predict_sgd", name, numel, num_bytes, providers, device)
+
+
+cases = sweep((make_case, [(torch.float32,), (torch.bfloat16,)]))

@@ -1,10 +1,8 @@
 """``quantize`` and ``dequantize`` against torch's separate ops, and torch.compile of references."""
 
-from collections.abc import Iterator
-
 import torch
 
-from benchmarks.harness.measure import Case, Provider, compile_reference
+from benchmarks.harness.measure import Case, Provider, compile_reference, sweep
 from pyparallel.ops import dequantize, quantize
 from pyparallel.ops._formats import find_format
 from pyparallel.ops.quantize import SMALLEST, dequantize_reference, quantize_reference
@@ -33,15 +31,6 @@ DECODINGS = [
     (2, "ternary", True),
     (8, "natural", True),
 ]
-
-
-def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
-    for numel in sizes:
-        for encoding in ENCODINGS:
-            yield make_encoding(device, numel, *encoding)
-        for decoding in DECODINGS:
-            yield make_decoding(device, numel, *decoding)
 
 
 def make_encoding(device, numel, bits, format, feeds_back, stochastic) -> Case:
@@ -137,3 +126,6 @@ def make_decoding(device, numel, bits, format, accumulate) -> Case:
     name += ", accumulate" if accumulate else ""
     num_bytes = codes.nbytes + scales.nbytes + numel * (8 if accumulate else 4)
     return Case("quantize", name, numel, num_bytes, providers, device)
+
+
+cases = sweep((make_encoding, ENCODINGS), (make_decoding, DECODINGS))

@@ -1,22 +1,14 @@
 """``random_k`` and its indices against torch's and numpy's draws, followed by torch's indexing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from benchmarks.harness.measure import Case, Provider
+from benchmarks.harness.measure import Case, Provider, sweep
 from pyparallel.ops import random_k, random_k_indices
 
 SHARE = 100  # one entry in 100 is drawn
-
-
-def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
-    for numel in sizes:
-        yield make_case_of_indices(device, numel)
-        for run_length in (1, 32):
-            yield make_case(device, numel, run_length)
 
 
 def draw_by_torch(device: str, numel: int, k: int) -> torch.Tensor:
@@ -66,3 +58,6 @@ def make_case(device: str, numel: int, run_length: int) -> Case:
     ]
     name = f"1%, residual, runs of {run_length}"
     return Case("random_k", name, numel, 12 * numel + 4 * k, providers, device)
+
+
+cases = sweep((make_case_of_indices, [()]), (make_case, [(1,), (32,)]))

@@ -5,13 +5,9 @@ function checks its arguments; the raw overload, ``torch.ops.pyparallel.X.defaul
 arguments that the public function gave it. Rows go to ``benchmarks/results/calls-<machine>.csv``.
 """
 
-import argparse
-import random
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from benchmarks.harness.measure import RESULTS, commit, machine, time_once, write_rows
+from benchmarks.harness.measure import time_once
+from benchmarks.harness.program import make_parser
+from benchmarks.harness.rows import RESULTS, Row, machine, replace_rows, summary
+from benchmarks.harness.turns import take_turns
 from pyparallel import ops
 
 SIZES = (64, 2**16)
@@ -190,42 +189,29 @@ def entries(numel: int) -> Iterator[Call]:
     )
 
 
-def measure(call: Call, numel: int, turns: int, repeats: int) -> list[dict[str, object]]:
+def measure(call: Call, numel: int, turns: int, repeats: int) -> list[Row]:
     """Return a row for each provider; every turn times all of them, in random order."""
     providers = {PUBLIC: call.run, RAW: raw_overload(call)}
     if call.peer:
         providers[f"torch {call.peer[0]}"] = call.peer[1]
-    seconds: dict[str, list[float]] = {name: [] for name in providers}
-    order = random.Random(0)
-    for turn in range(turns + 3):
-        for name in order.sample(list(providers), len(providers)):
-            elapsed = time_once(providers[name], "cpu", repeats)
-            if turn >= 3:  # the first turns warm up
-                seconds[name].append(elapsed)
-    return [_row(call.op, numel, name, times) for name, times in seconds.items()]
-
-
-def _row(op: str, numel: int, name: str, times: list[float]) -> dict[str, object]:
-    tenths = statistics.quantiles(times, n=10, method="inclusive")
-    return {
-        "op": op,
-        "numel": numel,
-        "provider": name,
-        "median_us": f"{statistics.median(times) * 1e6:.2f}",
-        "p20_us": f"{tenths[1] * 1e6:.2f}",
-        "p80_us": f"{tenths[7] * 1e6:.2f}",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
+    runs = {name: partial(time_once, run, "cpu", repeats) for name, run in providers.items()}
+    return [
+        {
+            "op": call.op,
+            "numel": numel,
+            "provider": name,
+            **summary(times, "us", digits=2),
+            "threads": torch.get_num_threads(),
+        }
+        for name, times in take_turns(runs, turns).items()
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.calls", description=__doc__)
+    parser = make_parser("ops.calls", __doc__)
     parser.add_argument("--turns", type=int, default=40)
-    parser.add_argument("--out", type=Path, help="another CSV file")
     options = parser.parse_args()
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for numel in SIZES:
         for make in (steps, messages, entries):
             for call in make(numel):
@@ -234,7 +220,8 @@ def main() -> None:
         spread = f"{row['p20_us']}..{row['p80_us']}"
         print(f"{row['op']:<17} {row['numel']:>6} {row['provider']:<52} "
               f"{row['median_us']:>9} us {spread:>20}")  # fmt: skip
-    path = write_rows(rows, options.out or RESULTS / f"calls-{machine()}.csv", FIELDS)
+    path = options.out or RESULTS / f"calls-{machine()}.csv"
+    replace_rows(rows, path, FIELDS)
     print(f"\nrows: {path}")
 
 

@@ -13,13 +13,17 @@ import socket
 import statistics
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.harness.measure import commit, time_once, write_rows
+from benchmarks.harness.measure import FIELDS, time_once
+from benchmarks.harness.program import make_parser
+from benchmarks.harness.rows import Row, replace_rows, stamp
+from benchmarks.harness.turns import take_turns
 from pyparallel.ops import mix_
 
 TIMEOUT = timedelta(seconds=60)
@@ -63,13 +67,8 @@ def measure(device: str, numel: int, turns: int) -> dict[str, float]:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     # A separate group has its own stream; with priority, its kernel starts between blocks of ours.
     steps = make_steps(device, numel, dist.new_group(pg_options=options))
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(turns + 2):
-        for name, step in steps.items():
-            dist.barrier()
-            elapsed = time_once(step, device)
-            if turn >= 2:  # the first turns connect and warm up
-                seconds[name].append(elapsed)
+    runs = {name: partial(time_once, step, device) for name, step in steps.items()}
+    seconds = take_turns(runs, turns, warm_up=2, before=dist.barrier)  # the first turns connect
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
@@ -79,11 +78,11 @@ def hidden_fraction(seconds: dict[str, float]) -> float:
     return (communication + compute - both) / min(communication, compute)
 
 
-def make_rows(seconds: dict[str, float], case: str, device: str, numel: int) -> list[dict]:
+def make_rows(seconds: dict[str, float], case: str, device: str, numel: int) -> list[Row]:
     """Return rows like those of the ops; the last one has the speedup over sequential execution."""
     communication, compute, both = seconds.values()
-    common = {"op": "overlap", "case": case, "device": device, "numel": numel, "commit": commit()}
-    common |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    common = {"op": "overlap", "case": case, "device": device, "numel": numel, **stamp()}
+    common["threads"] = torch.get_num_threads()
     rows = [
         {**common, "provider": name, "median_ms": f"{value * 1e3:.4f}"}
         for name, value in seconds.items()
@@ -116,7 +115,7 @@ def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
     print(f"{case}: hidden of the shorter {hidden_fraction(seconds):9.2f}")
     if options.out:
         rows = make_rows(seconds, case, device, options.numel)
-        write_rows(rows, options.out, key=("op", "case"))
+        replace_rows(rows, options.out, FIELDS, key=("op", "case"))
 
 
 def nccl_versions() -> list[tuple[int, ...]]:
@@ -148,12 +147,11 @@ def free_port() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.overlap", description=__doc__)
+    parser = make_parser("ops.overlap", __doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--numel", type=int, default=2**26, help="float32 numbers of a message")
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="a CSV file for the rows")
     options = parser.parse_args()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # not supported with several ranks on one GPU
     mp.spawn(run_rank, (free_port(), options), nprocs=options.ranks)

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -39,7 +40,7 @@ def mark(axes: Axes, place: int, case: list[Row]) -> None:
     axes.plot(float(ours["of_copy"]), place, "o", color=BLUE, ms=7)
 
 
-def draw(rows: Sequence[Row], title: str, compresses: bool) -> Figure | None:
+def draw(rows: Sequence[Row], title: str, *, compresses: bool) -> Figure | None:
     """Draw a line for each case, with our rate and the peers'."""
     rows = [row for row in rows if row.get("of_copy")]
     cases = [case for case in largest_cases(rows) if (case[0]["op"] in COMPRESSION) == compresses]
@@ -66,11 +67,11 @@ def draw(rows: Sequence[Row], title: str, compresses: bool) -> Figure | None:
 
 
 PICTURES = {
-    "mixing": lambda rows: draw(
-        rows, "How near to a copy are averaging, prediction and steps?", compresses=False
+    "mixing": partial(
+        draw, title="How near to a copy are averaging, prediction and steps?", compresses=False
     ),
-    "compressing": lambda rows: draw(
-        rows, "How near to a copy are the compressors' kernels?", compresses=True
+    "compressing": partial(
+        draw, title="How near to a copy are the compressors' kernels?", compresses=True
     ),
 }
 

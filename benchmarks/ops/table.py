@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import markdown_table, of, where
 from pyparallel import ops
 
 
@@ -30,45 +31,42 @@ def best_peer(case: Sequence[Row]) -> Row | None:
 
 def markdown(rows: Sequence[Row]) -> str:
     """Return a line for each case at the largest size, with the best peer."""
-    lines = ["| op | case | ms | of the copy | against the best peer | peer |", "|---" * 6 + "|"]
+    head = ["op", "case", "ms", "of the copy", "against the best peer", "peer"]
+    lines = []
     for case in largest_cases([row for row in rows if row["of_copy"]]):
         ours, peer = case[0], best_peer(case)
-        cells = [
-            f"`{ours['op'] if ours['op'] in ops.__all__ else ours['op'] + '_'}`",
-            ours["case"],
-            f"{float(ours['median_ms']):.1f}",
-            f"{float(ours['of_copy']):.2f}",
-            f"{float(peer['speedup_of_ours']):.3g}x" if peer else "",
-            peer["provider"].replace("topk and its kin", "topk and the ops it needs")
-            if peer
-            else "",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+        op = ours["op"] if ours["op"] in ops.__all__ else f"{ours['op']}_"
+        times = (f"{float(ours[name]):.{n}f}" for name, n in (("median_ms", 1), ("of_copy", 2)))
+        best = ["", ""]
+        if peer:
+            name = peer["provider"].replace("topk and its kin", "topk and the ops it needs")
+            best = [f"{float(peer['speedup_of_ours']):.3g}x", name]
+        lines.append([f"`{op}`", ours["case"], *times, *best])
+    return markdown_table(head, lines)
 
 
 def calls(rows: Sequence[Row]) -> str:
     """Return a line for each op with the microseconds of a call, at each size: ours, torch's."""
-    sizes = list(dict.fromkeys(row["numel"] for row in rows))
+    sizes = of(rows, "numel")
     names = [f"{numel} elements: {each}" for numel in sizes for each in ("public", "raw", "torch")]
-    lines = [f"| op | {' | '.join(names)} | in torch |", "|---" * (len(names) + 2) + "|"]
-    for op in dict.fromkeys(row["op"] for row in rows):
+    lines = []
+    for op in of(rows, "op"):
         cells, peers = [f"`{op}`"], []
         for numel in sizes:
-            found = [row for row in rows if row["op"] == op and row["numel"] == numel]
+            found = where(rows, op=op, numel=numel)
             medians = [f"{float(row['median_us']):.3g}" for row in found]
             cells += [*medians, ""][:3]  # not every op has a peer
             peers = [row["provider"].removeprefix("torch ") for row in found[2:]]
-        lines.append(f"| {' | '.join([*cells, *(peers or ['none'])])} |")
-    return "\n".join([*lines, ""])
+        lines.append([*cells, *(peers or ["none"])])
+    return markdown_table(["op", *names, "in torch"], lines)
 
 
 def small_steps(rows: Sequence[Row]) -> str:
     """Return a line for each case of ``benchmarks.checkouts``, with the ratio to the other one."""
-    head = "| | now | before | ratio of the medians (least to greatest of a turn) |"
-    lines = [head, "|---" * 4 + "|"]
+    lines = []
     for row in rows:
         now, before = (f"{float(row[name]):.3g} {row['unit']}" for name in ("after", "before"))
         ratio, least, greatest = (f"{float(row[x]):.2f}" for x in ("ratio", "least", "greatest"))
-        lines.append(f"| {row['case']} | {now} | {before} | {ratio} ({least} to {greatest}) |")
-    return "\n".join([*lines, ""])
+        lines.append([row["case"], now, before, f"{ratio} ({least} to {greatest})"])
+    head = ["", "now", "before", "ratio of the medians (least to greatest of a turn)"]
+    return markdown_table(head, lines)

@@ -20,13 +20,14 @@ small version of all parts, as a test.
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from benchmarks.harness.link import limited_links, loopback
-from benchmarks.harness.measure import summary
-from benchmarks.harness.program import Row, make_parser, measure
-from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.link import limited_links
+from benchmarks.harness.program import parser_of_parts, run_parts
+from benchmarks.harness.ranks import run_on_loopback, run_ranks
+from benchmarks.harness.rows import Row, rows_of
 from benchmarks.pipeline import bubbles, prediction, waiting
 from benchmarks.pipeline.limit import Limit, Speed, measure_speeds
 from benchmarks.pipeline.models import (
@@ -37,16 +38,21 @@ from benchmarks.pipeline.models import (
     Model,
     SleepingModel,
 )
-from benchmarks.pipeline.systems import ADAMW, System, ours, peers
+from benchmarks.pipeline.systems import ADAMW, Plan, System, ours, peers
 from benchmarks.pipeline.systems.ours import OURS, OurSchedule
 from benchmarks.pipeline.systems.peers import DEEP_PEERS, PEERS
-from benchmarks.pipeline.turns import Plan
 
 FIELDS = [
     "part", "case", "compute", "system", "ranks", "microbatches", "median_ms", "p20_ms", "p80_ms",
     "tokens_per_s", "of_limit", "ratio", "ratio_is", "bubble", "bubble_on_paper", "weight_copies",
     "torch", "commit", "optimizer", "runs", "ratio_low", "ratio_high",
 ]  # fmt: skip
+RANKS = 2  # one core each
+MBIT_PER_S = 1000
+COMPARED = [ours.PIPE_OPTIM, ours.ONE_FORWARD_ONE_BACKWARD]  # in the parts small and link
+TORCHS = [peers.GPIPE, peers.ONE_FORWARD_ONE_BACKWARD]
+LIMIT = Limit.name
+FASTEST = "the fastest of torch's"
 
 
 @dataclass(frozen=True)
@@ -84,8 +90,11 @@ class Sizes:
         """Return systems with the optimizer."""
         return [replace(system, optimizer=self.optimizer) for system in systems]
 
+    def optimizer_of(self, system: str) -> str:
+        """Return the class of a system's optimizer."""
+        return ADAMW if system.startswith("torch ") else self.optimizer
 
-RANKS = 2  # one core each
+
 FULL = Sizes(
     model=FOR_TWO_CORES,
     microbatches=(RANKS, 2 * RANKS, 4 * RANKS),
@@ -102,7 +111,7 @@ DRY = Sizes(
     model=ByteModel(width=48, num_blocks=4, num_heads=2, microbatch=1, length=8),
     microbatches=(RANKS,),
     throughput=Plan(turns=1, microbatches=2),
-    small_model=EncoderModel(width=16, num_layers=2, num_heads=2, microbatch=1, length=4),
+    small_model=EncoderModel(width=16, num_blocks=2, num_heads=2, microbatch=1, length=4),
     small=Plan(turns=1, microbatches=2),
     runs=1,
     updates=4,
@@ -113,262 +122,195 @@ DRY = Sizes(
 
 
 def bench_throughput(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure with few to many microbatches per step."""
-    for num_microbatches in sizes.microbatches:
+    """Measure with few to many microbatches per step, in one run."""
+    for count in sizes.microbatches:
         systems = [*sizes.ours(OURS), *PEERS]
-        arguments = (sizes.model, systems, num_microbatches, sizes.throughput, sizes.optimizer)
-        with loopback() as place:
-            speeds = run_ranks(RANKS, place, 300, measure_speeds, *arguments)[0]
-        yield rows_of_throughput(speeds, sizes, num_microbatches)
-
-
-def rows_of_throughput(
-    speeds: Mapping[str, Speed], sizes: Sizes, num_microbatches: int
-) -> list[Row]:
-    """Return a row per system, relative to the best of torch's and to the limit."""
-    model = sizes.model
-    medians = {name: statistics.median(speed.seconds) for name, speed in speeds.items()}
-    peer = min((system.name for system in PEERS), key=medians.__getitem__)
-    return [
-        {
-            **summary(speed.seconds),
-            "part": "throughput",
-            "case": f"M = {num_microbatches}",
-            "compute": model.name,
-            "system": name,
-            "ranks": RANKS,
-            "microbatches": num_microbatches,
-            "tokens_per_s": f"{model.tokens / medians[name]:.0f}",
-            "of_limit": f"{medians[Limit.name] / medians[name]:.3f}",
-            "ratio": f"{medians[peer] / medians[name]:.3f}",
-            "ratio_is": f"speed of {peer}, the best of torch's",
-            "weight_copies": " ".join(map(str, speed.weight_copies)),
-            "optimizer": optimizer_of(name, sizes),
-        }
-        for name, speed in speeds.items()
-    ]
-
-
-def optimizer_of(system: str, sizes: Sizes) -> str:
-    """Return the class of a system's optimizer."""
-    return ADAMW if system in {peer.name for peer in DEEP_PEERS} else sizes.optimizer
-
-
-SMALL_OURS = [ours.PIPE_OPTIM, ours.ONE_FORWARD_ONE_BACKWARD]
-SMALL_PEERS = [peers.GPIPE, peers.ONE_FORWARD_ONE_BACKWARD]
-FASTEST = "the fastest of torch's"
-COMPARED = {  # with which of torch's
-    ours.ONE_FORWARD_ONE_BACKWARD.name: peers.ONE_FORWARD_ONE_BACKWARD.name
-}
+        run = measure_speeds_of(sizes, sizes.model, systems, count, sizes.throughput)
+        ratio_is = f"speed of {fastest(run, PEERS)}, the best of torch's"
+        yield rows_of_speeds(
+            [run], sizes, sizes.model, "throughput", count, best_of_torch, ratio_is
+        )
 
 
 def bench_small(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure in several runs, each of new processes."""
-    systems = [*sizes.ours(SMALL_OURS), *SMALL_PEERS]
-    for num_microbatches in sizes.microbatches:
-        runs = measure_runs(sizes, sizes.small_model, systems, num_microbatches)
-        yield rows_of_small(runs, sizes, num_microbatches)
+    """Measure little models, 1F1B against torch's and PipeOptim against the faster of torch's."""
+    name_of_ours, theirs = (each.ONE_FORWARD_ONE_BACKWARD.name for each in (ours, peers))
+    systems, model = [*sizes.ours(COMPARED), *TORCHS], sizes.small_model
+
+    def peer_of(name: str, run: Mapping[str, Speed]) -> str:
+        return theirs if name == name_of_ours else fastest(run, TORCHS)
+
+    for count in sizes.microbatches:
+        runs = measure_runs(sizes, model, systems, count)
+        rows = rows_of_speeds(runs, sizes, model, "small", count, peer_of, f"speed of {FASTEST}")
+        for row in rows:
+            if row["system"] == name_of_ours:
+                row["ratio_is"] = f"speed of {theirs}"
+        yield rows
+
+
+def bench_limit(sizes: Sizes) -> Iterator[list[Row]]:
+    """Measure PipeOptim against the limit, both with the same optimizer."""
+    for count in sizes.microbatches:
+        runs = measure_runs(sizes, sizes.model, sizes.ours([ours.PIPE_OPTIM]), count)
+        ratio_is = "speed of the limit"
+        yield rows_of_speeds(runs, sizes, sizes.model, "limit", count, lambda *_: LIMIT, ratio_is)
+
+
+def measure_speeds_of(
+    sizes: Sizes, model: Model, systems: Sequence[System], num_microbatches: int, plan: Plan
+) -> Mapping[str, Speed]:
+    """Return the speeds of systems and of the limit in new processes."""
+    arguments = (model, systems, num_microbatches, plan, sizes.optimizer)
+    return run_on_loopback(RANKS, 300, measure_speeds, *arguments)[0]
 
 
 def measure_runs(
     sizes: Sizes, model: Model, systems: Sequence[System], num_microbatches: int
 ) -> list[Mapping[str, Speed]]:
-    """Return the speeds of systems and of the limit in each run."""
-    runs = []
-    for _ in range(sizes.runs):
-        with loopback() as place:
-            arguments = (model, systems, num_microbatches, sizes.small, sizes.optimizer)
-            runs.append(run_ranks(RANKS, place, 120, measure_speeds, *arguments)[0])
-    return runs
+    """Return the speeds in each of several runs."""
+    arguments = (sizes, model, systems, num_microbatches, sizes.small)
+    return [measure_speeds_of(*arguments) for _ in range(sizes.runs)]
 
 
-def bench_limit(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure PipeOptim against the limit, both with the same optimizer, in several runs."""
-    systems = sizes.ours([ours.PIPE_OPTIM])
-    for num_microbatches in sizes.microbatches:
-        runs = measure_runs(sizes, sizes.model, systems, num_microbatches)
-        yield rows_of_limit(runs, sizes, num_microbatches)
+def fastest(run: Mapping[str, Speed], systems: Sequence[System]) -> str:
+    """Return the name of the fastest of some systems."""
+    return min((each.name for each in systems), key=lambda name: run[name].median)
 
 
-def rows_of_limit(
-    runs: Sequence[Mapping[str, Speed]], sizes: Sizes, num_microbatches: int
+def best_of_torch(name: str, run: Mapping[str, Speed]) -> str:
+    return fastest(run, PEERS)
+
+
+def rows_of_speeds(
+    runs: Sequence[Mapping[str, Speed]],
+    sizes: Sizes,
+    model: ByteModel | EncoderModel,
+    part: str,
+    num_microbatches: int,
+    peer_of: Callable[[str, Mapping[str, Speed]], str],
+    ratio_is: str,
 ) -> list[Row]:
-    """Return a row per system: the median of all turns, and of the ratios within each run."""
-    rows: list[Row] = []
-    for name in runs[0]:
-        ratios = [
-            statistics.median(run[Limit.name].seconds) / statistics.median(run[name].seconds)
-            for run in runs
-        ]
-        rows.append(
-            {
-                **summary([each for run in runs for each in run[name].seconds]),
-                "part": "limit",
-                "case": f"M = {num_microbatches}",
-                "compute": sizes.model.name,
-                "system": name,
-                "ranks": RANKS,
-                "microbatches": num_microbatches,
-                "of_limit": f"{statistics.median(ratios):.3f}",
-                "ratio": f"{statistics.median(ratios):.3f}",
-                "ratio_is": "speed of the limit",
-                "optimizer": optimizer_of(name, sizes),
-                "runs": len(runs),
-                "ratio_low": f"{min(ratios):.3f}",
-                "ratio_high": f"{max(ratios):.3f}",
-            }
-        )
-    return rows
+    """Return a row per system: the median of all turns, and of the ratios within each run.
+
+    A ratio is the speed of a system relative to that of its peer.
+    """
+    seconds = {name: [*chain.from_iterable(run[name].seconds for run in runs)] for name in runs[0]}
+
+    def columns(name: str) -> Row:
+        ratios = [run[peer_of(name, run)].median / run[name].median for run in runs]
+        shares = [run[LIMIT].median / run[name].median for run in runs]
+        return {
+            "tokens_per_s": f"{model.tokens / statistics.median(seconds[name]):.0f}",
+            "of_limit": f"{statistics.median(shares):.3f}",
+            "weight_copies": " ".join(map(str, runs[0][name].weight_copies)),
+            "optimizer": sizes.optimizer_of(name),
+            **spread_of(ratios),
+        }
+
+    return rows_of(
+        seconds,
+        seconds[LIMIT],
+        ratio_is,
+        part=part,
+        case=f"M = {num_microbatches}",
+        compute=model.name,
+        ranks=RANKS,
+        microbatches=num_microbatches,
+        more=columns,
+    )
 
 
-def rows_of_small(
-    runs: Sequence[Mapping[str, Speed]], sizes: Sizes, num_microbatches: int
-) -> list[Row]:
-    """Return a row per system: the median of all turns, and of the ratios within each run."""
-    rows: list[Row] = []
-    for name in runs[0]:
-        pairs = [speed_ratios(run, name) for run in runs]
-        ratios, of_limit = ([pair[i] for pair in pairs] for i in range(2))
-        seconds = [each for run in runs for each in run[name].seconds]
-        rows.append(
-            {
-                **summary(seconds),
-                "part": "small",
-                "case": f"M = {num_microbatches}",
-                "compute": sizes.small_model.name,
-                "system": name,
-                "ranks": RANKS,
-                "microbatches": num_microbatches,
-                "tokens_per_s": f"{sizes.small_model.tokens / statistics.median(seconds):.0f}",
-                "of_limit": f"{statistics.median(of_limit):.3f}",
-                "ratio": f"{statistics.median(ratios):.3f}",
-                "ratio_is": f"speed of {COMPARED.get(name, FASTEST)}",
-                "weight_copies": " ".join(map(str, runs[0][name].weight_copies)),
-                "optimizer": optimizer_of(name, sizes),
-                "runs": len(runs),
-                "ratio_low": f"{min(ratios):.3f}",
-                "ratio_high": f"{max(ratios):.3f}",
-            }
-        )
-    return rows
-
-
-def speed_ratios(run: Mapping[str, Speed], name: str) -> tuple[float, float]:
-    """Return the speed of a system relative to torch's and to the limit in the same run."""
-    medians = {each: statistics.median(speed.seconds) for each, speed in run.items()}
-    fastest = min(medians[peer.name] for peer in SMALL_PEERS)
-    peer = medians[COMPARED[name]] if name in COMPARED else fastest
-    return peer / medians[name], medians[Limit.name] / medians[name]
+def spread_of(ratios: Sequence[float]) -> Row:
+    """Return the median of ratios, the least and the greatest."""
+    found = {
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+    }
+    return {name: f"{value:.3f}" for name, value in found.items()} | {"runs": len(ratios)}
 
 
 def bench_prediction(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure on both stages at once."""
     for kind in prediction.OPTIMIZERS:
-        arguments = sizes.model, sizes.updates, kind
-        with loopback() as place:
-            seconds = run_ranks(RANKS, place, 300, prediction.measure, *arguments)[0]
-        yield rows_of_prediction(kind, seconds, sizes.model)
-
-
-def rows_of_prediction(
-    kind: str, seconds: Mapping[str, Sequence[float]], model: ByteModel
-) -> list[Row]:
-    """Return a row for the passes, each update and the prediction."""
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    whole = medians[prediction.PASSES] + medians[prediction.UPDATE]
-    return [
-        {
-            **summary(times),
-            "part": "prediction",
-            "case": "a microbatch on a stage",
-            "optimizer": kind,
-            "compute": model.name,
-            "system": name,
-            "ranks": RANKS,
-            "ratio": f"{medians[name] / whole:.4f}",
-            "ratio_is": "time of forward, backward and update",
-        }
-        for name, times in seconds.items()
-    ]
-
-
-LINK_OURS = [ours.PIPE_OPTIM, ours.ONE_FORWARD_ONE_BACKWARD]
-LINK_PEERS = [peers.GPIPE, peers.ONE_FORWARD_ONE_BACKWARD]
-MBIT_PER_S = 1000
+        arguments = (sizes.model, sizes.updates, kind)
+        seconds = run_on_loopback(RANKS, 300, prediction.measure, *arguments)[0]
+        passes, update = (
+            statistics.median(seconds[name]) for name in (prediction.PASSES, prediction.UPDATE)
+        )
+        yield rows_of(
+            seconds,
+            [passes + update],
+            "time of forward, backward and update",
+            digits=4,
+            part="prediction",
+            case="a microbatch on a stage",
+            optimizer=kind,
+            compute=sizes.model.name,
+            ranks=RANKS,
+        )
 
 
 def bench_link(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure both stages in a network namespace of its own."""
-    for num_microbatches in sizes.microbatches:
-        systems = [*sizes.ours(LINK_OURS), *LINK_PEERS]
-        arguments = (sizes.model, systems, num_microbatches, sizes.throughput)
+    """Measure both stages in a network namespace of its own, against torch's 1F1B."""
+    systems, peer = [*sizes.ours(COMPARED), *TORCHS], peers.ONE_FORWARD_ONE_BACKWARD.name
+    for count in sizes.microbatches:
+        arguments = (sizes.model, systems, count, sizes.throughput)
         with limited_links(RANKS, MBIT_PER_S) as place:
             waits = run_ranks(RANKS, place, 300, waiting.measure, *arguments)[0]
         for kind in (waiting.ACTIVATIONS, waiting.GRADIENTS):
-            of_kind = {name: each[kind] for name, each in waits.items()}
-            yield rows_of_link(of_kind, kind, sizes, num_microbatches)
+            seconds = {name: each[kind] for name, each in waits.items()}
 
+            def columns(name: str, seconds: Mapping[str, Sequence[float]] = seconds) -> Row:
+                pairs = zip(seconds[name], seconds[peer], strict=True)
+                ratios = [own / theirs for own, theirs in pairs]  # of the same turn
+                return {**spread_of(ratios), "optimizer": sizes.optimizer_of(name)}
 
-def rows_of_link(
-    waits: Mapping[str, Sequence[float]], kind: str, sizes: Sizes, num_microbatches: int
-) -> list[Row]:
-    """Return a row per system, relative to torch's 1F1B in the same turns."""
-    peer = peers.ONE_FORWARD_ONE_BACKWARD.name
-    rows: list[Row] = []
-    for name, seconds in waits.items():
-        ratios = [own / theirs for own, theirs in zip(seconds, waits[peer], strict=True)]
-        rows.append(
-            {
-                **summary(seconds),
-                "part": "link",
-                "case": f"M = {num_microbatches}, {kind}",
-                "compute": f"{sizes.model.name}, {MBIT_PER_S} Mbit/s",
-                "system": name,
-                "ranks": RANKS,
-                "microbatches": num_microbatches,
-                "ratio": f"{statistics.median(ratios):.3f}",
-                "ratio_is": f"wait of {peer}",
-                "optimizer": optimizer_of(name, sizes),
-                "runs": len(seconds),
-                "ratio_low": f"{min(ratios):.3f}",
-                "ratio_high": f"{max(ratios):.3f}",
-            }
-        )
-    return rows
+            yield rows_of(
+                seconds,
+                seconds[peer],
+                f"wait of {peer}",
+                part="link",
+                case=f"M = {count}, {kind}",
+                compute=f"{sizes.model.name}, {MBIT_PER_S} Mbit/s",
+                ranks=RANKS,
+                microbatches=count,
+                more=columns,
+            )
 
 
 def bench_bubbles(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure all systems in each pipeline."""
+    busy = 3 * sizes.forward  # seconds of work per rank and microbatch
     for deep in sizes.deep:
         forward = sizes.forward * deep.ranks
         model = SleepingModel(2 * deep.ranks, forward, 2 * forward)
         others = [peer for peer in DEEP_PEERS if peer.runs(deep.ranks, deep.microbatches)]
         plan = Plan(sizes.bubble_turns, deep.microbatches)
         arguments = (model, [*sizes.ours(OURS), *others], deep.microbatches, plan)
-        with loopback() as place:
-            measured = run_ranks(deep.ranks, place, 400, bubbles.measure, *arguments)[0]
-        yield rows_of_bubbles(measured, deep, 3 * sizes.forward)
+        found = run_on_loopback(deep.ranks, 400, bubbles.measure, *arguments)[0]
 
+        def columns(name: str, found: Mapping[str, bubbles.Waiting] = found) -> Row:
+            median, simulated = statistics.median(found[name].seconds), found[name].simulated
+            return {
+                "ratio": f"{simulated / median:.3f}",
+                "bubble": f"{1 - busy / median:.3f}",
+                "bubble_on_paper": f"{max(0, 1 - busy / simulated):.3f}",
+                "weight_copies": " ".join(map(str, found[name].weight_copies)),
+            }
 
-def rows_of_bubbles(measured: Mapping[str, bubbles.Waiting], deep: Deep, busy: float) -> list[Row]:
-    """Return a row per system; ``busy``: seconds of work per rank and microbatch."""
-    return [
-        {
-            **summary(waiting.seconds),
-            "part": "bubbles",
-            "case": f"{deep.ranks} ranks, M = {deep.microbatches}",
-            "compute": f"sleep {busy * 1e3:.0f} ms per microbatch on each rank, no compute",
-            "system": name,
-            "ranks": deep.ranks,
-            "microbatches": deep.microbatches,
-            "ratio": f"{waiting.simulated / statistics.median(waiting.seconds):.3f}",
-            "ratio_is": "simulated speed",
-            "bubble": f"{1 - busy / statistics.median(waiting.seconds):.3f}",
-            "bubble_on_paper": f"{max(0, 1 - busy / waiting.simulated):.3f}",
-            "weight_copies": " ".join(map(str, waiting.weight_copies)),
-        }
-        for name, waiting in measured.items()
-    ]
+        yield rows_of(
+            {name: each.seconds for name, each in found.items()},
+            [busy],
+            "simulated speed",
+            part="bubbles",
+            case=f"{deep.ranks} ranks, M = {deep.microbatches}",
+            compute=f"sleep {busy * 1e3:.0f} ms per microbatch on each rank, no compute",
+            ranks=deep.ranks,
+            microbatches=deep.microbatches,
+            more=columns,
+        )
 
 
 PARTS = {
@@ -381,38 +323,12 @@ PARTS = {
 }
 
 
-def print_rows(rows: Sequence[Row]) -> None:
-    """Print the rows as a table."""
-    print(f"\n{rows[0]['part']}, {rows[0]['case']}; {rows[0]['compute']}")
-    print(f"{'system':<34} {'ms':>9} {'p20..p80':>17} ratio")
-    for row in rows:
-        spread = f"{row['p20_ms']}..{row['p80_ms']}"
-        more = "".join(
-            f", {word} {row[field]}"
-            for field, word in MORE.items()
-            if row.get(field) not in (None, "")
-        )
-        print(f"{row['system']:<34} {row['median_ms']:>9} {spread:>17} "
-              f"{row['ratio']} of the {row['ratio_is']}{more}")  # fmt: skip
-
-
-MORE = {
-    "tokens_per_s": "tokens/s",
-    "of_limit": "of limit",
-    "bubble": "bubble",
-    "bubble_on_paper": "simulated",
-    "weight_copies": "weight copies",
-    "ratio_low": "least of the runs",
-    "ratio_high": "most",
-}
-
-
 def main() -> None:
-    parser = make_parser("pipeline", __doc__, list(PARTS))
+    parser = parser_of_parts("pipeline", __doc__, PARTS)
     parser.add_argument("--optimizer", default=ADAMW, help="a class of AdamW, such as %(default)s")
     options = parser.parse_args()
     sizes = replace(DRY if options.dry_run else FULL, optimizer=options.optimizer)
-    measure("pipeline", PARTS, sizes, options, FIELDS, print_rows)
+    run_parts("pipeline", PARTS, sizes, options, FIELDS)
 
 
 if __name__ == "__main__":

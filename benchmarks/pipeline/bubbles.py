@@ -5,11 +5,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from benchmarks.pipeline.models import SleepingModel
-from benchmarks.pipeline.systems import System, copies_by_stage
-from benchmarks.pipeline.turns import Plan, start, take_turns
+from benchmarks.pipeline.systems import Plan, System, copies_by_stage, start, time_microbatches
 from pyparallel.pipeline import Action, simulate
-
-Actions = Sequence[Sequence[Action]]
 
 
 class Waiting(NamedTuple):
@@ -31,7 +28,7 @@ def measure(
 ) -> dict[str, Waiting]:
     """Measure all systems in turns."""
     trainings = start(systems, model, num_microbatches)
-    seconds = take_turns(trainings, num_microbatches, plan)
+    seconds = time_microbatches(trainings, num_microbatches, plan)
     return {
         name: Waiting(
             seconds[name],
@@ -42,14 +39,11 @@ def measure(
     }
 
 
-def simulated_seconds(actions: Callable[[int], Actions], model: SleepingModel) -> float:
+def simulated_seconds(
+    actions: Callable[[int], Sequence[Sequence[Action]]], model: SleepingModel
+) -> float:
     """Return the simulated time of a step in steady state: what one more step adds."""
     few = 4  # more than the warm-up takes, with at least as many microbatches as stages
-    times = [simulate_steps(actions(steps), model) for steps in (few, few + 1)]
-    return times[1] - times[0]
-
-
-def simulate_steps(actions: Actions, model: SleepingModel) -> float:
-    """Return the simulated seconds of the actions, from an empty pipeline to an empty pipeline."""
-    num_stages = 1 + max(action.stage for action in chain.from_iterable(actions))
-    return simulate(actions, model.costs(num_stages)).makespan
+    fewer, more = actions(few), actions(few + 1)
+    costs = model.costs(1 + max(action.stage for action in chain.from_iterable(fewer)))
+    return simulate(more, costs).makespan - simulate(fewer, costs).makespan

@@ -14,18 +14,13 @@ One process holds all stages: the weights that a microbatch reads depend only on
 runs do not depend on timing, and need one core.
 """
 
-import argparse
 import itertools
 from collections.abc import Iterable
-from pathlib import Path
 
-import torch
-
-from benchmarks.harness.measure import RESULTS
-from benchmarks.harness.rows import read_rows
+from benchmarks.harness.program import parser_of_runs
 from benchmarks.pipeline.table import markdown
 from benchmarks.pipeline.tasks import TASKS, Task
-from benchmarks.pipeline.training import Contestant, Run, complete, row_of
+from benchmarks.pipeline.training import Contestant, Run, add_arguments, complete
 from pyparallel.pipeline import (
     GPipe,
     PipeDream,
@@ -49,33 +44,18 @@ SWEPT = ("gpipe", "pipedream", "pipeoptim", "naive")  # also at rates other than
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pipeline.compare", description=__doc__
-    )
-    names = [task.name for task in TASKS]
-    parser.add_argument("--tasks", nargs="*", choices=names, default=names)
-    parser.add_argument(
-        "--schedules", nargs="*", choices=list(CONTESTANTS), default=list(CONTESTANTS)
-    )
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only print")
-    parser.add_argument("--updates", type=int, help="overrides the number of updates of each task")
-    parser.add_argument("--again", action="store_true", help="repeat runs that have a row")
-    parser.add_argument("--out", type=Path, default=RESULTS / "pipeline-accuracy.csv")
+    parser = parser_of_runs("pipeline.compare", __doc__, "pipeline-accuracy.csv")
+    add_arguments(parser, [task.name for task in TASKS], seeds=3)
+    names = list(CONTESTANTS)
+    parser.add_argument("--schedules", nargs="*", choices=names, default=names)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     tasks = [task for task in TASKS if task.name in options.tasks]
     runs = (
         Run(task, name, CONTESTANTS[name], rate, seed)
         for seed, task in itertools.product(options.seeds, tasks)
         for name, rate in runs_of(task, options.schedules, seed)
     )
-    complete(
-        options.out,
-        runs,
-        lambda run: row_of(run, options.updates or run.task.updates),
-        again=options.again,
-    )
-    print(markdown(read_rows(options.out)))
+    complete(options, runs, markdown)
 
 
 def runs_of(task: Task, schedules: Iterable[str], seed: int) -> list[tuple[str, float]]:

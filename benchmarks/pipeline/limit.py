@@ -1,5 +1,6 @@
 """The upper limit of a pipeline's speed: all stages compute without waiting; systems beside it."""
 
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.pipeline.models import Model, build_stages
-from benchmarks.pipeline.systems import ADAMW, System, copies_by_stage, make_optimizer
-from benchmarks.pipeline.turns import Plan, start, take_turns
+from benchmarks.pipeline.systems import (
+    ADAMW,
+    Plan,
+    System,
+    copies_by_stage,
+    make_optimizer,
+    start,
+    time_microbatches,
+)
 
 
 class StageAlone:
@@ -45,8 +53,6 @@ class StageAlone:
 class Limit:
     """A system in which each rank trains its stage alone, with an update per microbatch.
 
-    A stage runs as many forwards ahead as in a pipeline, whose activations occupy the caches.
-
     Args:
         optimizer: the class of AdamW.
     """
@@ -55,40 +61,36 @@ class Limit:
     optimizer: str = ADAMW
 
     def start(self, model: Model, num_microbatches: int) -> "LimitTraining":
-        """Start training on this rank."""
-        ahead = dist.get_world_size() - 1 - dist.get_rank()
-        return LimitTraining(StageAlone(model), ahead, num_microbatches, self.optimizer)
+        return LimitTraining(StageAlone(model), num_microbatches, self.optimizer)
 
 
 class LimitTraining:
-    """Forward, backward and update of one stage."""
+    """Forward, backward and update of one stage.
 
-    def __init__(
-        self, alone: StageAlone, ahead: int, num_microbatches: int, optimizer: str
-    ) -> None:
+    It runs as many forwards ahead as in a pipeline, whose activations occupy the caches.
+    """
+
+    def __init__(self, alone: StageAlone, num_microbatches: int, optimizer: str) -> None:
         self._alone = alone
         self._in_flight: deque[Tensor] = deque()
-        self._ahead = ahead
+        self._ahead = dist.get_world_size() - 1 - dist.get_rank()
         self._num_microbatches = num_microbatches
         # Separate parameters: autograd would refuse an update between a forward and its backward.
         self._weights = [nn.Parameter(each.data) for each in alone.stage.parameters()]
         self._optimizer = make_optimizer(self._weights, optimizer)
 
     def step(self) -> None:
-        """Run the microbatches of a step."""
         for _ in range(self._num_microbatches):
             self._in_flight.append(self._alone.forward())
             if len(self._in_flight) > self._ahead:
-                self._alone.backward(self._in_flight.popleft())
-                self._update()
+                self._backward_and_update()
 
     def finish(self) -> None:
-        """Run the pending backwards."""
         while self._in_flight:
-            self._alone.backward(self._in_flight.popleft())
-            self._update()
+            self._backward_and_update()
 
-    def _update(self) -> None:
+    def _backward_and_update(self) -> None:
+        self._alone.backward(self._in_flight.popleft())
         for weight, parameter in zip(self._weights, self._alone.stage.parameters(), strict=True):
             weight.grad = parameter.grad
         self._optimizer.step()
@@ -107,6 +109,10 @@ class Speed(NamedTuple):
     seconds: list[float]
     weight_copies: list[int]
 
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
 
 def measure_speeds(
     rank: int,
@@ -119,7 +125,7 @@ def measure_speeds(
     """Measure all systems in turns, and the limit with an optimizer of this class."""
     pipelines = start(systems, model, num_microbatches)
     limit = start([Limit(optimizer)], model, num_microbatches)
-    seconds = take_turns(limit | pipelines, num_microbatches, plan)
+    seconds = time_microbatches(limit | pipelines, num_microbatches, plan)
     return {
         name: Speed(times, copies_by_stage(pipelines[name]) if name in pipelines else [])
         for name, times in seconds.items()

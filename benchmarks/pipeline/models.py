@@ -1,4 +1,4 @@
-"""The models of the benchmarks: a byte transformer, and layers that sleep.
+"""The models of the benchmarks: byte transformers, and layers that sleep.
 
 Two cores can run two computing stages; deeper pipelines are measured with sleeping stages, which do
 not contend for cores, so that only the schedule and the runtime's overhead are measured.
@@ -8,32 +8,36 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from examples.models import byte_loss
 from pyparallel.pipeline import Costs
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+NUM_BYTES = 256
 
 
-class Model(Protocol):
-    """Protocol of a sequence of layers that can be split into stages of equal cost."""
+class Model:
+    """A sequence of layers, all but the first and maybe the last of equal cost."""
 
-    @property
-    def loss(self) -> LossFunction:
-        """Return the loss function, a mean over the microbatch."""
+    num_equal: int  # a multiple of every number of stages
+    loss: LossFunction  # a mean over the microbatch
 
     def build(self) -> list[nn.Module]:
         """Return new layers, the same on all ranks."""
-
-    def split(self, num_stages: int) -> list[int]:
-        """Return the first layer of stages 1, 2, ..."""
+        raise NotImplementedError
 
     def make_batch(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of one step."""
+        raise NotImplementedError
+
+    def split(self, num_stages: int) -> list[int]:
+        """Return the first layer of stages 1, 2, ...: equally many layers after the first one."""
+        return [1 + self.num_equal * stage // num_stages for stage in range(1, num_stages)]
 
 
 def build_stages(model: Model, num_stages: int) -> list[nn.Sequential]:
@@ -44,14 +48,14 @@ def build_stages(model: Model, num_stages: int) -> list[nn.Sequential]:
 
 
 @dataclass(frozen=True)
-class ByteModel(Model):
-    """A decoder-only byte transformer; its last block is narrower by the cost of the head.
+class TextModel(Model):
+    """Blocks after an embedding and before a head.
 
     Args:
-        width: of the residual stream; the hidden layers of blocks are four times as wide.
+        width: of the residual stream.
         num_blocks: a multiple of every number of stages.
         microbatch: samples per microbatch.
-        length: bytes per sample.
+        length: tokens per sample.
     """
 
     width: int
@@ -60,20 +64,28 @@ class ByteModel(Model):
     microbatch: int
     length: int
 
-    @property
-    @override
-    def loss(self) -> LossFunction:
-        return byte_loss
+    loss = staticmethod(byte_loss)
 
     @property
-    def name(self) -> str:
-        """Return the name in tables."""
-        return f"byte transformer, {self.num_blocks} blocks of width {self.width}, 1 thread a rank"
+    def num_equal(self) -> int:
+        return self.num_blocks
 
     @property
     def tokens(self) -> int:
-        """Return the bytes per microbatch."""
+        """Tokens per microbatch."""
         return self.microbatch * self.length
+
+
+@dataclass(frozen=True)
+class ByteModel(TextModel):
+    """A decoder-only byte transformer; its last block is narrower by the cost of the head.
+
+    The hidden layers of blocks are four times as wide as the residual stream.
+    """
+
+    @property
+    def name(self) -> str:
+        return f"byte transformer, {self.num_blocks} blocks of width {self.width}, 1 thread a rank"
 
     @override
     def build(self) -> list[nn.Module]:
@@ -85,11 +97,6 @@ class ByteModel(Model):
         return [Embedding(self.width, self.length), *blocks, head]
 
     @override
-    def split(self, num_stages: int) -> list[int]:
-        """Split into equally many blocks; the first stage has the embedding, the last the head."""
-        return [1 + self.num_blocks * stage // num_stages for stage in range(1, num_stages)]
-
-    @override
     def make_batch(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
         """Return random bytes and the bytes after them: (samples, length) int64 each."""
         generator = torch.Generator().manual_seed(0)
@@ -98,59 +105,25 @@ class ByteModel(Model):
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-NUM_BYTES = 256
-# Shared by all benchmarks of two stages on two cores, so that their rows are comparable.
-FOR_TWO_CORES = ByteModel(width=192, num_blocks=4, num_heads=4, microbatch=1, length=512)
-
-
 @dataclass(frozen=True)
-class EncoderModel(Model):
-    """Stages of ``nn.TransformerEncoderLayer``, with an embedding before and a head after them.
-
-    Args:
-        width: of the layers, whose hidden layers are twice as wide.
-        num_layers: a multiple of every number of stages.
-        microbatch: samples per microbatch.
-        length: tokens per sample.
-    """
-
-    width: int
-    num_layers: int
-    num_heads: int
-    microbatch: int
-    length: int
-
-    @property
-    @override
-    def loss(self) -> LossFunction:
-        return byte_loss
+class EncoderModel(TextModel):
+    """Stages of ``nn.TransformerEncoderLayer``, whose hidden layers are twice as wide."""
 
     @property
     def name(self) -> str:
-        """Return the name in tables."""
         return (
-            f"{self.num_layers} encoder layers of width {self.width}, {self.tokens} tokens a "
+            f"{self.num_blocks} encoder layers of width {self.width}, {self.tokens} tokens a "
             "microbatch, 1 thread a rank"
         )
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens per microbatch."""
-        return self.microbatch * self.length
 
     @override
     def build(self) -> list[nn.Module]:
         torch.manual_seed(0)
         layers = [
             nn.TransformerEncoderLayer(self.width, self.num_heads, 2 * self.width, batch_first=True)
-            for _ in range(self.num_layers)
+            for _ in range(self.num_blocks)
         ]
         return [nn.Embedding(NUM_BYTES, self.width), *layers, nn.Linear(self.width, NUM_BYTES)]
-
-    @override
-    def split(self, num_stages: int) -> list[int]:
-        """Split into equally many layers; the first stage has the embedding, the last the head."""
-        return [1 + self.num_layers * stage // num_stages for stage in range(1, num_stages)]
 
     @override
     def make_batch(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
@@ -161,16 +134,13 @@ class EncoderModel(Model):
         return inputs, target
 
 
-SMALL_MICROBATCHES = EncoderModel(width=128, num_layers=6, num_heads=4, microbatch=8, length=32)
-
-
-def byte_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the cross-entropy in nats per byte."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+# Shared by all benchmarks of two stages on two cores, so that their rows are comparable.
+FOR_TWO_CORES = ByteModel(width=192, num_blocks=4, num_heads=4, microbatch=1, length=512)
+SMALL_MICROBATCHES = EncoderModel(width=128, num_blocks=6, num_heads=4, microbatch=8, length=32)
 
 
 class Embedding(nn.Module):
-    """An embedding of bytes and positions."""
+    """An embedding of bytes and positions: (batch, length) int64 as (batch, length, width)."""
 
     def __init__(self, width: int, length: int) -> None:
         super().__init__()
@@ -178,12 +148,11 @@ class Embedding(nn.Module):
         self.positions = nn.Parameter(torch.randn(length, width))
 
     def forward(self, text: Tensor) -> Tensor:
-        """Embed (batch, length) int64 as (batch, length, width)."""
         return self.bytes(text) + self.positions
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: causal attention and an MLP."""
+    """A pre-norm transformer block on (batch, length, width): causal attention and an MLP."""
 
     def __init__(self, width: int, hidden: int, num_heads: int) -> None:
         super().__init__()
@@ -197,16 +166,15 @@ class Block(nn.Module):
         )
 
     def forward(self, stream: Tensor) -> Tensor:
-        """Apply the block to (batch, length, width)."""
-        stream = stream + self.attend(self.before_attention(stream))
+        parts = self.attention_in(self.before_attention(stream))
+        query, key, value = parts.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        stream = stream + self.attention_out(mixed.transpose(1, 2).flatten(2))
         return stream + self.perceptron(self.before_perceptron(stream))
 
-    def attend(self, stream: Tensor) -> Tensor:
-        """Apply the attention to (batch, length, width)."""
-        parts = self.attention_in(stream).unflatten(-1, (3, self.num_heads, -1))
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.attention_out(mixed.transpose(1, 2).flatten(2))
+
+def mean_of_output(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).mean()
 
 
 @dataclass(frozen=True)
@@ -223,10 +191,11 @@ class SleepingModel(Model):
     forward: float
     backward: float
 
+    loss = staticmethod(mean_of_output)
+
     @property
-    @override
-    def loss(self) -> LossFunction:
-        return mean_of_output
+    def num_equal(self) -> int:
+        return self.num_layers
 
     @override
     def build(self) -> list[nn.Module]:
@@ -239,10 +208,6 @@ class SleepingModel(Model):
         ]
         return [Scale(), *layers]
 
-    @override
-    def split(self, num_stages: int) -> list[int]:
-        return [1 + self.num_layers * stage // num_stages for stage in range(1, num_stages)]
-
     def costs(self, num_stages: int) -> Costs:
         """Return the durations of one of ``num_stages`` stages, in seconds."""
         forward, backward = self.forward / num_stages, self.backward / num_stages
@@ -254,11 +219,6 @@ class SleepingModel(Model):
         return torch.ones(num_microbatches, 1), torch.zeros(num_microbatches, 1)
 
 
-def mean_of_output(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean over a microbatch."""
-    return (output - target).mean()
-
-
 class Scale(nn.Module):
     """A layer that multiplies by a learned scalar."""
 
@@ -267,7 +227,6 @@ class Scale(nn.Module):
         self.factor = nn.Parameter(torch.ones(1))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Scale the inputs."""
         return inputs * self.factor
 
 
@@ -281,10 +240,9 @@ class SleepingLayer(nn.Module):
         self.clock = Clock()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Sleep, and add the weight."""
         forward, half_backward = self.seconds
-        outputs = _Sleep.apply(inputs, self.clock, forward, half_backward)
-        return outputs + _Sleep.apply(self.weight, self.clock, 0.0, half_backward)
+        outputs = Sleep.apply(inputs, self.clock.sleep, forward, half_backward)
+        return outputs + Sleep.apply(self.weight, self.clock.sleep, 0.0, half_backward)
 
 
 class Clock:
@@ -294,20 +252,21 @@ class Clock:
         self._excess = 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for about ``seconds``."""
         begin = time.perf_counter()
         time.sleep(max(0.0, seconds - self._excess))
         self._excess += time.perf_counter() - begin - seconds
 
 
-class _Sleep(torch.autograd.Function):
+class Sleep(torch.autograd.Function):
+    """An identity that sleeps in forward and backward."""
+
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, clock: Clock, forward: float, backward: float) -> Tensor:
-        ctx.clock, ctx.seconds = clock, backward
-        clock.sleep(forward)
+    def forward(ctx: Any, inputs: Tensor, sleep: Any, forward: float, backward: float) -> Tensor:
+        ctx.sleep, ctx.seconds = sleep, backward
+        sleep(forward)
         return inputs.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.clock.sleep(ctx.seconds)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.sleep(ctx.seconds)
         return gradient, None, None, None

@@ -17,10 +17,7 @@ not have yet are appended; then the tables are printed.
 One process holds all stages: the weights that a microbatch reads depend only on the schedule.
 """
 
-import argparse
 import math
-import statistics
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,8 +28,8 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from benchmarks.harness.measure import RESULTS, commit
-from benchmarks.harness.rows import Key, Row, merge, read_rows, shorten, write_rows
+from benchmarks.harness.program import make_parser
+from benchmarks.harness.rows import RESULTS, Key, Row, RunRows
 from benchmarks.pipeline import table
 from benchmarks.pipeline.tasks import Bytes
 from benchmarks.pipeline.training import Contestant, train
@@ -69,7 +66,6 @@ CORRECTED = {
     "2BW": ["error feedback", "stage momentum"],
     "PipeOptim": list(CORRECTIONS),
 }
-OPTIMIZERS = ("adamw", "muon")
 RATES = (0.006, 0.012, 0.024)
 WARM_UP = 0.1  # of the updates
 SEARCH_UPDATES, FINAL_UPDATES = 500, 1500
@@ -77,7 +73,6 @@ SEEDS = {4: 5, 8: 3}
 FINALISTS = ("GPipe", "2BW", "PipeOptim", "PipeOptim, consistent")  # and the best correction
 
 
-@dataclass(frozen=True)
 class MarkedBytes(Bytes):
     """The byte transformer, with a mark on the parameters that are for Muon.
 
@@ -128,16 +123,11 @@ class Run:
 
     @property
     def key(self) -> Key:
-        """Return ``key_of`` its row."""
         names = str(self.stages), self.optimizer, self.schedule, self.correction
         return (*names, f"{self.rate:g}", str(self.updates), str(self.seed))
 
 
-def key_of(row: Row) -> Key:
-    return tuple(row[name] for name in FIELDS[:7])
-
-
-class Rows:
+class Rows(RunRows):
     """The rows of a file, to which those of new runs are added.
 
     Args:
@@ -146,43 +136,37 @@ class Rows:
     """
 
     def __init__(self, path: Path, *, dry_run: bool = False) -> None:
-        self._path = path
+        super().__init__(path, FIELDS, num_keys=7)
         self._dry_run = dry_run
-        self.known = read_rows(path)
+        self.known = self.read()
 
     def score(self, run: Run) -> float:
         """Return the held-out bits per byte of a run, performed if it has no row."""
-        found = next((row for row in self.known if key_of(row) == run.key), None)
-        if found is None:
-            print(*run.key, file=sys.stderr, flush=True)
-            found = perform(replace(run, updates=2) if self._dry_run else run)
-            found = {**found, "updates": str(run.updates)}
-            self.known = merge(self.known, found, key_of)
-            if not self._dry_run:
-                write_rows(merge(read_rows(self._path), found, key_of), self._path, FIELDS)
-        return float(found["held_out_bits"])
+        if run.key not in self.known:
+            print(*run.key, flush=True)
+            if self._dry_run:
+                columns = perform(replace(run, updates=2))
+                self.known[run.key] = dict(zip(FIELDS, run.key, strict=False)) | columns
+            else:
+                self.known[run.key] = self.add(run.key, perform(run))
+        return float(self.known[run.key]["held_out_bits"])
 
 
 def perform(run: Run) -> Row:
-    """Train once and return the row."""
+    """Train once; return the columns of the row after its key."""
     contestant = contestant_of(run.schedule, run.correction, run.stages)
     task = replace(MODELS[run.stages], make_optimizer=MAKERS[run.optimizer])
     outcome = train(task, contestant, run.rate, run.seed, run.updates, WARM_UP)
     options = repr(contestant.schedule)
     if contestant.correction is not None:
         options += f", {contestant.correction!r}"
-    values = {
+    return {
+        **outcome.columns,
         "options": options,
-        "microbatches": contestant.microbatches,
+        "microbatches": str(contestant.microbatches),
         "held_out_bits": f"{outcome.held_out_loss:.5f}",
-        "training_bits": f"{statistics.fmean(outcome.losses[run.updates * 9 // 10 :]):.5f}",
-        "weight_copies": " ".join(map(str, outcome.weight_copies)),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "losses": " ".join(f"{loss:.4g}" for loss in shorten([outcome.losses])),
+        "training_bits": f"{outcome.training_loss:.5f}",
     }
-    row = dict(zip(FIELDS, run.key, strict=False))
-    return {**row, **{name: str(value) for name, value in values.items()}}
 
 
 def contestant_of(schedule: str, correction: str, stages: int) -> Contestant:
@@ -270,18 +254,15 @@ def every_contestant(stages: int, chosen: Sequence[str]) -> list[tuple[str, str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pipeline.optimizers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--stages", nargs="*", type=int, choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--optimizer", nargs="*", choices=OPTIMIZERS, default=OPTIMIZERS)
-    parser.add_argument(
-        "--correction", nargs="*", choices=list(CORRECTIONS), default=list(CORRECTIONS)
-    )
+    parser = make_parser("pipeline.optimizers", __doc__)
+    for name, kind, choices in [
+        ("--stages", int, list(MODELS)),
+        ("--optimizer", str, list(MAKERS)),
+        ("--correction", str, list(CORRECTIONS)),
+    ]:
+        parser.add_argument(name, nargs="*", type=kind, choices=choices, default=choices)
     parser.add_argument("--dry-run", action="store_true", help="two updates a run, and no rows")
-    parser.add_argument("--out", type=Path, default=RESULTS / "pipeline-optimizers.csv")
+    parser.set_defaults(out=RESULTS / "pipeline-optimizers.csv")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = Rows(options.out, dry_run=options.dry_run)
@@ -291,7 +272,8 @@ def main() -> None:
             found = search(rows, stages, optimizer, contestants)
             for run in finals(rows, stages, optimizer, found) if stages in SEEDS else ():
                 rows.score(run)
-    print(table.searched(rows.known), table.finals(rows.known), sep="\n")
+    known = [rows.known[key] for key in sorted(rows.known)]
+    print(table.searched(known), table.finals(known), sep="\n")
 
 
 if __name__ == "__main__":

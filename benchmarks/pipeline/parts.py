@@ -8,32 +8,28 @@ The functions of the trainer are timed, each without those that it calls. That c
 about a microsecond a call: ``whole`` is what the same steps take without.
 """
 
-import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.link import loopback
-from benchmarks.harness.measure import RESULTS, machine, summary, write_rows
-from benchmarks.harness.program import Row
-from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.program import make_parser
+from benchmarks.harness.ranks import run_on_loopback
+from benchmarks.harness.rows import RESULTS, Row, machine, replace_rows, summary
 from benchmarks.pipeline.models import SMALL_MICROBATCHES, EncoderModel
-from benchmarks.pipeline.systems import ADAMW
+from benchmarks.pipeline.systems import ADAMW, WARM_UP, Plan
 from benchmarks.pipeline.systems.ours import (
     ONE_FORWARD_ONE_BACKWARD,
     PIPE_OPTIM,
     OurSchedule,
     OurTraining,
 )
-from benchmarks.pipeline.turns import WARM_UP
 from pyparallel.pipeline import PipelineTrainer
 from pyparallel.pipeline.messages import Channel
 from pyparallel.pipeline.messages.stage_p2p import StageP2P
@@ -66,19 +62,6 @@ FUNCTIONS: list[tuple[Any, str, str]] = [
     (StageP2P, "barrier", MESSAGES),
     (Channel, "_wait", WAITING),
 ]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The size of a measurement.
-
-    Args:
-        turns: in each, a block of steps with timers and one without.
-        microbatches: of a block.
-    """
-
-    turns: int
-    microbatches: int
 
 
 class Timers:
@@ -127,14 +110,17 @@ class Timers:
 def measure(
     rank: int, system: OurSchedule, model: EncoderModel, num_microbatches: int, plan: Plan
 ) -> dict[str, list[float]]:
-    """Return the seconds per microbatch of each part on this rank, by turn."""
+    """Return the seconds per microbatch of each part on this rank, by turn.
+
+    A turn is a block of steps with timers, and one without.
+    """
     training = system.start(model, num_microbatches)
     run_block(training, WARM_UP)
-    steps = max(1, plan.microbatches // num_microbatches)
+    steps = plan.steps(num_microbatches)
     turns: list[dict[str, float]] = []
     for _ in range(plan.turns):
         whole, timers = run_block(training, steps), Timers()
-        with timers.installed(training.stages[0].module):
+        with timers.installed(training.trainer.stages[0].module):
             run_block(training, steps, timers.seconds.clear)
         turns.append({**timers.seconds, WHOLE: whole})
     scale = 1 / (steps * num_microbatches)
@@ -142,13 +128,12 @@ def measure(
 
 
 def run_block(
-    training: OurTraining, steps: int, begin_timing: Callable[[], None] | None = None
+    training: OurTraining, steps: int, begin_timing: Callable[[], None] = lambda: None
 ) -> float:
     """Return the seconds of the steps, in steady state after one of warm-up."""
     dist.barrier()
     training.step()
-    if begin_timing is not None:
-        begin_timing()
+    begin_timing()
     begin = time.perf_counter()
     for _ in range(steps):
         training.step()
@@ -157,30 +142,7 @@ def run_block(
     return elapsed
 
 
-def rows_of(
-    system: OurSchedule,
-    model: EncoderModel,
-    num_microbatches: int,
-    ranks: Sequence[dict[str, list[float]]],
-) -> list[Row]:
-    """Return a row per stage and part."""
-    return [
-        {
-            **summary(times),
-            "system": system.name,
-            "microbatches": num_microbatches,
-            "stage": stage,
-            "part": part,
-            "share": f"{statistics.median(times) / statistics.median(parts[WHOLE]):.3f}",
-            "compute": model.name,
-            "optimizer": system.optimizer,
-        }
-        for stage, parts in enumerate(ranks)
-        for part, times in parts.items()
-    ]
-
-
-def print_rows(rows: Sequence[Row]) -> None:
+def print_rows(rows: list[Row]) -> None:
     """Print the parts of both stages beside each other."""
     print(f"\n{rows[0]['system']}, M = {rows[0]['microbatches']}; ms a microbatch, share")
     half = len(rows) // 2
@@ -190,33 +152,41 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pipeline.parts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("pipeline.parts", __doc__)
     parser.add_argument("--code", default="after", help="the name of the code in the rows")
     parser.add_argument("--optimizer", default=ADAMW, help="a class of AdamW, such as %(default)s")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--out", type=Path, help="another CSV file")
     options = parser.parse_args()
     plan, model = Plan(options.turns, 32), SMALL_MICROBATCHES
     if options.dry_run:
         plan = Plan(1, 2)
-        model = EncoderModel(width=16, num_layers=2, num_heads=2, microbatch=1, length=4)
+        model = EncoderModel(width=16, num_blocks=2, num_heads=2, microbatch=1, length=4)
     rows: list[Row] = []
     for system in (PIPE_OPTIM, ONE_FORWARD_ONE_BACKWARD):
         chosen = replace(system, optimizer=options.optimizer)
         for count in options.microbatches:
-            with loopback() as place:
-                ranks = run_ranks(2, place, 120, measure, chosen, model, count, plan)
-            found = rows_of(chosen, model, count, ranks)
+            ranks = run_on_loopback(2, 120, measure, chosen, model, count, plan)
+            found = [
+                {
+                    **summary(times),
+                    "code": options.code,
+                    "system": system.name,
+                    "microbatches": count,
+                    "stage": stage,
+                    "part": part,
+                    "share": f"{statistics.median(times) / statistics.median(parts[WHOLE]):.3f}",
+                    "compute": model.name,
+                    "optimizer": options.optimizer,
+                }
+                for stage, parts in enumerate(ranks)
+                for part, times in parts.items()
+            ]
             print_rows(found)
             rows += found
     path = options.out or RESULTS / f"pipeline-parts-{machine()}.csv"
-    write_rows([{"code": options.code, **row} for row in rows], path, FIELDS)
+    replace_rows(rows, path, FIELDS)
     print(f"\nrows: {path}")
 
 

@@ -1,7 +1,5 @@
 """The cost of weight prediction: a stage's update with it and without."""
 
-import random
-import time
 from collections.abc import Callable
 
 import torch
@@ -9,10 +7,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from benchmarks.harness.turns import slowest, take_turns, timed
 from benchmarks.pipeline.limit import StageAlone
 from benchmarks.pipeline.models import NUM_BYTES, ByteModel
 from benchmarks.pipeline.systems import make_optimizer
-from benchmarks.pipeline.turns import slowest
 from pyparallel.pipeline import PipelineShape, PipeOptim
 from pyparallel.pipeline.runtime.build_stage import attach_predictors
 
@@ -38,26 +36,12 @@ OPTIMIZERS = {"AdamW": adamw, "Muon and AdamW": muon}
 
 
 def measure(rank: int, model: ByteModel, microbatches: int, kind: str) -> dict[str, list[float]]:
-    """Return the seconds of each on the slowest rank, by microbatch.
+    """Return the seconds of each on the slowest rank, by microbatch; a quarter more warms up.
 
     Each update follows a forward and a backward, so that the caches are as in training.
     """
     alone = StageAlone(model)
-    updates = make_updates(alone, OPTIMIZERS[kind](alone.stage))
-    seconds: dict[str, list[float]] = {name: [] for name in (PASSES, *updates)}
-    order = random.Random(0)
-    for _ in range(microbatches):
-        for name in order.sample(list(updates), len(updates)):
-            dist.barrier()
-            seconds[PASSES].append(timed(lambda: alone.backward(alone.forward())))
-            seconds[name].append(timed(updates[name]))
-    warm = {name: slowest(times[len(times) // 4 :]) for name, times in seconds.items()}
-    pairs = zip(warm[PREDICTING], warm[UPDATE], strict=True)
-    return {**warm, DIFFERENCE: [predicting - update for predicting, update in pairs]}
-
-
-def make_updates(alone: StageAlone, optimizers: list[Optimizer]) -> dict[str, Callable[[], None]]:
-    """Return the updates of one stage that are compared."""
+    optimizers = OPTIMIZERS[kind](alone.stage)
     flat, predictor = attach_predictors(optimizers, PipeOptim(), PipelineShape(2, 1, 2), 0)
     out = [torch.empty_like(buffer) for buckets in flat for buffer in buckets.buffers]
 
@@ -65,11 +49,17 @@ def make_updates(alone: StageAlone, optimizers: list[Optimizer]) -> dict[str, Ca
         for optimizer in optimizers:
             optimizer.step()
 
-    return {UPDATE: update, PREDICTING: lambda: predictor.step(1, out)}
+    def after_passes(function: Callable[[], object]) -> tuple[float, float]:
+        passes = timed(lambda: alone.backward(alone.forward()))
+        return passes, timed(function)
 
-
-def timed(function: Callable[[], object]) -> float:
-    """Return the seconds of a call."""
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
+    runs = {
+        UPDATE: lambda: after_passes(update),
+        PREDICTING: lambda: after_passes(lambda: predictor.step(1, out)),
+    }
+    found = take_turns(runs, microbatches, microbatches // 4, dist.barrier)
+    seconds = {name: [own for _, own in pairs] for name, pairs in found.items()}
+    passes = [passes for pairs in found.values() for passes, _ in pairs]
+    warm = slowest({PASSES: passes, **seconds})
+    differences = zip(warm[PREDICTING], warm[UPDATE], strict=True)
+    return {**warm, DIFFERENCE: [predicting - update for predicting, update in differences]}

@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from examples.data import as_tensor, cut_windows, draw_windows, load_digits, load_files
@@ -17,53 +17,32 @@ Batch = tuple[Tensor, Tensor]
 MakeOptimizer = Callable[..., Optimizer]
 
 
-class Task(Protocol):
-    """Protocol of a training task, with one update per batch.
+@dataclass(frozen=True)
+class Task:
+    """A training task, with one update per batch.
 
     All schedules train at ``main_rate`` with all seeds; some also train at the other ``rates``,
-    with all seeds or only ``sweep_seed``.
+    with all seeds or only ``sweep_seed``. Losses are in ``unit``, of which a nat has so many.
     """
 
     name: str
-    unit: str
-    units_per_nat: float
-    updates: int
+    make_optimizer: MakeOptimizer
     rates: tuple[float, ...]
     main_rate: float
-    sweep_seed: int | None
-    split: tuple[int, ...]
-    make_optimizer: MakeOptimizer
-
-    def build(self) -> nn.Sequential:
-        """Return the layers, initialized by torch's global generator."""
-
-    def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield inputs and targets forever."""
-
-    def held_out(self) -> Batch:
-        """Return the held-out inputs and targets."""
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss of a microbatch, in nats."""
-
-    def accuracy(self, model: nn.Module) -> float | None:
-        """Return the held-out accuracy; None if it is not meaningful."""
 
 
 @dataclass(frozen=True)
-class Digits:
+class Digits(Task):
     """scikit-learn's 1,797 digits of 8 x 8 pixels, 360 held out; a small convolutional net."""
 
-    name: str
-    make_optimizer: MakeOptimizer
-    rates: tuple[float, ...]
-    main_rate: float
     sweep_seed: int | None = None
     updates: int = 600
     batch_size: int = 32
     unit: str = "nats"
     units_per_nat: float = 1.0
     split: tuple[int, ...] = (2, 4, 7)
+
+    loss = staticmethod(cross_entropy)
 
     def build(self) -> nn.Sequential:
         """Return two convolutions and two linear layers."""
@@ -84,11 +63,7 @@ class Digits:
         """Return the last fifth of a fixed shuffle."""
         return load_images()[2:]
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the cross-entropy."""
-        return nn.functional.cross_entropy(output, target)
-
-    def accuracy(self, model: nn.Module) -> float:
+    def accuracy(self, model: nn.Module) -> float | None:
         """Return the fraction of correct held-out predictions."""
         return accuracy(model, *self.held_out())
 
@@ -100,13 +75,9 @@ def load_images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Bytes:
+class Bytes(Task):
     """The text of Python's standard library; embedding, transformer blocks, head."""
 
-    name: str
-    make_optimizer: MakeOptimizer
-    rates: tuple[float, ...]
-    main_rate: float
     sweep_seed: int | None = 0
     updates: int = 1500
     batch_size: int = 8
@@ -119,16 +90,17 @@ class Bytes:
     units_per_nat: float = 1 / math.log(2)
     split: tuple[int, ...] = (1, 2, 3)
 
+    loss = staticmethod(byte_loss)
+
     def build(self) -> nn.Sequential:
         """Return a transformer; with two blocks it has four layers, one per stage."""
         return build_transformer(self.context, self.width, self.num_layers, self.num_heads)
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """Yield random windows."""
-        text, _ = load_text()
         generator = torch.Generator().manual_seed(seed)
         while True:
-            windows = draw_windows(text, self.batch_size, self.context + 1, generator)
+            windows = draw_windows(load_text()[0], self.batch_size, self.context + 1, generator)
             yield windows[:, :-1], windows[:, 1:]
 
     def held_out(self) -> Batch:
@@ -136,12 +108,9 @@ class Bytes:
         windows = cut_windows(load_text()[1], self.num_held_out, self.context + 1)
         return windows[:, :-1], windows[:, 1:]
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the cross-entropy."""
-        return byte_loss(output, target)
-
-    def accuracy(self, model: nn.Module) -> None:
+    def accuracy(self, model: nn.Module) -> float | None:
         """Return None: it is not measured."""
+        return None
 
 
 @cache
@@ -151,7 +120,7 @@ def load_text() -> tuple[Tensor, Tensor]:
     return as_tensor(train), as_tensor(held_out)
 
 
-TASKS: tuple[Task, ...] = (
+TASKS = (
     Digits("digits-sgd", partial(torch.optim.SGD, momentum=0.9), (0.02, 0.04, 0.06, 0.1), 0.04),
     Bytes("bytes-adam", torch.optim.Adam, (1e-3, 3e-3, 1e-2, 3e-2), 3e-3),
     Bytes("bytes-adamw", torch.optim.AdamW, (3e-3,), 3e-3),

@@ -4,20 +4,18 @@ The weights that a microbatch reads, and the losses that a stage learns from, de
 schedule. So runs do not depend on timing, and need one core.
 """
 
+import argparse
 import itertools
 import math
 import statistics
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from benchmarks.harness.learning_rate import rate as rate_at
 from benchmarks.harness.learning_rate import set_rate
-from benchmarks.harness.measure import commit
-from benchmarks.harness.rows import Key, Row, merge, read_rows, shorten, write_rows
+from benchmarks.harness.rows import Key, Row, RunRows, as_text, read_rows, shorten
 from benchmarks.pipeline.tasks import Task
 from pyparallel.comm import NonFiniteError
 from pyparallel.pipeline import Correction, PipelineTrainer, Schedule
@@ -47,6 +45,19 @@ class Outcome:
     held_out_accuracy: float | None
     weight_copies: list[int]
 
+    @property
+    def training_loss(self) -> float:
+        """Mean of the last tenth."""
+        return statistics.fmean(self.losses[len(self.losses) * 9 // 10 :])
+
+    @property
+    def columns(self) -> Row:
+        """The columns that all comparisons have."""
+        return {
+            "weight_copies": " ".join(map(str, self.weight_copies)),
+            "losses": as_text(shorten([self.losses])),
+        }
+
 
 @dataclass(frozen=True)
 class Run:
@@ -60,41 +71,43 @@ class Run:
 
     @property
     def key(self) -> Key:
-        """Return ``key_of`` its row."""
         return self.task.name, self.name, f"{self.rate:g}", str(self.seed)
 
 
+def add_arguments(parser: argparse.ArgumentParser, tasks: Sequence[str], seeds: int) -> None:
+    """Add the arguments of a comparison of schedules."""
+    parser.add_argument("--tasks", nargs="*", choices=tasks, default=tasks)
+    help_text = "none: only print"
+    parser.add_argument("--seeds", nargs="*", type=int, default=[*range(seeds)], help=help_text)
+    parser.add_argument("--updates", type=int, help="overrides the number of updates of each task")
+
+
 def complete(
-    path: Path, runs: Iterable[Run], perform: Callable[[Run], Row], *, again: bool
+    options: argparse.Namespace,
+    runs: Iterable[Run],
+    markdown: Callable[[Sequence[Row]], str],
 ) -> None:
-    """Perform the runs without a row in the file, or all of them; write each row at once."""
-    for run in runs:
-        if again or run.key not in map(key_of, read_rows(path)):
-            print(*run.key, file=sys.stderr, flush=True)
-            write_rows(merge(read_rows(path), perform(run), key_of), path, FIELDS)
+    """Perform the runs without a row, or all of them, and print the tables of all rows."""
+    torch.set_num_threads(1)
+    rows = RunRows(options.out, FIELDS, num_keys=4)
+    rows.complete(runs, lambda run: perform(run, options.updates), again=options.again)
+    print(markdown(read_rows(options.out)))
 
 
-def row_of(run: Run, updates: int) -> Row:
-    """Train once and return the row."""
+def perform(run: Run, updates: int | None = None) -> Row:
+    """Train once; return the columns of the row after its key."""
+    updates = updates or run.task.updates
     outcome = train(run.task, run.contestant, run.rate, run.seed, updates)
-    last_tenth = outcome.losses[updates * 9 // 10 :]
     accuracy = outcome.held_out_accuracy
     return {
-        "task": run.task.name,
-        "schedule": run.name,
-        "rate": f"{run.rate:g}",
-        "seed": str(run.seed),
+        **outcome.columns,
         "options": repr(run.contestant.schedule),
         "microbatches": str(run.contestant.microbatches),
         "updates": str(updates),
         "unit": run.task.unit,
-        "training_loss": f"{statistics.fmean(last_tenth):.5f}",
+        "training_loss": f"{outcome.training_loss:.5f}",
         "held_out_loss": f"{outcome.held_out_loss:.5f}",
         "held_out_accuracy": "" if accuracy is None else f"{accuracy:.5f}",
-        "weight_copies": " ".join(map(str, outcome.weight_copies)),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "losses": " ".join(f"{loss:.4g}" for loss in shorten([outcome.losses])),
     }
 
 
@@ -132,7 +145,3 @@ def train(
         held_out, accuracy = math.inf, None  # it diverges: infinite losses from here on
     losses += [math.inf] * (updates - len(losses))
     return Outcome(losses, held_out, accuracy, trainer.peak_weight_copies)
-
-
-def key_of(row: Row) -> Key:
-    return row["task"], row["schedule"], row["rate"], row["seed"]

@@ -4,19 +4,19 @@ A rank waits from the end of a computation to the begin of the next one. What it
 the next one reads: a forward of the last stage, activations; a backward of the first, gradients.
 """
 
-import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from benchmarks.harness.turns import take_turns
 from benchmarks.pipeline.models import Model
-from benchmarks.pipeline.systems import System
+from benchmarks.pipeline.systems import Plan, System, start
 from benchmarks.pipeline.systems.ours import OurTraining
 from benchmarks.pipeline.systems.peers import TorchTraining
-from benchmarks.pipeline.turns import Plan, start
 from pyparallel.pipeline import Kind
 
 ACTIVATIONS = "the last stage waits for activations"
@@ -35,7 +35,7 @@ class Recorder:
     """Records the computations of one training on this rank."""
 
     def __init__(self, training: OurTraining | TorchTraining) -> None:
-        self._training = training
+        self.training = training
         self._recorded: list[Computation] = []
         if isinstance(training, TorchTraining):
             for stage in training.stages:
@@ -47,17 +47,14 @@ class Recorder:
     def step(self) -> list[Computation]:
         """Step; return its computations."""
         self._recorded.clear()
-        self._training.step()
-        if isinstance(self._training, OurTraining):
-            return [Computation(s.action.kind, s.begin, s.end) for s in self._training.spans]
+        self.training.step()
+        if isinstance(self.training, OurTraining):
+            spans = self.training.trainer.spans
+            return [Computation(s.action.kind, s.begin, s.end) for s in spans]
         return list(self._recorded)
 
-    def finish(self) -> None:
-        """Flush the pipeline."""
-        self._training.finish()
-
     def _record(self, owner: Any, name: str, kind: Kind) -> None:
-        function: Callable[..., Any] = getattr(owner, name)
+        function = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
@@ -73,25 +70,20 @@ def measure(
 ) -> dict[str, dict[str, list[float]]]:
     """Return for each system and kind of wait its seconds per microbatch, in each turn."""
     trainings: Any = start(systems, model, num_microbatches)
-    recorders = {name: Recorder(training) for name, training in trainings.items()}
-    order = random.Random(0)  # the same on all ranks
-    steps = max(1, plan.microbatches // num_microbatches)
-    own: dict[str, list[float]] = {name: [] for name in recorders}
+    steps = plan.steps(num_microbatches)
     kind = Kind.FORWARD if rank == dist.get_world_size() - 1 else Kind.BACKWARD
-    for _ in range(plan.turns):
-        for name in order.sample(list(recorders), len(recorders)):
-            recorder = recorders[name]
-            dist.barrier()
-            computations = recorder.step()[-1:]  # of the warm-up: where the next wait begins
-            for _ in range(steps):
-                computations += recorder.step()
-            recorder.finish()
-            own[name].append(waits(computations, kind) / (steps * num_microbatches))
+
+    def run(recorder: Recorder) -> float:
+        computations = recorder.step()[-1:]  # of the warm-up: where the next wait begins
+        for _ in range(steps):
+            computations += recorder.step()
+        recorder.training.finish()
+        return waits(computations, kind) / (steps * num_microbatches)
+
+    runs = {name: partial(run, Recorder(training)) for name, training in trainings.items()}
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
-    return {
-        name: {GRADIENTS: of_ranks[0][name], ACTIVATIONS: of_ranks[-1][name]} for name in recorders
-    }
+    dist.all_gather_object(of_ranks, take_turns(runs, plan.turns, 0, dist.barrier))
+    return {name: {GRADIENTS: of_ranks[0][name], ACTIVATIONS: of_ranks[-1][name]} for name in runs}
 
 
 def waits(computations: Iterable[Computation], kind: Kind) -> float:

@@ -26,19 +26,16 @@ of each fault, one trial; of restarts, two.
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
-from benchmarks.harness.link import loopback
-from benchmarks.harness.measure import RESULTS, commit, machine, write_rows
-from benchmarks.harness.program import Row
-from benchmarks.harness.ranks import run_ranks
-from benchmarks.soak import restarts, rounds, steps, trainers
+from benchmarks.harness.program import make_parser, prepare_for_ranks
+from benchmarks.harness.ranks import run_on_loopback
+from benchmarks.harness.rows import RESULTS, Row, commit, machine, replace_rows, stamp
+from benchmarks.soak import restarts, rounds, trainers
 from benchmarks.soak.faults import campaign, table
 from benchmarks.soak.faults import judge as trials
 from benchmarks.soak.rounds import find_problems
@@ -70,7 +67,9 @@ class Part:
 
 PARTS = {
     "rounds": Part({name: case.ranks for name, case in rounds.CASES.items()}, 20_000, rounds.run),
-    "steps": Part({case: (trainers.ranks_of(case),) for case in trainers.STARTS}, 5_000, steps.run),
+    "steps": Part(
+        {case: (trainers.ranks_of(case),) for case in trainers.STARTS}, 5_000, trainers.run
+    ),
 }
 
 
@@ -81,7 +80,7 @@ def main() -> None:
     options = parse(sys.argv[1:])
     # Torch's flight recorder keeps the last 2,000 collectives, whose memory would look like a leak.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting ends the ranks
+    prepare_for_ranks()
     print(f"torch {torch.__version__}, commit {commit()}\n")
     failed = watch_growth(options) if {*options.part} & {*PARTS} else []
     if FAULTS in options.part:
@@ -96,10 +95,12 @@ def watch_growth(options: argparse.Namespace) -> list[str]:
     """Run the cases of the first two parts; return those that are not flat."""
     path = options.out or RESULTS / f"soak-{machine()}.csv"
     failed = []
-    print_header()
+    print(f"{'part':<7} {'case':<34} {'ranks':>5} {'steps':>6} {'RSS kB, early, late':>20} "
+          f"{'per 1,000':>9} {'fds':>7} {'threads':>7} {'w off':>8} {'w z off':>8} verdict",
+          flush=True)  # fmt: skip
     for row in soak(options):
         print_row(row)
-        write_rows([row], path, FIELDS, KEY)
+        replace_rows([row], path, FIELDS, KEY)
         if row["verdict"] != FLAT:
             failed.append(f"{row['case']} on {row['ranks']} ranks: {row['verdict']}")
     print(f"\nrows: {path}")
@@ -113,7 +114,7 @@ def watch_faults(options: argparse.Namespace) -> list[str]:
     found = []
     for number, row in enumerate(campaign.run_all(chosen), start=1):
         found.append({field: str(row.get(field, "")) for field in trials.FIELDS})
-        write_rows([row], path, trials.FIELDS, trials.KEY)
+        replace_rows([row], path, trials.FIELDS, trials.KEY)
         print(f"{number:>3}/{len(chosen)} {row['fault']:<28} {row['trainer']:<34} "
               f"{row['ranks']} ranks, {row.get('slowest_s', '')} s: {row['verdict']}",
               flush=True)  # fmt: skip
@@ -131,7 +132,7 @@ def watch_restarts(options: argparse.Namespace) -> list[str]:
     found = []
     for row in restarts.campaign(2 if options.dry_run else options.trials, options.seed):
         found.append(row)
-        write_rows([row], path, restarts.FIELDS, restarts.KEY)
+        replace_rows([row], path, restarts.FIELDS, restarts.KEY)
         print(f"{row['trial']:>3} {row['schedule']:<20} store: {row['store']:<8} "
               f"rank {row['victim']} after {row['after_s']} s: "
               f"ended in {row['last_end_s']} s, {row['verdict']}",
@@ -145,11 +146,7 @@ def watch_restarts(options: argparse.Namespace) -> list[str]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("soak", __doc__)
     parts = [*PARTS, FAULTS, RESTARTS]
     parser.add_argument("--part", nargs="+", choices=parts, default=parts)
     parser.add_argument(
@@ -163,7 +160,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of faults: draws victims and moments")
     parser.add_argument("--trials", type=int, default=20, help="of restarts")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--out", type=Path, help="another CSV file")
     options = parser.parse_args(arguments)
     if options.out and {*options.part} & {FAULTS, RESTARTS} and len(options.part) > 1:
         parser.error("--out is one file: faults and restarts have other columns than rounds and "
@@ -196,12 +192,10 @@ def run_case(name: str, case: str, num_ranks: int, num_steps: int, seconds: floa
         "ranks": num_ranks,
         "steps": num_steps,
         "bound_kb": f"{BOUND_KB:.0f}",
-        "torch": torch.__version__,
-        "commit": commit(),
+        **stamp(),
     }
     try:
-        with loopback() as place:
-            answers = run_ranks(num_ranks, place, seconds, PARTS[name].run, case, num_steps)
+        answers = run_on_loopback(num_ranks, seconds, PARTS[name].run, case, num_steps)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return {**row, "verdict": "failed: " + str(error).strip().splitlines()[-1]}
@@ -223,12 +217,6 @@ def columns_of(report: Report) -> Row:
     for when, sample in (("early", report.early), ("late", report.late)):
         row |= {f"{when}_{key}": value for key, value in asdict(sample).items()}
     return row
-
-
-def print_header() -> None:
-    print(f"{'part':<7} {'case':<34} {'ranks':>5} {'steps':>6} {'RSS kB, early, late':>20} "
-          f"{'per 1,000':>9} {'fds':>7} {'threads':>7} {'w off':>8} {'w z off':>8} verdict",
-          flush=True)  # fmt: skip
 
 
 def print_row(row: Row) -> None:

@@ -1,5 +1,6 @@
-"""Every trainer with a small model, as an object that takes steps."""
+"""Every trainer with a small model, as an object that takes steps: what they hold."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from benchmarks.harness.options import shorten
+from benchmarks.soak.watch import Sample, watch
 from pyparallel import GossipDataParallel, PipelineTrainer, gossip, optim, pipeline
 from pyparallel.compression import (
     Compressor,
@@ -65,7 +67,11 @@ def batches(seed: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def loop(
-    model: nn.Module, optimizer: Optimizer, record: Callable[[Tensor], object] | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    record: Callable[[Tensor], object] = lambda loss: None,
+    *,
+    closure: bool = False,
 ) -> Step:
     """Return a step of a user's training loop.
 
@@ -73,35 +79,24 @@ def loop(
         model: is called with this rank's batches.
         optimizer: steps on its parameters.
         record: is given every loss.
+        closure: the optimizer is given forward and backward.
     """
     data = batches()
 
-    def step() -> None:
+    def evaluate() -> Tensor:
         inputs, targets = next(data)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(inputs), targets)
         loss.backward()
-        if record:
-            record(loss.detach())
-        optimizer.step()
-
-    return step
-
-
-def with_closure(model: nn.Module, optimizer: Optimizer) -> Step:
-    """Return a step that gives the optimizer a closure."""
-    data = batches()
+        record(loss.detach())
+        return loss
 
     def step() -> None:
-        inputs, targets = next(data)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(inputs), targets)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+        if closure:
+            optimizer.step(evaluate)
+        else:
+            evaluate()
+            optimizer.step()
 
     return step
 
@@ -114,7 +109,8 @@ def sgd(parameters: Any) -> Optimizer:
 def averaging(
     make_algorithm: Callable[[int], gossip.Algorithm],
     make_optimizer: Callable[[Any], Optimizer] = sgd,
-    make_loop: Callable[[nn.Module, Optimizer], Step] | None = None,
+    *,
+    closure: bool = False,
 ) -> Start:
     """Return what starts GossipDataParallel; the algorithm is made for a number of ranks."""
 
@@ -123,9 +119,7 @@ def averaging(
         optimizer = make_optimizer(layers.parameters())
         algorithm = make_algorithm(dist.get_world_size())
         model = GossipDataParallel(layers, optimizer, algorithm, bucket_cap_mb=SMALL_BUCKETS)
-        step = (
-            make_loop(model, optimizer) if make_loop else loop(model, optimizer, model.record_loss)
-        )
+        step = loop(model, optimizer, model.record_loss, closure=closure)
         return Running(step, model.flush, model, gossip.GossipState(model, optimizer))
 
     return start
@@ -194,7 +188,7 @@ STARTS: dict[str, Start] = {
     "AllReduce": averaging(lambda n: gossip.AllReduce()),
     "SGP": averaging(lambda n: gossip.SGP(OnePeerExponential(n))),
     "SGP, overlap=1": averaging(overlapped),
-    "SGP, overlap=1, closure": averaging(overlapped, make_loop=with_closure),
+    "SGP, overlap=1, closure": averaging(overlapped, closure=True),
     "SGP, overlap=1, fused AdamW": averaging(overlapped, optim.AdamW),
     "SGP, overlap=4": averaging(lambda n: overlapped(n, 4)),
     "SGP, Int8": averaging(lambda n: gossip.SGP(OnePeerExponential(n), compressor=Int8())),
@@ -220,6 +214,23 @@ STARTS: dict[str, Start] = {
     "compress_fsdp, Int8": fsdp(Int8()),
     "compress_fsdp, ErrorFeedback(Int8)": fsdp(ErrorFeedback(Int8())),
 }
+
+
+def run(rank: int, case: str, steps: int) -> tuple[list[Sample], dict[str, float]]:
+    """Take steps and complete communication; return this rank's samples."""
+    running = STARTS[case]()
+    samples = watch(lambda index: running.step(), steps)
+    running.finish()
+    return samples, {}
+
+
+def checksum(tensors: list[Any]) -> str:
+    """Return the first digits of a hash of tensors' bytes."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        assert isinstance(tensor, Tensor)
+        found.update(tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def ranks_of(case: str) -> int:

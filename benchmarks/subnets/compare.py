@@ -10,22 +10,15 @@ the previous one, and the tables of all rows are printed. ``python -m benchmarks
 FILE.csv`` draws them. ``--dry-run`` runs a little of everything on the loopback, as a test.
 """
 
-import argparse
-import os
-import signal
 import statistics
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import torch
 
 from benchmarks.harness.link import Rendezvous, limited_links, loopback
-from benchmarks.harness.measure import RESULTS, commit, machine
+from benchmarks.harness.program import make_parser, prepare_for_ranks
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.harness.rows import Key, Row, merge, read_rows, write_rows
+from benchmarks.harness.rows import RESULTS, Key, Row, RunRows, machine, read_rows
 from benchmarks.subnets.entries import BYTES, DIGITS, Entry
 from benchmarks.subnets.race import Run, TimeBudget, race
 from benchmarks.subnets.table import markdown
@@ -71,54 +64,39 @@ DRY = Sizes(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.subnets.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("subnets.compare", __doc__)
     parser.add_argument("--tasks", nargs="*", default=["digits", "bytes"], help="none: print only")
     parser.add_argument("--methods", nargs="+", help="only these, by name")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, help="of training")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--out", type=Path, help="another CSV file")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting ends the ranks
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # avoids DNS warnings in namespaces
-    path = options.out or RESULTS / f"subnets-{machine()}.csv"
+    prepare_for_ranks()
+    rows = RunRows(options.out or RESULTS / f"subnets-{machine()}.csv", FIELDS, num_keys=3)
     sizes = DRY if options.dry_run else FULL
     if options.seconds:
         sizes = replace(sizes, budget=replace(sizes.budget, seconds=options.seconds))
     for seed in options.seeds:
         for entry in sizes.entries:
-            if entry.task.name in options.tasks and entry.method.name in (
-                options.methods or [entry.method.name]
-            ):
-                row = run(entry, seed, sizes)
-                print(describe(row), flush=True)
-                write_rows(merge(read_rows(path), row, key_of), path, FIELDS)
-    print(f"\n{markdown(read_rows(path))}\nrows: {path}")
+            name = entry.method.name
+            if entry.task.name in options.tasks and name in (options.methods or [name]):
+                key: Key = (entry.task.name, name, str(seed))
+                print(describe(rows.add(key, measure(entry, seed, sizes))), flush=True)
+    print(f"\n{markdown(read_rows(rows.path))}\nrows: {rows.path}")
 
 
-def run(entry: Entry, seed: int, sizes: Sizes) -> Row:
-    """Measure one row."""
+def measure(entry: Entry, seed: int, sizes: Sizes) -> Row:
+    """Train once; return the columns of the row after its key."""
     limit = 120 + 4 * sizes.budget.seconds
     arguments = (entry.task, entry.method, entry.make_optimizer, seed, sizes.budget)
     with sizes.link() as place:
         runs: list[Run] = run_ranks(RANKS, place, limit, race, *arguments)
-    return as_row(entry, seed, sizes.link_name, runs)
-
-
-def as_row(entry: Entry, seed: int, link: str, runs: Sequence[Run]) -> Row:
     points = runs[0].points
     sent = [statistics.fmean(same) for same in zip(*map(sent_at, runs), strict=True)]
     return {
-        "task": entry.task.name,
-        "method": entry.method.name,
-        "seed": str(seed),
         "options": entry.options,
         "ranks": str(len(runs)),
-        "link": link,
+        "link": sizes.link_name,
         "measure": entry.task.measure,
         "score": f"{points[-1].score:.5f}",
         "seconds": f"{points[-1].seconds:.2f}",
@@ -126,8 +104,6 @@ def as_row(entry: Entry, seed: int, link: str, runs: Sequence[Run]) -> Row:
         "sent_bytes_of_rank": f"{sent[-1]:.0f}",
         "sent_bytes_of_all": str(sum(run.points[-1].sent for run in runs)),
         "held_bytes_of_rank": str(max(run.held_bytes for run in runs)),
-        "torch": torch.__version__,
-        "commit": commit(),
         "at_seconds": " ".join(f"{point.seconds:.2f}" for point in points),
         "at_steps": " ".join(str(point.steps) for point in points),
         "at_sent_bytes_of_rank": " ".join(f"{num_bytes:.0f}" for num_bytes in sent),
@@ -137,10 +113,6 @@ def as_row(entry: Entry, seed: int, link: str, runs: Sequence[Run]) -> Row:
 
 def sent_at(run: Run) -> list[int]:
     return [point.sent for point in run.points]
-
-
-def key_of(row: Row) -> Key:
-    return row["task"], row["method"], row["seed"]
 
 
 def describe(row: Row) -> str:

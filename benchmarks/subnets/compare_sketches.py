@@ -5,14 +5,12 @@ row for each number of ranks, sketch and step size to ``subnets-theory.csv`` in
 ``benchmarks/results``. ``python -m benchmarks.subnets.picture FILE.csv`` draws them.
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from benchmarks.harness.measure import RESULTS, commit
-from benchmarks.harness.rows import Row, write_rows
+from benchmarks.harness.program import make_parser
+from benchmarks.harness.rows import RESULTS, Row, as_text, stamp, write_rows
 from benchmarks.subnets.theory import Curves, SketchMethod, make_problem, run, sketch_methods
 from benchmarks.theory.quadratic import Quadratic
 
@@ -23,9 +21,7 @@ FIELDS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.subnets.compare_sketches", description=__doc__
-    )
+    parser = make_parser("subnets.compare_sketches", __doc__)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 10])
     parser.add_argument(
         "--steps", nargs="+", type=float, default=[1.0, 0.3, 0.1], help="of the largest step size"
@@ -33,7 +29,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--runs", type=int, default=10, help="seeds of the permutations")
     parser.add_argument("--seed", type=int, default=3, help="of the problem")
-    parser.add_argument("--out", type=Path, default=RESULTS / "subnets-theory.csv")
+    parser.set_defaults(out=RESULTS / "subnets-theory.csv")
     options = parser.parse_args()
     rows: list[Row] = []
     for num_ranks in options.ranks:
@@ -69,11 +65,10 @@ def as_row(method: SketchMethod, solution: torch.Tensor, step: float, curves: Cu
         "to_solution": f"{curves.to_solution[-1]:.4g}",
         "to_limit": f"{curves.to_limit[-1]:.4g}",
         "limit_to_solution": f"{away:.4g}",
-        "torch": torch.__version__,
-        "commit": commit(),
+        **stamp(),
         "rounds": " ".join(map(str, rounds)),
-        "to_solution_at": " ".join(f"{curves.to_solution[r]:.4g}" for r in rounds),
-        "to_limit_at": " ".join(f"{curves.to_limit[r]:.4g}" for r in rounds),
+        "to_solution_at": as_text(curves.to_solution[r] for r in rounds),
+        "to_limit_at": as_text(curves.to_limit[r] for r in rounds),
     }
 
 

@@ -6,14 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.subnets.methods import (
-    DataParallel,
-    LocalSteps,
-    MakeOptimizer,
-    Method,
-    Subnets,
-    ddp_bf16,
-)
+from benchmarks.subnets.methods import DDP, DDP_BF16, LocalSteps, MakeOptimizer, Method, Subnets
 from benchmarks.subnets.tasks import Bytes, Digits, Task
 from pyparallel.subnets import Averaged
 
@@ -26,7 +19,6 @@ class SGD:
     momentum: float = 0.9
 
     def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
-        """Return the optimizer over these parameters."""
         return torch.optim.SGD(
             parameters, self.lr, momentum=self.momentum, nesterov=self.momentum > 0
         )
@@ -39,7 +31,6 @@ class AdamW:
     lr: float
 
     def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
-        """Return the optimizer over these parameters."""
         return torch.optim.AdamW(parameters, self.lr)
 
 
@@ -61,18 +52,20 @@ INTERVAL = 20
 # Learning rates are the best for seed 0, out of 0.03, 0.1 and 0.3 and of 0.003 and 0.01. On digits
 # all three are equally good for SubnetTrainer, and for LocalSGD the smaller is no better: both use
 # DDP's.
-DIGITS = (
-    Entry(Digits(), DataParallel(), SGD(0.1)),
-    Entry(Digits(), ddp_bf16(), SGD(0.1)),
-    Entry(Digits(), LocalSteps(INTERVAL), SGD(0.1)),
-    Entry(Digits(), Subnets(INTERVAL), SGD(0.1)),
+DIGITS = tuple(
+    Entry(Digits(), method, SGD(0.1))
+    for method in (
+        DDP,
+        DDP_BF16,
+        LocalSteps(INTERVAL, name="LocalSGD"),
+        Subnets(INTERVAL, name="SubnetTrainer"),
+    )
 )
-BYTES = (
-    Entry(Bytes(), DataParallel(), AdamW(3e-3)),
-    Entry(Bytes(), Subnets(INTERVAL), AdamW(3e-3)),
-    Entry(
-        Bytes(),
+BYTES = tuple(
+    Entry(Bytes(), method, AdamW(3e-3))
+    for method in (
+        DDP,
+        Subnets(INTERVAL, name="SubnetTrainer"),
         Subnets(INTERVAL, Averaged(), name="SubnetTrainer, averaged"),
-        AdamW(3e-3),
-    ),
+    )
 )

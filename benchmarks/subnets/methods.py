@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from benchmarks.compression.systems import bf16_unchecked
+from benchmarks.gossip.trainers import bf16_unchecked
 from benchmarks.subnets.tasks import Task
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import LocalSGD
@@ -27,35 +27,43 @@ from pyparallel.subnets import (
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
-class Training(Protocol):
-    """One method on one rank."""
+@dataclass(frozen=True)
+class Training:
+    """One method on one rank.
 
+    Args:
+        forward: runs the forward pass.
+        optimizer: steps on this rank's parameters.
+        full_model: holds the full model with all training so far; all ranks enter it together.
+        held: returns the weights and optimizer state that this rank holds between two steps; the
+            own state of a gossip algorithm is not counted.
+    """
+
+    forward: Callable[[Tensor], Tensor]
     optimizer: Optimizer
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """Run the forward pass."""
-
-    def full_model(self) -> AbstractContextManager[nn.Module]:
-        """Hold the full model with all training so far; all ranks enter it together."""
-
-    def held(self) -> Any:
-        """Return the weights and optimizer state that this rank holds between two steps."""
+    full_model: Callable[[], AbstractContextManager[nn.Module]]
+    held: Callable[[], Any]
 
 
-class Method(Protocol):
+def states_of(*owners: Any) -> Callable[[], Any]:
+    return lambda: [owner.state_dict() for owner in owners]
+
+
+@dataclass(frozen=True)
+class Method:
     """A training method: immutable, with a complete ``repr``."""
 
-    name: str
+    name: str = field(default="", repr=False, kw_only=True)
 
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
         """Set up training; all ranks call it."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class DataParallel(Method):
     """DistributedDataParallel."""
 
-    name: str = field(default="DDP", repr=False)
     hook: Callable[..., Any] | None = field(default=None, repr=False)
 
     @override
@@ -63,28 +71,9 @@ class DataParallel(Method):
         ddp = DistributedDataParallel(task.build(), gradient_as_bucket_view=True)
         if self.hook:
             ddp.register_comm_hook(None, self.hook)
-        return ReplicatedTraining(ddp, make_optimizer(list(ddp.parameters())), ddp.module)
-
-
-class ReplicatedTraining(Training):
-    """Training with the same full model on every rank."""
-
-    def __init__(self, called: nn.Module, optimizer: Optimizer, module: nn.Module) -> None:
-        self.optimizer = optimizer
-        self._called, self._module = called, module
-
-    @override
-    def __call__(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self._called(inputs)
-        return output
-
-    @override
-    def full_model(self) -> AbstractContextManager[nn.Module]:
-        return nullcontext(self._module)
-
-    @override
-    def held(self) -> Any:
-        return [self._module.state_dict(), self.optimizer.state_dict()]
+        optimizer = make_optimizer(list(ddp.parameters()))
+        whole = nullcontext(ddp.module)
+        return Training(ddp, optimizer, lambda: whole, states_of(ddp.module, optimizer))
 
 
 @dataclass(frozen=True)
@@ -92,37 +81,13 @@ class LocalSteps(Method):
     """pyparallel's LocalSGD: exact averaging of the full model every ``interval`` steps."""
 
     interval: int
-    name: str = field(default="LocalSGD", repr=False)
 
     @override
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
         module = task.build()
         optimizer = make_optimizer(list(module.parameters()))
-        return LocalTraining(
-            GossipDataParallel(module, optimizer, LocalSGD(self.interval)), optimizer
-        )
-
-
-class LocalTraining(Training):
-    """Training with a separate full model on every rank."""
-
-    def __init__(self, model: GossipDataParallel, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._model = model
-
-    @override
-    def __call__(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self._model(inputs)
-        return output
-
-    @override
-    def full_model(self) -> AbstractContextManager[nn.Module]:
-        return self._model.consensus()
-
-    @override
-    def held(self) -> Any:
-        """Return model and optimizer state; the algorithm's own state is not counted."""
-        return [self._model.state_dict(), self.optimizer.state_dict()]
+        model = GossipDataParallel(module, optimizer, LocalSGD(self.interval))
+        return Training(model, optimizer, model.consensus, states_of(model, optimizer))
 
 
 @dataclass(frozen=True)
@@ -132,7 +97,6 @@ class Subnets(Method):
     interval: int
     scale: Scale = field(default_factory=Unscaled)
     optimizer_state: OptimizerState = field(default_factory=CarryState)
-    name: str = field(default="SubnetTrainer", repr=False)
 
     @override
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
@@ -146,31 +110,13 @@ class Subnets(Method):
             scale=self.scale,
             optimizer_state=self.optimizer_state,
         )
-        return SubnetTraining(trainer)
+
+        def held() -> Any:
+            state = trainer.state_dict()
+            return [state[part] for part in ("whole", "subnet", "optimizer")]
+
+        return Training(trainer, trainer.optimizer, trainer.full_model, held)
 
 
-class SubnetTraining(Training):
-    """Training with a subnet and rows of the full model on every rank."""
-
-    def __init__(self, trainer: SubnetTrainer) -> None:
-        self.optimizer = trainer.optimizer
-        self._trainer = trainer
-
-    @override
-    def __call__(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self._trainer(inputs)
-        return output
-
-    @override
-    def full_model(self) -> AbstractContextManager[nn.Module]:
-        return self._trainer.full_model()
-
-    @override
-    def held(self) -> Any:
-        state = self._trainer.state_dict()
-        return [state[part] for part in ("whole", "subnet", "optimizer")]
-
-
-def ddp_bf16() -> DataParallel:
-    """Return DDP with bfloat16 gradients, the fair baseline on slow links."""
-    return DataParallel("DDP, bf16 hook", bf16_unchecked)
+DDP = DataParallel(name="DDP")
+DDP_BF16 = DataParallel(bf16_unchecked, name="DDP, bf16 hook")  # the fair baseline on slow links

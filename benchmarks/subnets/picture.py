@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import matplotlib as mpl
 import numpy as np
@@ -12,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks.harness import pictures
-from benchmarks.harness.pictures import BLACK, BLUE, GRAY, GREEN, ORANGE, panels, where
+from benchmarks.harness.pictures import BLACK, BLUE, GRAY, GREEN, ORANGE, panels
 from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import numbers, where
 from benchmarks.subnets.table import by_method, read_curve
 
 SHOWN = {"digits": (0.9, 1.0)}  # range of scores; below it all rise alike
@@ -99,9 +101,8 @@ def draw_sketches(rows: Sequence[Row], field: str, title: str, ylabel: str) -> F
 
 def plot(axes: Axes, row: Row, field: str, dash: str) -> None:
     """Draw one run."""
-    rounds = [int(each) for each in row["rounds"].split()]
-    distances = [float(each) for each in row[field].split()]
-    axes.plot(rounds, distances, dash, color=OF_SKETCH[row["sketch"]], linewidth=1.6)
+    color = OF_SKETCH[row["sketch"]]
+    axes.plot(numbers(row["rounds"]), numbers(row[field]), dash, color=color, linewidth=1.6)
 
 
 def finish(axes: Axes) -> None:
@@ -116,33 +117,26 @@ def finish(axes: Axes) -> None:
 def key(figure: Figure, sketches: Sequence[str], steps: Sequence[float]) -> None:
     """Add a legend of colors and dashes."""
     lines = [Line2D([], [], color=OF_SKETCH[each], label=LABELS[each]) for each in sketches]
-    lines += [
-        Line2D(
-            [],
-            [],
-            color=BLACK,
-            linestyle=dash,
-            label=f"{step:g} of the largest step" if step < 1 else "the largest step",
-        )
-        for dash, step in zip(DASHES, dict.fromkeys(steps), strict=False)
-    ]
+    for dash, step in zip(DASHES, dict.fromkeys(steps), strict=False):
+        label = f"{step:g} of the largest step" if step < 1 else "the largest step"
+        lines.append(Line2D([], [], color=BLACK, linestyle=dash, label=label))
     figure.legend(handles=lines, loc="outside lower center", ncols=3)
 
 
 PICTURES = {
-    "digits": lambda rows: draw_race(rows, "digits"),
-    "bytes": lambda rows: draw_race(rows, "bytes"),
-    "to-solution": lambda rows: draw_sketches(
-        rows,
-        "to_solution_at",
-        "How near to the solution do sketches come?",
-        "distance to $x^*$, of $|x^*|$",
+    "digits": partial(draw_race, task="digits"),
+    "bytes": partial(draw_race, task="bytes"),
+    "to-solution": partial(
+        draw_sketches,
+        field="to_solution_at",
+        title="How near to the solution do sketches come?",
+        ylabel="distance to $x^*$, of $|x^*|$",
     ),
-    "to-limit": lambda rows: draw_sketches(
-        rows,
-        "to_limit_at",
-        "How near does each sketch come to its own limit?",
-        "distance to $x^\\infty$, of $|x^\\infty|$",
+    "to-limit": partial(
+        draw_sketches,
+        field="to_limit_at",
+        title="How near does each sketch come to its own limit?",
+        ylabel="distance to $x^\\infty$, of $|x^\\infty|$",
     ),
 }
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.compression.links import read_sent
+from benchmarks.harness.link import read_sent
+from benchmarks.harness.turns import largest
 from benchmarks.subnets.methods import MakeOptimizer, Method, Training
 from benchmarks.subnets.tasks import Batch, Task
 from pyparallel.subnets import recalibrate
@@ -99,12 +100,10 @@ def advance(
     for _ in range(steps):
         inputs, target = next(batches)
         training.optimizer.zero_grad()
-        task.loss(training(inputs), target).backward()
+        task.loss(training.forward(inputs), target).backward()
         training.optimizer.step()
     elapsed, sent = time.perf_counter() - begin, read_sent() - before
-    slowest = torch.tensor(elapsed, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest), sent
+    return largest([elapsed])[0], sent
 
 
 @torch.no_grad()

@@ -4,8 +4,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.gossip.table import MEASURES, Measure
+from benchmarks.harness import tables
 from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import Measure, grouped, markdown_table, mean, numbers, where
 
 BASELINE = "DDP"
 TASKS = {"digits": "digits", "bytes": "text"}  # their names among the measures
@@ -29,20 +30,16 @@ class Curve:
 
 def read_curve(row: Row) -> Curve:
     fields = ("at_seconds", "at_steps", "at_sent_bytes_of_rank", "at_score")
-    return Curve(*([float(number) for number in row[field].split()] for field in fields))
+    return Curve(*(numbers(row[field]) for field in fields))
 
 
 def by_method(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
     """Return the rows of each method on one task, in a fixed order."""
-    groups: dict[str, list[Row]] = {name: [] for name in ORDER}
-    for row in rows:
-        if row["task"] == task:
-            groups.setdefault(row["method"], []).append(row)
-    return {name: group for name, group in groups.items() if group}
+    return grouped(where(rows, task=task), "method", ORDER)
 
 
 def measure_of(task: str) -> Measure:
-    return next(measure for measure in MEASURES if measure.data == TASKS[task])
+    return tables.measure_of(TASKS[task])
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -52,31 +49,27 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
-    lines = [
-        f"| {measure.title} | mean of seeds | least to greatest | steps | MB sent by a rank "
-        "| seconds to target | MB to target | MB held by a rank | seeds |",
-        "|---" * 9 + "|",
-    ]
+    head = [measure.title, "mean of seeds", "least to greatest", "steps", "MB sent by a rank"]
+    head += ["seconds to target", "MB to target", "MB held by a rank", "seeds"]
     ends = {row["seed"]: float(row["score"]) for row in groups.get(BASELINE, [])}
+    lines = []
     for name, rows in groups.items():
         scores = [float(row["score"]) for row in rows]
         runs = [(read_curve(row), ends[row["seed"]]) for row in rows if row["seed"] in ends]
-        cells = [
+        average, *ends_of = map(
+            measure.show.format, (statistics.fmean(scores), min(scores), max(scores))
+        )
+        lines.append([
             name,
-            measure.show(statistics.fmean(scores)),
-            f"{measure.show(min(scores))} to {measure.show(max(scores))}",
+            average,
+            " to ".join(ends_of),
             f"{mean(rows, 'steps'):,.0f}",
             f"{mean(rows, 'sent_bytes_of_rank') / 1e6:,.0f}",
             *mean_time_to_target(runs, measure),
             f"{mean(rows, 'held_bytes_of_rank') / 1e6:.1f}",
-            str(len(rows)),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
-def mean(rows: Sequence[Row], field: str) -> float:
-    return statistics.fmean(float(row[field]) for row in rows)
+            len(rows),
+        ])  # fmt: skip
+    return markdown_table(head, lines)
 
 
 def mean_time_to_target(runs: Sequence[tuple[Curve, float]], measure: Measure) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ Batch = tuple[Tensor, Tensor]
 BLOCK = [Heads(qkv="qkv", project="project"), FeedForward("mlp.0", "mlp.2")]
 
 
-class Task(Protocol):
+class Task:
     """A task with disjoint training data on every rank."""
 
     name: str
@@ -27,21 +26,23 @@ class Task(Protocol):
 
     def build(self) -> nn.Module:
         """Return the full model, initialized from torch's global generator."""
+        raise NotImplementedError
 
     def partition(self) -> Partition:
         """Return the partition of the model into subnets."""
+        return Partition()
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """Yield batches of this rank's data, endlessly."""
+        raise NotImplementedError
 
     def calibration(self) -> list[Tensor]:
-        """Return inputs of this rank's data for recalibrating running statistics."""
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss over a batch, in nats."""
+        """Return inputs of this rank's data for recalibrating running statistics, if any."""
+        return []
 
     def score(self, module: nn.Module) -> float:
         """Return the score on held-out data."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Digits(Task):
     name: str = "digits"
     measure: str = "test accuracy"
 
+    loss = staticmethod(nn.functional.cross_entropy)
+
     @override
     def build(self) -> nn.Sequential:
         """Return an MLP with 64 inputs, two hidden layers and 10 outputs."""
@@ -68,10 +71,6 @@ class Digits(Task):
             nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(),
             nn.Linear(width, 10),
         )  # fmt: skip
-
-    @override
-    def partition(self) -> Partition:
-        return Partition()
 
     @override
     def batches(self, seed: int) -> Iterator[Batch]:
@@ -87,10 +86,6 @@ class Digits(Task):
     @override
     def calibration(self) -> list[Tensor]:
         return [self._mine()[0]]
-
-    @override
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(output, target)
 
     @override
     def score(self, module: nn.Module) -> float:
@@ -115,6 +110,8 @@ class Bytes(Task):
     name: str = "bytes"
     measure: str = "held-out bits per byte"
 
+    loss = staticmethod(byte_loss)
+
     @override
     def build(self) -> nn.Sequential:
         """Return an embedding, blocks with 8 heads, and a head."""
@@ -134,15 +131,6 @@ class Bytes(Task):
         while True:
             windows = draw_windows(mine, self.batch_size, self.context + 1, generator)
             yield windows[:, :-1], windows[:, 1:]
-
-    @override
-    def calibration(self) -> list[Tensor]:
-        """Return no inputs: there is no BatchNorm."""
-        return []
-
-    @override
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return byte_loss(output, target)
 
     @override
     def score(self, module: nn.Module) -> float:

@@ -6,7 +6,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from benchmarks.theory.quadratic import Quadratic, drawn_sketches
 from pyparallel.compression import BufferLayout, PermK
@@ -21,45 +20,18 @@ class SketchMethod:
     Args:
         name: name in tables.
         quadratic: the problem in the coordinates of the iteration.
-        scales: (n, d), factors of sketch i for its share; shares are single entries.
         root: (d,), factors from these coordinates to the problem's.
         sketches: from a seed and the number of rounds to (rounds, n, d, d), those of all ranks.
+        largest_step: one over the largest curvature of any draw of the sketches.
+        limit: limit in expectation, in the problem's coordinates.
     """
 
     name: str
     quadratic: Quadratic
-    scales: Tensor
     root: Tensor
     sketches: Callable[[int, int], Tensor]
-
-    @property
-    def largest_step(self) -> float:
-        """One over the largest curvature of any draw of the sketches."""
-        return self.quadratic.num_ranks / float(
-            (self.scales.square() * self.quadratic.diagonals).max()
-        )
-
-    @property
-    def limit(self) -> Tensor:
-        """Limit in expectation, in the problem's coordinates."""
-        return self.root * self.quadratic.expected_limit(self.scales)
-
-
-@dataclass(frozen=True, eq=False)
-class GradientDescent(SketchMethod):
-    """Gradient descent: every rank has the full model."""
-
-    @property
-    @override
-    def largest_step(self) -> float:
-        """One over the largest curvature."""
-        return 1 / float(torch.linalg.matrix_norm(self.quadratic.mean_curvature, 2))
-
-    @property
-    @override
-    def limit(self) -> Tensor:
-        """The solution."""
-        return self.quadratic.solution
+    largest_step: float
+    limit: Tensor
 
 
 @dataclass(frozen=True)
@@ -93,11 +65,8 @@ def sketch_methods(problem: Quadratic) -> list[SketchMethod]:
     curvature (arXiv 2306.16484, section 4).
     """
     n, d = problem.slopes.shape
-    ones = torch.ones_like(problem.slopes)
-    identity = torch.eye(d, dtype=torch.float64)
     mean_diagonal = problem.mean_curvature.diagonal()
-    inside, root = problem.preconditioned(mean_diagonal), mean_diagonal.rsqrt()
-    own_scales = n**0.5 * problem.diagonals.rsqrt()
+    ones, identity = torch.ones(d, dtype=torch.float64), torch.eye(d, dtype=torch.float64)
 
     @cache
     def of_perm_k(seed: int, rounds: int) -> Tensor:
@@ -109,11 +78,23 @@ def sketch_methods(problem: Quadratic) -> list[SketchMethod]:
     def identity_sketches(seed: int, rounds: int) -> Tensor:
         return identity.expand(rounds, n, d, d)
 
+    def sketched(
+        name: str, quadratic: Quadratic, scales: Tensor, root: Tensor, sketches: Callable
+    ) -> SketchMethod:
+        """Return a method whose sketch i has factors (n, d) for its share, of single entries."""
+        largest = n / float((scales.square() * quadratic.diagonals).max())
+        limit = root * quadratic.expected_limit(scales)
+        return SketchMethod(name, quadratic, root, sketches, largest, limit)
+
+    largest = 1 / float(torch.linalg.matrix_norm(problem.mean_curvature, 2))
+    whole = (problem, ones, identity_sketches, largest, problem.solution)
+    inside, plain = problem.preconditioned(mean_diagonal), torch.full_like(problem.slopes, n)
+    own_scales = n**0.5 * problem.diagonals.rsqrt()
     return [
-        GradientDescent("whole", problem, ones, ones[0], identity_sketches),
-        SketchMethod("plain", problem, n * ones, ones[0], of_perm_k),
-        SketchMethod("preconditioned", inside, n * ones, root, of_perm_k),
-        SketchMethod("heterogeneous", problem, own_scales, ones[0], of_heterogeneous),
+        SketchMethod("whole", *whole),
+        sketched("plain", problem, plain, ones, of_perm_k),
+        sketched("preconditioned", inside, plain, mean_diagonal.rsqrt(), of_perm_k),
+        sketched("heterogeneous", problem, own_scales, ones, of_heterogeneous),
     ]
 
 

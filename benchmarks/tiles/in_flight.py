@@ -13,7 +13,7 @@ import subprocess
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from benchmarks.harness.measure import RESULTS
+from benchmarks.harness.rows import RESULTS
 from benchmarks.tiles.loads import disassemble, find_cuobjdump, find_loads
 
 ARCHITECTURE = "sm_90"

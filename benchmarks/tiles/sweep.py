@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.measure import RESULTS, commit
+from benchmarks.harness.rows import RESULTS, commit
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"

@@ -19,6 +19,7 @@ from public_names import targets
 
 from benchmarks.harness import pictures
 from benchmarks.harness.options import shorten
+from benchmarks.harness.tables import of
 
 PICTURES = Path(__file__).resolve().parents[1] / "_build" / "pictures"
 MACHINES = {
@@ -43,7 +44,7 @@ def tables(
 
 def column(name: str, which: str, **where: object) -> list[str]:
     """Return the distinct values of a column, in the order of the file."""
-    return pictures.of(rows.rows(name, **where), which)
+    return of(rows.rows(name, **where), which)
 
 
 def linked(system: str) -> str:
@@ -61,9 +62,9 @@ def pivot(
         LookupError: two rows have the same place.
     """
     found = rows.rows(name, **where)
-    across = pictures.of(found, columns)
+    across = of(found, columns)
     lines = [f"| | {' | '.join(across)} |", "|---" * (len(across) + 1) + "|"]
-    for each in pictures.of(found, index):
+    for each in of(found, index):
         cells = []
         for other in across:
             place = {**where, index: each, columns: other}

@@ -10,7 +10,7 @@ def test_a_checkout_is_compared_with_itself(monkeypatch, tmp_path, capsys):
     found = checkouts.run_ranks(checkouts.ROOT)
     assert len(found) > 20
     assert all(value > 0 for _, value in found.values())
-    monkeypatch.setattr("benchmarks.harness.measure.RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks.harness.rows.RESULTS", tmp_path)
     pairs = {(case, unit): [(1.0, 2.0), (1.0, 4.0)] for case, (unit, _) in found.items()}
     checkouts.write(pairs, checkouts.ROOT)
     (path,) = tmp_path.glob("checkouts-*.csv")

@@ -1,6 +1,7 @@
-"""The protocols of the systems that are compared."""
+"""The systems that are compared, each a way to train a pipeline, and how they take turns."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Protocol
 
@@ -8,24 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.harness.turns import Training, time_blocks
 from benchmarks.pipeline.models import Model
 from pyparallel.pipeline import Action
 
 ADAMW = "torch.optim.AdamW"  # torch's fastest on the CPU
-
-
-class Training(Protocol):
-    """Protocol of one system on one rank."""
-
-    def step(self) -> float | None:
-        """Step; return the mean loss on the rank of the last stage, else None."""
-
-    def finish(self) -> None:
-        """Flush the pipeline, if there is one; all ranks must call it."""
+WARM_UP = 2  # steps: the first connects, and may infer shapes
 
 
 class Pipeline(Training, Protocol):
-    """Protocol of a pipeline on one rank."""
+    """Protocol of one system on one rank; a step returns the last stage's mean loss, else None."""
 
     def weight_copies(self) -> list[int]:
         """Return the peak weight copies of each stage of this rank; empty: not counted."""
@@ -37,20 +30,57 @@ class Pipeline(Training, Protocol):
 class System(Protocol):
     """Protocol of a way to train a pipeline."""
 
-    @property
-    def name(self) -> str:
-        """Return the name in tables."""
+    name: str
 
     def start(self, model: Model, num_microbatches: int) -> Training:
         """Start training on this rank."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The size of a measurement: in each turn, each system runs a block of steps.
+
+    Args:
+        turns: number of turns.
+        microbatches: of a timed block.
+    """
+
+    turns: int
+    microbatches: int
+
+    def steps(self, num_microbatches: int) -> int:
+        """Return the steps of a block, of so many microbatches each."""
+        return max(1, self.microbatches // num_microbatches)
+
+
+def start(systems: Sequence[System], model: Model, num_microbatches: int) -> dict[str, Training]:
+    """Start each system, and warm it up."""
+    trainings = {system.name: system.start(model, num_microbatches) for system in systems}
+    for training in trainings.values():
+        for _ in range(WARM_UP):
+            training.step()
+        training.finish()
+    return trainings
+
+
+def time_steps(
+    trainings: dict[str, Training], num_microbatches: int, plan: Plan
+) -> dict[str, list[float]]:
+    """Return the seconds per step in each turn, on the slowest rank."""
+    return time_blocks(trainings, plan.turns, plan.steps(num_microbatches))
+
+
+def time_microbatches(
+    trainings: dict[str, Training], num_microbatches: int, plan: Plan
+) -> dict[str, list[float]]:
+    """Return the seconds per microbatch in each turn, on the slowest rank."""
+    found = time_steps(trainings, num_microbatches, plan)
+    return {name: [each / num_microbatches for each in times] for name, times in found.items()}
+
+
 def make_optimizer(parameters: Iterable[nn.Parameter], kind: str = ADAMW) -> torch.optim.Optimizer:
     """Return a fused AdamW; ``kind``: the class, of torch's arguments."""
-    optimizer: torch.optim.Optimizer = resolve_name(kind)(
-        parameters, lr=1e-4, weight_decay=0.01, fused=True
-    )
-    return optimizer
+    return resolve_name(kind)(parameters, lr=1e-4, weight_decay=0.01, fused=True)
 
 
 def copies_by_stage(pipeline: Pipeline) -> list[int]:

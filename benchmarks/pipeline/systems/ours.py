@@ -18,10 +18,8 @@ from pyparallel.pipeline import (
     PipelineTrainer,
     PipeOptim,
     Schedule,
-    Span,
     ZeroBubble,
 )
-from pyparallel.pipeline.runtime.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,10 @@ class OurSchedule:
 
     @property
     def name(self) -> str:
-        """Return the name in tables."""
         more = ", 2 stages a rank" if self.stages_per_rank > 1 else ""
         return f"{type(self.schedule).__name__}{more}"
 
     def start(self, model: Model, num_microbatches: int) -> "OurTraining":
-        """Start training on this rank."""
         return OurTraining(self, model, num_microbatches)
 
 
@@ -55,9 +51,9 @@ class OurTraining:
         num_stages = num_ranks * system.stages_per_rank
         inputs, target = model.make_batch(num_microbatches)
         self._actions = partial(system.schedule.actions, num_stages, num_microbatches, num_ranks)
-        self._inputs = inputs if dist.get_rank() == 0 else None
-        self._target = target  # on all ranks: heads need it too
-        self._trainer = PipelineTrainer(
+        # The target is on all ranks: heads need it too.
+        self._batch = (inputs if dist.get_rank() == 0 else None), target
+        self.trainer = PipelineTrainer(
             model.build(),
             model.loss,
             partial(make_optimizer, kind=system.optimizer),
@@ -66,48 +62,30 @@ class OurTraining:
             split=model.split(num_stages),
         )
 
-    @property
-    def stages(self) -> Sequence[Stage]:
-        """Return the stages of this rank."""
-        return self._trainer.stages
-
-    @property
-    def spans(self) -> Sequence[Span]:
-        """Return the actions of this rank in the last step."""
-        return self._trainer.spans
-
     def step(self) -> float | None:
-        """Step; return the mean loss on the rank of the last stage, else None."""
-        return self._trainer.step(self._inputs, self._target)
+        return self.trainer.step(*self._batch)
 
     def finish(self) -> None:
-        """Flush the pipeline."""
-        self._trainer.flush()
+        self.trainer.flush()
 
     def weight_copies(self) -> list[int]:
-        """Return the peak number of weight copies of each stage of this rank."""
-        return self._trainer.peak_weight_copies
+        return self.trainer.peak_weight_copies
 
     def actions(self, steps: int) -> Sequence[Sequence[Action]]:
-        """Return the actions of all ranks in ``steps`` steps."""
         return self._actions(steps=steps)
 
 
 GPIPE = OurSchedule(GPipe())
 ONE_FORWARD_ONE_BACKWARD = OurSchedule(OneForwardOneBackward())
-INTERLEAVED = OurSchedule(Interleaved(), stages_per_rank=2)
-ZERO_BUBBLE = OurSchedule(ZeroBubble())
-ZERO_BUBBLE_INTERLEAVED = OurSchedule(ZeroBubble(), stages_per_rank=2)
 PIPE_DREAM = OurSchedule(PipeDream())
-PIPE_DREAM_2BW = OurSchedule(PipeDream2BW())
 PIPE_OPTIM = OurSchedule(PipeOptim())
 OURS = [
     GPIPE,
     ONE_FORWARD_ONE_BACKWARD,
-    INTERLEAVED,
-    ZERO_BUBBLE,
-    ZERO_BUBBLE_INTERLEAVED,
+    OurSchedule(Interleaved(), stages_per_rank=2),
+    OurSchedule(ZeroBubble()),
+    OurSchedule(ZeroBubble(), stages_per_rank=2),
     PIPE_DREAM,
-    PIPE_DREAM_2BW,
+    OurSchedule(PipeDream2BW()),
     PIPE_OPTIM,
 ]

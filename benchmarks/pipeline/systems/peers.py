@@ -2,7 +2,7 @@
 
 import csv
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from benchmarks.pipeline.models import Model, build_stages
+from benchmarks.pipeline.models import LossFunction, Model, build_stages
 from benchmarks.pipeline.systems import make_optimizer
 from pyparallel.pipeline import Action, Kind, read_csv
 
@@ -36,7 +37,6 @@ class TorchSchedule:
 
     @property
     def name(self) -> str:
-        """Return the name in tables."""
         return f"torch {self.schedule.removeprefix('Schedule')}"
 
     def stages(self, rank: int, num_ranks: int) -> list[int]:
@@ -50,36 +50,55 @@ class TorchSchedule:
         return num_microbatches >= num_ranks * self.stages_per_rank * self.microbatches_per_stage
 
     def start(self, model: Model, num_microbatches: int) -> "TorchTraining":
-        """Start training on this rank."""
-        return TorchTraining(self, model, num_microbatches)
+        modules = build_stages(model, dist.get_world_size() * self.stages_per_rank)
+        training = TorchTraining(self, modules, model.loss, num_microbatches)
+        training.batch = model.make_batch(num_microbatches)
+        return training
 
 
 class TorchTraining:
-    """Training with one schedule."""
+    """Training with one schedule.
 
-    def __init__(self, system: TorchSchedule, model: Model, num_microbatches: int) -> None:
-        num_ranks = dist.get_world_size()
-        num_stages = num_ranks * system.stages_per_rank
-        mine = system.stages(dist.get_rank(), num_ranks)
-        modules = build_stages(model, num_stages)
-        self.stages = [
-            PipelineStage(modules[index], index, num_stages, torch.device("cpu")) for index in mine
-        ]
+    Args:
+        system: the schedule.
+        modules: of all stages.
+        loss: the loss function.
+        num_microbatches: of a step.
+        make_optimizers: of the modules of this rank; default: an AdamW for each.
+    """
+
+    batch: tuple[Tensor, Tensor]
+
+    def __init__(
+        self,
+        system: TorchSchedule,
+        modules: Sequence[nn.Module],
+        loss: LossFunction,
+        num_microbatches: int,
+        make_optimizers: Callable[[list[nn.Module]], list[torch.optim.Optimizer]] | None = None,
+    ) -> None:
+        self.own = system.stages(dist.get_rank(), dist.get_world_size())
+        cpu, num_stages = torch.device("cpu"), len(modules)
+        self.stages = [PipelineStage(modules[each], each, num_stages, cpu) for each in self.own]
         kind = getattr(schedules, system.schedule)
+        held: Any = self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages
         self._num_microbatches = num_microbatches
-        held: Any = self.stages
-        if issubclass(kind, PipelineScheduleSingle):
-            held = self.stages[0]
-        self._schedule = kind(held, num_microbatches, loss_fn=model.loss)
-        self.optimizers = [make_optimizer(modules[index].parameters()) for index in mine]
-        inputs, target = model.make_batch(num_microbatches)
-        self._inputs = (inputs,) if 0 in mine else ()
-        self._target = target if num_stages - 1 in mine else None
+        self._schedule = kind(held, num_microbatches, loss_fn=loss)
+        mine = [modules[each] for each in self.own]
+        make = make_optimizers or (lambda own: [make_optimizer(each.parameters()) for each in own])
+        self.optimizers = make(mine)
+        self._is_first, self._is_last = 0 in self.own, num_stages - 1 in self.own
 
     def step(self) -> float | None:
-        """Step; return the mean loss on the rank of the last stage, else None."""
-        losses: list[torch.Tensor] | None = None if self._target is None else []
-        self._schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)
+        """Step on the batch; return the mean loss on the rank of the last stage, else None."""
+        inputs, target = self.batch
+        losses: list[Tensor] | None = [] if self._is_last else None
+        self._schedule.step(
+            *([inputs] if self._is_first else []),
+            target=target if self._is_last else None,
+            losses=losses,
+            return_outputs=False,
+        )
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -93,15 +112,13 @@ class TorchTraining:
         return []
 
     def actions(self, steps: int) -> list[list[Action]]:
-        """Return the actions of all ranks in ``steps`` steps."""
-        once = read_order(self._schedule.pipeline_order)
         return [
             [
                 action._replace(microbatch=action.microbatch + step * self._num_microbatches)
                 for step in range(steps)
                 for action in rank
             ]
-            for rank in once
+            for rank in read_order(self._schedule.pipeline_order)
         ]
 
 
@@ -130,10 +147,16 @@ def number_forwards(actions: Iterable[Action]) -> Iterator[Action]:
 
 GPIPE = TorchSchedule("ScheduleGPipe")
 ONE_FORWARD_ONE_BACKWARD = TorchSchedule("Schedule1F1B")
-INTERLEAVED = TorchSchedule("ScheduleInterleaved1F1B", stages_per_rank=2)
 ZERO_BUBBLE = TorchSchedule("ScheduleInterleavedZeroBubble", stages_per_rank=2)
-ZERO_BUBBLE_V = TorchSchedule("ScheduleZBVZeroBubble", stages_per_rank=2, in_v=True)
-LOOPED = TorchSchedule("ScheduleLoopedBFS", stages_per_rank=2)
-DUAL_PIPE_V = TorchSchedule("ScheduleDualPipeV", 2, in_v=True, microbatches_per_stage=1)
-PEERS = [GPIPE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V]
-DEEP_PEERS = [*PEERS, LOOPED, DUAL_PIPE_V]
+PEERS = [
+    GPIPE,
+    ONE_FORWARD_ONE_BACKWARD,
+    TorchSchedule("ScheduleInterleaved1F1B", stages_per_rank=2),
+    ZERO_BUBBLE,
+    TorchSchedule("ScheduleZBVZeroBubble", stages_per_rank=2, in_v=True),
+]
+DEEP_PEERS = [
+    *PEERS,
+    TorchSchedule("ScheduleLoopedBFS", stages_per_rank=2),
+    TorchSchedule("ScheduleDualPipeV", 2, in_v=True, microbatches_per_stage=1),
+]

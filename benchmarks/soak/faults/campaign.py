@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.harness.link import limited_links
-from benchmarks.harness.program import Row
+from benchmarks.harness.rows import Row
 from benchmarks.soak.faults.judge import NOT_REPEATABLE, base_row, judge
 from benchmarks.soak.faults.plan import FAULTS, TRAINERS, Trial, baseline, plan
 from benchmarks.soak.faults.trial import MBIT_PER_S, Server, run_trial

@@ -3,10 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-
-from benchmarks.harness.measure import commit
-from benchmarks.harness.program import Row
+from benchmarks.harness.rows import Row, stamp
 from benchmarks.soak.faults.plan import Trial, is_pipeline
 from benchmarks.soak.faults.texts import Reading, read
 from benchmarks.soak.faults.trial import Outcome
@@ -50,8 +47,7 @@ def base_row(trial: Trial) -> Row:
         "ranks": trial.ranks,
         "victim": trial.victim,
         "store": "rank 0" if trial.what.hosts_store else "launcher",
-        "torch": torch.__version__,
-        "commit": commit(),
+        **stamp(),
     }
 
 

@@ -79,6 +79,8 @@ class Trial:
         victim: the rank that the fault strikes.
         step: in which it strikes.
         delay: seconds after the beginning of that step, of faults from outside.
+        checkpoints: the folder of a run of ``restarts``; none: it writes no checkpoints.
+        resume: the step of the checkpoint that such a run goes on from; None: from the start.
     """
 
     fault: str
@@ -87,6 +89,8 @@ class Trial:
     victim: int
     step: int
     delay: float
+    checkpoints: str = ""
+    resume: int | None = None
 
     @property
     def what(self) -> Fault:

@@ -10,7 +10,6 @@ import datetime
 import faulthandler
 import functools
 import gc
-import hashlib
 import json
 import os
 import signal
@@ -20,17 +19,18 @@ import time
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.harness.link import Rendezvous
+from benchmarks.soak import restarts
 from benchmarks.soak.faults.plan import STEPS, TIMEOUT, TRAINERS, Trial, is_pipeline
-from benchmarks.soak.trainers import Running
+from benchmarks.soak.trainers import Running, checksum
 
 PR_SET_PDEATHSIG = 1
 LONGEST_LIFE = (
@@ -111,6 +111,8 @@ class Rank:
 
     def train(self) -> str:
         """Take steps; return a digest of the final parameters."""
+        if self.trial.checkpoints:
+            return restarts.train(self)
         self.enter("construction")
         running = TRAINERS[self.trial.trainer]()
         if self.trial.what.phase == "join":
@@ -205,15 +207,6 @@ def digest_of(trainer: str, running: Running) -> str:
             return checksum(list(module.parameters()))
     parameters = chain.from_iterable(each.parameters() for each in modules_of(trainer, running))
     return checksum([each.to_local() if isinstance(each, DTensor) else each for each in parameters])
-
-
-def checksum(tensors: list[Any]) -> str:
-    """Return the first digits of a hash of tensors' bytes."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        assert isinstance(tensor, Tensor)
-        found.update(tensor.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def host_store(place: Rendezvous, log: Path) -> None:

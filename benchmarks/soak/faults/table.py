@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-Row = dict[str, str]
+from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import markdown_table, of
 
 COUNTS = ("hangs", "aborts", "errors", "named", "blamed", "placed", "raw")
 COLUMNS = {
@@ -53,8 +54,8 @@ def totals(rows: Sequence[Row]) -> dict[str, str]:
 def _table(key: str, rows: Sequence[Row], before: Sequence[Row]) -> str:
     same = {(row["fault"], row["trainer"]) for row in rows}
     before = [row for row in before if (row["fault"], row["trainer"]) in same]
-    lines = [f"| {key} | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for name in [*dict.fromkeys(row[key] for row in rows), None]:
+    lines = []
+    for name in [*of(rows, key), None]:
         now, then = (
             totals([row for row in each if name in (row[key], None)]) for each in (rows, before)
         )
@@ -62,5 +63,5 @@ def _table(key: str, rows: Sequence[Row], before: Sequence[Row]) -> str:
             f"{then[column]} → {cell}" if before and then[column] != cell else cell
             for column, cell in now.items()
         ]
-        lines.append(f"| {name or 'all'} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([name or "all", *cells])
+    return markdown_table([key, *COLUMNS.values()], lines)

@@ -50,11 +50,21 @@ class End:
 
 @dataclass
 class Outcome:
-    """The ends of all ranks of a trial, and the number of other processes that they left."""
+    """The ends of all ranks of a trial.
+
+    Args:
+        ends: of the ranks.
+        left: number of other processes that they left.
+        struck: the fault struck.
+        begun: when the last rank began to take steps, if it reports that.
+        struck_at: when the fault struck.
+    """
 
     ends: list[End]
     left: int = 0
     struck: bool = False
+    begun: float = 0.0
+    struck_at: float = 0.0
 
 
 class Server:
@@ -131,6 +141,8 @@ class Watch:
             case "started":
                 self.processes = event["processes"]
                 self.running = set(range(self.trial.ranks))
+            case "begun":
+                self.outcome.begun = event["time"]
             case "fault":
                 self.strike(event["time"])
             case "error":
@@ -154,7 +166,7 @@ class Watch:
         if what.kind == "cut":
             set_link(self.place, self.trial.victim, "down")
             at = time.monotonic()
-        self.struck_at = at
+        self.struck_at = self.outcome.struck_at = at
         self.outcome.struck = True
         self.deadline = at + (LONGEST_RUN if what.harmless else TIMEOUT + GRACE)
         if what.kind in ("stop", "cut") and what.seconds is not None:

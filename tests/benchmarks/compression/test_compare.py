@@ -1,18 +1,17 @@
 """Rows, table and picture of the comparison of compressors, with a few steps."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.compression import compare as compare_compression
-from benchmarks.compression.compare import FIELDS, Job, as_row, run
+from benchmarks.compression.compare import FIELDS, Run, columns_of, find_runs, perform
 from benchmarks.compression.picture import PICTURES
 from benchmarks.compression.table import by_compressor, markdown, verdict
 from benchmarks.compression.tasks import TASKS
 from benchmarks.compression.training import Outcome, dense_wire_bytes
-from benchmarks.gossip.table import MEASURES
 from benchmarks.harness.pictures import drawn
-from benchmarks.harness.rows import read_rows, write_rows
+from benchmarks.harness.tables import MEASURES
 from pyparallel.recommend import CANDIDATES
 
 DIGITS, TEXT = TASKS
@@ -20,24 +19,20 @@ BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}
 
 
 def make_row(name="int8-ef", seed=0, score=0.9, task=DIGITS, updates=3):
-    outcome = Outcome(
-        losses=[[2.0, 1.0], [2.0, 3.0]], score=score, dense_bytes=4000, payload_bytes=1000.0,
-        wire_bytes=750.0, residual_norm=0.5,
-    )  # fmt: skip
-    return as_row(Job(task, BY_NAME[name], seed, updates), outcome, 4)
+    outcome = Outcome([2.0, 1.0], score, 4000, 1000.0, 750.0, residual_norm=0.5)
+    run = Run(task, BY_NAME[name], seed, updates)
+    return dict(zip(FIELDS, run.key, strict=False)) | columns_of(run, [outcome] * 4)
 
 
-def test_runs_of_a_few_steps_become_rows(tmp_path):
+@pytest.mark.slow  # two runs of two ranks
+def test_runs_of_a_few_steps_have_the_same_batches():
     tiny = replace(TEXT, batch_size=2, context=8)
-    jobs = [Job(tiny, BY_NAME[name], 0, 3) for name in ("fp32", "int8-ef", "topk-ef")]
-    run(jobs, 2, tmp_path / "rows.csv")
-    rows = {row["compressor"]: row for row in read_rows(tmp_path / "rows.csv")}
-    assert list(rows["fp32"]) == FIELDS
+    rows = {name: perform(Run(tiny, BY_NAME[name], 0, 3, ranks=2)) for name in ("fp32", "topk-ef")}
+    assert {*rows["fp32"]} == {*FIELDS[3:]} - {"torch", "commit"}
     assert (rows["fp32"]["payload_share"], rows["fp32"]["wire_share"]) == ("1.0000", "1.0000")
-    assert float(rows["int8-ef"]["wire_share"]) == pytest.approx(0.25, abs=0.02)
     assert float(rows["topk-ef"]["payload_share"]) < 0.022
-    losses = {name: [float(x) for x in row["losses"].split()] for name, row in rows.items()}
-    assert {first for first, *_ in losses.values()} == {losses["fp32"][0]}  # the same batches
+    first, second = (row["losses"].split() for row in rows.values())
+    assert first[0] == second[0]
     assert float(rows["fp32"]["residual_norm"]) == 0 < float(rows["topk-ef"]["residual_norm"])
     assert all(0 < float(row["score"]) < 9 for row in rows.values())
 
@@ -77,28 +72,11 @@ def test_the_table_has_a_line_for_each_compressor_in_their_order(tmp_path):
     assert drawn(PICTURES, rows, tmp_path) == ["accuracy-digits", "accuracy-text"]
 
 
-def test_only_missing_rows_are_run_by_task_and_seed(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "rows.csv"
-    write_rows([make_row("int8-ef")], path, FIELDS)
-    ran = []
-
-    def fake_run(jobs, num_ranks, out):
-        ran.append([job.key for job in jobs])
-        rows = [make_row(job.candidate.name, job.seed, updates=job.updates) for job in jobs]
-        kept = {tuple(row[k] for k in FIELDS[:3]): row for row in [*read_rows(out), *rows]}
-        write_rows(list(kept.values()), out, FIELDS)
-
-    monkeypatch.setattr(compare_compression, "run", fake_run)
-    arguments = ["--tasks", "digits", "--compressors", "fp32", "int8-ef", "--seeds", "0", "1"]
-
-    def main(*more):
-        ran.clear()
-        monkeypatch.setattr("sys.argv", ["compare", *arguments, "--out", str(path), *more])
-        compare_compression.main()
-        return [[(name, seed) for _, name, seed in group] for group in ran]
-
-    second = [("fp32", "1"), ("int8-ef", "1")]
-    assert main() == [[("fp32", "0")], second]
-    assert main() == []
-    assert main("--again") == [[("fp32", "0"), ("int8-ef", "0")], second]
-    assert capsys.readouterr().out.endswith(f"{markdown(read_rows(path))}\n")
+def test_runs_are_of_the_chosen_tasks_and_compressors():
+    options = SimpleNamespace(tasks=["digits"], seeds=None, updates=None, ranks=2)
+    options.compressors = ["fp32", "topk-ef-warmed", "sign-64-ef"]
+    found = find_runs(options)
+    assert [run.key[1:] for run in found] == [
+        (name, str(seed)) for seed in (0, 1, 2) for name in ("fp32", "sign-64-ef")
+    ]
+    assert {run.updates for run in found} == {DIGITS.updates}

@@ -1,30 +1,28 @@
-"""Rows, tables and pictures of the comparison of algorithms, without training."""
+"""The comparison of algorithms: its rows, tables and pictures."""
 
 import math
 
 import pytest
 
-from benchmarks.gossip import compare as compare_gossip
-from benchmarks.gossip.compare import FIELDS, as_row
+from benchmarks.gossip import compare
+from benchmarks.gossip.compare import FIELDS, Run
 from benchmarks.gossip.picture import PICTURES
-from benchmarks.gossip.table import MEASURES, by_algorithm, differences, markdown
+from benchmarks.gossip.table import by_algorithm, markdown
+from benchmarks.gossip.tasks import columns_of
 from benchmarks.harness.pictures import drawn
-from benchmarks.harness.rows import read_rows, write_rows
+from benchmarks.harness.tables import MEASURES, differences
 
 DIGITS, TEXT = MEASURES
 
 
 def make_row(data="digits", algorithm="sgp", seed=0, score=0.9, steps=3):
-    return as_row(data, algorithm, make_results(algorithm, seed, score, steps))
-
-
-def make_results(algorithm, seed, score=0.9, steps=3):
-    return {
-        "algorithm": f"{algorithm}()", "num_ranks": 4, "seed": seed, "num_steps": steps,
-        "measure": "a measure", "score": score, "scores_of_ranks": [score, score - 0.1],
-        "consensus_distance": 1e-3, "step_bytes": 2000.0, "step_seconds": 0.1,
-        "losses_of_ranks": [[3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0]],
-    }  # fmt: skip
+    ranks = [
+        {"options": f"{algorithm}()", "losses": [1.0] * steps, "measure": "a measure",
+         "score": score, "score_of_rank": of_rank, "consensus_distance": 1e-3, "step_bytes": 2000.0}
+        for of_rank in (score, score - 0.1)
+    ]  # fmt: skip
+    key = dict(zip(FIELDS, (data, algorithm, str(seed)), strict=False))
+    return key | columns_of(data, ranks) | {"losses": "2.0 1.0"}
 
 
 def test_the_worst_rank_is_the_least_accurate_or_has_most_bits():
@@ -47,33 +45,6 @@ def test_the_table_has_a_line_for_each_algorithm_the_baseline_first(tmp_path):
     assert "| +1.00 |" in lines[1]
     assert lines[2].split("|")[3].strip() == ""  # nothing to compare with
     assert drawn(PICTURES, rows, tmp_path) == ["accuracy-digits", "text-losses"]
-    assert (tmp_path / "text-losses.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_only_runs_without_a_row_are_run(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "rows.csv"
-    write_rows([make_row("digits", "sgp", 0, score=0.5)], path, FIELDS)
-    ran = []
-
-    def run(data, algorithm, seed, steps, num_ranks):
-        ran.append((data, algorithm, seed, steps, num_ranks))
-        return make_results(algorithm, seed)
-
-    monkeypatch.setattr(compare_gossip, "run", run)
-    arguments = ["--data", "digits", "--algorithms", "sgp", "allreduce", "--seeds", "0"]
-
-    def main(*more):
-        ran.clear()
-        arguments_now = ["compare_gossip", *arguments, "--out", str(path), *more]
-        monkeypatch.setattr("sys.argv", arguments_now)
-        compare_gossip.main()
-        return [algorithm for _, algorithm, *_ in ran]
-
-    assert main("--steps", "7") == ["allreduce"]
-    assert ran == [("digits", "allreduce", 0, 7, 4)]
-    assert main() == []
-    assert main("--again") == ["sgp", "allreduce"]
-    assert capsys.readouterr().out.endswith(f"{markdown(read_rows(path))}\n")
 
 
 @pytest.mark.slow  # two trainings of two processes
@@ -83,8 +54,9 @@ def test_a_run_learns_and_reports(subtests):
         ("text", "sgp-overlap-1", 25, 8.0),
     ]:
         with subtests.test(data):
-            row = as_row(data, algorithm, compare_gossip.run(data, algorithm, 0, steps, 2))
-            assert (row["steps"], row["ranks"], row["seed"]) == (str(steps), "2", "0")
+            row = compare.perform(Run(data, algorithm, 0, steps, ranks=2))
+            assert {*row} == {*FIELDS[3:]} - {"torch", "commit"}
+            assert (row["steps"], row["ranks"]) == (str(steps), "2")
             better = float(row["score"]) - of_chance
             assert better > 0.05 if data == "digits" else better < -1.5
             assert float(row["worst_rank"]) > 0

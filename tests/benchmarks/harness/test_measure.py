@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks.harness.measure import FIELDS, Case, Provider, measure, write_rows
+from benchmarks.harness.measure import FIELDS, Case, Provider, measure
 
 
 def test_rows_compare_with_our_op_and_with_a_copy():
@@ -25,18 +25,6 @@ def test_rows_compare_with_our_op_and_with_a_copy():
 
 def sum_up():
     return sum(range(100_000))
-
-
-def test_writing_replaces_only_the_rows_of_the_same_op(tmp_path):
-    path = tmp_path / "rows.csv"
-    row = dict.fromkeys(FIELDS, "0")
-    write_rows([{**row, "op": "a"}, {**row, "op": "b"}], path)
-    write_rows([{**row, "op": "a", "numel": "7"}], path)
-    with path.open(newline="") as file:
-        assert [(row["op"], row["numel"]) for row in csv.DictReader(file)] == [
-            ("b", "0"),
-            ("a", "7"),
-        ]
 
 
 def test_slow_providers_are_called_twice_and_failing_ones_left_out(capsys):

@@ -4,9 +4,9 @@ import importlib
 
 import pytest
 
-from benchmarks.harness.measure import RESULTS
-from benchmarks.harness.pictures import drawn, main, where
-from benchmarks.harness.rows import read_rows, write_rows
+from benchmarks.harness.pictures import drawn, main
+from benchmarks.harness.rows import RESULTS, read_rows, write_rows
+from benchmarks.harness.tables import where
 
 AREAS = {
     "gossip": {"steps": ["links-sleeping", "links-computing"], "stragglers": ["stragglers"],

@@ -9,14 +9,14 @@ from torch import nn
 
 from benchmarks.harness.learning_rate import rate as rate_at
 from benchmarks.harness.pictures import drawn
-from benchmarks.harness.rows import read_rows, write_rows
+from benchmarks.harness.rows import read_rows
 from benchmarks.interlocking import compare as compare_interlocking
 from benchmarks.interlocking.compare import runs_of
 from benchmarks.interlocking.picture import PICTURES
 from benchmarks.interlocking.table import BITS, markdown, order_of, series
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS
 from benchmarks.pipeline.table import ACCURACY
-from benchmarks.pipeline.training import FIELDS, key_of, train
+from benchmarks.pipeline.training import FIELDS, train
 from examples.models import Block
 
 DIGITS, BYTES = TRIALS
@@ -40,6 +40,7 @@ def train_without_a_pipeline(task, seed):
     return losses
 
 
+@pytest.mark.slow  # 4 seconds
 def test_the_widest_window_is_training_end_to_end_and_the_others_are_not():
     for trial in (DIGITS, FEW_BYTES):
         found = {
@@ -125,26 +126,7 @@ def test_the_table_has_mean_spread_and_rates():
     assert rates.splitlines()[2:] == ["| window 4 (end to end) | 0.7000 | 0.5000 |  |"]
 
 
-def test_only_runs_without_a_row_are_run(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "rows.csv"
-    write_rows([make_row(1, 1)], path, FIELDS)
-    ran = []
-
-    def fake_row(run, updates):
-        ran.append((run.name, run.seed, updates))
-        return make_row(run.name, run.seed)
-
-    monkeypatch.setattr(compare_interlocking, "row_of", fake_row)
-    arguments = ["--tasks", "digits", "--windows", "1", "2", "--seeds", "1", "2"]
-    command = ["compare_interlocking", *arguments, "--updates", "5", "--out", str(path)]
-    monkeypatch.setattr("sys.argv", command)
-    compare_interlocking.main()
-    assert ran == [("2", 1, 5), ("1", 2, 5), ("2", 2, 5)]
-    compare_interlocking.main()
-    assert len(ran) == 3
-    assert capsys.readouterr().out.endswith(f"{markdown(read_rows(path))}\n")
-
-
+@pytest.mark.slow  # 5 seconds
 def test_a_few_updates_make_rows_a_table_and_a_picture(tmp_path, monkeypatch):
     path = tmp_path / "rows.csv"
     arguments = ["--windows", "1", "4", "--seeds", "1", "--updates", "2", "--out", str(path)]
@@ -152,7 +134,7 @@ def test_a_few_updates_make_rows_a_table_and_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["compare_interlocking", *arguments])
     compare_interlocking.main()
     rows = read_rows(path)
-    assert [key_of(row)[:2] for row in rows] == [
+    assert [(row["task"], row["schedule"]) for row in rows] == [
         ("bytes", "1"), ("bytes", "4"), ("digits", "1"), ("digits", "4"),
     ]  # fmt: skip
     assert "Interlocking(window=4, heads=PooledHead(num_outputs=10" in rows[-1]["options"]

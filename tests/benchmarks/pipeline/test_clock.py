@@ -56,7 +56,7 @@ def alone():
     torch.manual_seed(3)
     model = clock.IN_TWO.build()
     optimizer = clock.MAKERS["adamw"](list(model.parameters()), lr=0.01)
-    scheduler = clock.decayed(optimizer, updates=1)
+    scheduler = clock.decayed(optimizer, 1, clock.WARM_UP)
     inputs, target = next(clock.IN_TWO.batches(3))
     clock.IN_TWO.loss(model(inputs), target).backward()
     optimizer.step()

@@ -9,13 +9,11 @@ from torch import nn
 
 from benchmarks.harness.learning_rate import rate as rate_at
 from benchmarks.harness.pictures import drawn
-from benchmarks.harness.rows import read_rows, write_rows
-from benchmarks.pipeline import compare as compare_pipeline
 from benchmarks.pipeline.compare import CONTESTANTS, runs_of
 from benchmarks.pipeline.picture import PICTURES
-from benchmarks.pipeline.table import ACCURACY, HELD_OUT, differences, markdown
+from benchmarks.pipeline.table import ACCURACY, HELD_OUT, finite_differences, markdown
 from benchmarks.pipeline.tasks import TASKS
-from benchmarks.pipeline.training import FIELDS, Contestant, Run, row_of, train
+from benchmarks.pipeline.training import FIELDS, Contestant, Run, perform, train
 from pyparallel.pipeline import StageError
 
 DIGITS, ADAM, ADAMW = TASKS
@@ -72,13 +70,15 @@ def test_the_initial_weights_do_not_depend_on_the_schedule():
 
 
 def test_a_run_that_diverges_is_a_row(tmp_path):
-    row = row_of(Run(DIGITS, "naive", CONTESTANTS["naive"], 1e4, 0), 12)
-    assert row["training_loss"] == row["held_out_loss"] == "inf"
-    assert row["held_out_accuracy"] == ""
-    assert row["losses"].split()[-1] == "inf"
-    exact = row_of(Run(DIGITS, "gpipe", CONTESTANTS["gpipe"], 0.04, 0), 12)
-    write_rows([row, exact], tmp_path / "rows.csv", FIELDS)
-    rows = read_rows(tmp_path / "rows.csv")
+    runs = [Run(DIGITS, name, CONTESTANTS[name], 0.04, 0) for name in ("naive", "gpipe")]
+    rows = [
+        dict(zip(FIELDS, run.key, strict=False)) | perform(replace(run, rate=rate), updates=12)
+        for run, rate in zip(runs, (1e4, 0.04), strict=True)
+    ]
+    assert {*rows[0]} == {*FIELDS} - {"torch", "commit"}
+    assert rows[0]["training_loss"] == rows[0]["held_out_loss"] == "inf"
+    assert rows[0]["held_out_accuracy"] == ""
+    assert rows[0]["losses"].split()[-1] == "inf"
     assert drawn(PICTURES, rows, tmp_path) == ["accuracy", "losses", "rates"]
 
 
@@ -111,9 +111,9 @@ def make_row(schedule="pipeoptim", seed=0, rate=0.04, loss=0.5, accuracy="0.97",
 def test_differences_are_by_seed_without_diverged_runs():
     exact = [make_row("gpipe", seed, accuracy="0.96") for seed in (0, 1, 2)]
     ours = [make_row(seed=0), make_row(seed=1, loss=float("inf"), accuracy=""), make_row(seed=7)]
-    assert differences(ours, exact, ACCURACY) == pytest.approx([1])
+    assert finite_differences(ours, exact, ACCURACY) == pytest.approx([1])
     better = [make_row(seed=0, loss=0.45)]
-    assert differences(better, exact, HELD_OUT) == pytest.approx([-10])
+    assert finite_differences(better, exact, HELD_OUT) == pytest.approx([-10])
 
 
 def test_the_table_compares_with_gpipe_and_counts_diverged_runs():
@@ -130,30 +130,3 @@ def test_the_table_compares_with_gpipe_and_counts_diverged_runs():
     assert sweep.splitlines()[-1].split("|")[3:5] == [" 1 of 1 diverged ", "  "]
     assert "90.00% (-7.0 points)" in sweep
     assert "accuracy" not in bytes_main
-
-
-def test_only_runs_without_a_row_are_run(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "rows.csv"
-    write_rows([make_row("gpipe", rate=DIGITS.rates[0])], path, FIELDS)
-    ran = []
-
-    def fake_row(run, updates):
-        ran.append((run.name, run.rate, run.seed, updates))
-        return make_row(run.name, run.seed, run.rate)
-
-    monkeypatch.setattr(compare_pipeline, "row_of", fake_row)
-    arguments = ["--tasks", "digits-sgd", "--schedules", "gpipe", "xpipe", "--seeds", "0"]
-
-    def main(*more):
-        ran.clear()
-        command = ["compare_pipeline", *arguments, "--out", str(path), *more]
-        monkeypatch.setattr("sys.argv", command)
-        compare_pipeline.main()
-        return [(name, rate) for name, rate, *_ in ran]
-
-    rest = [*(("gpipe", rate) for rate in DIGITS.rates[1:]), ("xpipe", DIGITS.main_rate)]
-    assert main("--updates", "5") == rest
-    assert {updates for *_, updates in ran} == {5}
-    assert main() == []
-    assert main("--again") == [("gpipe", DIGITS.rates[0]), *rest]
-    assert capsys.readouterr().out.endswith(f"{markdown(read_rows(path))}\n")

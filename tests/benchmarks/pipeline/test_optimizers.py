@@ -1,10 +1,8 @@
 """The comparison of optimizers in asynchronous pipelines: its rule for rates, rows and tables."""
 
 import math
-from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows, write_rows
@@ -19,7 +17,6 @@ from benchmarks.pipeline.optimizers import (
     choose_rate,
     every_contestant,
     finals,
-    key_of,
     perform,
     search,
 )
@@ -67,7 +64,7 @@ def test_a_run_is_a_row_that_is_performed_once(tmp_path):
     score = rows.score(RUN)
     (row,) = read_rows(tmp_path / "rows.csv")
     assert list(row) == FIELDS
-    assert key_of(row) == RUN.key
+    assert tuple(row[name] for name in FIELDS[:7]) == RUN.key
     assert row["weight_copies"] == "2 2 2 1"
     assert row["options"].endswith(", UpdateErrorFeedback(coefficient=1.0)")
     assert float(row["held_out_bits"]) == score == float(perform(RUN)["held_out_bits"])
@@ -148,11 +145,3 @@ def test_the_time_to_a_loss_is_between_evaluations():
     assert reached(rows, "0", 2.5) == 3.0
     assert reached(rows, "0", 2.0) == 4.0
     assert reached(rows, "0", 1.0) == math.inf
-
-
-def test_runs_of_one_key_have_the_same_loss():
-    short = replace(RUN, optimizer="adamw", correction="none")
-    torch.manual_seed(5)
-    first = perform(short)
-    torch.manual_seed(6)
-    assert perform(short)["losses"] == first["losses"]

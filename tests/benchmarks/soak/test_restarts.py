@@ -1,16 +1,14 @@
 """The restarts of ``make soak``: what is seen of them, and three."""
 
-from dataclasses import replace
-
 import pytest
 
 from benchmarks.soak import __main__ as soak
+from benchmarks.soak.faults.trial import End, Outcome
 from benchmarks.soak.restarts import (
     FIELDS,
     KEY,
     OK,
     TIMEOUT,
-    Run,
     campaign,
     find_problems,
     last_checkpoint,
@@ -18,20 +16,28 @@ from benchmarks.soak.restarts import (
 )
 
 TEXT = "rank 1 (stage 1) died, or ended without this call: rank 0 waited for the update"
-KILLED = Run(texts={0: TEXT, 2: TEXT}, last_end=1.5, struck=True)
+
+
+def killed(ends=None, struck=True):
+    """Return the outcome of killing rank 1, with other ends of some ranks."""
+    raised = End(1, ("pyparallel.pipeline.StageError", TEXT), ended=1.5)
+    return Outcome(list(({0: raised, 1: End(-9), 2: raised} | (ends or {})).values()), 0, struck)
 
 
 def test_broken_requirements_are_seen():
-    assert find_problems(KILLED, 1, equal=True) == []
-    other = TEXT.replace("rank 0 waited", "rank 2 waited")
-    for killed, problem in [
-        (replace(KILLED, hung=[2]), "rank 2 hangs"),
-        (replace(KILLED, texts={0: TEXT}), "rank 2 raised nothing"),
-        (replace(KILLED, texts={0: TEXT, 2: other}), "the messages differ"),
-        (replace(KILLED, last_end=TIMEOUT + 1), "a rank ended after the timeout"),
-    ]:
-        assert find_problems(killed, 1, equal=True) == [problem]
-    blamed = find_problems(KILLED, 2, equal=False)
+    assert find_problems(killed(), 1, equal=True) == []
+    other = ("pyparallel.pipeline.StageError", TEXT.replace("rank 0 waited", "rank 2 waited"))
+    silent = ["rank 2 raised nothing"]
+    for outcome, problems in [
+        (killed({2: End(None)}), ["rank 2 hangs", *silent]),
+        (killed({2: End(1, ("RuntimeError", TEXT))}), silent),
+        (killed({2: End(1, other)}), ["the messages differ"]),
+        (killed({2: End(1, (other[0], TEXT), ended=TIMEOUT + 1)}),
+         ["a rank ended after the timeout"]),
+        (killed(struck=False), ["the rank was not killed"]),
+    ]:  # fmt: skip
+        assert find_problems(outcome, 1, equal=True) == problems
+    blamed = find_problems(killed(), 2, equal=False)
     assert blamed[-1] == "other losses or weights after the restart"
     assert "rank 0 does not name the victim" in blamed
 

@@ -1,6 +1,5 @@
 """The program of ``make soak`` finds planted leaks, and runs a few steps; it is long itself."""
 
-import csv
 import mmap
 import os
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.rows import read_rows
 from benchmarks.soak.__main__ import FIELDS, FLAT, PARTS, parse, run_case
 from benchmarks.soak.rounds import find_problems
 from benchmarks.soak.watch import BOUND_KB, Sample, judge, watch
@@ -23,21 +23,14 @@ def samples(rss_kb=lambda step: 1000, fds=lambda step: 20, threads=lambda step: 
     return [Sample(step, int(rss_kb(step)), fds(step), threads(step)) for step in counts]
 
 
-@pytest.mark.parametrize(
-    ("found", "problem"),
-    [
+def test_what_grows_is_a_problem_and_nothing_else():
+    for found, problem in [
         (samples(rss_kb=lambda step: 1000 + 1.2 * BOUND_KB / 1000 * step), "memory grew by 120 kB"),
         (samples(fds=lambda step: 20 + step // 100), "fds grew from 30 to 38"),
         (samples(threads=lambda step: 5 + (step > 1500)), "threads grew from 5 to 6"),
-    ],
-)
-def test_what_grows_is_a_problem(found, problem):
-    assert [each.startswith(problem) for each in judge(found).problems] == [True]
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
+    ]:
+        assert [each.startswith(problem) for each in judge(found).problems] == [True], problem
+    for found in [
         samples(),
         samples(rss_kb=lambda step: 1000 + 0.8 * BOUND_KB / 1000 * step),
         samples(rss_kb=lambda step: 1000 + 50 * (step % 3)),
@@ -45,12 +38,10 @@ def test_what_grows_is_a_problem(found, problem):
         # Grows during the warm-up only.
         samples(lambda step: min(step, 700), lambda step: min(step, 700), lambda step: step > 700),
         samples(rss_kb=lambda step: 2000 - step, fds=lambda step: 50 - step // 50),
-    ],
-)
-def test_what_is_flat_is_none(found):
-    report = judge(found)
-    assert not report.problems
-    assert report.growth_kb is not None
+    ]:
+        report = judge(found)
+        assert not report.problems
+        assert report.growth_kb is not None
 
 
 def test_a_run_too_short_to_fit_has_no_rate_of_growth():
@@ -88,6 +79,7 @@ def test_mass_that_is_lost_is_a_problem():
     assert find_problems({"weight_error": 1e-13, "sum_error": 1e-4}, 20_000) == []
 
 
+@pytest.mark.slow  # two runs of ranks
 def test_a_few_rounds_and_steps_are_flat():
     cases = [("rounds", "Star, Int8", 3, 200), ("steps", "SGP, overlap=1", 2, 50)]
     for case in cases:
@@ -123,12 +115,11 @@ def test_the_dry_run_has_a_row_for_every_case(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    with path.open(newline="") as file:
-        table = list(csv.DictReader(file))
-    wanted = [(name, case, str(n)) for name in PARTS for case, n in _runs(PARTS[name])]
-    assert [(row["part"], row["case"], row["ranks"]) for row in table] == wanted
-    assert {row["verdict"] for row in table} == {FLAT}
-
-
-def _runs(part):
-    return [(case, number) for case, numbers in part.cases.items() for number in numbers]
+    rows = read_rows(path)
+    assert [(row["part"], row["case"], row["ranks"]) for row in rows] == [
+        (name, case, str(number))
+        for name, part in PARTS.items()
+        for case, numbers in part.cases.items()
+        for number in numbers
+    ]
+    assert {row["verdict"] for row in rows} == {FLAT}

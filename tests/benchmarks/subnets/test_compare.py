@@ -3,21 +3,14 @@
 import pytest
 import torch
 
-from benchmarks.harness.link import loopback
 from benchmarks.harness.pictures import drawn
-from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import read_rows
 from benchmarks.pipeline.tasks import load_images
 from benchmarks.subnets import compare as compare_subnets
 from benchmarks.subnets.compare import FIELDS
 from benchmarks.subnets.entries import SGD
-from benchmarks.subnets.methods import (
-    DataParallel,
-    LocalSteps,
-    ReplicatedTraining,
-    Subnets,
-    ddp_bf16,
-)
+from benchmarks.subnets.methods import DDP, DDP_BF16, LocalSteps, Subnets, states_of
 from benchmarks.subnets.picture import PICTURES
 from benchmarks.subnets.race import TimeBudget, count_bytes, race, steps_due
 from benchmarks.subnets.table import Curve, markdown, measure_of, time_to_target
@@ -43,15 +36,15 @@ def test_the_dry_run_writes_rows_and_prints_the_table(tmp_path, monkeypatch, cap
 def train_all(rank):
     """Return this rank's shard, a run of every method, and one run's bytes."""
     digits, tiny = Digits(width=8), Bytes(width=16, context=8, batch_size=2)
-    methods = (DataParallel(), ddp_bf16(), LocalSteps(3), Subnets(3))
+    methods = (DDP, DDP_BF16, LocalSteps(3), Subnets(3))
     runs = [race(rank, digits, each, SGD(0.1), 0, TimeBudget(0.05, 0.05)) for each in methods]
     runs.append(race(rank, tiny, Subnets(1), SGD(0.01), 0, TimeBudget(1e-6, 1.0)))
     return digits.calibration()[0].flatten(1).tolist(), runs
 
 
+@pytest.mark.slow  # five trainings on two ranks
 def test_ranks_have_their_own_data_and_the_same_clock():
-    with loopback() as place:
-        answers = run_ranks(2, place, 90, train_all)
+    answers = run_on_loopback(2, 90, train_all)
     shards, runs = zip(*answers, strict=True)
     everything = load_images()[0].flatten(1).tolist()
     assert sorted([*shards[0], *shards[1]]) == sorted(everything)
@@ -82,8 +75,7 @@ def test_bytes_of_nested_state_are_those_of_its_tensors():
     optimizer = SGD(0.1)(list(layer.parameters()))
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    held = ReplicatedTraining(layer, optimizer, layer).held()
-    assert count_bytes(held) == 2 * 4 * (3 * 2 + 2)
+    assert count_bytes(states_of(layer, optimizer)()) == 2 * 4 * (3 * 2 + 2)
     assert count_bytes({"step": 3, "names": ["a"]}) == 0
 
 

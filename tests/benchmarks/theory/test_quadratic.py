@@ -134,18 +134,6 @@ def test_a_round_equals_the_ranks_steps_in_sequence():
     )
 
 
-def test_points_and_sketches_come_in_batches():
-    quadratic, points = make(3, 3), random(6, 2, 3, seed=5)
-    sketches = torch.stack(enumerate_sketches(heterogeneous(quadratic)))
-    sizes = torch.tensor([[0.1], [0.7]], dtype=torch.float64)
-    for move in (quadratic.step, quadratic.descend):
-        found = move(points, sketches[:, None], sizes)
-        for draw in range(6):
-            for row, size in enumerate((0.1, 0.7)):
-                alone = move(points[draw, row], sketches[draw], size)
-                torch.testing.assert_close(found[draw, row], alone)
-
-
 def test_the_gradient_of_the_mean_is_zero_at_the_solution():
     quadratic = make(3, 3)
     x = quadratic.solution.clone().requires_grad_()
@@ -159,19 +147,6 @@ def test_the_gradient_of_the_mean_is_zero_at_the_solution():
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("step_size", [1.0, 0.5, 0.1])
-def test_the_homogeneous_limit_is_reached_by_iteration(num_ranks, step_size):
-    quadratic = make_homogeneous(num_ranks)
-    x = random(num_ranks, seed=5)
-    for drawn in itertools.islice(drawn_by_diagonals(quadratic), 200):
-        x = quadratic.descend(x, drawn, step_size)
-    preconditioned = quadratic.diagonals[0].rsqrt() * quadratic.slopes[0]
-    torch.testing.assert_close(x, preconditioned / num_ranks**0.5, rtol=0, atol=1e-6)
-    torch.testing.assert_close(x, quadratic.limit(), rtol=0, atol=1e-6)
-    assert (x - quadratic.solution).norm() > 0.1
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("step_size", [1.0, 0.3])
 def test_the_heterogeneous_limit_is_reached_in_expectation(num_ranks, step_size):
     quadratic = make(num_ranks, num_ranks)
@@ -181,16 +156,6 @@ def test_the_heterogeneous_limit_is_reached_in_expectation(num_ranks, step_size)
         x = torch.stack([quadratic.descend(x, each, step_size) for each in all_of_them]).mean(0)
     torch.testing.assert_close(x, quadratic.limit(), rtol=0, atol=1e-6)
     assert (x - quadratic.solution).norm() > 0.1
-
-
-def test_drawn_sketches_converge_to_the_limit_too():
-    quadratic, num_draws = make(3, 3), 600
-    x, draws = torch.zeros(3, dtype=torch.float64), drawn_by_diagonals(quadratic)
-    points = torch.stack(
-        [x := quadratic.descend(x, drawn, 1.0) for drawn in itertools.islice(draws, num_draws)]
-    )
-    error = points.std(0) / num_draws**0.5
-    assert ((points.mean(0) - quadratic.limit()).abs() <= 5 * error).all()
 
 
 @every_size
@@ -215,82 +180,6 @@ def test_without_slopes_one_step_of_the_scaled_sketch_converges(num_ranks):
         estimate(quadratic, sketches), torch.eye(num_ranks).double(), rtol=0, atol=1e-6
     )
     assert quadratic.descend(x, sketches, 1.0).norm() < 1e-6 * x.norm()
-
-
-def test_merging_scaled_sketches_has_another_limit():
-    """Their mean is not the identity, so merging preconditions the model in every round."""
-    quadratic = make_homogeneous(3)
-    sketches = permutation_sketches(torch.arange(3), heterogeneous(quadratic))
-    merged = sketches.mean(0)
-    for step_size in (1.0, 0.5):
-        x = torch.zeros(3, dtype=torch.float64)
-        for _ in range(300):
-            x = quadratic.step(x, sketches, step_size)
-        drift = (1 + step_size) * torch.eye(3).double() - merged
-        torch.testing.assert_close(x, torch.linalg.solve(drift, step_size * quadratic.limit()))
-        assert (x - quadratic.limit()).norm() > 0.1
-    alone = without_slopes(quadratic)
-    x = random(3, seed=5)
-    torch.testing.assert_close(alone.step(x, sketches, 1.0), merged @ x - x)
-
-
-def test_with_the_matrix_root_the_estimate_is_not_the_identity():
-    quadratic = make(4, 4)
-    values, vectors = torch.linalg.eigh(quadratic.curvatures)
-    root = (vectors * values.rsqrt()[:, None]) @ vectors.mT
-    scales = 2 * root.diagonal(dim1=1, dim2=2)
-    found = estimate(quadratic, permutation_sketches(torch.arange(4), scales)).diagonal()
-    assert (found > 1.05).all()
-
-
-FIRST, SECOND = 1.0, 4.0  # curvatures whose off-diagonal entry may be as large as 2
-TOO_MUCH = 2 * FIRST * SECOND / (FIRST + SECOND)
-
-
-def pair(off_diagonal):
-    curvature = torch.tensor([[FIRST, off_diagonal], [off_diagonal, SECOND]], dtype=torch.float64)
-    return Quadratic(curvature.repeat(2, 1, 1), torch.zeros(2, 2, dtype=torch.float64))
-
-
-def worst_slope(quadratic, sketches):
-    """The least eigenvalue of (L B + B L) / 2, and its direction."""
-    product = quadratic.mean_curvature @ estimate(quadratic, sketches)
-    values, vectors = torch.linalg.eigh((product + product.mT) / 2)
-    return values[0], vectors[:, 0]
-
-
-def losses(quadratic, x, sketches, step_size, rounds):
-    found = [quadratic.loss(x)]
-    for _ in range(rounds):
-        x = quadratic.step(x, sketches, step_size)
-        found.append(quadratic.loss(x))
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize(
-    ("off_diagonal", "descends"), [(TOO_MUCH - 0.05, True), (TOO_MUCH + 0.05, False), (1.9, False)]
-)
-def test_the_plain_sketch_need_not_descend_and_the_preconditioned_does(off_diagonal, descends):
-    quadratic = pair(off_diagonal)
-    sketches = drawn_sketches(PermK(num_ranks=2), start(PermK(num_ranks=2), 2, 2))
-    slope, x = worst_slope(quadratic, sketches)
-    assert (slope >= 0) == descends
-    for step_size in (1e-3, 1e-4, 1e-5):
-        before, after = losses(quadratic, x, sketches, step_size, 1)
-        assert (after < before) == descends
-    fixed = quadratic.preconditioned(quadratic.diagonals[0])
-    for seed in range(20):
-        for step_size in (0.5, 1e-1, 1e-3):
-            before, after = losses(fixed, random(2, seed=seed), sketches, step_size, 1)
-            assert after < before
-
-
-def test_a_step_that_does_not_descend_may_still_converge():
-    quadratic = pair(1.9)
-    sketches = permutation_sketches(torch.arange(2), plain(quadratic))
-    found = losses(quadratic, worst_slope(quadratic, sketches)[1], sketches, 0.01, 2000)
-    assert found.max() > 1.05 * found[0]
-    assert found[-1] < 1e-12 * found[0]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -321,61 +210,6 @@ def test_the_scaled_sketch_is_the_plain_one_of_the_preconditioned_problem(num_ra
                 y, drawn_sketches(sketch, of_unscaled)
             ),
         )
-
-
-def moments(quadratic):
-    """Return mean and covariance of the slopes' part of a heterogeneous sketch's step."""
-    zero = torch.zeros(quadratic.num_ranks, dtype=torch.float64)
-    added = [
-        quadratic.descend(zero, each, 1.0) for each in enumerate_sketches(heterogeneous(quadratic))
-    ]
-    mean = torch.stack(added).mean(0)
-    return mean, torch.stack(added).T.cov(correction=0)
-
-
-@pytest.mark.parametrize("step_size", [0.5, 0.05])
-def test_the_bias_stays_when_the_step_size_goes_to_zero_and_the_variance_does_not(step_size):
-    quadratic = make(3, 3)
-    all_of_them = enumerate_sketches(heterogeneous(quadratic))
-    mean, covariance = moments(quadratic)
-    bias = (quadratic.solution - mean).square().sum()
-    x, generator, rounds = quadratic.limit(), torch.Generator().manual_seed(0), 6000
-    squares = []
-    for number in torch.randint(len(all_of_them), (rounds,), generator=generator).tolist():
-        x = quadratic.descend(x, all_of_them[number], step_size)
-        squares.append((x - quadratic.solution).square().sum())
-    expected = bias + step_size / (2 - step_size) * covariance.trace()
-    torch.testing.assert_close(torch.stack(squares).mean(), expected, rtol=0.05, atol=0)
-    assert bias > 0.1
-
-
-def mean_square_gradient(off, bias, variance, curvature, step_size, rounds):
-    """Of f, over the rounds, in the norm of the inverse curvature: exact, by recursion."""
-    spread, total = 0.0, 0.0
-    for _ in range(rounds):
-        total += off @ curvature @ off + spread
-        off = (1 - step_size) * off - step_size * bias
-        spread = (1 - step_size) ** 2 * spread + step_size**2 * variance
-    return total / rounds
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("beta", [0.05, 0.2, 0.4])
-def test_the_bound_of_the_theory_holds_and_not_without_its_bias_term(num_ranks, beta):
-    quadratic, rounds = make(num_ranks, num_ranks), 400
-    curvature = quadratic.mean_curvature
-    mean, covariance = moments(quadratic)
-    bias = quadratic.solution - mean
-    bias_squared, variance = bias @ curvature @ bias, (curvature * covariance).sum()
-    largest = (0.5 - beta) / (0.5 + beta)
-    for step_size in (largest, largest / 10, largest / 100):
-        weight = 2 / beta * (1 - step_size) + step_size
-        for off in (random(num_ranks, seed=5), torch.zeros(num_ranks, dtype=torch.float64)):
-            arguments = bias, variance, curvature, step_size, rounds
-            found = mean_square_gradient(off, *arguments)
-            without = off @ curvature @ off / (step_size * rounds) + step_size * variance
-            assert found <= without + weight * bias_squared
-    assert found > without, "from the solution, with small steps, it is the bias that leads away"
 
 
 def test_bad_arguments_are_refused():
