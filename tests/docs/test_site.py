@@ -8,10 +8,12 @@ import sys
 import checked_names
 import public_names
 import pytest
+import rendered_pages
+import tables  # noqa: F401  what pages call
 
 from pyparallel.gossip import GossipDataParallel
 from pyparallel.pipeline import PipelineTrainer, TiedHead, Timeline
-from tests.docs.snippets import FENCE, ROOT, blocks_of
+from tests.docs.snippets import FENCE, PAGES, ROOT, blocks_of
 
 FAULTS = {
     "a name that does not exist": (
@@ -106,6 +108,28 @@ def test_what_the_readme_names_exists():
     named = INLINE.findall(FENCE.sub("", readme.read_text()))
     assert len(named) > 10
     assert [fault for text in named if (fault := checked_names.fault(text, defined))] == []
+
+
+def find_cells(text):
+    """Return the cells of a page's tables as a reader sees them, without the targets of links."""
+    lines = [line for line in FENCE.sub("", text).splitlines() if line.startswith("|")]
+    cells = [cell for line in lines for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    return [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).strip() for cell in cells]
+
+
+def test_cells_of_tables_are_short(monkeypatch, subtests):
+    for function in ("picture", "tables", "reference"):  # these are not written in a page
+        monkeypatch.setitem(rendered_pages.ENVIRONMENT.globals, function, lambda *_: "")
+    for page in PAGES:
+        with subtests.test(page=page.relative_to(ROOT).as_posix()):
+            text = page.read_text()
+            cells = find_cells(text if page.name == "README.md" else rendered_pages.render(text))
+            assert [cell for cell in cells if len(cell) >= 120] == []
+
+
+def test_cells_are_found():
+    text = "| a | [b](c.md) `d` |\n|---|---|\n| e \\| f | g |\n\n```text\n| h |\n```\n"
+    assert find_cells(text) == ["a", "b `d`", "---", "---", r"e \| f", "g"]
 
 
 @pytest.fixture
