@@ -14,6 +14,7 @@ import tables  # noqa: F401  what pages call
 from pyparallel.gossip import GossipDataParallel
 from pyparallel.pipeline import PipelineTrainer, TiedHead, Timeline
 from tests.docs.snippets import FENCE, PAGES, ROOT, blocks_of
+from tests.test_floors import FLOORS
 
 FAULTS = {
     "a name that does not exist": (
@@ -130,6 +131,18 @@ def test_cells_of_tables_are_short(monkeypatch, subtests):
 def test_cells_are_found():
     text = "| a | [b](c.md) `d` |\n|---|---|\n| e \\| f | g |\n\n```text\n| h |\n```\n"
     assert find_cells(text) == ["a", "b `d`", "---", "---", r"e \| f", "g"]
+
+
+def test_the_picture_of_the_architecture_has_the_floors():
+    picture = (ROOT / "docs" / "images" / "architecture.svg").read_text()
+    titles = re.findall(r'<text class="t"[^>]* y="([\d.]+)"[^>]*>(\w+)</text>', picture)
+    height = {name: float(y) for y, name in titles}
+    undrawn = {"_deprecated", "kernels", "pyparallel", "__main__"}
+    floors = [floor for floor in FLOORS if not floor <= undrawn]
+    assert height.keys() == set().union(*floors)
+    heights = [{height[name] for name in floor} for floor in floors]
+    assert all(len(each) == 1 for each in heights)  # what is on one floor is drawn side by side
+    assert heights == sorted(heights, key=max, reverse=True)  # y grows downward
 
 
 @pytest.fixture
