@@ -113,7 +113,7 @@ soak: $(VENV)/installed-AUTO
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 # The blocks of the pages run first; then warnings are errors: a name that does not exist, or a
-# number without a row, breaks the build. The README's table of gains is written from the rows too.
+# number without a row, breaks the build. The README's gains are written from the rows too.
 docs: $(VENV)/installed-AUTO $(VENV)/tools
 	$(BIN)/python -m pytest -q -k "not commands_of_a_page and not faults" tests/docs
 	$(BIN)/python docs/extensions/readme.py

@@ -20,8 +20,8 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.intersphinx",
-    "sphinx.ext.mathjax",
     "sphinx_copybutton",
+    "formulas",
     "rendered_pages",
     "tables",
     "linked_names",
@@ -31,6 +31,7 @@ exclude_patterns = ["_build", "gains.md"]  # the latter is part of other pages
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
+html_math_renderer = "formulas"
 copybutton_exclude = ".linenos, .gp, .go"
 
 autodoc_member_order = "bysource"
@@ -55,6 +56,7 @@ html_title = "pyparallel"
 html_show_sphinx = False
 html_theme_options = {
     "header_links_before_dropdown": 8,
+    "navbar_align": "left",
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "secondary_sidebar_items": ["page-toc"],

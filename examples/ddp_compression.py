@@ -30,6 +30,7 @@ COMPRESSORS = {
 
 
 def train(name, compressor, options, images, labels, test):
+    """Return a column of the table, the accuracy over the megabytes sent, and the weights."""
     torch.manual_seed(options.seed)
     model = DistributedDataParallel(digits_net().to(images.device))
     if compressor is not None:
@@ -37,25 +38,38 @@ def train(name, compressor, options, images, labels, test):
         model.register_comm_hook(compression, hook)  # the loop below is that of plain DDP
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
-    all_reduce = 8 * (1 - 1 / dist.get_world_size()) * count(model)
-    sent, seconds, scores = 0.0, 0.0, []
-    for epoch in (bar := tqdm(range(options.epochs), name, disable=dist.get_rank() > 0)):
+
+    all_reduce_bytes = 8 * (1 - 1 / dist.get_world_size()) * count(model)
+    num_steps = 0
+    sent = 0.0
+    seconds = 0.0
+    scores = []
+    bar = tqdm(range(options.epochs), name, disable=dist.get_rank() > 0)
+    for epoch in bar:
         begin = time.perf_counter()
         for batch in torch.randperm(len(labels)).split(16):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
             loss.backward()
             optimizer.step()
-            sent += all_reduce if compressor is None else compression.last_step.wire_bytes
+            num_steps += 1
+            sent += all_reduce_bytes if compressor is None else compression.last_step.wire_bytes
         scheduler.step()
         seconds += time.perf_counter() - begin
+
         if compressor is not None:
             log_metrics(options.tensorboard, name, compression.metrics(), epoch)
         bar.set_postfix(loss=f"{loss:.3f}")
         scores.append((sent / 1e6, 100 * accuracy(model.module, *test)))
-    steps = options.epochs * -(-len(labels) // 16)
-    costs = f"{1000 * seconds / steps:.1f}", f"{sent / steps / 1e3:.1f}"
-    return [name, f"{scores[-1][1]:.1f} %", *costs], scores, model.module.state_dict()
+
+    _, last_score = scores[-1]
+    column = [
+        name,
+        f"{last_score:.1f} %",
+        f"{1000 * seconds / num_steps:.1f}",
+        f"{sent / num_steps / 1e3:.1f}",
+    ]
+    return column, scores, model.module.state_dict()
 
 
 def main():
@@ -63,24 +77,42 @@ def main():
     parser.add_argument("--compressor", choices=COMPRESSORS, default="top-k")
     options = parser.parse_args()
     device = join_ranks(options.seed)
+
     images, labels, *test = (tensor.to(device) for tensor in load_digits())
-    data, compressor = (options, *share(images, labels), test), COMPRESSORS[options.compressor]
-    before = f"{100 * accuracy(digits_net().to(device), *test):.1f} %"
-    exact, exact_scores, _ = train("all-reduce", None, *data)
-    ours, scores, state = train(options.compressor, compressor, *data)
+    images, labels = share(images, labels)
+    compressor = COMPRESSORS[options.compressor]
+
+    untrained = f"{100 * accuracy(digits_net().to(device), *test):.1f} %"
+    exact, exact_scores, _ = train("all-reduce", None, options, images, labels, test)
+    ours, scores, state = train(options.compressor, compressor, options, images, labels, test)
     if dist.get_rank() == 0:
-        rows = "", "test accuracy", "ms per step", "kB a rank sends per step"
-        title = f"{options.compressor}, {dist.get_world_size()} ranks"
-        print_table(title, rows, ("untrained", before), exact, ours)
-        scale = "log" if dist.get_world_size() > 1 else "linear"  # one rank sends nothing
-        curves = {"all-reduce": exact_scores, options.compressor: scores}
-        labels = "What does accuracy cost?", curves, "MB sent by a rank", "test accuracy, %"
-        picture = draw(options.out / options.compressor, *labels, xscale=scale, ylim=(0, 102))
-        note = "On one machine compressing costs time; over slow links it saves the time of the kB."
-        load = save_model(state, options.out / options.compressor, "digits_net()")
-        other = following(options.compressor, COMPRESSORS)
-        print_next(note, picture, load, f'make train-compression ARGS="--compressor {other}"')
+        report(options, untrained, exact, exact_scores, ours, scores, state)
     dist.destroy_process_group()
+
+
+def report(options, untrained, exact, exact_scores, ours, scores, state):
+    """Print the table, draw the accuracy over the bytes, and save the model."""
+    name = options.compressor
+    headings = ["", "test accuracy", "ms per step", "kB a rank sends per step"]
+    title = f"{name}, {dist.get_world_size()} ranks"
+    print_table(title, headings, ("untrained", untrained), exact, ours)
+
+    picture = draw(
+        options.out / name,
+        "What does accuracy cost?",
+        {"all-reduce": exact_scores, name: scores},
+        "MB sent by a rank",
+        "test accuracy, %",
+        xscale="log" if dist.get_world_size() > 1 else "linear",  # one rank sends nothing
+        ylim=(0, 102),
+    )
+    load = save_model(state, options.out / name, "digits_net()")
+    print_next(
+        "On one machine compressing costs time; over slow links it saves the time of the kB.",
+        picture,
+        load,
+        f'make train-compression ARGS="--compressor {following(name, COMPRESSORS)}"',
+    )
 
 
 if __name__ == "__main__":

@@ -50,21 +50,33 @@ def draw_gan(
     path: Path, question: str, runs: Mapping[str, Sequence[Any]], best: float, real: Tensor
 ) -> Path:
     """Draw scores and digits of two runs as .png, the first one's curve gray."""
-    rows = {"held out": real, **{name: digits for name, (_, digits) in runs.items()}}
+    rows = {"held out": real}
+    for name, (_, digits) in runs.items():
+        rows[name] = digits
     heights = [4.0] + [1.0] * len(rows)
-    size = {"figsize": (7, sum(heights)), "height_ratios": heights}
-    figure, (axes, *lower) = plt.subplots(len(heights), 1, layout="constrained", **size)
+    figure, (axes, *lower) = plt.subplots(
+        len(heights),
+        1,
+        figsize=(7, sum(heights)),
+        height_ratios=heights,
+        layout="constrained",
+    )
+
     for (name, (scores, _)), color in zip(runs.items(), ("0.55", "tab:blue"), strict=True):
         axes.plot(*zip(*scores, strict=True), color=color, label=name)
     axes.axhline(best, color="black", linestyle=":", label="training digits")
     axes.set(title=question, xlabel="step", ylabel="distance to held-out digits", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
+
     for below, (name, digits) in zip(lower, rows.items(), strict=True):
-        below.imshow(torch.cat(list(digits[:12, 0].cpu()), 1), cmap="gray_r", vmin=0, vmax=1)
+        twelve = torch.cat(list(digits[:12, 0].cpu()), 1)  # side by side
+        below.imshow(twelve, cmap="gray_r", vmin=0, vmax=1)
         below.set_title(name, loc="left", fontsize=9)
         below.set_axis_off()
+
+    path = path.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path := path.with_suffix(".png"), dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
     return path

@@ -28,62 +28,107 @@ ALGORITHMS = {
 
 
 def train(name, algorithm, options, images, noise, test):
+    """Return a column of the table, the distances by step, generated digits and the weights."""
     torch.manual_seed(options.seed)
-    nets = [net().to(images.device) for net in (generator_net, critic_net)]
-    both = [torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.5, 0.99)) for net in nets]
-    generator, critic = map(GossipDataParallel, nets, both, [algorithm] * 2)
+    generator = generator_net().to(images.device)
+    critic = critic_net().to(images.device)
+    generator_optimizer = make_optimizer(generator)
+    critic_optimizer = make_optimizer(critic)
+    generator = GossipDataParallel(generator, generator_optimizer, algorithm)
+    critic = GossipDataParallel(critic, critic_optimizer, algorithm)
     torch.manual_seed(options.seed + 1 + dist.get_rank())  # ranks draw other noise
-    scores, seconds = [], 0.0
-    for step in (bar := tqdm(range(1, options.steps + 1), name, disable=dist.get_rank() > 0)):
+
+    scores = []
+    seconds = 0.0
+    bar = tqdm(range(1, options.steps + 1), name, disable=dist.get_rank() > 0)
+    for step in bar:
         begin = time.perf_counter()
         real = images[torch.randint(len(images), (16,))]
         fake = generator(torch.randn(16, NOISE, device=images.device))
-        both[1].zero_grad()
+
+        critic_optimizer.zero_grad()
         logits, fake_logits = critic(torch.cat([real, fake.detach()])).chunk(2)
         (softplus(-logits) + softplus(fake_logits)).mean().backward()
-        both[1].step()  # the critic's local step, then its round of averaging
-        both[0].zero_grad()
+        critic_optimizer.step()  # the critic's local step, then its round of averaging
+
+        generator_optimizer.zero_grad()
         critic.requires_grad_(False)  # saves the all-reduce of gradients that nobody steps with
         softplus(-critic(fake)).mean().backward()
         critic.requires_grad_(True)
-        both[0].step()  # likewise the generator
+        generator_optimizer.step()  # likewise the generator
         seconds += time.perf_counter() - begin
+
         log_metrics(options.tensorboard, name, generator.metrics(), step)
         if step % 50 == 0 or step == options.steps:
             with generator.consensus() as averaged:  # the mean of all ranks, restored afterwards
                 digits = generate(averaged, noise)
                 state = {key: value.clone() for key, value in averaged.state_dict().items()}
-            scores.append((step, frechet_distance(digits, test)))
-            bar.set_postfix(distance=f"{scores[-1][1]:.2f}")
-    ms, kilobytes = 1000 * seconds, (generator.bytes_sent + critic.bytes_sent) / 1000
-    costs = f"{ms / options.steps:.1f}", f"{kilobytes / options.steps:.0f}"
-    row = [name, f"{scores[-1][1]:.2f}", *costs, f"{generator.consensus_distance():.1g}"]
-    return row, scores, digits, state
+            distance = frechet_distance(digits, test)
+            scores.append((step, distance))
+            bar.set_postfix(distance=f"{distance:.2f}")
+
+    bytes_sent = generator.bytes_sent + critic.bytes_sent
+    column = [
+        name,
+        f"{distance:.2f}",
+        f"{1000 * seconds / options.steps:.1f}",
+        f"{bytes_sent / options.steps / 1000:.0f}",
+        f"{generator.consensus_distance():.1g}",
+    ]
+    return column, scores, digits, state
+
+
+def make_optimizer(net):
+    return torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.5, 0.99))
 
 
 def main():
     parser = make_parser(__doc__, steps=1000)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sgp")
     options = parser.parse_args()
-    device, name = join_ranks(options.seed), options.algorithm
+    device = join_ranks(options.seed)
+
     images, _, test, _ = (tensor.to(device) for tensor in load_digits())
     noise = torch.randn(len(test), NOISE, device=device)
-    data = options, *share(images), noise, test
-    graph = topology.OnePeerExponential(dist.get_world_size())
-    before = frechet_distance(generate(generator_net().to(device), noise), test)
-    exact, *exact_results, _ = train("all-reduce", gossip.AllReduce(), *data)
-    ours, *results, state = train(name, ALGORITHMS[name](graph), *data)
+    [own_images] = share(images)
+    algorithm = ALGORITHMS[options.algorithm](topology.OnePeerExponential(dist.get_world_size()))
+
+    untrained = frechet_distance(generate(generator_net().to(device), noise), test)
+    exact, *exact_run, _ = train("all-reduce", gossip.AllReduce(), options, own_images, noise, test)
+    ours, *run, state = train(options.algorithm, algorithm, options, own_images, noise, test)
     if dist.get_rank() == 0:
-        rows = "", "distance to held-out digits", "ms per step", "kB a rank sends per step"
-        title = f"GAN by {name}, {dist.get_world_size()} ranks"
-        print_table(title, (*rows, "ranks differ by"), ("untrained", f"{before:.2f}"), exact, ours)
-        best, runs = frechet_distance(images, test), {"all-reduce": exact_results, name: results}
-        picture = draw_gan(options.out / name, f"Does {name} learn as fast?", runs, best, test)
-        note = f"The distance is Frechet's, of pixels; that of training digits is {best:.2f}."
-        load = save_model(state, options.out / name, "generator_net()", "digits_gan")
-        other = following(name, ALGORITHMS)
-        print_next(note, picture, load, f'make train-gan ARGS="--algorithm {other}"')
+        best = frechet_distance(images, test)
+        report(options, f"{untrained:.2f}", best, test, exact, exact_run, ours, run, state)
     dist.destroy_process_group()
+
+
+def report(options, untrained, best, test, exact, exact_run, ours, run, state):
+    """Print the table, draw distances and digits, and save the generator."""
+    name = options.algorithm
+    headings = [
+        "",
+        "distance to held-out digits",
+        "ms per step",
+        "kB a rank sends per step",
+        "ranks differ by",
+    ]
+    title = f"GAN by {name}, {dist.get_world_size()} ranks"
+    print_table(title, headings, ("untrained", untrained), exact, ours)
+
+    picture = draw_gan(
+        options.out / name,
+        f"Does {name} learn as fast?",
+        {"all-reduce": exact_run, name: run},
+        best,
+        test,
+    )
+    load = save_model(state, options.out / name, "generator_net()", "digits_gan")
+    print_next(
+        f"The distance is Frechet's, of pixels; that of training digits is {best:.2f}.",
+        picture,
+        load,
+        f'make train-gan ARGS="--algorithm {following(name, ALGORITHMS)}"',
+    )
 
 
 if __name__ == "__main__":

@@ -35,13 +35,17 @@ ALGORITHMS = {
 
 
 def train(name, algorithm, options, images, labels, test):
+    """Return a column of the table, the mean losses of all ranks, and the averaged weights."""
     torch.manual_seed(options.seed)
     network = digits_net().to(images.device)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     model = GossipDataParallel(network, optimizer, algorithm)
-    losses, begin = [], time.perf_counter()
-    for _ in (bar := tqdm(range(options.epochs), name, disable=dist.get_rank() > 0)):
+
+    losses = []
+    begin = time.perf_counter()
+    bar = tqdm(range(options.epochs), name, disable=dist.get_rank() > 0)
+    for _ in bar:
         for batch in torch.randperm(len(labels)).split(16):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
@@ -51,13 +55,23 @@ def train(name, algorithm, options, images, labels, test):
             log_metrics(options.tensorboard, name, model.metrics(), len(losses))
         scheduler.step()
         bar.set_postfix(loss=f"{loss:.3f}")
-    ms, distance = 1000 * (time.perf_counter() - begin) / len(losses), model.consensus_distance()
+    seconds = time.perf_counter() - begin
+
+    distance = model.consensus_distance()
     with model.consensus() as averaged:  # the mean of all ranks, restored afterwards
         score = accuracy(averaged, *test)
         state = {key: tensor.clone() for key, tensor in averaged.state_dict().items()}
-    costs = f"{ms:.1f}", f"{model.bytes_sent / len(losses) / 1000:.0f}", f"{distance:.1g}"
-    means = [sum(each) / len(each) for each in zip(*gather(losses), strict=True)]
-    return [name, f"{100 * score:.1f} %", *costs], smooth(means), state
+
+    column = [
+        name,
+        f"{100 * score:.1f} %",
+        f"{1000 * seconds / len(losses):.1f}",
+        f"{model.bytes_sent / len(losses) / 1000:.0f}",
+        f"{distance:.1g}",
+    ]
+    losses_of_ranks = gather(losses)
+    mean_losses = [sum(each) / len(each) for each in zip(*losses_of_ranks, strict=True)]
+    return column, smooth(mean_losses), state
 
 
 def main():
@@ -66,24 +80,48 @@ def main():
     parser.add_argument("--topology", choices=TOPOLOGIES, default="one-peer-exponential")
     options = parser.parse_args()
     device = join_ranks(options.seed)
+
     images, labels, *test = (tensor.to(device) for tensor in load_digits())
-    data = options, *share(images, labels), test
-    algorithm = ALGORITHMS[options.algorithm](TOPOLOGIES[options.topology](dist.get_world_size()))
-    before = f"{100 * accuracy(digits_net().to(device), *test):.1f} %"
-    exact, exact_losses, _ = train("all-reduce", gossip.AllReduce(), *data)
-    ours, losses, state = train(options.algorithm, algorithm, *data)
+    images, labels = share(images, labels)
+    graph = TOPOLOGIES[options.topology](dist.get_world_size())
+    algorithm = ALGORITHMS[options.algorithm](graph)
+
+    untrained = f"{100 * accuracy(digits_net().to(device), *test):.1f} %"
+    exact, exact_losses, _ = train("all-reduce", gossip.AllReduce(), options, images, labels, test)
+    ours, losses, state = train(options.algorithm, algorithm, options, images, labels, test)
     if dist.get_rank() == 0:
-        rows = "", "test accuracy", "ms per step", "kB a rank sends per step", "ranks differ by"
-        title = f"{options.algorithm}, {options.topology}, {dist.get_world_size()} ranks"
-        print_table(title, rows, ("untrained", before), exact, ours)
-        curves = {"all-reduce": exact_losses, options.algorithm: losses}
-        labels = f"Does {options.algorithm} learn as fast?", curves, "step", "training loss"
-        picture = draw(options.out / options.algorithm, *labels, yscale="log")
-        note = "On one machine a step costs its computation; over slow links it costs its kB."
-        load = save_model(state, options.out / options.algorithm, "digits_net()")
-        other = following(options.algorithm, ALGORITHMS)
-        print_next(note, picture, load, f'make train-gossip ARGS="--algorithm {other}"')
+        report(options, untrained, exact, exact_losses, ours, losses, state)
     dist.destroy_process_group()
+
+
+def report(options, untrained, exact, exact_losses, ours, losses, state):
+    """Print the table, draw the losses and save the model."""
+    name = options.algorithm
+    headings = [
+        "",
+        "test accuracy",
+        "ms per step",
+        "kB a rank sends per step",
+        "ranks differ by",
+    ]
+    title = f"{name}, {options.topology}, {dist.get_world_size()} ranks"
+    print_table(title, headings, ("untrained", untrained), exact, ours)
+
+    picture = draw(
+        options.out / name,
+        f"Does {name} learn as fast?",
+        {"all-reduce": exact_losses, name: losses},
+        "step",
+        "training loss",
+        yscale="log",
+    )
+    load = save_model(state, options.out / name, "digits_net()")
+    print_next(
+        "On one machine a step costs its computation; over slow links it costs its kB.",
+        picture,
+        load,
+        f'make train-gossip ARGS="--algorithm {following(name, ALGORITHMS)}"',
+    )
 
 
 if __name__ == "__main__":

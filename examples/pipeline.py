@@ -30,9 +30,10 @@ SCHEDULES = {
 
 
 def train(name, schedule, options, text, held_out):
+    """Return a column of the table, the loss before, the losses, the weights and the spans."""
     torch.manual_seed(options.seed)
     trainer = PipelineTrainer(
-        build_transformer(128, 64, 4, 4).to(text.device),  # context, width, layers, heads
+        build_transformer(context=128, width=64, num_layers=4, num_heads=4).to(text.device),
         lambda output, target: byte_loss(output, target) / math.log(2),  # bits per byte
         lambda parameters: optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.99)),  # fused
         schedule,
@@ -41,48 +42,87 @@ def train(name, schedule, options, text, held_out):
         scheduler_fn=lambda optimizer: LinearLR(optimizer, 0.02, total_iters=50),  # warm-up
     )  # measured times decide which layers a rank holds; split=[3] would say it
     before = trainer.evaluate(*held_out)
-    generator, losses, spans = torch.Generator().manual_seed(options.seed), [], []
+
+    generator = torch.Generator().manual_seed(options.seed)
+    losses = []
+    spans = []  # what this rank computed when, by step
     begin = time.perf_counter()
-    for step in (bar := tqdm(range(options.steps), name, disable=before is None)):
+    bar = tqdm(range(options.steps), name, disable=before is None)
+    for step in bar:
         windows = draw_windows(text, 16, 129, generator)
         loss = trainer.step(windows[:, :-1], windows[:, 1:])  # every byte predicts the next
-        spans.append(trainer.spans)  # what this rank computed when
+        spans.append(trainer.spans)
         log_metrics(options.tensorboard, name, trainer.metrics(), step)
-        losses += [] if loss is None else [loss]  # on the rank of the last stage; None elsewhere
+        if loss is not None:  # on the rank of the last stage
+            losses.append(loss)
         bar.set_postfix(loss=f"{loss or 0:.2f}", refresh=False)
-    seconds = (time.perf_counter() - begin) / options.steps
+    seconds = time.perf_counter() - begin
+
     after = trainer.evaluate(*held_out)  # finishes the microbatches in flight first
-    before, after, losses = gather((before, after, losses))[-1]
+    before, after, losses = gather((before, after, losses))[-1]  # of the last stage's rank
     state = trainer.full_state_dict()  # of the whole model, on rank 0
+
     updates = [span.action.kind for span in spans[-1]].count(pipeline.Kind.UPDATE)
-    copies = " ".join(map(str, chain(*gather(trainer.peak_weight_copies))))
-    costs = f"{updates}", f"{1000 * seconds:.0f}", waiting([*chain(*spans[-20:])]), copies
-    column = [name, f"{after:.3f}", *costs]
-    return column, f"{before:.3f}", smooth(losses), state, gather([*chain(*spans[-2:])])
+    copies = chain(*gather(trainer.peak_weight_copies))
+    column = [
+        name,
+        f"{after:.3f}",
+        f"{updates}",
+        f"{1000 * seconds / options.steps:.0f}",
+        waiting(list(chain(*spans[-20:]))),
+        " ".join(map(str, copies)),
+    ]
+    last_two_steps = gather(list(chain(*spans[-2:])))
+    return column, f"{before:.3f}", smooth(losses), state, last_two_steps
 
 
 def main():
     parser = make_parser(__doc__, steps=200)
     parser.add_argument("--schedule", choices=SCHEDULES, default="pipeoptim")
     options = parser.parse_args()
-    device, schedule = join_ranks(options.seed), SCHEDULES[options.schedule]
+    device = join_ranks(options.seed)
+
     text, others = (as_tensor(files).to(device) for files in load_files())
     windows = cut_windows(others, 256, 129)
-    data = options, text, (windows[:, :-1], windows[:, 1:])
-    exact, before, exact_losses, *_ = train("1f1b", pipeline.OneForwardOneBackward(), *data)
-    ours, _, losses, state, spans = train(options.schedule, schedule, *data)
+    held_out = windows[:, :-1], windows[:, 1:]
+
+    flushing = pipeline.OneForwardOneBackward()
+    exact, untrained, exact_losses, *_ = train("1f1b", flushing, options, text, held_out)
+    schedule = SCHEDULES[options.schedule]
+    ours, _, losses, state, spans = train(options.schedule, schedule, options, text, held_out)
     if dist.get_rank() == 0:
-        names = "updates per step", "ms per step", "ranks wait", "weight copies by stage"
-        rows = ["", "held-out bits per byte", *names]
-        print_table(options.schedule, rows, ("untrained", before), exact, ours)
-        curves, labels = {"1f1b": exact_losses, ours[0]: losses}, ("step", "training bits per byte")
-        question = f"Does {ours[0]} learn as much per step as 1f1b?"
-        picture = draw(options.out / options.schedule, question, curves, *labels, spans=spans)
-        note = "A rank waits while it has neither an activation nor a gradient to work on."
-        load = save_model(state, options.out / options.schedule, "build_transformer(128, 64, 4, 4)")
-        other = following(options.schedule, SCHEDULES)
-        print_next(note, picture, load, f'make train-pipeline ARGS="--schedule {other}"')
+        report(options, untrained, exact, exact_losses, ours, losses, state, spans)
     dist.destroy_process_group()
+
+
+def report(options, untrained, exact, exact_losses, ours, losses, state, spans):
+    """Print the table, draw losses and timeline, and save the model."""
+    name = options.schedule
+    headings = [
+        "",
+        "held-out bits per byte",
+        "updates per step",
+        "ms per step",
+        "ranks wait",
+        "weight copies by stage",
+    ]
+    print_table(name, headings, ("untrained", untrained), exact, ours)
+
+    picture = draw(
+        options.out / name,
+        f"Does {name} learn as much per step as 1f1b?",
+        {"1f1b": exact_losses, name: losses},
+        "step",
+        "training bits per byte",
+        spans=spans,
+    )
+    load = save_model(state, options.out / name, "build_transformer(128, 64, 4, 4)")
+    print_next(
+        "A rank waits while it has neither an activation nor a gradient to work on.",
+        picture,
+        load,
+        f'make train-pipeline ARGS="--schedule {following(name, SCHEDULES)}"',
+    )
 
 
 if __name__ == "__main__":

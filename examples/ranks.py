@@ -78,7 +78,8 @@ def writer_of(folder: str) -> Any:
 
 def waiting(spans: list[Any]) -> str:
     """Return the percentage of the time of these spans, over all ranks, in which none runs."""
-    idle = 1 - sum(span.end - span.begin for span in spans) / (spans[-1].end - spans[0].begin)
+    busy = sum(span.end - span.begin for span in spans)
+    idle = 1 - busy / (spans[-1].end - spans[0].begin)
     return f"{sum(gather(idle)) / dist.get_world_size():.0%}"
 
 

@@ -16,11 +16,12 @@ COLORS = {"forward": "tab:blue", "backward": "tab:orange", "update": "tab:purple
 
 def print_table(title: str, *columns: Sequence[str]) -> None:
     """Print columns, each with its heading first; a short one ends in empty cells."""
-    widths = [max(map(len, column)) for column in columns]
+    width, *other_widths = [max(map(len, column)) for column in columns]
     print(f"\n{title}\n")
-    for first, *cells in zip_longest(*columns, fillvalue=""):
-        right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        print("   ".join([first.ljust(widths[0]), *right]))
+    for first, *others in zip_longest(*columns, fillvalue=""):
+        cells = [first.ljust(width)]
+        cells += [cell.rjust(each) for cell, each in zip(others, other_widths, strict=True)]
+        print("   ".join(cells))
 
 
 def print_next(note: str, picture: Path, load: str, command: str) -> None:
@@ -31,11 +32,13 @@ def print_next(note: str, picture: Path, load: str, command: str) -> None:
 
 def save_model(state: Mapping[str, Any], path: Path, built_by: str, file: str = "models") -> str:
     """Save weights as .pt; return the line of Python that loads them into the plain module."""
+    path = path.with_suffix(".pt")
     path.parent.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.cpu() for name, tensor in state.items()}
-    torch.save(weights, path := path.with_suffix(".pt"))
+    torch.save(weights, path)
+    function = built_by.partition("(")[0]
     return (
-        f"import torch; from examples.{file} import {built_by.partition('(')[0]}; "
+        f"import torch; from examples.{file} import {function}; "
         f'model = {built_by}; model.load_state_dict(torch.load("{path}"))'
     )
 
@@ -51,32 +54,41 @@ def draw(
 ) -> Path:
     """Draw curves as .png, the first one gray, and below them the spans of each rank."""
     heights = [4, 1 + 0.3 * len(spans)] if spans else [4]
-    size = {"figsize": (7, sum(heights)), "height_ratios": heights, "squeeze": False}
-    figure, (axes, *lower) = plt.subplots(len(heights), 1, layout="constrained", **size)
+    figure, rows = plt.subplots(
+        len(heights),
+        1,
+        figsize=(7, sum(heights)),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
+    axes = rows[0][0]
     for (name, points), color in zip(curves.items(), ("0.55", "tab:blue"), strict=True):
-        axes[0].plot(*zip(*points, strict=True), color=color, label=name)
-    axes[0].set(title=question, xlabel=xlabel, ylabel=ylabel, **limits)
-    axes[0].xaxis.set_major_formatter("{x:g}")
-    axes[0].yaxis.set_major_formatter("{x:g}")
-    axes[0].grid(alpha=0.3)
-    axes[0].legend(frameon=False)
+        axes.plot(*zip(*points, strict=True), color=color, label=name)
+    axes.set(title=question, xlabel=xlabel, ylabel=ylabel, **limits)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
     if spans:
-        draw_spans(lower[0][0], spans)
+        draw_spans(rows[1][0], spans)
+
+    path = path.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path := path.with_suffix(".png"), dpi=120)
+    figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
 
 
 def draw_spans(axes: Axes, spans: Sequence[Sequence[Any]]) -> None:
     """Draw a bar for each span of a rank, by time."""
+    kinds = {"FORWARD": "forward", "HEAD": "forward", "UPDATE": "update"}
     start = min(span.begin for rank in spans for span in rank)
     for rank, row in enumerate(spans):
         for span in row:
-            kind = {"FORWARD": "forward", "HEAD": "forward", "UPDATE": "update"}
-            color = COLORS[kind.get(span.action.kind.name, "backward")]
+            kind = kinds.get(span.action.kind.name, "backward")
             bar = 1000 * (span.begin - start), 1000 * (span.end - span.begin)
-            axes.broken_barh([bar], (rank - 0.4, 0.8), color=color, linewidth=0)
+            axes.broken_barh([bar], (rank - 0.4, 0.8), color=COLORS[kind], linewidth=0)
     for name, color in COLORS.items():
         axes.plot([], [], color=color, linewidth=5, label=name)
     axes.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 0.95), fontsize=8)
@@ -86,5 +98,6 @@ def draw_spans(axes: Axes, spans: Sequence[Sequence[Any]]) -> None:
 
 def smooth(values: Sequence[float], window: int = 20) -> list[tuple[int, float]]:
     """Return the step and the mean of that many losses up to it."""
-    width = min(window, len(values))
-    return [(end, sum(values[end - width : end]) / width) for end in range(width, len(values) + 1)]
+    window = min(window, len(values))
+    ends = range(window, len(values) + 1)
+    return [(end, sum(values[end - window : end]) / window) for end in ends]

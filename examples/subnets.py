@@ -29,25 +29,34 @@ def make_optimizer(parameters):
 
 
 def train(name, model, optimizer, full_model, metrics, options, images, labels, test):
+    """Return the accuracy of the whole model by step, ms per step, and the whole weights.
+
+    ``full_model()`` is a context with the whole model, ``metrics()`` what TensorBoard shows.
+    """
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
-    steps, seconds, scores = 0, 0.0, []
-    for _ in (bar := tqdm(range(options.epochs), name, disable=dist.get_rank() > 0)):
+    num_steps = 0
+    seconds = 0.0
+    scores = []
+    bar = tqdm(range(options.epochs), name, disable=dist.get_rank() > 0)
+    for _ in bar:
         begin = time.perf_counter()
         for batch in torch.randperm(len(labels)).split(16):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
             loss.backward()
             optimizer.step()  # of the subnet; every --interval steps a merge follows
-            steps += 1
-            log_metrics(options.tensorboard, name, metrics(), steps)
+            num_steps += 1
+            log_metrics(options.tensorboard, name, metrics(), num_steps)
         scheduler.step()
         seconds += time.perf_counter() - begin
+
         with full_model() as module:  # all ranks enter it together
             recalibrate(module, images.split(128))  # BatchNorm's running statistics
-            scores.append((steps, 100 * accuracy(module, *test)))
-            bar.set_postfix_str(f"test accuracy {scores[-1][1]:.1f} %")
+            score = 100 * accuracy(module, *test)
             state = {key: tensor.clone() for key, tensor in module.state_dict().items()}
-    return scores, f"{1000 * seconds / steps:.1f}", state
+        scores.append((num_steps, score))
+        bar.set_postfix_str(f"test accuracy {score:.1f} %")
+    return scores, f"{1000 * seconds / num_steps:.1f}", state
 
 
 def main():
@@ -55,35 +64,83 @@ def main():
     device = join_ranks(options.seed)
     images, labels, *test = (tensor.to(device) for tensor in load_digits())
     data = options, *share(images, labels), test
+
     ddp = DistributedDataParallel(wide_digits_net().to(device))
-    size, before = count(ddp), (0, 100 * accuracy(ddp.module, *test))
-    sgd, whole = make_optimizer(ddp.parameters()), lambda: nullcontext(ddp.module)
-    exact, exact_ms, _ = train("all-reduce", ddp, sgd, whole, dict, *data)
+    num_weights = count(ddp)
+    untrained = 100 * accuracy(ddp.module, *test)
+    exact_scores, exact_ms, _ = train(
+        "all-reduce",
+        ddp,
+        make_optimizer(ddp.parameters()),
+        lambda: nullcontext(ddp.module),
+        dict,  # no metrics
+        *data,
+    )
+
     torch.manual_seed(options.seed)
-    model, partition = wide_digits_net().to(device), Partition(seed=options.seed)
+    model = wide_digits_net().to(device)
+    partition = Partition(seed=options.seed)
     trainer = SubnetTrainer(model, make_optimizer, partition, options.interval)
-    ours = trainer.optimizer, trainer.full_model, trainer.metrics
-    scores, ms, state = train("subnets", trainer, *ours, *data)
-    steps, score = scores[-1]
-    sent = 8 * size * (1 - 1 / dist.get_world_size()), trainer.bytes_sent / steps
-    kilobytes = [f"{each / 1000:,.0f}" for each in sent]
+    scores, ms, state = train(
+        "subnets",
+        trainer,
+        trainer.optimizer,
+        trainer.full_model,
+        trainer.metrics,
+        *data,
+    )
+
+    num_steps, score = scores[-1]
+    _, exact_score = exact_scores[-1]
+    exact_bytes = 8 * num_weights * (1 - 1 / dist.get_world_size())
+    exact = [
+        "all-reduce",
+        f"{exact_score:.1f} %",
+        f"{num_weights:,}",
+        exact_ms,
+        f"{exact_bytes / 1000:,.0f}",
+    ]
+    ours = [
+        "subnets",
+        f"{score:.1f} %",
+        f"{count(trainer.subnet):,}",
+        ms,
+        f"{trainer.bytes_sent / num_steps / 1000:,.0f}",
+    ]
     if dist.get_rank() == 0:
-        rows = "", "test accuracy", "weights in training", "ms per step", "kB a rank sends per step"
-        first = "untrained", f"{before[1]:.1f} %"
-        ddp_column = "all-reduce", f"{exact[-1][1]:.1f} %", f"{size:,}", exact_ms, kilobytes[0]
-        column = "subnets", f"{score:.1f} %", f"{count(trainer.subnet):,}", ms, kilobytes[1]
-        title = f"Subnets of {dist.get_world_size()} ranks, merged every {options.interval} steps"
-        print_table(title, rows, first, ddp_column, column)
-        curves = {"all-reduce": [before, *exact], "subnets": [before, *scores]}
-        labels = "Do subnets learn as much?", curves, "step", "test accuracy, %"
-        folder = options.out / f"every-{options.interval}-steps"
-        picture = draw(folder, *labels, ylim=(0, 102))
-        note = "A rank trains and sends its own units only; merged, they are the whole model."
-        load = save_model(state, folder, "wide_digits_net()")
-        print_next(
-            note, picture, load, f'make train-subnets ARGS="--interval {5 * options.interval}"'
-        )
+        report(options, untrained, exact, exact_scores, ours, scores, state)
     dist.destroy_process_group()
+
+
+def report(options, untrained, exact, exact_scores, ours, scores, state):
+    """Print the table, draw the accuracy and save the whole model."""
+    headings = [
+        "",
+        "test accuracy",
+        "weights in training",
+        "ms per step",
+        "kB a rank sends per step",
+    ]
+    title = f"Subnets of {dist.get_world_size()} ranks, merged every {options.interval} steps"
+    print_table(title, headings, ("untrained", f"{untrained:.1f} %"), exact, ours)
+
+    path = options.out / f"every-{options.interval}-steps"
+    start = (0, untrained)
+    picture = draw(
+        path,
+        "Do subnets learn as much?",
+        {"all-reduce": [start, *exact_scores], "subnets": [start, *scores]},
+        "step",
+        "test accuracy, %",
+        ylim=(0, 102),
+    )
+    load = save_model(state, path, "wide_digits_net()")
+    print_next(
+        "A rank trains and sends its own units only; merged, they are the whole model.",
+        picture,
+        load,
+        f'make train-subnets ARGS="--interval {5 * options.interval}"',
+    )
 
 
 if __name__ == "__main__":

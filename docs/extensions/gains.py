@@ -17,13 +17,12 @@ from matplotlib import pyplot as plt
 
 PATH = Path(__file__).resolve().parents[1] / "images" / "gains.png"
 GOSSIP, PIPELINE = "gossip-amd-epyc-2-threads", "pipeline-amd-epyc-2-threads"
-COMPRESSION, SUBNETS = "compression-amd-epyc-2-threads", "subnets-amd-epyc-2-threads"
+SUBNETS = "subnets-amd-epyc-2-threads"
 # The rows of each panel.
 LINKS = {"part": "steps", "case": "1000 Mbit/s", "compute": "real, 1 thread a rank"}
 THROUGHPUT = {"part": "throughput", "case": "M = 8"}
 DIGITS = {"task": "digits"}
-SLOW_LINK = {"part": "links", "case": "100 Mbit/s"}
-DRAWN = {GOSSIP: LINKS, PIPELINE: THROUGHPUT, SUBNETS: DIGITS, COMPRESSION: SLOW_LINK}
+DRAWN = {GOSSIP: LINKS, PIPELINE: THROUGHPUT, SUBNETS: DIGITS}
 
 
 def draw_links(axes: plt.Axes) -> str:
@@ -65,22 +64,6 @@ def draw_subnets(axes: plt.Axes) -> str:
     return f"Subnets at 100 Mbit/s: {target:.0%} in {ours:.1f} s, DDP in {theirs:.1f} s"
 
 
-def draw_compression(axes: plt.Axes) -> str:
-    """Draw the time of a step of DDP with hooks."""
-    shown = {
-        "fp32": "DDP",
-        "torch bf16, unchecked": "torch's bf16 hook",
-        "torch PowerSGD": "torch's PowerSGD hook",
-        "topk-ef": "TopK(0.01)",
-    }
-    times = [rows.value(COMPRESSION, "median_ms", system=system, **SLOW_LINK) for system in shown]
-    bars(axes, list(shown.values()), times, [PEER, PEER, PEER, OURS], "{:.0f} ms")
-    return f"Compression at 100 Mbit/s: {times[-1]:.0f} ms per step, DDP {times[0]:.0f}"
-
-
-PANELS = (draw_links, draw_pipelines, draw_subnets, draw_compression)
-
-
 def digest() -> str:
     """Return a digest of the rows that the picture shows; the picture holds it as ``Rows``."""
     found = [rows.rows(name, **where) for name, where in DRAWN.items()]
@@ -93,7 +76,10 @@ def draw(path: Path = PATH) -> None:
     style |= {"ytick.labelsize": 12, "xtick.labelsize": 11}
     with mpl.rc_context(style):
         figure = plt.figure(figsize=(12, 4.2), layout="constrained")
-        for panel, draw_panel in zip(figure.subfigures(2, 2).flat, PANELS, strict=True):
+        left, right = figure.subfigures(1, 2)
+        upper, lower = left.subfigures(2, 1)
+        panels = {draw_links: upper, draw_pipelines: lower, draw_subnets: right}
+        for draw_panel, panel in panels.items():
             axes = panel.subplots()
             panel.suptitle(draw_panel(axes), x=0.01, ha="left", weight="bold")
             if draw_panel is not draw_subnets:

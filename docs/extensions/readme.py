@@ -1,6 +1,6 @@
-"""``python docs/extensions/readme.py``: write the table of gains into README.md, draw its picture.
+"""``python docs/extensions/readme.py``: write the gains into README.md, draw their picture.
 
-The table stands between ``<!-- gains -->`` and ``<!-- end of gains -->``.
+They stand between ``<!-- gains -->`` and ``<!-- end of gains -->``.
 """
 
 import sys
@@ -16,7 +16,7 @@ BEGIN, END = "<!-- gains -->", "<!-- end of gains -->"
 
 
 def with_gains(text: str) -> str:
-    """Return the text of README.md with the table of gains as the rows have it.
+    """Return the text of README.md with the gains as the rows have them.
 
     Raises:
         ValueError: the text lacks one of the two marks.
@@ -24,8 +24,8 @@ def with_gains(text: str) -> str:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"README.md must have one line {BEGIN} and one line {END}")
     before, after = text.split(BEGIN, maxsplit=1)[0], text.split(END)[1]
-    table = rendered_pages.render((ROOT / "docs" / "gains.md").read_text()).strip()
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    measured = rendered_pages.render((ROOT / "docs" / "gains.md").read_text()).strip()
+    return f"{before}{BEGIN}\n{measured}\n{END}{after}"
 
 
 def main() -> None:

@@ -185,7 +185,7 @@ def test_all_rows_and_all_pictures_are_shown(results, tmp_path):
     assert {path.name for path in (tmp_path / "pictures").iterdir()} == expected
 
 
-def test_the_table_in_the_readme_is_that_of_the_rows(results):
+def test_the_gains_in_the_readme_are_those_of_the_rows(results):
     text = (ROOT / "README.md").read_text()
     assert readme.with_gains(text) == text, "python docs/extensions/readme.py writes it again"
     change(results, PIPELINE, PIPEOPTIM, lambda row: [{**row, "of_limit": "0.937"}])

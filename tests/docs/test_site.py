@@ -6,12 +6,16 @@ import subprocess
 import sys
 
 import checked_names
+import formulas
 import public_names
 import pytest
+import rendered_pages
+import tables  # noqa: F401  what pages call
 
 from pyparallel.gossip import DiLoCo
 from pyparallel.pipeline import PipelineTrainer, TiedHead, Timeline
-from tests.docs.snippets import FENCE, ROOT, blocks_of
+from tests.docs.snippets import FENCE, PAGES, ROOT, blocks_of
+from tests.test_floors import FLOORS
 
 FAULTS = {
     "a name that does not exist": (
@@ -104,6 +108,52 @@ def test_what_the_readme_names_exists():
     named = INLINE.findall(FENCE.sub("", readme.read_text()))
     assert len(named) > 10
     assert [fault for text in named if (fault := checked_names.fault(text, defined))] == []
+
+
+def find_cells(text):
+    """Return the cells of a page's tables as a reader sees them, without the targets of links."""
+    lines = [line for line in FENCE.sub("", text).splitlines() if line.startswith("|")]
+    cells = [cell for line in lines for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    return [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).strip() for cell in cells]
+
+
+def test_cells_of_tables_are_short(monkeypatch, subtests):
+    for function in ("picture", "tables", "reference"):  # these are not written in a page
+        monkeypatch.setitem(rendered_pages.ENVIRONMENT.globals, function, lambda *_: "")
+    for page in PAGES:
+        with subtests.test(page=page.relative_to(ROOT).as_posix()):
+            text = page.read_text()
+            cells = find_cells(text if page.name == "README.md" else rendered_pages.render(text))
+            assert [cell for cell in cells if len(cell) >= 120] == []
+
+
+def test_cells_are_found():
+    text = "| a | [b](c.md) `d` |\n|---|---|\n| e \\| f | g |\n\n```text\n| h |\n```\n"
+    assert find_cells(text) == ["a", "b `d`", "---", "---", r"e \| f", "g"]
+
+
+def test_the_picture_of_the_architecture_has_the_floors():
+    picture = (ROOT / "docs" / "images" / "architecture.svg").read_text()
+    titles = re.findall(r'<text class="t"[^>]* y="([\d.]+)"[^>]*>(\w+)</text>', picture)
+    height = {name: float(y) for y, name in titles}
+    undrawn = {"_deprecated", "kernels", "pyparallel", "__main__"}
+    floors = [floor for floor in FLOORS if not floor <= undrawn]
+    assert height.keys() == set().union(*floors)
+    heights = [{height[name] for name in floor} for floor in floors]
+    assert all(len(each) == 1 for each in heights)  # what is on one floor is drawn side by side
+    assert heights == sorted(heights, key=max, reverse=True)  # y grows downward
+
+
+def test_formulas_are_drawn_on_the_line_of_the_text():
+    plain, fraction = formulas.draw("x"), formulas.draw(r"\dfrac{a < b}{y}")
+    assert 'alt="\\dfrac{a &lt; b}{y}"' in fraction
+    below = [
+        float(re.search(r"vertical-align: (-[\d.]+)em", each)[1]) for each in (plain, fraction)
+    ]
+    assert -0.3 < below[0] < 0
+    assert below[1] < -0.5
+    with pytest.raises(ValueError, match="nosuch"):
+        formulas.draw(r"\nosuch x")
 
 
 @pytest.fixture

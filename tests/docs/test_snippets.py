@@ -182,7 +182,7 @@ def test_the_links_of_the_readme_lead_somewhere():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_the_page_of_tests_names_tests_that_exist():

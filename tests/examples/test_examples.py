@@ -234,11 +234,10 @@ def test_metrics_are_written_for_tensorboard(monkeypatch):
     assert [call.args for call in calls] == [(*each, step) for step in range(2) for each in names]
 
 
-def test_every_file_is_one_screen():
+def test_no_file_hides_a_module_of_python():
     files = sorted((ROOT / "examples").glob("*.py"))
     assert {file.stem for file in files} >= RUNS.keys()
     for file in files:
-        assert len(file.read_text().splitlines()) <= 90, file
         # Examples come first on sys.path; Python 3.14 has a module named compression.
         assert file.stem not in sys.stdlib_module_names | {"compression"}, file
 
