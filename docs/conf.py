@@ -20,8 +20,8 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.intersphinx",
+    "sphinx.ext.mathjax",
     "sphinx_copybutton",
-    "formulas",
     "rendered_pages",
     "tables",
     "linked_names",
@@ -31,7 +31,6 @@ exclude_patterns = ["_build", "gains.md"]  # the latter is part of other pages
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
-html_math_renderer = "formulas"
 copybutton_exclude = ".linenos, .gp, .go"
 
 autodoc_member_order = "bysource"

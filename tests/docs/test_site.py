@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import checked_names
-import formulas
 import public_names
 import pytest
 import rendered_pages
@@ -142,18 +141,6 @@ def test_the_picture_of_the_architecture_has_the_floors():
     heights = [{height[name] for name in floor} for floor in floors]
     assert all(len(each) == 1 for each in heights)  # what is on one floor is drawn side by side
     assert heights == sorted(heights, key=max, reverse=True)  # y grows downward
-
-
-def test_formulas_are_drawn_on_the_line_of_the_text():
-    plain, fraction = formulas.draw("x"), formulas.draw(r"\dfrac{a < b}{y}")
-    assert 'alt="\\dfrac{a &lt; b}{y}"' in fraction
-    below = [
-        float(re.search(r"vertical-align: (-[\d.]+)em", each)[1]) for each in (plain, fraction)
-    ]
-    assert -0.3 < below[0] < 0
-    assert below[1] < -0.5
-    with pytest.raises(ValueError, match="nosuch"):
-        formulas.draw(r"\nosuch x")
 
 
 @pytest.fixture
