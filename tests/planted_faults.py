@@ -75,6 +75,27 @@ FAULTS = [
         "right.div_(collectives.size + 1)",
         "tests/compression/low_rank",
     ),
+    Fault(
+        "a negative number of a draw is decoded",
+        "pyparallel/compression/sparsifiers/base.py",
+        'if not fits or (numbers.device.type == "cpu" and bool((numbers < 0).any())):',
+        "if not fits:",
+        "tests/compression/test_contract.py",
+    ),
+    Fault(
+        "a nan that is not sent does not show",
+        "pyparallel/compression/sparsifiers/base.py",
+        "values.add_((least * 0 + most * 0).to(values.dtype))",
+        "pass",
+        "tests/compression/test_contract.py",
+    ),
+    Fault(
+        "each rank raises only what it has found corrupt itself in a reduce-scatter",
+        "pyparallel/compression/hooks/fsdp_collectives.py",
+        "raise_if_any_corrupt(corrupt_sender, collectives)",
+        "pass",
+        "tests/compression/hooks/test_fsdp_collectives.py",
+    ),
     # Gossip
     Fault(
         "a sender keeps the mass that it sends",
@@ -426,7 +447,42 @@ FAULTS = [
         "            pass\n",
         "tests/pipeline/partition/test_named_state.py",
     ),
+    Fault(
+        "an algorithm around others takes one that averages gradients",
+        "pyparallel/gossip/algorithms/base.py",
+        "if not averager.traits.can_be_inner:",
+        "if False:",
+        "tests/gossip/algorithms/test_mistakes.py",
+    ),
+    Fault(
+        "messages are received before every closure",
+        "pyparallel/training/step_hook.py",
+        'return type(optimizer).step.__module__.startswith("torch.optim.") or None',
+        "return False",
+        "tests/gossip/test_closures.py",
+    ),
+    Fault(
+        "a frozen parameter of the optimizer is taken for a new one",
+        "pyparallel/training/buckets.py",
+        "added = sum(p.requires_grad or p.grad is not None for p in others)",
+        "added = sum(True for p in others)",
+        "tests/gossip/test_trainer.py",
+    ),
     # Ops and steps
+    Fault(
+        "SGD damps the first gradient of a parameter",
+        "pyparallel/optim/sgd.py",
+        "damped = name == _MOMENTUM and bucket.has(name, span.first)",
+        "damped = name == _MOMENTUM",
+        "tests/optim/test_steps.py",
+    ),
+    Fault(
+        "a fused step predicts from weights that are not rounded to their dtype",
+        "pyparallel/ops/sgd_step.py",
+        "predict_sgd_reference(param, velocity, lr / mass, horizon, prediction)",
+        "predict_sgd_reference(z, velocity, lr / mass, horizon, prediction)",
+        "tests/ops/test_sgd_step.py",
+    ),
     Fault(
         "top-k keeps the threshold of the step before",
         "pyparallel/ops/top_k.py",

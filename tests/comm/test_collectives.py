@@ -1,3 +1,5 @@
+"""Collectives of all ranks, what they count, and their errors."""
+
 import os
 import time
 
@@ -158,6 +160,7 @@ COLLECTIVES = {
     "all-to-all": lambda each: each.all_to_all(torch.ones(2), [1, 1], [1, 1]),
     "all-gather": lambda each: each.all_gather(torch.ones(2)),
     "comparison of all ranks' arguments": lambda each: each.run.agree([], None),
+    "barrier": lambda each: each.run.barrier(),
 }
 
 
@@ -197,8 +200,20 @@ def test_a_dead_rank_is_an_error_that_names_rank_step_and_collective():
     assert len(first.value) == len(COLLECTIVES)
     for name, error in zip(COLLECTIVES, first.value, strict=True):
         place = "rank 0" if "arguments" in name else "rank 0, step 7"
-        what = f"the {name} failed: rank 1 died, or ended without this call ("
+        failed = "not all ranks reached the barrier" if name == "barrier" else f"the {name} failed"
+        what = f"{failed}: rank 1 died, or ended without this call ("
         assert error.startswith(f"PeerError: {place}: {what}")
+
+
+def barrier_after_setting_a_key(rank):
+    store, barrier = dist.group.WORLD.get_group_store(), Run().barrier
+    store.set(f"here/{rank}", "")
+    barrier()
+    return store.check([f"here/{other}" for other in range(dist.get_world_size())])
+
+
+def test_no_rank_leaves_a_barrier_before_all_have_entered(ranks):
+    assert ranks.run(3, barrier_after_setting_a_key) == [True] * 3
 
 
 def test_bytes_and_seconds_add_up():

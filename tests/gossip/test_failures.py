@@ -16,7 +16,7 @@ from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
 from tests.cases import slow
 from tests.gossip.graphs import Broken, StarWithChords
-from tests.gossip.loops import error_of
+from tests.gossip.loops import error_of, wrap
 from tests.workers import observe_ranks, store_barrier
 
 
@@ -53,26 +53,6 @@ def owns_more(model, rank):
     return [*model.parameters(), nn.Parameter(torch.zeros(1))]
 
 
-def ring(rank):
-    return SGP(Ring(2))
-
-
-def ring_of_four(rank):
-    return SGP(Ring(4))
-
-
-def ring_of_four_on_rank_one(rank):
-    return SGP(Ring(4 if rank == 1 else 2))
-
-
-def complete_on_rank_one(rank):
-    return SGP(Complete(2) if rank == 1 else Ring(2))
-
-
-def one_way(rank):
-    return SGP(Broken((1,), ()))
-
-
 def channels_last_on_rank_one(rank):
     conv = nn.Conv2d(2, 2, 3, bias=False)
     return conv.to(memory_format=torch.channels_last) if rank == 1 else conv
@@ -94,23 +74,11 @@ def own_trainable(model, rank):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def opposite_rings(rank):
-    return SGP(Broken((1,), (2,), (0,)) if rank == 1 else Broken((2,), (0,), (1,)))
-
-
 class Failing(Broken):
     """Raises an IndexError on every rank."""
 
     def out_peers(self, rank, round_index):
         raise IndexError("no such rank")
-
-
-def failing_on_rank_one(rank):
-    return SGP(Failing((1,), (0,)) if rank == 1 else Broken((1,), (0,)))
-
-
-def lazy_on_rank_one(rank):
-    return nn.LazyLinear(2) if rank == 1 else linear(rank)
 
 
 class ModuleInAList(list):
@@ -124,114 +92,123 @@ class ModuleInAList(list):
 
 
 SPARSE = torch.zeros(3).to_sparse()
+RING = SGP(Ring(2))
+OPPOSITE = SGP(Broken((2,), (0,), (1,))), SGP(Broken((1,), (2,), (0,)))
+# A function that makes a rank's module, one that chooses parameters, the algorithm (or those of the
+# other ranks and of rank 1), and the error.
 MISTAKES = {
     "topology for others": (
-        linear, own, ring_of_four,
+        linear, own, SGP(Ring(4)),
         r"topology must be for the process group's 2 ranks, got Ring\(4\); pass dist.get_world_s",
     ),
     "topology for others on one rank": (
-        linear, own, ring_of_four_on_rank_one,
+        linear, own, (RING, SGP(Ring(4))),
         r"rank 1: topology must be for the process group's 2 ranks, got Ring\(4\)",
     ),
     "invalid topology": (
-        linear, own, one_way, "must connect every rank to every other over its period",
+        linear, own, SGP(Broken((1,), ())),
+        "must connect every rank to every other over its period",
     ),
     "other algorithm": (
-        linear, own, complete_on_rank_one,
+        linear, own, (RING, SGP(Complete(2))),
         r"same algorithm, got SGP\(topology=Ring\(2\), .* on rank 0 and .*Complete\(2\).* rank 1",
     ),
     "other shape": (
-        on_rank_one(torch.zeros(4)), own, ring,
+        on_rank_one(torch.zeros(4)), own, RING,
         r"same parameter 0, got scale float32 \[3\] on rank 0 and scale float32 \[4\] on rank 1",
     ),
     "other dtype": (
-        on_rank_one(torch.zeros(3).half()), own, ring,
+        on_rank_one(torch.zeros(3).half()), own, RING,
         r"same parameter 0, got scale float32 \[3\] on rank 0 and scale float16 \[3\] on rank 1",
     ),
     "other name": (
-        other_name, own, ring,
+        other_name, own, RING,
         r"same parameter 0, got scale float32 \[3\] on rank 0 and gain float32 \[3\] on rank 1",
     ),
     "sparse": (
-        on_rank_one(SPARSE), own, ring,
+        on_rank_one(SPARSE), own, RING,
         "rank 1: parameters must be dense, got scale with layout torch.sparse_coo",
     ),
     "complex": (
-        on_rank_one(torch.zeros(3, dtype=torch.complex64)), own, ring,
+        on_rank_one(torch.zeros(3, dtype=torch.complex64)), own, RING,
         "rank 1: parameters must be float32, bfloat16 or float16, got scale of torch.complex64",
     ),
     "double": (
-        on_rank_one(torch.zeros(3).double()), own, ring,
+        on_rank_one(torch.zeros(3).double()), own, RING,
         "rank 1: parameters must be float32, bfloat16 or float16, got scale of torch.float64",
     ),
     "parameter not in the optimizer": (
-        linear, lacks_bias, ring,
+        linear, lacks_bias, RING,
         "rank 1: optimizer must own all trainable parameters of the module, got one without bias",
     ),
     "parameter not in the module": (
-        linear, owns_more, ring,
+        linear, owns_more, RING,
         r"ranks 0-1: optimizer must own only parameters of the module, as others would never be "
         r"averaged, got 1 more, the first a tensor of shape \[1\]; wrap a module that holds all",
     ),
     "other strides": (
-        channels_last_on_rank_one, own, ring,
+        channels_last_on_rank_one, own, RING,
         r"same parameter 0, got weight .* on rank 0 and weight .* with strides .* on rank 1",
     ),
     "other buffer": (
-        other_buffer, own, ring,
+        other_buffer, own, RING,
         r"same buffer 0, got table float32 \[3\] on rank 0 and table float32 \[4\] on rank 1",
     ),
     "frozen elsewhere": (
-        frozen_on_rank_one, own_trainable, ring,
+        frozen_on_rank_one, own_trainable, RING,
         r"same parameter 1, got bias float32 \[2\] on rank 0 and .* \[2\] frozen on rank 1",
     ),
     "another graph of the same name": (
-        linear, own, opposite_rings, "all ranks must have the same topology, got",
+        linear, own, OPPOSITE, "all ranks must have the same topology, got",
     ),
     "a topology that fails": (
-        linear, own, failing_on_rank_one, "rank 1: IndexError: no such rank",
+        linear, own, (SGP(Broken((1,), (0,))), SGP(Failing((1,), (0,)))),
+        "rank 1: IndexError: no such rank",
     ),
-    "a lazy module": (lazy_on_rank_one, own, ring, "rank 1: RuntimeError: .* uninitialized"),
+    "a lazy module": (
+        lambda rank: nn.LazyLinear(2) if rank == 1 else linear(rank), own, RING,
+        "rank 1: RuntimeError: .* uninitialized",
+    ),
     "another device": (
-        lambda rank: nn.Linear(4, 2, device="meta"), own, ring,
+        lambda rank: nn.Linear(4, 2, device="meta"), own, RING,
         "process_group must exchange meta tensors, got one for .*cpu:gloo",
     ),
     "two devices": (
-        lambda rank: nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2, device="meta")), own, ring,
+        lambda rank: nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2, device="meta")), own, RING,
         "parameters must be on one device, got 1.weight on meta",
     ),
     "an algorithm's class": (
-        linear, own, lambda rank: SGP,
+        linear, own, SGP,
         r"ranks 0-1: algorithm must be an object such as SGP\(topology.Ring\(4\)\)"
         r", got the class SGP; create an object, SGP\(...\)$",
     ),
     "an algorithm's class on rank 1": (
-        linear, own, lambda rank: AllReduce if rank else AllReduce(),
+        linear, own, (AllReduce(), AllReduce),
         "rank 1: algorithm must be .* got the class AllReduce; create an object",
     ),
     "a topology": (
-        linear, own, lambda rank: Ring(2), r"got Ring\(2\); wrap it, SGP\(Ring\(2\)\)$",
+        linear, own, Ring(2), r"got Ring\(2\); wrap it, SGP\(Ring\(2\)\)$",
     ),
     "a topology's class": (
-        linear, own, lambda rank: Ring,
+        linear, own, Ring,
         r"got the class Ring; give it to an algorithm, SGP\(Ring\(num_ranks\)\)$",
     ),
-    "a string": (linear, own, lambda rank: "sgp", "algorithm must be .*, got 'sgp'$"),
+    "a string": (linear, own, "sgp", "algorithm must be .*, got 'sgp'$"),
     "a list of modules": (
-        lambda rank: ModuleInAList(), own, ring,
+        lambda rank: ModuleInAList(), own, RING,
         "ranks 0-1: module must be a torch.nn.Module, got a ModuleInAList of 1: Linear",
     ),
     "parameters for an optimizer": (
-        linear, own, ring, "ranks 0-1: optimizer must be a torch optimizer .*, got the generator",
+        linear, own, RING, "ranks 0-1: optimizer must be a torch optimizer .*, got the generator",
     ),
-    "text for a bucket": (linear, own, ring, "bucket_cap_mb must be a number of MiB .*, got '25'"),
-    "no bucket": (linear, own, ring, "bucket_cap_mb must be positive and finite, got nan"),
+    "text for a bucket": (linear, own, RING, "bucket_cap_mb must be a number of MiB .*, got '25'"),
+    "no bucket": (linear, own, RING, "bucket_cap_mb must be positive and finite, got nan"),
     "a DistributedDataParallel": (
-        lambda rank: nn.parallel.DistributedDataParallel(linear(rank)), own, ring,
+        lambda rank: nn.parallel.DistributedDataParallel(linear(rank)), own, RING,
         "ranks 0-1: module must be the plain module, got DistributedDataParallel; pass ddp.module",
     ),
     "nothing to train": (
-        lambda rank: nn.Linear(4, 2).requires_grad_(False), own, ring,
+        lambda rank: nn.Linear(4, 2).requires_grad_(False), own, RING,
         "module must have parameters that require gradients, got none",
     ),
 }  # fmt: skip
@@ -249,13 +226,14 @@ def make_mistakes(rank, names):
 
 
 def make_mistake(rank, name):
-    make_model, choose, make_algorithm, _ = MISTAKES[name]
+    make_model, choose, algorithm, _ = MISTAKES[name]
     model = make_model(rank)
     optimizer = torch.optim.SGD(choose(model, rank), lr=0.1)
     if name == "parameters for an optimizer":
         optimizer = model.parameters()
     cap = {"no bucket": math.nan, "text for a bucket": "25"}.get(name, 25)
-    GossipDataParallel(model, optimizer, make_algorithm(rank), bucket_cap_mb=cap)
+    algorithm = algorithm[rank == 1] if isinstance(algorithm, tuple) else algorithm
+    GossipDataParallel(model, optimizer, algorithm, bucket_cap_mb=cap)
 
 
 def test_a_mistake_is_one_error_on_every_rank(ranks, subtests):
@@ -314,24 +292,19 @@ def test_partners_name_the_rank_that_died_and_all_end(kind):
         assert ": rank 2 died, or took fewer steps: use join() (" in error
 
 
-def end_early(rank, call):
-    """Rank 1 takes a step less than rank 0, or does not enter the consensus."""
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped = GossipDataParallel(model, optimizer, SGP(Ring(2)))
-    optimizer.step()
-    if rank == 0:
-        optimizer.step() if call == "step" else wrapped.consensus().__enter__()
+def end_early(rank):
+    """Rank 1 takes a step less than rank 0."""
+    trainer, optimizer = wrap(SGP(Ring(2)), nn.Linear(4, 2))
+    for _ in range(2 - rank):
+        optimizer.step()
+    return trainer.bytes_sent
 
 
 def test_a_rank_that_has_ended_is_an_error_with_the_reason():
-    for call, sentence in [
-        ("step", "rank 0, step 2: .* rank 1 died, or took fewer steps: use join"),
-        ("consensus", "rank 0, step 1: the all-gather failed: rank 1 died, or ended without this"),
-    ]:
-        first, second = observe_ranks(2, end_early, call, time_limit=30)
-        assert second.error is None
-        assert re.search(f"PeerError: {sentence}", first.error), first.error
+    first, second = observe_ranks(2, end_early, time_limit=30)
+    assert second.error is None
+    reason = "PeerError: rank 0, step 2: .* rank 1 died, or took fewer steps: use join"
+    assert re.search(reason, first.error), first.error
 
 
 def train_with_a_stopped_rank(rank):

@@ -1,7 +1,5 @@
 """AD-PSGD over gloo: stragglers do not block, the sum is conserved, a dead rank ends all."""
 
-import os
-import signal
 import time
 from types import SimpleNamespace
 
@@ -163,28 +161,6 @@ def test_one_rank_is_bit_equal_to_the_bare_module(ranks):
         assert ranks.run(1, compare_with_training_alone, *arguments) == [True]
 
 
-def train_until_failure(rank, victim):
-    wrapped, optimizer, parameter = wrap_parameter(rank, Ring(4))
-    for index in range(1000):
-        if rank == victim and index == 20:
-            os.kill(os.getpid(), signal.SIGKILL)
-        step(optimizer, parameter)
-        time.sleep(0.005)
-    wrapped.flush()
-
-
-@pytest.mark.slow  # faults of the handful strike other trainers
-@pytest.mark.parametrize("victim", [0, 1])
-def test_waiting_ranks_name_the_dead_one_and_all_end(victim):
-    outcomes = observe_ranks(4, train_until_failure, victim, group_timeout=4, time_limit=40)
-    errors = [outcome.error for rank, outcome in enumerate(outcomes) if rank != victim]
-    assert all(error.startswith("PeerError: rank ") for error in errors)
-    if victim == 1:  # 0 and 2 are active, 1 and 3 passive
-        for error in (outcomes[0].error, outcomes[2].error):
-            assert "the message on edge" in error
-            assert "was not delivered: rank 1 died, or " in error
-
-
 def exit_with_requests_in_flight(rank):
     wrapped, optimizer, parameter = wrap_parameter(rank, Ring(4), size=300_000)
     for _ in range(7 + rank):
@@ -196,10 +172,9 @@ def exit_with_requests_in_flight(rank):
 
 
 def test_ranks_may_exit_with_requests_in_flight():
-    for _ in range(2):
-        outcomes = observe_ranks(4, exit_with_requests_in_flight)
-        assert [outcome.error for outcome in outcomes] == [None] * 4
-        assert [outcome.exit_code for outcome in outcomes] == [0] * 4
+    outcomes = observe_ranks(4, exit_with_requests_in_flight)
+    assert [outcome.error for outcome in outcomes] == [None] * 4
+    assert [outcome.exit_code for outcome in outcomes] == [0] * 4
 
 
 def train_in_a_subgroup(rank):

@@ -13,6 +13,7 @@ from pyparallel.gossip import SGP, AllReduce, DiLoCo, Hierarchical, NoLoCo, Slow
 from pyparallel.gossip.algorithms.hierarchical import hierarchical
 from pyparallel.gossip.topology import OnePeerExponential, RandomMatching, Ring, Star
 from pyparallel.training import FlatBuckets
+from tests.cases import slow
 from tests.gossip.loops import (
     SMOOTH,
     batches,
@@ -108,15 +109,10 @@ def test_nodes_take_steps_of_sgp_with_their_mean_gradients(ranks):
             torch.testing.assert_close(history[step], expected, rtol=1e-5, atol=2e-6)
 
 
-def test_other_sizes_with_small_buckets(ranks):
-    for num_nodes, ranks_per_node in [(2, 3), (3, 2)]:
-        inner = [SGP(OnePeerExponential(num_nodes), overlap=1)]
-        check_nodes(ranks, num_nodes, inner, ranks_per_node, SMOOTH, cap=1e-4)
-
-
-@pytest.mark.slow
-def test_two_nodes_of_four_with_small_buckets(ranks):
-    check_nodes(ranks, 2, [SGP(OnePeerExponential(2), overlap=1)], 4, SMOOTH, cap=1e-4)
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 3), slow(3, 2), slow(2, 4)], ids=str)
+def test_other_sizes_with_small_buckets(ranks, num_nodes, ranks_per_node):
+    inner = [SGP(OnePeerExponential(num_nodes), overlap=1)]
+    check_nodes(ranks, num_nodes, inner, ranks_per_node, SMOOTH, cap=1e-4)
 
 
 def train_twice(rank, first, second):
@@ -132,7 +128,7 @@ def test_one_node_is_all_reduce(ranks):
 
 
 def test_one_rank_per_node_is_the_inner_algorithm_bit_for_bit(ranks):
-    for inner in (SGP(Ring(3)), SGP(Star(3), overlap=2), DiLoCo(4)):
+    for inner in (SGP(Star(3), overlap=2), DiLoCo(4)):
         for ours, theirs in ranks.run(3, train_twice, Hierarchical(inner, 1), inner):
             assert torch.equal(ours, theirs), inner
 
@@ -236,7 +232,7 @@ def test_join_with_equal_numbers_of_batches_trains(ranks):
 
 
 def test_join_with_unequal_numbers_is_one_error(ranks):
-    for numbers in [[3, 4, 4, 4], [4, 4, 3, 3], [5, 4, 3, 2], [0, 1, 1, 1]]:
+    for numbers in [[4, 4, 3, 3], [0, 1, 1, 1]]:
         without = sum(number == min(numbers) for number in numbers)
         errors = {outcome.error for outcome in ranks.observe(4, train_in_join, numbers)}
         assert len(errors) == 1, (numbers, errors)
