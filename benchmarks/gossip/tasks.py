@@ -22,25 +22,17 @@ from pyparallel.gossip.algorithms.base import Algorithm
 
 
 class Task:
-    """A training task, whose losses and seconds of this rank's steps it keeps."""
+    """A training task, which keeps the losses and seconds of this rank's steps.
+
+    ``build()`` returns a model, initialized from torch's global generator, and its optimizer,
+    ``train(model, optimizer)`` trains on this rank's data, ``score(module)`` is on held-out data.
+    """
 
     measure: str
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.seconds: list[float] = []
-
-    def build(self) -> tuple[nn.Module, Optimizer]:
-        """Return a model, initialized from torch's global generator, and its optimizer."""
-        raise NotImplementedError
-
-    def train(self, model: GossipDataParallel, optimizer: Optimizer) -> None:
-        """Train on this rank's data."""
-        raise NotImplementedError
-
-    def score(self, module: nn.Module) -> float:
-        """Return the score on held-out data."""
-        raise NotImplementedError
 
     def step(
         self,

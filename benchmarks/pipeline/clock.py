@@ -75,7 +75,11 @@ class Entry:
 
 
 class Training:
-    """The training of one entry on one rank: layers that are equal on all, and their batches."""
+    """The training of one entry on one rank: layers that are equal on all, and their batches.
+
+    ``start(entry)`` starts the trainer, ``train(updates)`` trains for a multiple of 5 updates and
+    flushes.
+    """
 
     def __init__(self, entry: Entry, updates: int, seed: int) -> None:
         torch.manual_seed(seed)
@@ -85,14 +89,6 @@ class Training:
         self.make_optimizers = partial(MAKERS[entry.optimizer], lr=entry.rate)
         self.own: list[int] = []  # layers of this rank
         self.start(entry)
-
-    def start(self, entry: Entry) -> None:
-        """Start the trainer."""
-        raise NotImplementedError
-
-    def train(self, updates: int) -> None:
-        """Train for a multiple of 5 updates, and flush."""
-        raise NotImplementedError
 
     def own_state(self) -> dict[str, Tensor]:
         """Return the parameters of this rank's layers, by their names in the whole model."""

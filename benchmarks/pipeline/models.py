@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from examples.models import byte_loss
 from pyparallel.pipeline import Costs
@@ -22,18 +21,14 @@ NUM_BYTES = 256
 
 
 class Model:
-    """A sequence of layers, all but the first and maybe the last of equal cost."""
+    """A sequence of layers, all but the first and maybe the last of equal cost.
+
+    ``build()`` returns new layers, the same on all ranks, ``make_batch(num_microbatches)`` the
+    inputs and targets of one step.
+    """
 
     num_equal: int  # a multiple of every number of stages
     loss: LossFunction  # a mean over the microbatch
-
-    def build(self) -> list[nn.Module]:
-        """Return new layers, the same on all ranks."""
-        raise NotImplementedError
-
-    def make_batch(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of one step."""
-        raise NotImplementedError
 
     def split(self, num_stages: int) -> list[int]:
         """Return the first layer of stages 1, 2, ...: equally many layers after the first one."""
@@ -87,7 +82,6 @@ class ByteModel(TextModel):
     def name(self) -> str:
         return f"byte transformer, {self.num_blocks} blocks of width {self.width}, 1 thread a rank"
 
-    @override
     def build(self) -> list[nn.Module]:
         torch.manual_seed(0)
         hidden = 4 * self.width
@@ -96,7 +90,6 @@ class ByteModel(TextModel):
         head = nn.Sequential(nn.LayerNorm(self.width), nn.Linear(self.width, NUM_BYTES))
         return [Embedding(self.width, self.length), *blocks, head]
 
-    @override
     def make_batch(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
         """Return random bytes and the bytes after them: (samples, length) int64 each."""
         generator = torch.Generator().manual_seed(0)
@@ -116,7 +109,6 @@ class EncoderModel(TextModel):
             "microbatch, 1 thread a rank"
         )
 
-    @override
     def build(self) -> list[nn.Module]:
         torch.manual_seed(0)
         layers = [
@@ -125,7 +117,6 @@ class EncoderModel(TextModel):
         ]
         return [nn.Embedding(NUM_BYTES, self.width), *layers, nn.Linear(self.width, NUM_BYTES)]
 
-    @override
     def make_batch(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
         """Return random tokens and targets: (samples, length) int64 each."""
         generator = torch.Generator().manual_seed(0)
@@ -197,7 +188,6 @@ class SleepingModel(Model):
     def num_equal(self) -> int:
         return self.num_layers
 
-    @override
     def build(self) -> list[nn.Module]:
         """Return equal layers, after one whose output requires a gradient."""
         torch.manual_seed(0)
@@ -213,7 +203,6 @@ class SleepingModel(Model):
         forward, backward = self.forward / num_stages, self.backward / num_stages
         return Costs(forward, backward, backward / 2, backward / 2)
 
-    @override
     def make_batch(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
         """Return one sample per microbatch, of any value."""
         return torch.ones(num_microbatches, 1), torch.zeros(num_microbatches, 1)

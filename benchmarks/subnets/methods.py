@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from benchmarks.gossip.trainers import bf16_unchecked
 from benchmarks.subnets.tasks import Task
@@ -51,13 +50,9 @@ def states_of(*owners: Any) -> Callable[[], Any]:
 
 @dataclass(frozen=True)
 class Method:
-    """A training method: immutable, with a complete ``repr``."""
+    """A training method: immutable, with a complete ``repr``; all ranks call its ``start``."""
 
     name: str = field(default="", repr=False, kw_only=True)
-
-    def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
-        """Set up training; all ranks call it."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,6 @@ class DataParallel(Method):
 
     hook: Callable[..., Any] | None = field(default=None, repr=False)
 
-    @override
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
         ddp = DistributedDataParallel(task.build(), gradient_as_bucket_view=True)
         if self.hook:
@@ -82,7 +76,6 @@ class LocalSteps(Method):
 
     interval: int
 
-    @override
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
         module = task.build()
         optimizer = make_optimizer(list(module.parameters()))
@@ -98,7 +91,6 @@ class Subnets(Method):
     scale: Scale = field(default_factory=Unscaled)
     optimizer_state: OptimizerState = field(default_factory=CarryState)
 
-    @override
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
         module, partition = task.build(), task.partition()
         shrink_consumers(module, partition, self.scale.enlargement(dist.get_world_size()))

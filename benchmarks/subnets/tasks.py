@@ -19,30 +19,22 @@ BLOCK = [Heads(qkv="qkv", project="project"), FeedForward("mlp.0", "mlp.2")]
 
 
 class Task:
-    """A task with disjoint training data on every rank."""
+    """A task with disjoint training data on every rank.
+
+    ``build()`` returns the full model, initialized from torch's global generator, ``batches(seed)``
+    yields batches of this rank's data endlessly, ``score(module)`` is on held-out data.
+    """
 
     name: str
     measure: str
-
-    def build(self) -> nn.Module:
-        """Return the full model, initialized from torch's global generator."""
-        raise NotImplementedError
 
     def partition(self) -> Partition:
         """Return the partition of the model into subnets."""
         return Partition()
 
-    def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield batches of this rank's data, endlessly."""
-        raise NotImplementedError
-
     def calibration(self) -> list[Tensor]:
         """Return inputs of this rank's data for recalibrating running statistics, if any."""
         return []
-
-    def score(self, module: nn.Module) -> float:
-        """Return the score on held-out data."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -61,7 +53,6 @@ class Digits(Task):
 
     loss = staticmethod(nn.functional.cross_entropy)
 
-    @override
     def build(self) -> nn.Sequential:
         """Return an MLP with 64 inputs, two hidden layers and 10 outputs."""
         width = self.width
@@ -72,7 +63,6 @@ class Digits(Task):
             nn.Linear(width, 10),
         )  # fmt: skip
 
-    @override
     def batches(self, seed: int) -> Iterator[Batch]:
         """Yield shuffled epochs without their incomplete last batch."""
         images, labels = self._mine()
@@ -87,7 +77,6 @@ class Digits(Task):
     def calibration(self) -> list[Tensor]:
         return [self._mine()[0]]
 
-    @override
     def score(self, module: nn.Module) -> float:
         """Return the test accuracy."""
         _, _, images, labels = load_images()
@@ -112,7 +101,6 @@ class Bytes(Task):
 
     loss = staticmethod(byte_loss)
 
-    @override
     def build(self) -> nn.Sequential:
         """Return an embedding, blocks with 8 heads, and a head."""
         return build_transformer(self.context, self.width, self.num_layers, num_heads=8)
@@ -122,7 +110,6 @@ class Bytes(Task):
         """Cut heads and hidden units of the blocks; all other parameters are shared."""
         return Partition({f"{place}": BLOCK for place in range(1, 1 + self.num_layers)})
 
-    @override
     def batches(self, seed: int) -> Iterator[Batch]:
         """Yield random windows of this rank's part of the text."""
         text, _ = load_text()
@@ -132,7 +119,6 @@ class Bytes(Task):
             windows = draw_windows(mine, self.batch_size, self.context + 1, generator)
             yield windows[:, :-1], windows[:, 1:]
 
-    @override
     def score(self, module: nn.Module) -> float:
         """Return the mean bits per byte over windows of held-out files."""
         windows = cut_windows(load_text()[1], 256, self.context + 1)

@@ -36,7 +36,7 @@ def test_all_entries_begin_with_the_same_weights_and_learn(ranks, tmp_path):
         assert 0 < of_entry[1][1] < of_entry[2][1]
     write_rows(list(rows_of(ENTRIES, points, 3)), tmp_path / "rows.csv", FIELDS)
     rows = read_rows(tmp_path / "rows.csv")
-    assert table_of_race(rows).count("\n") == 4
+    assert table_of_race(rows).count("\n") == 5
     assert drawn(PICTURES, rows, tmp_path) == ["race"]
 
 

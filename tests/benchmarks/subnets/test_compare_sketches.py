@@ -6,9 +6,15 @@ import torch
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows
 from benchmarks.subnets import compare_sketches
-from benchmarks.subnets.compare_sketches import FIELDS, measure, sample
+from benchmarks.subnets.compare_sketches import (
+    FIELDS,
+    make_problem,
+    measure,
+    run,
+    sample,
+    sketch_methods,
+)
 from benchmarks.subnets.picture import PICTURES
-from benchmarks.subnets.theory import make_problem, run, sketch_methods
 
 
 def find(name, problem):
