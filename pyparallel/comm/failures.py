@@ -18,12 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import PeerError
-from .reports import (
-    _DIED,
-    _SILENT,
-    Report,
-    Reports,
-)
+from .reports import DIED, SILENT, Report, Reports
 from .store import timeout_of
 
 _LONGEST_SECONDS = 5.0  # for the reports of ranks whose own timeout ends a little later
@@ -109,9 +104,9 @@ def _describe(found: Report, me: int, silent: str, otherwise: str) -> str:
 
 
 def _describe_how(found: Report, silent: str, otherwise: str) -> str:
-    if found.how == _DIED:
+    if found.how == DIED:
         return f"died, or {otherwise}"
-    return silent if found.how == _SILENT else f"failed: {found.how}"
+    return silent if found.how == SILENT else f"failed: {found.how}"
 
 
 def _names(ranks: Sequence[int]) -> str:

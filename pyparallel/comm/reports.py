@@ -16,7 +16,7 @@ _CLOSED_SECONDS = 1.0  # for the report of a rank whose connection is closed: it
 _LONGEST_STAY_SECONDS = 30.0  # of the store's host, for ranks that compute before they find out
 _READERS_SECONDS = 2.0  # that rank 0 stays for ranks that read the reports
 _POLL_SECONDS = 0.02
-_DIED, _SILENT = "died", "silent"
+DIED, SILENT = "died", "silent"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Reports:
             if found.failed:
                 self.publish(found)
         except PeerError as error:  # the store is gone: what gloo knows remains
-            how = _DIED if closed else _SILENT
+            how = DIED if closed else SILENT
             suspects = closed or {*own.waited_for}
             if self._store.host_rank in suspects:
                 return replace(own, failed=[self._store.host_rank], how=how)
@@ -84,14 +84,14 @@ class Reports:
             missing = _missing_of(self._me, reports)
             waited = time.monotonic() - begin
             if missing & closed and waited > min(seconds, _CLOSED_SECONDS):
-                return replace(own, failed=sorted(missing & closed), how=_DIED)
+                return replace(own, failed=sorted(missing & closed), how=DIED)
             places = {rank: report.place for rank, report in reports.items() if rank != self._me}
             places |= self._places_elsewhere(missing - closed)
             if not missing - places.keys():
                 where = "; ".join(places[rank] for rank in sorted(places))
                 return replace(own, how=f"; waiting likewise: {where}" if where else "")
             if waited > seconds:
-                return replace(own, failed=sorted(missing - places.keys()), how=_SILENT)
+                return replace(own, failed=sorted(missing - places.keys()), how=SILENT)
             time.sleep(_POLL_SECONDS)
 
     def wait_for_readers(self, found: Report) -> None:

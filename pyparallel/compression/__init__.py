@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from ..comm.collectives import Collectives
+from ..comm.errors import NonFiniteError
 from ..comm.stats import CommStats
 from . import low_rank, quantizers, sparsifiers, wrappers
 from .compressor import AttachPoint, Compressor, Message
@@ -33,6 +34,7 @@ __all__ = [
     "FSDPCompression",
     "GradientCompression",
     "Message",
+    "NonFiniteError",
     "Piece",
     "StateStore",
     "compress_fsdp",

@@ -3,14 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import (
-    check_block_size,
-    check_buffer,
-    check_like,
-    check_tensor,
-    num_blocks,
-    output,
-)
+from ._checks import check_block_size, check_buffer, check_like, check_tensor, num_blocks, output
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._library import checked, define
 

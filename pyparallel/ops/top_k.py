@@ -14,11 +14,7 @@ _CORRUPT_RULE = "indices must be strictly ascending and in [0, {})"
 
 
 def top_k_reference(
-    x: Tensor,
-    residual: Tensor | None,
-    threshold: Tensor | None,
-    values: Tensor,
-    indices: Tensor,
+    x: Tensor, residual: Tensor | None, threshold: Tensor | None, values: Tensor, indices: Tensor
 ) -> None:
     """Compute the op in plain PyTorch: the definition that all kernels are tested against.
 
@@ -77,11 +73,7 @@ _scatter_add_checked = checked(scatter_add_unchecked)
 
 
 def top_k(
-    x: Tensor,
-    k: int,
-    *,
-    residual: Tensor | None = None,
-    threshold: Tensor | None = None,
+    x: Tensor, k: int, *, residual: Tensor | None = None, threshold: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return exactly the k entries of largest magnitude, and keep the rest in the residual.
 

@@ -64,10 +64,7 @@ CANDIDATES = (
     Candidate("powersgd-ef", ErrorFeedback(PowerSGD())),
     Candidate("topk-ef", ErrorFeedback(TopK(0.01))),
     Candidate("topk-int8-ef", ErrorFeedback(Chain(TopK(0.01), Int8()))),
-    Candidate(
-        "topk-weights-ef",
-        PerParameter({"*weight": ErrorFeedback(TopK(0.01)), "*": Cast()}),
-    ),
+    Candidate("topk-weights-ef", PerParameter({"*weight": ErrorFeedback(TopK(0.01)), "*": Cast()})),
     Candidate(
         "bf16-then-topk-ef",
         Switch({0: Cast(), 200: ErrorFeedback(TopK(0.01))}),

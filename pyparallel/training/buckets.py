@@ -74,10 +74,7 @@ class FlatBuckets:
     """
 
     def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        cap_bytes: int,
-        memory: _Memory | None = None,
+        self, parameters: Iterable[nn.Parameter], cap_bytes: int, memory: _Memory | None = None
     ) -> None:
         self.parameters = list(parameters)
         self.cap_bytes = cap_bytes

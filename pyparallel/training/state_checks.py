@@ -119,7 +119,7 @@ def check_like(saved: Any, own: Any, path: str) -> None:
         return
     if isinstance(own, Tensor):
         if not (isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (own.shape, own.dtype)):
-            raise ValueError(f"{path} must be {_describe(own)}, got {_describe(saved)}")
+            raise ValueError(f"{path} must be {describe(own)}, got {describe(saved)}")
     elif isinstance(own, Mapping):
         if not isinstance(saved, Mapping) or saved.keys() != own.keys():
             raise ValueError(f"{path} must be {summarize(own)}, got {summarize(saved)}")
@@ -191,7 +191,8 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, kind: str | None, pa
                 raise ValueError(f"{where} must be at least 0, got {float(value)}")
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
+    """Return what a leaf of a state is, in words."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
     return summarize(value)

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
-from .state_checks import (
-    _describe,
-)
+from .state_checks import describe
 
 FORMAT_KEY = "format"
 FORMAT = 2  # 1 has no checksums; states that were saved before there was a number load as 1
@@ -184,7 +182,7 @@ def _checksum_of_others(leaves: list[tuple[str, Any]]) -> int:
 
 def _describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
-        return f"{_describe(leaf)} {leaf.requires_grad}"
+        return f"{describe(leaf)} {leaf.requires_grad}"
     if isinstance(leaf, float):  # also numpy's, whose repr depends on its version
         return f"float {float(leaf).hex()} {math.isnan(leaf)}"
     if leaf is None or isinstance(leaf, bool | int | str | bytes | complex | torch.dtype):

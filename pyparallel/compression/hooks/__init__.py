@@ -2,8 +2,4 @@
 
 from .ddp import GradientCompression, compressed_hook, ddp_hook
 
-__all__ = [
-    "GradientCompression",
-    "compressed_hook",
-    "ddp_hook",
-]
+__all__ = ["GradientCompression", "compressed_hook", "ddp_hook"]

@@ -11,11 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # an implicit re-export
 from torch.futures import Future
 
-from ...comm import (
-    DisagreementError,
-    Run,
-    StepCounts,
-)
+from ...comm import DisagreementError, Run, StepCounts
 from ...comm.errors import NonFiniteError, PeerError
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, uncompiled, wrong_type

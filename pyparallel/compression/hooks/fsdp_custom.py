@@ -53,11 +53,7 @@ class _CompressedCollective:
         self._saved: dict[str, Any] = {}
 
     def allocate(
-        self,
-        size: Sequence[int | torch.SymInt],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Allocate a tensor as FSDP2's own collectives do."""
         return torch.empty(*size, dtype=dtype, device=device)

@@ -4,9 +4,4 @@ from .auto_encoder import AutoEncoder, ConvAutoEncoder
 from .learned import Learned
 from .power_sgd import PowerSGD
 
-__all__ = [
-    "AutoEncoder",
-    "ConvAutoEncoder",
-    "Learned",
-    "PowerSGD",
-]
+__all__ = ["AutoEncoder", "ConvAutoEncoder", "Learned", "PowerSGD"]

@@ -7,13 +7,4 @@ from .qsgd import QSGD
 from .sign import Sign
 from .ternary import Ternary
 
-__all__ = [
-    "QSGD",
-    "Cast",
-    "Fp8",
-    "Int4",
-    "Int8",
-    "Natural",
-    "Sign",
-    "Ternary",
-]
+__all__ = ["QSGD", "Cast", "Fp8", "Int4", "Int8", "Natural", "Sign", "Ternary"]

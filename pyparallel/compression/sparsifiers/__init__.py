@@ -6,10 +6,4 @@ from .random_k import RandomK
 from .threshold import Threshold
 from .top_k import TopK
 
-__all__ = [
-    "DGC",
-    "PermK",
-    "RandomK",
-    "Threshold",
-    "TopK",
-]
+__all__ = ["DGC", "PermK", "RandomK", "Threshold", "TopK"]

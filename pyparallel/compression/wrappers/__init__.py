@@ -1,15 +1,8 @@
 """Compressors composed of other compressors."""
 
-from ...comm.errors import NonFiniteError
 from .chain import Chain
 from .error_feedback import ErrorFeedback
 from .per_parameter import PerParameter
 from .switch import Switch
 
-__all__ = [
-    "Chain",
-    "ErrorFeedback",
-    "NonFiniteError",
-    "PerParameter",
-    "Switch",
-]
+__all__ = ["Chain", "ErrorFeedback", "PerParameter", "Switch"]
