@@ -20,7 +20,6 @@ from ..training import (
     check_on_all_ranks,
     check_optimizer_state,
     checksum,
-    modernize_saved,
     optimizer_kind,
     plain_keys,
     read_checkpoint,
@@ -28,6 +27,7 @@ from ..training import (
     seal,
     summarize,
 )
+from ..training.state_checks import modernize_saved
 from .trainer import GossipDataParallel
 from .validation import (
     BUCKETS,

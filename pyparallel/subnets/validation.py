@@ -16,12 +16,12 @@ from ..training import (
     check_on_all_ranks,
     check_optimizer_state,
     has_methods,
-    modernize_saved,
     summarize,
     wrong_type,
 )
 from ..training.arguments import check_callable, check_type, find_error, is_integer
 from ..training.module_checks import check_module, find_device_error, find_master_weights_error
+from ..training.state_checks import modernize_saved
 from ..training.trainer import find_owner_error
 from .partition.cut_dim import CutDim
 from .partition.partition import Partition, find_units_error
