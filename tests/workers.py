@@ -234,14 +234,18 @@ def _serve(pipe: Any, log_path: str) -> None:
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    torch.set_num_threads(1)
     gc.freeze()  # what was forked stays: collections after each run are fast
+    environment = dict(os.environ)
     while True:
         try:
             store, rank, num_ranks, limits, function, arguments = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)
         os.ftruncate(log, 0)
+        # Functions leave no traces: Accelerate, for one, sets variables and the number of threads.
+        torch.set_num_threads(1)
+        os.environ.clear()
+        os.environ.update(environment)
         faulthandler.dump_traceback_later(limits[0], exit=True, file=sys.__stderr__)
         result = _run_on_own_group(store, rank, num_ranks, limits[1], function, arguments)
         faulthandler.cancel_dump_traceback_later()
