@@ -2,8 +2,8 @@
 
 ``python -m tests.planted_faults [--only WORDS]`` copies the package and the tests to a temporary
 folder, plants a fault, runs the tests named beside it, and prints the first that fails. It exits
-with 1 if a fault is not caught, or its text is no longer in the product. It takes about a
-quarter of an hour.
+with 1 if a fault is not caught, or its text is no longer in the product. It takes about
+half an hour.
 """
 
 import argparse

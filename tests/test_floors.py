@@ -162,7 +162,7 @@ def find_violations(root: Path) -> list[str]:
 
 
 # Whose second user is still to come: a pipeline's replicas will be averaged by it.
-ONE_USER_ALLOWED = {"pyparallel.training.averager", "pyparallel.training.trainer"}
+ONE_USER_ALLOWED = {"pyparallel.training.averager"}
 
 
 def find_lone_users(root: Path) -> list[str]:

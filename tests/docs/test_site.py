@@ -135,7 +135,7 @@ def test_the_picture_of_the_architecture_has_the_floors():
     picture = (ROOT / "docs" / "images" / "architecture.svg").read_text()
     titles = re.findall(r'<text class="t"[^>]* y="([\d.]+)"[^>]*>(\w+)</text>', picture)
     height = {name: float(y) for y, name in titles}
-    undrawn = {"_deprecated", "kernels", "pyparallel", "__main__"}
+    undrawn = {"kernels", "pyparallel", "__main__"}
     floors = [floor for floor in FLOORS if not floor <= undrawn]
     assert height.keys() == set().union(*floors)
     heights = [{height[name] for name in floor} for floor in floors]
