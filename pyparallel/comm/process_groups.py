@@ -84,7 +84,8 @@ def create_group(
             which it would have another communicator.
 
     Raises:
-        RuntimeError: torch's, if a member died or did not connect within the timeout.
+        RuntimeError: torch's, if a member died or did not connect within the timeout; gloo waits
+            five times as long for a member that died after it had published its address.
         ValueError: the ranks outside ``process_group`` would have to take part.
     """
     parent: Any = process_group or dist.group.WORLD

@@ -16,7 +16,9 @@ FIELDS = [
     "victim",  # the rank that the fault struck
     "store",  # who hosts it: "launcher", as with torchrun, or "rank 0", which is then the victim
     "survivors",
-    "hangs",  # ranks, the victim of a stop included, still there after twice the timeout and 5 s
+    # Ranks, the victim of a stop included, still there 11 s after the timeout, which in construction
+    # is gloo's for a connection: five times the group's.
+    "hangs",
     "aborts",  # ended by a signal
     "errors",  # raised an error
     "named",  # of them: the text names the victim as the rank that failed (a link: its edge)

@@ -19,6 +19,8 @@ from benchmarks.harness.link import Rendezvous, limited_links, loopback, set_lin
 from benchmarks.soak.faults.plan import TIMEOUT, Trial
 
 GRACE = TIMEOUT + 5.0  # seconds after the timeout in which a survivor must have ended
+# gloo waits so long for a member that dies after it has published its address.
+CONNECT_TIMEOUT = 5 * TIMEOUT
 LONGEST_START = 60.0  # seconds
 LONGEST_RUN = 60.0  # of a run that goes on to its end
 MBIT_PER_S = 1000
@@ -168,7 +170,8 @@ class Watch:
             at = time.monotonic()
         self.struck_at = self.outcome.struck_at = at
         self.outcome.struck = True
-        self.deadline = at + (LONGEST_RUN if what.harmless else TIMEOUT + GRACE)
+        timeout = CONNECT_TIMEOUT if what.phase == "construction" else TIMEOUT
+        self.deadline = at + (LONGEST_RUN if what.harmless else timeout + GRACE)
         if what.kind in ("stop", "cut") and what.seconds is not None:
             self.heals_at = at + what.seconds
         self.stopped = what.kind == "stop" and what.seconds is None
