@@ -11,7 +11,7 @@ _ENDED = (
 # "rank 2 died or ended", "stage 1 on rank 2 failed", "ranks 1 and 3 did not respond".
 _BLAMED = re.compile(rf"\branks? {_LIST}(?: \([^)]*\))?(?:,)? (?:\w+ ){{0,2}}?(?:{_ENDED})\b")
 _EDGE = re.compile(rf"\b(?:from|to|with|between) ranks? {_LIST}")
-_PLACE = re.compile(r"\b(?:step|stage|microbatch|update|round) \d+|\b\d+[FBIWU]\d+\b")
+_PLACE = re.compile(r"\b(?:step|stages?|microbatch|update|round) \d+|\b\d+[FBIWU]\d+\b")
 _RANK = re.compile(r"\brank \d+")
 
 
