@@ -16,8 +16,8 @@ FIELDS = [
     "victim",  # the rank that the fault struck
     "store",  # who hosts it: "launcher", as with torchrun, or "rank 0", which is then the victim
     "survivors",
-    # Ranks, the victim of a stop included, still there 11 s after the timeout, which in construction
-    # is gloo's for a connection: five times the group's.
+    # Ranks, the victim of a stop included, still there 11 s after the timeout; in construction that
+    # is gloo's for a connection, five times the group's.
     "hangs",
     "aborts",  # ended by a signal
     "errors",  # raised an error
