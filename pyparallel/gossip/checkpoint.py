@@ -152,9 +152,7 @@ class GossipState:
     def load(self, checkpoint_id: str | os.PathLike[str], name: str = "gossip") -> None:
         """Load a folder of ``torch.distributed.checkpoint``; all ranks call it together.
 
-        Args:
-            checkpoint_id: the folder.
-            name: the key of this object when it was saved, as in ``save({"gossip": state})``.
+        ``name`` is the key of this object when it was saved, as in ``save({"gossip": state})``.
 
         Raises:
             DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the

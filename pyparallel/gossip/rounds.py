@@ -19,17 +19,8 @@ class SteppedRounds:
 
     The hooks of the optimizers reference it, so it references neither them nor the trainer.
 
-    Args:
-        averager: takes the rounds.
-        run: of the ranks that train together.
-        finite_steps: find gradients that are not finite, and skip their updates.
-        module: gives the names of parameters.
-        in_pass: the one optimizer is fused and takes the round in its pass.
-
-    Attributes:
-        joined: what the rank does in ``join()``.
-        num_steps: steps that were completed.
-        waiting_seconds: for which the host has waited for other ranks in the last step.
+    With ``in_pass`` the one optimizer is fused and takes the round in its pass. ``num_steps`` were
+    completed; ``waiting_seconds`` the host has waited for other ranks in the last one.
     """
 
     def __init__(

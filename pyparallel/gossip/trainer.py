@@ -177,9 +177,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
           ``rank/skipped_steps``, whose update an inf or a nan in the gradients has prevented; but
           those that only a GPU knows.
 
-        Args:
-            consensus_distance: add ``consensus_distance``, of all ranks, as
-                ``consensus_distance()``; all ranks must call this together.
+        With ``consensus_distance=True`` it is among them, and all ranks must call this together.
         """
         status = self._averager.status
         found: dict[str, float | Tensor] = {
@@ -197,10 +195,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def record_loss(self, loss: Tensor | float) -> None:
         """Record the loss of a batch before ``optimizer.step()``; no host synchronization.
 
-        ``LeaderSGD`` needs it in every step; all other algorithms accept and ignore it.
-
-        Args:
-            loss: a number, or a tensor of one element.
+        ``LeaderSGD`` needs it, a number or a tensor of one element, in every step; all other
+        algorithms accept and ignore it.
         """
         self._run.record_loss(loss)
 
@@ -218,14 +214,9 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         """Return a context for unequal numbers of batches: ranks without batches still communicate.
 
         Of one trainer at a time: two in a loop need equal numbers of batches.
-
-        Args:
-            enable: False makes the context do nothing.
-            throw_on_early_termination: raise on all ranks once one has no batches left.
-
-        Raises:
-            RuntimeError: inside the ``join()`` of another trainer: ranks would wait in one for each
-                other's rounds of the other.
+        ``throw_on_early_termination`` raises on all ranks once one has no batches left. Inside the
+        ``join()`` of another trainer it is a RuntimeError: ranks would wait in one for each other's
+        rounds of the other.
         """
         self._preserve_saved_states()
         self._check_open()

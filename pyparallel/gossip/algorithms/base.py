@@ -25,12 +25,9 @@ class Algorithm(ABC):
     ) -> ModelAverager:
         """Start the algorithm on this rank; parameters are equal on all ranks.
 
-        Args:
-            module: trained in place.
-            optimizer: the trainer's; for several an object with their ``param_groups`` and
-                ``state``. Its hooks reference the trainer, so keep only a ``weakref.proxy``.
-            buckets: of the module's trainable parameters.
-            run: of the ranks that train together.
+        ``optimizer`` is the trainer's, or for several an object with their ``param_groups`` and
+        ``state``. Its hooks reference the trainer, so keep only a ``weakref.proxy``. ``buckets``
+        are those of the trainable parameters.
         """
 
     def config_fields(self) -> list[tuple[str, str]]:

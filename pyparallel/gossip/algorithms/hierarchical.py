@@ -95,11 +95,7 @@ class Hierarchical(Algorithm):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ModelAverager:
-        """Start DistributedDataParallel within the node and the inner algorithm between nodes.
-
-        Raises:
-            ValueError: the inner algorithm does not gossip, or the model is too small to shard.
-        """
+        """Start DistributedDataParallel within the node and the inner algorithm between nodes."""
         if self.ranks_per_node == 1:
             inner = self.inner.start(module, optimizer, buckets, run)
             return check_inner(inner, self.inner)

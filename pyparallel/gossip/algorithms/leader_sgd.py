@@ -179,7 +179,7 @@ class LeaderAverager(ModelAverager):
                 self.buffers,
                 node,
                 strength=options.local_strength or 0.0,
-                pull=options.local_pull or 0.0,
+                choice_pull=options.local_pull or 0.0,
                 drift=(options.local_drift or 0.0) / options.interval,
             )
         self._global: Leader | None = None
@@ -188,7 +188,7 @@ class LeaderAverager(ModelAverager):
                 self.buffers,
                 self._collectives,
                 strength=options.global_strength or 0.0,
-                pull=options.global_pull or 0.0,
+                choice_pull=options.global_pull or 0.0,
                 drift=(options.global_drift or 0.0) / options.global_interval,
             )
         self._leaders = [leader for leader in (self._global, self._local) if leader]

@@ -13,10 +13,11 @@ from typing_extensions import override
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager
 from ...training.arguments import check_in, require
+from ..consensus import copy_all
 from ..messages import NeighborExchange
 from ..topology import Matching
 from .base import OnTopology
-from .periodic import check_interval, copy_all
+from .periodic import check_interval
 
 
 def noloco(
@@ -28,9 +29,6 @@ def noloco(
         theta: (2, d) parameters after the local steps, a row for each partner; or (1, d).
         phi: slow weights, likewise.
         m: outer momentum, likewise.
-        momentum: as for ``NoLoCo``.
-        outer_lr: likewise.
-        pull: likewise.
     """
     change = (theta - phi).mean(0)  # the pair's outer gradient
     m = momentum * m + outer_lr * change - pull * (phi - phi.mean(0))

@@ -92,12 +92,7 @@ class OSGP(OnTopology):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> DelayedPushSum:
-        """Start with push-sum weight 1 on every rank.
-
-        Raises:
-            ValueError: 16-bit parameters, whose small updates scaling by the weight would round
-                away, and which overflow in fp16.
-        """
+        # Scaling by the weight would round away small updates of 16-bit ones, and overflow in fp16.
         low = {buffer.dtype for buffer in buckets.buffers} - {torch.float32}
         if low:
             raise ValueError(

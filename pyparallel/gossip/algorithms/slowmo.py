@@ -12,8 +12,9 @@ from typing_extensions import override
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager
 from ...training.arguments import check_in, require
+from ..consensus import copy_all
 from .base import Algorithm, check_inner, check_is_algorithm
-from .periodic import PeriodicAverager, check_interval, copy_all
+from .periodic import PeriodicAverager, check_interval
 
 
 def slowmo_(

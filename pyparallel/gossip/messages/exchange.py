@@ -183,14 +183,8 @@ class NeighborExchange:
     called"). So a trainer has a group of its own, where no other messages are, and tags of payloads
     differ by length and kind: messages that do not match wait, and their headers tell why.
 
-    Args:
-        run: of the trainer, in the group whose rank numbers peers have.
-        has_counts: False writes no counts into headers, where ranks step at their own pace.
-
-    Attributes:
-        headers: writes and checks the headers of messages.
-        failed: rounds that have failed, whose messages may still arrive.
-        collectives: of the group, for rounds in which all ranks send to all.
+    The group of ``run`` has the rank numbers of peers. Without counts in headers, ranks may step at
+    their own pace. ``failed`` are rounds whose messages may still arrive.
     """
 
     def __init__(self, run: Run, *, has_counts: bool = True) -> None:
@@ -267,10 +261,8 @@ class NeighborExchange:
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> PendingExchange:
         """Start a round; transfers between two ranks match in the order in which they are listed.
 
-        Args:
-            sends: tensors to send; a tensor may be in several sends.
-            receives: tensors to receive into, each of the length and dtype that is sent; one of
-                another length is never received.
+        A tensor to receive into has the length and the dtype that is sent: one of another length is
+        never received.
 
         Raises:
             PeerError: a neighbor is already known to be dead.
@@ -292,14 +284,10 @@ class NeighborExchange:
         return PendingExchange(self, transfers, len(receives), works)
 
     def finish_sum(self, started: _AllReduce, masses: Tensor) -> Tensor:
-        """Wait for the sum of all ranks' messages; make one message of those of the others.
+        """Wait for the sum of all ranks' messages; make one message, in it, of the others'.
 
-        Args:
-            started: its total is written.
-            masses: (n - 1,) of the others' messages; 0 if a header was not what it must be.
-
-        Returns:
-            The mass of the message, (1,); 0 leaves it out.
+        Return the mass of that message, (1,): 0, which leaves it out, if one of the ``masses`` of
+        the others, (n - 1,), is 0 because a header was not what it must be.
         """
         self.collectives.finish_all_reduce(started.future)
         others = masses.sum()

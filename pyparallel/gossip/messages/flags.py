@@ -27,12 +27,6 @@ class Flags:
     All flags of a rank are packed into counters of the store, 31 in each, so raising one is a
     single store call, and so is polling up to 31. Do not raise a flag twice between two polls of
     its receiver: wait for an answer first.
-
-    Args:
-        store: where the counters are, as of ``store_of``; the same for all ranks, and with no other
-            flags in it.
-        rank: whose flags ``look`` returns.
-        num_flags: how many different ones others may raise for this rank.
     """
 
     def __init__(self, store: CountingStore, rank: int, num_flags: int) -> None:

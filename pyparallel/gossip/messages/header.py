@@ -54,9 +54,7 @@ class MessageHeaders:
     devices, which the host does not wait for, the message gets the mass 0, which leaves it out of
     the average, and is counted; a later call raises.
 
-    Args:
-        run: of the trainer, in the group whose ranks exchange.
-        has_counts: False writes no counts, where ranks step at their own pace.
+    Without counts in headers, ranks may step at their own pace.
     """
 
     def __init__(self, run: Run, *, has_counts: bool = True) -> None:
@@ -74,18 +72,10 @@ class MessageHeaders:
         lengths: Sequence[int] | None = None,
         masses_in: Sequence[float] = (),
     ) -> "RoundHeaders":
-        """Return the headers of a round of one buffer.
+        """Return the headers of a round of one buffer; arguments are those of ``swap``.
 
-        Args:
-            round_index: the round; ``ANY``: the receiver does not know it.
-            masses: (k,) float64, of the messages to send.
-            length: of the messages to send, in bytes.
-            senders: the ranks of which a message is received.
-            lengths: of the messages to receive; None: ``length`` for all.
-            masses_in: of the messages to receive; empty: any that can be.
-
-        Raises:
-            PeerError: on a device, an earlier message was not what it must be.
+        ``lengths`` of the messages to receive, in bytes, are ``length`` if None. Raises a PeerError
+        if on a device an earlier message was not what it must be.
         """
         own = self.run.fields(round_index, length, has_counts=self._has_counts)
         expected = _Expected(own, lengths or [length] * len(senders), senders, masses_in)
@@ -96,15 +86,8 @@ class MessageHeaders:
     def gather(self, collectives: Collectives, round_index: int, device: torch.device) -> None:
         """Compare this rank's header with those of all ranks, before they average exactly.
 
-        On devices other than the CPU an invalid header is counted, and a later call raises.
-
-        Args:
-            collectives: of the ranks that average.
-            round_index: of the average; ``ANY``: not compared.
-            device: of the parameters.
-
-        Raises:
-            PeerError: headers differ: on the CPU the same pair on all ranks.
+        On the CPU headers that differ are a PeerError, of the same pair on all ranks. On other
+        devices an invalid header is counted, and a later call raises.
         """
         if device.type != "cpu":
             self._raise_counted(device)
@@ -158,13 +141,8 @@ class MessageHeaders:
     def screen(self, expected: _Expected, rows: Tensor, own: Tensor) -> Tensor:
         """Check received rows, (k, 8), on their device, which the host does not wait for.
 
-        Args:
-            expected: what they must be.
-            rows: (k, 8) received.
-            own: (8,) of this rank, on the device.
-
-        Returns:
-            The masses, (k,): 0 for messages that are not what they must be.
+        Return their masses, (k,): 0 for messages that are not what they must be. ``own`` is this
+        rank's row.
         """
         counter = self._counter_on(rows.device)
         self._recent.append((expected, rows))
@@ -235,9 +213,7 @@ class MessageHeaders:
 class RoundHeaders:
     """The headers of one buffer's messages in a round.
 
-    Attributes:
-        sent: (k, 8) float64, to be sent with the messages.
-        received: (m, 8) float64, to be received with the messages.
+    ``sent``, (k, 8), and ``received``, (m, 8), are float64 and go with the messages.
     """
 
     def __init__(self, headers: MessageHeaders, expected: _Expected, masses: Tensor) -> None:
@@ -254,11 +230,7 @@ class RoundHeaders:
         return int(self.received[0, ROUND])
 
     def check(self) -> Tensor:
-        """Return the received masses, (m,), after a check of the headers, which have arrived.
-
-        Raises:
-            PeerError: on the CPU, a header is not what it must be.
-        """
+        """Return the received masses, (m,), after a check of the headers, which have arrived."""
         if self.received.device.type != "cpu":
             return self._headers.screen(self._expected, self.received, self._own)
         self._headers.check_rows(self._expected, self.received.tolist())

@@ -26,17 +26,8 @@ class Explicit(Topology):
             {rank: dict(sorted(edges.items())) for rank, edges in one.items()} for one in rounds
         ]
         self._in = [_in_peers_of_all(one, num_ranks) for one in self._out]
-        self._regular = all(self._keeps_weights(index) for index in range(len(rounds)))
-
-    @property
-    @override
-    def period(self) -> int:
-        return len(self._out)
-
-    @property
-    @override
-    def regular(self) -> bool:
-        return self._regular
+        self.period = len(rounds)
+        self.regular = all(self._keeps_weights(index) for index in range(len(rounds)))
 
     @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ class Torus(Topology):
     largest one up to its square root.
     """
 
+    regular = True
+
     def __init__(self, num_ranks: int, num_rows: int | None = None) -> None:
         super().__init__(num_ranks)
         divisors = [rows for rows in range(1, num_ranks + 1) if num_ranks % rows == 0]
@@ -23,11 +25,6 @@ class Torus(Topology):
             )
         self.num_rows = num_rows
         self.num_columns = num_ranks // num_rows
-
-    @property
-    @override
-    def regular(self) -> bool:
-        return True
 
     @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
