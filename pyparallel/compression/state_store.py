@@ -37,11 +37,7 @@ class StateStore:
         self._unassigned_common: dict[str, dict[str, Any]] = {}
 
     def of(self, layout: BufferLayout, device: torch.device) -> CompressorState:
-        """Return the state of a buffer with this layout.
-
-        Raises:
-            ValueError: the loaded state is of another model.
-        """
+        """Return the state of a buffer with this layout."""
         if layout not in self._states:
             self._release_states(layout)
             state = self.compressor.init(layout, device, self._rank)
@@ -93,11 +89,7 @@ class StateStore:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a ``state_dict``, to resume bit for bit.
-
-        Raises:
-            ValueError: as ``check_state``; nothing has changed.
-        """
+        """Load a ``state_dict``, to resume bit for bit; raises as ``check_state``."""
         self.check_state(state)
         self._states = {}
         # Older versions have saved the names that a compiled module gives.
@@ -160,17 +152,14 @@ class StateStore:
 
 
 def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]:
-    """Merge the states of all ranks for a run with another number of ranks.
+    """Merge the states of all ranks into the one that every rank of a run of another size loads.
 
     Each new rank gets the mean of the old ranks' tensors, so the mean residual over ranks stays the
     same.
 
     Args:
         states: the ``state_dict`` of every rank of the old run.
-        num_ranks: number of ranks of the new run.
-
-    Returns:
-        the state that every new rank loads.
+        num_ranks: of the new run.
 
     Raises:
         ValueError: the states are not those of all ranks of one run, or one is damaged.

@@ -15,6 +15,7 @@ from ...comm import DisagreementError, Run, StepCounts
 from ...comm.errors import NonFiniteError, PeerError
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, uncompiled, wrong_type
+from ...training.arguments import raise_problem
 from ...training.nonfinite import NonFinitePolicy, find_policy_error
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
@@ -40,13 +41,7 @@ class GradientCompression:
 
     What needs a process group is created, and compared between ranks, with this object if there is
     a group by then, else at the first bucket or ``load_state_dict``.
-
-    Args:
-        compressor: the compressor of all gradients.
-        model: the module inside DDP, whose parameter names are the keys of the state; None:
-            parameters are numbered in the order of their first gradients.
-        process_group: DDP's process group; None: the default group.
-        nonfinite: what is done about gradients with a nan or an inf.
+    Arguments are those of `ddp_hook`.
     """
 
     def __init__(
@@ -81,8 +76,8 @@ class GradientCompression:
             problem = problem or wrong_type("model", rule, model)
         if self._has_group:
             self._start(problem)
-        elif problem is not None:
-            raise problem if isinstance(problem, TypeError) else ValueError(problem)
+        else:
+            raise_problem(problem)
 
     @property
     def last_step(self) -> CommStats:
@@ -120,11 +115,7 @@ class GradientCompression:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank as `StateStore.state_dict`; call it between steps.
-
-        Raises:
-            RuntimeError: there is no process group yet, and no state has been loaded.
-        """
+        """Return the state of this rank as `StateStore.state_dict`; call it between steps."""
         if self._loaded is not None:
             return self._loaded
         return (self._store if self._is_started else self._new_store()).state_dict()

@@ -32,10 +32,8 @@ class CustomOp:
     """A method as a PyTorch operator, which compilers call without tracing into it.
 
     The graph stays whole; a function hidden from compilers breaks it at each parameter, which takes
-    more than a second each to compile. The operator lives as long as this object.
-
-    Args:
-        method: takes a gradient, which it writes, and its parameter. Its object is not kept alive.
+    more than a second each to compile. The operator lives as long as this object, which does not
+    keep that of the method alive. The method writes its gradient.
     """
 
     def __init__(self, method: Callable[[Tensor, Tensor], None]) -> None:

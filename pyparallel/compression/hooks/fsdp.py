@@ -37,15 +37,12 @@ def fsdp_reduce_scatter(
     replicas, of shards, stays PyTorch's own.
 
     Args:
-        compressor: the compressor of all gradients, the same on all ranks.
-        name: name of the module, the same on all ranks; it seeds random draws.
+        compressor: the same on all ranks.
+        name: of the module, the same on all ranks; it seeds random draws.
         nonfinite: as for `compress_fsdp`.
 
     Returns:
         a collective for this module alone. A module keeps the last one it was given, as in PyTorch.
-
-    Raises:
-        ValueError: the compressor does not support reduce-scatter, or there is no such policy.
     """
     check_supported(compressor, AttachPoint.FSDP_GRADIENTS)
     if problem := find_policy_error(nonfinite):
@@ -61,15 +58,7 @@ def fsdp_all_gather(compressor: Compressor, name: str = "module") -> CompressedA
     this way with 8 bits). A stochastic compressor gives backward other parameters than forward,
     since they are gathered twice: ``fully_shard(..., reshard_after_forward=False)`` gathers once.
 
-    Args:
-        compressor: the compressor of all parameters, the same on all ranks.
-        name: name of the module, the same on all ranks; it seeds random draws.
-
-    Returns:
-        a collective for this module alone. A module keeps the last one it was given, as in PyTorch.
-
-    Raises:
-        ValueError: the compressor does not support all-gather.
+    Arguments and what is returned are as of `fsdp_reduce_scatter`.
     """
     check_supported(compressor, AttachPoint.FSDP_PARAMETERS)
     return CompressedAllGather(compressor, name)

@@ -14,7 +14,7 @@ from ...training.arguments import check_in, check_integer, require
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, with_sender
 from ..layout import BufferLayout
-from ..residual import clear_non_finite
+from ..residual import Residual, clear_non_finite
 from ..sparsifiers.top_k import TopK, count_of
 from ..state import CompressorState
 from .auto_encoder import (
@@ -96,9 +96,7 @@ class Learned(Compressor):
         return CompressorState(layout, rank, common=common, hints={"threshold": threshold})
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Raise RuntimeError: use `mean_`."""
         self._refuse()
 
@@ -111,11 +109,7 @@ class Learned(Compressor):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         step = state.step
         state.begin_message(x)

@@ -6,13 +6,14 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ..compressor import Compressor, Message
 from ..corrupt_messages import CorruptMessageError, with_sender
 from ..layout import BufferLayout
-from ..residual import accumulate_residual
+from ..residual import Residual, accumulate_residual
 from ..state import CompressorState
 
 
@@ -39,11 +40,7 @@ class BlockwiseCompressor(Compressor):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         """Replace x by the mean over ranks of the decoded messages.
 
@@ -75,7 +72,7 @@ class BlockwiseCompressor(Compressor):
         x: Tensor,
         state: CompressorState,
         collectives: Collectives,
-        residual: Tensor | None,
+        residual: Residual,
         parts: "Parts",
     ) -> list[Tensor]:
         with collectives.stats.encoding():
@@ -93,13 +90,12 @@ class BlockwiseCompressor(Compressor):
         received: list[Tensor],
         state: CompressorState,
         collectives: Collectives,
-        lost: Tensor | None,
+        lost: Residual,
     ) -> tuple[Message, int | None]:
         """Encode the mean of a part, of messages that are concatenated tensor by tensor.
 
-        Returns:
-            the message, whose error is written to ``lost``, and the first sender of a corrupt
-            message or None.
+        Return the message, whose error is written to ``lost``, and the first sender of a corrupt
+        message or None.
         """
         with collectives.stats.decoding():
             mean, corrupt_sender = self._decode_mean(received, state.layout, collectives.size)
@@ -126,7 +122,9 @@ class BlockwiseCompressor(Compressor):
         """All-gather the message of the mean, padded to the longest part, and what follows it."""
         sizes = self.sizes(max(parts.lengths))
         padded = [
-            tensor if tensor.numel() == longest else _pad(tensor, longest)
+            tensor
+            if tensor.numel() == longest
+            else functional.pad(tensor, (0, longest - tensor.numel()))
             for tensor, longest in zip(message, sizes, strict=False)
         ]
         return collectives.all_gather_each([*padded, *message[len(sizes) :]])
@@ -139,12 +137,6 @@ class BlockwiseCompressor(Compressor):
             )
             with with_sender(sender):
                 self.decompress(message, BufferLayout.flat(numel), x[where])
-
-
-def _pad(tensor: Tensor, length: int) -> Tensor:
-    padded = tensor.new_zeros(length)
-    padded[: tensor.numel()] = tensor
-    return padded
 
 
 def _raise_first(corrupt_senders: list[int]) -> None:

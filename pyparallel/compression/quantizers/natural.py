@@ -10,6 +10,7 @@ from ... import ops
 from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
+from ..residual import Residual
 from ..state import CompressorState
 from .blockwise import BlockwiseCompressor
 
@@ -36,9 +37,7 @@ class Natural(BlockwiseCompressor):
         return (numel,)
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return ((numel,) uint8 codes,), as ``ops.quantize`` documents them."""
         state.begin_message(x)
         seed = state.seed(self.seed)

@@ -12,7 +12,7 @@ from ...comm.collectives import Collectives
 from ...training.arguments import check_in, check_integer
 from ..compressor import AttachPoint, Compressor, Message
 from ..layout import BufferLayout
-from ..residual import RESIDUAL, check_no_residual, clear_non_finite
+from ..residual import RESIDUAL, Residual, check_no_residual, clear_non_finite
 from ..state import CompressorState
 from .base import add_at_indices
 from .top_k import count_of
@@ -97,9 +97,7 @@ class DGC(Compressor):
         return CompressorState(layout, rank, entries=entries, hints={"threshold": threshold})
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return (values, indices); the residual is the compressor's own.
 
         It does not clip: ``mean_`` does, which has the number of ranks.
@@ -125,11 +123,7 @@ class DGC(Compressor):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         """Clip, then average; the residual is the compressor's own."""
         if self.clip_norm is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..compressor import AttachPoint, Message
-from ..residual import add_residual
+from ..residual import Residual, add_residual
 from ..state import CompressorState
 from .base import IndexSparsifier
 
@@ -44,9 +44,7 @@ class Threshold(IndexSparsifier):
         return None
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return (values, indices)."""
         state.begin_message(x)
         total = add_residual(x, residual)

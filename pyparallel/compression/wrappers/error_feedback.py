@@ -9,7 +9,7 @@ from typing_extensions import override
 from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message, not_a_compressor
 from ..layout import BufferLayout
-from ..residual import RESIDUAL, check_no_residual
+from ..residual import RESIDUAL, Residual, check_no_residual
 from ..state import CompressorState
 from .composed import Composed
 
@@ -70,9 +70,7 @@ class ErrorFeedback(Composed):
         return CompressorState(layout, rank, entries={RESIDUAL: residual}, inner=[inner])
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         check_no_residual(residual)
         return self.compressor.compress(x, state.inner[0], state.entries[RESIDUAL])
 
@@ -84,11 +82,7 @@ class ErrorFeedback(Composed):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         check_no_residual(residual)
         self.compressor.mean_(x, state.inner[0], collectives, state.entries[RESIDUAL])

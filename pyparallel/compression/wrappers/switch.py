@@ -15,7 +15,7 @@ from ...training.arguments import check_type, summarize
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
-from ..residual import RESIDUAL
+from ..residual import RESIDUAL, Residual
 from ..sparsifiers.base import check_numbers
 from ..state import CompressorState
 from .composed import Composed
@@ -83,9 +83,7 @@ class Switch(Composed):
         return state
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return the index of the compressor, (1,) int64, then its message."""
         with self._active_compressor(x, state) as (index, total):
             message = self.compressors[index][1].compress(total, state.inner[index], residual)
@@ -108,11 +106,7 @@ class Switch(Composed):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         with self._active_compressor(x, state) as (index, total):
             self.compressors[index][1].mean_(total, state.inner[index], collectives, residual)
