@@ -90,9 +90,7 @@ class Run:
         once for each trainer, after their arguments have been checked. Trainers are numbered in the
         order of their creation, equally on all ranks. Without a process group there is one rank.
 
-        Raises:
-            PeerError: a rank died or did not connect within the timeout.
-            ValueError: NCCL cannot create a group of some ranks alone.
+        NCCL that cannot create a group of some ranks alone is a ValueError.
         """
         counts = counts or StepCounts()
         if process_group is None and not dist.is_initialized():
@@ -115,9 +113,7 @@ class Run:
         All members must call this with the same list, and no other rank may. Arguments are those of
         ``create_group``.
 
-        Raises:
-            PeerError: a member died or did not connect within the timeout.
-            ValueError: the other ranks would have to take part.
+        ``create_group``. Other ranks that would have to take part are a ValueError.
         """
         try:
             group = create_group(members, self.group, backend, for_p2p=for_p2p)
@@ -134,11 +130,7 @@ class Run:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Return the process group; None: the default group.
-
-        Raises:
-            RuntimeError: the run is closed: the default group is not what is meant.
-        """
+        """Return the process group, None for the default one; a RuntimeError if it is closed."""
         if self._is_closed:
             raise RuntimeError("a trainer's process group must not be used after close()")
         return self._group
@@ -218,11 +210,7 @@ class Run:
             read(loss)
 
     def barrier(self) -> None:
-        """Return once all ranks of the group have called it; with NCCL once it is queued.
-
-        Raises:
-            PeerError: a rank died or did not call this within the timeout.
-        """
+        """Return once all ranks of the group have called it; with NCCL once it is queued."""
         try:
             dist.all_reduce(torch.zeros(1, device=device_of(self.group)), group=self.group)
         except RuntimeError as error:
@@ -246,10 +234,7 @@ class Run:
         """Raise on all ranks if one has skipped or repeated a step, before it is waited for.
 
         The row sent, on the device, is that of an exact average, in which a rank that is behind may
-        be meanwhile.
-
-        Raises:
-            PeerError: steps differ; names the same two ranks on all.
+        be meanwhile. The PeerError names the same two ranks on all.
         """
         if self.size == 1:
             return
@@ -260,11 +245,7 @@ class Run:
         self.compare_all(rows.tolist())
 
     def compare_all(self, rows: Sequence[Sequence[float]]) -> None:
-        """Compare the rows of all ranks.
-
-        Raises:
-            PeerError: two differ; names the same two ranks on all.
-        """
+        """Compare the rows of all ranks; a PeerError names the same two on all."""
         first = next((rank for rank, row in enumerate(rows) if row[STEPS] != ANY), 0)
         for rank, row in enumerate(rows):
             subject = f"the parameters that rank {self.global_rank(rank)} averages"
@@ -279,8 +260,7 @@ class Run:
     ) -> None:
         """Compare the row (8,) of the second rank of the group with the fields (6,) of the first.
 
-        Raises:
-            PeerError: they differ; it is about the subject.
+        If they differ, a PeerError is about the subject.
         """
         difference = find_difference(row, fields)
         if difference is None:

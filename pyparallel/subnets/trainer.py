@@ -225,8 +225,7 @@ class SubnetTrainer(Trainer):
         It includes the steps since the last merge; training continues afterwards as if it had not
         been entered. Changes made inside are lost: save or copy what should stay.
 
-        Raises:
-            RuntimeError: it is already entered.
+        A RuntimeError if it is already entered.
         """
         self._check_open()
         if self._is_gathered:

@@ -138,8 +138,7 @@ def check_state(
 ) -> None:
     """Raise on all ranks alike if one whose state is ``own`` cannot load another; change nothing.
 
-    Raises:
-        DisagreementError: (a ValueError) a state cannot be loaded, or they are of other rounds.
+    All states must be of one round.
     """
     check_on_all_ranks(lambda: _read_state(state, own, shards, optimizer), run.agree)
 

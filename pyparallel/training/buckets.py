@@ -83,13 +83,9 @@ class FlatBuckets:
         self.buffers, self.segments, self._addresses = memory
 
     def check(self, optimized: Iterable[nn.Parameter]) -> None:
-        """Check that all parameters are still views of the buffers and that none was added.
+        """Raise a RuntimeError unless all parameters are views of the buffers and none was added.
 
-        Args:
-            optimized: all parameters of the optimizer now; frozen ones may be outside.
-
-        Raises:
-            RuntimeError: a parameter has new storage, or the optimizer trains one outside.
+        ``optimized`` are all parameters of the optimizer now; frozen ones may be outside.
         """
         moved = self.find_moved()
         if moved is not None:

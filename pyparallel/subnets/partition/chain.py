@@ -49,11 +49,7 @@ class SequentialChain(Rule):
 
     @override
     def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
-        """Return one cut dimension for each pair of neighboring layers.
-
-        Raises:
-            ValueError: the module is no chain, or a module between two layers may mix units.
-        """
+        """Return one cut dimension for each pair of neighboring layers."""
         if not isinstance(module, nn.Sequential):
             raise ValueError(
                 f"hidden dimensions can be inferred for an nn.Sequential only, got "
@@ -127,11 +123,8 @@ def _find_error(inner: nn.Module, is_flat: bool) -> str | None:
     if isinstance(inner, _SPATIAL):
         return " after a Linear layer or a Flatten, where it mixes units" if is_flat else None
     if isinstance(inner, nn.Flatten):
-        return _find_flatten_error(inner)
+        begin, end = inner.start_dim, inner.end_dim
+        if (begin, end) == (1, -1):
+            return None
+        return f" with start_dim={begin} and end_dim={end}, which must be 1 and -1"
     return next((hint for kinds, hint in _HINTS.items() if isinstance(inner, kinds)), "")
-
-
-def _find_flatten_error(inner: nn.Flatten) -> str | None:
-    if (inner.start_dim, inner.end_dim) == (1, -1):
-        return None
-    return f" with start_dim={inner.start_dim} and end_dim={inner.end_dim}, which must be 1 and -1"

@@ -73,11 +73,7 @@ class Layer:
 
 
 def norm_places(name: str, module: nn.Module, units: int) -> tuple[list[Place], list[Count]]:
-    """Return where units lie in a norm or another module with parameters per channel.
-
-    Raises:
-        ValueError: it mixes units, or has another number of them.
-    """
+    """Return where units lie in a norm or another module with parameters per channel."""
     if isinstance(module, nn.SyncBatchNorm) or not isinstance(
         module, _BatchNorm | _InstanceNorm | nn.PReLU
     ):

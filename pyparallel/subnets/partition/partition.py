@@ -56,8 +56,7 @@ class Partition:
     def cut_dims(self, module: nn.Module) -> list[CutDim]:
         """Return all cut dimensions, each place checked against the model.
 
-        Raises:
-            ValueError: the name of a module or parameter that cannot be cut, and what to declare.
+        A ValueError names a module or parameter that cannot be cut, and what to declare.
         """
         found: list[CutDim] = []
         for pattern, rules in self._items:
