@@ -163,14 +163,7 @@ def prepare_stages(
     p2p: StageP2P,
     splitter: MicrobatchSplitter | None,
 ) -> PreparedStages:
-    """Prepare the stages of a rank: all that may fail on one rank alone.
-
-    Raises:
-        TypeError: ``optimizer_fn`` returns anything but optimizers.
-        ValueError: they do not hold each parameter once, or the schedule cannot predict their
-            steps, or the correction not correct them; or a head does not fit its stage or the loss,
-            or is part of a stage.
-    """
+    """Prepare the stages of a rank: all that may fail on one rank alone."""
     shape, last = arguments.shape, arguments.num_stages - 1
     prepared = {
         index: prepare_training(

@@ -207,11 +207,7 @@ def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
 
 
 def _optimizer_state(each: NamedStage, optimizer: Optimizer, state: State) -> State:
-    """Return an optimizer's state, as of its ``state_dict()``, from keys of parameters.
-
-    Raises:
-        ValueError: it was saved of another optimizer, or with other options in one group.
-    """
+    """Return an optimizer's state, as of its ``state_dict()``, from keys of parameters."""
     loaded = optimizer.state_dict()
     loaded["state"] = {}
     by_name: dict[str, dict[str, State]] = {}

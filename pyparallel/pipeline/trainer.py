@@ -184,10 +184,7 @@ class PipelineTrainer(Trainer):
         Args:
             path: such as "trace.json".
             spans: of this rank, such as those of several steps; None: ``self.spans``.
-
-        Raises:
-            OSError: the file cannot be written; on rank 0.
-            PeerError: a rank died.
+        An OSError of the file is raised on rank 0.
         """
         if self._run.size > 1:
             check_group_exists()
@@ -328,10 +325,8 @@ class PipelineTrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages: modules, optimizers and schedulers.
 
-        Nothing is copied: what is written is the state of then.
-
-        Raises:
-            RuntimeError: microbatches are in flight, or gradients accumulated.
+        Nothing is copied: what is written is the state of then. Microbatches in flight, or
+        accumulated gradients, are a RuntimeError.
         """
         pipeline, counts = self._pipeline, self._run.counts
 

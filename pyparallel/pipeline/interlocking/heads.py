@@ -30,14 +30,8 @@ class Head(ABC):
     def build(self, example: Value) -> nn.Module:
         """Build a new module, initialized from torch's global CPU generator.
 
-        Args:
-            example: an output of the stage, of any batch size.
-
-        Returns:
-            The module, on the example's device and in its dtype.
-
-        Raises:
-            ValueError: the head does not fit the example.
+        ``example`` is an output of the stage, of any batch size; the module is on its device and in
+        its dtype. A head that does not fit it is a ValueError.
         """
 
     def _check(self, example: Value, shape: str, *, fits: bool) -> Tensor:

@@ -9,7 +9,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,21 +31,12 @@ _REFUSED = {
 }
 
 
-class AttentionContext:
-    """What the blocks of a stage need for a microbatch besides the hidden state.
+class AttentionContext(NamedTuple):
+    """What the blocks of a stage need for a microbatch besides the hidden state."""
 
-    Args:
-        mask: of transformers' making, for the attention that the configuration names; or None.
-        position_ids: (batch or 1, sequence) int64.
-        rotary: cosines and sines, with rotary embeddings.
-    """
-
-    def __init__(
-        self, mask: Any, position_ids: Tensor, rotary: tuple[Tensor, Tensor] | None
-    ) -> None:
-        self.mask = mask
-        self.position_ids = position_ids
-        self.rotary = rotary
+    mask: Any  # of transformers' making, for the attention that the configuration names; or None
+    position_ids: Tensor  # (batch or 1, sequence) int64
+    rotary: tuple[Tensor, Tensor] | None  # cosines and sines, with rotary embeddings
 
 
 class CausalBlock(nn.Module, ABC):

@@ -50,16 +50,9 @@ def slice_layers(
 ) -> list[StageLayers]:
     """Return one module per stage; each layer keeps its name in the whole model.
 
-    Args:
-        layers: of the whole model, as ``nn.Sequential`` runs them.
-        split: the first layer of stages 1, 2, ...
-        ties_travel: tied parameters travel with the activations, in the version that the forward of
-            their first stage reads.
-        names: of modules in the whole model; None: the layers' own.
-        own: stages whose parameters are named by them.
-
-    Raises:
-        ValueError: two stages share a module with buffers; or a skip connection lacks an end.
+    With ``ties_travel`` tied parameters travel with the activations, in the version that the
+    forward of their first stage reads. ``names`` are of modules in the whole model, by which the
+    parameters of the stages in ``own`` are named; None: the layers' own.
     """
     edges = [0, *split, len(layers)]
     parts = [

@@ -20,10 +20,7 @@ from .weight_history import WeightHistory, trace_versions
 class Simulation(Timeline):
     """A simulated run of all actions.
 
-    Args:
-        starts: (n,) float64 start times, in the unit of the costs.
-        ends: (n,) float64 end times.
-        weights: the weight versions that actions read, their staleness, and the copies kept.
+    ``weights`` are the versions that actions read, their staleness, and the copies kept.
     """
 
     weights: WeightHistory
