@@ -169,11 +169,7 @@ class CompressedTrainer(Trainer):
 
 
 def check_ranks(trainer: Trainer) -> None:
-    """Check that a trainer has several ranks, with a whole model each, and one way to train.
-
-    Raises:
-        ValueError, TypeError: it has not.
-    """
+    """Raise unless a trainer has several ranks, a whole model on each, and one way to train."""
     name = type(trainer).__name__
     if trainer.args.world_size < 2:
         raise ValueError(

@@ -58,12 +58,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
 def implementation(op: str, device: str) -> tuple[str, list[tuple[str, str]]]:
     """Return the implementation that runs an op on a device, and why each faster one does not.
 
-    Args:
-        op: a name from ``names()``.
-        device: "cpu" or "cuda".
-
-    Returns:
-        the implementation's name, and (name, reason) of the backends preferred to it.
+    The device is "cpu" or "cuda"; the reasons are by the names of the backends preferred to it.
     """
     missing: list[tuple[str, str]] = []
     for backend in BACKENDS[device]:

@@ -83,14 +83,9 @@ def are_apart(tensors: Sequence[Tensor]) -> bool:
 def check_written(tensors: Sequence[tuple[str, Tensor, bool]], in_place: bool) -> None:
     """Raise if a tensor must not be written, or overlaps what the same pass reads or writes.
 
-    Args:
-        tensors: the name in errors, a contiguous tensor, and whether it is written.
-        in_place: let a written tensor be another one: the same entries of the same dtype.
-
-    Raises:
-        RuntimeError: what torch's in-place functions refuse: a tensor that requires grad in grad
-            mode, or an inference tensor outside inference mode.
-        ValueError: two overlap, of which one is written.
+    Each contiguous tensor comes with its name in errors, and whether it is written. ``in_place``
+    lets a written one be another: the same entries of the same dtype. What torch's in-place
+    functions refuse is a RuntimeError, an overlap a ValueError.
     """
     for name, tensor, is_written in tensors:
         if is_written and tensor.requires_grad and torch.is_grad_enabled():

@@ -87,11 +87,7 @@ def check_step(
     outputs: dict[str, Tensor | None],
     scaling: dict[str, Tensor | None],
 ) -> tuple[list[Tensor], list[int]]:
-    """Raise on buffers unlike ``param``.
-
-    Returns:
-        The gradients and their offsets, as the ops take them.
-    """
+    """Raise on buffers unlike ``param``; return gradients and offsets, as the ops take them."""
     check_buffer("param", param)
     grads = check_grads(param, grad, offsets)
     written = {name: output for name, output in outputs.items() if output is not None}
@@ -150,14 +146,7 @@ def check_grads(
 def take_masses(
     param: Tensor, mass: Tensor | None, messages: Sequence[Tensor], masses: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the rank's own mass and the messages' masses as the ops take them.
-
-    Args:
-        param: (n,) the parameters.
-        mass: 0-d float64; None: 1.
-        messages: k messages.
-        masses: (k,) float64; None: empty, only without messages.
-    """
+    """Return the rank's own mass and the messages' masses as the ops take them."""
     if masses is None:
         if messages:
             raise ValueError(f"masses must be given with {len(messages)} messages, got None")

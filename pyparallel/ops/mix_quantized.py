@@ -83,13 +83,10 @@ def mix_quantized_(
     Args:
         z: (n,) float32, bfloat16 or float16: the rank's de-biased parameters. Written.
         weight: 0-d float64 on z's device: the mass the rank kept for itself. Written.
-        codes: codes of k messages, each as returned by ``quantize``.
-        scales: scales of the same k messages.
+        codes, scales: of k messages, each as returned by ``quantize``.
         masses: (k,) float64 on z's device: the mass of each message. One of 0 changes no bit of z;
             the message's replica is updated.
-        bits: as given to ``quantize``.
-        format: as given to ``quantize``.
-        block_size: as given to ``quantize``.
+        bits, format, block_size: as given to ``quantize``.
         replicas: k tensors (n,) of z's dtype, which share no memory: the copies of the senders'
             parameters to which the messages are differences. Written. Empty: the messages are
             the parameters themselves.

@@ -143,9 +143,8 @@ def unpack_signs(
     of such a block are written as 0, or add nothing, and are counted.
 
     Args:
-        words: as returned by ``pack_signs``.
-        scales: as returned by ``pack_signs``.
-        block_size: as given to ``pack_signs``.
+        words, scales: as returned by ``pack_signs``.
+        block_size: as given to it.
         numel: n, the number of entries.
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
         accumulate: add to ``out``, which must be given, instead of overwriting it.

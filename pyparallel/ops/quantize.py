@@ -188,11 +188,8 @@ def dequantize(
     counted.
 
     Args:
-        codes: as returned by ``quantize``.
-        scales: as returned by ``quantize``.
-        bits: as given to ``quantize``.
-        format: as given to ``quantize``.
-        block_size: as given to ``quantize``.
+        codes, scales: as returned by ``quantize``.
+        bits, format, block_size: as given to it.
         numel: n, the number of entries.
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
         accumulate: add to ``out``, which must be given, instead of overwriting it.

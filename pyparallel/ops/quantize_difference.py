@@ -77,8 +77,7 @@ def quantize_difference_(
         bits: 8 or 4.
         format: "int", "e4m3" or "e5m2".
         block_size: entries that share a scale, a power of two from 32 to 4096.
-        seed: as for ``quantize``.
-        offset: as for ``quantize``.
+        seed, offset: as for ``quantize``.
         out: codes and scales of an earlier call, written and returned. None: new tensors.
 
     Returns:

@@ -102,55 +102,23 @@ def sgd_step_(
     4. ``prediction`` gets ``predict_sgd`` of the new ``param`` and momentum buffer with the
        learning rate ``lr / mass``; without a buffer, of the gradient with decay.
 
-    Elements that no gradient covers are not stepped: they do not decay, and their velocity stays.
-    They are mixed, sent and predicted like all others; without a momentum buffer, their prediction
-    is the new ``param``. With ``nonfinite`` the same holds for elements with a gradient that is not
-    finite; with ``found_inf`` nothing is stepped, and nothing counted.
-
-    With fp32 parameters this equals ``mix_``, the step, a copy and ``predict_sgd`` in sequence, bit
-    for bit; 16-bit parameters are rounded once, not twice. Every operation rounds, so that all
-    implementations agree; torch's fused kernels contract some into multiply-adds, different ones on
-    the CPU and on GPUs, and agree to one or two roundings.
+    Arguments that are not listed here, elements that are not stepped, rounding and errors are as
+    for ``adamw_step_``; there is no ``step`` to count. Without a momentum buffer, the prediction of
+    elements that are not stepped is the new ``param``.
 
     torch.optim.SGD ignores ``dampening`` in its first step; pass ``dampening=0`` there, with a
     momentum buffer of zeros.
 
     Args:
-        param: (n,) float32, bfloat16 or float16: the de-biased parameters. Written.
-        grad: (n,) in one of these dtypes; or any number of contiguous tensors of any shapes, all
-            of one of these dtypes, with ``offsets``.
+        param, grad, lr: as for ``adamw_step_``.
         momentum_buffer: (n,) in one of these dtypes: the velocity, zero before the first step.
             Written; with ``momentum=0`` it becomes the gradient with decay. None, only if
             momentum is 0: not kept.
-        lr: learning rate, at least 0; a number, or a 0-d tensor on the cpu or param's device.
         momentum: at least 0.
         dampening: dampening of the gradient in the velocity; as in torch it has no effect if
             momentum is 0.
         weight_decay: at least 0.
         nesterov: Nesterov momentum; as in torch it needs momentum and no dampening.
-        offsets: where in param each gradient begins, ascending without overlap.
-        maximize: maximize the objective instead of minimizing it.
-        mass: 0-d float64 on param's device: the rank's own PushSum mass; the messages' masses are
-            added to it. None: 1.
-        messages: k tensors (n,), all of one of these dtypes: received de-biased parameters.
-        masses: (k,) float64 on param's device: the mass of each message; one of mass 0 is not mixed
-            in, whatever it holds.
-        mix_after: mix the messages in after the step: it has the mass before them, the prediction
-            the mass with them, and ``message`` the stepped values that are not yet mixed.
-        grad_scale: 0-d float32 on the cpu or param's device, not 0: what the gradients are divided
-            by, as ``torch.amp.GradScaler`` does. They are not written. None: 1.
-        found_inf: 0-d float32 on the cpu or param's device: if it is not 0, no element is stepped.
-        nonfinite: 0-d float64 on param's device: elements whose gradient, after ``grad_scale`` and
-            before decay, is infinite or nan are not stepped, and their number is added to it. None:
-            they are stepped like all others.
-        horizon: how many steps ahead to predict, at least 0; a number or a tensor like lr.
-        prediction: (n,) in one of these dtypes, written.
-        message: (n,) in one of these dtypes, written.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; a number out of range; an
-            output that overlaps another buffer; on the CPU also masses below 0 or without a
-            positive sum (not checked elsewhere, to avoid a host synchronization).
     """
     others = {}
     if momentum_buffer is not None:

@@ -97,11 +97,7 @@ class Bucket:
         return list(map(Tensor.stride, self.parameters)) == self._strides
 
     def collect_gradients(self) -> None:
-        """Collect the gradients of the parameters that have one; copy only strided ones.
-
-        Raises:
-            RuntimeError: one is sparse.
-        """
+        """Collect the gradients of the parameters that have one; copy only strided ones."""
         found = [parameter.grad for parameter in self.parameters]
         tensors = [gradient for gradient in found if gradient is not None]
         offsets, stepped = self.offsets, self.parameters

@@ -72,11 +72,7 @@ class FusedOptimizer(Optimizer):
 
     @override
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters, as torch's optimizers do.
-
-        Raises:
-            ValueError: parameters or options that torch's optimizer has and this one has not.
-        """
+        """Add a group of parameters, as torch's optimizers do."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -137,18 +133,11 @@ class FusedOptimizer(Optimizer):
     @torch.inference_mode(False)
     @torch.no_grad()
     def lay_out(self, cap_bytes: int = NO_LIMIT) -> list[FlatBuckets]:
-        """Make the parameters that require gradients views of new flat buckets.
+        """Make the parameters that require gradients views of new flat buckets, and return these.
 
-        Buckets are numbered by group, then by their order in it.
-
-        Args:
-            cap_bytes: approximate largest size of a bucket.
-
-        Returns:
-            The flat buckets of each parameter group.
-
-        Raises:
-            ValueError: two parameters share memory.
+        A list entry has those of a parameter group, of about ``cap_bytes`` each at most. Buckets
+        are numbered by group, then by their order in it. Two parameters that share memory are a
+        ValueError.
         """
         chosen: list[list[nn.Parameter]] = []
         for group in self.param_groups:
@@ -176,9 +165,8 @@ class FusedOptimizer(Optimizer):
     def adopt(self, step_buckets: "Callable[[FusedOptimizer], None] | None" = None) -> None:
         """Give the buckets of ``lay_out`` to a trainer, which checks that they stay in place.
 
-        Args:
-            step_buckets: called by ``step`` with this optimizer to step each bucket once; None: all
-                are stepped without a trainer's round.
+        ``step`` calls ``step_buckets`` with this optimizer, to step each bucket once; None: all are
+        stepped without a trainer's round.
         """
         self._is_adopted, self._step_buckets = True, step_buckets
 
@@ -205,19 +193,8 @@ class FusedOptimizer(Optimizer):
     ) -> None:
         """Step one bucket of n elements, padding included, in one pass; called within ``step``.
 
-        The trainer that calls it has checked the arguments.
-
-        Args:
-            index: in the order of ``lay_out``.
-            mass: 0-d float64: the rank's own PushSum mass; messages' masses are added to it, and
-                the update is that of the numerator. None: 1.
-            messages: k tensors (n,), all of float32, bfloat16 or float16: received de-biased
-                parameters, averaged in as ``ops.mix_`` does.
-            masses: (k,) float64: the mass of each message.
-            mix_after: average the messages in after the update instead of before.
-            horizon: how many steps ahead to predict.
-            prediction: (n,) gets the predicted parameters.
-            message: (n,) gets the updated parameters, before a mix after the update.
+        ``index`` is in the order of ``lay_out``; all else is as of ``ops.adamw_step_``, but that
+        the trainer that calls it has checked it.
         """
         bucket = self._buckets[index]
         group = self.param_groups[bucket.group]
@@ -247,12 +224,9 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def predict_bucket(self, index: int, horizon: int, out: Tensor) -> None:
-        """Write a bucket's parameters predicted ``horizon`` steps ahead; change nothing.
+        """Write a bucket's parameters predicted ``horizon`` steps ahead to ``out``, (n,).
 
-        Args:
-            index: in the order of ``lay_out``.
-            horizon: number of steps.
-            out: (n,) float32, bfloat16 or float16.
+        Nothing else is changed.
         """
         bucket = self._buckets[index]
         group = self.param_groups[bucket.group]
