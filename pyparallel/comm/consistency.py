@@ -42,7 +42,6 @@ def check_consistent_across_ranks(
     Args:
         config_fields: (name, value), in the same order on all ranks.
         problem: error message of this rank; a TypeError for a wrong type; or None.
-        process_group: None: the default group.
 
     Raises:
         DisagreementError: names the ranks and their problem, or the first field that differs.

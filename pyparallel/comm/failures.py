@@ -49,7 +49,6 @@ def peer_error(
     Waits up to a fourth of the group's timeout, at most 5 s, for the reports of other ranks.
 
     Args:
-        process_group: in which the communication was; None: the default group.
         place: of this rank, such as "rank 0, step 12".
         what: what happened, such as "the all-reduce failed".
         error: torch's error; a PeerError is returned as it is.

@@ -40,16 +40,11 @@ class Run:
     Args:
         process_group: the ranks that communicate; None: the default group, or a single rank if none
             was initialized.
-        counts: None: of no steps, as outside of a trainer.
-        trainer: number of the trainer, equal on its ranks; None: none.
         within: the run whose group's ranks ``process_group`` has a part of: of the same trainer.
 
     Attributes:
         rank, group_rank: the global rank of this process, and that in the group, of ``size``.
         stats: bytes sent and seconds waited for training, in all groups of the trainer.
-
-    Raises:
-        ValueError: the process group has not this rank.
     """
 
     _open: ClassVar["weakref.WeakSet[Run]"] = weakref.WeakSet()  # trainers of this process

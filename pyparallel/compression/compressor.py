@@ -69,7 +69,6 @@ class Compressor(abc.ABC):
 
         Args:
             x: (numel,) float32, bfloat16 or float16, with the layout of the state. Not written.
-            state: written.
             residual: (numel,) float32, the error of earlier messages. It is added to x before
                 encoding and replaced by the error of this message. Never has a nan or an inf.
                 Written.
@@ -104,7 +103,6 @@ class Compressor(abc.ABC):
 
         Args:
             x: as for ``compress``; the same length on all ranks. Written.
-            state: written.
             residual: as for ``compress``. The mean over ranks of all residuals is the accumulated
                 error of the means.
 

@@ -71,9 +71,6 @@ class StateStore:
 
         Nothing is copied: what is written is the state of then. To resume with another number of
         ranks, see `merge_states`.
-
-        Raises:
-            RuntimeError: corrupt entries of received messages were left out on a GPU.
         """
         return seal(self._collect)
 
@@ -159,7 +156,6 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
 
     Args:
         states: the ``state_dict`` of every rank of the old run.
-        num_ranks: of the new run.
 
     Raises:
         ValueError: the states are not those of all ranks of one run, or one is damaged.

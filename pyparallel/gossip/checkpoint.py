@@ -84,11 +84,7 @@ class GossipState:
     model.consensus() as averaged``, and load it into the bare module.
 
     Args:
-        model: the trainer.
         optimizer: the optimizer it was created with, or the list of several.
-
-    Raises:
-        ValueError: a list is not that of the trainer's optimizers.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Collectives
+from .algorithms.base import copy_all
 
 
 @torch.no_grad()
@@ -47,10 +48,3 @@ def assigned(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[No
         yield
     finally:
         copy_all(tensors, own)
-
-
-@torch.no_grad()
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, in place."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)

@@ -34,7 +34,6 @@ def stability_limit(
     Args:
         algorithm: ``SGP``, ``DPSGD`` or ``OSGP``, without a compressor.
         momentum: of ``torch.optim.SGD``, in [0, 1), without dampening.
-        nesterov: whether it is Nesterov's.
 
     Returns:
         The limit, to about 1e-6.

@@ -86,7 +86,7 @@ def describe(module: nn.Module) -> list[tuple[str, str]]:
     config_fields = [
         ("number of parameters", str(len(parameters))),
         ("number of buffers", str(len(buffers))),
-        ("device", _describe_devices([tensor for _, tensor in [*parameters, *buffers]])),
+        ("device", ", ".join(sorted({each.device.type for _, each in [*parameters, *buffers]}))),
     ]
     for kind, named in (("parameter", parameters), ("buffer", buffers)):
         config_fields += [
@@ -156,10 +156,6 @@ def check_states_together(
             f"the push-sum masses of all ranks' states must sum to {num_ranks}, the number of "
             f"ranks, got {total.item()}: load the files of one step on all ranks"
         )
-
-
-def _describe_devices(tensors: list[Tensor]) -> str:
-    return ", ".join(sorted({tensor.device.type for tensor in tensors}))
 
 
 def _describe_tensor(tensor: Tensor) -> str:

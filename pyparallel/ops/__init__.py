@@ -3,9 +3,12 @@
 Importing this package also loads the faster implementations: the compiled libraries, then Triton
 for ops without a CUDA library. ``python -m pyparallel doctor`` prints the outcome.
 
-All raise before anything is written: a ValueError if what they write overlaps another argument
-(``predict_sgd`` and ``predict_adam`` may write an argument itself), and a RuntimeError if it
-requires grad in grad mode, or is an inference tensor outside inference mode.
+All raise before anything is written: a ValueError of a tensor of another shape, dtype, device or
+layout, of a number or a format out of range, or if what they write overlaps another argument
+(``predict_sgd`` and ``predict_adam`` may write an argument itself); and a RuntimeError if it
+requires grad in grad mode, or is an inference tensor outside inference mode. To avoid a host
+synchronization, some is checked on the CPU alone: masses, of at least 0 and a positive sum, and
+messages, whose corruption is a RuntimeError; on a GPU that of earlier messages is.
 """
 
 from ._checks import FLOAT_DTYPES

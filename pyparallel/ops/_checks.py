@@ -28,7 +28,7 @@ def describe(tensor: Tensor) -> str:
 
 def check_buffer(name: str, tensor: Tensor) -> None:
     """Raise unless the tensor is contiguous, 1-d and of a supported dtype."""
-    if not _is_buffer(tensor):
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype not in FLOAT_DTYPES:
         raise ValueError(f"{name} must be {_BUFFER_RULE}, got {describe(tensor)}")
 
 
@@ -127,10 +127,6 @@ def check_one_dtype(name: str, tensors: Sequence[Tensor]) -> None:
         if tensor.dtype != tensors[0].dtype:
             first, other = (str(t.dtype).removeprefix("torch.") for t in (tensors[0], tensor))
             raise ValueError(f"{name} must have one dtype, got {first} and {other}")
-
-
-def _is_buffer(tensor: Tensor) -> bool:
-    return tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in FLOAT_DTYPES
 
 
 def _are_like(model: Tensor, tensors: Sequence[Tensor]) -> bool:

@@ -134,14 +134,12 @@ def adamw_step_(
         exp_avg: (n,) in one of these dtypes: the first moment, zero before the first step. Written.
         exp_avg_sq: (n,) in exp_avg's dtype: the second moment, zero before the first step. Written.
         lr: learning rate, at least 0; a number, or a 0-d tensor on the cpu or param's device.
-        beta1: decay of the first moment, in [0, 1).
-        beta2: decay of the second moment, in [0, 1).
+        beta1, beta2: decays of the two moments, in [0, 1).
         eps: added to the denominator, at least 0.
         weight_decay: at least 0.
         step: index of this step, 1 for the first; a number or a tensor like lr.
         offsets: where in param each gradient begins, ascending without overlap.
         decoupled: AdamW's weight decay; False: Adam's.
-        maximize: maximize the objective instead of minimizing it.
         mass: 0-d float64 on param's device: the rank's own PushSum mass; the messages' masses are
             added to it. None: 1.
         messages: k tensors (n,), all of one of these dtypes: received de-biased parameters.
@@ -159,11 +157,6 @@ def adamw_step_(
         horizon: how many steps ahead to predict, at least 0; a number or a tensor like lr.
         prediction: (n,) in one of these dtypes, written.
         message: (n,) in one of these dtypes, written.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; a number out of range; an
-            output that overlaps another buffer; on the CPU also masses below 0 or without a
-            positive sum (not checked elsewhere, to avoid a host synchronization).
     """
     others = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     outputs = {"message": message, "prediction": prediction}

@@ -93,12 +93,6 @@ def mix_quantized_(
         corrupt: 0-d int64 on z's device; the number of corrupt entries is added to it. Without it
             a later call of an op that decodes raises, on the same GPU; in a function compiled by
             ``torch.compile`` an assertion on the device fails.
-
-    Raises:
-        ValueError: an argument of another shape, dtype, device or layout; an unsupported pair of
-            bits and format; on the CPU also negative masses or a total that is not positive (not
-            checked elsewhere, to avoid a host synchronization).
-        RuntimeError: a corrupt message on the CPU; on a GPU corrupt entries of earlier messages.
     """
     check_buffer("z", z)
     kind = find_format(bits, format, of_differences=True)

@@ -72,15 +72,11 @@ def predict_adam(
         exp_avg: (n,) in one of these dtypes: the first moment.
         exp_avg_sq: (n,) in exp_avg's dtype: the second moment.
         lr: learning rate; a number, or a 0-d tensor on the cpu or param's device.
-        beta1: decay of the first moment, in [0, 1).
-        beta2: decay of the second moment, in [0, 1).
+        beta1, beta2: decays of the two moments, in [0, 1).
         eps: added to the denominator, at least 0.
         step: number of steps the optimizer has taken, at least 1; a number or a tensor like lr.
         horizon: number of steps ahead, at least 0; a number or a tensor like lr.
         out: (n,) in one of these dtypes, written and returned; None: a new tensor like param.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; a number out of range.
     """
     check_buffer("param", param)
     check_all_like({"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, (), "param", param)

@@ -82,10 +82,6 @@ def quantize_difference_(
 
     Returns:
         The codes and the scales, as ``quantize`` returns them.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; z and replica overlap; an
-            unsupported pair of bits and format; a number out of range.
     """
     check_buffer("z", z)
     check_replicas((replica,), lambda: ("replica",), z)

@@ -28,11 +28,9 @@ class Adam(FusedOptimizer):
         betas: decays of the two moments, in [0, 1).
         eps: added to the denominator, at least 0.
         weight_decay: L2 penalty, at least 0.
-        amsgrad: must be False.
+        amsgrad, differentiable: must be False.
         foreach: accepted without effect, the step is always fused.
-        maximize: maximize the objective.
         capturable: keep step counts on the parameters' device, for CUDA graphs.
-        differentiable: must be False.
         fused: as ``foreach``; True also keeps step counts on the parameters' device.
         decoupled_weight_decay: decay the parameters instead of adding a penalty, as AdamW.
         master_weights: step 16-bit parameters in float32 copies, with all state in float32, and
@@ -99,12 +97,7 @@ class Adam(FusedOptimizer):
 
     @override
     def _step_span(
-        self,
-        bucket: Bucket,
-        group: Group,
-        span: Span,
-        gradients: Gradients,
-        round_arguments: tuple[Any, ...],
+        self, bucket: Bucket, group: Group, span: Span, gradients: Gradients, rest: tuple[Any, ...]
     ) -> None:
         mean, square = map(bucket.flat, _MOMENTS)
         beta1, beta2 = group["betas"]
@@ -121,7 +114,7 @@ class Adam(FusedOptimizer):
             bucket.step_count(span),
             group["decoupled_weight_decay"],
             group["maximize"],
-            *round_arguments,
+            *rest,
         )
 
     @property

@@ -211,7 +211,11 @@ class FusedOptimizer(Optimizer):
             begin, end, _ = span
             # The mass is updated once: by the last part.
             own = _ONE if mass is None else mass if span is spans[-1] else mass.clone()
-            mixing = own, _parts(messages, span), _NO_MASSES if masses is None else masses
+            mixing = (
+                own,
+                [part(each, span) for each in messages],
+                _NO_MASSES if masses is None else masses,
+            )
             outputs = (out if out is None else out[begin:end] for out in (prediction, message))
             self._step_span(
                 bucket,
@@ -244,14 +248,9 @@ class FusedOptimizer(Optimizer):
 
     @abstractmethod
     def _step_span(
-        self,
-        bucket: Bucket,
-        group: Group,
-        span: Span,
-        gradients: Gradients,
-        round_arguments: tuple[Any, ...],
+        self, bucket: Bucket, group: Group, span: Span, gradients: Gradients, rest: tuple[Any, ...]
     ) -> None:
-        """Call the op on a span; ``round_arguments`` are the op's from ``mass`` on."""
+        """Call the op on a span; ``rest`` are the op's arguments from ``mass`` on."""
 
     @abstractmethod
     def _end_step(self, bucket: Bucket, group: Group, found_inf: Tensor | None) -> None:
@@ -301,10 +300,6 @@ def as_double(number: float | Tensor) -> Tensor:
     if isinstance(number, Tensor):
         return (number.reshape(()) if number.dim() else number).to(torch.float64)
     return torch.tensor(number, dtype=torch.float64, device="cpu")
-
-
-def _parts(messages: Sequence[Tensor], span: Span) -> list[Tensor]:
-    return [part(message, span) for message in messages]
 
 
 def _may_have_gradient(parameter: Tensor) -> bool:

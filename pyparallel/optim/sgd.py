@@ -30,10 +30,8 @@ class SGD(FusedOptimizer):
         dampening: of the gradient in the momentum; without effect in a parameter's first step.
         weight_decay: L2 penalty, at least 0.
         nesterov: Nesterov momentum, which needs momentum and no dampening.
-        maximize: maximize the objective.
-        foreach: accepted without effect, the step is always fused.
+        foreach, fused: accepted without effect, the step is always fused.
         differentiable: must be False.
-        fused: as ``foreach``.
         master_weights: step 16-bit parameters in float32 copies, with all state in float32, and
             write them rounded in the same pass; as in apex. Other parameters have no copies.
 
@@ -99,12 +97,7 @@ class SGD(FusedOptimizer):
 
     @override
     def _step_span(
-        self,
-        bucket: Bucket,
-        group: Group,
-        span: Span,
-        gradients: Gradients,
-        round_arguments: tuple[Any, ...],
+        self, bucket: Bucket, group: Group, span: Span, gradients: Gradients, rest: tuple[Any, ...]
     ) -> None:
         name, momentum = self._state_name(group), float(group["momentum"])
         # As in torch the first gradient becomes the momentum buffer undamped.
@@ -119,7 +112,7 @@ class SGD(FusedOptimizer):
             float(group["weight_decay"]),
             group["nesterov"] and momentum > 0,
             group["maximize"],
-            *round_arguments,
+            *rest,
         )
 
     @property

@@ -8,7 +8,6 @@ import torch
 from torch.optim import Optimizer
 
 from ..comm import Collectives, Run
-from ..compression import Compressor
 from ..optim import FusedOptimizer
 from ..training.trainer import find_owner_error, raising_on_all_ranks
 from .arguments import TrainerArguments
@@ -96,7 +95,8 @@ def build_stages(
     if shape.num_ranks > 1:
         is_ring = shape.num_stages > shape.num_ranks
         groups = P2PGroups.connect(run, device, is_ring=is_ring)
-    codecs = (_codec(compressor, rank) for compressor in arguments.compressors.values())
+    compressors = arguments.compressors.values()
+    codecs = (None if each is None else Codec(each, rank) for each in compressors)
     p2p = StageP2P(shape, groups, *codecs)
     tied = TiedParameters(ties, shape, rank, run)
     tied.copy_from_owners()  # the ranks may have initialized the model differently
@@ -149,10 +149,6 @@ def _can_skip_on_device(arguments: TrainerArguments, prepared: PreparedStages, r
     can = can and arguments.correction is None and not repeats_updates
     own = torch.tensor([int(can)], device=device_for([], run))
     return bool(Collectives(run).all_gather(own).all())
-
-
-def _codec(compressor: Compressor | None, rank: int) -> Codec | None:
-    return None if compressor is None else Codec(compressor, rank)
 
 
 @singledispatch

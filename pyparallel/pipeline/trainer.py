@@ -182,7 +182,6 @@ class PipelineTrainer(Trainer):
         All ranks must call this together; rank 0 of the process group writes.
 
         Args:
-            path: such as "trace.json".
             spans: of this rank, such as those of several steps; None: ``self.spans``.
         An OSError of the file is raised on rank 0.
         """

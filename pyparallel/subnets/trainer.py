@@ -64,7 +64,6 @@ class SubnetTrainer(Trainer):
     Args:
         module: the full model, with floating-point parameters on one device.
         optimizer_fn: builds an optimizer over the list of the subnet's trainable parameters.
-        partition: the cut dimensions, and the seed.
         interval: optimizer steps between two merges, at least 1.
         process_group: the ranks that train together; None means the default group.
         placement: which ranks store the full model: ``Sharded()`` (default) or ``Central()``.

@@ -69,7 +69,6 @@ class FlatBuckets:
 
     Args:
         parameters: dense real parameters of float32, bfloat16 or float16, all on one device.
-        cap_bytes: approximate maximum size of a buffer.
         memory: buffers that hold the parameters already; None: allocate them.
     """
 

@@ -335,7 +335,6 @@ def ddp_hook(
             state and are matched by ``PerParameter``. None: parameters are numbered.
         process_group: DDP's process group; None: that of the model if it is DDP itself, else the
             default group.
-        nonfinite: "raise", "skip" or "allow"; see above.
 
     Raises:
         DisagreementError: (a ValueError) the compressor does not support DDP, or an argument is

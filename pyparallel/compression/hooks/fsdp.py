@@ -39,7 +39,6 @@ def fsdp_reduce_scatter(
     Args:
         compressor: the same on all ranks.
         name: of the module, the same on all ranks; it seeds random draws.
-        nonfinite: as for `compress_fsdp`.
 
     Returns:
         a collective for this module alone. A module keeps the last one it was given, as in PyTorch.
@@ -87,7 +86,8 @@ class FSDPCompression:
     @property
     def residual_norm(self) -> float:
         """Euclidean norm of all gradient residuals; 0 without error feedback."""
-        return math.hypot(*(each.residual_norm for each in self._each()))
+        places = self._places.values()
+        return math.hypot(*(each.residual_norm for mine in places for each in mine.values()))
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
@@ -164,9 +164,6 @@ class FSDPCompression:
         self._step.begin(self._num_steps)
         self._num_steps += 1
 
-    def _each(self) -> list[_CompressedCollective]:
-        return [each for modules in self._places.values() for each in modules.values()]
-
 
 def compress_fsdp(
     model: nn.Module,
@@ -191,7 +188,6 @@ def compress_fsdp(
         gradients: the compressor of reduce-scatters; None: uncompressed.
         parameters: the compressor of all-gathers, without error feedback; None: uncompressed.
         process_group: all ranks that have the model; None: the default group.
-        nonfinite: "raise", "skip" or "allow".
 
     Raises:
         DisagreementError: a compressor does not support FSDP2; an argument is invalid or differs

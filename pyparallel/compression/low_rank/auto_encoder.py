@@ -49,8 +49,6 @@ class ConvAutoEncoder(AutoEncoder):
     Args:
         channels: output channels of each layer. A code has ``code_channels / 2**layers`` numbers
             per value: a quarter by default.
-        code_channels: channels of the code.
-        seed: seed of the initial weights.
     """
 
     channels: tuple[int, ...] = (16, 32, 32, 16)

@@ -56,12 +56,8 @@ class Learned(Compressor):
 
     Args:
         density: fraction of a buffer's entries at the shared indices, in (0, 1].
-        dense_steps: steps of the first phase.
-        learning_steps: steps of the second phase.
         innovation: fraction of a buffer's entries that each rank adds, in (0, 1]; at least one
             entry, so that a nan or an inf always propagates.
-        learning_rate: learning rate of the auto-encoder's SGD.
-        auto_encoder: the auto-encoder.
     """
 
     density: float = 0.001

@@ -63,7 +63,10 @@ class BlockwiseCompressor(Compressor):
             message = (*message, torch.tensor([-1 if corrupt_sender is None else corrupt_sender]))
         gathered = self._gather(message, parts, collectives)
         if sends_verdict:
-            _raise_first([int(each) for *_, each in gathered])
+            for rank, (*_, corrupt) in enumerate(gathered):
+                if (sender := int(corrupt)) >= 0:
+                    with with_sender(sender):
+                        raise CorruptMessageError(f"refused by rank {rank}")
         with collectives.stats.decoding():
             self._decode(gathered, parts, x)
 
@@ -137,14 +140,6 @@ class BlockwiseCompressor(Compressor):
             )
             with with_sender(sender):
                 self.decompress(message, BufferLayout.flat(numel), x[where])
-
-
-def _raise_first(corrupt_senders: list[int]) -> None:
-    """Raise if any rank has received a corrupt message: by rank, its sender or -1."""
-    for rank, sender in enumerate(corrupt_senders):
-        if sender >= 0:
-            with with_sender(sender):
-                raise CorruptMessageError(f"refused by rank {rank}")
 
 
 def _state_of_part(state: CompressorState, part: slice) -> CompressorState:

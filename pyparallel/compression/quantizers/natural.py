@@ -23,9 +23,6 @@ class Natural(BlockwiseCompressor):
     sign, and 2**-80 to 2**44, 0, inf or nan. An entry below 2**-80 is rounded stochastically to
     that or 0. One above 2**44 (1.7e13) becomes inf; like inf and nan, which are sent as they are,
     it leaves the residual unchanged.
-
-    Args:
-        seed: seed of the random draws.
     """
 
     seed: int = 0

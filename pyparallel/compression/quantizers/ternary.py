@@ -20,7 +20,6 @@ class Ternary(Quantizer):
     Args:
         block_size: entries per scale, a power of two from 32 to 4096. Larger blocks have a larger
             variance: the paper clips large entries instead, which is biased.
-        seed: seed of the random draws.
     """
 
     seed: int = field(default=0, kw_only=True)

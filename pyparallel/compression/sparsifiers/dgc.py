@@ -128,12 +128,8 @@ class DGC(Compressor):
         """Clip, then average; the residual is the compressor's own."""
         if self.clip_norm is not None:
             state.layout.check(x)
-            _clip_(state.layout.split(x), self.clip_norm / math.sqrt(collectives.size))
+            limit = self.clip_norm / math.sqrt(collectives.size)
+            for gradient in state.layout.split(x):
+                norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+                gradient.mul_(torch.where(norm.isfinite(), limit / norm.clamp_min(limit), 1))
         super().mean_(x, state, collectives, residual)
-
-
-def _clip_(gradients: list[Tensor], limit: float) -> None:
-    """Scale each gradient in place to a maximum norm, unless its norm is not finite."""
-    for gradient in gradients:
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        gradient.mul_(torch.where(norm.isfinite(), limit / norm.clamp_min(limit), 1))

@@ -45,7 +45,6 @@ class ADPSGD(OnTopology):
     Args:
         topology: symmetric, such as ``Ring``, ``Torus``, ``Hypercube``, ``BipartiteExponential``,
             ``Star`` or ``Complete``; the edges of all its rounds are used at any time.
-        seed: of the random choice of neighbors.
     """
 
     seed: int = 0

@@ -51,9 +51,6 @@ class AllReduce(Algorithm):
 
     It runs ``torch.nn.parallel.DistributedDataParallel``, as the baseline for gossip. That averages
     once a forward: every backward outside of ``no_sync()`` must follow one of its own.
-
-    Args:
-        find_unused_parameters: as in DistributedDataParallel.
     """
 
     find_unused_parameters: bool = False

@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager, check_like, check_optimizer_state
-from ..consensus import copy_all
-from .base import Algorithm
+from .base import Algorithm, copy_all
 from .periodic import PeriodicAverager, check_interval
 
 
@@ -43,7 +42,6 @@ class DiLoCo(Algorithm):
     ranks. Each rank holds the outer optimizer's state, which is equal on all ranks.
 
     Args:
-        interval: number of local steps between two outer steps.
         outer_optimizer: creates any torch optimizer from a list of tensors; default: the paper's
             SGD with Nesterov momentum 0.9 and learning rate 0.7.
     """

@@ -66,7 +66,6 @@ class Hierarchical(Algorithm):
         inner: a gossip algorithm for as many ranks as there are nodes, such as
             ``SGP(topology.OnePeerExponential(num_nodes), overlap=1)``.
         ranks_per_node: consecutive ranks form a node; must divide the number of ranks.
-        within: how a node averages its gradients.
     """
 
     inner: Algorithm

@@ -96,13 +96,8 @@ class LeaderSGD(Algorithm):
         local_strength: lambda of the paper, at least 0. None: 0.1, the number in the authors'
             scripts; there it is not scaled by the learning rate, so a larger one may be better.
         global_strength: lambda_G of the paper, likewise.
-        local_pull: c1 of the authors' code, in [0, 1]. None: 0.1 in the authors' form.
-        global_pull: c2, likewise.
-        local_drift: p1, likewise.
-        global_drift: p2, likewise.
-
-    Raises:
-        ValueError: an argument is invalid, or strengths are given together with pulls or drifts.
+        local_pull, global_pull, local_drift, global_drift: c1, c2, p1 and p2 of the authors' code,
+            in [0, 1]. None: 0.1 in the authors' form.
     """
 
     ranks_per_node: int

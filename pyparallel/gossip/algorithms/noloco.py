@@ -13,10 +13,9 @@ from typing_extensions import override
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager
 from ...training.arguments import check_in, require
-from ..consensus import copy_all
 from ..messages import NeighborExchange
 from ..topology import Matching
-from .base import OnTopology
+from .base import OnTopology, copy_all
 from .periodic import check_interval
 
 
@@ -57,9 +56,7 @@ class NoLoCo(OnTopology):
     Args:
         topology: a ``Matching`` for as many ranks as the process group has; ``RandomMatching`` as
             in the paper.
-        interval: number of local steps between two outer steps.
         momentum: of the outer steps, in [0, 1).
-        outer_lr: outer learning rate, positive.
         pull: in (0, 2 * (1 + momentum)); otherwise a pair that meets repeatedly would diverge. The
             paper's code uses ``outer_lr``.
     """

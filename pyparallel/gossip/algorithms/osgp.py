@@ -39,7 +39,6 @@ def osgp(
         update: of all ranks' optimizers, (n, d), of the gradients at its first argument, and of its
             second, the parameters that they step on: with SGD, lr * gradient.
         mixing: (n, n) P of the round; p_ij is the share that j sends to i.
-        tau: the delay of messages in steps.
         biased: the paper's ablation, which leaves out w.
     """
     z = x if biased else x / w  # z_i = x_i / w_i

@@ -70,9 +70,6 @@ class PendingExchange:
 
         On NCCL this makes the current stream wait and returns at once; on gloo the host waits. A
         second call on the same stream does nothing.
-
-        Raises:
-            PeerError: a neighbor died, or did not respond within the process group's timeout.
         """
         self._wait(lambda index: True)
 
@@ -146,10 +143,6 @@ class Round:
 
         On NCCL this makes the current stream wait and returns at once; on gloo the host waits. If
         it is interrupted it can be repeated; once it has returned, it returns the same.
-
-        Raises:
-            PeerError: a neighbor died, or did not respond within the process group's timeout; or on
-                the CPU, a message is not what it must be: none is used.
         """
         if self._received is None:
             with torch.profiler.record_function("pyparallel::gossip_wait"):
@@ -215,8 +208,6 @@ class NeighborExchange:
 
         Args:
             tensors: the message, which is not copied; empty: only to receive.
-            to: ranks in the group that receive it.
-            from_: ranks in the group whose messages are received.
             into: tensors to receive each message into; None: new ones like ``tensors``.
             round_index: of the round; ``ANY``: not compared.
             masses: (k,) float64, of the message to each receiver; None: 1, received messages too.
@@ -226,10 +217,6 @@ class NeighborExchange:
             by_all_reduce: all ranks send one float32 tensor to all others, with equal masses; add
                 them by an all-reduce, of fewer bytes. What is received is one message, the others'
                 average.
-
-        Raises:
-            PeerError: a neighbor is already known to be dead; or on a device, an earlier message
-                was not what it must be.
         """
         if into is None:
             into = [[torch.empty_like(each) for each in tensors] for _ in from_]
@@ -263,9 +250,6 @@ class NeighborExchange:
 
         A tensor to receive into has the length and the dtype that is sent: one of another length is
         never received.
-
-        Raises:
-            PeerError: a neighbor is already known to be dead.
         """
         # Receives first: gloo announces a posted receive to its sender on the connection that our
         # own data use. Announced after the data, two ranks that exchange would send in turn.

@@ -36,20 +36,12 @@ class Flags:
         self._seen = [0] * -(-num_flags // _FLAGS_PER_WORD)
 
     def raise_for(self, peer: int, flag: int) -> None:
-        """Raise ``flag`` for ``peer``, to be returned by its next ``look``.
-
-        Raises:
-            PeerError: the store did not respond.
-        """
+        """Raise ``flag`` for ``peer``, to be returned by its next ``look``."""
         word, place = divmod(flag, _FLAGS_PER_WORD)
         self._add(peer, word, 1 << _BITS_PER_FLAG * place)
 
     def look(self) -> list[int]:
-        """Return the flags raised for this rank since its last look, ascending.
-
-        Raises:
-            PeerError: the store did not respond, or a flag is raised that does not exist.
-        """
+        """Return the flags raised for this rank since its last look, ascending."""
         found: list[int] = []
         for word, seen in enumerate(self._seen):
             raised = self._add(self._rank, word, -seen)  # clears what the last look has read

@@ -71,11 +71,6 @@ def relayout(states: Sequence[Any], saved: Sequence[Places], places: Sequence[Pl
     Args:
         states: one for each saved buffer, of one structure: tensors as long as the buffer follow
             the parameters, dicts by parameter name likewise, all else is equal in all of them.
-        saved: the pieces of each saved buffer.
-        places: the pieces of each buffer here.
-
-    Raises:
-        ValueError: a parameter is missing, or the states are unequal in something else.
     """
     home = {name: index for index, each in enumerate(saved) for name in each}
     missing = [name for each in places for name in each if not _is_gap(name) and name not in home]

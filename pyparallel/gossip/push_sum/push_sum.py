@@ -123,13 +123,7 @@ class PushSum(ModelAverager):
         return self._neighbors(self.topology.equivalent_round(round_index))
 
     def merge(self) -> None:
-        """Wait for the messages of the round in flight, if any, and average with them.
-
-        Raises:
-            PeerError: a neighbor failed. Every later round raises the same error.
-            CorruptMessageError: a compressed message is invalid; later rounds likewise.
-            NonFiniteError: a neighbor's gradient is not finite; the round is complete.
-        """
+        """Wait for the messages of the round in flight, if any, and average with them."""
         if self._in_flight:
             self._for_each(lambda buffer: buffer.merge())
             self._staleness = self._steps_in_flight

@@ -133,7 +133,6 @@ class HierarchicalTopology(TimeVarying):
 
     Args:
         num_ranks: a multiple of ``ranks_per_node``; consecutive ranks form a node.
-        ranks_per_node: number of ranks in each node.
         between: creates the topology between nodes from the number of nodes.
     """
 

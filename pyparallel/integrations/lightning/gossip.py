@@ -27,8 +27,7 @@ class GossipStrategy(RankFiles):
     Args:
         algorithm_fn: returns the algorithm for a number of ranks, such as
             ``lambda n: SGP(Ring(n))``, which is called once in every ``fit``.
-        bucket_cap_mb: as of ``GossipDataParallel``.
-        nonfinite: as of ``GossipDataParallel``.
+        bucket_cap_mb, nonfinite: as of ``GossipDataParallel``.
         kwargs: of Lightning's DDPStrategy, but those of DistributedDataParallel and its hooks.
 
     Raises:

@@ -37,14 +37,8 @@ def simulate_interlocking(
     schedule.
 
     Args:
-        shape: one stage on each rank, or all on one.
         costs: times by stage; ``head``, ``learn`` and ``backward_input`` beside ``forward`` and
             ``update``.
-        delays: extra time of single actions.
-
-    Raises:
-        ValueError: the schedule cannot run on the shape, or the ranks deadlock; then with the grid
-            of the actions that have run.
     """
     problem = schedule.validation_error(shape)
     if problem is not None:

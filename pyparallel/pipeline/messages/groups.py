@@ -85,7 +85,7 @@ class P2PGroups:
         for lower, upper in neighbors:
             for sender, receiver in ((lower, upper), (upper, lower)):
                 group: Any = self.of_payloads(sender, receiver).group
-                byte = self._byte()
+                byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
                 if rank == sender:
                     posted.append((byte, group.send([byte], receiver, 0)))
                 elif rank == receiver:
@@ -94,9 +94,6 @@ class P2PGroups:
             work.wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _byte(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.uint8, device=self.device)
 
 
 def _place(lower: int, upper: int, num_ranks: int) -> int:

@@ -21,9 +21,6 @@ def timeline_from_trace(spans: Iterable[Sequence[Span]]) -> Timeline:
     Args:
         spans: of each rank, in the order in which they ran: ``trainer.spans`` of one or more steps,
             gathered from all ranks. The ranks must be on one machine, to share a clock.
-
-    Raises:
-        ValueError: there are no spans.
     """
     ranks = list(spans)
     table = tabulate([span.action for span in rank] for rank in ranks)

@@ -63,7 +63,6 @@ def simulate(
     """Simulate the actions.
 
     Args:
-        actions: of all ranks, or their table.
         costs: durations by stage; the default is 1 for a forward and 2 for a backward.
         versions: the policy of weight versions, ``schedule.versions(shape)``.
         loop: the event loop; default the compiled one if it is available.

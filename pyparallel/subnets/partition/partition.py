@@ -31,7 +31,6 @@ class Partition:
             ``fnmatch`` in each of its parts ("blocks.*" are the children of blocks, not their
             children); "" is the model itself. Modules that no rule names are not cut. None infers
             the hidden dimensions of an ``nn.Sequential``: ``{"": SequentialChain()}``.
-        seed: seed of the random assignments.
     """
 
     rules: Rules | None = None
