@@ -288,8 +288,8 @@ FAULTS = [
     Fault(
         "a microbatch's loss counts as a whole step's",
         "pyparallel/pipeline/runtime/loss.py",
-        "share = splitter.share(microbatch) / self._options.steps_per_update",
-        "share = 1 / self._options.steps_per_update",
+        "share = splitter.share(microbatch) / self.options.steps_per_update",
+        "share = 1 / self.options.steps_per_update",
         "tests/pipeline/test_equivalence.py",
     ),
     Fault(
@@ -394,15 +394,15 @@ FAULTS = [
     Fault(
         "the optimizer's state stays when units move",
         "pyparallel/subnets/subnet_parts.py",
-        "*self._shards.state_tensors(states)]",
+        "*self.shards.state_tensors(states)]",
         "]",
         "tests/subnets/test_invariants.py",
     ),
     Fault(
         "all rounds draw the same units",
         "pyparallel/subnets/subnet_parts.py",
-        "self._partition.draw(self._cut_dims, round_index,",
-        "self._partition.draw(self._cut_dims, 0,",
+        "self.partition.draw(self.cut_dims, round_index,",
+        "self.partition.draw(self.cut_dims, 0,",
         "tests/subnets/test_invariants.py",
     ),
     Fault(

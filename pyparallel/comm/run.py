@@ -106,8 +106,6 @@ class Run:
         """Return the run of the same trainer in a new group of some of its ranks.
 
         All members must call this with the same list, and no other rank may. Arguments are those of
-        ``create_group``.
-
         ``create_group``. Other ranks that would have to take part are a ValueError.
         """
         try:
@@ -247,11 +245,7 @@ class Run:
             self.compare(subject, (first, rank), row, rows[first][TRAINER:NONFINITE])
 
     def compare(
-        self,
-        subject: str,
-        ranks: tuple[int, int],
-        row: Sequence[float],
-        fields: Sequence[float],
+        self, subject: str, ranks: tuple[int, int], row: Sequence[float], fields: Sequence[float]
     ) -> None:
         """Compare the row (8,) of the second rank of the group with the fields (6,) of the first.
 

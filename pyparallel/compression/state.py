@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops._corrupt import raise_if_counted
+from ..training.arguments import require
 from .layout import BufferLayout
 
 
@@ -124,8 +125,6 @@ def _under(index: int, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_shape(owner: str, key: str, saved: Tensor, mine: Tensor) -> None:
-    if saved.shape != mine.shape:
-        raise ValueError(
-            f"state must be of this model, got a {key} of shape {list(saved.shape)} for "
-            f"{owner}, expected shape {list(mine.shape)}"
-        )
+    rule = "state must be of this model"
+    got = f"a {key} of shape {list(saved.shape)} for {owner}, expected shape {list(mine.shape)}"
+    require(saved.shape == mine.shape, rule, got)

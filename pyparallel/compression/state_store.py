@@ -168,11 +168,9 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
         )
     for rank, each in enumerate(states):
         check_format(each)
-        if (each["compressor"], _keys(each)) != (first["compressor"], _keys(first)):
-            raise ValueError(
-                "states must be of one compressor and model, got different ones in states[0] "
-                f"and states[{rank}]"
-            )
+        rule = "states must be of one compressor and model"
+        got = f"different ones in states[0] and states[{rank}]"
+        require((each["compressor"], _keys(each)) == (first["compressor"], _keys(first)), rule, got)
     parameters = {
         name: {
             key: torch.stack([each["parameters"][name][key].float() for each in states]).mean(0)

@@ -127,13 +127,9 @@ class GossipState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``state_dict`` returned; all ranks call it together.
 
-        Every rank checks all of its state, and the ranks compare their steps, before anything is
-        written.
-
-        Raises:
-            DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the
-                state of a rank is damaged or malformed, or of another number of ranks, algorithm,
-                module or optimizer; or the ranks' states are not of one step.
+        A state that is damaged, or of another number of ranks, algorithm, module or optimizer, and
+        states that are not of one step, are a DisagreementError on all ranks, which have changed
+        nothing.
         """
         model, averager = self._model, self._model._averager
         check_states_together(averager, lambda: self._read(state_dict), averager.run)
@@ -149,10 +145,7 @@ class GossipState:
         """Load a folder of ``torch.distributed.checkpoint``; all ranks call it together.
 
         ``name`` is the key of this object when it was saved, as in ``save({"gossip": state})``.
-
-        Raises:
-            DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the
-                checkpoint is of another number of ranks, or as ``load_state_dict``.
+        Errors are as of ``load_state_dict``.
         """
         group = self._model.process_group
         state: dict[str, Any] = {name: {self._key: None}}

@@ -289,10 +289,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
 
-        Raises:
-            DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the
-                state of a rank is damaged, malformed or of a newer pyparallel, or ranks have
-                states of different rounds or steps.
+        States that are damaged, of a newer pyparallel, or of different rounds or steps are a
+        DisagreementError on all ranks, which have changed nothing.
         """
         averager = self._averager
 

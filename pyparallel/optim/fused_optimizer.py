@@ -4,13 +4,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from ..training import FlatBuckets, join_buckets
@@ -26,7 +25,9 @@ Group = dict[str, Any]
 
 
 class FusedOptimizer(Optimizer):
-    """An optimizer whose step is one fused pass over each flat bucket of its parameters.
+    """An optimizer of torch whose step is one fused pass over each flat bucket of its parameters.
+
+    A subclass derives from this class and then from torch's, whose constructor it has.
 
     The first step makes the parameters views of flat buckets, one for each parameter group, dtype
     and device, and lays out the optimizer's state likewise; the ``nn.Parameter`` objects stay the
@@ -56,19 +57,9 @@ class FusedOptimizer(Optimizer):
     _is_adopted = False
     _step_buckets: "Callable[[FusedOptimizer], None] | None" = None
 
-    # With the values that they have in a group that an older torch has saved without them.
-    _options_of_newer_torch: ClassVar[Group] = {
-        "foreach": None,
-        "fused": None,
-        "maximize": False,
-        "differentiable": False,
-    }
-
-    def __init__(self, params: ParamsT, defaults: Group, *, master_weights: bool) -> None:
-        if defaults["foreach"] and defaults["fused"]:
-            raise RuntimeError("foreach and fused must not both be True")
+    def __init__(self, *args: Any, master_weights: bool = False, **kwargs: Any) -> None:
         self.master_weights = master_weights
-        super().__init__(params, defaults)
+        super().__init__(*args, **kwargs)
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -104,7 +95,6 @@ class FusedOptimizer(Optimizer):
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:
-            self._set_missing_options(group)
             self._check_group(group)
         super().__setstate__(state)
         for bucket in self._buckets:
@@ -259,10 +249,6 @@ class FusedOptimizer(Optimizer):
     @abstractmethod
     def _predict(self, bucket: Bucket, group: Group, horizon: Tensor, out: Tensor) -> None:
         """Predict a bucket's parameters."""
-
-    def _set_missing_options(self, group: Group) -> None:
-        for name, value in self._options_of_newer_torch.items():
-            group.setdefault(name, value)
 
     def _check_group(self, group: Group) -> None:
         """Raise a ValueError on what torch's optimizer can step and this one cannot."""

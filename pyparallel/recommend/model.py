@@ -17,10 +17,8 @@ class Link:
     num_ranks: int
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_second > 0:
-            raise ValueError(
-                f"bytes_per_second must be greater than 0, got {self.bytes_per_second}"
-            )
+        rule = "bytes_per_second must be greater than 0"
+        require(self.bytes_per_second > 0, rule, self.bytes_per_second)
         require(self.latency >= 0, "latency must not be negative", self.latency)
         check_integer("num_ranks", self.num_ranks)
 

@@ -268,10 +268,9 @@ class SubnetTrainer(Trainer):
         Every rank checks all of its state, and the ranks compare their rounds, before anything is
         written.
 
-        Raises:
-            DisagreementError: (a ValueError) on all ranks, which have changed nothing: a rank's
-                state is damaged or malformed, or of another rank, number of ranks, partition,
-                module or optimizer, or the ranks' states are of different rounds.
+        A state that is damaged, or of another rank, number of ranks, partition, module or
+        optimizer, and states of different rounds, are a DisagreementError on all ranks, which have
+        changed nothing.
         """
         own = self._collect_state()
         check_state(state_dict, own, self._shards, self.optimizer, self._run)

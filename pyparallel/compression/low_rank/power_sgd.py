@@ -212,12 +212,7 @@ def _remember(
 
 
 def _write_mean(
-    matrices: Matrices,
-    x: Tensor,
-    residual: Residual,
-    left: Tensor,
-    right: Tensor,
-    others: Tensor,
+    matrices: Matrices, x: Tensor, residual: Residual, left: Tensor, right: Tensor, others: Tensor
 ) -> None:
     """Overwrite x by the mean, and the residual by the error."""
     for batch, p, q in _factors(matrices, left, right):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
+from ...training.arguments import require
 from ..compressor import AttachPoint, Message
 from ..residual import Residual, add_residual
 from ..state import CompressorState
@@ -28,11 +29,9 @@ class Threshold(IndexSparsifier):
     fixed_length = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < math.inf:
-            raise ValueError(
-                f"threshold must be finite and > 0, got {self.threshold!r}; to send all entries, "
-                "use Cast or no compressor"
-            )
+        rule = "threshold must be finite and > 0"
+        fix = "to send all entries, use Cast or no compressor"
+        require(0 < self.threshold < math.inf, rule, self.threshold, fix)
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ...training.arguments import summarize
+from ...training.arguments import require, summarize
 from ..compressor import Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
@@ -38,15 +38,11 @@ class Chain(Composed):
     second: BlockwiseCompressor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.first, Sparsifier):
-            raise ValueError(
-                f"first must be a sparsifier such as TopK, got {summarize(self.first)}; wrap the "
-                "Chain, not its parts, in ErrorFeedback"
-            )
-        if not isinstance(self.second, BlockwiseCompressor):
-            raise ValueError(
-                f"second must be a blockwise compressor such as Int8, got {summarize(self.second)}"
-            )
+        rule = "first must be a sparsifier such as TopK"
+        fix = "wrap the Chain, not its parts, in ErrorFeedback"
+        require(isinstance(self.first, Sparsifier), rule, summarize(self.first), fix)
+        rule = "second must be a blockwise compressor such as Int8"
+        require(isinstance(self.second, BlockwiseCompressor), rule, summarize(self.second))
 
     @property
     @override

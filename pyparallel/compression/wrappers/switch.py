@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ...training.arguments import check_type, summarize
+from ...training.arguments import check_type, require, summarize
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
@@ -47,11 +47,8 @@ class Switch(Composed):
                     "compressors must map first steps to compressors, got "
                     f"{summarize(compressor)} for {step!r}"
                 )
-        if 0 not in compressors:
-            raise ValueError(
-                f"compressors must have one for step 0, got steps {sorted(compressors)}; begin "
-                "with Cast()"
-            )
+        rule = "compressors must have one for step 0"
+        require(0 in compressors, rule, f"steps {sorted(compressors)}", "begin with Cast()")
         object.__setattr__(self, "compressors", tuple(sorted(compressors.items(), key=_first_step)))
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager, wrong_type
-from ...training.arguments import check_integer
+from ...training.arguments import check_integer, require
 from .all_reduce import AllReduce
 from .base import Algorithm, check_inner, check_is_algorithm
 from .node_averager import (
@@ -99,11 +99,9 @@ class Hierarchical(Algorithm):
             inner = self.inner.start(module, optimizer, buckets, run)
             return check_inner(inner, self.inner)
         shards = make_shards(buckets, self.ranks_per_node)
-        if not all(shard.buffers for shard in shards):
-            raise ValueError(
-                "ranks_per_node must leave each rank a shard of the parameters, got "
-                f"{self.ranks_per_node} for {buckets.num_bytes} bytes"
-            )
+        rule = "ranks_per_node must leave each rank a shard of the parameters"
+        got = f"{self.ranks_per_node} for {buckets.num_bytes} bytes"
+        require(all(shard.buffers for shard in shards), rule, got)
         rank = run.group_rank
         node = node_of(rank, self.ranks_per_node)
         node_run = run.within(node)

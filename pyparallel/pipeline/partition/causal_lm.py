@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...training import summarize
+from ...training.arguments import require
 from ..messages import Value
 
 _CONTEXT = "_pyparallel_attention_context"  # of a hidden state: what the next block needs too
@@ -193,11 +194,9 @@ def check_config(model: nn.Module, inner: nn.Module, inner_class: str) -> None:
         "is_causal": True,
     }.items():
         value = getattr(config, name, allowed)
-        if value != allowed:
-            raise ValueError(
-                f"model.config.{name} must be {allowed} for a model that is split, got {value}: "
-                "its blocks would need more than the hidden state and a causal mask"
-            )
+        rule = f"model.config.{name} must be {allowed} for a model that is split"
+        got = f"{value}: its blocks would need more than the hidden state and a causal mask"
+        require(value == allowed, rule, got)
     mro: tuple[Any, ...] = type(inner).__mro__
     owner = next((cls for cls in mro if cls.__name__ == inner_class), None)
     if owner is None or mro[0].forward is not owner.forward:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ...training import uncompiled
+from ...training.arguments import require
 from ..runtime.stage_layers import Skippable, StageLayers
 from .names import plain_names
 
@@ -122,17 +123,12 @@ def _find_skips(stages: Sequence[nn.Sequential]) -> list[_Skip]:
             if not isinstance(inner, Skippable):
                 continue
             for name in inner.pop:
-                if name not in stashed:
-                    raise ValueError(
-                        f"pop must name what an earlier layer has stashed, got {name!r} in "
-                        f"layers[{index}]; stashed before it: {sorted(stashed) or 'nothing'}"
-                    )
+                rule = "pop must name what an earlier layer has stashed"
+                fix = f"stashed before it: {sorted(stashed) or 'nothing'}"
+                require(name in stashed, rule, f"{name!r} in layers[{index}]", fix)
                 popped[name] = number
-            if inner.stash in stashed:
-                raise ValueError(
-                    f"stash must be a name of its own for each layer, got {inner.stash!r} again in "
-                    f"layers[{index}]"
-                )
+            rule = "stash must be a name of its own for each layer"
+            require(inner.stash not in stashed, rule, f"{inner.stash!r} again in layers[{index}]")
             if inner.stash is not None:
                 stashed[inner.stash] = number
     for name in stashed:

@@ -10,6 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from typing_extensions import override
 
+from ...training.arguments import require
 from .cut_dim import CutDim
 from .layers import Layer, join
 from .rules import Hidden, Rule
@@ -50,12 +51,10 @@ class SequentialChain(Rule):
     @override
     def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
         """Return one cut dimension for each pair of neighboring layers."""
-        if not isinstance(module, nn.Sequential):
-            raise ValueError(
-                f"hidden dimensions can be inferred for an nn.Sequential only, got "
-                f"{path or 'a module'} of {type(module).__name__}; declare what is cut: "
-                "Partition(rules={name: Hidden(...)})"
-            )
+        rule = "hidden dimensions can be inferred for an nn.Sequential only"
+        fix = "declare what is cut: Partition(rules={name: Hidden(...)})"
+        got = f"{path or 'a module'} of {type(module).__name__}"
+        require(isinstance(module, nn.Sequential), rule, got, fix)
         modules = list(_flatten(module, ""))
         layers = [
             i for i, (_, inner) in enumerate(modules) if isinstance(inner, nn.Linear | _ConvNd)
