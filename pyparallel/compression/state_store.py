@@ -103,11 +103,8 @@ class StateStore:
         Such a state was saved with another compressor, model, number of ranks or on another rank,
         or by a newer pyparallel; or it is damaged or malformed.
         """
-        if not isinstance(state, dict) or not state.keys() >= _KEYS:
-            raise ValueError(
-                f"state must be a result of state_dict(), with {', '.join(sorted(_KEYS))}, "
-                f"got {summarize(state)}"
-            )
+        rule = f"state must be a result of state_dict(), with {', '.join(sorted(_KEYS))}"
+        require(isinstance(state, dict) and state.keys() >= _KEYS, rule, summarize(state))
         check_format(state)
         mine = {"compressor": repr(self.compressor), "num_ranks": self._num_ranks}
         if state.get("rank") is not None:  # None: merged, or saved by an older version
@@ -162,10 +159,8 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
     """
     require(states, "states must be the states of all ranks of the old run", "none")
     first = states[0]
-    if len(states) != first["num_ranks"]:
-        raise ValueError(
-            f"states must be the states of all {first['num_ranks']} ranks, got {len(states)}"
-        )
+    rule = f"states must be the states of all {first['num_ranks']} ranks"
+    require(len(states) == first["num_ranks"], rule, len(states))
     for rank, each in enumerate(states):
         check_format(each)
         rule = "states must be of one compressor and model"

@@ -20,6 +20,7 @@ from ..training import (
     read_checkpoint,
     read_metadata,
 )
+from ..training.arguments import require
 from .errors import agree
 from .partition.names import names_of_modules, plain_names
 from .partition.torch_pipe import UnpackInputs
@@ -221,11 +222,8 @@ def _optimizer_state(each: NamedStage, optimizer: Optimizer, state: State) -> St
     for group, names in zip(loaded["param_groups"], each.parameter_names(optimizer), strict=True):
         options: list[State] = []
         for number, name in zip(group["params"], names, strict=True):
-            if state[f"{_KIND}.{name}"] != kind:
-                raise ValueError(
-                    f"checkpoint_id must be of the same optimizer, {kind} for {name}, got "
-                    f"{state[f'{_KIND}.{name}']}"
-                )
+            rule = f"checkpoint_id must be of the same optimizer, {kind} for {name}"
+            require(state[f"{_KIND}.{name}"] == kind, rule, str(state[f"{_KIND}.{name}"]))
             saved = by_name.get(name, {_STATE: {}, _GROUPS: {}})
             if saved[_STATE]:
                 loaded["state"][number] = saved[_STATE]

@@ -19,7 +19,7 @@ from ..training import (
     summarize,
     wrong_type,
 )
-from ..training.arguments import check_callable, check_type, find_error, is_integer
+from ..training.arguments import check_callable, check_type, find_error, is_integer, require
 from ..training.module_checks import check_module, find_device_error, find_master_weights_error
 from ..training.state_checks import modernize_saved
 from ..training.trainer import find_owner_error
@@ -150,11 +150,9 @@ def _read_state(
         raise ValueError(f"state_dict must be a result of state_dict(), got {summarize(state)}")
     check_format(state)
     rank, size = own["place"]
-    if state.get("place") != own["place"]:
-        raise ValueError(
-            f"state_dict must be that of rank {rank} of {size}, got one of {state.get('place')}; "
-            "with other ranks start from the full model"
-        )
+    rule = f"state_dict must be that of rank {rank} of {size}"
+    fix = "with other ranks start from the full model"
+    require(state.get("place") == own["place"], rule, f"one of {state.get('place')}", fix)
     if difference := first_difference(own["facts"], modernize_saved(state["facts"])):
         name, here, there = difference
         raise ValueError(f"state_dict must have the same {name}, {here}, got {there}")

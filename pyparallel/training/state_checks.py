@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .arguments import summarize
+from .arguments import require, summarize
 
 # What the optimizers of torch, and then a pipeline, keep in the shape of the parameter.
 _OF_PARAMETERS_SHAPE = {
@@ -138,11 +138,9 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, kind: str | None, pa
     if kind not in (None, mine):
         raise ValueError(f"state_dict must be of the same optimizer, {mine}, got {kind}")
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if [len(group["params"]) for group in groups] != sizes:
-        raise ValueError(
-            f"{path} must have parameter groups of {sizes} parameters, got "
-            f"{[len(group['params']) for group in groups]}"
-        )
+    rule = f"{path} must have parameter groups of {sizes} parameters"
+    got = str([len(group["params"]) for group in groups])
+    require([len(group["params"]) for group in groups] == sizes, rule, got)
     for name, default in optimizer.defaults.items() if kind is None else ():
         is_number = isinstance(default, float | int | tuple | Tensor)
         if is_number and not isinstance(default, bool) and any(name not in g for g in groups):

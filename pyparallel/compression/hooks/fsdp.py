@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from ...comm import check_consistent_across_ranks
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, summarize
+from ...training.arguments import require
 from ...training.nonfinite import NonFinitePolicy, find_policy_error
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from .fsdp_custom import (
@@ -140,20 +141,15 @@ class FSDPCompression:
                 each.load_state_dict(state[place][name])
 
     def _check_state(self, state: Any) -> list[tuple[str, str]]:
-        if not isinstance(state, dict) or set(state) != set(self._places):
-            raise ValueError(
-                f"state must be a result of state_dict(), with {' and '.join(self._places)}, "
-                f"got {summarize(state)}"
-            )
+        rule = f"state must be a result of state_dict(), with {' and '.join(self._places)}"
+        got = summarize(state)
+        require(isinstance(state, dict) and set(state) == set(self._places), rule, got)
         fields = []
         # Older versions have saved the names that a compiled module gives.
         state = {place: {plain_name(n): s for n, s in of.items()} for place, of in state.items()}
         for place, mine in self._places.items():
-            if set(state[place]) != set(mine):
-                raise ValueError(
-                    f"state must be of the {place} of the modules {sorted(mine)}, "
-                    f"got one of {sorted(state[place])}"
-                )
+            rule = f"state must be of the {place} of the modules {sorted(mine)}"
+            require(set(state[place]) == set(mine), rule, f"one of {sorted(state[place])}")
             for name, each in mine.items():
                 fields += each.check(state[place][name])
         return fields

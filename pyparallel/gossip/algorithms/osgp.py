@@ -93,12 +93,9 @@ class OSGP(OnTopology):
     ) -> DelayedPushSum:
         # Scaling by the weight would round away small updates of 16-bit ones, and overflow in fp16.
         low = {buffer.dtype for buffer in buckets.buffers} - {torch.float32}
-        if low:
-            raise ValueError(
-                "parameters must be float32 for OSGP, whose push-sum weights differ from 1, got "
-                f"{', '.join(sorted(map(str, low)))}; SGP(topology, overlap=1) takes 16-bit ones "
-                "on regular topologies"
-            )
+        rule = "parameters must be float32 for OSGP, whose push-sum weights differ from 1"
+        fix = "SGP(topology, overlap=1) takes 16-bit ones on regular topologies"
+        require(not low, rule, ", ".join(sorted(map(str, low))), fix)
         return DelayedPushSum.start(
             self._make_buffer, module, buckets, run, self.topology, self.delay
         )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -40,28 +41,23 @@ class Transfer(NamedTuple):
         return 2 * (1 + num_bytes % _NUM_TAGS) + self.is_difference
 
 
+@dataclass(eq=False)
 class PendingExchange:
     """Messages in flight. Do not touch their tensors until ``wait`` has returned."""
 
-    def __init__(
-        self,
-        exchange: "NeighborExchange",
-        transfers: Sequence[Transfer],
-        num_received: int,
-        works: Sequence[dist.Work],
-    ) -> None:
-        self._exchange = exchange
-        self._transfers = transfers  # their tensors are kept alive while in flight
-        self._num_received = num_received  # the first of them; the others are sent
+    exchange: "NeighborExchange"
+    transfers: Sequence[Transfer]  # their tensors are kept alive while in flight
+    num_received: int  # the first of them; the others are sent
+    works: InitVar[Sequence[dist.Work]]
+
+    def __post_init__(self, works: Sequence[dist.Work]) -> None:
         self._works = list(enumerate(works))
-        self._is_batched = len(works) < len(transfers)  # NCCL returns one work for all
+        self._is_batched = len(works) < len(self.transfers)  # NCCL returns one work for all
 
     def wait_for_headers(self) -> None:
         """Wait as ``wait``, on gloo for the headers that are received only."""
         if not self._is_batched:
-            self._wait(
-                lambda index: index < self._num_received and self._transfers[index].is_header
-            )
+            self._wait(lambda index: index < self.num_received and self.transfers[index].is_header)
         else:
             self.wait()
 
@@ -75,7 +71,7 @@ class PendingExchange:
 
     def keep(self) -> None:
         """Keep the tensors for good: messages that nobody waits for may still arrive in them."""
-        self._exchange.failed.append(self)
+        self.exchange.failed.append(self)
 
     def _wait(self, is_due: Callable[[int], bool]) -> None:
         begin = time.perf_counter()
@@ -85,12 +81,12 @@ class PendingExchange:
                 work.wait()
             except RuntimeError as error:
                 self.keep()
-                failed, num_received = self._transfers, self._num_received
+                failed, num_received = self.transfers, self.num_received
                 if not self._is_batched:
                     failed, num_received = failed[index : index + 1], int(index < num_received)
-                raise self._exchange.peer_error(failed, num_received, error) from error
+                raise self.exchange.peer_error(failed, num_received, error) from error
             self._works.remove(entry)
-        self._exchange.run.stats.count_wait(time.perf_counter() - begin)
+        self.exchange.run.stats.count_wait(time.perf_counter() - begin)
 
 
 class Received(NamedTuple):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...ops.mix import mix_unchecked
 from ...training import check_like
+from ...training.arguments import require
 from ..messages import Round
 from ..topology import Neighbors
 
@@ -76,11 +77,8 @@ class RoundBuffer(ABC):
             check_like(masses, self.weight.new_zeros(len(masses)), f"{path}.in_flight.masses")
             named += [("mass in flight", mass) for mass in masses]
         for name, mass in named:
-            if not 0 < float(mass) <= num_ranks * (1 + MASS_TOLERANCE):
-                raise ValueError(
-                    f"{path}: a {name} must be positive and at most {num_ranks}, the number of "
-                    f"ranks, got {float(mass)}"
-                )
+            rule = f"{path}: a {name} must be positive and at most {num_ranks}, the number of ranks"
+            require(0 < float(mass) <= num_ranks * (1 + MASS_TOLERANCE), rule, float(mass))
 
     def _receive(self) -> None:
         if self._round is not None:

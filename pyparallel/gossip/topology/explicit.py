@@ -64,11 +64,8 @@ class FromGraph(Explicit):
         directed = nx.DiGraph(graph)
         directed.remove_edges_from(list(nx.selfloop_edges(directed)))
         num_ranks = directed.number_of_nodes()
-        if set(directed) != set(range(num_ranks)):
-            raise ValueError(
-                f"graph must have the ranks 0 to {num_ranks - 1} as its nodes, "
-                f"got {sorted(map(str, directed))[:8]}"
-            )
+        rule = f"graph must have the ranks 0 to {num_ranks - 1} as its nodes"
+        require(set(directed) == set(range(num_ranks)), rule, str(sorted(map(str, directed))[:8]))
         weights = nx.get_edge_attributes(directed, "weight")
         if weights and len(weights) < directed.number_of_edges():
             raise ValueError(
