@@ -5,21 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, float32, float64
 
-from ._checks import (
-    FLOAT_DTYPES,
-    Number,
-    by_index,
-    check_all_like,
-    check_at_least,
-    check_buffer,
-    check_doubles,
-    check_like,
-    check_one_dtype,
-    check_tensor,
-    describe,
-    has_memory,
-    require,
-)
+from . import _checks
 from .mix import check_masses, mix_reference
 
 
@@ -83,18 +69,18 @@ def check_step(
     offsets: Sequence[int] | None,
     others: dict[str, Tensor],
     messages: Sequence[Tensor],
-    horizon: Number,
+    horizon: _checks.Number,
     outputs: dict[str, Tensor | None],
     scaling: dict[str, Tensor | None],
 ) -> tuple[list[Tensor], list[int]]:
     """Raise on buffers unlike ``param``; return gradients and offsets, as the ops take them."""
-    check_buffer("param", param)
+    _checks.check_buffer("param", param)
     grads = check_grads(param, grad, offsets)
     written = {name: output for name, output in outputs.items() if output is not None}
-    check_all_like({**others, **written}, messages, "param", param)
-    check_at_least("horizon", horizon, 0)
+    _checks.check_all_like({**others, **written}, messages, "param", param)
+    _checks.check_at_least("horizon", horizon, 0)
     if outputs["prediction"] is None and not isinstance(horizon, Tensor):
-        require("horizon", "0 where no prediction is given", horizon, horizon == 0)
+        _checks.require("horizon", "0 where no prediction is given", horizon, horizon == 0)
     for name, tensor in scaling.items():
         if tensor is not None:
             check_scaling(name, tensor, param)
@@ -108,7 +94,7 @@ def check_scaling(name: str, tensor: Tensor, param: Tensor) -> None:
     """Raise unless a scalar of gradient scaling is 0-d, of its dtype, where it can be read."""
     dtype = SCALING[name]
     # What is counted is written by the kernel.
-    check_tensor(name, tensor, dtype, (), param.device, or_cpu=dtype != float64)
+    _checks.check_tensor(name, tensor, dtype, (), param.device, or_cpu=dtype != float64)
 
 
 def check_grads(
@@ -118,19 +104,23 @@ def check_grads(
     if isinstance(grad, Tensor):
         if offsets is not None:
             raise ValueError(f"offsets must be None with one gradient, got {list(offsets)}")
-        check_like("grad", grad, "param", param)
+        _checks.check_like("grad", grad, "param", param)
         return {"grad": grad}
     if offsets is None or len(offsets) != len(grad):
         got = None if offsets is None else f"{len(offsets)} entries"
         raise ValueError(f"offsets must have an entry for each of {len(grad)} gradients, got {got}")
-    grads = by_index("grad", grad)
+    grads = _checks.by_index("grad", grad)
     end = 0
     for index, (name, each, offset) in enumerate(zip(grads, grad, offsets, strict=True)):
-        fits = each.dtype in FLOAT_DTYPES and each.is_contiguous() and each.device == param.device
+        fits = (
+            each.dtype in _checks.FLOAT_DTYPES
+            and each.is_contiguous()
+            and each.device == param.device
+        )
         if not fits:
             raise ValueError(
                 f"{name} must be a contiguous tensor of float32, bfloat16 or float16 "
-                f"on {param.device}, got {describe(each)}"
+                f"on {param.device}, got {_checks.describe(each)}"
             )
         last = param.numel() - each.numel()
         if not end <= offset <= last:
@@ -139,7 +129,7 @@ def check_grads(
                 f"{last}, for {name} to end inside param, got {offset}"
             )
         end = offset + each.numel()
-    check_one_dtype("grad", list(grad))
+    _checks.check_one_dtype("grad", list(grad))
     return grads
 
 
@@ -155,8 +145,10 @@ def take_masses(
         # Without messages it is only a scalar, which need not be on the device.
         mass = torch.scalar_tensor(1, dtype=float64, device=param.device if messages else None)
     else:
-        check_doubles("mass", mass, (), param, "param")
-    check_doubles("masses", masses, (len(messages),), param if messages else masses, "param")
-    if mass.is_cpu and has_memory(mass):
+        _checks.check_doubles("mass", mass, (), param, "param")
+    _checks.check_doubles(
+        "masses", masses, (len(messages),), param if messages else masses, "param"
+    )
+    if mass.is_cpu and _checks.has_memory(mass):
         check_masses("mass", mass.item(), masses.tolist())
     return mass, masses

@@ -25,14 +25,7 @@ from .partition.names import names_of_modules
 from .partition.slice import find_ties, slice_layers
 from .partition.tied_parameters import TiedParameters
 from .prediction.last_update import LastUpdate
-from .runtime.build_stage import (
-    TrainedStage,
-    attach_predictors,
-    build_optimizers,
-    build_schedulers,
-    prepare_training,
-    trained_parameters,
-)
+from .runtime import build_stage
 from .runtime.clipping import LossScale, device_for
 from .runtime.executor import Executor
 from .runtime.loss import Criterion, shares_update_fn
@@ -162,7 +155,7 @@ def prepare_stages(
     """Prepare the stages of a rank: all that may fail on one rank alone."""
     shape, last = arguments.shape, arguments.num_stages - 1
     prepared = {
-        index: prepare_training(
+        index: build_stage.prepare_training(
             index, modules[index], arguments.optimizer_fn, schedule, shape,
             arguments.scheduler_fn, arguments.correction,
         )
@@ -200,15 +193,17 @@ def _prepare_interlocking(
     check_trained_apart(built, modules)
     prepared = {}
     for index, module in own.items():
-        named = trained_parameters(module)
+        named = build_stage.trained_parameters(module)
         if index in built:
-            named |= trained_parameters(built[index], "head.")
+            named |= build_stage.trained_parameters(built[index], "head.")
         optimizers, weights = [], LiveWeights(None)
         if named:
-            optimizers = build_optimizers(named, arguments.optimizer_fn)
-            weights = LiveWeights(attach_predictors(optimizers, schedule, shape, index)[1])
-        schedulers = build_schedulers(optimizers, arguments.scheduler_fn)
-        prepared[index] = TrainedStage(optimizers, weights, schedulers)
+            optimizers = build_stage.build_optimizers(named, arguments.optimizer_fn)
+            weights = LiveWeights(
+                build_stage.attach_predictors(optimizers, schedule, shape, index)[1]
+            )
+        schedulers = build_stage.build_schedulers(optimizers, arguments.scheduler_fn)
+        prepared[index] = build_stage.TrainedStage(optimizers, weights, schedulers)
 
     def finish(criterion: Criterion, options: StageOptions) -> Executor:
         stages = {}

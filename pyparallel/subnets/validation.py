@@ -9,16 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from .. import training
 from ..comm import Run, first_difference
-from ..training import (
-    check_format,
-    check_like,
-    check_on_all_ranks,
-    check_optimizer_state,
-    has_methods,
-    summarize,
-    wrong_type,
-)
 from ..training.arguments import check_callable, check_type, find_error, is_integer, require
 from ..training.module_checks import check_module, find_device_error, find_master_weights_error
 from ..training.state_checks import modernize_saved
@@ -85,8 +77,8 @@ def _check_types(module: object, optimizer_fn: object, policies: Mapping[str, An
         ("optimizer_state", "CarryState() or ResetState()", ["carried_state", "on_new_round"]),
         ("scale", "Unscaled() or Averaged()", ["apply", "enlargement"]),
     ):
-        if not has_methods(policies[name], *methods):
-            raise wrong_type(name, f"an object such as {examples}", policies[name])
+        if not training.has_methods(policies[name], *methods):
+            raise training.wrong_type(name, f"an object such as {examples}", policies[name])
 
 
 def find_validation_error(
@@ -140,15 +132,17 @@ def check_state(
 
     All states must be of one round.
     """
-    check_on_all_ranks(lambda: _read_state(state, own, shards, optimizer), run.agree)
+    training.check_on_all_ranks(lambda: _read_state(state, own, shards, optimizer), run.agree)
 
 
 def _read_state(
     state: Any, own: Mapping[str, Any], shards: ModelShards, optimizer: Optimizer
 ) -> ConfigFields:
     if not isinstance(state, Mapping):
-        raise ValueError(f"state_dict must be a result of state_dict(), got {summarize(state)}")
-    check_format(state)
+        raise ValueError(
+            f"state_dict must be a result of state_dict(), got {training.summarize(state)}"
+        )
+    training.check_format(state)
     rank, size = own["place"]
     rule = f"state_dict must be that of rank {rank} of {size}"
     fix = "with other ranks start from the full model"
@@ -157,10 +151,10 @@ def _read_state(
         name, here, there = difference
         raise ValueError(f"state_dict must have the same {name}, {here}, got {there}")
     for key in ("round", "steps", "subnet"):
-        check_like(state[key], own[key], key)
+        training.check_like(state[key], own[key], key)
     shards.check_state(state["whole"], "whole")
     # Its kind is among the facts.
-    check_optimizer_state(optimizer, state["optimizer"], None, "optimizer")
+    training.check_optimizer_state(optimizer, state["optimizer"], None, "optimizer")
     return [("round of state_dict", str(state["round"]))]
 
 

@@ -21,14 +21,9 @@ from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
 from ..state_store import StateStore, steps_of
+from . import end_of_backward
 from .bucket_reducer import BucketReducer
 from .ddp_compiled import CustomOp, StepDetector
-from .end_of_backward import (
-    at_end_of_backward,
-    before_end_of_backward,
-    is_in_backward,
-    raise_at_end_of_backward,
-)
 
 _RAISED_ON_ALL_RANKS = (CorruptMessageError, NonFiniteError)
 Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
@@ -152,7 +147,7 @@ class GradientCompression:
         try:
             self._start()
         except DisagreementError as error:  # on all ranks, which keep their own gradients
-            raise_at_end_of_backward(error)
+            end_of_backward.raise_at_end_of_backward(error)
             unchanged: Future[Tensor] = Future(devices=[gradients.device] * gradients.is_cuda)
             unchanged.set_result(gradients)
             return unchanged
@@ -162,7 +157,7 @@ class GradientCompression:
             return self._started[-1]
         others, self._started = self._started, []
 
-        in_backward = is_in_backward()
+        in_backward = end_of_backward.is_in_backward()
 
         def end_step() -> None:
             for other in others:
@@ -175,8 +170,8 @@ class GradientCompression:
         future = self._reducer.start(gradients, layout, end_step)
         if in_backward:  # a future would quote the error in a RuntimeError
             if gradients.is_cpu:
-                before_end_of_backward(lambda: self._wait(future))
-            at_end_of_backward(self._raise_failure)
+                end_of_backward.before_end_of_backward(lambda: self._wait(future))
+            end_of_backward.at_end_of_backward(self._raise_failure)
         return future
 
     def _end_step(self) -> None:

@@ -10,15 +10,9 @@ from typing_extensions import override
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager, wrong_type
 from ...training.arguments import check_integer, require
+from . import node_averager
 from .all_reduce import AllReduce
 from .base import Algorithm, check_inner, check_is_algorithm
-from .node_averager import (
-    NodeAverager,
-    counterparts_of,
-    find_ranks_per_node_error,
-    make_shards,
-    node_of,
-)
 from .sgp import sgp
 
 
@@ -84,7 +78,7 @@ class Hierarchical(Algorithm):
 
     @override
     def validation_error(self, num_ranks: int) -> str | None:
-        if error_text := find_ranks_per_node_error(self.ranks_per_node, num_ranks):
+        if error_text := node_averager.find_ranks_per_node_error(self.ranks_per_node, num_ranks):
             return error_text
         num_nodes = num_ranks // self.ranks_per_node
         error_text = self.inner.validation_error(num_nodes)
@@ -98,15 +92,15 @@ class Hierarchical(Algorithm):
         if self.ranks_per_node == 1:
             inner = self.inner.start(module, optimizer, buckets, run)
             return check_inner(inner, self.inner)
-        shards = make_shards(buckets, self.ranks_per_node)
+        shards = node_averager.make_shards(buckets, self.ranks_per_node)
         rule = "ranks_per_node must leave each rank a shard of the parameters"
         got = f"{self.ranks_per_node} for {buckets.num_bytes} bytes"
         require(all(shard.buffers for shard in shards), rule, got)
         rank = run.group_rank
-        node = node_of(rank, self.ranks_per_node)
+        node = node_averager.node_of(rank, self.ranks_per_node)
         node_run = run.within(node)
-        peers = run.within(counterparts_of(rank, self.ranks_per_node, run.size))
+        peers = run.within(node_averager.counterparts_of(rank, self.ranks_per_node, run.size))
         inner = self.inner.start(module, optimizer, shards[rank - node[0]], peers)
         check_inner(inner, self.inner)
         within = self.within.start(module, optimizer, buckets, node_run)
-        return NodeAverager(inner, within, buckets, shards, node_run, run)
+        return node_averager.NodeAverager(inner, within, buckets, shards, node_run, run)
