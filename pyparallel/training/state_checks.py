@@ -135,8 +135,7 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, kind: str | None, pa
     """
     mine = optimizer_kind(optimizer)
     groups = saved["param_groups"]
-    if kind not in (None, mine):
-        raise ValueError(f"state_dict must be of the same optimizer, {mine}, got {kind}")
+    require(kind in (None, mine), f"state_dict must be of the same optimizer, {mine}", str(kind))
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     rule = f"{path} must have parameter groups of {sizes} parameters"
     got = str([len(group["params"]) for group in groups])

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...compression import BufferLayout, Piece
 from ...training import FlatBuckets, Segment, assign_buckets, plain_name
+from ...training.arguments import require
 
 Named = list[tuple[str, nn.Parameter]]
 Places = dict[str, int]
@@ -96,11 +97,10 @@ def _gather(
     if _are_flat(nodes, saved):
         return _join(nodes, saved, places, home)
     if isinstance(first, Tensor):
-        if not all(torch.equal(first, each) for each in nodes):
-            raise ValueError(
-                "the saved state must be equal in all buffers, got unequal weights: a neighbor had "
-                "failed; load it with the optimizer it was saved with"
-            )
+        rule = "the saved state must be equal in all buffers"
+        fix = "load it with the optimizer it was saved with"
+        got = "unequal weights: a neighbor had failed"
+        require(all(torch.equal(first, each) for each in nodes), rule, got, fix)
         return first.clone()
     return first
 

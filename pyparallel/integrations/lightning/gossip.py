@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ...gossip import SGP, Algorithm, GossipDataParallel, GossipState
 from ...gossip.topology import OnePeerExponential
-from ...training.arguments import check_callable
+from ...training.arguments import check_callable, require
 from ...training.nonfinite import NonFinitePolicy
 from .rank_files import RankFiles
 
@@ -71,11 +71,10 @@ class GossipStrategy(RankFiles):
 
     @override
     def setup(self, trainer: Any) -> None:
-        if self._layer_sync is not None:
-            raise ValueError(
-                "sync_batchnorm must be False with GossipStrategy, got True: it would wait for all "
-                "ranks in every forward; statistics are each rank's own, averaged in validation"
-            )
+        rule = "sync_batchnorm must be False with GossipStrategy"
+        fix = "statistics are each rank's own, averaged in validation"
+        got = "True: it would wait for all ranks in every forward"
+        require(self._layer_sync is None, rule, got, fix)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self.lightning_module is not None:
             self._saved = None

@@ -199,10 +199,9 @@ def check_config(model: nn.Module, inner: nn.Module, inner_class: str) -> None:
         require(value == allowed, rule, got)
     mro: tuple[Any, ...] = type(inner).__mro__
     owner = next((cls for cls in mro if cls.__name__ == inner_class), None)
-    if owner is None or mro[0].forward is not owner.forward:
-        raise ValueError(
-            f"the model must run the forward of {inner_class}, got that of {type(inner).__name__}"
-        )
+    rule = f"the model must run the forward of {inner_class}"
+    got = f"that of {type(inner).__name__}"
+    require(owner is not None and mro[0].forward is owner.forward, rule, got)
     masking = sys.modules.get("transformers.masking_utils")
     create = getattr(masking, "create_causal_mask", None)
     if create is None or not inspect.signature(create).parameters.keys() >= _MASK_ARGUMENTS:

@@ -132,6 +132,5 @@ def _find_skips(stages: Sequence[nn.Sequential]) -> list[_Skip]:
             if inner.stash is not None:
                 stashed[inner.stash] = number
     for name in stashed:
-        if name not in popped:
-            raise ValueError(f"stash must be popped by a later layer, got {name!r}, which is not")
+        require(name in popped, "stash must be popped by a later layer", f"{name!r}, which is not")
     return [_Skip(name, number, popped[name]) for name, number in stashed.items()]
