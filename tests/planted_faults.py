@@ -479,8 +479,8 @@ FAULTS = [
     Fault(
         "a fused step predicts from weights that are not rounded to their dtype",
         "pyparallel/ops/sgd_step.py",
-        "predict_sgd_reference(param, velocity, lr / mass, horizon, prediction)",
-        "predict_sgd_reference(z, velocity, lr / mass, horizon, prediction)",
+        "predict_sgd_reference(param, velocity, lr / shared.mass",
+        "predict_sgd_reference(z, velocity, lr / shared.mass",
         "tests/ops/test_sgd_step.py",
     ),
     Fault(
@@ -516,7 +516,7 @@ FAULTS = [
     Fault(
         "headers of messages are not compared",
         "pyparallel/gossip/messages/header.py",
-        "if row[TRAINER:NONFINITE] != own:",
+        "if row[counts.TRAINER : counts.NONFINITE] != own:",
         "if False:",
         "tests/gossip/messages/test_header.py",
     ),

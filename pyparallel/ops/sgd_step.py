@@ -1,13 +1,14 @@
 """``sgd_step_``: SGD fused with gossip averaging before and prediction after the step."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._checks import Number, as_scalar, check_at_least, require
 from ._library import checked, define
-from ._step import check_step, mixed, placed, settle, take_masses
+from ._step import Shared, check_step, mixed, placed, settle
 from .predict_sgd import predict_sgd_reference
 
 
@@ -22,25 +23,17 @@ def sgd_step_reference(
     weight_decay: float,
     nesterov: bool,
     maximize: bool,
-    mass: Tensor,
-    messages: list[Tensor],
-    masses: Tensor,
-    mix_after: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    nonfinite: Tensor | None,
-    horizon: Tensor,
-    prediction: Tensor | None,
-    message: Tensor | None,
+    *rest: Any,
 ) -> None:
     """Compute the op in plain PyTorch: the definition that all kernels are tested against.
 
     The update is ``predict_sgd`` one step ahead. On the numerator ``mass * param`` the decay is
     that of ``weight_decay * mass``, and the update is that of learning rate ``lr / mass``.
     """
-    z = mixed(param, mass, [] if mix_after else messages, masses)
-    gradient, stepped = placed(grads, offsets, param, maximize, grad_scale, found_inf, nonfinite)
-    gradient = gradient + (weight_decay * mass).float() * z
+    shared = Shared(*rest)
+    z = mixed(param, shared, after=False)
+    gradient, stepped = placed(grads, offsets, param, maximize, shared)
+    gradient = gradient + (weight_decay * shared.mass).float() * z
     before = torch.zeros_like(z) if momentum_buffer is None else momentum_buffer.float()
     velocity = momentum * before + (1 - dampening) * gradient
     update = gradient + momentum * velocity if nesterov else velocity
@@ -49,11 +42,11 @@ def sgd_step_reference(
         momentum_buffer.copy_(velocity)
         velocity = momentum_buffer
     ahead = torch.empty_like(z)
-    predict_sgd_reference(z, update, lr / mass, torch.ones_like(lr), ahead)
+    predict_sgd_reference(z, update, lr / shared.mass, torch.ones_like(lr), ahead)
     z = torch.where(stepped, ahead, z)
-    settle(param, z, mass, messages, masses, mix_after, message)
-    if prediction is not None:
-        predict_sgd_reference(param, velocity, lr / mass, horizon, prediction)
+    settle(param, z, shared)
+    if shared.prediction is not None:
+        predict_sgd_reference(param, velocity, lr / shared.mass, shared.horizon, shared.prediction)
 
 
 sgd_step_unchecked = define(
@@ -125,16 +118,15 @@ def sgd_step_(
         others["momentum_buffer"] = momentum_buffer
     elif momentum != 0:
         raise ValueError("momentum_buffer must be given where momentum is not 0, got None")
-    outputs = {"message": message, "prediction": prediction}
-    scaling = {"grad_scale": grad_scale, "found_inf": found_inf, "nonfinite": nonfinite}
-    grads, offsets = check_step(param, grad, offsets, others, messages, horizon, outputs, scaling)
+    mixing = mass, messages, masses, mix_after
+    scaling, outputs = (grad_scale, found_inf, nonfinite), (horizon, prediction, message)
+    grads, offsets, shared = check_step(param, grad, offsets, others, mixing, scaling, outputs)
     check_at_least("lr", lr, 0)
     check_at_least("momentum", momentum, 0)
     check_at_least("weight_decay", weight_decay, 0)
     if nesterov:
         require("momentum", "over 0 with nesterov", momentum, momentum > 0)
         require("dampening", "0 with nesterov", dampening, dampening == 0)
-    mass, masses = take_masses(param, mass, messages, masses)
     _sgd_step_checked(
         param,
         grads,
@@ -146,14 +138,5 @@ def sgd_step_(
         weight_decay,
         nesterov,
         maximize,
-        mass,
-        list(messages),
-        masses,
-        mix_after,
-        grad_scale,
-        found_inf,
-        nonfinite,
-        as_scalar("horizon", horizon, param),
-        prediction,
-        message,
+        *shared,
     )

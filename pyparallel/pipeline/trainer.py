@@ -331,8 +331,8 @@ class PipelineTrainer(Trainer):
 
         It is that of each stage's last completed update: the live weights, without the gradients of
         microbatches in flight. Buffers are those of the last forward. ``updates``, their number,
-        may differ between stages; ``half_updated``: the failure was inside of an update, of which a
-        RuntimeWarning tells.
+        may differ between stages; ``half_updated``: the failure was inside of an update, and there
+        is a RuntimeWarning.
         """
         if self._pipeline is None:
             raise RuntimeError(
@@ -346,7 +346,7 @@ class PipelineTrainer(Trainer):
 
         Every rank checks all of its state, and the ranks compare their steps, before anything is
         written. The steps may differ if a rank's state is of ``rescue_state_dict``; other ranks,
-        such as one that died, may then load an older checkpoint. A RuntimeWarning tells of a stage
+        such as one that died, may then load an older checkpoint. A RuntimeWarning names a stage
         that may be half updated.
 
         Raises:

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager, has_methods, wrong_type
-from ...training.arguments import require
 from ..topology import Topology
 from ..topology.base import check_topology
 
@@ -101,7 +100,8 @@ def check_is_algorithm(algorithm: object, name: str) -> None:
 
 def check_inner(averager: ModelAverager, algorithm: object) -> ModelAverager:
     """Return the averager of an inner algorithm; a ValueError if that does not only gossip."""
-    require(averager.traits.can_be_inner, "inner must be a gossip algorithm", str(algorithm))
+    if not averager.traits.can_be_inner:
+        raise ValueError(f"inner must be a gossip algorithm, got {algorithm}")
     return averager
 
 
