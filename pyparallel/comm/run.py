@@ -35,12 +35,9 @@ class Run:
 
     Whatever communicates for a trainer gets it, so one place knows the group, the step and the
     errors. Rank numbers of ``group`` count from 0; errors and ``rank`` have global ones.
-    ``Run(process_group)`` has no number, for communication outside of any trainer.
-
-    Args:
-        process_group: the ranks that communicate; None: the default group, or a single rank if none
-            was initialized.
-        within: the run whose group's ranks ``process_group`` has a part of: of the same trainer.
+    ``Run(process_group)`` has no number, for communication outside of any trainer; None is the
+    default group, or a single rank if none was initialized. ``within`` is the run of the same
+    trainer whose group's ranks ``process_group`` has a part of.
 
     Attributes:
         rank, group_rank: the global rank of this process, and that in the group, of ``size``.

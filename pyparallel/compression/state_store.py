@@ -149,13 +149,8 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
     """Merge the states of all ranks into the one that every rank of a run of another size loads.
 
     Each new rank gets the mean of the old ranks' tensors, so the mean residual over ranks stays the
-    same.
-
-    Args:
-        states: the ``state_dict`` of every rank of the old run.
-
-    Raises:
-        ValueError: the states are not those of all ranks of one run, or one is damaged.
+    same. States that are not the ``state_dict`` of every rank of one run, or one that is damaged,
+    are a ValueError.
     """
     require(states, "states must be the states of all ranks of the old run", "none")
     first = states[0]

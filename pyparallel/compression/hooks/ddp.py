@@ -121,11 +121,8 @@ class GradientCompression:
         Before there is a process group, a copy is kept until the first bucket, at which the ranks
         compare their states. What is wrong with it on any rank is raised at once on this one.
 
-        Raises:
-            DisagreementError: (a ValueError) on all ranks, which have changed nothing: that of a
-                rank cannot be loaded, or ranks have states of different steps.
-            ValueError: there is no process group, and the state is damaged, malformed, or was saved
-                with another compressor.
+        States that are damaged, of another compressor or of different steps are a DisagreementError
+        on all ranks, which have changed nothing; without a process group a ValueError.
         """
         if not self._has_group:
             saved = state if isinstance(state, dict) else {}

@@ -126,11 +126,9 @@ class FSDPCompression:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a ``state_dict`` between steps, to resume bit for bit; all ranks call it together.
 
-        Raises:
-            DisagreementError: (a ValueError) on all ranks, which have changed nothing: that of a
-                rank was saved with other modules or another compressor, is damaged or malformed,
-                or ranks have states of different steps. For another rank or number of ranks, or
-                other shapes, the next step raises an error.
+        States that are damaged, of other modules or another compressor, or of different steps are a
+        DisagreementError on all ranks, which have changed nothing. For another rank or number of
+        ranks, or other shapes, the next step raises an error.
         """
         check_on_all_ranks(
             lambda: self._check_state(state),

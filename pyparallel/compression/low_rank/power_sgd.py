@@ -149,12 +149,10 @@ class PowerSGD(Compressor):
 def _multiply(
     matrices: Matrices, x: Tensor, state: CompressorState, residual: Residual
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Compute what a rank sends in the first all-reduce.
+    """Return x plus residual, bases of the spans of Q^T, and what is sent in the first all-reduce.
 
-    Returns:
-        total: (numel,) float32: x plus residual; the residual's storage if there is one.
-        basis: orthonormal rows with the span of Q^T, for each batch.
-        first: uncompressed entries, then M Q of all matrices.
+    The sum, (numel,) float32, is in the residual's storage if there is one. What is sent is
+    uncompressed entries, then M Q of all matrices.
     """
     basis = _basis(matrices, state)
     total = x.float() if residual is None else residual

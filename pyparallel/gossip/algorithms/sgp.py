@@ -92,8 +92,7 @@ class SGP(OnTopology):
 
     Args:
         topology: the neighbors of each round, for as many ranks as the process group has.
-        overlap: number of steps for which messages may be in flight; 0: the round is complete when
-            ``optimizer.step()`` returns.
+        overlap: tau, the number of steps for which messages may be in flight.
         compressor: of the messages; None: parameters are sent uncompressed. It compresses deltas
             against the receivers' copy (CHOCO-SGD, see `CompressedBuffer`), so it needs no error
             feedback and ranks still reach consensus. An aggressive one needs smaller shares: use

@@ -56,19 +56,14 @@ class Stage:
     Without parameters to train it has no optimizers; only the last one has a criterion.
     ``schedulers``, one for each optimizer or none, are stepped after each update.
 
-    Attributes:
-        refusals: of gradients that the stage has not had, since they were last taken.
-        skips_update: such a gradient would be in the next update.
-        clipper: None: updates are not clipped, or those of all stages together.
-        num_updates: completed since the stage was built, and in what it has loaded.
-        num_skipped: updates that were skipped since the stage was built, but on the device.
-        is_updating: an update has begun and not ended, or has failed.
+    ``refusals`` are of gradients that the stage has not had, since they were last taken. Without a
+    ``clipper`` updates are not clipped, or those of all stages together.
     """
 
-    skips_update = False
-    num_updates = 0
-    num_skipped = 0
-    is_updating = False
+    skips_update = False  # a refused gradient would be in the next one
+    num_updates = 0  # completed since the stage was built, and in what it has loaded
+    num_skipped = 0  # since the stage was built, but on the device
+    is_updating = False  # one has begun and not ended, or has failed
     head_loss: float | None = None  # of the last step, where the stage has a head of its own
 
     def __init__(
