@@ -169,7 +169,7 @@ def test_constructors_are_torchs():
         assert isinstance(own(make_parameters()), other)
         assert own(make_parameters()).defaults == other(make_parameters()).defaults
         for options in of_all + rows:
-            with pytest.raises(ValueError, match="Invalid|requires|must be 1-element"):
+            with pytest.raises(ValueError, match=r"Invalid|requires|must be 1-element"):
                 own(make_parameters(), **options)
         with pytest.raises(RuntimeError, match="`fused` and `foreach`"):
             own(make_parameters(), foreach=True, fused=True)
