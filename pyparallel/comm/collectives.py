@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from .consistency import all_gather_single
+from .consistency import all_gather_single as _gather
 from .run import Run
 from .stats import CommStats
 
@@ -109,7 +109,7 @@ class Collectives:
             return tensor.clone().view(1, -1)
         gathered = tensor.new_empty(self.size * tensor.numel())
         if tensor.numel():
-            self._run("all-gather", all_gather_single, gathered, tensor)
+            self._run("all-gather", _gather, gathered, tensor)
         return gathered.view(self.size, tensor.numel())
 
     def all_gather_each(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:

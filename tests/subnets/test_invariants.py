@@ -345,7 +345,7 @@ def watched():
 
     with pytest.MonkeyPatch.context() as patch:
         watch("all_to_all_single", 1)
-        watch("all_gather_single", 1, collectives)  # under the name that torch has for it
+        watch("_gather", 1, collectives)  # of torch's names for it, the one that torch has
         for name in ("all_reduce", "broadcast", "all_gather_object"):
             watch(name, 0)
         yield calls
@@ -532,11 +532,10 @@ def test_bytes_sent_match_the_formula_and_no_indices_are_sent(outcome, subtests)
             for rank in ranks:
                 _, calls, payload = rank["traffic"][place, kind]
                 assert payload == one_way
-                check = ("all_gather_single", 6 * 8)
+                check = ("_gather", 6 * 8)
                 kinds = [name for name, _ in calls]
-                each_merge = [check[0], "all_to_all_single", "all_to_all_single"]
-                assert kinds == ([] if num == 1 else each_merge * 2)
-                assert all(call == check for call in calls if call[0] == check[0])
+                assert kinds == ([] if num == 1 else ["_gather", *["all_to_all_single"] * 2] * 2)
+                assert all(call == check for call in calls if call[0] == "_gather")
             ways = [
                 [size for name, size in r["traffic"][place, kind][1] if "all_to" in name]
                 for r in ranks

@@ -10,7 +10,6 @@ parameter.)
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -95,7 +94,6 @@ class LiveWeights(Weights):
         self._version = 0
 
 
-@dataclass(eq=False)
 class StageWeights(Weights):
     """The live weights of a stage, stashed versions that are still read, and predicted ones.
 
@@ -103,15 +101,21 @@ class StageWeights(Weights):
     many updates come before the one that takes a microbatch's gradient.
     """
 
-    weights: Sequence[FlatBuckets]
-    weight_predictor: WeightPredictor
-    policy: Versions
-    stage: int
-    update_index: Callable[[int], int]
-
-    def __post_init__(self) -> None:
-        self._memory = WeightCopies(self.weights)
+    def __init__(
+        self,
+        weights: Sequence[FlatBuckets],
+        weight_predictor: WeightPredictor,
+        policy: Versions,
+        stage: int,
+        update_index: Callable[[int], int],
+    ) -> None:
+        self._weights = weights
+        self._memory = WeightCopies(weights)
         self._live = self._memory.current
+        self._weight_predictor = weight_predictor
+        self._policy = policy
+        self._stage = stage
+        self._update_index = update_index
         self._copies: dict[VersionKey, WeightCopy] = {}
         self._free: list[WeightCopy] = []
         self._prefetched: VersionKey | None = None  # predicted for the next forward
@@ -131,7 +135,7 @@ class StageWeights(Weights):
         counters = self._counters_of(microbatch)
         self._pending[microbatch] = counters
         self._next_microbatch = microbatch + 1
-        key = self.last_read = _key_of(self.policy.forward(counters, self.stage))
+        key = self.last_read = _key_of(self._policy.forward(counters, self._stage))
         self._prefetched = None
         self._memory.point_to(self._copy(key))
         try:
@@ -145,7 +149,7 @@ class StageWeights(Weights):
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[VersionKey]:
         counters = self._pending[microbatch]._replace(backward=self._version)
-        key = self.last_read = _key_of(self.policy.backward(counters, self.stage))
+        key = self.last_read = _key_of(self._policy.backward(counters, self._stage))
         self._memory.point_to(self._copy(key))
         try:
             yield key
@@ -162,11 +166,11 @@ class StageWeights(Weights):
         self._begin_version()
         key = self._next_forward_key()
         if key.version == self._version and key.horizon:
-            self.weight_predictor.step(key.horizon, self._allocate(key))
+            self._weight_predictor.step(key.horizon, self._allocate(key))
             self._leave_out_frozen(key)
             self._prefetched = key
         else:
-            self.weight_predictor.step()
+            self._weight_predictor.step()
 
     @override
     def skip_update(self) -> None:
@@ -174,7 +178,7 @@ class StageWeights(Weights):
 
     def _begin_version(self) -> None:
         """Count an update, and stash the weights before it while they are still to be read."""
-        for each in self.weights:
+        for each in self._weights:
             each.check(each.parameters)
         previous = self.last_read = VersionKey(self._version, 0)
         self._version += 1
@@ -197,7 +201,7 @@ class StageWeights(Weights):
         self._memory.restore(self._live)
 
     def _counters_of(self, microbatch: int) -> VersionCounters:
-        update = self.update_index(microbatch)
+        update = self._update_index(microbatch)
         if update not in self._first_forwards:
             kept = {k: v for k, v in self._first_forwards.items() if k >= update - 1}
             self._first_forwards = kept
@@ -205,17 +209,17 @@ class StageWeights(Weights):
         return VersionCounters(self._version, self._version, update, first_forward)
 
     def _next_forward_key(self) -> VersionKey:
-        update = self.update_index(self._next_microbatch)
+        update = self._update_index(self._next_microbatch)
         first_forward = self._first_forwards.get(update, self._version)
         counters = VersionCounters(self._version, self._version, update, first_forward)
-        return _key_of(self.policy.forward(counters, self.stage))
+        return _key_of(self._policy.forward(counters, self._stage))
 
     def _still_read(self) -> set[VersionKey]:
         """Return the keys that are still to be read, of copies and of the version before now."""
         keys = {self._next_forward_key()}
         for counters in self._pending.values():
             now, later = (
-                _key_of(self.policy.backward(counters._replace(backward=version), self.stage))
+                _key_of(self._policy.backward(counters._replace(backward=version), self._stage))
                 for version in (self._version, self._version + 1)
             )
             # A key that changes with the live weights is predicted from them at the backward.
@@ -248,14 +252,14 @@ class StageWeights(Weights):
             return self._live
         if key not in self._copies:
             if key.version != self._version:
-                raise RuntimeError(f"stage {self.stage} holds no weights of {key}")
-            self.weight_predictor.predict(key.horizon, self._allocate(key))
+                raise RuntimeError(f"stage {self._stage} holds no weights of {key}")
+            self._weight_predictor.predict(key.horizon, self._allocate(key))
             self._leave_out_frozen(key)
         return self._copies[key]
 
     def _leave_out_frozen(self, key: VersionKey) -> None:
         """Predict that parameters which were frozen after some steps stay as they are."""
-        parameters = (parameter for each in self.weights for parameter in each.parameters)
+        parameters = (parameter for each in self._weights for parameter in each.parameters)
         views = self._copies[key].views, self._live.views
         for parameter, predicted, live in zip(parameters, *views, strict=True):
             if not parameter.requires_grad:
@@ -266,7 +270,7 @@ class StageWeights(Weights):
     ) -> AbstractContextManager[object]:
         """Replace saved weights in the backward, if it may read another version."""
         now = (self._version, 0)
-        backward = _key_of(self.policy.backward(counters, self.stage))
+        backward = _key_of(self._policy.backward(counters, self._stage))
         if key == backward == now and counters.update == self._version:
             return nullcontext()  # the next update comes after the backward: as on the last stage
         return torch.autograd.graph.saved_tensors_hooks(unchanged, self._memory.in_current)
