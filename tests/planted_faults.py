@@ -288,8 +288,8 @@ FAULTS = [
     Fault(
         "a microbatch's loss counts as a whole step's",
         "pyparallel/pipeline/runtime/loss.py",
-        "share = splitter.share(microbatch) / self._options.steps_per_update",
-        "share = 1 / self._options.steps_per_update",
+        "share = splitter.share(microbatch) / self.options.steps_per_update",
+        "share = 1 / self.options.steps_per_update",
         "tests/pipeline/test_equivalence.py",
     ),
     Fault(
@@ -394,15 +394,15 @@ FAULTS = [
     Fault(
         "the optimizer's state stays when units move",
         "pyparallel/subnets/subnet_parts.py",
-        "*self._shards.state_tensors(states)]",
+        "*self.shards.state_tensors(states)]",
         "]",
         "tests/subnets/test_invariants.py",
     ),
     Fault(
         "all rounds draw the same units",
         "pyparallel/subnets/subnet_parts.py",
-        "self._partition.draw(self._cut_dims, round_index,",
-        "self._partition.draw(self._cut_dims, 0,",
+        "self.partition.draw(self.cut_dims, round_index,",
+        "self.partition.draw(self.cut_dims, 0,",
         "tests/subnets/test_invariants.py",
     ),
     Fault(
@@ -479,8 +479,8 @@ FAULTS = [
     Fault(
         "a fused step predicts from weights that are not rounded to their dtype",
         "pyparallel/ops/sgd_step.py",
-        "predict_sgd_reference(param, velocity, lr / mass, horizon, prediction)",
-        "predict_sgd_reference(z, velocity, lr / mass, horizon, prediction)",
+        "predict_sgd_reference(param, velocity, lr / shared.mass",
+        "predict_sgd_reference(z, velocity, lr / shared.mass",
         "tests/ops/test_sgd_step.py",
     ),
     Fault(
@@ -516,7 +516,7 @@ FAULTS = [
     Fault(
         "headers of messages are not compared",
         "pyparallel/gossip/messages/header.py",
-        "if row[TRAINER:NONFINITE] != own:",
+        "if row[counts.TRAINER : counts.NONFINITE] != own:",
         "if False:",
         "tests/gossip/messages/test_header.py",
     ),

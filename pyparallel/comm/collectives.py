@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from .consistency import all_gather_single as _gather
 from .run import Run
 from .stats import CommStats
-
-# torch before 2.13 has the second name.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _ALIGNMENT = 16  # bytes, of the widest loads of kernels
 _MIN_GATHERED = 1  # elements: gloo has hung on empty collectives, so at least one is sent
@@ -27,10 +25,8 @@ class Collectives:
     Every call is synchronous: on gloo the host waits, on NCCL only the current stream. If a call
     fails, it raises a ``PeerError`` that names this rank and the step.
 
-    Args:
-        run: whose group it is, and which errors name; None: of the default group, or of a single
-            rank if none was initialized.
-        stats: counts bytes and seconds; None: a new one.
+    ``run`` is that whose group it is, and which errors name; None: of the default group, or of a
+    single rank if none was initialized. ``stats`` counts bytes and seconds.
     """
 
     def __init__(self, run: Run | None = None, stats: CommStats | None = None) -> None:
@@ -83,15 +79,8 @@ class Collectives:
     ) -> Tensor:
         """Send part i of a flat tensor to rank i; return the received parts in rank order.
 
-        A single rank gets its own tensor.
-
-        Args:
-            tensor: (sum(sizes_out),) of any dtype.
-            sizes_out: lengths of the parts to send.
-            sizes_in: lengths of the parts to receive.
-
-        Raises:
-            ValueError: the parts are not those of the tensor; nothing has been sent.
+        A tensor is (sum(sizes_out),) of any dtype. A single rank gets its own. Parts that are not
+        those of the tensor are a ValueError; nothing has been sent.
         """
         if sum(sizes_out) != tensor.numel() or len(sizes_out) != self.size:
             raise ValueError(

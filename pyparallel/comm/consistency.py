@@ -17,7 +17,7 @@ from .process_groups import device_of
 from .store import store_of
 
 # torch before 2.13 has the second name.
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _MAX_BYTES = 2**26  # of what one rank sends: the config fields of about 600,000 tensors
 
@@ -42,7 +42,6 @@ def check_consistent_across_ranks(
     Args:
         config_fields: (name, value), in the same order on all ranks.
         problem: error message of this rank; a TypeError for a wrong type; or None.
-        process_group: None: the default group.
 
     Raises:
         DisagreementError: names the ranks and their problem, or the first field that differs.
@@ -92,18 +91,12 @@ def gather_json(
     subject: str,
     parse: Callable[[Any], Any] = lambda sent: sent,
 ) -> list[Any]:
-    """Return a value of every rank of the group, all of which call this.
+    """Return a value, of JSON's types, of every rank of the group, all of which call this.
 
-    Args:
-        value: of JSON's types.
-        process_group: None: the default group.
-        content: what ranks send, for errors, such as "config fields".
-        subject: what they compare, for errors, such as "arguments".
-        parse: checks and converts the value of each rank; raises a TypeError or a ValueError.
-
-    Raises:
-        PeerError: a rank died, did not call this, or sent something else than JSON of at most
-            64 MiB that ``parse`` takes.
+    Errors name the ``content`` that ranks send, such as "config fields", and the ``subject`` that
+    they compare, such as "arguments". ``parse`` checks and converts the value of each rank, and
+    raises a TypeError or a ValueError. A PeerError is of a rank that died, did not call this, or
+    sent something else than JSON of at most 64 MiB that ``parse`` takes.
     """
     if dist.get_world_size(process_group) == 1:
         return [parse(value)]
@@ -139,7 +132,7 @@ def gather_json(
 def gather_rows(row: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
     """Return the rows (n,) of all ranks as (number of ranks, n)."""
     gathered = row.new_empty(dist.get_world_size(process_group) * row.numel())
-    _gather(gathered, row, group=process_group)
+    all_gather_single(gathered, row, group=process_group)
     return gathered.view(-1, row.numel())
 
 

@@ -36,26 +36,15 @@ MUST_BE_EQUAL = {
 
 @dataclass
 class StepCounts:
-    """Count what a rank has done since its trainer was made, for comparison between ranks.
+    """Count what a rank has done since its trainer was made, for comparison between ranks."""
 
-    Args:
-        steps: optimizer steps, those inside ``no_sync()`` included.
-        repeats: steps without a training forward since the step before.
-        forwards: training forwards.
-        nonfinite: number of non-finite gradient elements of the step just taken; on GPUs 0-d
-            float64 on the device.
-        policy: for such gradients: "raise", "skip" or "allow".
-        are_compared: ranks compare their counts; not inside ``not_compared``.
-        synchronizes: steps communicate; not inside ``no_sync``.
-    """
-
-    steps: int = 0
-    repeats: int = 0
-    forwards: int = 0
-    nonfinite: float | Tensor = 0.0
-    policy: str = "raise"
-    are_compared: bool = True
-    synchronizes: bool = True
+    steps: int = 0  # of the optimizer, those inside ``no_sync()`` included
+    repeats: int = 0  # steps without a training forward since the step before
+    forwards: int = 0  # in training
+    nonfinite: float | Tensor = 0.0  # gradient elements of the last step; on GPUs 0-d float64 there
+    policy: str = "raise"  # for such gradients: or "skip", "allow"
+    are_compared: bool = True  # by ranks; not inside ``not_compared``
+    synchronizes: bool = True  # steps communicate; not inside ``no_sync``
 
     def count_step(self, *, saw_forward: bool = True) -> None:
         """Count an optimizer step, and whether a training forward came before it."""

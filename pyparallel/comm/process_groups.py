@@ -76,17 +76,11 @@ def create_group(
     can be created at the same time, each by its own members. Ranks outside ``process_group`` are
     not involved.
 
-    Args:
-        members: ranks within ``process_group``, ascending, including this one.
-        process_group: the parent group; None: the default group.
-        backend: a backend other than that of ``process_group``.
-        for_p2p: sends and receives alone: no collective connects the members of an NCCL group, for
-            which it would have another communicator.
-
-    Raises:
-        RuntimeError: torch's, if a member died or did not connect within the timeout; gloo waits
-            five times as long for a member that died after it had published its address.
-        ValueError: the ranks outside ``process_group`` would have to take part.
+    ``members`` are ranks within ``process_group``, ascending, including this one. ``for_p2p``:
+    sends and receives alone, so that no collective connects the members of an NCCL group, for which
+    it would have another communicator. A member that died or did not connect within the timeout is
+    torch's RuntimeError; gloo waits five times as long for one that died after it had published its
+    address.
     """
     parent: Any = process_group or dist.group.WORLD
     _check_split(parent)

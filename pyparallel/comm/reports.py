@@ -21,19 +21,13 @@ DIED, SILENT = "died", "silent"
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank publishes when its communication has ended.
+    """What a rank publishes when its communication has ended."""
 
-    Args:
-        place: its rank, trainer and step.
-        waited_for: global ranks.
-        failed: the global ranks that it has found to have failed; empty: none yet.
-        how: "died" or "silent"; or the error of a rank whose own call was at fault; or the places
-            of ranks that wait for each other.
-    """
-
-    place: str
-    waited_for: Sequence[int]
-    failed: Sequence[int] = ()
+    place: str  # its rank, trainer and step
+    waited_for: Sequence[int]  # global ranks
+    failed: Sequence[int] = ()  # global ranks that it has found to have failed
+    # "died" or "silent"; or the error of a rank whose own call was at fault; or the places of ranks
+    # that wait for each other.
     how: str = ""
 
 

@@ -35,21 +35,13 @@ class Run:
 
     Whatever communicates for a trainer gets it, so one place knows the group, the step and the
     errors. Rank numbers of ``group`` count from 0; errors and ``rank`` have global ones.
-    ``Run(process_group)`` has no number, for communication outside of any trainer.
-
-    Args:
-        process_group: the ranks that communicate; None: the default group, or a single rank if none
-            was initialized.
-        counts: None: of no steps, as outside of a trainer.
-        trainer: number of the trainer, equal on its ranks; None: none.
-        within: the run whose group's ranks ``process_group`` has a part of: of the same trainer.
+    ``Run(process_group)`` has no number, for communication outside of any trainer; None is the
+    default group, or a single rank if none was initialized. ``within`` is the run of the same
+    trainer whose group's ranks ``process_group`` has a part of.
 
     Attributes:
         rank, group_rank: the global rank of this process, and that in the group, of ``size``.
         stats: bytes sent and seconds waited for training, in all groups of the trainer.
-
-    Raises:
-        ValueError: the process group has not this rank.
     """
 
     _open: ClassVar["weakref.WeakSet[Run]"] = weakref.WeakSet()  # trainers of this process
@@ -90,9 +82,7 @@ class Run:
         once for each trainer, after their arguments have been checked. Trainers are numbered in the
         order of their creation, equally on all ranks. Without a process group there is one rank.
 
-        Raises:
-            PeerError: a rank died or did not connect within the timeout.
-            ValueError: NCCL cannot create a group of some ranks alone.
+        NCCL that cannot create a group of some ranks alone is a ValueError.
         """
         counts = counts or StepCounts()
         if process_group is None and not dist.is_initialized():
@@ -113,11 +103,7 @@ class Run:
         """Return the run of the same trainer in a new group of some of its ranks.
 
         All members must call this with the same list, and no other rank may. Arguments are those of
-        ``create_group``.
-
-        Raises:
-            PeerError: a member died or did not connect within the timeout.
-            ValueError: the other ranks would have to take part.
+        ``create_group``. Other ranks that would have to take part are a ValueError.
         """
         try:
             group = create_group(members, self.group, backend, for_p2p=for_p2p)
@@ -134,11 +120,7 @@ class Run:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Return the process group; None: the default group.
-
-        Raises:
-            RuntimeError: the run is closed: the default group is not what is meant.
-        """
+        """Return the process group, None for the default one; a RuntimeError if it is closed."""
         if self._is_closed:
             raise RuntimeError("a trainer's process group must not be used after close()")
         return self._group
@@ -218,11 +200,7 @@ class Run:
             read(loss)
 
     def barrier(self) -> None:
-        """Return once all ranks of the group have called it; with NCCL once it is queued.
-
-        Raises:
-            PeerError: a rank died or did not call this within the timeout.
-        """
+        """Return once all ranks of the group have called it; with NCCL once it is queued."""
         try:
             dist.all_reduce(torch.zeros(1, device=device_of(self.group)), group=self.group)
         except RuntimeError as error:
@@ -246,10 +224,7 @@ class Run:
         """Raise on all ranks if one has skipped or repeated a step, before it is waited for.
 
         The row sent, on the device, is that of an exact average, in which a rank that is behind may
-        be meanwhile.
-
-        Raises:
-            PeerError: steps differ; names the same two ranks on all.
+        be meanwhile. The PeerError names the same two ranks on all.
         """
         if self.size == 1:
             return
@@ -260,27 +235,18 @@ class Run:
         self.compare_all(rows.tolist())
 
     def compare_all(self, rows: Sequence[Sequence[float]]) -> None:
-        """Compare the rows of all ranks.
-
-        Raises:
-            PeerError: two differ; names the same two ranks on all.
-        """
+        """Compare the rows of all ranks; a PeerError names the same two on all."""
         first = next((rank for rank, row in enumerate(rows) if row[STEPS] != ANY), 0)
         for rank, row in enumerate(rows):
             subject = f"the parameters that rank {self.global_rank(rank)} averages"
             self.compare(subject, (first, rank), row, rows[first][TRAINER:NONFINITE])
 
     def compare(
-        self,
-        subject: str,
-        ranks: tuple[int, int],
-        row: Sequence[float],
-        fields: Sequence[float],
+        self, subject: str, ranks: tuple[int, int], row: Sequence[float], fields: Sequence[float]
     ) -> None:
         """Compare the row (8,) of the second rank of the group with the fields (6,) of the first.
 
-        Raises:
-            PeerError: they differ; it is about the subject.
+        If they differ, a PeerError is about the subject.
         """
         difference = find_difference(row, fields)
         if difference is None:

@@ -74,11 +74,7 @@ class DeadlineStore:
         return self._rank == 0 and host != "" and not host.endswith("(torchrun)")
 
     def set(self, key: str, text: str) -> None:
-        """Set a key; a TCPStore does not confirm it.
-
-        Raises:
-            PeerError: the store did not respond; so do all other calls.
-        """
+        """Set a key; a TCPStore does not confirm it. A store that is gone is a PeerError."""
         key = self._prefix + key
         self._call(lambda store: store.set(key, text))
 

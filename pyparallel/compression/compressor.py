@@ -10,6 +10,7 @@ from ..comm.collectives import Collectives
 from ..training.arguments import wrong_type
 from .corrupt_messages import with_sender
 from .layout import BufferLayout
+from .residual import Residual
 from .state import CompressorState
 
 Message = tuple[Tensor, ...]
@@ -63,14 +64,11 @@ class Compressor(abc.ABC):
         return CompressorState(layout, rank)
 
     @abc.abstractmethod
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Encode a buffer.
 
         Args:
             x: (numel,) float32, bfloat16 or float16, with the layout of the state. Not written.
-            state: state of this buffer. Written.
             residual: (numel,) float32, the error of earlier messages. It is added to x before
                 encoding and replaced by the error of this message. Never has a nan or an inf.
                 Written.
@@ -87,7 +85,6 @@ class Compressor(abc.ABC):
 
         Args:
             message: a result of ``compress`` for a buffer with this layout. Not trusted.
-            layout: layout of the buffer.
             out: (numel,) float32, bfloat16 or float16. Written and returned.
             accumulate: add instead of overwriting.
 
@@ -97,11 +94,7 @@ class Compressor(abc.ABC):
         """
 
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         """Replace x by the mean over ranks of the decoded messages. All ranks must call it.
 
@@ -110,8 +103,6 @@ class Compressor(abc.ABC):
 
         Args:
             x: as for ``compress``; the same length on all ranks. Written.
-            state: state of this buffer. Written.
-            collectives: the collectives of the process group.
             residual: as for ``compress``. The mean over ranks of all residuals is the accumulated
                 error of the means.
 

@@ -72,11 +72,7 @@ class BufferLayout:
         ]
 
     def check(self, x: Tensor) -> None:
-        """Check that x is a dense flat buffer of this length and of a supported dtype.
-
-        Raises:
-            ValueError: it is not.
-        """
+        """Raise a ValueError unless x is a dense flat buffer of this length and a float dtype."""
         if x.layout is not torch.strided:
             raise ValueError(
                 f"gradients must be dense, got sparse ones of {', '.join(self.names[:3])}; "

@@ -20,15 +20,10 @@ def first_nonfinite_part(x: Tensor, layout: BufferLayout) -> int:
 def raise_of_ranks(
     layouts: Sequence[BufferLayout], pieces: Sequence[int], collectives: Collectives
 ) -> None:
-    """Raise the same error on all ranks if a buffer of any is not finite; all ranks call it.
+    """Raise the same NonFiniteError on all ranks if a buffer of any is not finite.
 
-    Args:
-        layouts: those of the buffers.
-        pieces: for each, the index of this rank's first parameter that is not finite, or -1.
-        collectives: on the CPU.
-
-    Raises:
-        NonFiniteError: names the first rank and its first parameter.
+    All ranks call it, with the ``layouts`` of buffers and, for each, the index of this rank's first
+    parameter that is not finite, or -1. The collectives are on the CPU.
     """
     with collectives.uncounted():
         of_ranks = collectives.all_gather(torch.tensor(pieces, dtype=torch.int64)).tolist()
@@ -73,10 +68,8 @@ class NonFiniteCheck:
     ) -> None:
         """Apply the policy to gradients (numel,) that are about to be averaged; all ranks call it.
 
-        Those that are not finite are set to 0 by "skip", and on a GPU by "raise".
-
-        Raises:
-            NonFiniteError: on all ranks, in the same call; the error of an earlier step first.
+        Those that are not finite are set to 0 by "skip", and on a GPU by "raise". A NonFiniteError
+        is raised on all ranks in the same call, that of an earlier step first.
         """
         if self.policy == "allow" or x.numel() == 0:
             return

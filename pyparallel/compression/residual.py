@@ -5,8 +5,11 @@ from torch import Tensor
 
 RESIDUAL = "residual"
 
+Residual = Tensor | None
+"""The error of a buffer's earlier messages, (numel,) float32; None without error feedback."""
 
-def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
+
+def add_residual(x: Tensor, residual: Residual) -> Tensor:
     """Return x plus the residual, (numel,) float32; x itself if it is float32 without residual."""
     return x.float() if residual is None else residual + x
 
@@ -34,7 +37,7 @@ def clear_non_finite(buffer: Tensor, largest: Tensor) -> None:
     buffer.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def check_no_residual(residual: Tensor | None) -> None:
+def check_no_residual(residual: Residual) -> None:
     """Raise ValueError for a residual passed to a compressor with its own error feedback."""
     if residual is not None:
         raise ValueError("residual must be None for a compressor with its own, got a tensor")

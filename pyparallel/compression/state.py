@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops._corrupt import raise_if_counted
+from ..training.arguments import require
 from .layout import BufferLayout
 
 
@@ -16,8 +17,6 @@ class CompressorState:
     """State of a compressor for one buffer between steps; ``compress`` writes it in place.
 
     Args:
-        layout: layout of the buffer.
-        rank: rank in the group, for random draws that differ between ranks.
         step: number of messages made so far.
         entries: (numel,) tensors with a number per entry of the buffer: residuals, momenta.
         pieces: by piece name, tensors of any shape, such as factors of a matrix.
@@ -38,10 +37,8 @@ class CompressorState:
     def begin_message(self, x: Tensor) -> None:
         """Check that a buffer to encode has this layout, and count its message.
 
-        Raises:
-            ValueError: it has another length or dtype.
-            RuntimeError: a GPU has found corrupt entries in messages that were decoded earlier; on
-                this rank alone, without a host synchronization.
+        A RuntimeError, on this rank alone, says that a GPU has found corrupt entries in messages
+        that were decoded earlier; the host does not wait for it.
         """
         self.layout.check(x)
         raise_if_counted(x.device)
@@ -91,11 +88,7 @@ class CompressorState:
     def load_state(
         self, parameter_state: dict[str, dict[str, Tensor]], common_state: dict[str, Any]
     ) -> None:
-        """Load ``parameter_state`` and ``common_state``, possibly of another layout.
-
-        Raises:
-            ValueError: a tensor has another shape than the one here.
-        """
+        """Load ``parameter_state`` and ``common_state``, possibly of another layout."""
         for name, key, mine in self._named():
             saved = parameter_state.get(name, {}).get(key)
             if saved is not None:
@@ -132,8 +125,6 @@ def _under(index: int, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_shape(owner: str, key: str, saved: Tensor, mine: Tensor) -> None:
-    if saved.shape != mine.shape:
-        raise ValueError(
-            f"state must be of this model, got a {key} of shape {list(saved.shape)} for "
-            f"{owner}, expected shape {list(mine.shape)}"
-        )
+    rule = "state must be of this model"
+    got = f"a {key} of shape {list(saved.shape)} for {owner}, expected shape {list(mine.shape)}"
+    require(saved.shape == mine.shape, rule, got)

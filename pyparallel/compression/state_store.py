@@ -37,11 +37,7 @@ class StateStore:
         self._unassigned_common: dict[str, dict[str, Any]] = {}
 
     def of(self, layout: BufferLayout, device: torch.device) -> CompressorState:
-        """Return the state of a buffer with this layout.
-
-        Raises:
-            ValueError: the loaded state is of another model.
-        """
+        """Return the state of a buffer with this layout."""
         if layout not in self._states:
             self._release_states(layout)
             state = self.compressor.init(layout, device, self._rank)
@@ -75,9 +71,6 @@ class StateStore:
 
         Nothing is copied: what is written is the state of then. To resume with another number of
         ranks, see `merge_states`.
-
-        Raises:
-            RuntimeError: corrupt entries of received messages were left out on a GPU.
         """
         return seal(self._collect)
 
@@ -93,11 +86,7 @@ class StateStore:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a ``state_dict``, to resume bit for bit.
-
-        Raises:
-            ValueError: as ``check_state``; nothing has changed.
-        """
+        """Load a ``state_dict``, to resume bit for bit; raises as ``check_state``."""
         self.check_state(state)
         self._states = {}
         # Older versions have saved the names that a compiled module gives.
@@ -114,11 +103,8 @@ class StateStore:
         Such a state was saved with another compressor, model, number of ranks or on another rank,
         or by a newer pyparallel; or it is damaged or malformed.
         """
-        if not isinstance(state, dict) or not state.keys() >= _KEYS:
-            raise ValueError(
-                f"state must be a result of state_dict(), with {', '.join(sorted(_KEYS))}, "
-                f"got {summarize(state)}"
-            )
+        rule = f"state must be a result of state_dict(), with {', '.join(sorted(_KEYS))}"
+        require(isinstance(state, dict) and state.keys() >= _KEYS, rule, summarize(state))
         check_format(state)
         mine = {"compressor": repr(self.compressor), "num_ranks": self._num_ranks}
         if state.get("rank") is not None:  # None: merged, or saved by an older version
@@ -160,34 +146,21 @@ class StateStore:
 
 
 def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]:
-    """Merge the states of all ranks for a run with another number of ranks.
+    """Merge the states of all ranks into the one that every rank of a run of another size loads.
 
     Each new rank gets the mean of the old ranks' tensors, so the mean residual over ranks stays the
-    same.
-
-    Args:
-        states: the ``state_dict`` of every rank of the old run.
-        num_ranks: number of ranks of the new run.
-
-    Returns:
-        the state that every new rank loads.
-
-    Raises:
-        ValueError: the states are not those of all ranks of one run, or one is damaged.
+    same. States that are not the ``state_dict`` of every rank of one run, or one that is damaged,
+    are a ValueError.
     """
     require(states, "states must be the states of all ranks of the old run", "none")
     first = states[0]
-    if len(states) != first["num_ranks"]:
-        raise ValueError(
-            f"states must be the states of all {first['num_ranks']} ranks, got {len(states)}"
-        )
+    rule = f"states must be the states of all {first['num_ranks']} ranks"
+    require(len(states) == first["num_ranks"], rule, len(states))
     for rank, each in enumerate(states):
         check_format(each)
-        if (each["compressor"], _keys(each)) != (first["compressor"], _keys(first)):
-            raise ValueError(
-                "states must be of one compressor and model, got different ones in states[0] "
-                f"and states[{rank}]"
-            )
+        rule = "states must be of one compressor and model"
+        got = f"different ones in states[0] and states[{rank}]"
+        require((each["compressor"], _keys(each)) == (first["compressor"], _keys(first)), rule, got)
     parameters = {
         name: {
             key: torch.stack([each["parameters"][name][key].float() for each in states]).mean(0)

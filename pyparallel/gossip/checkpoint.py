@@ -11,22 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import training
 from ..comm import check_consistent_across_ranks, first_difference
-from ..training import (
-    CHECKSUMS_KEY,
-    FORMAT_KEY,
-    check_format,
-    check_like,
-    check_on_all_ranks,
-    check_optimizer_state,
-    checksum,
-    optimizer_kind,
-    plain_keys,
-    read_checkpoint,
-    read_metadata,
-    seal,
-    summarize,
-)
 from ..training.state_checks import modernize_saved
 from .trainer import GossipDataParallel
 from .validation import (
@@ -84,11 +70,7 @@ class GossipState:
     model.consensus() as averaged``, and load it into the bare module.
 
     Args:
-        model: the trainer.
         optimizer: the optimizer it was created with, or the list of several.
-
-    Raises:
-        ValueError: a list is not that of the trainer's optimizers.
     """
 
     def __init__(
@@ -114,30 +96,26 @@ class GossipState:
         ``torch.distributed.checkpoint.async_save`` before it has staged it, they are copied.
         """
         algorithm = {**self._model.algorithm_state_dict()}
-        del algorithm[CHECKSUMS_KEY]  # those of the whole state are enough
+        del algorithm[training.CHECKSUMS_KEY]  # those of the whole state are enough
         values: dict[str, Any] = {
             "facts": self._model.config_fields,
             "algorithm": algorithm,
             "module": self._model.state_dict(),
-            "optimizer_kind": [optimizer_kind(each) for each in self._optimizers],
+            "optimizer_kind": [training.optimizer_kind(each) for each in self._optimizers],
             "optimizer": [each.state_dict() for each in self._optimizers],
         }
         if len(self._optimizers) == 1:  # as before there could be several
             values.update({key: values[key][0] for key in ("optimizer_kind", "optimizer")})
-        state = RankState(seal(values))
+        state = RankState(training.seal(values))
         self._model._saved_states.add(state)
         return {self._key: state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``state_dict`` returned; all ranks call it together.
 
-        Every rank checks all of its state, and the ranks compare their steps, before anything is
-        written.
-
-        Raises:
-            DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the
-                state of a rank is damaged or malformed, or of another number of ranks, algorithm,
-                module or optimizer; or the ranks' states are not of one step.
+        A state that is damaged, or of another number of ranks, algorithm, module or optimizer, and
+        states that are not of one step, are a DisagreementError on all ranks, which have changed
+        nothing.
         """
         model, averager = self._model, self._model._averager
         check_states_together(averager, lambda: self._read(state_dict), averager.run)
@@ -152,25 +130,20 @@ class GossipState:
     def load(self, checkpoint_id: str | os.PathLike[str], name: str = "gossip") -> None:
         """Load a folder of ``torch.distributed.checkpoint``; all ranks call it together.
 
-        Args:
-            checkpoint_id: the folder.
-            name: the key of this object when it was saved, as in ``save({"gossip": state})``.
-
-        Raises:
-            DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the
-                checkpoint is of another number of ranks, or as ``load_state_dict``.
+        ``name`` is the key of this object when it was saved, as in ``save({"gossip": state})``.
+        Errors are as of ``load_state_dict``.
         """
         group = self._model.process_group
         state: dict[str, Any] = {name: {self._key: None}}
 
         def check() -> list[tuple[str, str]]:
-            keys = read_metadata(checkpoint_id)
+            keys = training.read_metadata(checkpoint_id)
             found = [key.removeprefix(f"{name}.") for key in keys if key.startswith(f"{name}.")]
             self._check_key(found, "checkpoint_id")
-            read_checkpoint(state, checkpoint_id)
+            training.read_checkpoint(state, checkpoint_id)
             return []
 
-        check_on_all_ranks(
+        training.check_on_all_ranks(
             check, lambda fields, text: check_consistent_across_ranks(fields, text, group)
         )
         self.load_state_dict(state[name])
@@ -186,19 +159,21 @@ class GossipState:
     def _read(self, state_dict: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         """Return the algorithm's state, and what must be equal on all ranks, or raise any error."""
         if not isinstance(state_dict, Mapping):
-            raise ValueError(f"state_dict must be a dict, got {summarize(state_dict)}")
+            raise ValueError(f"state_dict must be a dict, got {training.summarize(state_dict)}")
         self._check_key(list(map(str, state_dict)), "state_dict")
         values = state_dict[self._key].values
         algorithm: dict[str, Any] = values["algorithm"]
-        check_format({**values, FORMAT_KEY: algorithm.get(FORMAT_KEY, 1)})
+        training.check_format(
+            {**values, training.FORMAT_KEY: algorithm.get(training.FORMAT_KEY, 1)}
+        )
         self._check_fields(values["facts"])
-        own, module = self._model.state_dict(), plain_keys(values["module"])
-        check_like(module, own, "module")
+        own, module = self._model.state_dict(), training.plain_keys(values["module"])
+        training.check_like(module, own, "module")
         self._check_optimizers(_as_list(values["optimizer"]), values.get("optimizer_kind"))
         if not self._model._averager.traits.has_equal_parameters:
             return algorithm, []
         names = [name for name, _ in self._model.named_parameters() if name in own]
-        total = sum(checksum(module[name]) for name in names)
+        total = sum(training.checksum(module[name]) for name in names)
         return algorithm, [("checksum of the parameters in state_dict", str(total))]
 
     def _check_optimizers(self, states: list[Any], kind: str | list[str] | None) -> None:
@@ -208,7 +183,7 @@ class GossipState:
             raise ValueError(f"state_dict must be of the same optimizers, {mine}, got {other}")
         for index, (optimizer, saved) in enumerate(zip(self._optimizers, states, strict=True)):
             path = "optimizer" if len(states) == 1 else f"optimizer.{index}"
-            check_optimizer_state(optimizer, saved, kinds[index], path)
+            training.check_optimizer_state(optimizer, saved, kinds[index], path)
 
     def _check_fields(self, saved: list[tuple[str, str]]) -> None:
         fields, saved = self._model.config_fields, modernize_saved(saved)
@@ -222,7 +197,7 @@ class GossipState:
 
 
 def _join_kinds(optimizers: Sequence[Any]) -> str:
-    return ", ".join(map(optimizer_kind, optimizers))
+    return ", ".join(map(training.optimizer_kind, optimizers))
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Collectives
+from .algorithms.base import copy_all
 
 
 @torch.no_grad()
@@ -16,7 +17,6 @@ def average(tensors: Sequence[Tensor], weight: Tensor, collectives: Collectives)
     Args:
         tensors: z: floating-point tensors, of equal shapes on all ranks.
         weight: w: 0-d float64, this rank's push-sum weight.
-        collectives: of the ranks.
     """
     total = weight.clone()
     collectives.all_reduce_(total)
@@ -44,13 +44,7 @@ def assigned(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[No
     """Write values into tensors inside the context; restore the tensors after it."""
     own = [tensor.clone() for tensor in tensors]
     try:
-        _assign(tensors, values)
+        copy_all(tensors, values)
         yield
     finally:
-        _assign(tensors, own)
-
-
-@torch.no_grad()
-def _assign(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        copy_all(tensors, own)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,36 +15,24 @@ from ..training import ModelAverager, is_creating_state
 from .join import JoinedRounds
 
 
+@dataclass(eq=False)
 class SteppedRounds:
     """A trainer's rounds on this rank: before, within and after each step of its optimizers.
 
     The hooks of the optimizers reference it, so it references neither them nor the trainer.
 
-    Args:
-        averager: takes the rounds.
-        run: of the ranks that train together.
-        finite_steps: find gradients that are not finite, and skip their updates.
-        module: gives the names of parameters.
-        in_pass: the one optimizer is fused and takes the round in its pass.
-
-    Attributes:
-        joined: what the rank does in ``join()``.
-        num_steps: steps that were completed.
-        waiting_seconds: for which the host has waited for other ranks in the last step.
+    With ``in_pass`` the one optimizer is fused and takes the round in its pass. ``num_steps`` were
+    completed; ``waiting_seconds`` the host has waited for other ranks in the last one.
     """
 
-    def __init__(
-        self,
-        averager: ModelAverager,
-        run: Run,
-        finite_steps: FiniteSteps,
-        module: nn.Module,
-        in_pass: bool,
-    ) -> None:
-        self._averager, self._run, self._module = averager, run, module
-        self._in_pass = in_pass
-        self.finite_steps = finite_steps
-        self.joined = JoinedRounds(averager, run)
+    averager: ModelAverager
+    run: Run
+    finite_steps: FiniteSteps
+    module: nn.Module
+    in_pass: bool
+
+    def __post_init__(self) -> None:
+        self.joined = JoinedRounds(self.averager, self.run)
         self.num_steps = 0
         self.waiting_seconds = self._waited_before = 0.0  # of the last step; until its end
         self._saw_forward = False  # in training since the last step
@@ -54,13 +43,13 @@ class SteppedRounds:
         """Note a training forward; count it for comparison between ranks if ``counts``."""
         self._saw_forward = True
         if counts:
-            self._run.counts.count_forward()
+            self.run.counts.count_forward()
 
     def before_step(self, optimizer: Optimizer, has_gradients: bool) -> None:
         """Receive and merge, unless a fused optimizer does so in its pass."""
-        if self._in_pass:
+        if self.in_pass:
             return
-        averager = self._averager
+        averager = self.averager
         if not has_gradients and self._warns_of_closures and averager.status.in_flight:
             self._warns_of_closures = False
             warnings.warn(
@@ -76,14 +65,14 @@ class SteppedRounds:
 
     def before_update(self, index: int, is_first: bool) -> None:
         """Turn the parameters into what the optimizer of an index steps on."""
-        if not self._in_pass:
-            self._averager.before_update()  # again if a forward has been between two optimizers
+        if not self.in_pass:
+            self.averager.before_update()  # again if a forward has been between two optimizers
             self.finite_steps.begin(index, is_first)
 
     def before_evaluation(self) -> None:
         """Turn them back, before a closure evaluates the module."""
         self.finite_steps.end()
-        self._averager.restore_debiased()
+        self.averager.restore_debiased()
 
     def step_buckets(self, optimizer: FusedOptimizer) -> None:
         """Take a step of a fused optimizer, with the round in its pass."""
@@ -93,29 +82,29 @@ class SteppedRounds:
             return
         self.finite_steps.begin()
         self._count_step()
-        if self._run.counts.synchronizes:
+        if self.run.counts.synchronizes:
             self.joined.before_round()
         with self._after_the_step():
-            self._averager.step_buckets(optimizer.step_bucket, optimizer.num_buckets)
+            self.averager.step_buckets(optimizer.step_bucket, optimizer.num_buckets)
 
     def after_step(self) -> None:
         """Send, or average, and end the step; a NonFiniteError by the policy comes last."""
-        if not self._in_pass:
+        if not self.in_pass:
             self._count_step()
-            self._averager.after_update()
-            if self._run.counts.synchronizes:
+            self.averager.after_update()
+            if self.run.counts.synchronizes:
                 self.joined.before_round()
                 with self._after_the_step():
-                    self._averager.after_step()
+                    self.averager.after_step()
         self.num_steps += 1
-        waited = self._run.stats.waiting_seconds
+        waited = self.run.stats.waiting_seconds
         self.waiting_seconds, self._waited_before = waited - self._waited_before, waited
         self._raise_nonfinite()
 
     def close(self) -> None:
         """Release the process group."""
         self.joined.close()
-        self._averager.close()
+        self.averager.close()
 
     @contextmanager
     def _after_the_step(self) -> Iterator[None]:
@@ -126,14 +115,14 @@ class SteppedRounds:
             self._received_error = error
 
     def _count_step(self) -> None:
-        self._run.counts.count_step(saw_forward=self._saw_forward)
+        self.run.counts.count_step(saw_forward=self._saw_forward)
         self._saw_forward = False
 
     def _raise_nonfinite(self) -> None:
         received, self._received_error = self._received_error, None
         steps, found = self.finite_steps, self.finite_steps.found
         late = steps.num_found_late()
-        counts = self._run.counts
+        counts = self.run.counts
         if not late and (found is None or counts.policy != "raise"):
             if received is not None:
                 raise received
@@ -142,11 +131,11 @@ class SteppedRounds:
             text = f"nan or inf in {late} step(s) up to this one"
             fix = "nonfinite='skip' waits for each step"
         else:
-            names = (name for name, p in self._module.named_parameters() if p is found)
+            names = (name for name, p in self.module.named_parameters() if p is found)
             text = f"{int(float(counts.nonfinite))} elements that are nan or inf, the first in "
             text += next(names, "a parameter")
             fix = "nonfinite='skip' goes on without such steps"
         raise NonFiniteError(
-            f"{self._run.here}: gradients must be finite, got {text}: this rank's parameters have "
+            f"{self.run.here}: gradients must be finite, got {text}: this rank's parameters have "
             f"not been updated with them, and its round has been taken; {fix}"
         ) from received

@@ -34,7 +34,6 @@ def stability_limit(
     Args:
         algorithm: ``SGP``, ``DPSGD`` or ``OSGP``, without a compressor.
         momentum: of ``torch.optim.SGD``, in [0, 1), without dampening.
-        nesterov: whether it is Nesterov's.
 
     Returns:
         The limit, to about 1e-6.
@@ -42,8 +41,7 @@ def stability_limit(
     Raises:
         TypeError: ``algorithm`` is another one.
         ValueError: it has a compressor or is biased; ``momentum`` is not in [0, 1), or 0 with
-            ``nesterov``; or the topology
-            is not circulant and has more than 32 ranks.
+            ``nesterov``; or the topology is not circulant and has more than 32 ranks.
     """
     if not isinstance(algorithm, SGP | OSGP):
         raise wrong_type("algorithm", "an SGP, DPSGD or OSGP", algorithm)
@@ -77,10 +75,6 @@ class _Steps:
     A circulant matrix is n blocks of 1 x 1, one for each mode of the discrete Fourier transform;
     another one is one block. The first block holds the mode in which all ranks are equal, so it
     also moves the push-sum weights.
-
-    Args:
-        algorithm: gives the topology, the order and the delay.
-        momentum, nesterov: of SGD.
     """
 
     def __init__(self, algorithm: SGP | OSGP, momentum: float, nesterov: bool) -> None:

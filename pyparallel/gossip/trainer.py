@@ -18,21 +18,10 @@ from ..training import ModelAverager, StepHooks, check_format, refuse_other_opti
 from ..training.arguments import find_error
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.trainer import Trainer
-from . import consensus
+from . import consensus, validation
 from .algorithms.base import Algorithm, JoinedOptimizers, find_algorithm_error
 from .module_wrapper import ModuleWrapper
 from .rounds import SteppedRounds
-from .validation import (
-    as_optimizers,
-    averagers_part,
-    check_states_together,
-    check_types,
-    describe,
-    describe_groups,
-    find_validation_error,
-    lay_out,
-    resolve_bucket_cap_mb,
-)
 
 
 class GossipDataParallel(Trainer, ModuleWrapper):
@@ -101,10 +90,10 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self.algorithm = algorithm
         self.process_group = process_group
         run = self._open_run(process_group, StepCounts(policy=nonfinite))
-        cap_bytes = int(resolve_bucket_cap_mb(module, bucket_cap_mb) * 2**20)
-        optimizers = as_optimizers(optimizer)
+        cap_bytes = int(validation.resolve_bucket_cap_mb(module, bucket_cap_mb) * 2**20)
+        optimizers = validation.as_optimizers(optimizer)
         self._optimizers = [weakref.ref(each) for each in optimizers]
-        self._buckets = lay_out(module, optimizers, cap_bytes)
+        self._buckets = validation.lay_out(module, optimizers, cap_bytes)
         fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
         in_pass = bool(fused) and len(optimizers) == 1  # with others the round is a pass of its own
         self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -177,9 +166,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
           ``rank/skipped_steps``, whose update an inf or a nan in the gradients has prevented; but
           those that only a GPU knows.
 
-        Args:
-            consensus_distance: add ``consensus_distance``, of all ranks, as
-                ``consensus_distance()``; all ranks must call this together.
+        With ``consensus_distance=True`` it is among them, and all ranks must call this together.
         """
         status = self._averager.status
         found: dict[str, float | Tensor] = {
@@ -197,10 +184,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def record_loss(self, loss: Tensor | float) -> None:
         """Record the loss of a batch before ``optimizer.step()``; no host synchronization.
 
-        ``LeaderSGD`` needs it in every step; all other algorithms accept and ignore it.
-
-        Args:
-            loss: a number, or a tensor of one element.
+        ``LeaderSGD`` needs it, a number or a tensor of one element, in every step; all other
+        algorithms accept and ignore it.
         """
         self._run.record_loss(loss)
 
@@ -218,14 +203,9 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         """Return a context for unequal numbers of batches: ranks without batches still communicate.
 
         Of one trainer at a time: two in a loop need equal numbers of batches.
-
-        Args:
-            enable: False makes the context do nothing.
-            throw_on_early_termination: raise on all ranks once one has no batches left.
-
-        Raises:
-            RuntimeError: inside the ``join()`` of another trainer: ranks would wait in one for each
-                other's rounds of the other.
+        ``throw_on_early_termination`` raises on all ranks once one has no batches left. Inside the
+        ``join()`` of another trainer it is a RuntimeError: ranks would wait in one for each other's
+        rounds of the other.
         """
         self._preserve_saved_states()
         self._check_open()
@@ -298,10 +278,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
 
-        Raises:
-            DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the
-                state of a rank is damaged, malformed or of a newer pyparallel, or ranks have
-                states of different rounds or steps.
+        States that are damaged, of a newer pyparallel, or of different rounds or steps are a
+        DisagreementError on all ranks, which have changed nothing.
         """
         averager = self._averager
 
@@ -309,10 +287,10 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             check_format(state_dict)
             return state_dict, []
 
-        check_states_together(averager, read, self._run)
+        validation.check_states_together(averager, read, self._run)
         averager.restore_debiased()
         self._preserve_saved_states()
-        averager.load_state_dict(averagers_part(state_dict))
+        averager.load_state_dict(validation.averagers_part(state_dict))
         self._run.counts.reset()
         self._begin_new_step()
 
@@ -410,17 +388,18 @@ def _collect_config(
 ) -> tuple[list[tuple[str, str]], str | TypeError | None]:
     """Return the config fields that ranks must share and this rank's error; never raises."""
     try:
-        type_error = find_error(lambda: check_types(module, optimizer, bucket_cap_mb))
+        type_error = find_error(lambda: validation.check_types(module, optimizer, bucket_cap_mb))
         if type_error := type_error or find_algorithm_error(algorithm):
             return [], type_error
-        cap, optimizers = resolve_bucket_cap_mb(module, bucket_cap_mb), as_optimizers(optimizer)
+        cap = validation.resolve_bucket_cap_mb(module, bucket_cap_mb)
+        optimizers = validation.as_optimizers(optimizer)
         config_fields = [
             *algorithm.config_fields(),
             ("bucket_cap_mb", str(cap)),
-            *describe(module),
-            *describe_groups(module, optimizers),
+            *validation.describe(module),
+            *validation.describe_groups(module, optimizers),
         ]
-        error_text = find_validation_error(module, optimizers, process_group)
+        error_text = validation.find_validation_error(module, optimizers, process_group)
         error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"

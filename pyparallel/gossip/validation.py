@@ -86,14 +86,13 @@ def describe(module: nn.Module) -> list[tuple[str, str]]:
     config_fields = [
         ("number of parameters", str(len(parameters))),
         ("number of buffers", str(len(buffers))),
-        ("device", _describe_devices([tensor for _, tensor in [*parameters, *buffers]])),
+        ("device", ", ".join(sorted({each.device.type for _, each in [*parameters, *buffers]}))),
     ]
-    for index, (name, parameter) in enumerate(parameters):
-        config_fields.append(
-            (f"parameter {index}", f"{plain_name(name)} {_describe_tensor(parameter)}")
-        )
-    for index, (name, buffer) in enumerate(buffers):
-        config_fields.append((f"buffer {index}", f"{plain_name(name)} {_describe_tensor(buffer)}"))
+    for kind, named in (("parameter", parameters), ("buffer", buffers)):
+        config_fields += [
+            (f"{kind} {index}", f"{plain_name(name)} {_describe_tensor(tensor)}")
+            for index, (name, tensor) in enumerate(named)
+        ]
     return config_fields
 
 
@@ -135,11 +134,8 @@ def check_states_together(
     """Raise on all ranks alike if they cannot load their states together; change nothing.
 
     ``read`` returns the averager's state, and what must be equal on all ranks; it raises an error
-    of any type if anything else cannot be loaded.
-
-    Raises:
-        DisagreementError: (a ValueError) a state cannot be loaded, states are of different rounds
-            or steps, or push-sum mass is missing.
+    of any type if anything else cannot be loaded. The DisagreementError on all ranks is also of
+    states of different rounds or steps, or of missing push-sum mass.
     """
     mass = 0.0
 
@@ -160,10 +156,6 @@ def check_states_together(
             f"the push-sum masses of all ranks' states must sum to {num_ranks}, the number of "
             f"ranks, got {total.item()}: load the files of one step on all ranks"
         )
-
-
-def _describe_devices(tensors: list[Tensor]) -> str:
-    return ", ".join(sorted({tensor.device.type for tensor in tensors}))
 
 
 def _describe_tensor(tensor: Tensor) -> str:

@@ -51,7 +51,6 @@ def prepare_gossip(
         model: as of ``GossipDataParallel``, not prepared.
         optimizer: over the model's parameters, not prepared.
         algorithm: such as ``SGP(OnePeerExponential(accelerator.num_processes))``.
-        options: of ``GossipDataParallel``.
 
     Returns:
         The trainer around the model, and the prepared optimizer.
@@ -97,7 +96,6 @@ class RankStates:
     ValueError on all ranks, which have loaded nothing, if one is missing or damaged.
 
     Args:
-        accelerator: whose folders are used.
         state: with ``state_dict`` and ``load_state_dict``, such as ``CompressedDDPKwargs.state``.
     """
 
@@ -133,9 +131,6 @@ class CompressedDDPKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] 
         compressor: such as ``ErrorFeedback(TopK(0.01))``.
         nonfinite: as of ``ddp_hook``; None: "allow" in fp16, whose GradScaler then skips the step
             on all ranks, else "raise".
-
-    Raises:
-        ValueError: ``comm_hook`` is given too.
     """
 
     compressor: Compressor = field(default_factory=lambda: ErrorFeedback(TopK(0.01)))

@@ -17,11 +17,7 @@ def rank_file(prefix: str) -> str:
 
 
 def load_rank_file(prefix: str) -> Any:
-    """Return what this rank's file holds; all ranks call it together.
-
-    Raises:
-        DisagreementError: (a ValueError) on all ranks alike: a rank's file is missing or damaged.
-    """
+    """Return what this rank's file holds; all ranks call it together, and raise if one lacks it."""
     path = Path(rank_file(prefix))
 
     def read() -> Any:
@@ -37,11 +33,7 @@ def load_rank_file(prefix: str) -> Any:
 
 
 def load_on_all_ranks(load: Callable[[], Any]) -> Any:
-    """Return what a function reads; all ranks call it together.
-
-    Raises:
-        DisagreementError: (a ValueError) on all ranks alike: the function has raised on one.
-    """
+    """Return what a function reads; all ranks call it together, and raise if it has on one."""
     loaded = []
 
     def read() -> list[tuple[str, str]]:

@@ -35,10 +35,8 @@ class GossipTrainer(Trainer):
     the first rank's ``metrics()``.
 
     Args:
-        args: of ``Trainer``.
         algorithm_fn: called with the number of ranks, returns the algorithm.
         gossip_options: arguments of ``GossipDataParallel``.
-        kwargs: of ``Trainer``.
 
     Raises:
         TypeError: algorithm_fn is not a function.
@@ -128,12 +126,7 @@ class CompressedTrainer(Trainer):
     bit. Logs have the first rank's ``metrics()``.
 
     Args:
-        args: of ``Trainer``.
         compressor: of all gradients; None: ``ErrorFeedback(TopK(0.01))``.
-        kwargs: of ``Trainer``.
-
-    Raises:
-        ValueError: as of ``GossipTrainer``.
     """
 
     def __init__(self, *args: Any, compressor: Compressor | None = None, **kwargs: Any) -> None:
@@ -169,11 +162,7 @@ class CompressedTrainer(Trainer):
 
 
 def check_ranks(trainer: Trainer) -> None:
-    """Check that a trainer has several ranks, with a whole model each, and one way to train.
-
-    Raises:
-        ValueError, TypeError: it has not.
-    """
+    """Raise unless a trainer has several ranks, a whole model on each, and one way to train."""
     name = type(trainer).__name__
     if trainer.args.world_size < 2:
         raise ValueError(

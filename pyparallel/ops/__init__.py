@@ -3,9 +3,12 @@
 Importing this package also loads the faster implementations: the compiled libraries, then Triton
 for ops without a CUDA library. ``python -m pyparallel doctor`` prints the outcome.
 
-All raise before anything is written: a ValueError if what they write overlaps another argument
-(``predict_sgd`` and ``predict_adam`` may write an argument itself), and a RuntimeError if it
-requires grad in grad mode, or is an inference tensor outside inference mode.
+All raise before anything is written: a ValueError of a tensor of another shape, dtype, device or
+layout, of a number or a format out of range, or if what they write overlaps another argument
+(``predict_sgd`` and ``predict_adam`` may write an argument itself); and a RuntimeError if it
+requires grad in grad mode, or is an inference tensor outside inference mode. To avoid a host
+synchronization, some is checked on the CPU alone: masses, of at least 0 and a positive sum, and
+messages, whose corruption is a RuntimeError; on a GPU that of earlier messages is.
 """
 
 from ._checks import FLOAT_DTYPES
@@ -58,12 +61,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
 def implementation(op: str, device: str) -> tuple[str, list[tuple[str, str]]]:
     """Return the implementation that runs an op on a device, and why each faster one does not.
 
-    Args:
-        op: a name from ``names()``.
-        device: "cpu" or "cuda".
-
-    Returns:
-        the implementation's name, and (name, reason) of the backends preferred to it.
+    The device is "cpu" or "cuda"; the reasons are by the names of the backends preferred to it.
     """
     missing: list[tuple[str, str]] = []
     for backend in BACKENDS[device]:

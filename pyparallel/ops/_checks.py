@@ -28,7 +28,7 @@ def describe(tensor: Tensor) -> str:
 
 def check_buffer(name: str, tensor: Tensor) -> None:
     """Raise unless the tensor is contiguous, 1-d and of a supported dtype."""
-    if not _is_buffer(tensor):
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype not in FLOAT_DTYPES:
         raise ValueError(f"{name} must be {_BUFFER_RULE}, got {describe(tensor)}")
 
 
@@ -83,14 +83,9 @@ def are_apart(tensors: Sequence[Tensor]) -> bool:
 def check_written(tensors: Sequence[tuple[str, Tensor, bool]], in_place: bool) -> None:
     """Raise if a tensor must not be written, or overlaps what the same pass reads or writes.
 
-    Args:
-        tensors: the name in errors, a contiguous tensor, and whether it is written.
-        in_place: let a written tensor be another one: the same entries of the same dtype.
-
-    Raises:
-        RuntimeError: what torch's in-place functions refuse: a tensor that requires grad in grad
-            mode, or an inference tensor outside inference mode.
-        ValueError: two overlap, of which one is written.
+    Each contiguous tensor comes with its name in errors, and whether it is written. ``in_place``
+    lets a written one be another: the same entries of the same dtype. What torch's in-place
+    functions refuse is a RuntimeError, an overlap a ValueError.
     """
     for name, tensor, is_written in tensors:
         if is_written and tensor.requires_grad and torch.is_grad_enabled():
@@ -132,10 +127,6 @@ def check_one_dtype(name: str, tensors: Sequence[Tensor]) -> None:
         if tensor.dtype != tensors[0].dtype:
             first, other = (str(t.dtype).removeprefix("torch.") for t in (tensors[0], tensor))
             raise ValueError(f"{name} must have one dtype, got {first} and {other}")
-
-
-def _is_buffer(tensor: Tensor) -> bool:
-    return tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in FLOAT_DTYPES
 
 
 def _are_like(model: Tensor, tensors: Sequence[Tensor]) -> bool:

@@ -81,14 +81,10 @@ only_counting = _thread.only_counting
 
 
 def raise_if_counted(device: torch.device, *, wait: bool = False) -> None:
-    """Raise if calls without a counter have found corrupt entries on a GPU.
+    """Raise a RuntimeError if calls without a counter have found corrupt entries on a GPU.
 
-    Args:
-        device: only a GPU counts.
-        wait: wait for the current stream's kernels; else only those that have run are asked.
-
-    Raises:
-        RuntimeError: once for the entries found since the last error.
+    Once for the entries found since the last error. ``wait`` for the current stream's kernels; else
+    only those that have run are asked.
     """
     counter = _counters.get(device)
     if counter is None:
@@ -105,9 +101,7 @@ def raise_if_counted(device: torch.device, *, wait: bool = False) -> None:
 def corrupt_counter(corrupt: Tensor | None, like: Tensor) -> Tensor:
     """Return the caller's counter, or the one of all calls without on the device of `like`.
 
-    Raises:
-        ValueError: a counter that is not a 0-d int64 tensor on the device of `like`.
-        RuntimeError: earlier calls without a counter have found corrupt entries on this GPU.
+    The latter is an error if it has counted on this GPU since the last one.
     """
     if corrupt is None:
         if not _is_counted(like):

@@ -236,11 +236,7 @@ _GRADIENT_FORMATS: dict[tuple[int, str], Format] = {
 
 
 def find_format(bits: int, name: str, *, of_differences: bool = False) -> Format:
-    """Return the format with this number of bits and name, such as "int".
-
-    Raises:
-        ValueError: no such format exists, or none ``of_differences`` of parameters.
-    """
+    """Return the format with this number of bits and name, such as "int"; a ValueError of none."""
     formats = _FORMATS if of_differences else _GRADIENT_FORMATS
     if (bits, name) not in formats:
         *most, last = (f"{each} and {kind}" for each, kind in formats)

@@ -28,8 +28,7 @@ _NATIVE_FOLDER = _PACKAGE.resolve() / "_native"
 def define(schema: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     """Define an op by its schema; the reference runs on every device without a faster kernel.
 
-    Returns:
-        the op, for callers that have checked the arguments: see ``_unchecked``.
+    Return the op, for callers that have checked the arguments: see ``_unchecked``.
     """
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
@@ -97,14 +96,7 @@ def _unchecked(
 def checked(unchecked: Callable[..., Any], *, in_place: bool = False) -> Callable[..., Any]:
     """Return the op with checks of the memory that it writes, for the public functions.
 
-    Args:
-        unchecked: as returned by ``define``.
-        in_place: whether an output may be an input, entry for entry.
-
-    Raises:
-        ValueError: a written tensor overlaps another argument.
-        RuntimeError: a written tensor requires grad in grad mode, or is an inference tensor outside
-            inference mode.
+    They are those of ``check_written``; ``in_place``: an output may be an input, entry for entry.
     """
     places = [
         (place, argument)

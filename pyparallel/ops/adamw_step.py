@@ -1,13 +1,14 @@
 """``adamw_step_``: AdamW fused with gossip averaging before and prediction after the step."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._checks import Number, as_scalar, check_at_least
 from ._library import checked, define
-from ._step import check_step, mixed, placed, settle, take_masses
+from ._step import Shared, check_step, mixed, placed, settle
 from .predict_adam import check_adam, predict_adam_reference
 
 
@@ -25,16 +26,7 @@ def adamw_step_reference(
     step: Tensor,
     decoupled: bool,
     maximize: bool,
-    mass: Tensor,
-    messages: list[Tensor],
-    masses: Tensor,
-    mix_after: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    nonfinite: Tensor | None,
-    horizon: Tensor,
-    prediction: Tensor | None,
-    message: Tensor | None,
+    *rest: Any,
 ) -> None:
     """Compute the op in plain PyTorch: the definition that all kernels are tested against.
 
@@ -42,10 +34,11 @@ def adamw_step_reference(
     decay is the same factor, Adam's is that of ``weight_decay * mass``, and the update is that of
     learning rate ``lr / mass``.
     """
-    z = mixed(param, mass, [] if mix_after else messages, masses)
-    gradient, stepped = placed(grads, offsets, param, maximize, grad_scale, found_inf, nonfinite)
+    shared = Shared(*rest)
+    z = mixed(param, shared, after=False)
+    gradient, stepped = placed(grads, offsets, param, maximize, shared)
     if not decoupled:
-        gradient = gradient + (weight_decay * mass).float() * z
+        gradient = gradient + (weight_decay * shared.mass).float() * z
     mean, square = exp_avg.float(), exp_avg_sq.float()
     # Interpolate from the nearer operand: with beta1 = 0 the average is exactly the gradient.
     near = 1 - beta1 < 0.5
@@ -53,17 +46,20 @@ def adamw_step_reference(
     mean = base + pull * (gradient - mean)
     square = beta2 * square + (1 - beta2) * gradient * gradient
     decayed = z * (1 - lr * weight_decay).float() if decoupled else z
-    rates, ahead = (lr / mass, beta1, beta2, eps), torch.empty_like(z)
+    rates, ahead = (lr / shared.mass, beta1, beta2, eps), torch.empty_like(z)
     predict_adam_reference(decayed, mean, square, *rates, step, torch.ones_like(step), ahead)
     exp_avg.copy_(torch.where(stepped, mean, exp_avg))
     exp_avg_sq.copy_(torch.where(stepped, square, exp_avg_sq))
     z = torch.where(stepped, ahead, z)
-    settle(param, z, mass, messages, masses, mix_after, message)
-    if prediction is not None:
-        if found_inf is not None:  # the moments are those of the step before
-            step = torch.where(found_inf.to(step.device) == 0, step, (step - 1).clamp(min=1))
-        rates = (lr / mass, beta1, beta2, eps)
-        predict_adam_reference(param, exp_avg, exp_avg_sq, *rates, step, horizon, prediction)
+    settle(param, z, shared)
+    if shared.prediction is not None:
+        if shared.found_inf is not None:  # the moments are those of the step before
+            is_taken = shared.found_inf.to(step.device) == 0
+            step = torch.where(is_taken, step, (step - 1).clamp(min=1))
+        rates = (lr / shared.mass, beta1, beta2, eps)
+        predict_adam_reference(
+            param, exp_avg, exp_avg_sq, *rates, step, shared.horizon, shared.prediction
+        )
 
 
 adamw_step_unchecked = define(
@@ -134,14 +130,12 @@ def adamw_step_(
         exp_avg: (n,) in one of these dtypes: the first moment, zero before the first step. Written.
         exp_avg_sq: (n,) in exp_avg's dtype: the second moment, zero before the first step. Written.
         lr: learning rate, at least 0; a number, or a 0-d tensor on the cpu or param's device.
-        beta1: decay of the first moment, in [0, 1).
-        beta2: decay of the second moment, in [0, 1).
+        beta1, beta2: decays of the two moments, in [0, 1).
         eps: added to the denominator, at least 0.
         weight_decay: at least 0.
         step: index of this step, 1 for the first; a number or a tensor like lr.
         offsets: where in param each gradient begins, ascending without overlap.
         decoupled: AdamW's weight decay; False: Adam's.
-        maximize: maximize the objective instead of minimizing it.
         mass: 0-d float64 on param's device: the rank's own PushSum mass; the messages' masses are
             added to it. None: 1.
         messages: k tensors (n,), all of one of these dtypes: received de-biased parameters.
@@ -159,21 +153,15 @@ def adamw_step_(
         horizon: how many steps ahead to predict, at least 0; a number or a tensor like lr.
         prediction: (n,) in one of these dtypes, written.
         message: (n,) in one of these dtypes, written.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; a number out of range; an
-            output that overlaps another buffer; on the CPU also masses below 0 or without a
-            positive sum (not checked elsewhere, to avoid a host synchronization).
     """
     others = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    outputs = {"message": message, "prediction": prediction}
-    scaling = {"grad_scale": grad_scale, "found_inf": found_inf, "nonfinite": nonfinite}
-    grads, offsets = check_step(param, grad, offsets, others, messages, horizon, outputs, scaling)
+    mixing = mass, messages, masses, mix_after
+    scaling, outputs = (grad_scale, found_inf, nonfinite), (horizon, prediction, message)
+    grads, offsets, shared = check_step(param, grad, offsets, others, mixing, scaling, outputs)
     check_adam(exp_avg, exp_avg_sq, beta1, beta2, eps)
     check_at_least("lr", lr, 0)
     check_at_least("weight_decay", weight_decay, 0)
     check_at_least("step", step, 1)
-    mass, masses = take_masses(param, mass, messages, masses)
     _adamw_step_checked(
         param,
         grads,
@@ -188,14 +176,5 @@ def adamw_step_(
         as_scalar("step", step, param),
         decoupled,
         maximize,
-        mass,
-        list(messages),
-        masses,
-        mix_after,
-        grad_scale,
-        found_inf,
-        nonfinite,
-        as_scalar("horizon", horizon, param),
-        prediction,
-        message,
+        *shared,
     )

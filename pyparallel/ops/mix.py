@@ -45,11 +45,6 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
         messages: k tensors (n,), all of one of these dtypes: the senders' de-biased parameters.
         masses: (k,) float64 on z's device: the mass of each message. One of 0 changes no bit of z,
             whatever the message holds.
-
-    Raises:
-        ValueError: an argument of another shape, dtype, device or layout; on the CPU also
-            negative masses or a total that is not positive (not checked elsewhere, to avoid a host
-            synchronization).
     """
     check_buffer("z", z)
     check_doubles("weight", weight, (), z)

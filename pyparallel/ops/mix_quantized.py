@@ -5,14 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import (
-    by_index,
-    check_block_size,
-    check_buffer,
-    check_doubles,
-    check_replicas,
-    has_memory,
-)
+from . import _checks
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._formats import CORRUPT, check_message, decode_message, find_format
 from ._library import checked, define
@@ -83,31 +76,22 @@ def mix_quantized_(
     Args:
         z: (n,) float32, bfloat16 or float16: the rank's de-biased parameters. Written.
         weight: 0-d float64 on z's device: the mass the rank kept for itself. Written.
-        codes: codes of k messages, each as returned by ``quantize``.
-        scales: scales of the same k messages.
+        codes, scales: of k messages, each as returned by ``quantize``.
         masses: (k,) float64 on z's device: the mass of each message. One of 0 changes no bit of z;
             the message's replica is updated.
-        bits: as given to ``quantize``.
-        format: as given to ``quantize``.
-        block_size: as given to ``quantize``.
+        bits, format, block_size: as given to ``quantize``.
         replicas: k tensors (n,) of z's dtype, which share no memory: the copies of the senders'
             parameters to which the messages are differences. Written. Empty: the messages are
             the parameters themselves.
         corrupt: 0-d int64 on z's device; the number of corrupt entries is added to it. Without it
             a later call of an op that decodes raises, on the same GPU; in a function compiled by
             ``torch.compile`` an assertion on the device fails.
-
-    Raises:
-        ValueError: an argument of another shape, dtype, device or layout; an unsupported pair of
-            bits and format; on the CPU also negative masses or a total that is not positive (not
-            checked elsewhere, to avoid a host synchronization).
-        RuntimeError: a corrupt message on the CPU; on a GPU corrupt entries of earlier messages.
     """
-    check_buffer("z", z)
+    _checks.check_buffer("z", z)
     kind = find_format(bits, format, of_differences=True)
-    check_block_size(block_size)
-    check_doubles("weight", weight, (), z)
-    check_doubles("masses", masses, (len(codes),), z)
+    _checks.check_block_size(block_size)
+    _checks.check_doubles("weight", weight, (), z)
+    _checks.check_doubles("masses", masses, (len(codes),), z)
     if len(scales) != len(codes):
         raise ValueError(f"scales must be as many as codes, {len(codes)}, got {len(scales)}")
     for j, (code, scale) in enumerate(zip(codes, scales, strict=True)):
@@ -117,8 +101,8 @@ def mix_quantized_(
         if len(replicas) != len(codes):
             rule = f"none, or as many as codes, {len(codes)}"
             raise ValueError(f"replicas must be {rule}, got {len(replicas)}")
-        check_replicas(replicas, lambda: list(by_index("replicas", replicas)), z)
-    if z.is_cpu and has_memory(weight):
+        _checks.check_replicas(replicas, lambda: list(_checks.by_index("replicas", replicas)), z)
+    if z.is_cpu and _checks.has_memory(weight):
         check_masses("weight", weight.item(), masses.tolist())
     counter = corrupt_counter(corrupt, z)
     _mix_quantized_checked(

@@ -74,9 +74,6 @@ def orthogonalize_(matrices: Sequence[Tensor]) -> None:
         matrices: tensors (m, r) or batches (b, m, r), contiguous, all on one device; float32,
             bfloat16 or float16, with ``r <= m`` and ``r <= 64``; shapes and dtypes may differ.
             Written. 16-bit results are orthonormal up to rounding.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout.
     """
     matrices = list(matrices)
     for index, matrix in enumerate(matrices):

@@ -111,9 +111,6 @@ def pack_signs(
         ``numpy.packbits(acc >= 0, bitorder="little")`` gives them: entry i is bit ``i % 8`` of word
         ``i // 8``; the bits behind the last entry are 0. Scales are float32 of length
         ceil(n / block_size).
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; an unsupported block size.
     """
     check_buffer("x", x)
     check_block_size(block_size)
@@ -143,19 +140,14 @@ def unpack_signs(
     of such a block are written as 0, or add nothing, and are counted.
 
     Args:
-        words: as returned by ``pack_signs``.
-        scales: as returned by ``pack_signs``.
-        block_size: as given to ``pack_signs``.
+        words, scales: as returned by ``pack_signs``.
+        block_size: as given to it.
         numel: n, the number of entries.
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
         accumulate: add to ``out``, which must be given, instead of overwriting it.
         corrupt: 0-d int64 on words' device; the number of corrupt entries is added to it. Without
             it a later call of an op that decodes raises, on the same GPU; in a function compiled by
             ``torch.compile`` an assertion on the device fails.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; a number out of range.
-        RuntimeError: a corrupt message on the CPU; on a GPU corrupt entries of earlier messages.
     """
     check_block_size(block_size)
     out = output(out, numel, accumulate, words.device)

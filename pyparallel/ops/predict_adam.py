@@ -3,16 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import (
-    Number,
-    as_scalar,
-    check_all_like,
-    check_at_least,
-    check_buffer,
-    check_like,
-    check_one_dtype,
-    require,
-)
+from . import _checks
 from ._library import checked, define
 
 
@@ -53,12 +44,12 @@ def predict_adam(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    lr: Number,
+    lr: _checks.Number,
     beta1: float,
     beta2: float,
     eps: float,
-    step: Number,
-    horizon: Number,
+    step: _checks.Number,
+    horizon: _checks.Number,
     out: Tensor | None = None,
 ) -> Tensor:
     """Predict weights ``horizon`` steps ahead along the current moments of Adam or AdamW.
@@ -72,27 +63,24 @@ def predict_adam(
         exp_avg: (n,) in one of these dtypes: the first moment.
         exp_avg_sq: (n,) in exp_avg's dtype: the second moment.
         lr: learning rate; a number, or a 0-d tensor on the cpu or param's device.
-        beta1: decay of the first moment, in [0, 1).
-        beta2: decay of the second moment, in [0, 1).
+        beta1, beta2: decays of the two moments, in [0, 1).
         eps: added to the denominator, at least 0.
         step: number of steps the optimizer has taken, at least 1; a number or a tensor like lr.
         horizon: number of steps ahead, at least 0; a number or a tensor like lr.
         out: (n,) in one of these dtypes, written and returned; None: a new tensor like param.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; a number out of range.
     """
-    check_buffer("param", param)
-    check_all_like({"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, (), "param", param)
+    _checks.check_buffer("param", param)
+    _checks.check_all_like({"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, (), "param", param)
     check_adam(exp_avg, exp_avg_sq, beta1, beta2, eps)
-    check_at_least("step", step, 1)
-    check_at_least("horizon", horizon, 0)
-    lr = as_scalar("lr", lr, param)
-    step, horizon = as_scalar("step", step, param), as_scalar("horizon", horizon, param)
+    _checks.check_at_least("step", step, 1)
+    _checks.check_at_least("horizon", horizon, 0)
+    lr = _checks.as_scalar("lr", lr, param)
+    step = _checks.as_scalar("step", step, param)
+    horizon = _checks.as_scalar("horizon", horizon, param)
     if out is None:
         out = torch.empty_like(param)
     else:
-        check_like("out", out, "param", param)
+        _checks.check_like("out", out, "param", param)
     _predict_adam_checked(param, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, step, horizon, out)
     return out
 
@@ -100,8 +88,8 @@ def predict_adam(
 def check_adam(exp_avg: Tensor, exp_avg_sq: Tensor, beta1: float, beta2: float, eps: float) -> None:
     """Raise on moments of different dtypes, and on numbers out of range."""
     if exp_avg.dtype != exp_avg_sq.dtype:
-        check_one_dtype("exp_avg and exp_avg_sq", [exp_avg, exp_avg_sq])
+        _checks.check_one_dtype("exp_avg and exp_avg_sq", [exp_avg, exp_avg_sq])
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and eps >= 0):
-        require("beta1", "in [0, 1)", beta1, 0 <= beta1 < 1)
-        require("beta2", "in [0, 1)", beta2, 0 <= beta2 < 1)
-        check_at_least("eps", eps, 0)
+        _checks.require("beta1", "in [0, 1)", beta1, 0 <= beta1 < 1)
+        _checks.require("beta2", "in [0, 1)", beta2, 0 <= beta2 < 1)
+        _checks.check_at_least("eps", eps, 0)

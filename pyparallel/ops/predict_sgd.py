@@ -42,9 +42,6 @@ def predict_sgd(
         lr: learning rate; a number, or a 0-d tensor on the cpu or param's device.
         horizon: number of steps ahead, at least 0; a number or a tensor like lr.
         out: (n,) in one of these dtypes, written and returned; None: a new tensor like param.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; a negative horizon.
     """
     check_buffer("param", param)
     check_like("momentum_buffer", momentum_buffer, "param", param)

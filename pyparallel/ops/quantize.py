@@ -144,10 +144,6 @@ def quantize(
         126 for inf; 127 is nan); (ceil(n / 2),) uint8 for 4 bits and (ceil(n / 4),) for 2 (0, 1, or
         2 for -1), the first entry in the lowest bits, 0 after the last. Scales are
         (ceil(n / block_size),) float32; (0,) for "natural".
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; an unsupported pair of bits
-            and format; a number out of range.
     """
     check_buffer("x", x)
     kind = find_format(bits, format)
@@ -188,22 +184,14 @@ def dequantize(
     counted.
 
     Args:
-        codes: as returned by ``quantize``.
-        scales: as returned by ``quantize``.
-        bits: as given to ``quantize``.
-        format: as given to ``quantize``.
-        block_size: as given to ``quantize``.
+        codes, scales: as returned by ``quantize``.
+        bits, format, block_size: as given to it.
         numel: n, the number of entries.
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
         accumulate: add to ``out``, which must be given, instead of overwriting it.
         corrupt: 0-d int64 on codes' device; the number of corrupt entries is added to it. Without
             it a later call of an op that decodes raises, on the same GPU; in a function compiled by
             ``torch.compile`` an assertion on the device fails.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; an unsupported pair of bits
-            and format; a number out of range.
-        RuntimeError: a corrupt message on the CPU; on a GPU corrupt entries of earlier messages.
     """
     kind = find_format(bits, format)
     check_block_size(block_size)

@@ -3,15 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import (
-    Number,
-    as_scalar,
-    check_block_size,
-    check_buffer,
-    check_replicas,
-    num_blocks,
-    require,
-)
+from . import _checks
 from ._formats import check_message, decode_message, find_format
 from ._library import checked, define
 from ._philox import as_offset, as_seed
@@ -50,7 +42,7 @@ _quantize_difference_checked = checked(quantize_difference_unchecked)
 def quantize_difference_(
     z: Tensor,
     replica: Tensor,
-    ratio: Number,
+    ratio: _checks.Number,
     *,
     bits: int = 8,
     format: str = "int",
@@ -77,28 +69,23 @@ def quantize_difference_(
         bits: 8 or 4.
         format: "int", "e4m3" or "e5m2".
         block_size: entries that share a scale, a power of two from 32 to 4096.
-        seed: as for ``quantize``.
-        offset: as for ``quantize``.
+        seed, offset: as for ``quantize``.
         out: codes and scales of an earlier call, written and returned. None: new tensors.
 
     Returns:
         The codes and the scales, as ``quantize`` returns them.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; z and replica overlap; an
-            unsupported pair of bits and format; a number out of range.
     """
-    check_buffer("z", z)
-    check_replicas((replica,), lambda: ("replica",), z)
+    _checks.check_buffer("z", z)
+    _checks.check_replicas((replica,), lambda: ("replica",), z)
     kind = find_format(bits, format, of_differences=True)
-    check_block_size(block_size)
+    _checks.check_block_size(block_size)
     holds = isinstance(ratio, Tensor) or 0 <= ratio < float("inf")
-    require("ratio", "finite and at least 0", ratio, holds)
-    ratio = as_scalar("ratio", ratio, z)
+    _checks.require("ratio", "finite and at least 0", ratio, holds)
+    ratio = _checks.as_scalar("ratio", ratio, z)
     seed, offset = as_seed(seed), as_offset(offset, z)
     if out is None:
         codes = torch.empty(kind.num_codes(z.numel()), dtype=kind.dtype, device=z.device)
-        blocks = num_blocks(z.numel(), block_size)
+        blocks = _checks.num_blocks(z.numel(), block_size)
         scales = torch.empty(blocks, dtype=torch.float32, device=z.device)
     else:
         codes, scales = out

@@ -90,13 +90,9 @@ def random_k_indices(
         offset: index of the draw of this seed, such as the step; a number, or a 0-d int64 tensor on
             the cpu or on ``device``.
         run_length: how many neighbors are drawn together, at least 1.
-        device: device of the result; None: the cpu.
 
     Returns:
         (k,) int32, int64 if numel is 2**31 or more, strictly ascending: fit for ``scatter_add_``.
-
-    Raises:
-        ValueError: a number out of range; an offset of another shape, dtype or device.
     """
     _require_within("numel", numel, 0, 2**62, "2**62")
     _require_within("run_length", run_length, 1, 2**62, "2**62")
@@ -168,9 +164,6 @@ def random_k(
 
     Returns:
         (k,) in x's dtype: the entries in ascending order of their positions.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; a number out of range.
     """
     check_buffer("x", x)
     if residual is not None:

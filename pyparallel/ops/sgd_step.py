@@ -1,13 +1,14 @@
 """``sgd_step_``: SGD fused with gossip averaging before and prediction after the step."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._checks import Number, as_scalar, check_at_least, require
 from ._library import checked, define
-from ._step import check_step, mixed, placed, settle, take_masses
+from ._step import Shared, check_step, mixed, placed, settle
 from .predict_sgd import predict_sgd_reference
 
 
@@ -22,25 +23,17 @@ def sgd_step_reference(
     weight_decay: float,
     nesterov: bool,
     maximize: bool,
-    mass: Tensor,
-    messages: list[Tensor],
-    masses: Tensor,
-    mix_after: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    nonfinite: Tensor | None,
-    horizon: Tensor,
-    prediction: Tensor | None,
-    message: Tensor | None,
+    *rest: Any,
 ) -> None:
     """Compute the op in plain PyTorch: the definition that all kernels are tested against.
 
     The update is ``predict_sgd`` one step ahead. On the numerator ``mass * param`` the decay is
     that of ``weight_decay * mass``, and the update is that of learning rate ``lr / mass``.
     """
-    z = mixed(param, mass, [] if mix_after else messages, masses)
-    gradient, stepped = placed(grads, offsets, param, maximize, grad_scale, found_inf, nonfinite)
-    gradient = gradient + (weight_decay * mass).float() * z
+    shared = Shared(*rest)
+    z = mixed(param, shared, after=False)
+    gradient, stepped = placed(grads, offsets, param, maximize, shared)
+    gradient = gradient + (weight_decay * shared.mass).float() * z
     before = torch.zeros_like(z) if momentum_buffer is None else momentum_buffer.float()
     velocity = momentum * before + (1 - dampening) * gradient
     update = gradient + momentum * velocity if nesterov else velocity
@@ -49,11 +42,11 @@ def sgd_step_reference(
         momentum_buffer.copy_(velocity)
         velocity = momentum_buffer
     ahead = torch.empty_like(z)
-    predict_sgd_reference(z, update, lr / mass, torch.ones_like(lr), ahead)
+    predict_sgd_reference(z, update, lr / shared.mass, torch.ones_like(lr), ahead)
     z = torch.where(stepped, ahead, z)
-    settle(param, z, mass, messages, masses, mix_after, message)
-    if prediction is not None:
-        predict_sgd_reference(param, velocity, lr / mass, horizon, prediction)
+    settle(param, z, shared)
+    if shared.prediction is not None:
+        predict_sgd_reference(param, velocity, lr / shared.mass, shared.horizon, shared.prediction)
 
 
 sgd_step_unchecked = define(
@@ -102,71 +95,38 @@ def sgd_step_(
     4. ``prediction`` gets ``predict_sgd`` of the new ``param`` and momentum buffer with the
        learning rate ``lr / mass``; without a buffer, of the gradient with decay.
 
-    Elements that no gradient covers are not stepped: they do not decay, and their velocity stays.
-    They are mixed, sent and predicted like all others; without a momentum buffer, their prediction
-    is the new ``param``. With ``nonfinite`` the same holds for elements with a gradient that is not
-    finite; with ``found_inf`` nothing is stepped, and nothing counted.
-
-    With fp32 parameters this equals ``mix_``, the step, a copy and ``predict_sgd`` in sequence, bit
-    for bit; 16-bit parameters are rounded once, not twice. Every operation rounds, so that all
-    implementations agree; torch's fused kernels contract some into multiply-adds, different ones on
-    the CPU and on GPUs, and agree to one or two roundings.
+    Arguments that are not listed here, elements that are not stepped, rounding and errors are as
+    for ``adamw_step_``; there is no ``step`` to count. Without a momentum buffer, the prediction of
+    elements that are not stepped is the new ``param``.
 
     torch.optim.SGD ignores ``dampening`` in its first step; pass ``dampening=0`` there, with a
     momentum buffer of zeros.
 
     Args:
-        param: (n,) float32, bfloat16 or float16: the de-biased parameters. Written.
-        grad: (n,) in one of these dtypes; or any number of contiguous tensors of any shapes, all
-            of one of these dtypes, with ``offsets``.
+        param, grad, lr: as for ``adamw_step_``.
         momentum_buffer: (n,) in one of these dtypes: the velocity, zero before the first step.
             Written; with ``momentum=0`` it becomes the gradient with decay. None, only if
             momentum is 0: not kept.
-        lr: learning rate, at least 0; a number, or a 0-d tensor on the cpu or param's device.
         momentum: at least 0.
         dampening: dampening of the gradient in the velocity; as in torch it has no effect if
             momentum is 0.
         weight_decay: at least 0.
         nesterov: Nesterov momentum; as in torch it needs momentum and no dampening.
-        offsets: where in param each gradient begins, ascending without overlap.
-        maximize: maximize the objective instead of minimizing it.
-        mass: 0-d float64 on param's device: the rank's own PushSum mass; the messages' masses are
-            added to it. None: 1.
-        messages: k tensors (n,), all of one of these dtypes: received de-biased parameters.
-        masses: (k,) float64 on param's device: the mass of each message; one of mass 0 is not mixed
-            in, whatever it holds.
-        mix_after: mix the messages in after the step: it has the mass before them, the prediction
-            the mass with them, and ``message`` the stepped values that are not yet mixed.
-        grad_scale: 0-d float32 on the cpu or param's device, not 0: what the gradients are divided
-            by, as ``torch.amp.GradScaler`` does. They are not written. None: 1.
-        found_inf: 0-d float32 on the cpu or param's device: if it is not 0, no element is stepped.
-        nonfinite: 0-d float64 on param's device: elements whose gradient, after ``grad_scale`` and
-            before decay, is infinite or nan are not stepped, and their number is added to it. None:
-            they are stepped like all others.
-        horizon: how many steps ahead to predict, at least 0; a number or a tensor like lr.
-        prediction: (n,) in one of these dtypes, written.
-        message: (n,) in one of these dtypes, written.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; a number out of range; an
-            output that overlaps another buffer; on the CPU also masses below 0 or without a
-            positive sum (not checked elsewhere, to avoid a host synchronization).
     """
     others = {}
     if momentum_buffer is not None:
         others["momentum_buffer"] = momentum_buffer
     elif momentum != 0:
         raise ValueError("momentum_buffer must be given where momentum is not 0, got None")
-    outputs = {"message": message, "prediction": prediction}
-    scaling = {"grad_scale": grad_scale, "found_inf": found_inf, "nonfinite": nonfinite}
-    grads, offsets = check_step(param, grad, offsets, others, messages, horizon, outputs, scaling)
+    mixing = mass, messages, masses, mix_after
+    scaling, outputs = (grad_scale, found_inf, nonfinite), (horizon, prediction, message)
+    grads, offsets, shared = check_step(param, grad, offsets, others, mixing, scaling, outputs)
     check_at_least("lr", lr, 0)
     check_at_least("momentum", momentum, 0)
     check_at_least("weight_decay", weight_decay, 0)
     if nesterov:
         require("momentum", "over 0 with nesterov", momentum, momentum > 0)
         require("dampening", "0 with nesterov", dampening, dampening == 0)
-    mass, masses = take_masses(param, mass, messages, masses)
     _sgd_step_checked(
         param,
         grads,
@@ -178,14 +138,5 @@ def sgd_step_(
         weight_decay,
         nesterov,
         maximize,
-        mass,
-        list(messages),
-        masses,
-        mix_after,
-        grad_scale,
-        found_inf,
-        nonfinite,
-        as_scalar("horizon", horizon, param),
-        prediction,
-        message,
+        *shared,
     )

@@ -94,9 +94,6 @@ def top_k(
 
     Returns:
         values (k,) in x's dtype and indices (k,), ascending, int32 (int64 from n = 2**31 on).
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; a k out of range.
     """
     check_buffer("x", x)
     if not 0 <= k <= len(x):
@@ -132,10 +129,6 @@ def scatter_add_(
 
     Returns:
         dense.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, device or layout.
-        RuntimeError: corrupt indices on the CPU; on a GPU corrupt entries of earlier messages.
     """
     check_buffer("dense", dense)
     check_buffer("values", values)

@@ -3,91 +3,34 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from ..ops.adamw_step import adamw_step_unchecked
 from ..ops.predict_adam import predict_adam_unchecked
 from .bucket import STEP, Bucket, Gradients, Span
 from .fused_optimizer import FusedOptimizer, Group, as_double, part
-from .validation import check_numbers
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Adam(FusedOptimizer):
+class Adam(FusedOptimizer, torch.optim.Adam):
     """Adam (Kingma & Ba, arXiv 1412.6980), a drop-in for ``torch.optim.Adam``.
 
     Arguments, defaults, parameter groups, state dicts and results are torch's; ``ops.adamw_step_``
-    documents the rounding.
+    documents the rounding. Only these are others:
 
     Args:
-        params: parameters, or groups of them, of float32, bfloat16 or float16.
-        lr: learning rate, at least 0; a tensor is not read on the host.
-        betas: decays of the two moments, in [0, 1).
-        eps: added to the denominator, at least 0.
-        weight_decay: L2 penalty, at least 0.
-        amsgrad: must be False.
-        foreach: accepted without effect, the step is always fused.
-        maximize: maximize the objective.
-        capturable: keep step counts on the parameters' device, for CUDA graphs.
-        differentiable: must be False.
-        fused: as ``foreach``; True also keeps step counts on the parameters' device.
-        decoupled_weight_decay: decay the parameters instead of adding a penalty, as AdamW.
+        params: of float32, bfloat16 or float16.
+        lr: a tensor is not read on the host.
+        amsgrad, differentiable: must be False; a ValueError names ``torch.optim.Adam``.
+        foreach: without effect, the step is always fused.
+        fused, capturable: keep step counts on the parameters' device, ``capturable`` for CUDA
+            graphs.
         master_weights: step 16-bit parameters in float32 copies, with all state in float32, and
             write them rounded in the same pass; as in apex. Other parameters have no copies.
-
-    Raises:
-        ValueError: an argument is out of range, or needs ``torch.optim.Adam``.
-        RuntimeError: both ``foreach`` and ``fused`` are True.
     """
-
-    _options_of_newer_torch = FusedOptimizer._options_of_newer_torch | {
-        "amsgrad": False,
-        "capturable": False,
-        "decoupled_weight_decay": False,
-    }
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = False,
-        master_weights: bool = False,
-    ) -> None:
-        check_numbers({"lr": lr, "eps": eps, "weight_decay": weight_decay})
-        for index, beta in enumerate(betas):
-            check_numbers({f"betas[{index}]": beta})
-            if not beta < 1:
-                raise ValueError(f"betas[{index}] must be below 1, got {beta}")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "maximize": maximize,
-                "foreach": foreach,
-                "capturable": capturable,
-                "differentiable": differentiable,
-                "fused": fused,
-                "decoupled_weight_decay": decoupled_weight_decay,
-            },
-            master_weights=master_weights,
-        )
 
     @override
     def _begin_step(self, bucket: Bucket, group: Group, num_gradients: int) -> Sequence[Span]:
@@ -99,12 +42,7 @@ class Adam(FusedOptimizer):
 
     @override
     def _step_span(
-        self,
-        bucket: Bucket,
-        group: Group,
-        span: Span,
-        gradients: Gradients,
-        round_arguments: tuple[Any, ...],
+        self, bucket: Bucket, group: Group, span: Span, gradients: Gradients, rest: tuple[Any, ...]
     ) -> None:
         mean, square = map(bucket.flat, _MOMENTS)
         beta1, beta2 = group["betas"]
@@ -121,7 +59,7 @@ class Adam(FusedOptimizer):
             bucket.step_count(span),
             group["decoupled_weight_decay"],
             group["maximize"],
-            *round_arguments,
+            *rest,
         )
 
     @property
@@ -156,46 +94,9 @@ class Adam(FusedOptimizer):
             )
 
 
-class AdamW(Adam):
+class AdamW(Adam, torch.optim.AdamW):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), a drop-in for ``torch.optim.AdamW``.
 
-    Arguments are those of `Adam`, but the parameters are multiplied by ``1 - lr * weight_decay`` in
-    each step.
+    Arguments are those of ``torch.optim.AdamW``, and otherwise as of `Adam`: the parameters are
+    multiplied by ``1 - lr * weight_decay`` in each step.
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            master_weights=master_weights,
-        )
-
-    @override
-    def _set_missing_options(self, group: Group) -> None:
-        group["decoupled_weight_decay"] = True  # also if Adam has saved the group, as in torch
-        super()._set_missing_options(group)

@@ -42,10 +42,8 @@ class Bucket:
 
     ``optimizer.state`` holds an entry per parameter, as those of torch's optimizers do; each of its
     tensors is a view of the bucket's buffer of that name, or an element of its step counts. With
-    ``master_weights`` float32 copies of 16-bit parameters are such a state, and are stepped.
-
-    Attributes:
-        stepped: the flat buffer that a step reads and writes: the float32 copies or the parameters.
+    ``master_weights`` float32 copies of 16-bit parameters are such a state, and are stepped: a step
+    reads and writes ``stepped``, which are the copies or the parameters.
     """
 
     def __init__(
@@ -97,11 +95,7 @@ class Bucket:
         return list(map(Tensor.stride, self.parameters)) == self._strides
 
     def collect_gradients(self) -> None:
-        """Collect the gradients of the parameters that have one; copy only strided ones.
-
-        Raises:
-            RuntimeError: one is sparse.
-        """
+        """Collect the gradients of the parameters that have one; copy only strided ones."""
         found = [parameter.grad for parameter in self.parameters]
         tensors = [gradient for gradient in found if gradient is not None]
         offsets, stepped = self.offsets, self.parameters

@@ -32,15 +32,10 @@ class FiniteSteps:
     Of several optimizers, which take a training step together, the gradients of all are read before
     the first one's update, and either all are updated or none. A ``GradScaler`` decides for each.
 
-    Args:
-        optimizers: one or more; their hooks reference the trainer, so they are only weakly
-            referenced here.
-        policy: "allow": gradients are not read.
-        counts: gets the number of non-finite elements; on a GPU with "raise" 1 or 0 unless the
-            optimizer counts.
-        device: of the gradients.
-        takes_scales: whether a ``GradScaler`` leaves it to this object to unscale and to skip, and
-            calls every step; else it does both by itself and leaves out the step.
+    Optimizers are only weakly referenced, as their hooks reference the trainer. ``counts`` gets the
+    number of non-finite elements; on a GPU with "raise" 1 or 0 unless the optimizer counts. With
+    ``takes_scales`` a ``GradScaler`` leaves it to this object to unscale and to skip, and calls
+    every step; else it does both by itself and leaves out the step.
     """
 
     def __init__(

@@ -4,13 +4,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from ..training import FlatBuckets, join_buckets
@@ -26,7 +25,9 @@ Group = dict[str, Any]
 
 
 class FusedOptimizer(Optimizer):
-    """An optimizer whose step is one fused pass over each flat bucket of its parameters.
+    """An optimizer of torch whose step is one fused pass over each flat bucket of its parameters.
+
+    A subclass derives from this class and then from torch's, whose constructor it has.
 
     The first step makes the parameters views of flat buckets, one for each parameter group, dtype
     and device, and lays out the optimizer's state likewise; the ``nn.Parameter`` objects stay the
@@ -56,27 +57,13 @@ class FusedOptimizer(Optimizer):
     _is_adopted = False
     _step_buckets: "Callable[[FusedOptimizer], None] | None" = None
 
-    # With the values that they have in a group that an older torch has saved without them.
-    _options_of_newer_torch: ClassVar[Group] = {
-        "foreach": None,
-        "fused": None,
-        "maximize": False,
-        "differentiable": False,
-    }
-
-    def __init__(self, params: ParamsT, defaults: Group, *, master_weights: bool) -> None:
-        if defaults["foreach"] and defaults["fused"]:
-            raise RuntimeError("foreach and fused must not both be True")
+    def __init__(self, *args: Any, master_weights: bool = False, **kwargs: Any) -> None:
         self.master_weights = master_weights
-        super().__init__(params, defaults)
+        super().__init__(*args, **kwargs)
 
     @override
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters, as torch's optimizers do.
-
-        Raises:
-            ValueError: parameters or options that torch's optimizer has and this one has not.
-        """
+        """Add a group of parameters, as torch's optimizers do."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -108,7 +95,6 @@ class FusedOptimizer(Optimizer):
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:
-            self._set_missing_options(group)
             self._check_group(group)
         super().__setstate__(state)
         for bucket in self._buckets:
@@ -137,18 +123,11 @@ class FusedOptimizer(Optimizer):
     @torch.inference_mode(False)
     @torch.no_grad()
     def lay_out(self, cap_bytes: int = NO_LIMIT) -> list[FlatBuckets]:
-        """Make the parameters that require gradients views of new flat buckets.
+        """Make the parameters that require gradients views of new flat buckets, and return these.
 
-        Buckets are numbered by group, then by their order in it.
-
-        Args:
-            cap_bytes: approximate largest size of a bucket.
-
-        Returns:
-            The flat buckets of each parameter group.
-
-        Raises:
-            ValueError: two parameters share memory.
+        A list entry has those of a parameter group, of about ``cap_bytes`` each at most. Buckets
+        are numbered by group, then by their order in it. Two parameters that share memory are a
+        ValueError.
         """
         chosen: list[list[nn.Parameter]] = []
         for group in self.param_groups:
@@ -176,9 +155,8 @@ class FusedOptimizer(Optimizer):
     def adopt(self, step_buckets: "Callable[[FusedOptimizer], None] | None" = None) -> None:
         """Give the buckets of ``lay_out`` to a trainer, which checks that they stay in place.
 
-        Args:
-            step_buckets: called by ``step`` with this optimizer to step each bucket once; None: all
-                are stepped without a trainer's round.
+        ``step`` calls ``step_buckets`` with this optimizer, to step each bucket once; None: all are
+        stepped without a trainer's round.
         """
         self._is_adopted, self._step_buckets = True, step_buckets
 
@@ -205,19 +183,8 @@ class FusedOptimizer(Optimizer):
     ) -> None:
         """Step one bucket of n elements, padding included, in one pass; called within ``step``.
 
-        The trainer that calls it has checked the arguments.
-
-        Args:
-            index: in the order of ``lay_out``.
-            mass: 0-d float64: the rank's own PushSum mass; messages' masses are added to it, and
-                the update is that of the numerator. None: 1.
-            messages: k tensors (n,), all of float32, bfloat16 or float16: received de-biased
-                parameters, averaged in as ``ops.mix_`` does.
-            masses: (k,) float64: the mass of each message.
-            mix_after: average the messages in after the update instead of before.
-            horizon: how many steps ahead to predict.
-            prediction: (n,) gets the predicted parameters.
-            message: (n,) gets the updated parameters, before a mix after the update.
+        ``index`` is in the order of ``lay_out``; all else is as of ``ops.adamw_step_``, but that
+        the trainer that calls it has checked it.
         """
         bucket = self._buckets[index]
         group = self.param_groups[bucket.group]
@@ -234,7 +201,11 @@ class FusedOptimizer(Optimizer):
             begin, end, _ = span
             # The mass is updated once: by the last part.
             own = _ONE if mass is None else mass if span is spans[-1] else mass.clone()
-            mixing = own, _parts(messages, span), _NO_MASSES if masses is None else masses
+            mixing = (
+                own,
+                [part(each, span) for each in messages],
+                _NO_MASSES if masses is None else masses,
+            )
             outputs = (out if out is None else out[begin:end] for out in (prediction, message))
             self._step_span(
                 bucket,
@@ -247,12 +218,9 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def predict_bucket(self, index: int, horizon: int, out: Tensor) -> None:
-        """Write a bucket's parameters predicted ``horizon`` steps ahead; change nothing.
+        """Write a bucket's parameters predicted ``horizon`` steps ahead to ``out``, (n,).
 
-        Args:
-            index: in the order of ``lay_out``.
-            horizon: number of steps.
-            out: (n,) float32, bfloat16 or float16.
+        Nothing else is changed.
         """
         bucket = self._buckets[index]
         group = self.param_groups[bucket.group]
@@ -270,14 +238,9 @@ class FusedOptimizer(Optimizer):
 
     @abstractmethod
     def _step_span(
-        self,
-        bucket: Bucket,
-        group: Group,
-        span: Span,
-        gradients: Gradients,
-        round_arguments: tuple[Any, ...],
+        self, bucket: Bucket, group: Group, span: Span, gradients: Gradients, rest: tuple[Any, ...]
     ) -> None:
-        """Call the op on a span; ``round_arguments`` are the op's from ``mass`` on."""
+        """Call the op on a span; ``rest`` are the op's arguments from ``mass`` on."""
 
     @abstractmethod
     def _end_step(self, bucket: Bucket, group: Group, found_inf: Tensor | None) -> None:
@@ -286,10 +249,6 @@ class FusedOptimizer(Optimizer):
     @abstractmethod
     def _predict(self, bucket: Bucket, group: Group, horizon: Tensor, out: Tensor) -> None:
         """Predict a bucket's parameters."""
-
-    def _set_missing_options(self, group: Group) -> None:
-        for name, value in self._options_of_newer_torch.items():
-            group.setdefault(name, value)
 
     def _check_group(self, group: Group) -> None:
         """Raise a ValueError on what torch's optimizer can step and this one cannot."""
@@ -327,10 +286,6 @@ def as_double(number: float | Tensor) -> Tensor:
     if isinstance(number, Tensor):
         return (number.reshape(()) if number.dim() else number).to(torch.float64)
     return torch.tensor(number, dtype=torch.float64, device="cpu")
-
-
-def _parts(messages: Sequence[Tensor], span: Span) -> list[Tensor]:
-    return [part(message, span) for message in messages]
 
 
 def _may_have_gradient(parameter: Tensor) -> bool:

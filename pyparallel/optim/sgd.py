@@ -3,86 +3,36 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from ..ops.predict_sgd import predict_sgd_unchecked
 from ..ops.sgd_step import sgd_step_unchecked
 from .bucket import Bucket, Gradients, Span
 from .fused_optimizer import FusedOptimizer, Group, as_double, part
-from .validation import check_numbers
 
 _MOMENTUM = "momentum_buffer"
 LAST_GRADIENT = "last_gradient"
 
 
-class SGD(FusedOptimizer):
+class SGD(FusedOptimizer, torch.optim.SGD):
     """Stochastic gradient descent, a drop-in for ``torch.optim.SGD``.
 
     Arguments, defaults, parameter groups, state dicts and results are torch's; ``ops.sgd_step_``
-    documents the rounding.
+    documents the rounding. Only these are others:
 
     Args:
-        params: parameters, or groups of them, of float32, bfloat16 or float16.
-        lr: learning rate, at least 0; a tensor is not read on the host.
-        momentum: at least 0.
-        dampening: of the gradient in the momentum; without effect in a parameter's first step.
-        weight_decay: L2 penalty, at least 0.
-        nesterov: Nesterov momentum, which needs momentum and no dampening.
-        maximize: maximize the objective.
-        foreach: accepted without effect, the step is always fused.
-        differentiable: must be False.
-        fused: as ``foreach``.
+        params: of float32, bfloat16 or float16.
+        lr: a tensor is not read on the host.
+        foreach, fused: without effect, the step is always fused.
+        differentiable: must be False; a ValueError names ``torch.optim.SGD``.
         master_weights: step 16-bit parameters in float32 copies, with all state in float32, and
             write them rounded in the same pass; as in apex. Other parameters have no copies.
-
-    Raises:
-        ValueError: an argument is out of range, or needs ``torch.optim.SGD``.
-        RuntimeError: both ``foreach`` and ``fused`` are True.
     """
 
     keeps_last_gradient = False
     """Whether groups without momentum keep their last gradient, with decay, to predict from it."""
-
-    _options_of_newer_torch = FusedOptimizer._options_of_newer_torch | {"nesterov": False}
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float | Tensor = 0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: bool = False,
-    ) -> None:
-        check_numbers({"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError(
-                "nesterov must be False without momentum or with dampening, got True with "
-                f"momentum={momentum} and dampening={dampening}"
-            )
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-                "maximize": maximize,
-                "foreach": foreach,
-                "differentiable": differentiable,
-                "fused": fused,
-            },
-            master_weights=master_weights,
-        )
 
     @override
     def _begin_step(self, bucket: Bucket, group: Group, num_gradients: int) -> Sequence[Span]:
@@ -99,12 +49,7 @@ class SGD(FusedOptimizer):
 
     @override
     def _step_span(
-        self,
-        bucket: Bucket,
-        group: Group,
-        span: Span,
-        gradients: Gradients,
-        round_arguments: tuple[Any, ...],
+        self, bucket: Bucket, group: Group, span: Span, gradients: Gradients, rest: tuple[Any, ...]
     ) -> None:
         name, momentum = self._state_name(group), float(group["momentum"])
         # As in torch the first gradient becomes the momentum buffer undamped.
@@ -119,7 +64,7 @@ class SGD(FusedOptimizer):
             float(group["weight_decay"]),
             group["nesterov"] and momentum > 0,
             group["maximize"],
-            *round_arguments,
+            *rest,
         )
 
     @property

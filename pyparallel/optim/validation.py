@@ -9,15 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..ops import FLOAT_DTYPES
-from ..training.arguments import require
-
-
-def check_numbers(numbers: dict[str, float | Tensor]) -> None:
-    """Raise a ValueError unless each is one number of at least 0."""
-    for name, number in numbers.items():
-        if isinstance(number, Tensor) and number.numel() != 1:
-            raise ValueError(f"{name} must be one number, got a tensor {list(number.shape)}")
-        require(number >= 0, f"{name} must be at least 0", number)
 
 
 def check_options(group: dict[str, Any], name: str) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch.optim import Optimizer
 
 from ..comm import Collectives, Run
-from ..compression import Compressor
 from ..optim import FusedOptimizer
 from ..training.trainer import find_owner_error, raising_on_all_ranks
 from .arguments import TrainerArguments
@@ -26,14 +25,7 @@ from .partition.names import names_of_modules
 from .partition.slice import find_ties, slice_layers
 from .partition.tied_parameters import TiedParameters
 from .prediction.last_update import LastUpdate
-from .runtime.build_stage import (
-    TrainedStage,
-    attach_predictors,
-    build_optimizers,
-    build_schedulers,
-    prepare_training,
-    trained_parameters,
-)
+from .runtime import build_stage
 from .runtime.clipping import LossScale, device_for
 from .runtime.executor import Executor
 from .runtime.loss import Criterion, shares_update_fn
@@ -96,7 +88,8 @@ def build_stages(
     if shape.num_ranks > 1:
         is_ring = shape.num_stages > shape.num_ranks
         groups = P2PGroups.connect(run, device, is_ring=is_ring)
-    codecs = (_codec(compressor, rank) for compressor in arguments.compressors.values())
+    compressors = arguments.compressors.values()
+    codecs = (None if each is None else Codec(each, rank) for each in compressors)
     p2p = StageP2P(shape, groups, *codecs)
     tied = TiedParameters(ties, shape, rank, run)
     tied.copy_from_owners()  # the ranks may have initialized the model differently
@@ -151,10 +144,6 @@ def _can_skip_on_device(arguments: TrainerArguments, prepared: PreparedStages, r
     return bool(Collectives(run).all_gather(own).all())
 
 
-def _codec(compressor: Compressor | None, rank: int) -> Codec | None:
-    return None if compressor is None else Codec(compressor, rank)
-
-
 @singledispatch
 def prepare_stages(
     schedule: Schedule,
@@ -163,17 +152,10 @@ def prepare_stages(
     p2p: StageP2P,
     splitter: MicrobatchSplitter | None,
 ) -> PreparedStages:
-    """Prepare the stages of a rank: all that may fail on one rank alone.
-
-    Raises:
-        TypeError: ``optimizer_fn`` returns anything but optimizers.
-        ValueError: they do not hold each parameter once, or the schedule cannot predict their
-            steps, or the correction not correct them; or a head does not fit its stage or the loss,
-            or is part of a stage.
-    """
+    """Prepare the stages of a rank: all that may fail on one rank alone."""
     shape, last = arguments.shape, arguments.num_stages - 1
     prepared = {
-        index: prepare_training(
+        index: build_stage.prepare_training(
             index, modules[index], arguments.optimizer_fn, schedule, shape,
             arguments.scheduler_fn, arguments.correction,
         )
@@ -211,15 +193,17 @@ def _prepare_interlocking(
     check_trained_apart(built, modules)
     prepared = {}
     for index, module in own.items():
-        named = trained_parameters(module)
+        named = build_stage.trained_parameters(module)
         if index in built:
-            named |= trained_parameters(built[index], "head.")
+            named |= build_stage.trained_parameters(built[index], "head.")
         optimizers, weights = [], LiveWeights(None)
         if named:
-            optimizers = build_optimizers(named, arguments.optimizer_fn)
-            weights = LiveWeights(attach_predictors(optimizers, schedule, shape, index)[1])
-        schedulers = build_schedulers(optimizers, arguments.scheduler_fn)
-        prepared[index] = TrainedStage(optimizers, weights, schedulers)
+            optimizers = build_stage.build_optimizers(named, arguments.optimizer_fn)
+            weights = LiveWeights(
+                build_stage.attach_predictors(optimizers, schedule, shape, index)[1]
+            )
+        schedulers = build_stage.build_schedulers(optimizers, arguments.scheduler_fn)
+        prepared[index] = build_stage.TrainedStage(optimizers, weights, schedulers)
 
     def finish(criterion: Criterion, options: StageOptions) -> Executor:
         stages = {}

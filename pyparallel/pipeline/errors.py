@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from ..comm import Run
+from ..training.arguments import raise_problem
 from .messages.format import Refusal, RefusalKind
 from .messages.refusals import StepRefusedError, error_of_refusals
 
@@ -17,8 +18,8 @@ def agree(run: Run, fields: Sequence[tuple[str, str]], problem: str | TypeError 
     """
     if dist.is_initialized():
         run.agree(fields, problem)
-    elif problem is not None:
-        raise problem if isinstance(problem, TypeError) else ValueError(problem)
+    else:
+        raise_problem(problem)
 
 
 class CallErrors:

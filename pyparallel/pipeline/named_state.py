@@ -11,15 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .. import training
 from ..comm import Run, gather_json
-from ..training import (
-    check_like,
-    check_on_all_ranks,
-    check_optimizer_state,
-    optimizer_kind,
-    read_checkpoint,
-    read_metadata,
-)
+from ..training.arguments import require
 from .errors import agree
 from .partition.names import names_of_modules, plain_names
 from .partition.torch_pipe import UnpackInputs
@@ -68,7 +62,7 @@ class NamedStage(NamedTuple):
 
     def schedulers(self) -> Iterator[tuple[str, LRScheduler]]:
         """Yield each scheduler with its key: the kind of its optimizer, and which of this kind."""
-        kinds = [optimizer_kind(each) for each in self.stage.optimizers]
+        kinds = [training.optimizer_kind(each) for each in self.stage.optimizers]
         for index, scheduler in enumerate(self.stage.schedulers):
             yield f"scheduler.{kinds[index]}.{kinds[:index].count(kinds[index])}", scheduler
 
@@ -124,7 +118,7 @@ def sharded_state(stages: Sequence[NamedStage], step: int) -> State:
             named = zip(optimizer.param_groups, each.parameter_names(optimizer), strict=True)
             for group, names in named:
                 for parameter, name in zip(group["params"], names, strict=True):
-                    state[f"{_KIND}.{name}"] = optimizer_kind(optimizer)
+                    state[f"{_KIND}.{name}"] = training.optimizer_kind(optimizer)
                     of_parameter = optimizer.state.get(parameter, {})
                     state.update((f"{_STATE}.{name}.{k}", v) for k, v in of_parameter.items())
                     options = {k: v for k, v in group.items() if not k.startswith("param")}
@@ -146,7 +140,7 @@ def load_checkpoint(
     state: State = {}
 
     def read() -> list[tuple[str, str]]:
-        saved = read_metadata(checkpoint_id)
+        saved = training.read_metadata(checkpoint_id)
         keys = _keys_of(stages, list(saved))
         missing = [key for key in keys if key not in saved]
         if missing:
@@ -160,18 +154,20 @@ def load_checkpoint(
             state[key] = None
             if isinstance(kept, TensorStorageMetadata):
                 state[key] = torch.empty(kept.size, dtype=kept.properties.dtype)
-        read_checkpoint(state, checkpoint_id)
+        training.read_checkpoint(state, checkpoint_id)
         for each in stages:
             own = {f"model.{name}": value for name, value in each.module_state().items()}
             zero = torch.zeros((), dtype=torch.float64)
             own.update((key, zero) for key in each.norm_keys() if key in state)
-            check_like({key: state[key] for key in own}, own, "checkpoint_id")
+            training.check_like({key: state[key] for key in own}, own, "checkpoint_id")
             for optimizer in each.stage.optimizers:
                 loaded = _optimizer_state(each, optimizer, state)
-                check_optimizer_state(optimizer, loaded, optimizer_kind(optimizer), "checkpoint_id")
+                training.check_optimizer_state(
+                    optimizer, loaded, training.optimizer_kind(optimizer), "checkpoint_id"
+                )
         return []
 
-    check_on_all_ranks(read, partial(agree, run))
+    training.check_on_all_ranks(read, partial(agree, run))
     for each in stages:
         module = each.stage.module
         own = {key: state[f"model.{each.names[key]}"] for key in module.state_dict()}
@@ -207,11 +203,7 @@ def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
 
 
 def _optimizer_state(each: NamedStage, optimizer: Optimizer, state: State) -> State:
-    """Return an optimizer's state, as of its ``state_dict()``, from keys of parameters.
-
-    Raises:
-        ValueError: it was saved of another optimizer, or with other options in one group.
-    """
+    """Return an optimizer's state, as of its ``state_dict()``, from keys of parameters."""
     loaded = optimizer.state_dict()
     loaded["state"] = {}
     by_name: dict[str, dict[str, State]] = {}
@@ -221,15 +213,12 @@ def _optimizer_state(each: NamedStage, optimizer: Optimizer, state: State) -> St
             what = _STATE if key.startswith(_STATE) else _GROUPS
             name = head.removeprefix(f"{what}.")
             by_name.setdefault(name, {_STATE: {}, _GROUPS: {}})[what][last] = value
-    kind = optimizer_kind(optimizer)
+    kind = training.optimizer_kind(optimizer)
     for group, names in zip(loaded["param_groups"], each.parameter_names(optimizer), strict=True):
         options: list[State] = []
         for number, name in zip(group["params"], names, strict=True):
-            if state[f"{_KIND}.{name}"] != kind:
-                raise ValueError(
-                    f"checkpoint_id must be of the same optimizer, {kind} for {name}, got "
-                    f"{state[f'{_KIND}.{name}']}"
-                )
+            rule = f"checkpoint_id must be of the same optimizer, {kind} for {name}"
+            require(state[f"{_KIND}.{name}"] == kind, rule, str(state[f"{_KIND}.{name}"]))
             saved = by_name.get(name, {_STATE: {}, _GROUPS: {}})
             if saved[_STATE]:
                 loaded["state"][number] = saved[_STATE]

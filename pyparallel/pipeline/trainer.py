@@ -179,15 +179,8 @@ class PipelineTrainer(Trainer):
     ) -> None:
         """Write the last step of all ranks as one file for Perfetto or ``chrome://tracing``.
 
-        All ranks must call this together; rank 0 of the process group writes.
-
-        Args:
-            path: such as "trace.json".
-            spans: of this rank, such as those of several steps; None: ``self.spans``.
-
-        Raises:
-            OSError: the file cannot be written; on rank 0.
-            PeerError: a rank died.
+        All ranks must call this together; rank 0 of the process group writes, and raises an OSError
+        of the file. ``spans`` of this rank may be those of several steps; None: ``self.spans``.
         """
         if self._run.size > 1:
             check_group_exists()
@@ -246,10 +239,7 @@ class PipelineTrainer(Trainer):
     def flush(self) -> None:
         """Run all pending backwards and updates; weight versions then start at 0 again.
 
-        Raises:
-            DisagreementError: likewise, and NonFiniteError, as of ``step``, if a stage has skipped
-                an update here; the pipeline is empty.
-            StageError: a stage failed or a rank died; every rank raises the same message.
+        Errors are as of ``step``, if a stage has skipped an update here; the pipeline is empty.
         """
         self._check_usable()
         self._flush()
@@ -285,17 +275,13 @@ class PipelineTrainer(Trainer):
     ) -> Any:
         """Flush, and return the model's outputs for a batch in evaluation mode, without a target.
 
-        Arguments are as of ``step``.
+        Arguments and errors are as of ``step``, but outputs that cannot be concatenated are a
+        DisagreementError, and ``Interlocking`` needs a ``step`` or ``prepare`` before.
 
         Returns:
             On the rank of the last stage its outputs, a tensor or a tuple of tensors, those of the
             microbatches concatenated along dimension 0; a list of each microbatch's if ``arg_mbs``
             or ``kwarg_mbs`` are given on that rank. None elsewhere.
-
-        Raises:
-            DisagreementError: the inputs are invalid, or the outputs cannot be concatenated.
-            RuntimeError: with ``Interlocking``, before the first step or ``prepare``.
-            StageError: a stage failed or a rank died; every rank raises the same message.
         """
         self._check_usable()
         if self._pipeline is None and self._arguments.schedule.needs_batch:
@@ -328,10 +314,8 @@ class PipelineTrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages: modules, optimizers and schedulers.
 
-        Nothing is copied: what is written is the state of then.
-
-        Raises:
-            RuntimeError: microbatches are in flight, or gradients accumulated.
+        Nothing is copied: what is written is the state of then. Microbatches in flight, or
+        accumulated gradients, are a RuntimeError.
         """
         pipeline, counts = self._pipeline, self._run.counts
 
@@ -347,13 +331,8 @@ class PipelineTrainer(Trainer):
 
         It is that of each stage's last completed update: the live weights, without the gradients of
         microbatches in flight. Buffers are those of the last forward. ``updates``, their number,
-        may differ between stages; ``half_updated``: the failure was inside of an update.
-
-        Warns:
-            RuntimeWarning: a stage may be half updated.
-
-        Raises:
-            RuntimeError: the stages are not built yet.
+        may differ between stages; ``half_updated``: the failure was inside of an update, and there
+        is a RuntimeWarning.
         """
         if self._pipeline is None:
             raise RuntimeError(
@@ -367,10 +346,8 @@ class PipelineTrainer(Trainer):
 
         Every rank checks all of its state, and the ranks compare their steps, before anything is
         written. The steps may differ if a rank's state is of ``rescue_state_dict``; other ranks,
-        such as one that died, may then load an older checkpoint.
-
-        Warns:
-            RuntimeWarning: a stage of the state may be half updated.
+        such as one that died, may then load an older checkpoint. A RuntimeWarning names a stage
+        that may be half updated.
 
         Raises:
             RuntimeError: microbatches are in flight, or gradients accumulated, or the stages are
@@ -389,9 +366,8 @@ class PipelineTrainer(Trainer):
             On rank 0 copies in the CPU's memory, which the plain model loads; {} elsewhere. Those
             of a list of layers have the names of ``nn.Sequential`` of it.
 
-        Raises:
-            RuntimeError: microbatches are in flight, or the stages are not built yet.
-            ValueError: stages of torch's have tensors of one name, as they are not of one model.
+        Microbatches in flight, or stages that are not built yet, are a RuntimeError; stages of
+        torch's whose tensors have one name, as they are not of one model, a ValueError.
         """
         return full_state(self._named_stages("full_state_dict()"), self._run)
 
@@ -403,9 +379,8 @@ class PipelineTrainer(Trainer):
         plain model loads its part too: ``load({"model": model.state_dict()}, checkpoint_id=...)``.
         Tensors are not copied: ``async_save`` copies them before it returns.
 
-        Raises:
-            RuntimeError: microbatches are in flight, or the stages are not built yet; or with
-                ``Interlocking``, whose heads are no part of the model: use ``state_dict()``.
+        Microbatches in flight, or stages that are not built yet, are a RuntimeError; so is
+        ``Interlocking``, whose heads are no part of the model: use ``state_dict()``.
         """
         stages = self._named_stages("sharded_state_dict()")
         check_shardable(self._arguments.schedule)
@@ -415,12 +390,9 @@ class PipelineTrainer(Trainer):
         """Load a folder that ``torch.distributed.checkpoint`` has saved of ``sharded_state_dict``.
 
         The number of stages, the split and the schedule may be others than those that saved it. All
-        ranks call it together, and check all that they read before anything is written.
-
-        Raises:
-            DisagreementError: (a ValueError) on all ranks, which have changed nothing: the
-                checkpoint is of another model or other optimizers.
-            RuntimeError: microbatches are in flight, or the stages are not built yet.
+        ranks call it together, and check all that they read before anything is written: one of
+        another model or other optimizers is a DisagreementError. Microbatches in flight, or stages
+        that are not built yet, are a RuntimeError.
         """
         stages = self._named_stages("load_checkpoint()")
         pipeline = self._check_built("load_checkpoint()")

@@ -28,17 +28,11 @@ from ..compression import (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A compressor with its name in tables.
-
-    Args:
-        name: in tables.
-        compressor: None: an all-reduce in float32, as DistributedDataParallel's.
-        warm: the compressor without its warm-up, whose speed is measured; None: it has no warm-up.
-    """
+    """A compressor with its name in tables; None: an all-reduce in float32, as DDP's."""
 
     name: str
     compressor: Compressor | None
-    warm: Compressor | None = None
+    warm: Compressor | None = None  # the compressor without its warm-up, if it has one
 
     @property
     def steady_state(self) -> Compressor | None:

@@ -10,74 +10,46 @@ NOISE = 0.05  # relative difference of repeated measurements of a step
 
 @dataclass(frozen=True)
 class Link:
-    """The link between ranks.
+    """The link between ranks."""
 
-    Args:
-        bytes_per_second: bandwidth of a rank in each direction, in full duplex.
-        latency: seconds of a collective without data.
-        num_ranks: number of ranks.
-    """
-
-    bytes_per_second: float
-    latency: float
+    bytes_per_second: float  # of a rank in each direction, in full duplex
+    latency: float  # seconds of a collective without data
     num_ranks: int
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_second > 0:
-            raise ValueError(
-                f"bytes_per_second must be greater than 0, got {self.bytes_per_second}"
-            )
+        rule = "bytes_per_second must be greater than 0"
+        require(self.bytes_per_second > 0, rule, self.bytes_per_second)
         require(self.latency >= 0, "latency must not be negative", self.latency)
         check_integer("num_ranks", self.num_ranks)
 
 
 @dataclass(frozen=True)
 class Compute:
-    """The compute time of a step, without communication.
-
-    Args:
-        forward: seconds.
-        backward: seconds.
-        buckets: each bucket's share of all gradient bytes, in the order in which they are ready.
-    """
+    """The compute time of a step, without communication, in seconds."""
 
     forward: float
     backward: float
-    buckets: tuple[float, ...]
+    buckets: tuple[float, ...]  # each one's share of all gradient bytes, in their order
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of averaging gradients with one compressor, per rank and step.
+    """The cost of averaging gradients with one compressor, per rank and step."""
 
-    Args:
-        name: the compressor as tables print it.
-        coding: seconds of encoding and decoding.
-        payload_bytes: bytes of the encoded messages.
-        wire_bytes: bytes sent.
-        collectives: number of collectives.
-    """
-
-    name: str
-    coding: float
-    payload_bytes: float
-    wire_bytes: float
-    collectives: int
+    name: str  # of the compressor in tables
+    coding: float  # seconds of encoding and decoding
+    payload_bytes: float  # of the encoded messages
+    wire_bytes: float  # sent
+    collectives: int  # how many
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The predicted time of a step with a compressor.
-
-    Args:
-        cost: what the prediction is made from.
-        communication: seconds that the link is busy.
-        step: seconds of forward, backward, coding and communication, with their overlap.
-    """
+    """The predicted time of a step with a compressor."""
 
     cost: Cost
-    communication: float
-    step: float
+    communication: float  # seconds that the link is busy
+    step: float  # seconds of all, with their overlap
 
     @property
     def name(self) -> str:
@@ -106,8 +78,7 @@ def predict(cost: Cost, compute: Compute, link: Link) -> StepTime:
 def choose(predictions: Sequence[StepTime]) -> StepTime:
     """Return the fastest of those that are faster than all simpler ones by more than the noise.
 
-    Args:
-        predictions: simpler ones first; the first always qualifies.
+    Simpler ones come first; the first always qualifies.
     """
     eligible = [
         each

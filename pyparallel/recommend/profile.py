@@ -59,13 +59,7 @@ class SingleRankCollectives(Collectives):
 
 
 def profile(candidate: Candidate, buckets: Sequence[Bucket], num_ranks: int) -> Cost:
-    """Measure what it costs to average the gradients of these parameters; medians of a few runs.
-
-    Args:
-        candidate: the compressor that averages them.
-        buckets: named parameters, with gradients.
-        num_ranks: size of the simulated group.
-    """
+    """Measure what it costs to average the gradients of these parameters; medians of a few runs."""
     collectives = SingleRankCollectives(num_ranks)
     compressor = candidate.steady_state
     if compressor is None:
@@ -116,9 +110,7 @@ def in_buckets(
 ) -> Iterator[Bucket]:
     """Yield buckets as DistributedDataParallel builds them: the last parameters first, by dtype.
 
-    Args:
-        named: all parameters.
-        limits: bytes at which a dtype's first bucket is full, and the others.
+    ``limits`` are the bytes at which a dtype's first bucket is full, and the others.
     """
     first, others = limits
     open_buckets: dict[torch.dtype, Bucket] = {}

@@ -21,19 +21,12 @@ _BYTES = 256
 
 @dataclass(frozen=True)
 class Workload:
-    """A module, a batch, and a loss function of both.
-
-    Args:
-        module: with at least one parameter that requires gradients.
-        batch: the second argument of ``loss``.
-        loss: ``loss(module, batch)`` runs the forward, and returns a 0-d tensor.
-        bucket_bytes: capacity of the first gradient bucket, and of the others.
-    """
+    """A module, a batch, and a loss function of both."""
 
     module: nn.Module
     batch: Any
-    loss: Callable[[nn.Module, Any], Tensor]
-    bucket_bytes: tuple[int, int] = BUCKET_BYTES
+    loss: Callable[[nn.Module, Any], Tensor]  # runs the forward, and returns a 0-d tensor
+    bucket_bytes: tuple[int, int] = BUCKET_BYTES  # of the first gradient bucket, and of the others
 
     @property
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -71,14 +64,10 @@ class Workload:
 
 
 def load(path: str) -> Workload:
-    """Create a workload from a function of the user.
+    """Create a workload from a function of the user, ``package.module:function``.
 
-    Args:
-        path: ``package.module:function``; the function takes no arguments, and returns
-            ``(module, batch, loss)`` as for `Workload`.
-
-    Raises:
-        ValueError: there is no such function, or it returns something else.
+    It takes no arguments, and returns ``(module, batch, loss)`` as for `Workload`; else there is a
+    ValueError.
     """
     module_name, _, name = path.partition(":")
     rule = "--model must be package.module:function"
@@ -102,11 +91,7 @@ def load(path: str) -> Workload:
 def transformer(num_parameters: float, batch: int, length: int, device: torch.device) -> Workload:
     """Create a byte-level transformer of about this size, about 64 times as wide as it is deep.
 
-    Args:
-        num_parameters: total number of parameters, at least about 80,000.
-        batch: number of samples.
-        length: bytes per sample.
-        device: where the module and the batch lie.
+    It has at least about 80,000 parameters; ``length`` is in bytes per sample.
     """
     for name, value in (("--parameters", num_parameters), ("--batch", batch), ("--length", length)):
         require(1 <= value < math.inf, f"{name} must be at least 1", f"{value:g}")

@@ -22,15 +22,10 @@ class CutTensor:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One tensor's blocks in a round, as seen by one rank.
+    """One tensor's blocks in a round, as seen by one rank."""
 
-    Args:
-        owned: for each subnet, its block of this rank's rows.
-        held: for each owner, the block of its rows in this rank's subnet.
-    """
-
-    owned: tuple[Block, ...]
-    held: tuple[Block, ...]
+    owned: tuple[Block, ...]  # for each subnet, its block of this rank's rows
+    held: tuple[Block, ...]  # for each owner, the block of its rows in this rank's subnet
 
 
 Assignments = Mapping[str, Assignment]

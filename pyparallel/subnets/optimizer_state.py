@@ -18,8 +18,7 @@ class OptimizerState(Protocol):
     ) -> dict[str, dict[str, Tensor]]:
         """Return the state tensors that move with their parameter, by parameter name and state key.
 
-        Raises:
-            ValueError: a state entry is neither elementwise nor a scalar.
+        A ValueError of a state entry that is neither elementwise nor a scalar.
         """
 
     def on_new_round(self, optimizer: Optimizer, initial_state: Mapping[Any, Any]) -> None:

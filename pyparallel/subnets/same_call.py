@@ -33,11 +33,7 @@ def check_same_call(
     """Check that all ranks make the same call; return each one's call and steps since a merge.
 
     ``finds_nonfinite``: read all tensors that would be merged, and raise for a nan or an inf.
-
-    Raises:
-        DisagreementError: ranks make different calls or average other tensors.
-        NonFiniteError: a rank has a tensor that must not be merged. Both on all ranks, before
-            anything is merged.
+    Errors are raised on all ranks, before anything is merged.
     """
     tensors, collectives = parts.tensors, parts.collectives
     state, error = parts.hash_state(optimizer)
@@ -74,10 +70,11 @@ def check_same_call(
             )
     for rank, other in enumerate(gathered):
         if other[5] >= 0:
+            found_in = [name for name, _ in _merged(tensors, states)][other[5]]
             raise NonFiniteError(
                 f"parameters must be finite to be merged, got nan or inf from rank {rank} in "
-                f"{_name_of(other[5], tensors, states)} in round {first[1]}: nothing has been "
-                "merged; resume all ranks from a state_dict(), and use nonfinite='skip' to "
+                f"{found_in} in round {first[1]}: nothing has been merged; resume all ranks from a "
+                "state_dict(), and use nonfinite='skip' to "
                 "leave out steps whose gradients are not finite"
             )
     return [(other, since) for other, _, _, since, _, _ in gathered]
@@ -103,10 +100,6 @@ def _first_nonfinite(parts: Mapping[str, Tensor], states: States, device: torch.
     is_bad = torch.stack(verdicts).logical_not()
     first = is_bad.long().argmax()
     return torch.where(is_bad.any(), first, -1).view(1).to(device)
-
-
-def _name_of(index: int, parts: Mapping[str, Tensor], states: States) -> str:
-    return [name for name, _ in _merged(parts, states)][index]
 
 
 def _merged(parts: Mapping[str, Tensor], states: States) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,7 @@
 """The rows of the full model, and of its optimizer's state, that this rank stores."""
 
 from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -15,42 +16,38 @@ from .placement import Placement
 States = Mapping[str, Mapping[str, Tensor]]
 
 
+@dataclass(eq=False)
 class ModelShards:
     """Rows of dimension 0 of every tensor that is cut; all subnets hold the other tensors in full.
 
     ``enlargement`` has by name the factor of the stored weights (as in the subnets) over the full
-    model's.
+    model's, whose ``tensors`` these are.
     """
 
-    def __init__(
-        self,
-        cuts: Mapping[str, TensorCut],
-        tensors: Mapping[str, Tensor],
-        placement: Placement,
-        collectives: Collectives,
-        enlargement: Mapping[str, int] | None = None,
-    ) -> None:
-        self._cuts = cuts
-        self._enlargement = enlargement or {}
-        self._placement = placement
-        self._collectives = collectives
+    cuts: Mapping[str, TensorCut]
+    tensors: InitVar[Mapping[str, Tensor]]
+    placement: Placement
+    collectives: Collectives
+    enlargement: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._rows = {
-            name: tensors[name].detach()[self._owned(cut, collectives.rank)].clone()
-            for name, cut in cuts.items()
+            name: tensors[name].detach()[self._owned(cut, self.collectives.rank)].clone()
+            for name, cut in self.cuts.items()
         }
-        for name, times in self._enlargement.items():
+        for name, times in self.enlargement.items():
             self._rows[name].mul_(times)
-        self._states: dict[str, dict[str, Tensor]] = {name: {} for name in cuts}
+        self._states: dict[str, dict[str, Tensor]] = {name: {} for name in self.cuts}
 
     def cut_tensors(self, parts: Mapping[str, Tensor]) -> list[CutTensor]:
         """Return the weights to exchange, given the subnet's own by name."""
-        return [CutTensor(name, self._rows[name], parts[name]) for name in self._cuts]
+        return [CutTensor(name, self._rows[name], parts[name]) for name in self.cuts]
 
     def state_tensors(self, states: States) -> list[CutTensor]:
         """Return the optimizer state to exchange, given the subnet's own by name and key."""
         return [
             CutTensor(name, self._state_rows(name, key, part), part)
-            for name in self._cuts
+            for name in self.cuts
             for key, part in states.get(name, {}).items()
         ]
 
@@ -73,19 +70,19 @@ class ModelShards:
     @torch.no_grad()
     def gather_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite full tensors, by name, with the rows of all owners; all ranks call it."""
-        for dtype in {tensors[name].dtype: None for name in self._cuts}:
-            names = [name for name in self._cuts if tensors[name].dtype == dtype]
-            for owner in range(self._collectives.size):
-                targets = [tensors[name][self._owned(self._cuts[name], owner)] for name in names]
-                if owner == self._collectives.rank:
+        for dtype in {tensors[name].dtype: None for name in self.cuts}:
+            names = [name for name in self.cuts if tensors[name].dtype == dtype]
+            for owner in range(self.collectives.size):
+                targets = [tensors[name][self._owned(self.cuts[name], owner)] for name in names]
+                if owner == self.collectives.rank:
                     flat = torch.cat([self._rows[name].reshape(-1) for name in names])
                 else:
                     flat = targets[0].new_empty(sum(target.numel() for target in targets))
-                self._collectives.broadcast_(flat, owner)
+                self.collectives.broadcast_(flat, owner)
                 pieces = flat.split([target.numel() for target in targets])
                 for target, piece in zip(targets, pieces, strict=True):
                     target.copy_(piece.view(target.shape))
-        for name, times in self._enlargement.items():
+        for name, times in self.enlargement.items():
             tensors[name].div_(times)
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,5 +118,5 @@ class ModelShards:
         return states[key]
 
     def _owned(self, cut: TensorCut, owner: int) -> slice:
-        rows = self._placement.rows(cut.shape[0], owner, self._collectives.size)
+        rows = self.placement.rows(cut.shape[0], owner, self.collectives.size)
         return slice(rows.start, rows.stop)

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,35 +21,31 @@ from .shared import average
 from .subnet import tensors_of
 
 
+@dataclass(eq=False)
 class SubnetParts:
     """The tensors of a subnet: cut ones are this rank's part, shared ones are averaged at a merge.
 
     ``units`` are those of all ranks in this round, by the name of the cut dimension.
     """
 
-    units: Mapping[str, Sequence[Tensor]]
+    subnet: nn.Module
+    partition: Partition
+    cut_dims: Sequence[CutDim]
+    cuts: Mapping[str, TensorCut]
+    shards: ModelShards
+    placement: Placement
+    optimizer_state: OptimizerState
+    collectives: Collectives
+    units: Mapping[str, Sequence[Tensor]] = field(init=False)
 
-    def __init__(
-        self,
-        subnet: nn.Module,
-        partition: Partition,
-        cut_dims: Sequence[CutDim],
-        cuts: Mapping[str, TensorCut],
-        shards: ModelShards,
-        placement: Placement,
-        optimizer_state: OptimizerState,
-        collectives: Collectives,
-    ) -> None:
-        self._subnet, self._partition, self._cut_dims = subnet, partition, cut_dims
-        self._cuts, self._shards, self._placement = cuts, shards, placement
-        self._optimizer_state, self.collectives = optimizer_state, collectives
+    def __post_init__(self) -> None:
         self.draw(0)
-        scatter(shards.cut_tensors(self.tensors), self._assignments, collectives)
+        scatter(self.shards.cut_tensors(self.tensors), self._assignments, self.collectives)
 
     def draw(self, round_index: int) -> None:
         """Draw the units of a round; nothing is sent."""
-        self.units = self._partition.draw(self._cut_dims, round_index, self.collectives.size)
-        self._assignments = assign(self._cuts, self.units, self._placement, self.collectives)
+        self.units = self.partition.draw(self.cut_dims, round_index, self.collectives.size)
+        self._assignments = assign(self.cuts, self.units, self.placement, self.collectives)
 
     def merge(self, optimizer: Optimizer, first_state: Any, round_index: int) -> None:
         """Merge all subnets into the full model, and begin a round with other units.
@@ -56,28 +53,28 @@ class SubnetParts:
         ``first_state`` is the optimizer's before its first step, ``round_index`` the new round's.
         """
         parts, states = self.tensors, self.carried_state(optimizer)
-        tensors = [*self._shards.cut_tensors(parts), *self._shards.state_tensors(states)]
+        tensors = [*self.shards.cut_tensors(parts), *self.shards.state_tensors(states)]
         merge(tensors, self._assignments, self.collectives)
         shared = self.shared
-        shared += [s for name in parts if name not in self._cuts for s in states[name].values()]
+        shared += [s for name in parts if name not in self.cuts for s in states[name].values()]
         for tensor, mean in zip(shared, average(shared, self.collectives), strict=True):
             tensor.data.copy_(mean)
         self.draw(round_index)
         scatter(tensors, self._assignments, self.collectives)
-        self._optimizer_state.on_new_round(optimizer, first_state)
+        self.optimizer_state.on_new_round(optimizer, first_state)
 
     @torch.no_grad()
     def gather_into(self, module: nn.Module) -> None:
         """Write the full model, with the steps since the last merge, into a module."""
         parts, targets = self.tensors, tensors_of(module)
-        merge(self._shards.cut_tensors(parts), self._assignments, self.collectives)
-        self._shards.gather_into({name: tensor.data for name, tensor in targets.items()})
+        merge(self.shards.cut_tensors(parts), self._assignments, self.collectives)
+        self.shards.gather_into({name: tensor.data for name, tensor in targets.items()})
         means = average(self.shared, self.collectives)
         averaged = dict(zip(self.shared_names, means, strict=True))
         for name, target in targets.items():
-            if name not in self._cuts:
+            if name not in self.cuts:
                 target.data.copy_(averaged.get(name, parts[name]))
-        mine = dict(self._subnet.named_buffers())
+        mine = dict(self.subnet.named_buffers())
         for name, buffer in module.named_buffers():
             if name not in targets:
                 buffer.copy_(mine[name])
@@ -85,7 +82,7 @@ class SubnetParts:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The subnet's tensors by name."""
-        return tensors_of(self._subnet)
+        return tensors_of(self.subnet)
 
     @property
     def payload_bytes(self) -> int:
@@ -93,7 +90,7 @@ class SubnetParts:
         size, tensors = self.collectives.size, self.tensors
         return sum(
             torch.Size(cut.part_shape(subnet, size)).numel() * tensors[name].element_size()
-            for name, cut in self._cuts.items()
+            for name, cut in self.cuts.items()
             for subnet in range(size)
         )
 
@@ -103,7 +100,7 @@ class SubnetParts:
         return [
             name
             for name, tensor in self.tensors.items()
-            if name not in self._cuts
+            if name not in self.cuts
             if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
         ]
 
@@ -115,9 +112,7 @@ class SubnetParts:
 
     def carried_state(self, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
         """Return the state of an optimizer that moves with each tensor."""
-        found = self._optimizer_state.carried_state(
-            optimizer, dict(self._subnet.named_parameters())
-        )
+        found = self.optimizer_state.carried_state(optimizer, dict(self.subnet.named_parameters()))
         return {name: found.get(name, {}) for name in self.tensors}
 
     def describe_shared(self) -> list[tuple[str, str]]:
@@ -129,7 +124,7 @@ class SubnetParts:
                 f"{name in averaged}, {tensor.dtype}, {list(tensor.shape)}",
             )
             for name, tensor in self.tensors.items()
-            if name not in self._cuts
+            if name not in self.cuts
         ]
 
     def hash_shared(self) -> int:

@@ -64,7 +64,6 @@ class SubnetTrainer(Trainer):
     Args:
         module: the full model, with floating-point parameters on one device.
         optimizer_fn: builds an optimizer over the list of the subnet's trainable parameters.
-        partition: the cut dimensions, and the seed.
         interval: optimizer steps between two merges, at least 1.
         process_group: the ranks that train together; None means the default group.
         placement: which ranks store the full model: ``Sharded()`` (default) or ``Central()``.
@@ -225,8 +224,7 @@ class SubnetTrainer(Trainer):
         It includes the steps since the last merge; training continues afterwards as if it had not
         been entered. Changes made inside are lost: save or copy what should stay.
 
-        Raises:
-            RuntimeError: it is already entered.
+        A RuntimeError if it is already entered.
         """
         self._check_open()
         if self._is_gathered:
@@ -270,10 +268,9 @@ class SubnetTrainer(Trainer):
         Every rank checks all of its state, and the ranks compare their rounds, before anything is
         written.
 
-        Raises:
-            DisagreementError: (a ValueError) on all ranks, which have changed nothing: a rank's
-                state is damaged or malformed, or of another rank, number of ranks, partition,
-                module or optimizer, or the ranks' states are of different rounds.
+        A state that is damaged, or of another rank, number of ranks, partition, module or
+        optimizer, and states of different rounds, are a DisagreementError on all ranks, which have
+        changed nothing.
         """
         own = self._collect_state()
         check_state(state_dict, own, self._shards, self.optimizer, self._run)

@@ -9,17 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from .. import training
 from ..comm import Run, first_difference
-from ..training import (
-    check_format,
-    check_like,
-    check_on_all_ranks,
-    check_optimizer_state,
-    has_methods,
-    summarize,
-    wrong_type,
-)
-from ..training.arguments import check_callable, check_type, find_error, is_integer
+from ..training.arguments import check_callable, check_type, find_error, is_integer, require
 from ..training.module_checks import check_module, find_device_error, find_master_weights_error
 from ..training.state_checks import modernize_saved
 from ..training.trainer import find_owner_error
@@ -85,8 +77,8 @@ def _check_types(module: object, optimizer_fn: object, policies: Mapping[str, An
         ("optimizer_state", "CarryState() or ResetState()", ["carried_state", "on_new_round"]),
         ("scale", "Unscaled() or Averaged()", ["apply", "enlargement"]),
     ):
-        if not has_methods(policies[name], *methods):
-            raise wrong_type(name, f"an object such as {examples}", policies[name])
+        if not training.has_methods(policies[name], *methods):
+            raise training.wrong_type(name, f"an object such as {examples}", policies[name])
 
 
 def find_validation_error(
@@ -138,32 +130,31 @@ def check_state(
 ) -> None:
     """Raise on all ranks alike if one whose state is ``own`` cannot load another; change nothing.
 
-    Raises:
-        DisagreementError: (a ValueError) a state cannot be loaded, or they are of other rounds.
+    All states must be of one round.
     """
-    check_on_all_ranks(lambda: _read_state(state, own, shards, optimizer), run.agree)
+    training.check_on_all_ranks(lambda: _read_state(state, own, shards, optimizer), run.agree)
 
 
 def _read_state(
     state: Any, own: Mapping[str, Any], shards: ModelShards, optimizer: Optimizer
 ) -> ConfigFields:
     if not isinstance(state, Mapping):
-        raise ValueError(f"state_dict must be a result of state_dict(), got {summarize(state)}")
-    check_format(state)
-    rank, size = own["place"]
-    if state.get("place") != own["place"]:
         raise ValueError(
-            f"state_dict must be that of rank {rank} of {size}, got one of {state.get('place')}; "
-            "with other ranks start from the full model"
+            f"state_dict must be a result of state_dict(), got {training.summarize(state)}"
         )
+    training.check_format(state)
+    rank, size = own["place"]
+    rule = f"state_dict must be that of rank {rank} of {size}"
+    fix = "with other ranks start from the full model"
+    require(state.get("place") == own["place"], rule, f"one of {state.get('place')}", fix)
     if difference := first_difference(own["facts"], modernize_saved(state["facts"])):
         name, here, there = difference
         raise ValueError(f"state_dict must have the same {name}, {here}, got {there}")
     for key in ("round", "steps", "subnet"):
-        check_like(state[key], own[key], key)
+        training.check_like(state[key], own[key], key)
     shards.check_state(state["whole"], "whole")
     # Its kind is among the facts.
-    check_optimizer_state(optimizer, state["optimizer"], None, "optimizer")
+    training.check_optimizer_state(optimizer, state["optimizer"], None, "optimizer")
     return [("round of state_dict", str(state["round"]))]
 
 

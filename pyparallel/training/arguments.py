@@ -44,6 +44,12 @@ def check_callable(name: str, value: object, rule: str, fix: str = "") -> None:
         raise wrong_type(name, rule, value, fix)
 
 
+def raise_problem(problem: str | TypeError | None) -> None:
+    """Raise a problem that was found with arguments, as a ValueError unless it is a TypeError."""
+    if problem is not None:
+        raise problem if isinstance(problem, TypeError) else ValueError(problem)
+
+
 def find_error(check: Callable[[], object]) -> str | TypeError | None:
     """Return what a check of arguments raises, for all ranks to raise; None: nothing."""
     try:

@@ -80,9 +80,7 @@ class ModelAverager:
         inner: the algorithm that this one wraps; None: none.
 
     Attributes:
-        buffers: the same.
-        run: the same. What it sends and waits for is counted in ``run.stats``.
-        inner: the same.
+        run: its ``run.stats`` counts what is sent and waited for.
         joinable: torch's object that takes part in ``join()`` instead of the trainer's; None: none.
     """
 
@@ -173,10 +171,7 @@ class ModelAverager:
         """Check that ``load_state_dict`` can load a state, and return how far it is.
 
         Changes nothing. The default wants the structure and shapes of ``state_dict()`` as it is;
-        if that has a number of "steps", ranks compare it.
-
-        Raises:
-            Exception: of any type, if the state is of another structure.
+        if that has a number of "steps", ranks compare it. Another structure may raise any error.
         """
         if self.inner is not None:
             return self.inner.check_state(state)

@@ -69,7 +69,6 @@ class FlatBuckets:
 
     Args:
         parameters: dense real parameters of float32, bfloat16 or float16, all on one device.
-        cap_bytes: approximate maximum size of a buffer.
         memory: buffers that hold the parameters already; None: allocate them.
     """
 
@@ -83,13 +82,9 @@ class FlatBuckets:
         self.buffers, self.segments, self._addresses = memory
 
     def check(self, optimized: Iterable[nn.Parameter]) -> None:
-        """Check that all parameters are still views of the buffers and that none was added.
+        """Raise a RuntimeError unless all parameters are views of the buffers and none was added.
 
-        Args:
-            optimized: all parameters of the optimizer now; frozen ones may be outside.
-
-        Raises:
-            RuntimeError: a parameter has new storage, or the optimizer trains one outside.
+        ``optimized`` are all parameters of the optimizer now; frozen ones may be outside.
         """
         moved = self.find_moved()
         if moved is not None:

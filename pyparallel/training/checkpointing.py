@@ -34,7 +34,8 @@ def plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def keys_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict with the module's keys: with the compiler's prefix where it has one."""
-    own = {plain_name(key): key for key in [*module.state_dict(), *_names_of_modules(module)]}
+    modules = (name for name, _ in module.named_modules(remove_duplicate=False))
+    own = {plain_name(key): key for key in [*module.state_dict(), *modules]}
     return _renamed(state, lambda key: own.get(plain_name(key), key))
 
 
@@ -81,10 +82,6 @@ def is_creating_state() -> bool:
     while frame and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
-
-
-def _names_of_modules(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_modules(remove_duplicate=False)]
 
 
 def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:

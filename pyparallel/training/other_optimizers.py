@@ -24,17 +24,10 @@ def refuse_other_optimizers(
 
     Another one is any torch optimizer that holds none of the trainer's, as a wrapper does. It is
     about to step a parameter that has a gradient, or may get one from a closure. What the trainer's
-    own optimizer steps inside its step is that one's. Only weak references are kept.
+    own optimizer steps inside its step is that one's; where ``synchronizes``, a method of the
+    trainer, returns False, steps are local. Only weak references are kept.
 
-    Args:
-        trainer: named in the error.
-        parameters: those that the trainer keeps together.
-        optimizers: the trainer's, one or more, which may be gone by then.
-        step_hook: steps that begin inside its own are not refused.
-        synchronizes: a method of the trainer that returns False where steps are local.
-
-    Returns:
-        What ends the check when it is called; it also ends when the trainer is gone.
+    Return what ends the check when it is called; it also ends when the trainer is gone.
     """
     check = _Check(trainer, parameters, optimizers, step_hook, synchronizes)
     check.add()

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .arguments import summarize
+from .arguments import require, summarize
 
 # What the optimizers of torch, and then a pipeline, keep in the shape of the parameter.
 _OF_PARAMETERS_SHAPE = {
@@ -41,13 +41,9 @@ def check_on_all_ranks(
 ) -> None:
     """Check this rank's state, and raise on all ranks alike if that of any cannot be loaded.
 
-    Args:
-        check: raises an error, of any type, if the state cannot be loaded; returns what must be
-            equal on all ranks, such as its step.
-        agree: ``check_consistent_across_ranks`` on the group.
-
-    Raises:
-        DisagreementError: (a ValueError) on all ranks.
+    ``check`` raises an error, of any type, if the state cannot be loaded; it returns what must be
+    equal on all ranks, such as its step. ``agree`` is ``check_consistent_across_ranks`` on the
+    group, which raises a DisagreementError.
     """
     fields: list[tuple[str, str]] = []
     problem = None
@@ -62,11 +58,7 @@ def check_on_all_ranks(
 
 
 def read_metadata(checkpoint_id: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the metadata, by key, of a folder that ``torch.distributed.checkpoint`` has saved.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the metadata, by key, of a folder that ``torch.distributed.checkpoint`` has saved."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # takes long to import
 
     try:
@@ -84,12 +76,8 @@ def read_checkpoint(state: dict[str, Any], checkpoint_id: str | os.PathLike[str]
 
     Each rank reads for itself: together, torch's ``load`` has ranks unpickle what others send.
 
-    Args:
-        state: empty tensors, and None for all else; written to.
-        checkpoint_id: the folder.
-
-    Raises:
-        ValueError: a file is damaged or missing.
+    The state, with empty tensors, and None for all else, is written. A file that is damaged or
+    missing is a ValueError.
     """
     from torch.distributed.checkpoint.api import CheckpointException  # takes long to import
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -107,13 +95,10 @@ def read_checkpoint(state: dict[str, Any], checkpoint_id: str | os.PathLike[str]
 
 
 def check_like(saved: Any, own: Any, path: str) -> None:
-    """Check that a saved value has the keys, lengths, types, shapes and dtypes of one's own.
+    """Raise a ValueError unless a saved value has the structure, shapes and dtypes of one's own.
 
     Where one's own is None or empty there is nothing to compare with. Numbers that count, which are
     at least 0 here, must be so.
-
-    Raises:
-        ValueError: names the path.
     """
     if own is None or (isinstance(own, Mapping | list | tuple) and not own):
         return
@@ -144,27 +129,17 @@ def optimizer_kind(optimizer: Optimizer) -> str:
 
 
 def check_optimizer_state(optimizer: Optimizer, saved: Any, kind: str | None, path: str) -> None:
-    """Check that an optimizer can load a state, which need not have its hyperparameters.
+    """Raise a ValueError if an optimizer cannot load a state; its hyperparameters may differ.
 
-    Args:
-        optimizer: not changed.
-        saved: a result of its ``state_dict()``.
-        kind: ``optimizer_kind`` of the one that was saved; None: it was not recorded.
-        path: of the state, for errors.
-
-    Raises:
-        ValueError: names what is of another optimizer, or of other parameters.
+    ``kind`` is the ``optimizer_kind`` of the one that was saved; None: it was not recorded.
     """
     mine = optimizer_kind(optimizer)
     groups = saved["param_groups"]
-    if kind not in (None, mine):
-        raise ValueError(f"state_dict must be of the same optimizer, {mine}, got {kind}")
+    require(kind in (None, mine), f"state_dict must be of the same optimizer, {mine}", str(kind))
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if [len(group["params"]) for group in groups] != sizes:
-        raise ValueError(
-            f"{path} must have parameter groups of {sizes} parameters, got "
-            f"{[len(group['params']) for group in groups]}"
-        )
+    rule = f"{path} must have parameter groups of {sizes} parameters"
+    got = str([len(group["params"]) for group in groups])
+    require([len(group["params"]) for group in groups] == sizes, rule, got)
     for name, default in optimizer.defaults.items() if kind is None else ():
         is_number = isinstance(default, float | int | tuple | Tensor)
         if is_number and not isinstance(default, bool) and any(name not in g for g in groups):

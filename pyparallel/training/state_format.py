@@ -95,10 +95,8 @@ def seal(state: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> dict[str
 def check_format(state: Mapping[str, Any]) -> None:
     """Check that this version of pyparallel can load a saved state, and that it is undamaged.
 
-    States of format 1, and such as were never written, have no checksums yet.
-
-    Raises:
-        ValueError: a newer version has saved it; or it differs from what was saved, by its path.
+    States of format 1, and such as were never written, have no checksums yet. The ValueError names
+    the path of what differs from what was saved.
     """
     saved = state.get(FORMAT_KEY, 1)
     if not isinstance(saved, int) or not 1 <= saved <= FORMAT:

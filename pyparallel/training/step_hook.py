@@ -24,13 +24,9 @@ class StepHook:
     has copies of them: for it ``before`` is called before the first evaluation. Only torch's own,
     but for LBFGS, and those of ``pyparallel.optim`` are known not to.
 
-    Args:
-        optimizer: the optimizer whose step hooks are used.
-        after: called after a step.
-        before: called once in a step with the optimizer and with whether the gradients exist; if
-            it raises, the step has not started.
-        before_update: called before an update with new gradients.
-        before_evaluation: called before each evaluation of a closure.
+    ``before`` is called once in a step with whether the gradients exist; if it raises, the step has
+    not started. ``before_update`` is called before an update with new gradients,
+    ``before_evaluation`` before each evaluation of a closure, ``after`` after a step.
     """
 
     def __init__(
@@ -138,14 +134,8 @@ class StepHooks:
     With one optimizer they are those of its ``StepHook``. Several are stepped without closures: a
     closure of one would evaluate the model between the updates of the others.
 
-    Args:
-        optimizers: one or more. They hold this object, and this object holds none of them.
-        after: called after the last optimizer's step.
-        before: called before the first one's; see ``StepHook``.
-        before_update: called before an update of each with its index, and with whether it is the
-            first one.
-        before_evaluation: called before each evaluation of a closure.
-        after_each: called after each one's step.
+    They hold this object, and this object holds none of them. ``before_update`` gets the index of
+    the optimizer, and whether it is the first one; ``after_each`` is called after each one's step.
     """
 
     def __init__(

@@ -162,13 +162,14 @@ OUT_OF_RANGE = {
 }
 
 
-def test_signatures_are_torchs_and_arguments_out_of_range_are_refused():
-    of_all = [{"lr": -1.0}, {"weight_decay": -1.0}, {"lr": torch.ones(2)}, {"lr": float("nan")}]
+def test_constructors_are_torchs():
+    of_all = [{"lr": -1.0}, {"weight_decay": -1.0}, {"lr": torch.ones(2)}]
     for name, rows in OUT_OF_RANGE.items():
         own, other = getattr(pyparallel.optim, name), getattr(torch.optim, name)
+        assert isinstance(own(make_parameters()), other)
         assert own(make_parameters()).defaults == other(make_parameters()).defaults
         for options in of_all + rows:
-            with pytest.raises(ValueError, match="must"):
+            with pytest.raises(ValueError, match=r"Invalid|requires|must be 1-element"):
                 own(make_parameters(), **options)
-        with pytest.raises(RuntimeError, match="foreach and fused"):
+        with pytest.raises(RuntimeError, match="`fused` and `foreach`"):
             own(make_parameters(), foreach=True, fused=True)

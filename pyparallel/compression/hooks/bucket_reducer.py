@@ -24,10 +24,7 @@ from .comm_worker import CommWorker, comm_worker_for, once
 class BucketReducer:
     """Averages buckets in the background; skips those after a failure.
 
-    Args:
-        run: in a process group that nothing else uses.
-        store: compressor and states.
-        nonfinite: what is done about gradients with a nan or an inf.
+    The process group of ``run`` is used by nothing else.
     """
 
     def __init__(self, run: Run, store: StateStore, nonfinite: NonFinitePolicy) -> None:

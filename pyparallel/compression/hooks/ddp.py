@@ -15,19 +15,15 @@ from ...comm import DisagreementError, Run, StepCounts
 from ...comm.errors import NonFiniteError, PeerError
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, uncompiled, wrong_type
+from ...training.arguments import raise_problem
 from ...training.nonfinite import NonFinitePolicy, find_policy_error
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
 from ..state_store import StateStore, steps_of
+from . import end_of_backward
 from .bucket_reducer import BucketReducer
 from .ddp_compiled import CustomOp, StepDetector
-from .end_of_backward import (
-    at_end_of_backward,
-    before_end_of_backward,
-    is_in_backward,
-    raise_at_end_of_backward,
-)
 
 _RAISED_ON_ALL_RANKS = (CorruptMessageError, NonFiniteError)
 Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
@@ -40,13 +36,7 @@ class GradientCompression:
 
     What needs a process group is created, and compared between ranks, with this object if there is
     a group by then, else at the first bucket or ``load_state_dict``.
-
-    Args:
-        compressor: the compressor of all gradients.
-        model: the module inside DDP, whose parameter names are the keys of the state; None:
-            parameters are numbered in the order of their first gradients.
-        process_group: DDP's process group; None: the default group.
-        nonfinite: what is done about gradients with a nan or an inf.
+    Arguments are those of `ddp_hook`.
     """
 
     def __init__(
@@ -81,8 +71,8 @@ class GradientCompression:
             problem = problem or wrong_type("model", rule, model)
         if self._has_group:
             self._start(problem)
-        elif problem is not None:
-            raise problem if isinstance(problem, TypeError) else ValueError(problem)
+        else:
+            raise_problem(problem)
 
     @property
     def last_step(self) -> CommStats:
@@ -120,11 +110,7 @@ class GradientCompression:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank as `StateStore.state_dict`; call it between steps.
-
-        Raises:
-            RuntimeError: there is no process group yet, and no state has been loaded.
-        """
+        """Return the state of this rank as `StateStore.state_dict`; call it between steps."""
         if self._loaded is not None:
             return self._loaded
         return (self._store if self._is_started else self._new_store()).state_dict()
@@ -135,11 +121,8 @@ class GradientCompression:
         Before there is a process group, a copy is kept until the first bucket, at which the ranks
         compare their states. What is wrong with it on any rank is raised at once on this one.
 
-        Raises:
-            DisagreementError: (a ValueError) on all ranks, which have changed nothing: that of a
-                rank cannot be loaded, or ranks have states of different steps.
-            ValueError: there is no process group, and the state is damaged, malformed, or was saved
-                with another compressor.
+        States that are damaged, of another compressor or of different steps are a DisagreementError
+        on all ranks, which have changed nothing; without a process group a ValueError.
         """
         if not self._has_group:
             saved = state if isinstance(state, dict) else {}
@@ -161,7 +144,7 @@ class GradientCompression:
         try:
             self._start()
         except DisagreementError as error:  # on all ranks, which keep their own gradients
-            raise_at_end_of_backward(error)
+            end_of_backward.raise_at_end_of_backward(error)
             unchanged: Future[Tensor] = Future(devices=[gradients.device] * gradients.is_cuda)
             unchanged.set_result(gradients)
             return unchanged
@@ -171,7 +154,7 @@ class GradientCompression:
             return self._started[-1]
         others, self._started = self._started, []
 
-        in_backward = is_in_backward()
+        in_backward = end_of_backward.is_in_backward()
 
         def end_step() -> None:
             for other in others:
@@ -184,8 +167,8 @@ class GradientCompression:
         future = self._reducer.start(gradients, layout, end_step)
         if in_backward:  # a future would quote the error in a RuntimeError
             if gradients.is_cpu:
-                before_end_of_backward(lambda: self._wait(future))
-            at_end_of_backward(self._raise_failure)
+                end_of_backward.before_end_of_backward(lambda: self._wait(future))
+            end_of_backward.at_end_of_backward(self._raise_failure)
         return future
 
     def _end_step(self) -> None:
@@ -344,7 +327,6 @@ def ddp_hook(
             state and are matched by ``PerParameter``. None: parameters are numbered.
         process_group: DDP's process group; None: that of the model if it is DDP itself, else the
             default group.
-        nonfinite: "raise", "skip" or "allow"; see above.
 
     Raises:
         DisagreementError: (a ValueError) the compressor does not support DDP, or an argument is

@@ -32,10 +32,8 @@ class CustomOp:
     """A method as a PyTorch operator, which compilers call without tracing into it.
 
     The graph stays whole; a function hidden from compilers breaks it at each parameter, which takes
-    more than a second each to compile. The operator lives as long as this object.
-
-    Args:
-        method: takes a gradient, which it writes, and its parameter. Its object is not kept alive.
+    more than a second each to compile. The operator lives as long as this object, which does not
+    keep that of the method alive. The method writes its gradient.
     """
 
     def __init__(self, method: Callable[[Tensor, Tensor], None]) -> None:
@@ -47,24 +45,14 @@ class CustomOp:
             assert alive is not None
             alive(gradient, parameter)
 
-        name = _unused_name()
+        operators = getattr(torch.ops, _NAMESPACE)
+        # The same in every run, so that compile caches are found again.
+        names = map("average_{}_".format, count())
+        name = next(each for each in names if not hasattr(operators, each))
         library = Library(_NAMESPACE, "FRAGMENT")
         library.define(f"{name}(Tensor(a!) gradient, Tensor parameter) -> ()")
         library.impl(name, call, "CompositeExplicitAutograd")
         register_fake(f"{_NAMESPACE}::{name}", lambda *_: None, lib=library)
         # A collected library of torch 2.11 leaves its operator in torch.ops.
         weakref.finalize(self, library._destroy).atexit = False
-        self.op: Callable[[Tensor, Tensor], None] = getattr(_operators(), name).default
-
-
-def _unused_name() -> str:
-    """Return a name that is the same in every run, so that compile caches are found again."""
-    return next(name for name in map("average_{}_".format, count()) if _is_unused(name))
-
-
-def _is_unused(name: str) -> bool:
-    return not hasattr(_operators(), name)
-
-
-def _operators() -> object:
-    return getattr(torch.ops, _NAMESPACE)
+        self.op: Callable[[Tensor, Tensor], None] = getattr(operators, name).default

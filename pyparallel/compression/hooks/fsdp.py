@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from ...comm import check_consistent_across_ranks
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, summarize
+from ...training.arguments import require
 from ...training.nonfinite import NonFinitePolicy, find_policy_error
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from .fsdp_custom import (
@@ -37,15 +38,11 @@ def fsdp_reduce_scatter(
     replicas, of shards, stays PyTorch's own.
 
     Args:
-        compressor: the compressor of all gradients, the same on all ranks.
-        name: name of the module, the same on all ranks; it seeds random draws.
-        nonfinite: as for `compress_fsdp`.
+        compressor: the same on all ranks.
+        name: of the module, the same on all ranks; it seeds random draws.
 
     Returns:
         a collective for this module alone. A module keeps the last one it was given, as in PyTorch.
-
-    Raises:
-        ValueError: the compressor does not support reduce-scatter, or there is no such policy.
     """
     check_supported(compressor, AttachPoint.FSDP_GRADIENTS)
     if problem := find_policy_error(nonfinite):
@@ -61,15 +58,7 @@ def fsdp_all_gather(compressor: Compressor, name: str = "module") -> CompressedA
     this way with 8 bits). A stochastic compressor gives backward other parameters than forward,
     since they are gathered twice: ``fully_shard(..., reshard_after_forward=False)`` gathers once.
 
-    Args:
-        compressor: the compressor of all parameters, the same on all ranks.
-        name: name of the module, the same on all ranks; it seeds random draws.
-
-    Returns:
-        a collective for this module alone. A module keeps the last one it was given, as in PyTorch.
-
-    Raises:
-        ValueError: the compressor does not support all-gather.
+    Arguments and what is returned are as of `fsdp_reduce_scatter`.
     """
     check_supported(compressor, AttachPoint.FSDP_PARAMETERS)
     return CompressedAllGather(compressor, name)
@@ -98,7 +87,8 @@ class FSDPCompression:
     @property
     def residual_norm(self) -> float:
         """Euclidean norm of all gradient residuals; 0 without error feedback."""
-        return math.hypot(*(each.residual_norm for each in self._each()))
+        places = self._places.values()
+        return math.hypot(*(each.residual_norm for mine in places for each in mine.values()))
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
@@ -136,11 +126,9 @@ class FSDPCompression:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a ``state_dict`` between steps, to resume bit for bit; all ranks call it together.
 
-        Raises:
-            DisagreementError: (a ValueError) on all ranks, which have changed nothing: that of a
-                rank was saved with other modules or another compressor, is damaged or malformed,
-                or ranks have states of different steps. For another rank or number of ranks, or
-                other shapes, the next step raises an error.
+        States that are damaged, of other modules or another compressor, or of different steps are a
+        DisagreementError on all ranks, which have changed nothing. For another rank or number of
+        ranks, or other shapes, the next step raises an error.
         """
         check_on_all_ranks(
             lambda: self._check_state(state),
@@ -151,20 +139,15 @@ class FSDPCompression:
                 each.load_state_dict(state[place][name])
 
     def _check_state(self, state: Any) -> list[tuple[str, str]]:
-        if not isinstance(state, dict) or set(state) != set(self._places):
-            raise ValueError(
-                f"state must be a result of state_dict(), with {' and '.join(self._places)}, "
-                f"got {summarize(state)}"
-            )
+        rule = f"state must be a result of state_dict(), with {' and '.join(self._places)}"
+        got = summarize(state)
+        require(isinstance(state, dict) and set(state) == set(self._places), rule, got)
         fields = []
         # Older versions have saved the names that a compiled module gives.
         state = {place: {plain_name(n): s for n, s in of.items()} for place, of in state.items()}
         for place, mine in self._places.items():
-            if set(state[place]) != set(mine):
-                raise ValueError(
-                    f"state must be of the {place} of the modules {sorted(mine)}, "
-                    f"got one of {sorted(state[place])}"
-                )
+            rule = f"state must be of the {place} of the modules {sorted(mine)}"
+            require(set(state[place]) == set(mine), rule, f"one of {sorted(state[place])}")
             for name, each in mine.items():
                 fields += each.check(state[place][name])
         return fields
@@ -174,9 +157,6 @@ class FSDPCompression:
         self._sent_before += self._step.stats.wire_bytes
         self._step.begin(self._num_steps)
         self._num_steps += 1
-
-    def _each(self) -> list[_CompressedCollective]:
-        return [each for modules in self._places.values() for each in modules.values()]
 
 
 def compress_fsdp(
@@ -202,7 +182,6 @@ def compress_fsdp(
         gradients: the compressor of reduce-scatters; None: uncompressed.
         parameters: the compressor of all-gathers, without error feedback; None: uncompressed.
         process_group: all ranks that have the model; None: the default group.
-        nonfinite: "raise", "skip" or "allow".
 
     Raises:
         DisagreementError: a compressor does not support FSDP2; an argument is invalid or differs

@@ -23,9 +23,7 @@ def compressed_reduce_scatter(
     Shard i of x, (ranks * numel,), is for rank i; ``name`` is the key of the buffer's state. The
     sender keeps the residual, of the whole buffer. Blockwise compressors encode the buffer in one
     call, others shard by shard.
-
-    Raises:
-        CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
+    A CorruptMessageError on every rank names the rank that sent the corrupt message.
     """
     numel = x.numel() // collectives.size
     if numel == 0:
@@ -47,11 +45,7 @@ def compressed_reduce_scatter(
 def compressed_all_gather(
     x: Tensor, out: Tensor, name: str, store: StateStore, collectives: Collectives
 ) -> None:
-    """All-gather decoded messages: the same bits on all ranks, this rank's own shard included.
-
-    Raises:
-        CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
-    """
+    """All-gather decoded messages: the same bits on all ranks, this rank's own shard included."""
     if x.numel() == 0:
         return
     layout, compressor = BufferLayout.flat(x.numel(), name), store.compressor

@@ -19,6 +19,7 @@ from ...comm.collectives import Collectives
 from ...comm.errors import NonFiniteError
 from ...comm.stats import CommStats
 from ...training import summarize
+from ...training.arguments import raise_problem
 from ...training.nonfinite import NonFinitePolicy
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..layout import BufferLayout, Piece
@@ -178,50 +179,34 @@ class CompressedAllGather(_CompressedCollective, AllGather):
             compressed_all_gather(input_tensor, output_tensor, self._name, store, collectives)
 
 
-class _PlainReduceScatter(DefaultReduceScatter):
-    """FSDP2's own reduce-scatter on gloo, with errors that name the failed rank and the step."""
+class _Plain:
+    """FSDP2's own collective on gloo, with errors that name the failed rank and the step."""
+
+    _what: str
 
     def __init__(self, step: _Step) -> None:
         super().__init__()
         self._step = step
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: _ReduceOp,
-        async_op: bool = False,
-    ) -> Any:
-        """Reduce-scatter; finished on return."""
-        with Run(group, counts=self._step.counts).raising("the reduce-scatter failed"):
-            return super().__call__(output_tensor, input_tensor, group, op)
+    def __call__(self, **arguments: Any) -> Any:
+        """Call it, with FSDP2's arguments; finished on return."""
+        own: Any = super()
+        run = Run(arguments["group"], counts=self._step.counts)
+        with run.raising(f"the {self._what} failed"):
+            return own.__call__(**{**arguments, "async_op": False})
 
 
-class _PlainAllGather(DefaultAllGather):
-    """FSDP2's own all-gather on gloo, with errors that name the failed rank and the step."""
+class _PlainReduceScatter(_Plain, DefaultReduceScatter):  # type: ignore[misc]
+    _what = "reduce-scatter"
 
-    def __init__(self, step: _Step) -> None:
-        super().__init__()
-        self._step = step
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Any:
-        """All-gather; finished on return."""
-        with Run(group, counts=self._step.counts).raising("the all-gather failed"):
-            return super().__call__(output_tensor, input_tensor, group)
+class _PlainAllGather(_Plain, DefaultAllGather):  # type: ignore[misc]
+    _what = "all-gather"
 
 
 def check_supported(compressor: Compressor, place: AttachPoint) -> None:
     """Raise a TypeError or a ValueError if a compressor cannot be attached at a place."""
-    problem = validation_error_at(place, compressor)
-    if problem is not None:
-        raise problem if isinstance(problem, TypeError) else ValueError(problem)
+    raise_problem(validation_error_at(place, compressor))
 
 
 def _factor_of(op: _ReduceOp, num_ranks: int) -> float:

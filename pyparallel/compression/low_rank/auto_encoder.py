@@ -49,8 +49,6 @@ class ConvAutoEncoder(AutoEncoder):
     Args:
         channels: output channels of each layer. A code has ``code_channels / 2**layers`` numbers
             per value: a quarter by default.
-        code_channels: channels of the code.
-        seed: seed of the initial weights.
     """
 
     channels: tuple[int, ...] = (16, 32, 32, 16)
@@ -183,15 +181,12 @@ def _descend_(state: dict[str, Tensor], gradient: Tensor, learning_rate: float) 
 def decode_mean(
     auto_encoder: AutoEncoder, weights: Tensor, code: Tensor, mean_code: Tensor, numel: int
 ) -> tuple[Tensor, Tensor]:
-    """Decode the mean code, and compute this rank's share of the result.
+    """Return the decoded mean code, the same on all ranks, and this rank's share, both (numel,).
 
     The mean of the shares over ranks is the decoded mean, though no rank knows another's: each
     share is the decoder linearized at the mean code, evaluated at this rank's code. The codes'
     deviations from their mean sum to 0, so the tangents do. For a linear decoder, the share is what
     this rank's own code decodes to.
-
-    Returns:
-        both (numel,): the decoded mean, the same on all ranks, and this rank's share.
     """
     at = mean_code.detach().requires_grad_()
     decoded = auto_encoder.decode(weights.detach(), at, numel)

@@ -14,7 +14,7 @@ from ...training.arguments import check_in, check_integer, require
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, with_sender
 from ..layout import BufferLayout
-from ..residual import clear_non_finite
+from ..residual import Residual, clear_non_finite
 from ..sparsifiers.top_k import TopK, count_of
 from ..state import CompressorState
 from .auto_encoder import (
@@ -56,12 +56,8 @@ class Learned(Compressor):
 
     Args:
         density: fraction of a buffer's entries at the shared indices, in (0, 1].
-        dense_steps: steps of the first phase.
-        learning_steps: steps of the second phase.
         innovation: fraction of a buffer's entries that each rank adds, in (0, 1]; at least one
             entry, so that a nan or an inf always propagates.
-        learning_rate: learning rate of the auto-encoder's SGD.
-        auto_encoder: the auto-encoder.
     """
 
     density: float = 0.001
@@ -96,9 +92,7 @@ class Learned(Compressor):
         return CompressorState(layout, rank, common=common, hints={"threshold": threshold})
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Raise RuntimeError: use `mean_`."""
         self._refuse()
 
@@ -111,11 +105,7 @@ class Learned(Compressor):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         step = state.step
         state.begin_message(x)

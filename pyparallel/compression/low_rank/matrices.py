@@ -13,23 +13,14 @@ from ..layout import BufferLayout, Piece
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape at even spacing in a buffer, for one batched kernel.
-
-    Args:
-        names: names of the pieces.
-        offset: offset of the first matrix.
-        spacing: distance between the offsets of two matrices.
-        rows: size of the first dimension.
-        columns: product of all other dimensions.
-        rank: columns of the left factor, rows of the right factor.
-    """
+    """Matrices of one shape at even spacing in a buffer, for one batched kernel."""
 
     names: tuple[str, ...]
-    offset: int
-    spacing: int
+    offset: int  # of the first matrix
+    spacing: int  # between the offsets of two matrices
     rows: int
-    columns: int
-    rank: int
+    columns: int  # the product of all dimensions but the first
+    rank: int  # columns of the left factor, rows of the right factor
 
     @property
     def count(self) -> int:
@@ -62,15 +53,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices of a buffer, and the spans of all other entries.
+    """The matrices of a buffer, and the spans of all other entries."""
 
-    Args:
-        batches: matrices to factorize.
-        spans: (begin, end) of uncompressed entries: vectors, and matrices too small to save bytes.
-    """
-
-    batches: tuple[Batch, ...]
-    spans: tuple[tuple[int, int], ...]
+    batches: tuple[Batch, ...]  # to factorize
+    spans: tuple[tuple[int, int], ...]  # (begin, end) of vectors, and of too small matrices
 
     @staticmethod
     @lru_cache(maxsize=1024)  # one per buffer, looked up in every step

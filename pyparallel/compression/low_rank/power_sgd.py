@@ -13,6 +13,7 @@ from ...training.arguments import require
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout, Piece
+from ..residual import Residual
 from ..state import CompressorState
 from .matrices import Batch, Matrices
 
@@ -77,9 +78,7 @@ class PowerSGD(Compressor):
         return CompressorState(layout, rank, pieces=pieces)
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return (P of all matrices, Q^T of all matrices, other entries), all flat float32."""
         state.begin_message(x)
         matrices = self._matrices(state.layout, x.device)
@@ -114,11 +113,7 @@ class PowerSGD(Compressor):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         """Average by two all-reduces; the residual includes the rounding to the dtype of x."""
         state.begin_message(x)
@@ -152,14 +147,12 @@ class PowerSGD(Compressor):
 
 
 def _multiply(
-    matrices: Matrices, x: Tensor, state: CompressorState, residual: Tensor | None
+    matrices: Matrices, x: Tensor, state: CompressorState, residual: Residual
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Compute what a rank sends in the first all-reduce.
+    """Return x plus residual, bases of the spans of Q^T, and what is sent in the first all-reduce.
 
-    Returns:
-        total: (numel,) float32: x plus residual; the residual's storage if there is one.
-        basis: orthonormal rows with the span of Q^T, for each batch.
-        first: uncompressed entries, then M Q of all matrices.
+    The sum, (numel,) float32, is in the residual's storage if there is one. What is sent is
+    uncompressed entries, then M Q of all matrices.
     """
     basis = _basis(matrices, state)
     total = x.float() if residual is None else residual
@@ -217,12 +210,7 @@ def _remember(
 
 
 def _write_mean(
-    matrices: Matrices,
-    x: Tensor,
-    residual: Tensor | None,
-    left: Tensor,
-    right: Tensor,
-    others: Tensor,
+    matrices: Matrices, x: Tensor, residual: Residual, left: Tensor, right: Tensor, others: Tensor
 ) -> None:
     """Overwrite x by the mean, and the residual by the error."""
     for batch, p, q in _factors(matrices, left, right):

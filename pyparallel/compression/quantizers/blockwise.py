@@ -6,13 +6,14 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ..compressor import Compressor, Message
 from ..corrupt_messages import CorruptMessageError, with_sender
 from ..layout import BufferLayout
-from ..residual import accumulate_residual
+from ..residual import Residual, accumulate_residual
 from ..state import CompressorState
 
 
@@ -39,11 +40,7 @@ class BlockwiseCompressor(Compressor):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         """Replace x by the mean over ranks of the decoded messages.
 
@@ -66,7 +63,10 @@ class BlockwiseCompressor(Compressor):
             message = (*message, torch.tensor([-1 if corrupt_sender is None else corrupt_sender]))
         gathered = self._gather(message, parts, collectives)
         if sends_verdict:
-            _raise_first([int(each) for *_, each in gathered])
+            for rank, (*_, corrupt) in enumerate(gathered):
+                if (sender := int(corrupt)) >= 0:
+                    with with_sender(sender):
+                        raise CorruptMessageError(f"refused by rank {rank}")
         with collectives.stats.decoding():
             self._decode(gathered, parts, x)
 
@@ -75,7 +75,7 @@ class BlockwiseCompressor(Compressor):
         x: Tensor,
         state: CompressorState,
         collectives: Collectives,
-        residual: Tensor | None,
+        residual: Residual,
         parts: "Parts",
     ) -> list[Tensor]:
         with collectives.stats.encoding():
@@ -93,13 +93,12 @@ class BlockwiseCompressor(Compressor):
         received: list[Tensor],
         state: CompressorState,
         collectives: Collectives,
-        lost: Tensor | None,
+        lost: Residual,
     ) -> tuple[Message, int | None]:
         """Encode the mean of a part, of messages that are concatenated tensor by tensor.
 
-        Returns:
-            the message, whose error is written to ``lost``, and the first sender of a corrupt
-            message or None.
+        Return the message, whose error is written to ``lost``, and the first sender of a corrupt
+        message or None.
         """
         with collectives.stats.decoding():
             mean, corrupt_sender = self._decode_mean(received, state.layout, collectives.size)
@@ -126,7 +125,9 @@ class BlockwiseCompressor(Compressor):
         """All-gather the message of the mean, padded to the longest part, and what follows it."""
         sizes = self.sizes(max(parts.lengths))
         padded = [
-            tensor if tensor.numel() == longest else _pad(tensor, longest)
+            tensor
+            if tensor.numel() == longest
+            else functional.pad(tensor, (0, longest - tensor.numel()))
             for tensor, longest in zip(message, sizes, strict=False)
         ]
         return collectives.all_gather_each([*padded, *message[len(sizes) :]])
@@ -139,20 +140,6 @@ class BlockwiseCompressor(Compressor):
             )
             with with_sender(sender):
                 self.decompress(message, BufferLayout.flat(numel), x[where])
-
-
-def _pad(tensor: Tensor, length: int) -> Tensor:
-    padded = tensor.new_zeros(length)
-    padded[: tensor.numel()] = tensor
-    return padded
-
-
-def _raise_first(corrupt_senders: list[int]) -> None:
-    """Raise if any rank has received a corrupt message: by rank, its sender or -1."""
-    for rank, sender in enumerate(corrupt_senders):
-        if sender >= 0:
-            with with_sender(sender):
-                raise CorruptMessageError(f"refused by rank {rank}")
 
 
 def _state_of_part(state: CompressorState, part: slice) -> CompressorState:

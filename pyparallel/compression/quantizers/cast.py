@@ -16,7 +16,7 @@ from ...training.arguments import check_one_of
 from ..compressor import AttachPoint, Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
-from ..residual import add_residual, check_no_residual, update_residual
+from ..residual import Residual, add_residual, check_no_residual, update_residual
 from ..state import CompressorState
 from .blockwise import BlockwiseCompressor
 
@@ -69,11 +69,7 @@ class Cast(BlockwiseCompressor):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         if self._accumulates_float32:
             super().mean_(x, state, collectives, residual)
@@ -92,11 +88,10 @@ class Cast(BlockwiseCompressor):
     def start_mean_(
         self, x: Tensor, state: CompressorState, collectives: Collectives
     ) -> tuple[Future[Any], Callable[[Callable[[Tensor], None]], None]]:
-        """Start the all-reduce of ``mean_``.
+        """Start the all-reduce of ``mean_``; return a future that completes when it ends.
 
-        Returns:
-            a future that completes when it ends, and a function to call then, which calls its
-            argument with the mean, (numel,) of the dtype, and writes x.
+        And a function to call then, which calls its argument with the mean, (numel,) of the dtype,
+        and writes x.
         """
         message = self._shares(x, state, collectives)
         future = collectives.start_all_reduce_(message)
@@ -120,7 +115,7 @@ class Cast(BlockwiseCompressor):
         received: list[Tensor],
         state: CompressorState,
         collectives: Collectives,
-        lost: Tensor | None,
+        lost: Residual,
     ) -> tuple[Message, int | None]:
         if lost is not None:
             return super()._average(received, state, collectives, lost)
@@ -136,9 +131,7 @@ class Cast(BlockwiseCompressor):
         return (numel,)
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return ((numel,) of the dtype,)."""
         state.begin_message(x)
         total = add_residual(x, residual)

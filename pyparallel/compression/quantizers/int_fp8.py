@@ -15,6 +15,7 @@ from ...training.arguments import check_one_of
 from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
+from ..residual import Residual
 from ..state import CompressorState
 from .blockwise import BlockwiseCompressor
 
@@ -60,9 +61,7 @@ class Quantizer(BlockwiseCompressor):
         return (numel * self.bits + 7) // 8, -(-numel // self.block_size)
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return (codes, scales)."""
         state.begin_message(x)
         return ops.quantize(x, **self._kind, residual=residual, **self._draw(state))
@@ -108,10 +107,7 @@ class Quantizer(BlockwiseCompressor):
     ) -> None:
         """Add messages to their replicas and average with these, as ``ops.mix_quantized_``.
 
-        The masses are not checked.
-
-        Raises:
-            CorruptMessageError: on the CPU, where nothing has been written.
+        The masses are not checked. On the CPU a CorruptMessageError means that nothing is written.
         """
         codes, scales = ([message[part] for message in messages] for part in (0, 1))
         kind = self.bits, self.format, self.block_size

@@ -10,6 +10,7 @@ from ... import ops
 from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
+from ..residual import Residual
 from ..state import CompressorState
 from .blockwise import BlockwiseCompressor
 
@@ -22,9 +23,6 @@ class Natural(BlockwiseCompressor):
     sign, and 2**-80 to 2**44, 0, inf or nan. An entry below 2**-80 is rounded stochastically to
     that or 0. One above 2**44 (1.7e13) becomes inf; like inf and nan, which are sent as they are,
     it leaves the residual unchanged.
-
-    Args:
-        seed: seed of the random draws.
     """
 
     seed: int = 0
@@ -36,9 +34,7 @@ class Natural(BlockwiseCompressor):
         return (numel,)
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return ((numel,) uint8 codes,), as ``ops.quantize`` documents them."""
         state.begin_message(x)
         seed = state.seed(self.seed)

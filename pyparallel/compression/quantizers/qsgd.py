@@ -19,7 +19,6 @@ class QSGD(Quantizer):
     Args:
         bits: 8, for 127 levels of each sign, or 4, for 7.
         block_size: entries per scale, a power of two from 32 to 4096.
-        seed: seed of the random draws.
     """
 
     bits: int = 8

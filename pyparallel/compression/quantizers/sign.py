@@ -10,6 +10,7 @@ from ...ops._checks import check_block_size
 from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
+from ..residual import Residual
 from ..state import CompressorState
 from .blockwise import BlockwiseCompressor
 
@@ -41,9 +42,7 @@ class Sign(BlockwiseCompressor):
         return -(-numel // 8), -(-numel // self.block_size)
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return (words, scales)."""
         state.begin_message(x)
         return ops.pack_signs(x, block_size=self.block_size, residual=residual)

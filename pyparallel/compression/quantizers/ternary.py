@@ -1,21 +1,12 @@
 """Ternary compression: two bits per entry and a scale per block."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from torch import Tensor
-from typing_extensions import override
-
-from ... import ops
-from ...ops._checks import check_block_size
-from ..compressor import Message
-from ..corrupt_messages import refusing_corrupt
-from ..layout import BufferLayout
-from ..state import CompressorState
-from .blockwise import BlockwiseCompressor
+from .int_fp8 import Quantizer
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ternary(BlockwiseCompressor):
+@dataclass(frozen=True)
+class Ternary(Quantizer):
     """-1, 0 or 1 times a scale (TernGrad, Wen et al., NeurIPS 2017, arXiv 1705.07878).
 
     The scale is the block's largest magnitude, and an entry is sent with probability ``|entry| /
@@ -29,55 +20,8 @@ class Ternary(BlockwiseCompressor):
     Args:
         block_size: entries per scale, a power of two from 32 to 4096. Larger blocks have a larger
             variance: the paper clips large entries instead, which is biased.
-        seed: seed of the random draws.
     """
 
-    block_size: int = 256
-    seed: int = 0
-    unbiased = True
-
-    def __post_init__(self) -> None:
-        check_block_size(self.block_size)
-
-    @property
-    @override
-    def granularity(self) -> int:
-        return self.block_size
-
-    @override
-    def sizes(self, numel: int) -> tuple[int, ...]:
-        """Return the lengths of codes (four per byte) and scales (one per block)."""
-        return -(-numel // 4), -(-numel // self.block_size)
-
-    @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
-        """Return (codes, scales), as ``ops.quantize`` documents them."""
-        state.begin_message(x)
-        return ops.quantize(
-            x,
-            bits=2,
-            format="ternary",
-            block_size=self.block_size,
-            residual=residual,
-            seed=state.seed(self.seed),
-            offset=state.step,
-        )
-
-    @override
-    def decompress(
-        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
-    ) -> Tensor:
-        with refusing_corrupt():
-            codes, scales = message
-            return ops.dequantize(
-                codes,
-                scales,
-                bits=2,
-                format="ternary",
-                block_size=self.block_size,
-                numel=out.numel(),
-                out=out,
-                accumulate=accumulate,
-            )
+    seed: int = field(default=0, kw_only=True)
+    bits = 2
+    format = "ternary"

@@ -18,14 +18,9 @@ class Sparsifier(Compressor):
 
     @abc.abstractmethod
     def num_values(self, where: Message, layout: BufferLayout) -> int:
-        """Return the number of values of a message from its other tensors.
+        """Return the number of values of a message from its other tensors, ``where``.
 
-        Args:
-            where: the message without its values. Not trusted.
-            layout: layout of the buffer.
-
-        Raises:
-            CorruptMessageError: ``compress`` cannot have made the message.
+        They are not trusted: a CorruptMessageError if ``compress`` cannot have made them.
         """
 
 

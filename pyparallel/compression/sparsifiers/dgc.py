@@ -12,7 +12,7 @@ from ...comm.collectives import Collectives
 from ...training.arguments import check_in, check_integer
 from ..compressor import AttachPoint, Compressor, Message
 from ..layout import BufferLayout
-from ..residual import RESIDUAL, check_no_residual, clear_non_finite
+from ..residual import RESIDUAL, Residual, check_no_residual, clear_non_finite
 from ..state import CompressorState
 from .base import add_at_indices
 from .top_k import count_of
@@ -97,9 +97,7 @@ class DGC(Compressor):
         return CompressorState(layout, rank, entries=entries, hints={"threshold": threshold})
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return (values, indices); the residual is the compressor's own.
 
         It does not clip: ``mean_`` does, which has the number of ranks.
@@ -125,21 +123,13 @@ class DGC(Compressor):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         """Clip, then average; the residual is the compressor's own."""
         if self.clip_norm is not None:
             state.layout.check(x)
-            _clip_(state.layout.split(x), self.clip_norm / math.sqrt(collectives.size))
+            limit = self.clip_norm / math.sqrt(collectives.size)
+            for gradient in state.layout.split(x):
+                norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+                gradient.mul_(torch.where(norm.isfinite(), limit / norm.clamp_min(limit), 1))
         super().mean_(x, state, collectives, residual)
-
-
-def _clip_(gradients: list[Tensor], limit: float) -> None:
-    """Scale each gradient in place to a maximum norm, unless its norm is not finite."""
-    for gradient in gradients:
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        gradient.mul_(torch.where(norm.isfinite(), limit / norm.clamp_min(limit), 1))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from torch.nn import functional
 from typing_extensions import override
 
 from ...comm.collectives import Collectives, int64_on
@@ -10,11 +11,10 @@ from ...training.arguments import check_integer
 from ..compressor import AttachPoint, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
-from ..residual import add_residual
+from ..residual import Residual, add_residual
 from ..state import CompressorState
 from .base import Sparsifier, check_numbers, check_values, propagate_nonfinite_
 from .permutation import Order, Permutation
-from .random_k import check_run_length
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PermK(Sparsifier):
     unbiased = True
 
     def __post_init__(self) -> None:
-        check_run_length(self.run_length)
+        check_integer("run_length", self.run_length)
         if self.num_ranks is not None:
             check_integer("num_ranks", self.num_ranks, rule=">= 1 or None")
 
@@ -61,15 +61,10 @@ class PermK(Sparsifier):
         return replace(self, num_ranks=num_ranks)
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return (values in x's dtype, (2,) int64: step and share).
 
         Values are zero-padded to the length of the longest share.
-
-        Raises:
-            ValueError: the number of ranks is not set.
         """
         num_shares = self._num_shares()
         order, values = self._draw(x, state, num_shares, residual)
@@ -98,11 +93,7 @@ class PermK(Sparsifier):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         """Average with as many shares as there are ranks."""
         with collectives.stats.encoding():
@@ -137,7 +128,7 @@ class PermK(Sparsifier):
         return self.num_ranks
 
     def _draw(
-        self, x: Tensor, state: CompressorState, num_shares: int, residual: Tensor | None
+        self, x: Tensor, state: CompressorState, num_shares: int, residual: Residual
     ) -> tuple[Order, Tensor]:
         """Return this message's permutation, and this rank's share of x, in x's dtype."""
         state.begin_message(x)
@@ -155,8 +146,5 @@ class PermK(Sparsifier):
 
 
 def _pad(values: Tensor, length: int) -> Tensor:
-    if values.numel() == length:
-        return values
-    padded = values.new_zeros(length)
-    padded[: values.numel()] = values
-    return padded
+    missing = length - values.numel()
+    return functional.pad(values, (0, missing)) if missing else values

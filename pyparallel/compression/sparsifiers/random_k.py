@@ -12,6 +12,7 @@ from ...training.arguments import check_in, check_integer
 from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
+from ..residual import Residual
 from ..state import CompressorState
 from .base import Sparsifier, check_numbers, check_values, propagate_nonfinite_
 from .top_k import count_of
@@ -42,12 +43,10 @@ class RandomK(Sparsifier):
 
     def __post_init__(self) -> None:
         check_in("density", self.density, "(0, 1]")
-        check_run_length(self.run_length)
+        check_integer("run_length", self.run_length)
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return (values, (1,) int64: the step of the draw)."""
         values = self.draw(x, state, residual)
         return values.to(x.dtype), self.number_of_draw(state, x.device)
@@ -65,11 +64,7 @@ class RandomK(Sparsifier):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         with collectives.stats.encoding():
             values = self.draw(x, state, residual)
@@ -84,7 +79,7 @@ class RandomK(Sparsifier):
         check_numbers(number, 1)
         return count_of(self.density, layout.numel)
 
-    def draw(self, x: Tensor, state: CompressorState, residual: Tensor | None) -> Tensor:
+    def draw(self, x: Tensor, state: CompressorState, residual: Residual) -> Tensor:
         """Return the values of the next message, (k,) float32."""
         state.begin_message(x)
         count = count_of(self.density, x.numel())
@@ -119,8 +114,3 @@ class RandomK(Sparsifier):
     def _run_length(self, numel: int) -> int:
         in_runs = numel // self.run_length * self.run_length
         return self.run_length if count_of(self.density, numel) <= in_runs else 1
-
-
-def check_run_length(run_length: int) -> None:
-    """Check that run_length is an integer of at least 1."""
-    check_integer("run_length", run_length)

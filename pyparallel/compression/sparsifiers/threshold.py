@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
+from ...training.arguments import require
 from ..compressor import AttachPoint, Message
-from ..residual import add_residual
+from ..residual import Residual, add_residual
 from ..state import CompressorState
 from .base import IndexSparsifier
 
@@ -28,11 +29,9 @@ class Threshold(IndexSparsifier):
     fixed_length = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < math.inf:
-            raise ValueError(
-                f"threshold must be finite and > 0, got {self.threshold!r}; to send all entries, "
-                "use Cast or no compressor"
-            )
+        rule = "threshold must be finite and > 0"
+        fix = "to send all entries, use Cast or no compressor"
+        require(0 < self.threshold < math.inf, rule, self.threshold, fix)
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
@@ -44,9 +43,7 @@ class Threshold(IndexSparsifier):
         return None
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return (values, indices)."""
         state.begin_message(x)
         total = add_residual(x, residual)

@@ -10,6 +10,7 @@ from ... import ops
 from ...training.arguments import check_in
 from ..compressor import Message
 from ..layout import BufferLayout
+from ..residual import Residual
 from ..state import CompressorState
 from .base import IndexSparsifier
 
@@ -37,9 +38,7 @@ class TopK(IndexSparsifier):
         return CompressorState(layout, rank, hints={"threshold": threshold})
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return (values, indices)."""
         state.begin_message(x)
         count = count_of(self.density, x.numel())

@@ -7,11 +7,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ...training.arguments import summarize
+from ...training.arguments import require, summarize
 from ..compressor import Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..quantizers.blockwise import BlockwiseCompressor
+from ..residual import Residual
 from ..sparsifiers.base import Sparsifier
 from ..sparsifiers.perm_k import PermK
 from ..sparsifiers.random_k import RandomK
@@ -37,15 +38,11 @@ class Chain(Composed):
     second: BlockwiseCompressor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.first, Sparsifier):
-            raise ValueError(
-                f"first must be a sparsifier such as TopK, got {summarize(self.first)}; wrap the "
-                "Chain, not its parts, in ErrorFeedback"
-            )
-        if not isinstance(self.second, BlockwiseCompressor):
-            raise ValueError(
-                f"second must be a blockwise compressor such as Int8, got {summarize(self.second)}"
-            )
+        rule = "first must be a sparsifier such as TopK"
+        fix = "wrap the Chain, not its parts, in ErrorFeedback"
+        require(isinstance(self.first, Sparsifier), rule, summarize(self.first), fix)
+        rule = "second must be a blockwise compressor such as Int8"
+        require(isinstance(self.second, BlockwiseCompressor), rule, summarize(self.second))
 
     @property
     @override
@@ -57,9 +54,7 @@ class Chain(Composed):
         return CompressorState(layout, rank, inner=[self.first.init(layout, device, rank)])
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return the second's message of the values, then the first's other tensors."""
         values, *where = self._choose(x, state, residual)
         lost = None if residual is None else torch.zeros_like(values, dtype=torch.float32)
@@ -86,11 +81,7 @@ class Chain(Composed):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         if isinstance(self.first, RandomK):
             self._mean_of_values_(self.first, x, state, collectives, residual)
@@ -106,7 +97,7 @@ class Chain(Composed):
         x: Tensor,
         state: CompressorState,
         collectives: Collectives,
-        residual: Tensor | None,
+        residual: Residual,
     ) -> None:
         """Average the values as a buffer: all ranks have drawn the same entries."""
         with collectives.stats.encoding():
@@ -118,7 +109,7 @@ class Chain(Composed):
             self._update_residual(residual, lost, tuple(where), state.layout)
             first.decompress((values, *where), state.layout, x)
 
-    def _choose(self, x: Tensor, state: CompressorState, residual: Tensor | None) -> Message:
+    def _choose(self, x: Tensor, state: CompressorState, residual: Residual) -> Message:
         """Return the first's message; both draw by the step of the chain."""
         return self.first.compress(x, state.begin_inner(), residual)
 
@@ -129,7 +120,7 @@ class Chain(Composed):
         return self.second.init(layout, values.device, state.rank).at_step(state.step)
 
     def _update_residual(
-        self, residual: Tensor | None, lost: Tensor | None, where: Message, layout: BufferLayout
+        self, residual: Residual, lost: Residual, where: Message, layout: BufferLayout
     ) -> None:
         if residual is not None and lost is not None:
             self.first.decompress((lost, *where), layout, residual, accumulate=True)

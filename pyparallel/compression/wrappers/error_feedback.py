@@ -7,9 +7,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
+from ...training.arguments import require
 from ..compressor import AttachPoint, Compressor, Message, not_a_compressor
 from ..layout import BufferLayout
-from ..residual import RESIDUAL, check_no_residual
+from ..residual import RESIDUAL, Residual, check_no_residual
 from ..state import CompressorState
 from .composed import Composed
 
@@ -33,15 +34,11 @@ class ErrorFeedback(Composed):
     def __post_init__(self) -> None:
         if problem := not_a_compressor(self.compressor):
             raise problem
-        if self.compressor.feeds_back:
-            raise ValueError(
-                f"compressor must not have error feedback already, got {self.compressor}"
-            )
-        if not self.compressor.takes_residual:
-            raise ValueError(
-                f"compressor must take a residual, got {self.compressor}; use PermK(), which does "
-                "not precondition, or Cast(), which adds in float32"
-            )
+        rule = "compressor must not have error feedback already"
+        require(not self.compressor.feeds_back, rule, str(self.compressor))
+        rule = "compressor must take a residual"
+        fix = "use PermK(), which does not precondition, or Cast(), which adds in float32"
+        require(self.compressor.takes_residual, rule, str(self.compressor), fix)
 
     @property
     @override
@@ -70,9 +67,7 @@ class ErrorFeedback(Composed):
         return CompressorState(layout, rank, entries={RESIDUAL: residual}, inner=[inner])
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         check_no_residual(residual)
         return self.compressor.compress(x, state.inner[0], state.entries[RESIDUAL])
 
@@ -84,11 +79,7 @@ class ErrorFeedback(Composed):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         check_no_residual(residual)
         self.compressor.mean_(x, state.inner[0], collectives, state.entries[RESIDUAL])

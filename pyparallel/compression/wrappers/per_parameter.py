@@ -15,6 +15,7 @@ from ...training.arguments import check_type, require, summarize
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
+from ..residual import Residual
 from ..state import CompressorState
 from .composed import Composed
 
@@ -66,11 +67,7 @@ class PerParameter(Composed):
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """Return a state for each pattern, also for those that match nothing in this buffer.
-
-        Raises:
-            ValueError: no pattern matches a parameter.
-        """
+        """Return a state for each pattern, also for those that match nothing in this buffer."""
         groups = self._groups(layout)
         inner = [
             compressor.init(group.layout, device, rank)
@@ -79,9 +76,7 @@ class PerParameter(Composed):
         return CompressorState(layout, rank, inner=inner)
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return the number of tensors of each pattern, (patterns,) int64, then their tensors."""
         state.layout.check(x)
         messages = []
@@ -110,11 +105,7 @@ class PerParameter(Composed):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         state.layout.check(x)
         for compressor, group, inner in self._parts(state):

@@ -11,11 +11,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ...training.arguments import check_type, summarize
+from ...training.arguments import check_type, require, summarize
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
-from ..residual import RESIDUAL
+from ..residual import RESIDUAL, Residual
 from ..sparsifiers.base import check_numbers
 from ..state import CompressorState
 from .composed import Composed
@@ -47,11 +47,8 @@ class Switch(Composed):
                     "compressors must map first steps to compressors, got "
                     f"{summarize(compressor)} for {step!r}"
                 )
-        if 0 not in compressors:
-            raise ValueError(
-                f"compressors must have one for step 0, got steps {sorted(compressors)}; begin "
-                "with Cast()"
-            )
+        rule = "compressors must have one for step 0"
+        require(0 in compressors, rule, f"steps {sorted(compressors)}", "begin with Cast()")
         object.__setattr__(self, "compressors", tuple(sorted(compressors.items(), key=_first_step)))
 
     def __repr__(self) -> str:
@@ -83,9 +80,7 @@ class Switch(Composed):
         return state
 
     @override
-    def compress(
-        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
-    ) -> Message:
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
         """Return the index of the compressor, (1,) int64, then its message."""
         with self._active_compressor(x, state) as (index, total):
             message = self.compressors[index][1].compress(total, state.inner[index], residual)
@@ -108,11 +103,7 @@ class Switch(Composed):
 
     @override
     def mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Tensor | None = None,
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
     ) -> None:
         with self._active_compressor(x, state) as (index, total):
             self.compressors[index][1].mean_(total, state.inner[index], collectives, residual)

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from ...comm import Run, store_of, timeout_of
 from ...training import FlatBuckets
+from ...training.arguments import require
 from ..messages import Flags, NeighborExchange
 from .base import OnTopology
 from .pairwise import PairwiseAverager
@@ -45,7 +46,6 @@ class ADPSGD(OnTopology):
     Args:
         topology: symmetric, such as ``Ring``, ``Torus``, ``Hypercube``, ``BipartiteExponential``,
             ``Star`` or ``Complete``; the edges of all its rounds are used at any time.
-        seed: of the random choice of neighbors.
     """
 
     seed: int = 0
@@ -60,11 +60,9 @@ class ADPSGD(OnTopology):
     ) -> PairwiseAverager:
         """Start without exchanges in flight; a ValueError unless the parameters are on the CPU."""
         device = buckets.buffers[0].device
-        if device.type != "cpu":
-            raise ValueError(
-                "parameters must be on the CPU for ADPSGD, which communicates over gloo, got "
-                f"{device}; SGP with overlap=1 overlaps its messages with compute on any device"
-            )
+        rule = "parameters must be on the CPU for ADPSGD, which communicates over gloo"
+        fix = "SGP with overlap=1 overlaps its messages with compute on any device"
+        require(device.type == "cpu", rule, str(device), fix)
         timeout = timeout_of(run.group).total_seconds()
         exchange = NeighborExchange(run, has_counts=False)  # every rank trains at its own pace
         partners = Partners(self.topology, self.seed)

@@ -51,9 +51,6 @@ class AllReduce(Algorithm):
 
     It runs ``torch.nn.parallel.DistributedDataParallel``, as the baseline for gossip. That averages
     once a forward: every backward outside of ``no_sync()`` must follow one of its own.
-
-    Args:
-        find_unused_parameters: as in DistributedDataParallel.
     """
 
     find_unused_parameters: bool = False
@@ -82,12 +79,12 @@ class AllReduceAverager(ModelAverager):
 
     def __init__(self, replica: DistributedDataParallel, buckets: FlatBuckets, run: Run) -> None:
         super().__init__(buckets.buffers, run)
-        self._running: DistributedDataParallel | None = replica
+        self._replica = replica
         self.joinable = replica
         self._reducer: _BucketReducer | None = None  # on GPUs torch's: NCCL raises nothing here
         if self.buffers[0].is_cpu and run.size > 1:
             self._reducer = _BucketReducer(run)
-            replica.register_comm_hook(self._reducer, _reduce)
+            replica.register_comm_hook(self._reducer, _BucketReducer.start)
         self._num_backwards = 0  # since the last forward: DDP averages in the first alone
         see = partial(_see_backward, weakref.ref(self))  # a cycle would keep the process group
         self._hook = buckets.parameters[0].register_post_accumulate_grad_hook(see)
@@ -142,15 +139,10 @@ class AllReduceAverager(ModelAverager):
         """
         group = self._replica.process_group
         self._hook.remove()
-        self._running = self._reducer = self.joinable = None
+        del self._replica, self._reducer
+        self.joinable = None
         gc.collect()
         del group
-
-    @property
-    def _replica(self) -> DistributedDataParallel:
-        if self._running is None:
-            raise RuntimeError("AllReduceAverager must not be used after close()")
-        return self._running
 
 
 class _BucketReducer:
@@ -211,7 +203,3 @@ def _see_backward(reference: "weakref.ref[AllReduceAverager]", parameter: Tensor
         and not torch.compiler.is_compiling()
     ):
         averager._num_backwards += 1
-
-
-def _reduce(reducer: _BucketReducer, bucket: GradBucket) -> Future[Tensor]:
-    return reducer.start(bucket)

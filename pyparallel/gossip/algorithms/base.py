@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -25,12 +26,9 @@ class Algorithm(ABC):
     ) -> ModelAverager:
         """Start the algorithm on this rank; parameters are equal on all ranks.
 
-        Args:
-            module: trained in place.
-            optimizer: the trainer's; for several an object with their ``param_groups`` and
-                ``state``. Its hooks reference the trainer, so keep only a ``weakref.proxy``.
-            buckets: of the module's trainable parameters.
-            run: of the ranks that train together.
+        ``optimizer`` is the trainer's, or for several an object with their ``param_groups`` and
+        ``state``. Its hooks reference the trainer, so keep only a ``weakref.proxy``. ``buckets``
+        are those of the trainable parameters.
         """
 
     def config_fields(self) -> list[tuple[str, str]]:
@@ -105,3 +103,10 @@ def check_inner(averager: ModelAverager, algorithm: object) -> ModelAverager:
     if not averager.traits.can_be_inner:
         raise ValueError(f"inner must be a gossip algorithm, got {algorithm}")
     return averager
+
+
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, in place."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager, check_like, check_optimizer_state
-from .base import Algorithm
-from .periodic import PeriodicAverager, check_interval, copy_all
+from .base import Algorithm, copy_all
+from .periodic import PeriodicAverager, check_interval
 
 
 def _nesterov(parameters: list[Tensor]) -> Optimizer:
@@ -27,7 +27,6 @@ def diloco_(
     Args:
         theta: parameters after the last outer step, on which the outer optimizer steps.
         averages: the parameters of all ranks now, averaged exactly, of the same shapes.
-        outer_optimizer: of theta.
     """
     for anchor, average in zip(theta, averages, strict=True):
         anchor.grad = anchor.detach() - average  # Delta = (1/n) sum_i (theta - theta_i)
@@ -43,7 +42,6 @@ class DiLoCo(Algorithm):
     ranks. Each rank holds the outer optimizer's state, which is equal on all ranks.
 
     Args:
-        interval: number of local steps between two outer steps.
         outer_optimizer: creates any torch optimizer from a list of tensors; default: the paper's
             SGD with Nesterov momentum 0.9 and learning rate 0.7.
     """

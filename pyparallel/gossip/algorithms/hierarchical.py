@@ -9,16 +9,10 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager, wrong_type
-from ...training.arguments import check_integer
+from ...training.arguments import check_integer, require
+from . import node_averager
 from .all_reduce import AllReduce
 from .base import Algorithm, check_inner, check_is_algorithm
-from .node_averager import (
-    NodeAverager,
-    counterparts_of,
-    find_ranks_per_node_error,
-    make_shards,
-    node_of,
-)
 from .sgp import sgp
 
 
@@ -66,7 +60,6 @@ class Hierarchical(Algorithm):
         inner: a gossip algorithm for as many ranks as there are nodes, such as
             ``SGP(topology.OnePeerExponential(num_nodes), overlap=1)``.
         ranks_per_node: consecutive ranks form a node; must divide the number of ranks.
-        within: how a node averages its gradients.
     """
 
     inner: Algorithm
@@ -85,7 +78,7 @@ class Hierarchical(Algorithm):
 
     @override
     def validation_error(self, num_ranks: int) -> str | None:
-        if error_text := find_ranks_per_node_error(self.ranks_per_node, num_ranks):
+        if error_text := node_averager.find_ranks_per_node_error(self.ranks_per_node, num_ranks):
             return error_text
         num_nodes = num_ranks // self.ranks_per_node
         error_text = self.inner.validation_error(num_nodes)
@@ -95,25 +88,19 @@ class Hierarchical(Algorithm):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ModelAverager:
-        """Start DistributedDataParallel within the node and the inner algorithm between nodes.
-
-        Raises:
-            ValueError: the inner algorithm does not gossip, or the model is too small to shard.
-        """
+        """Start DistributedDataParallel within the node and the inner algorithm between nodes."""
         if self.ranks_per_node == 1:
             inner = self.inner.start(module, optimizer, buckets, run)
             return check_inner(inner, self.inner)
-        shards = make_shards(buckets, self.ranks_per_node)
-        if not all(shard.buffers for shard in shards):
-            raise ValueError(
-                "ranks_per_node must leave each rank a shard of the parameters, got "
-                f"{self.ranks_per_node} for {buckets.num_bytes} bytes"
-            )
+        shards = node_averager.make_shards(buckets, self.ranks_per_node)
+        rule = "ranks_per_node must leave each rank a shard of the parameters"
+        got = f"{self.ranks_per_node} for {buckets.num_bytes} bytes"
+        require(all(shard.buffers for shard in shards), rule, got)
         rank = run.group_rank
-        node = node_of(rank, self.ranks_per_node)
+        node = node_averager.node_of(rank, self.ranks_per_node)
         node_run = run.within(node)
-        peers = run.within(counterparts_of(rank, self.ranks_per_node, run.size))
+        peers = run.within(node_averager.counterparts_of(rank, self.ranks_per_node, run.size))
         inner = self.inner.start(module, optimizer, shards[rank - node[0]], peers)
         check_inner(inner, self.inner)
         within = self.within.start(module, optimizer, buckets, node_run)
-        return NodeAverager(inner, within, buckets, shards, node_run, run)
+        return node_averager.NodeAverager(inner, within, buckets, shards, node_run, run)

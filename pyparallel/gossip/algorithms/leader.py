@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,63 +79,47 @@ class MeanLoss:
         self.count = 0
 
 
+@dataclass
 class Leader:
-    """The parameters of the last known leader of a process group, and the pull towards them.
+    """The parameters of the last known leader of a process group, and the pull towards them."""
 
-    Args:
-        buffers: the rank's parameters, which are pulled.
-        collectives: of the ranks it leads.
-        strength: lambda of the paper, which ``PullAtGradient`` scales by the learning rate.
-        pull: fraction of the distance to move when a leader is chosen, as the authors' code does.
-        drift: fraction of the distance to move in every later step, as the authors' code does.
-    """
-
-    def __init__(
-        self,
-        buffers: Sequence[Tensor],
-        collectives: Collectives,
-        *,
-        strength: float,
-        pull: float,
-        drift: float,
-    ) -> None:
-        self._buffers = buffers
-        self._collectives = collectives
-        self._strength = strength
-        self._pull = pull
-        self._drift = drift
-        self._parameters: list[Tensor] | None = None
+    buffers: Sequence[Tensor]
+    collectives: Collectives
+    strength: float  # lambda of the paper, which ``PullAtGradient`` scales by the learning rate
+    choice_pull: float  # of the authors' code: the fraction to move when a leader is chosen
+    drift: float  # of the authors' code: the fraction to move in every later step
+    _parameters: list[Tensor] | None = None
 
     @property
     def pulls_at_gradient(self) -> bool:
         """Whether a leader is known and the paper's pull towards it is not 0."""
-        return self._parameters is not None and self._strength > 0
+        return self._parameters is not None and self.strength > 0
 
     def pull_of(self, index: int) -> Tensor:
         """Return strength * (leader - x) of a buffer."""
         assert self._parameters is not None
-        return (self._parameters[index] - self._buffers[index]).mul_(self._strength)
+        return (self._parameters[index] - self.buffers[index]).mul_(self.strength)
 
     @torch.no_grad()
     def follow(self, leader: int) -> None:
         """Broadcast the parameters of ``leader``, a rank of the group, and move towards them."""
         if self._parameters is None:
-            self._parameters = [torch.empty_like(buffer) for buffer in self._buffers]
-        for parameters, buffer in zip(self._parameters, self._buffers, strict=True):
-            if leader == self._collectives.rank:
+            self._parameters = [torch.empty_like(buffer) for buffer in self.buffers]
+        for parameters, buffer in zip(self._parameters, self.buffers, strict=True):
+            if leader == self.collectives.rank:
                 parameters.copy_(buffer)
-            self._collectives.broadcast_(parameters, leader)
-        self._interpolate(self._pull)
+            self.collectives.broadcast_(parameters, leader)
+        self._interpolate(self.choice_pull)
 
     def pull(self) -> None:
         """Move towards the last known parameters of the leader."""
-        self._interpolate(self._drift)
+        self._interpolate(self.drift)
 
     @torch.no_grad()
     def _interpolate(self, fraction: float) -> None:
         if self._parameters is None or fraction == 0:  # 0 * (inf - x) would not be 0
             return
-        for buffer, parameters in zip(self._buffers, self._parameters, strict=True):
+        for buffer, parameters in zip(self.buffers, self._parameters, strict=True):
             buffer.lerp_(parameters, fraction)
 
     def reset(self) -> None:
@@ -150,7 +135,7 @@ class Leader:
         """Restore what ``state_dict`` returned."""
         known = state["parameters"]
         self._parameters = known and [
-            saved.to(buffer, copy=True) for saved, buffer in zip(known, self._buffers, strict=True)
+            saved.to(buffer, copy=True) for saved, buffer in zip(known, self.buffers, strict=True)
         ]
 
 

@@ -96,13 +96,8 @@ class LeaderSGD(Algorithm):
         local_strength: lambda of the paper, at least 0. None: 0.1, the number in the authors'
             scripts; there it is not scaled by the learning rate, so a larger one may be better.
         global_strength: lambda_G of the paper, likewise.
-        local_pull: c1 of the authors' code, in [0, 1]. None: 0.1 in the authors' form.
-        global_pull: c2, likewise.
-        local_drift: p1, likewise.
-        global_drift: p2, likewise.
-
-    Raises:
-        ValueError: an argument is invalid, or strengths are given together with pulls or drifts.
+        local_pull, global_pull, local_drift, global_drift: c1, c2, p1 and p2 of the authors' code,
+            in [0, 1]. None: 0.1 in the authors' form.
     """
 
     ranks_per_node: int
@@ -179,7 +174,7 @@ class LeaderAverager(ModelAverager):
                 self.buffers,
                 node,
                 strength=options.local_strength or 0.0,
-                pull=options.local_pull or 0.0,
+                choice_pull=options.local_pull or 0.0,
                 drift=(options.local_drift or 0.0) / options.interval,
             )
         self._global: Leader | None = None
@@ -188,7 +183,7 @@ class LeaderAverager(ModelAverager):
                 self.buffers,
                 self._collectives,
                 strength=options.global_strength or 0.0,
-                pull=options.global_pull or 0.0,
+                choice_pull=options.global_pull or 0.0,
                 drift=(options.global_drift or 0.0) / options.global_interval,
             )
         self._leaders = [leader for leader in (self._global, self._local) if leader]

@@ -17,8 +17,6 @@ def local_sgd(x: Tensor, t: int, interval: int) -> Tensor:
 
     Args:
         x: (n, d) x_i - lr * grad F_i(x_i), a row for each rank: its model after its own update.
-        t: the step.
-        interval: number of steps between two averages.
     """
     if t % interval:
         return x  # x_i <- x_i - lr * grad F_i(x_i)

@@ -22,13 +22,8 @@ class NodeAverager(ModelAverager):
     All ranks of a node take the same inner steps, each with its shard: their weights are equal, and
     either all shards change or none. The node gathers the shards when they have changed.
 
-    Args:
-        inner: averages this rank's shard with the ranks of equal local rank in other nodes.
-        within: averages the gradients of the node during backward.
-        buckets: all parameters.
-        shards: of all ranks of the node.
-        node_run: of the ranks of the node; ``run`` is that of all.
-        run: of the ranks that train together.
+    ``inner`` averages this rank's shard with the ranks of equal local rank in other nodes,
+    ``within`` the node's gradients during backward.
     """
 
     traits = Traits(can_be_inner=False, has_equal_batches=True)

@@ -15,8 +15,8 @@ from ...training import FlatBuckets, ModelAverager
 from ...training.arguments import check_in, require
 from ..messages import NeighborExchange
 from ..topology import Matching
-from .base import OnTopology
-from .periodic import check_interval, copy_all
+from .base import OnTopology, copy_all
+from .periodic import check_interval
 
 
 def noloco(
@@ -28,9 +28,6 @@ def noloco(
         theta: (2, d) parameters after the local steps, a row for each partner; or (1, d).
         phi: slow weights, likewise.
         m: outer momentum, likewise.
-        momentum: as for ``NoLoCo``.
-        outer_lr: likewise.
-        pull: likewise.
     """
     change = (theta - phi).mean(0)  # the pair's outer gradient
     m = momentum * m + outer_lr * change - pull * (phi - phi.mean(0))
@@ -59,9 +56,7 @@ class NoLoCo(OnTopology):
     Args:
         topology: a ``Matching`` for as many ranks as the process group has; ``RandomMatching`` as
             in the paper.
-        interval: number of local steps between two outer steps.
         momentum: of the outer steps, in [0, 1).
-        outer_lr: outer learning rate, positive.
         pull: in (0, 2 * (1 + momentum)); otherwise a pair that meets repeatedly would diverge. The
             paper's code uses ``outer_lr``.
     """

@@ -39,7 +39,6 @@ def osgp(
         update: of all ranks' optimizers, (n, d), of the gradients at its first argument, and of its
             second, the parameters that they step on: with SGD, lr * gradient.
         mixing: (n, n) P of the round; p_ij is the share that j sends to i.
-        tau: the delay of messages in steps.
         biased: the paper's ablation, which leaves out w.
     """
     z = x if biased else x / w  # z_i = x_i / w_i
@@ -92,19 +91,11 @@ class OSGP(OnTopology):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> DelayedPushSum:
-        """Start with push-sum weight 1 on every rank.
-
-        Raises:
-            ValueError: 16-bit parameters, whose small updates scaling by the weight would round
-                away, and which overflow in fp16.
-        """
+        # Scaling by the weight would round away small updates of 16-bit ones, and overflow in fp16.
         low = {buffer.dtype for buffer in buckets.buffers} - {torch.float32}
-        if low:
-            raise ValueError(
-                "parameters must be float32 for OSGP, whose push-sum weights differ from 1, got "
-                f"{', '.join(sorted(map(str, low)))}; SGP(topology, overlap=1) takes 16-bit ones "
-                "on regular topologies"
-            )
+        rule = "parameters must be float32 for OSGP, whose push-sum weights differ from 1"
+        fix = "SGP(topology, overlap=1) takes 16-bit ones on regular topologies"
+        require(not low, rule, ", ".join(sorted(map(str, low))), fix)
         return DelayedPushSum.start(
             self._make_buffer, module, buckets, run, self.topology, self.delay
         )

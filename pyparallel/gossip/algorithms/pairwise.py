@@ -36,14 +36,6 @@ class PairwiseAverager(ModelAverager):
 
     Memory beyond z, in copies of z: one on active ranks (for the request, then for the reply), two
     on passive ranks (one receives while the last reply is sent from the other).
-
-    Args:
-        buffers: flat buffers that hold z; written in place.
-        exchange: sends to and receives from the neighbors; used by nothing else.
-        flags: of this rank: one for replies, and one for each neighbor that may send requests.
-        partners: which rank of each pair is active.
-        barrier: returns once all ranks have called it.
-        timeout: in seconds; a passive rank must reply within it.
     """
 
     traits = Traits(can_be_inner=False, has_equal_steps=False)
@@ -129,10 +121,7 @@ class PairwiseAverager(ModelAverager):
     @override
     @torch.no_grad()
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        """Return z with the reply in flight applied, and w = 1.
-
-        A request without a reply has no effect yet.
-        """
+        """Return z with the reply in flight applied, and w = 1."""
         with self._reraise_failures():
             self._find_reply()
         if not self._request.is_replied:

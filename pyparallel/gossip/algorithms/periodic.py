@@ -1,11 +1,9 @@
 """An exact average at an interval, shared by LocalSGD, SlowMo and DiLoCo."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from ...comm import Collectives, Run
@@ -84,13 +82,6 @@ class PeriodicAverager(ModelAverager):
             total = buffer.float() * (self.status.weight / self._collectives.size)
             self._collectives.all_reduce_(total)
             buffer.copy_(total)
-
-
-@torch.no_grad()
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, in place."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
 
 
 def check_interval(interval: int) -> None:

@@ -52,10 +52,7 @@ def combine_while_adapt(
     """Take a step of SGP with ``overlap`` on all n ranks; return x, w and messages after it.
 
     Args:
-        x: (n, d), as for ``sgp``.
-        w: (n, 1), likewise.
         in_flight: messages sent after an earlier update.
-        update: as for ``sgp``.
         mixing: (n, n) P; None: no round is sent after this update.
         merges: the messages in flight are due in this step.
     """
@@ -95,8 +92,7 @@ class SGP(OnTopology):
 
     Args:
         topology: the neighbors of each round, for as many ranks as the process group has.
-        overlap: number of steps for which messages may be in flight; 0: the round is complete when
-            ``optimizer.step()`` returns.
+        overlap: tau, the number of steps for which messages may be in flight.
         compressor: of the messages; None: parameters are sent uncompressed. It compresses deltas
             against the receivers' copy (CHOCO-SGD, see `CompressedBuffer`), so it needs no error
             feedback and ranks still reach consensus. An aggressive one needs smaller shares: use
@@ -122,13 +118,7 @@ class SGP(OnTopology):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PushSum:
-        """Start with push-sum weight 1 on every rank.
-
-        Raises:
-            DisagreementError: a compressor makes messages of other lengths on another rank.
-            ValueError: 16-bit parameters although the optimizer must step on the numerator: scaling
-                them by the weight and back would round away small updates, and overflow in fp16.
-        """
+        # Scaling by the weight would round away small updates of 16-bit ones, and overflow in fp16.
         low = {buffer.dtype for buffer in buckets.buffers} - {torch.float32}
         if low and not (self.topology.regular and self.overlap <= 1):
             raise ValueError(

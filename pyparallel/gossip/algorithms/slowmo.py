@@ -12,8 +12,8 @@ from typing_extensions import override
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager
 from ...training.arguments import check_in, require
-from .base import Algorithm, check_inner, check_is_algorithm
-from .periodic import PeriodicAverager, check_interval, copy_all
+from .base import Algorithm, check_inner, check_is_algorithm, copy_all
+from .periodic import PeriodicAverager, check_interval
 
 
 def slowmo_(
@@ -45,7 +45,6 @@ class SlowMo(Algorithm):
     Args:
         inner: ``SGP(...)``, ``OSGP(...)`` or ``DPSGD(...)``; None: no communication between
             averages.
-        interval: number of steps between two averages.
         momentum: about 0.2 for 4 ranks, 0.5 for 8, 0.6 for 16.
         outer_lr: outer learning rate; with 1 and momentum 0 the result is the average itself.
         reset_momentum: zero SGD's momentum buffers at each average, as the paper does; Adam's

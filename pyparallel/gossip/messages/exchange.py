@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -40,28 +41,23 @@ class Transfer(NamedTuple):
         return 2 * (1 + num_bytes % _NUM_TAGS) + self.is_difference
 
 
+@dataclass(eq=False)
 class PendingExchange:
     """Messages in flight. Do not touch their tensors until ``wait`` has returned."""
 
-    def __init__(
-        self,
-        exchange: "NeighborExchange",
-        transfers: Sequence[Transfer],
-        num_received: int,
-        works: Sequence[dist.Work],
-    ) -> None:
-        self._exchange = exchange
-        self._transfers = transfers  # their tensors are kept alive while in flight
-        self._num_received = num_received  # the first of them; the others are sent
+    exchange: "NeighborExchange"
+    transfers: Sequence[Transfer]  # their tensors are kept alive while in flight
+    num_received: int  # the first of them; the others are sent
+    works: InitVar[Sequence[dist.Work]]
+
+    def __post_init__(self, works: Sequence[dist.Work]) -> None:
         self._works = list(enumerate(works))
-        self._is_batched = len(works) < len(transfers)  # NCCL returns one work for all
+        self._is_batched = len(works) < len(self.transfers)  # NCCL returns one work for all
 
     def wait_for_headers(self) -> None:
         """Wait as ``wait``, on gloo for the headers that are received only."""
         if not self._is_batched:
-            self._wait(
-                lambda index: index < self._num_received and self._transfers[index].is_header
-            )
+            self._wait(lambda index: index < self.num_received and self.transfers[index].is_header)
         else:
             self.wait()
 
@@ -70,15 +66,12 @@ class PendingExchange:
 
         On NCCL this makes the current stream wait and returns at once; on gloo the host waits. A
         second call on the same stream does nothing.
-
-        Raises:
-            PeerError: a neighbor died, or did not respond within the process group's timeout.
         """
         self._wait(lambda index: True)
 
     def keep(self) -> None:
         """Keep the tensors for good: messages that nobody waits for may still arrive in them."""
-        self._exchange.failed.append(self)
+        self.exchange.failed.append(self)
 
     def _wait(self, is_due: Callable[[int], bool]) -> None:
         begin = time.perf_counter()
@@ -88,12 +81,12 @@ class PendingExchange:
                 work.wait()
             except RuntimeError as error:
                 self.keep()
-                failed, num_received = self._transfers, self._num_received
+                failed, num_received = self.transfers, self.num_received
                 if not self._is_batched:
                     failed, num_received = failed[index : index + 1], int(index < num_received)
-                raise self._exchange.peer_error(failed, num_received, error) from error
+                raise self.exchange.peer_error(failed, num_received, error) from error
             self._works.remove(entry)
-        self._exchange.run.stats.count_wait(time.perf_counter() - begin)
+        self.exchange.run.stats.count_wait(time.perf_counter() - begin)
 
 
 class Received(NamedTuple):
@@ -146,10 +139,6 @@ class Round:
 
         On NCCL this makes the current stream wait and returns at once; on gloo the host waits. If
         it is interrupted it can be repeated; once it has returned, it returns the same.
-
-        Raises:
-            PeerError: a neighbor died, or did not respond within the process group's timeout; or on
-                the CPU, a message is not what it must be: none is used.
         """
         if self._received is None:
             with torch.profiler.record_function("pyparallel::gossip_wait"):
@@ -183,14 +172,8 @@ class NeighborExchange:
     called"). So a trainer has a group of its own, where no other messages are, and tags of payloads
     differ by length and kind: messages that do not match wait, and their headers tell why.
 
-    Args:
-        run: of the trainer, in the group whose rank numbers peers have.
-        has_counts: False writes no counts into headers, where ranks step at their own pace.
-
-    Attributes:
-        headers: writes and checks the headers of messages.
-        failed: rounds that have failed, whose messages may still arrive.
-        collectives: of the group, for rounds in which all ranks send to all.
+    The group of ``run`` has the rank numbers of peers. Without counts in headers, ranks may step at
+    their own pace. ``failed`` are rounds whose messages may still arrive.
     """
 
     def __init__(self, run: Run, *, has_counts: bool = True) -> None:
@@ -221,8 +204,6 @@ class NeighborExchange:
 
         Args:
             tensors: the message, which is not copied; empty: only to receive.
-            to: ranks in the group that receive it.
-            from_: ranks in the group whose messages are received.
             into: tensors to receive each message into; None: new ones like ``tensors``.
             round_index: of the round; ``ANY``: not compared.
             masses: (k,) float64, of the message to each receiver; None: 1, received messages too.
@@ -232,10 +213,6 @@ class NeighborExchange:
             by_all_reduce: all ranks send one float32 tensor to all others, with equal masses; add
                 them by an all-reduce, of fewer bytes. What is received is one message, the others'
                 average.
-
-        Raises:
-            PeerError: a neighbor is already known to be dead; or on a device, an earlier message
-                was not what it must be.
         """
         if into is None:
             into = [[torch.empty_like(each) for each in tensors] for _ in from_]
@@ -267,13 +244,8 @@ class NeighborExchange:
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> PendingExchange:
         """Start a round; transfers between two ranks match in the order in which they are listed.
 
-        Args:
-            sends: tensors to send; a tensor may be in several sends.
-            receives: tensors to receive into, each of the length and dtype that is sent; one of
-                another length is never received.
-
-        Raises:
-            PeerError: a neighbor is already known to be dead.
+        A tensor to receive into has the length and the dtype that is sent: one of another length is
+        never received.
         """
         # Receives first: gloo announces a posted receive to its sender on the connection that our
         # own data use. Announced after the data, two ranks that exchange would send in turn.
@@ -292,14 +264,10 @@ class NeighborExchange:
         return PendingExchange(self, transfers, len(receives), works)
 
     def finish_sum(self, started: _AllReduce, masses: Tensor) -> Tensor:
-        """Wait for the sum of all ranks' messages; make one message of those of the others.
+        """Wait for the sum of all ranks' messages; make one message, in it, of the others'.
 
-        Args:
-            started: its total is written.
-            masses: (n - 1,) of the others' messages; 0 if a header was not what it must be.
-
-        Returns:
-            The mass of the message, (1,); 0 leaves it out.
+        Return the mass of that message, (1,): 0, which leaves it out, if one of the ``masses`` of
+        the others, (n - 1,), is 0 because a header was not what it must be.
         """
         self.collectives.finish_all_reduce(started.future)
         others = masses.sum()

@@ -27,12 +27,6 @@ class Flags:
     All flags of a rank are packed into counters of the store, 31 in each, so raising one is a
     single store call, and so is polling up to 31. Do not raise a flag twice between two polls of
     its receiver: wait for an answer first.
-
-    Args:
-        store: where the counters are, as of ``store_of``; the same for all ranks, and with no other
-            flags in it.
-        rank: whose flags ``look`` returns.
-        num_flags: how many different ones others may raise for this rank.
     """
 
     def __init__(self, store: CountingStore, rank: int, num_flags: int) -> None:
@@ -42,20 +36,12 @@ class Flags:
         self._seen = [0] * -(-num_flags // _FLAGS_PER_WORD)
 
     def raise_for(self, peer: int, flag: int) -> None:
-        """Raise ``flag`` for ``peer``, to be returned by its next ``look``.
-
-        Raises:
-            PeerError: the store did not respond.
-        """
+        """Raise ``flag`` for ``peer``, to be returned by its next ``look``."""
         word, place = divmod(flag, _FLAGS_PER_WORD)
         self._add(peer, word, 1 << _BITS_PER_FLAG * place)
 
     def look(self) -> list[int]:
-        """Return the flags raised for this rank since its last look, ascending.
-
-        Raises:
-            PeerError: the store did not respond, or a flag is raised that does not exist.
-        """
+        """Return the flags raised for this rank since its last look, ascending."""
         found: list[int] = []
         for word, seen in enumerate(self._seen):
             raised = self._add(self._rank, word, -seen)  # clears what the last look has read

@@ -12,19 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...comm import counts
 from ...comm.collectives import Collectives
-from ...comm.counts import (
-    ANY,
-    FORWARDS,
-    LENGTH,
-    MASS,
-    NONFINITE,
-    NUM_FIELDS,
-    ROUND,
-    TRAINER,
-    make_row,
-    to_device,
-)
 from ...comm.errors import NonFiniteError, PeerError
 from ...comm.run import Run
 from ...ops._corrupt import CorruptCounter
@@ -54,9 +43,7 @@ class MessageHeaders:
     devices, which the host does not wait for, the message gets the mass 0, which leaves it out of
     the average, and is counted; a later call raises.
 
-    Args:
-        run: of the trainer, in the group whose ranks exchange.
-        has_counts: False writes no counts, where ranks step at their own pace.
+    Without counts in headers, ranks may step at their own pace.
     """
 
     def __init__(self, run: Run, *, has_counts: bool = True) -> None:
@@ -74,18 +61,10 @@ class MessageHeaders:
         lengths: Sequence[int] | None = None,
         masses_in: Sequence[float] = (),
     ) -> "RoundHeaders":
-        """Return the headers of a round of one buffer.
+        """Return the headers of a round of one buffer; arguments are those of ``swap``.
 
-        Args:
-            round_index: the round; ``ANY``: the receiver does not know it.
-            masses: (k,) float64, of the messages to send.
-            length: of the messages to send, in bytes.
-            senders: the ranks of which a message is received.
-            lengths: of the messages to receive; None: ``length`` for all.
-            masses_in: of the messages to receive; empty: any that can be.
-
-        Raises:
-            PeerError: on a device, an earlier message was not what it must be.
+        ``lengths`` of the messages to receive, in bytes, are ``length`` if None. Raises a PeerError
+        if on a device an earlier message was not what it must be.
         """
         own = self.run.fields(round_index, length, has_counts=self._has_counts)
         expected = _Expected(own, lengths or [length] * len(senders), senders, masses_in)
@@ -96,15 +75,8 @@ class MessageHeaders:
     def gather(self, collectives: Collectives, round_index: int, device: torch.device) -> None:
         """Compare this rank's header with those of all ranks, before they average exactly.
 
-        On devices other than the CPU an invalid header is counted, and a later call raises.
-
-        Args:
-            collectives: of the ranks that average.
-            round_index: of the average; ``ANY``: not compared.
-            device: of the parameters.
-
-        Raises:
-            PeerError: headers differ: on the CPU the same pair on all ranks.
+        On the CPU headers that differ are a PeerError, of the same pair on all ranks. On other
+        devices an invalid header is counted, and a later call raises.
         """
         if device.type != "cpu":
             self._raise_counted(device)
@@ -122,8 +94,8 @@ class MessageHeaders:
         """Raise a PeerError, the same on all ranks, if the headers of two ranks differ."""
         self.run.compare_all(rows)
         for rank, row in enumerate(rows):
-            if row[NONFINITE] and rank != self.run.group_rank:
-                self._nonfinite_senders[rank] = row[NONFINITE]
+            if row[counts.NONFINITE] and rank != self.run.group_rank:
+                self._nonfinite_senders[rank] = row[counts.NONFINITE]
 
     def raise_nonfinite(self) -> None:
         """Raise a NonFiniteError that names the senders of nan or inf since the last call.
@@ -147,39 +119,34 @@ class MessageHeaders:
             own = expected.own
             if length != own[2]:
                 own = [*own[:2], length, *own[3:]]
-            if row[TRAINER:NONFINITE] != own:
+            if row[counts.TRAINER : counts.NONFINITE] != own:
                 me, there = self.run.rank, self.run.global_rank(sender)
                 edge = f"the message on edge {there} -> {me}"
                 self.run.compare(edge, (self.run.group_rank, sender), row, own)
-            self._check_mass(sender, row[MASS], mass, own)
-            if row[NONFINITE]:
-                self._nonfinite_senders[sender] = row[NONFINITE]
+            self._check_mass(sender, row[counts.MASS], mass, own)
+            if row[counts.NONFINITE]:
+                self._nonfinite_senders[sender] = row[counts.NONFINITE]
 
     def screen(self, expected: _Expected, rows: Tensor, own: Tensor) -> Tensor:
         """Check received rows, (k, 8), on their device, which the host does not wait for.
 
-        Args:
-            expected: what they must be.
-            rows: (k, 8) received.
-            own: (8,) of this rank, on the device.
-
-        Returns:
-            The masses, (k,): 0 for messages that are not what they must be.
+        Return their masses, (k,): 0 for messages that are not what they must be. ``own`` is this
+        rank's row.
         """
         counter = self._counter_on(rows.device)
         self._recent.append((expected, rows))
         wanted = own.expand_as(rows)
         if any(length != expected.own[2] for length in expected.lengths):
             wanted = wanted.clone()
-            wanted[:, LENGTH] = to_device(expected.lengths, rows.device)
-        compared = slice(TRAINER, FORWARDS + 1)
+            wanted[:, counts.LENGTH] = counts.to_device(expected.lengths, rows.device)
+        compared = slice(counts.TRAINER, counts.FORWARDS + 1)
         theirs, ours = rows[:, compared], wanted[:, compared]
-        differs = (theirs != ours) & (theirs != ANY) & (ours != ANY)
+        differs = (theirs != ours) & (theirs != counts.ANY) & (ours != counts.ANY)
         low, high = self._mass_bounds(expected, rows.device)
-        mass = rows[:, MASS]
+        mass = rows[:, counts.MASS]
         fits = ~differs[:, :-1].any(1) & (mass > low) & (mass <= high)
         found = (~fits).to(torch.int64)
-        found += (rows[:, NONFINITE] != 0) * _NONFINITE_UNIT
+        found += (rows[:, counts.NONFINITE] != 0) * _NONFINITE_UNIT
         found += differs[:, -1] * _FORWARDS_UNIT
         counter.tensor.add_(found.sum())
         return torch.where(fits, mass, torch.zeros_like(mass))
@@ -204,7 +171,7 @@ class MessageHeaders:
     ) -> tuple[float | Tensor, float | Tensor]:
         if not expected.masses:
             return 0.0, float(self.run.size)
-        masses = to_device(expected.masses, device)
+        masses = counts.to_device(expected.masses, device)
         return masses * (1 - _TOLERANCE), masses * (1 + _TOLERANCE)
 
     def _counter_on(self, device: torch.device) -> CorruptCounter:
@@ -235,31 +202,25 @@ class MessageHeaders:
 class RoundHeaders:
     """The headers of one buffer's messages in a round.
 
-    Attributes:
-        sent: (k, 8) float64, to be sent with the messages.
-        received: (m, 8) float64, to be received with the messages.
+    ``sent``, (k, 8), and ``received``, (m, 8), are float64 and go with the messages.
     """
 
     def __init__(self, headers: MessageHeaders, expected: _Expected, masses: Tensor) -> None:
         self._headers, self._expected = headers, expected
-        self.received = masses.new_empty(len(expected.senders), NUM_FIELDS)
+        self.received = masses.new_empty(len(expected.senders), counts.NUM_FIELDS)
         nonfinite = headers.run.counts.nonfinite
-        self._own = make_row(0.0, expected.own, nonfinite, masses.device)
-        columns = self._own[TRAINER:].expand(masses.shape[0], -1)
+        self._own = counts.make_row(0.0, expected.own, nonfinite, masses.device)
+        columns = self._own[counts.TRAINER :].expand(masses.shape[0], -1)
         self.sent = torch.cat([masses.view(-1, 1), columns], dim=1)
 
     @property
     def round_index(self) -> int:
         """The round in the header received from the first sender, which has arrived."""
-        return int(self.received[0, ROUND])
+        return int(self.received[0, counts.ROUND])
 
     def check(self) -> Tensor:
-        """Return the received masses, (m,), after a check of the headers, which have arrived.
-
-        Raises:
-            PeerError: on the CPU, a header is not what it must be.
-        """
+        """Return the received masses, (m,), after a check of the headers, which have arrived."""
         if self.received.device.type != "cpu":
             return self._headers.screen(self._expected, self.received, self._own)
         self._headers.check_rows(self._expected, self.received.tolist())
-        return self.received[:, MASS].contiguous()
+        return self.received[:, counts.MASS].contiguous()

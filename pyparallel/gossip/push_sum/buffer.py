@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...ops.mix import mix_unchecked
 from ...training import check_like
+from ...training.arguments import require
 from ..messages import Round
 from ..topology import Neighbors
 
@@ -22,9 +23,7 @@ class RoundBuffer(ABC):
 
     The numerator x = w * z of the papers exists only while an optimizer steps on it. A subclass
     defines what a message is and how it is sent and received.
-
-    Args:
-        values: z: flat, float32, bfloat16 or float16; written in place.
+    ``values`` are z: flat, float32, bfloat16 or float16, and written in place.
     """
 
     message_lengths = ""
@@ -42,17 +41,15 @@ class RoundBuffer(ABC):
     def send(self, neighbors: Neighbors, step: int) -> None:
         """Start a round of the topology: send the messages and subtract their mass from w.
 
-        Raises:
-            PeerError: a neighbor is known to have failed; w is unchanged.
+        A PeerError of a neighbor that is known to have failed leaves w unchanged.
         """
 
     @abstractmethod
     def wait(self) -> None:
         """Wait for the messages of the round in flight, if any, without averaging them.
 
-        Raises:
-            PeerError: a neighbor failed. z and w are then as before the round, but other
-                neighbors may have merged what this rank sent.
+        After a PeerError z and w are as before the round, but other neighbors may have merged what
+        this rank sent.
         """
 
     def reset_weight(self) -> None:
@@ -80,11 +77,8 @@ class RoundBuffer(ABC):
             check_like(masses, self.weight.new_zeros(len(masses)), f"{path}.in_flight.masses")
             named += [("mass in flight", mass) for mass in masses]
         for name, mass in named:
-            if not 0 < float(mass) <= num_ranks * (1 + MASS_TOLERANCE):
-                raise ValueError(
-                    f"{path}: a {name} must be positive and at most {num_ranks}, the number of "
-                    f"ranks, got {float(mass)}"
-                )
+            rule = f"{path}: a {name} must be positive and at most {num_ranks}, the number of ranks"
+            require(0 < float(mass) <= num_ranks * (1 + MASS_TOLERANCE), rule, float(mass))
 
     def _receive(self) -> None:
         if self._round is not None:
@@ -108,14 +102,10 @@ class RoundBuffer(ABC):
     def step(self, step: Callable[..., None], *, merges: bool, sends: bool) -> None:
         """Step the optimizer on x = w * z without turning z into it.
 
-        Args:
-            step: steps the optimizer's bucket; see ``FusedOptimizer.step_bucket``.
-            merges: the round in flight, if any, is merged before the update; on an error of
-                ``merge`` the step has not been taken.
-            sends: ``send`` comes next.
+        ``step`` is ``FusedOptimizer.step_bucket`` of the bucket. If the round in flight ``merges``
+        before the update, an error of ``merge`` means that the step has not been taken. ``sends``:
+        ``send`` comes next.
         """
-        if merges:
-            self.merge()
         step(mass=self.weight)
 
     @torch.no_grad()

@@ -60,13 +60,7 @@ class CompressedBuffer(RoundBuffer):
     instead of z. To conserve mass, sending the mass m takes only m * replica from the numerator;
     the sender keeps the residual: ``z += (z - replica) * m / (w - m)``, then ``w -= m``. With any
     compressor the sum of w * z over ranks and messages is conserved up to rounding.
-
-    Args:
-        values: z: flat, float32, bfloat16 or float16; written in place.
-        exchange: with the neighbors.
-        topology: gives the receivers of each in-neighbor.
-        compressor: the same on all ranks, with ``fixed_length``.
-        layout: of the values.
+    The compressor is the same on all ranks, with ``fixed_length``.
     """
 
     def __init__(
@@ -121,11 +115,9 @@ class CompressedBuffer(RoundBuffer):
     def wait(self) -> None:
         """Wait for the messages of the round in flight, if any, and apply them to the replicas.
 
-        Raises:
-            PeerError: a neighbor failed. z and w are then as before the round, but other neighbors
-                may have merged what this rank sent. No other round can follow.
-            CorruptMessageError: a neighbor sent an invalid message; z, w and rounds likewise. On a
-                GPU its corrupt entries were left out, in this round or an earlier one.
+        After a PeerError or a CorruptMessageError z and w are as before the round, but other
+        neighbors may have merged what this rank sent, and no other round can follow. On a GPU
+        corrupt entries were left out, in this round or an earlier one.
         """
         with self._cancelling():
             self._receive()
@@ -245,7 +237,12 @@ class CompressedBuffer(RoundBuffer):
                 try:
                     pending.replica.apply(pending.message)
                 except CorruptMessageError as error:
-                    raise self._corrupt_message_error(pending.sender, error) from error
+                    run, there = self._exchange.run, self._exchange.run.global_rank(pending.sender)
+                    raise CorruptMessageError(
+                        f"{run.place(self._step)}: messages must be valid for their compressor, "
+                        f"got a corrupt one on edge {there} -> {self._exchange.me} from rank "
+                        f"{there} ({error}): {_DISAGREE}"
+                    ) from error
                 del self._pending_messages[0]
 
     def _raise_if_counted(self, *, wait: bool) -> None:
@@ -255,15 +252,6 @@ class CompressedBuffer(RoundBuffer):
                 f"messages must be valid for their compressor, got {count} corrupt entries up to "
                 f"now, which were left out: {_DISAGREE}"
             )
-
-    def _corrupt_message_error(
-        self, sender: int, error: CorruptMessageError
-    ) -> CorruptMessageError:
-        here, there = self._exchange.me, self._exchange.run.global_rank(sender)
-        return CorruptMessageError(
-            f"{self._exchange.run.place(self._step)}: messages must be valid for their compressor, "
-            f"got a corrupt one on edge {there} -> {here} from rank {there} ({error}): {_DISAGREE}"
-        )
 
     def _cancel_send(self) -> None:
         """Undo a send's changes of z and w, also if an optimizer has changed z since."""

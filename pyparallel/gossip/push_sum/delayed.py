@@ -8,9 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from ...comm import PeerError, without_traceback
-from ...compression import BufferLayout
-from ..messages import NeighborExchange
-from ..topology import Neighbors, Topology
+from ..topology import Neighbors
 from .dense_buffer import BiasedBuffer, DenseBuffer
 from .push_sum import PushSum
 
@@ -21,20 +19,10 @@ class DelayedPushSum(PushSum):
     Every ``delay`` steps, at least 1, after the update, a rank sends a copy of z, and w, and then
     averages with the messages sent ``delay`` steps before. One message at least is always in
     flight, so weights are below 1, and the optimizer steps on the numerator. Arguments are those of
-    ``PushSum``.
+    ``PushSum``, with dense buffers.
     """
 
-    def __init__(
-        self,
-        buffers: Sequence[DenseBuffer],
-        exchange: NeighborExchange,
-        topology: Topology,
-        delay: int,
-        layouts: Sequence[BufferLayout] | None = None,
-        layouts_before: Sequence[BufferLayout] | None = None,
-    ) -> None:
-        super().__init__(buffers, exchange, topology, delay, layouts, layouts_before)
-        self._dense_buffers = buffers
+    _round_buffers: Sequence[DenseBuffer]
 
     @override
     def before_step(self) -> None:
@@ -44,7 +32,7 @@ class DelayedPushSum(PushSum):
     def after_step(self) -> None:
         if self._is_due:
             index, neighbors = self._next_round()
-            sends = [partial(each.send_and_merge, neighbors, index) for each in self._dense_buffers]
+            sends = [partial(each.send_and_merge, neighbors, index) for each in self._round_buffers]
             self._run_each(sends)
             self._complete(index)
 
@@ -54,7 +42,7 @@ class DelayedPushSum(PushSum):
         sends = self.run.counts.synchronizes and self._is_due
         index, neighbors = self._next_round()
         failure = None if self._failure is None else without_traceback(self._failure)
-        for i, buffer in enumerate(self._dense_buffers):
+        for i, buffer in enumerate(self._round_buffers):
             copies = sends and failure is None
             if copies:
                 try:
@@ -75,7 +63,7 @@ class DelayedPushSum(PushSum):
 
     @override
     def _mass_of(self, state: dict[str, Any]) -> float:
-        return 1.0 if isinstance(self._dense_buffers[0], BiasedBuffer) else super()._mass_of(state)
+        return 1.0 if isinstance(self._round_buffers[0], BiasedBuffer) else super()._mass_of(state)
 
     @property
     def _is_due(self) -> bool:

@@ -21,10 +21,7 @@ class DenseBuffer(RoundBuffer):
     float32 values the numerators are added by an all-reduce, which sends 2 (n - 1) / n copies from
     each of n ranks instead of n - 1; what is merged is the sum of the others.
 
-    Args:
-        values: z: flat, float32, bfloat16 or float16; written in place.
-        exchange: with the neighbors.
-        snapshot: whether z may change while a round is in flight: then a copy of it is sent.
+    With ``snapshot`` z may change while a round is in flight: a copy of it is sent.
     """
 
     def __init__(

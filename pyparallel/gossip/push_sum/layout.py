@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...compression import BufferLayout, Piece
 from ...training import FlatBuckets, Segment, assign_buckets, plain_name
+from ...training.arguments import require
 
 Named = list[tuple[str, nn.Parameter]]
 Places = dict[str, int]
@@ -71,11 +72,6 @@ def relayout(states: Sequence[Any], saved: Sequence[Places], places: Sequence[Pl
     Args:
         states: one for each saved buffer, of one structure: tensors as long as the buffer follow
             the parameters, dicts by parameter name likewise, all else is equal in all of them.
-        saved: the pieces of each saved buffer.
-        places: the pieces of each buffer here.
-
-    Raises:
-        ValueError: a parameter is missing, or the states are unequal in something else.
     """
     home = {name: index for index, each in enumerate(saved) for name in each}
     missing = [name for each in places for name in each if not _is_gap(name) and name not in home]
@@ -101,11 +97,10 @@ def _gather(
     if _are_flat(nodes, saved):
         return _join(nodes, saved, places, home)
     if isinstance(first, Tensor):
-        if not all(torch.equal(first, each) for each in nodes):
-            raise ValueError(
-                "the saved state must be equal in all buffers, got unequal weights: a neighbor had "
-                "failed; load it with the optimizer it was saved with"
-            )
+        rule = "the saved state must be equal in all buffers"
+        fix = "load it with the optimizer it was saved with"
+        got = "unequal weights: a neighbor had failed"
+        require(all(torch.equal(first, each) for each in nodes), rule, got, fix)
         return first.clone()
     return first
 

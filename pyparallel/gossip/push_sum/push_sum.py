@@ -29,15 +29,9 @@ class PushSum(ModelAverager):
     round, every buffer is either averaged or unchanged. Without failures all these weights are
     equal.
 
-    Args:
-        buffers: of the parameters, each with its push-sum weight.
-        exchange: with the neighbors.
-        topology: gives the neighbors of each round and their shares of the mass.
-        overlap: steps for which messages may be in flight. From 2 on z changes meanwhile, so the
-            buffers must send copies of it.
-        layouts: of the buffers, by which a state is loaded into buffers of another order; None: it
-            is loaded into equal ones only.
-        layouts_before: of the buffers whose state was saved without layouts.
+    From an ``overlap`` of 2 on z changes while messages are in flight, so the buffers must send
+    copies of it. With ``layouts`` a state is loaded into buffers of another order, without them
+    into equal ones only; ``layouts_before`` are those of states that were saved without any.
     """
 
     def __init__(
@@ -74,11 +68,7 @@ class PushSum(ModelAverager):
         topology: Topology,
         overlap: int,
     ) -> Self:
-        """Start with push-sum weight 1 on every rank, together with all others.
-
-        Raises:
-            DisagreementError: messages have other lengths on another rank.
-        """
+        """Start with push-sum weight 1 on every rank, together with all others."""
         exchange, layouts = NeighborExchange(run), layouts_of(buckets, module)
         buffers = [
             make_buffer(values, exchange, layout)
@@ -133,13 +123,7 @@ class PushSum(ModelAverager):
         return self._neighbors(self.topology.equivalent_round(round_index))
 
     def merge(self) -> None:
-        """Wait for the messages of the round in flight, if any, and average with them.
-
-        Raises:
-            PeerError: a neighbor failed. Every later round raises the same error.
-            CorruptMessageError: a compressed message is invalid; later rounds likewise.
-            NonFiniteError: a neighbor's gradient is not finite; the round is complete.
-        """
+        """Wait for the messages of the round in flight, if any, and average with them."""
         if self._in_flight:
             self._for_each(lambda buffer: buffer.merge())
             self._staleness = self._steps_in_flight

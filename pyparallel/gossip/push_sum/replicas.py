@@ -1,6 +1,7 @@
 """Copies of ranks' values that sender and receivers share: CHOCO-SGD's public copies."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ def fused_quantizer(compressor: Compressor) -> Quantizer | None:
     return compressor if fused and isinstance(compressor, Quantizer) else None
 
 
+@dataclass(eq=False)
 class Replica:
     """A copy of one rank's values that is bitwise equal on that rank and on its receivers.
 
@@ -28,28 +30,19 @@ class Replica:
     add the decoded message, so what one message loses is part of the next difference. The first
     message is the uncompressed values.
 
-    Args:
-        like: a buffer with the length, dtype and device of the values.
-        layout: of the values.
-        compressor: of the differences; message lengths must depend on the layout alone.
-        rank: the owner; seeds what a compressor draws per rank.
-        corrupt: 0-d int64, on devices other than the CPU: counts corrupt entries of quantizers.
+    ``like`` is a buffer with the length, dtype and device of the values; ``rank`` owns them, and
+    seeds what a compressor draws per rank. ``corrupt``, 0-d int64 on devices other than the CPU,
+    counts corrupt entries of quantizers.
     """
 
-    def __init__(
-        self,
-        like: Tensor,
-        layout: BufferLayout,
-        compressor: Compressor,
-        rank: int,
-        corrupt: Tensor | None = None,
-    ) -> None:
-        self._like = like
-        self._layout = layout
-        self._compressor = compressor
-        self._quantizer = fused_quantizer(compressor)
-        self._rank = rank
-        self._corrupt = corrupt
+    like: Tensor
+    layout: BufferLayout
+    compressor: Compressor
+    rank: int
+    corrupt: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._quantizer = fused_quantizer(self.compressor)
         self.values: Tensor | None = None
         self._state: CompressorState | None = None
 
@@ -67,10 +60,10 @@ class Replica:
             state = self._get_state()
             return self._quantizer.compress_difference_(values, self.values, ratio, state)
         difference = values - self.values
-        message = self._compressor.compress(
+        message = self.compressor.compress(
             difference, self._get_state(), self._unread_residual(difference)
         )
-        self._compressor.decompress(message, self._layout, self.values, accumulate=True)
+        self.compressor.decompress(message, self.layout, self.values, accumulate=True)
         own = values.float()
         values.copy_(own + (own - self.values.float()) * ratio.float())
         return message
@@ -82,10 +75,10 @@ class Replica:
             self.values = message[0].clone()
         elif self._quantizer is not None:
             self._quantizer.decompress(
-                message, self._layout, self.values, accumulate=True, corrupt=self._corrupt
+                message, self.layout, self.values, accumulate=True, corrupt=self.corrupt
             )
         else:
-            self._compressor.decompress(message, self._layout, self.values, accumulate=True)
+            self.compressor.decompress(message, self.layout, self.values, accumulate=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values and the state of the compressor."""
@@ -98,7 +91,7 @@ class Replica:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
-        self.values = None if state["values"] is None else state["values"].to(self._like).clone()
+        self.values = None if state["values"] is None else state["values"].to(self.like).clone()
         self._state = None
         if state["compressor"] is not None:
             saved = state["compressor"]
@@ -107,9 +100,9 @@ class Replica:
     def check_state(self, state: dict[str, Any], path: str) -> None:
         """Raise a ValueError, with the path, if a tensor of a state is of another shape."""
         if state["values"] is not None:
-            check_like(state["values"], self._like, f"{path}.values")
+            check_like(state["values"], self.like, f"{path}.values")
         if (saved := state["compressor"]) is not None:
-            probe = self._compressor.init(self._layout, self._like.device, self._rank)
+            probe = self.compressor.init(self.layout, self.like.device, self.rank)
             probe.load_state(saved["by_name"], saved["of_all"])
 
     def _unread_residual(self, difference: Tensor) -> Tensor | None:
@@ -117,12 +110,12 @@ class Replica:
 
         A sketch that is scaled up to be unbiased would make the replica diverge.
         """
-        unbiased = self._compressor.unbiased
+        unbiased = self.compressor.unbiased
         return torch.zeros_like(difference, dtype=torch.float32) if unbiased else None
 
     def _get_state(self) -> CompressorState:
         if self._state is None:
-            self._state = self._compressor.init(self._layout, self._like.device, self._rank)
+            self._state = self.compressor.init(self.layout, self.like.device, self.rank)
         return self._state
 
 
@@ -165,11 +158,7 @@ class Replicas:
         return [each.numel() * each.element_size() for each in self._message_template]
 
     def encode_(self, receivers: Receivers, values: Tensor, ratio: Tensor) -> Message:
-        """Return the next message of this rank's values, which retain the residual.
-
-        Raises:
-            ValueError: the message has another length than the receivers expect.
-        """
+        """Return the next message of this rank's values, which retain the residual."""
         replica = self.of(self._rank, receivers)
         is_first = replica.values is None
         message = replica.encode_(values, ratio)

@@ -53,19 +53,19 @@ class Topology(ABC):
     A subclass must define ``out_peers``; in-peers, shares and checks are derived from it.
     """
 
+    period: int = 1
+    """Number of rounds after which the graphs repeat."""
+
+    preperiod: int = 0
+    """Number of rounds before the graphs begin to repeat."""
+
+    regular: bool = False
+    """Whether every round keeps every push-sum weight at exactly 1: each rank receives as many
+    equal shares as it sends."""
+
     def __init__(self, num_ranks: int) -> None:
         check_integer("num_ranks", num_ranks)
         self.num_ranks = num_ranks
-
-    @property
-    def period(self) -> int:
-        """Number of rounds after which the graphs repeat."""
-        return 1
-
-    @property
-    def preperiod(self) -> int:
-        """Number of rounds before the graphs begin to repeat."""
-        return 0
 
     @property
     def rounds(self) -> range:
@@ -76,14 +76,6 @@ class Topology(ABC):
         """Return the first round that has the same graph as ``round_index``, up to repetition."""
         begin = self.preperiod
         return round_index if round_index < begin else begin + (round_index - begin) % self.period
-
-    @property
-    def regular(self) -> bool:
-        """Whether every round keeps every push-sum weight at exactly 1.
-
-        True if each rank receives as many equal shares as it sends.
-        """
-        return False
 
     @abstractmethod
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
@@ -105,18 +97,12 @@ class Topology(ABC):
     def neighbors(self, rank: int, round_index: int) -> Neighbors:
         """Return the out-peers, shares and in-peers of ``rank`` in a round."""
         in_peers = self.in_peers(rank, round_index)
-        in_masses = (
-            tuple(self._share_of(rank, peer, round_index) for peer in in_peers)
-            if self.regular
-            else ()
-        )
-        return Neighbors(
-            self.out_peers(rank, round_index),
-            self.shares(rank, round_index),
-            in_peers,
-            in_masses,
-            self._is_complete(round_index),
-        )
+        in_masses: tuple[float, ...] = ()
+        if self.regular:
+            in_masses = tuple(self._share_of(rank, peer, round_index) for peer in in_peers)
+        out_peers, shares = self.out_peers(rank, round_index), self.shares(rank, round_index)
+        is_complete = self._is_complete(round_index)
+        return Neighbors(out_peers, shares, in_peers, in_masses, is_complete)
 
     def _is_complete(self, round_index: int) -> bool:
         others = self.num_ranks - 1
@@ -155,11 +141,7 @@ class Topology(ABC):
         return digest.hexdigest()[:16]
 
     def validate(self) -> None:
-        """Check that sends match receives, and that a period connects all ranks.
-
-        Raises:
-            ValueError: the first violation found, with its round and rank.
-        """
+        """Raise a ValueError unless sends match receives and a period connects all ranks."""
         import networkx as nx
 
         union = nx.DiGraph()
@@ -250,14 +232,11 @@ class OfOthers(Topology):
 class Circulant(Topology):
     """A topology in which every rank sends to the same offsets around a circle; always regular."""
 
+    regular = True
+
     @abstractmethod
     def offsets(self, round_index: int) -> tuple[int, ...]:
         """Return the distinct offsets of a round, none of them a multiple of ``num_ranks``."""
-
-    @property
-    @override
-    def regular(self) -> bool:
-        return True
 
     @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from typing_extensions import override
 
-from ...training.arguments import is_integer, require
+from ...training.arguments import check_integer, is_integer, require
 from .base import Circulant
 
 
@@ -32,11 +32,7 @@ class OnePeerExponential(Circulant):
         self._distances = [1]
         while self._distances[-1] * (peers + 1) < num_ranks:
             self._distances.append(self._distances[-1] * (peers + 1))
-
-    @property
-    @override
-    def period(self) -> int:
-        return len(self._distances)
+        self.period = len(self._distances)
 
     @override
     def offsets(self, round_index: int) -> tuple[int, ...]:
@@ -47,7 +43,20 @@ class OnePeerExponential(Circulant):
         return f"OnePeerExponential({self.num_ranks}, peers={self.peers})"
 
 
-class DirectedExponential(Circulant):
+class _InTurn(Circulant):
+    """One message a round, at each of some offsets in turn."""
+
+    def __init__(self, num_ranks: int, offsets: list[int]) -> None:
+        super().__init__(num_ranks)
+        self._offsets = self._distinct(offsets)
+        self.period = max(1, len(self._offsets))
+
+    @override
+    def offsets(self, round_index: int) -> tuple[int, ...]:
+        return self._offsets[round_index % self.period :][:1]
+
+
+class DirectedExponential(_InTurn):
     """One message a round, at offsets +1, -1, +2, -2, +4, -4 and so on, in turn.
 
     The graph of the experiments in Assran et al. (ICML 2019). Exact after 2 log2(n) - 1 rounds
@@ -55,39 +64,21 @@ class DirectedExponential(Circulant):
     """
 
     def __init__(self, num_ranks: int) -> None:
-        super().__init__(num_ranks)
+        check_integer("num_ranks", num_ranks)
         powers = [2**i for i in range((num_ranks - 1).bit_length())]
-        self._offsets = self._distinct([sign * power for power in powers for sign in (1, -1)])
-
-    @property
-    @override
-    def period(self) -> int:
-        return max(1, len(self._offsets))
-
-    @override
-    def offsets(self, round_index: int) -> tuple[int, ...]:
-        return self._offsets[round_index % self.period :][:1]
+        super().__init__(num_ranks, [sign * power for power in powers for sign in (1, -1)])
 
 
-class DirectedLinear(Circulant):
+class DirectedLinear(_InTurn):
     """One message a round, at offsets +1, -1, +3, -3 and so on through all odd offsets, in turn.
 
     The "dynamic directed linear" graph of the code of Assran et al. (ICML 2019).
     """
 
     def __init__(self, num_ranks: int) -> None:
-        super().__init__(num_ranks)
+        check_integer("num_ranks", num_ranks)
         odd = range(1, num_ranks, 2)
-        self._offsets = self._distinct([sign * offset for offset in odd for sign in (1, -1)])
-
-    @property
-    @override
-    def period(self) -> int:
-        return max(1, len(self._offsets))
-
-    @override
-    def offsets(self, round_index: int) -> tuple[int, ...]:
-        return self._offsets[round_index % self.period :][:1]
+        super().__init__(num_ranks, [sign * offset for offset in odd for sign in (1, -1)])
 
 
 class Complete(Circulant):

@@ -20,21 +20,9 @@ class TimeVarying(OfOthers):
         sizes = sorted({topology.num_ranks for topology in self.topologies})
         require(len(sizes) == 1, "topologies must be for one number of ranks", str(sizes))
         super().__init__(sizes[0])
-
-    @property
-    @override
-    def preperiod(self) -> int:
-        return len(self.topologies) * max(each.preperiod for each in self.topologies)
-
-    @property
-    @override
-    def period(self) -> int:
-        return len(self.topologies) * math.lcm(*(each.period for each in self.topologies))
-
-    @property
-    @override
-    def regular(self) -> bool:
-        return all(topology.regular for topology in self.topologies)
+        self.preperiod = len(topologies) * max(each.preperiod for each in self.topologies)
+        self.period = len(topologies) * math.lcm(*(each.period for each in self.topologies))
+        self.regular = all(topology.regular for topology in self.topologies)
 
     @override
     def _locate(self, round_index: int) -> tuple[Topology, int]:
@@ -51,21 +39,8 @@ class _LikeAnother(OfOthers):
     def __init__(self, num_ranks: int, topology: Topology) -> None:
         super().__init__(num_ranks)
         self.topology = topology
-
-    @property
-    @override
-    def preperiod(self) -> int:
-        return self.topology.preperiod
-
-    @property
-    @override
-    def period(self) -> int:
-        return self.topology.period
-
-    @property
-    @override
-    def regular(self) -> bool:
-        return self.topology.regular
+        self.preperiod, self.period = topology.preperiod, topology.period
+        self.regular = topology.regular
 
     @override
     def _locate(self, round_index: int) -> tuple[Topology, int]:
@@ -158,7 +133,6 @@ class HierarchicalTopology(TimeVarying):
 
     Args:
         num_ranks: a multiple of ``ranks_per_node``; consecutive ranks form a node.
-        ranks_per_node: number of ranks in each node.
         between: creates the topology between nodes from the number of nodes.
     """
 

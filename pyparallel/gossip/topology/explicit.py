@@ -26,17 +26,8 @@ class Explicit(Topology):
             {rank: dict(sorted(edges.items())) for rank, edges in one.items()} for one in rounds
         ]
         self._in = [_in_peers_of_all(one, num_ranks) for one in self._out]
-        self._regular = all(self._keeps_weights(index) for index in range(len(rounds)))
-
-    @property
-    @override
-    def period(self) -> int:
-        return len(self._out)
-
-    @property
-    @override
-    def regular(self) -> bool:
-        return self._regular
+        self.period = len(rounds)
+        self.regular = all(self._keeps_weights(index) for index in range(len(rounds)))
 
     @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
@@ -73,11 +64,8 @@ class FromGraph(Explicit):
         directed = nx.DiGraph(graph)
         directed.remove_edges_from(list(nx.selfloop_edges(directed)))
         num_ranks = directed.number_of_nodes()
-        if set(directed) != set(range(num_ranks)):
-            raise ValueError(
-                f"graph must have the ranks 0 to {num_ranks - 1} as its nodes, "
-                f"got {sorted(map(str, directed))[:8]}"
-            )
+        rule = f"graph must have the ranks 0 to {num_ranks - 1} as its nodes"
+        require(set(directed) == set(range(num_ranks)), rule, str(sorted(map(str, directed))[:8]))
         weights = nx.get_edge_attributes(directed, "weight")
         if weights and len(weights) < directed.number_of_edges():
             raise ValueError(

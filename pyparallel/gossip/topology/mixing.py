@@ -49,8 +49,6 @@ def mixing_curve(topology: Topology, num_rounds: int, *, seed: int = 0) -> np.nd
     """Compute the consensus error of random initial values after each round.
 
     Args:
-        topology: the graphs to average on.
-        num_rounds: number of rounds to simulate.
         seed: any integer of at least 0, for numpy.
 
     Returns:

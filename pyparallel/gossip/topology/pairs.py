@@ -12,14 +12,11 @@ from .base import Topology
 class Matching(Topology):
     """A topology whose rounds pair ranks up; partners send each other half of their mass."""
 
+    regular = True
+
     @abstractmethod
     def partner(self, rank: int, round_index: int) -> int | None:
         """Return the partner of ``rank`` in a round, or None if it has none."""
-
-    @property
-    @override
-    def regular(self) -> bool:
-        return True
 
     @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
@@ -45,11 +42,7 @@ class Hypercube(Matching):
                 f"num_ranks must be a power of two, got {num_ranks}; the nearest are {below} and "
                 f"{2 * below}"
             )
-
-    @property
-    @override
-    def period(self) -> int:
-        return max(1, (self.num_ranks - 1).bit_length())
+        self.period = max(1, (num_ranks - 1).bit_length())
 
     @override
     def partner(self, rank: int, round_index: int) -> int | None:
@@ -73,11 +66,7 @@ class BipartiteExponential(Matching):
         distances = [1, *(1 + 2**i for i in range(1, max(1, num_ranks.bit_length())))]
         signed = [sign * distance for distance in distances for sign in (1, -1)]
         self._distances = tuple(dict.fromkeys(distance % num_ranks for distance in signed))
-
-    @property
-    @override
-    def period(self) -> int:
-        return len(self._distances)
+        self.period = len(self._distances)
 
     @override
     def partner(self, rank: int, round_index: int) -> int | None:
@@ -97,18 +86,13 @@ class RandomMatching(Matching):
     def __init__(self, num_ranks: int, seed: int = 0, period: int | None = None) -> None:
         super().__init__(num_ranks)
         self.seed = seed
-        self._period = 8 * max(1, num_ranks.bit_length()) if period is None else period
-        check_integer("period", self._period)
+        self.period = 8 * max(1, num_ranks.bit_length()) if period is None else period
+        check_integer("period", self.period)
         self._drawn: dict[int, np.ndarray] = {}
-
-    @property
-    @override
-    def period(self) -> int:
-        return self._period
 
     @override
     def partner(self, rank: int, round_index: int) -> int | None:
-        index = round_index % self._period
+        index = round_index % self.period
         if index not in self._drawn:
             self._drawn[index] = self._draw(index)
         partner = int(self._drawn[index][rank])
@@ -122,4 +106,4 @@ class RandomMatching(Matching):
         return partners
 
     def __repr__(self) -> str:
-        return f"RandomMatching({self.num_ranks}, seed={self.seed}, period={self._period})"
+        return f"RandomMatching({self.num_ranks}, seed={self.seed}, period={self.period})"

@@ -36,25 +36,12 @@ class Phases(OfOthers):
         for place, (topology, num_rounds) in enumerate(self.phases, 1):
             _check_phase(topology, num_rounds, is_last=place == len(self.phases))
         self._ends = list(accumulate(count for _, count in self.phases if count is not None))
-
-    @property
-    @override
-    def preperiod(self) -> int:
-        if self.phases[-1][1] is not None:
-            return 0
-        return (self._ends[-1] if self._ends else 0) + self.phases[-1][0].preperiod
-
-    @property
-    @override
-    def period(self) -> int:
         last, num_rounds = self.phases[-1]
-        return last.period if num_rounds is None else self._ends[-1]
-
-    @property
-    @override
-    def regular(self) -> bool:
+        rounds_before_last = self._ends[-1] if self._ends else 0
+        self.period = last.period if num_rounds is None else rounds_before_last
+        self.preperiod = rounds_before_last + last.preperiod if num_rounds is None else 0
         # A regular phase does not bring weights back to 1, so all phases must be regular.
-        return all(topology.regular for topology, _ in self.phases)
+        self.regular = all(topology.regular for topology, _ in self.phases)
 
     @property
     @override

@@ -2,6 +2,7 @@
 
 from typing_extensions import override
 
+from ...training.arguments import require
 from .base import Topology
 
 
@@ -12,22 +13,17 @@ class Torus(Topology):
     largest one up to its square root.
     """
 
+    regular = True
+
     def __init__(self, num_ranks: int, num_rows: int | None = None) -> None:
         super().__init__(num_ranks)
         divisors = [rows for rows in range(1, num_ranks + 1) if num_ranks % rows == 0]
         if num_rows is None:
             num_rows = max(rows for rows in divisors if rows * rows <= num_ranks)
-        if num_rows not in divisors:
-            raise ValueError(
-                f"num_rows must be one of {divisors} for {num_ranks} ranks, got {num_rows}"
-            )
+        rule = f"num_rows must be one of {divisors} for {num_ranks} ranks"
+        require(num_rows in divisors, rule, num_rows)
         self.num_rows = num_rows
         self.num_columns = num_ranks // num_rows
-
-    @property
-    @override
-    def regular(self) -> bool:
-        return True
 
     @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:

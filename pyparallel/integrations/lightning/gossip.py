@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ...gossip import SGP, Algorithm, GossipDataParallel, GossipState
 from ...gossip.topology import OnePeerExponential
-from ...training.arguments import check_callable
+from ...training.arguments import check_callable, require
 from ...training.nonfinite import NonFinitePolicy
 from .rank_files import RankFiles
 
@@ -27,8 +27,7 @@ class GossipStrategy(RankFiles):
     Args:
         algorithm_fn: returns the algorithm for a number of ranks, such as
             ``lambda n: SGP(Ring(n))``, which is called once in every ``fit``.
-        bucket_cap_mb: as of ``GossipDataParallel``.
-        nonfinite: as of ``GossipDataParallel``.
+        bucket_cap_mb, nonfinite: as of ``GossipDataParallel``.
         kwargs: of Lightning's DDPStrategy, but those of DistributedDataParallel and its hooks.
 
     Raises:
@@ -72,11 +71,10 @@ class GossipStrategy(RankFiles):
 
     @override
     def setup(self, trainer: Any) -> None:
-        if self._layer_sync is not None:
-            raise ValueError(
-                "sync_batchnorm must be False with GossipStrategy, got True: it would wait for all "
-                "ranks in every forward; statistics are each rank's own, averaged in validation"
-            )
+        rule = "sync_batchnorm must be False with GossipStrategy"
+        fix = "statistics are each rank's own, averaged in validation"
+        got = "True: it would wait for all ranks in every forward"
+        require(self._layer_sync is None, rule, got, fix)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self.lightning_module is not None:
             self._saved = None

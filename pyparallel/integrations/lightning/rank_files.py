@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
+from ...training.arguments import require
 from ..rank_files import load_on_all_ranks, rank_file
 
 _NUM_RANKS = "pyparallel_num_ranks"  # the key in a checkpoint with a file of each rank beside it
@@ -58,12 +59,10 @@ class RankFiles(DDPStrategy):
             return
 
         def read() -> dict[str, Any]:
-            if checkpoint[_NUM_RANKS] != self.world_size:
-                raise ValueError(
-                    f"ckpt_path must be of a run with {self.world_size} ranks, got one with "
-                    f"{checkpoint[_NUM_RANKS]}; to go on from its weights alone, use the module's "
-                    "load_from_checkpoint"
-                )
+            rule = f"ckpt_path must be of a run with {self.world_size} ranks"
+            fix = "to go on from its weights alone, use the module's load_from_checkpoint"
+            got = f"one with {checkpoint[_NUM_RANKS]}"
+            require(checkpoint[_NUM_RANKS] == self.world_size, rule, got, fix)
             return self.checkpoint_io.load_checkpoint(_rank_file(self._loaded_from))
 
         self.load_rank_state(load_on_all_ranks(read))

@@ -54,8 +54,10 @@ def build_heads(
                     _check_loss(head, heads[stage], output, target, loss_fn, stage)
                     built[stage] = head
         except Exception as error:  # later stages wait for this one's output
-            is_value_error = isinstance(error, ValueError)
-            problem = str(error) if is_value_error else _describe_failure(stage, error)
+            problem = str(error)
+            if not isinstance(error, ValueError):
+                kind = type(error).__name__
+                problem = f"stage {stage} failed on the first microbatch: {kind}: {error}"
             cause, output = error, _NOTHING
         for endpoint in destinations_of(forward):
             p2p.send(endpoint, 0, output)
@@ -75,10 +77,6 @@ def check_trained_apart(heads: Mapping[int, nn.Module], modules: Sequence[nn.Mod
                     f"loss, got one of stage {homes[parameter]} in the head of stage {stage}: "
                     "TiedHead(embedding) reads an embedding of theirs"
                 )
-
-
-def _describe_failure(stage: int, error: Exception) -> str:
-    return f"stage {stage} failed on the first microbatch: {type(error).__name__}: {error}"
 
 
 def _run(module: nn.Module, value: Inputs) -> Value:

@@ -3,11 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from ...training import summarize
+from ...training.arguments import require
 from ..messages import Value
 
 
@@ -30,14 +32,8 @@ class Head(ABC):
     def build(self, example: Value) -> nn.Module:
         """Build a new module, initialized from torch's global CPU generator.
 
-        Args:
-            example: an output of the stage, of any batch size.
-
-        Returns:
-            The module, on the example's device and in its dtype.
-
-        Raises:
-            ValueError: the head does not fit the example.
+        ``example`` is an output of the stage, of any batch size; the module is on its device and in
+        its dtype. A head that does not fit it is a ValueError.
         """
 
     def _check(self, example: Value, shape: str, *, fits: bool) -> Tensor:
@@ -64,49 +60,40 @@ class GivenHead(Head):
 Heads = Head | nn.Module | Sequence[Head | nn.Module]
 
 
-def as_heads(heads: Heads, num_stages: int) -> tuple[Head, ...]:
-    """Return one builder for every stage but the last, or raise the error of ``check_heads``.
+def as_heads(heads: object, num_stages: int) -> tuple[Head, ...]:
+    """Return one builder for every stage but the last; a ValueError of other heads.
 
     ``heads`` is a builder for all stages; or a list of builders and modules, stage by stage. An
     ``nn.ModuleList`` is such a list, any other module a single head.
     """
-    problem = check_heads(heads, num_stages)
-    if problem is not None:
-        raise ValueError(problem)
-    given = _by_stage(heads, num_stages)
+    each_stage, last = _for_each(num_stages), num_stages - 1
+    given: list[Any]
+    if isinstance(heads, Head):
+        given = [heads] * last
+    elif isinstance(heads, Sequence | nn.ModuleList) and not isinstance(heads, str):
+        given = list(heads)
+    else:
+        rule = f"heads must be a head, or a list of one {each_stage}"
+        require(isinstance(heads, nn.Module), rule, summarize(heads))
+        given = [heads]
+    rule, found = f"heads must hold one head {each_stage}", len(given)
+    require(found >= last, rule, f"{found}: stage {found} has none")
+    place = "last" if last else "only one"
+    require(found <= last, rule, f"{found}: stage {last} is the {place}, which has the loss itself")
+    for stage, head in enumerate(given):
+        rule = "heads must hold builders such as LinearHead(10) and modules"
+        require(isinstance(head, Head | nn.Module), rule, f"{summarize(head)} for stage {stage}")
+    _check_apart(given)
     return tuple(each if isinstance(each, Head) else GivenHead(each) for each in given)
 
 
 def check_heads(heads: object, num_stages: int) -> str | None:
-    """Return what is wrong with the heads of a model, as a message; None: nothing."""
-    if not isinstance(heads, Head | nn.Module | Sequence) or isinstance(heads, str):
-        found = summarize(heads)
-        return f"heads must be a head, or a list of one {_for_each(num_stages)}, got {found}"
-    given = _by_stage(heads, num_stages)
-    wanted = num_stages - 1
-    if len(given) < wanted:
-        return (
-            f"heads must hold one head {_for_each(num_stages)}, got {len(given)}: "
-            f"stage {len(given)} has none"
-        )
-    if len(given) > wanted:
-        return (
-            f"heads must hold one head {_for_each(num_stages)}, got {len(given)}: "
-            f"stage {wanted} is the {'last' if wanted else 'only one'}, which has the loss itself"
-        )
-    return _find_invalid(given) or _find_shared(given)
-
-
-def _by_stage(heads: object, num_stages: int) -> list[Head | nn.Module]:
-    """Return the heads by stage, of types not checked yet."""
-    if isinstance(heads, Head):
-        return [heads] * (num_stages - 1)
-    if isinstance(heads, nn.ModuleList):
-        return list(heads)
-    if isinstance(heads, nn.Module):
-        return [heads]
-    assert isinstance(heads, Sequence)
-    return list(heads)
+    """Return the message of what ``as_heads`` raises, or None."""
+    try:
+        as_heads(heads, num_stages)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _for_each(num_stages: int) -> str:
@@ -117,32 +104,16 @@ def _for_each(num_stages: int) -> str:
     return f"for each of stages 0 to {num_stages - 2}"
 
 
-def _find_invalid(given: list[Head | nn.Module]) -> str | None:
-    """Return a message about the first value that is no head; None: all are."""
-    for stage, head in enumerate(given):
-        if not isinstance(head, Head | nn.Module):
-            return (
-                "heads must hold builders such as LinearHead(10) and modules, got "
-                f"{summarize(head)} for stage {stage}"
-            )
-    return None
-
-
-def _find_shared(given: list[Head | nn.Module]) -> str | None:
-    """Return a message about the first two stages whose heads share a module or parameter."""
+def _check_apart(given: Sequence[object]) -> None:
+    """Raise a ValueError if the heads of two stages share a module or parameter."""
     first: dict[int, int] = {}
     for stage, head in enumerate(given):
-        if not isinstance(head, nn.Module):
-            continue
-        for part in (head, *head.parameters()):
+        for part in (head, *head.parameters()) if isinstance(head, nn.Module) else ():
             other = first.setdefault(id(part), stage)
-            if other != stage:
-                what = "module" if part is head else "parameter"
-                return (
-                    f"heads must not share a {what}, as each learns from its own loss, got the "
-                    f"same one for stages {other} and {stage}: give a builder, or copy.deepcopy it"
-                )
-    return None
+            what = "module" if part is head else "parameter"
+            rule = f"heads must not share a {what}, as each learns from its own loss"
+            got = f"the same one for stages {other} and {stage}"
+            require(other == stage, rule, f"{got}: give a builder, or copy.deepcopy it")
 
 
 def _describe(value: Value) -> str:

@@ -8,21 +8,13 @@ from .window import Window
 
 @dataclass(frozen=True)
 class GradientTask:
-    """What to do with gradients of one microbatch that have arrived at a stage, in this order.
-
-    Args:
-        learned: the losses whose gradients are added to the sum that the stage learns from, with
-            their weights.
-        sent: the losses whose input gradients are computed and sent to the previous stage.
-        is_complete: whether the weights' gradients are accumulated now, from the sum.
-        joint: the loss whose input gradient that backward computes too, to be sent; None: none.
-    """
+    """What to do with gradients of one microbatch that have arrived at a stage, in this order."""
 
     microbatch: int
-    learned: dict[int, float]
-    sent: tuple[int, ...]
-    is_complete: bool
-    joint: int | None
+    learned: dict[int, float]  # losses whose gradients the stage learns from, with their weights
+    sent: tuple[int, ...]  # losses whose input gradients are sent to the previous stage
+    is_complete: bool  # the weights' gradients are accumulated now, from the sum
+    joint: int | None  # the loss whose input gradient that backward computes too, to be sent
 
 
 class GradientInbox:

@@ -33,11 +33,7 @@ class SharedWeight:
 
 
 def find_shared_weight(heads: Sequence[Head], modules: Sequence[nn.Module]) -> SharedWeight | None:
-    """Return the weight that heads share, or None.
-
-    Raises:
-        ValueError: they share several, or one that is of no earlier stage.
-    """
+    """Return the weight that heads share, or None; a ValueError of one that they cannot share."""
     readers = [(stage, head.shared) for stage, head in enumerate(heads) if head.shared is not None]
     if not readers:
         return None

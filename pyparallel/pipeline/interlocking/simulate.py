@@ -1,6 +1,7 @@
 """Simulation of interlocking backpropagation: when each stage runs, and which delays spread."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -36,16 +37,8 @@ def simulate_interlocking(
     schedule.
 
     Args:
-        schedule: with its window.
-        shape: one stage on each rank, or all on one.
         costs: times by stage; ``head``, ``learn`` and ``backward_input`` beside ``forward`` and
             ``update``.
-        steps: number of steps.
-        delays: extra time of single actions.
-
-    Raises:
-        ValueError: the schedule cannot run on the shape, or the ranks deadlock; then with the grid
-            of the actions that have run.
     """
     problem = schedule.validation_error(shape)
     if problem is not None:
@@ -74,21 +67,18 @@ def _check_finished(clock: VirtualClock, current: Mapping[int, Action]) -> None:
     raise ValueError(draw_deadlock(table, np.array(starts), np.array(ends), np.array(done)))
 
 
+@dataclass(eq=False)
 class _Run:
     """The state of every stage, and the process of every rank."""
 
-    def __init__(
-        self,
-        schedule: Interlocking,
-        shape: PipelineShape,
-        costs: Costs,
-        steps: int,
-        delays: Mapping[Action, float],
-    ) -> None:
-        self._schedule = schedule
-        self._shape = shape
-        self._steps = steps
-        self._delays = delays
+    schedule: Interlocking
+    shape: PipelineShape
+    costs: InitVar[Costs]
+    steps: int
+    delays: Mapping[Action, float]
+
+    def __post_init__(self, costs: Costs) -> None:
+        schedule, shape = self.schedule, self.shape
         self._durations = costs.durations(shape.num_stages)
         self._latencies = costs.latencies(shape.num_stages)
         self._window = schedule.reach(shape)
@@ -101,7 +91,7 @@ class _Run:
 
     def process(self, rank: int) -> Process:
         """Yield the actions and waits of a rank."""
-        for action in self._schedule.rank_actions(self._shape, rank, self._steps):
+        for action in self.schedule.rank_actions(self.shape, rank, self.steps):
             self.current[rank] = action
             yield from self._run(action)
             if action.kind is not Kind.FORWARD:
@@ -141,7 +131,7 @@ class _Run:
         yield self._action(action, messages)
 
     def _handle_ready_gradients(self, rank: int) -> Process:
-        stages = self._shape.stages(rank)
+        stages = self.shape.stages(rank)
         while (
             stage := next((s for s in stages if self._inboxes[s].has_arrived), None)
         ) is not None:
@@ -170,7 +160,7 @@ class _Run:
         return [self._message(stage, stage - 1, partial(put, microbatch, each)) for each in origins]
 
     def _message(self, source: int, to: int, deliver: Callable[[], object]) -> SimulatedMessage:
-        sender, receiver = (stage % self._shape.num_ranks for stage in (source, to))
+        sender, receiver = (stage % self.shape.num_ranks for stage in (source, to))
         latency = 0.0 if sender == receiver else float(self._latencies[min(source, to)])
         return SimulatedMessage(receiver, latency, deliver)
 
@@ -178,4 +168,4 @@ class _Run:
         self, action: Action, messages: Sequence[SimulatedMessage] = (), times: int = 1
     ) -> SimulatedAction:
         seconds = times * self._durations[action.kind, action.stage]
-        return SimulatedAction(action, float(seconds + self._delays.get(action, 0.0)), messages)
+        return SimulatedAction(action, float(seconds + self.delays.get(action, 0.0)), messages)

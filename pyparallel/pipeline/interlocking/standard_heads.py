@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from ...training.arguments import check_integer, is_integer
+from ...training.arguments import check_integer, is_integer, require
 from ..messages import Value
 from .heads import Head
 
@@ -61,11 +61,9 @@ class PooledHead(Head):
 
     def __post_init__(self) -> None:
         check_integer("num_outputs", self.num_outputs)
-        if self.dim not in (None, 1, -1) or isinstance(self.dim, bool):
-            raise ValueError(
-                f"dim must be 1, -1 or None, got {self.dim!r}: 1 for (batch, channels, ...), -1 "
-                "for (batch, ..., width)"
-            )
+        rule = "dim must be 1, -1 or None"
+        got = f"{self.dim!r}: 1 for (batch, channels, ...), -1 for (batch, ..., width)"
+        require(self.dim in (None, 1, -1) and not isinstance(self.dim, bool), rule, got)
 
     @override
     def build(self, example: Value) -> nn.Module:

@@ -50,16 +50,10 @@ class Mean(Losses):
 
 @dataclass(frozen=True)
 class Window:
-    """Which losses each stage learns from, and which gradients are sent for it.
-
-    Args:
-        size: how many losses a stage can learn from, its own included: 1 is local learning,
-            ``num_stages`` plain backpropagation.
-        losses: how these are combined.
-    """
+    """Which losses each stage learns from, and which gradients are sent for it."""
 
     num_stages: int
-    size: int
+    size: int  # how many losses a stage can learn from: 1 is local learning
     losses: Losses
 
     def farthest(self, stage: int) -> int:

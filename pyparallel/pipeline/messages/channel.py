@@ -104,17 +104,8 @@ class Channel:
     ) -> None:
         """Send a value asynchronously; it must not be written to until it is delivered.
 
-        Args:
-            stream: one of this rank's streams.
-            number: of the value in the stream.
-            value: a tensor or a tuple of tensors, or why there is none.
-            via_host: wait for a value on a GPU and send it from the host's memory, so that no
-                kernel of NCCL waits on the GPU.
-            batch: that the value is computed from, for the header.
-
-        Raises:
-            ValueError: a dtype or a number of tensors that the header cannot hold.
-            PeerError: the peer is known to be dead.
+        ``via_host``: wait for a value on a GPU and send it from the host's memory, so that no
+        kernel of NCCL waits on the GPU. A value that the header cannot describe is a ValueError.
         """
         refusal = None
         if isinstance(value, Refusal):
@@ -154,12 +145,7 @@ class Channel:
         self._num_announced = 0
 
     def recv(self) -> P2PMessage:
-        """Wait for the next message and return it.
-
-        Raises:
-            PeerError: the peer died, or sent nothing for the process group's timeout.
-            RemoteError: the peer failed.
-        """
+        """Wait for the next message and return it; a RemoteError if the peer failed."""
         if not self._expected:
             raise PeerError(
                 f"rank {self.peer} has sent all messages that were expected, and not the one that "

@@ -32,13 +32,7 @@ class Codec:
     def encode(self, value: Value, stream: object, number: int) -> Value:
         """Compress the floating-point tensors of a value; return the tensors to send for it.
 
-        Args:
-            value: a tensor or a tuple of tensors.
-            stream: printed as its name, the same at both ends.
-            number: of this value in the stream.
-
-        Raises:
-            ValueError: a floating-point tensor that is not float32, bfloat16 or float16.
+        ``stream`` is printed as its name, the same at both ends; ``number`` is unique in it.
         """
         tensors = tensors_of(value)
         single = isinstance(value, Tensor)

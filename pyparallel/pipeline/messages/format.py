@@ -59,17 +59,11 @@ class TensorMeta(NamedTuple):
 
 
 class BatchMeta(NamedTuple):
-    """What the first stage's rank knows of a batch, with the activations of its microbatches.
+    """What the first stage's rank knows of a batch, with the activations of its microbatches."""
 
-    Args:
-        samples: of this microbatch; 0: not known.
-        total: of all microbatches of the step; 0: not known.
-        has_short_form: that rank was called with two positional arguments, inputs and target.
-    """
-
-    samples: int = 0
-    total: int = 0
-    has_short_form: bool = False
+    samples: int = 0  # of this microbatch; 0: not known
+    total: int = 0  # of all microbatches of the step; 0: not known
+    has_short_form: bool = False  # that rank got two positional arguments, inputs and target
 
 
 NO_BATCH = BatchMeta()
@@ -93,26 +87,15 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Header:
-    """The metadata that precedes a payload.
+    """The metadata that precedes a payload; none follows a failure or a refusal."""
 
-    Args:
-        stream: which of the sender's streams the message is of, from 0.
-        number: its number in the stream, such as that of the microbatch.
-        received: how many messages the sender had received from this peer when it wrote this.
-        tensors: one for each tensor of the payload.
-        single: the value is a tensor, not a tuple of one.
-        failure: the sender's error; then no payload follows.
-        refusal: why there is no value; then no payload follows either.
-        via_host: the payload travels over the headers' process group, in the host's memory.
-    """
-
-    stream: int
-    number: int
-    received: int
+    stream: int  # of the sender's, from 0
+    number: int  # in the stream, such as that of the microbatch
+    received: int  # how many messages the sender had received from this peer by then
     tensors: tuple[TensorMeta, ...] = ()
-    single: bool = False
-    failure: str | None = None
-    via_host: bool = False
+    single: bool = False  # the value is a tensor, not a tuple of one
+    failure: str | None = None  # the sender's error
+    via_host: bool = False  # the payload travels over the headers' group, in the host's memory
     refusal: Refusal | None = None
     batch: BatchMeta = NO_BATCH
 
@@ -122,11 +105,7 @@ class Header:
         return sum(aligned(each.num_bytes) for each in self.tensors)
 
     def to_tensor(self, capacity: int = 0) -> Tensor:
-        """Return the header as an int64 tensor with room for a payload of ``capacity`` bytes.
-
-        Raises:
-            ValueError: an unsupported dtype, or more dimensions than a header has room for.
-        """
+        """Return the header as an int64 tensor with room for a payload of ``capacity`` bytes."""
         text, count = self.failure, 2 * len(self.tensors) + self.single
         if self.refusal is not None:
             text, count = self.refusal.text, _FAILURE - 1 - self.refusal.kind
@@ -175,12 +154,7 @@ def room_behind(header: Tensor) -> int:
 
 
 def read_header(tensor: Tensor) -> Header:
-    """Return the header that ``to_tensor`` encoded.
-
-    Raises:
-        ValueError: its checksum is wrong, it is none that ``to_tensor`` encodes, or of more bytes
-            than the machine has.
-    """
+    """Return the header that ``to_tensor`` encoded; a ValueError if it is none, or damaged."""
     words = array("q", ctypes.string_at(tensor.data_ptr(), HEADER_BYTES))
     checksum, words[_CHECKSUM] = words[_CHECKSUM], 0
     if checksum != zlib.crc32(words):

@@ -16,12 +16,10 @@ from ...comm.run import Run
 class P2PGroups:
     """The process groups of point-to-point messages between neighboring ranks.
 
-    Args:
-        headers: gloo, as the host reads headers. None: the payloads' groups are gloo and carry the
-            headers too.
-        payloads: of all ranks. With gloo two, upward and downward, as a thread that reads and
-            writes at once is slow at both. NCCL may run all operations of a group in one order: so
-            none has two sends or receives of one rank, of any peers.
+    ``headers`` are gloo's, as the host reads them; None: the payloads' groups are gloo and carry
+    the headers too. With gloo two groups of payloads, upward and downward, as a thread that reads
+    and writes at once is slow at both. NCCL may run all operations of a group in one order: so none
+    has two sends or receives of one rank, of any peers.
     """
 
     headers: Run | None
@@ -30,15 +28,9 @@ class P2PGroups:
 
     @classmethod
     def connect(cls, run: Run, device: torch.device, *, is_ring: bool) -> "P2PGroups":
-        """Create the groups, and connect neighbors; all ranks must call this.
+        """Create the groups, and connect neighbors, in a ring also the last rank and rank 0.
 
-        Args:
-            run: of the trainer whose ranks are connected.
-            device: of the payloads.
-            is_ring: whether the last rank and rank 0 are neighbors too.
-
-        Raises:
-            PeerError: a rank died or did not connect within the timeout.
+        All ranks must call this.
         """
         num_ranks, ranks = run.size, range(run.size)
         backends = dist.get_backend_config(run.group).split(",")  # such as "cpu:gloo"
@@ -93,7 +85,7 @@ class P2PGroups:
         for lower, upper in neighbors:
             for sender, receiver in ((lower, upper), (upper, lower)):
                 group: Any = self.of_payloads(sender, receiver).group
-                byte = self._byte()
+                byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
                 if rank == sender:
                     posted.append((byte, group.send([byte], receiver, 0)))
                 elif rank == receiver:
@@ -102,9 +94,6 @@ class P2PGroups:
             work.wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _byte(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.uint8, device=self.device)
 
 
 def _place(lower: int, upper: int, num_ranks: int) -> int:

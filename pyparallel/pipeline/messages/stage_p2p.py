@@ -105,11 +105,7 @@ class StageP2P:
     ) -> None:
         """Send a value to a stage, if it exists.
 
-        Args:
-            endpoint: of the stage.
-            number: of the value, unique among those in flight on its stream.
-            value: the output of an action, or why there is none.
-            batch: that a forward's output is of.
+        ``number`` is unique among the values in flight on its stream.
         """
         if not 0 <= endpoint.stage < self._shape.num_stages:
             return
@@ -127,11 +123,7 @@ class StageP2P:
     def recv(self, endpoint: Endpoint, number: int) -> Value | Refusal:
         """Wait for the value of a number from another stage, and return it.
 
-        Raises:
-            StepRefusedError: there is none, as the previous rank has refused the step.
-            PeerError: the sending rank died.
-            RemoteError: another rank failed; the message is its own.
-            CorruptMessageError: the message does not decode.
+        A StepRefusedError says that there is none, as the previous rank has refused the step.
         """
         while (endpoint.stream, number) not in self._arrived:
             self._recv_message(endpoint)
@@ -156,10 +148,6 @@ class StageP2P:
 
         No rank returns before all have called: a waiting rank receives, and so learns of a failure
         on any rank.
-
-        Raises:
-            PeerError: a rank died, or makes other calls.
-            RemoteError: a rank failed; the message is its own.
         """
         channels = list(self._channels.values())
         one_or_two = self._shape.num_ranks <= 2  # then one exchange reaches all ranks

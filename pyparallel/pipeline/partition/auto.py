@@ -41,9 +41,7 @@ def split_automatically(
     Layers that share parameters, and those between them, stay on one stage, if that leaves enough
     others for all stages. Without a ``run`` the default group is used, or a single process.
 
-    Raises:
-        ValueError: (DisagreementError, on all ranks) fewer layers than stages, a layer that failed,
-            or ranks that differ in their numbers of layers or stages.
+    A layer that failed is an error on all ranks.
     """
     alone, run = not dist.is_initialized(), run or Run()
     split: Split = ()

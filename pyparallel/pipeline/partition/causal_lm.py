@@ -9,12 +9,13 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...training import summarize
+from ...training.arguments import require
 from ..messages import Value
 
 _CONTEXT = "_pyparallel_attention_context"  # of a hidden state: what the next block needs too
@@ -31,21 +32,12 @@ _REFUSED = {
 }
 
 
-class AttentionContext:
-    """What the blocks of a stage need for a microbatch besides the hidden state.
+class AttentionContext(NamedTuple):
+    """What the blocks of a stage need for a microbatch besides the hidden state."""
 
-    Args:
-        mask: of transformers' making, for the attention that the configuration names; or None.
-        position_ids: (batch or 1, sequence) int64.
-        rotary: cosines and sines, with rotary embeddings.
-    """
-
-    def __init__(
-        self, mask: Any, position_ids: Tensor, rotary: tuple[Tensor, Tensor] | None
-    ) -> None:
-        self.mask = mask
-        self.position_ids = position_ids
-        self.rotary = rotary
+    mask: Any  # of transformers' making, for the attention that the configuration names; or None
+    position_ids: Tensor  # (batch or 1, sequence) int64
+    rotary: tuple[Tensor, Tensor] | None  # cosines and sines, with rotary embeddings
 
 
 class CausalBlock(nn.Module, ABC):
@@ -202,17 +194,14 @@ def check_config(model: nn.Module, inner: nn.Module, inner_class: str) -> None:
         "is_causal": True,
     }.items():
         value = getattr(config, name, allowed)
-        if value != allowed:
-            raise ValueError(
-                f"model.config.{name} must be {allowed} for a model that is split, got {value}: "
-                "its blocks would need more than the hidden state and a causal mask"
-            )
+        rule = f"model.config.{name} must be {allowed} for a model that is split"
+        got = f"{value}: its blocks would need more than the hidden state and a causal mask"
+        require(value == allowed, rule, got)
     mro: tuple[Any, ...] = type(inner).__mro__
     owner = next((cls for cls in mro if cls.__name__ == inner_class), None)
-    if owner is None or mro[0].forward is not owner.forward:
-        raise ValueError(
-            f"the model must run the forward of {inner_class}, got that of {type(inner).__name__}"
-        )
+    rule = f"the model must run the forward of {inner_class}"
+    got = f"that of {type(inner).__name__}"
+    require(owner is not None and mro[0].forward is owner.forward, rule, got)
     masking = sys.modules.get("transformers.masking_utils")
     create = getattr(masking, "create_causal_mask", None)
     if create is None or not inspect.signature(create).parameters.keys() >= _MASK_ARGUMENTS:

@@ -7,25 +7,18 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..messages import Value
-from .causal_lm import (
-    AttentionContext,
-    CausalBlock,
-    CausalHead,
-    CausalInputs,
-    check_config,
-    pack_inputs,
-)
+from . import causal_lm
 
 
 def gpt2_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a ``GPT2LMHeadModel``; raises as ``split_model``."""
     transformer: Any = model.transformer
-    check_config(model, transformer, "GPT2Model")
+    causal_lm.check_config(model, transformer, "GPT2Model")
     blocks = (_Block(each, model.config) for each in transformer.h)
-    return [_Inputs(transformer), *blocks, CausalHead(transformer.ln_f, model.lm_head)]  # type: ignore[arg-type]
+    return [_Inputs(transformer), *blocks, causal_lm.CausalHead(transformer.ln_f, model.lm_head)]  # type: ignore[arg-type]
 
 
-class _Inputs(CausalInputs):
+class _Inputs(causal_lm.CausalInputs):
     def __init__(self, transformer: Any) -> None:
         wte, wpe = transformer.wte, transformer.wpe
         super().__init__(wte.num_embeddings, wte.embedding_dim, wpe.num_embeddings)
@@ -49,12 +42,12 @@ class _Inputs(CausalInputs):
         hidden = hidden + self.wpe(positions)
         if token_type_ids is not None:
             hidden = hidden + self.wte(token_type_ids)
-        return pack_inputs(self.drop(hidden), attention_mask, position_ids)
+        return causal_lm.pack_inputs(self.drop(hidden), attention_mask, position_ids)
 
 
-class _Block(CausalBlock):
+class _Block(causal_lm.CausalBlock):
     @override
-    def _call_block(self, hidden: Tensor, context: AttentionContext) -> Tensor:
+    def _call_block(self, hidden: Tensor, context: causal_lm.AttentionContext) -> Tensor:
         # Positional as in the model, as gradient checkpointing with use_reentrant=True needs.
         output: Tensor = self.block(
             hidden,

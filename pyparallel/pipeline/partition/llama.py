@@ -6,30 +6,23 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..messages import Value
-from .causal_lm import (
-    AttentionContext,
-    CausalBlock,
-    CausalHead,
-    CausalInputs,
-    check_config,
-    pack_inputs,
-)
+from . import causal_lm
 
 
 def llama_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a ``LlamaForCausalLM``; raises as ``split_model``."""
     config: Any = model.config
     inner: Any = model.model
-    check_config(model, inner, "LlamaModel")
+    causal_lm.check_config(model, inner, "LlamaModel")
     blocks = inner.layers[: config.num_hidden_layers]
     return [
         _Inputs(inner.embed_tokens),
         *(_Block(each, config, inner.rotary_emb) for each in blocks),
-        CausalHead(inner.norm, model.lm_head),  # type: ignore[arg-type]
+        causal_lm.CausalHead(inner.norm, model.lm_head),  # type: ignore[arg-type]
     ]
 
 
-class _Inputs(CausalInputs):
+class _Inputs(causal_lm.CausalInputs):
     def __init__(self, embed_tokens: Any) -> None:
         super().__init__(embed_tokens.num_embeddings, embed_tokens.embedding_dim)
         self.embed_tokens = embed_tokens
@@ -45,12 +38,12 @@ class _Inputs(CausalInputs):
     ) -> Value:
         self._check_others(others)
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        return pack_inputs(hidden, attention_mask, position_ids)
+        return causal_lm.pack_inputs(hidden, attention_mask, position_ids)
 
 
-class _Block(CausalBlock):
+class _Block(causal_lm.CausalBlock):
     @override
-    def _call_block(self, hidden: Tensor, context: AttentionContext) -> Tensor:
+    def _call_block(self, hidden: Tensor, context: causal_lm.AttentionContext) -> Tensor:
         output: Tensor = self.block(
             hidden,
             attention_mask=context.mask,

@@ -1,9 +1,9 @@
-"""Profiling of layers: their time and memory, without side effects."""
+"""Profiling of layers: their times, without side effects."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,25 +18,13 @@ from ..runtime.inputs import Arguments, Inputs, call_module, input_tensors
 from ..runtime.preserve_state import preserving_state
 from ..runtime.stage_layers import Skippable, check_stashed
 from ..runtime.values import check_value
-from .saved_bytes import SavedBytes, storages
 
 
-@dataclass(frozen=True)
-class LayerCost:
-    """The cost of one layer on one microbatch, in seconds and bytes.
-
-    Args:
-        backward: of the gradients of inputs and parameters together.
-        parameter_bytes: frozen ones included.
-        activation_bytes: that autograd saves for the backward, without parameters, buffers, and
-            what previous layers have saved already.
-    """
+class LayerCost(NamedTuple):
+    """The seconds of one layer on one microbatch; of both gradients together in a backward."""
 
     forward: float
     backward: float
-    parameter_bytes: int
-    activation_bytes: int
-    output_bytes: int
 
     @property
     def seconds(self) -> float:
@@ -54,9 +42,7 @@ def profile_layers(
     training modes and torch's random number generators are restored when this returns or raises;
     other changes by layers or hooks are not undone.
 
-    Raises:
-        RuntimeError: a layer failed, or returned neither a tensor nor a tuple of tensors.
-        ValueError: a layer has uninitialized (lazy) parameters.
+    A layer that failed is a RuntimeError, one with uninitialized (lazy) parameters a ValueError.
     """
     _check_shapes(layers)
     costs: list[LayerCost] = []
@@ -89,7 +75,6 @@ class _LayerProfiler:
     def __init__(self, value: Inputs) -> None:
         self._value = value
         self._stashed: dict[str, Tensor] = {}
-        self._kept = [False] * len(input_tensors(value))  # which of its tensors autograd has saved
 
     def profile(self, layer: nn.Module, repeats: int) -> LayerCost:
         """Profile a layer, and keep its output for the next one."""
@@ -97,28 +82,17 @@ class _LayerProfiler:
         if isinstance(inner, Skippable) and inner.pop:
             popped = tuple(self._stashed[name] for name in inner.pop)
             self._value = Arguments((self._value, *popped))
-            self._kept += [False] * len(popped)
-        own = [*layer.parameters(), *layer.buffers()]
-        devices = {tensor.device for tensor in (*own, *input_tensors(self._value))}
-        times = [_time(_LayerRun(layer, self._value), devices) for _ in range(1 + repeats)][1:]
-        run = _LayerRun(layer, self._value)
-        with (saved := SavedBytes()):
-            run.forward()
-        held = saved.held()
-        before = storages(x for x, kept in zip(run.inputs, self._kept, strict=True) if kept)
-        new = held.keys() - storages(own).keys() - before.keys()
-        outputs = tensors_of(run.output)
-        self._kept = [not (held.keys() | before.keys()).isdisjoint(storages([y])) for y in outputs]
+        own = (*layer.parameters(), *layer.buffers(), *input_tensors(self._value))
+        devices = {tensor.device for tensor in own}
+        times = []
+        for _ in range(1 + repeats):
+            run = _LayerRun(layer, self._value)
+            times.append(_time(run, devices))
         self._value = detached(run.output)
         if isinstance(inner, Skippable) and inner.stash is not None:
             self._stashed[inner.stash] = check_stashed(inner.stash, self._value)
-        return LayerCost(
-            forward=median(forward for forward, _ in times),
-            backward=median(backward for _, backward in times),
-            parameter_bytes=_num_bytes(layer.parameters()),
-            activation_bytes=sum(held[address] for address in new),
-            output_bytes=_num_bytes(outputs),
-        )
+        forward, backward = zip(*times[1:], strict=True)
+        return LayerCost(median(forward), median(backward))
 
 
 class _LayerRun:
@@ -172,7 +146,3 @@ def _synchronize(devices: Iterable[torch.device]) -> None:
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

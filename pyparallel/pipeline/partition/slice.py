@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ...training import uncompiled
+from ...training.arguments import require
 from ..runtime.stage_layers import Skippable, StageLayers
 from .names import plain_names
 
@@ -50,16 +51,9 @@ def slice_layers(
 ) -> list[StageLayers]:
     """Return one module per stage; each layer keeps its name in the whole model.
 
-    Args:
-        layers: of the whole model, as ``nn.Sequential`` runs them.
-        split: the first layer of stages 1, 2, ...
-        ties_travel: tied parameters travel with the activations, in the version that the forward of
-            their first stage reads.
-        names: of modules in the whole model; None: the layers' own.
-        own: stages whose parameters are named by them.
-
-    Raises:
-        ValueError: two stages share a module with buffers; or a skip connection lacks an end.
+    With ``ties_travel`` tied parameters travel with the activations, in the version that the
+    forward of their first stage reads. ``names`` are of modules in the whole model, by which the
+    parameters of the stages in ``own`` are named; None: the layers' own.
     """
     edges = [0, *split, len(layers)]
     parts = [
@@ -129,20 +123,14 @@ def _find_skips(stages: Sequence[nn.Sequential]) -> list[_Skip]:
             if not isinstance(inner, Skippable):
                 continue
             for name in inner.pop:
-                if name not in stashed:
-                    raise ValueError(
-                        f"pop must name what an earlier layer has stashed, got {name!r} in "
-                        f"layers[{index}]; stashed before it: {sorted(stashed) or 'nothing'}"
-                    )
+                rule = "pop must name what an earlier layer has stashed"
+                fix = f"stashed before it: {sorted(stashed) or 'nothing'}"
+                require(name in stashed, rule, f"{name!r} in layers[{index}]", fix)
                 popped[name] = number
-            if inner.stash in stashed:
-                raise ValueError(
-                    f"stash must be a name of its own for each layer, got {inner.stash!r} again in "
-                    f"layers[{index}]"
-                )
+            rule = "stash must be a name of its own for each layer"
+            require(inner.stash not in stashed, rule, f"{inner.stash!r} again in layers[{index}]")
             if inner.stash is not None:
                 stashed[inner.stash] = number
     for name in stashed:
-        if name not in popped:
-            raise ValueError(f"stash must be popped by a later layer, got {name!r}, which is not")
+        require(name in popped, "stash must be popped by a later layer", f"{name!r}, which is not")
     return [_Skip(name, number, popped[name]) for name, number in stashed.items()]

@@ -18,10 +18,6 @@ def layers_and_split(
 
     A stage of torch's is one layer; it must take exactly the output of the previous one. A rank has
     only its own ``PipelineStage`` objects: an ``nn.Identity`` that never runs replaces the others.
-
-    Raises:
-        ValueError: a split is given for a model that is split already.
-        TypeError: the model is not of layers.
     """
     # Importing torch's pipelines takes a second; a caller with one of their objects has done it.
     pipelining = sys.modules.get("torch.distributed.pipelining")

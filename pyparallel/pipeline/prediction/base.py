@@ -29,14 +29,9 @@ class Prediction(Protocol):
     """Protocol of a prediction rule, which a schedule applies to each stage."""
 
     def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> WeightPredictor:
-        """Return the predictor of one stage.
+        """Return the predictor of one stage; a ValueError if the optimizer cannot be predicted.
 
-        Args:
-            optimizer: of the stage's parameters.
-            weights: one entry for each parameter group of the optimizer.
-
-        Raises:
-            ValueError: this optimizer's steps cannot be predicted.
+        ``weights`` has one entry for each parameter group of the optimizer.
         """
 
 

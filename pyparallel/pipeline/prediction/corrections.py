@@ -33,15 +33,9 @@ class Correction(Protocol):
     ) -> WeightPredictor:
         """Return a predictor of one optimizer of a stage whose steps are corrected.
 
-        Args:
-            predictor: takes the steps and predicts.
-            optimizer: of the stage's parameters.
-            weights: one entry for each parameter group of the optimizer.
-            delay: by how many updates the stage's gradients are delayed, at least 1.
-            num_stages: of the pipeline.
-
-        Raises:
-            ValueError: this optimizer's steps cannot be corrected.
+        ``predictor`` takes the steps and predicts; ``weights`` has one entry for each parameter
+        group of the optimizer. Gradients of the stage are delayed by ``delay`` updates, at least 1.
+        An optimizer whose steps cannot be corrected is a ValueError.
         """
 
 

@@ -30,7 +30,6 @@ class PredictsStep(Protocol):
         """Compute what the next ``horizon`` steps will add to a parameter; change nothing.
 
         Args:
-            parameter: with its current value.
             state: the optimizer's state of it, never empty.
             group: its parameter group, with the learning rate of the next steps.
             horizon: at least 1.

@@ -76,12 +76,7 @@ def trained_parameters(module: nn.Module, prefix: str = "") -> dict[str, nn.Para
 def build_optimizers(
     named: Mapping[str, nn.Parameter], optimizer_fn: OptimizerFactory
 ) -> list[Optimizer]:
-    """Build the optimizers of a stage's parameters by name.
-
-    Raises:
-        TypeError: ``optimizer_fn`` returns anything but optimizers.
-        ValueError: they do not hold each parameter once.
-    """
+    """Build the optimizers of a stage's parameters by name, which hold each of them once."""
     function: Any = optimizer_fn
     names = [list(named)] if _requires_two(function) else []
     returned = function(list(named.values()), *names)
@@ -126,11 +121,7 @@ def attach_predictors(
     stage: int,
     correction: Correction | None = None,
 ) -> tuple[list[FlatBuckets], WeightPredictor]:
-    """Return the flat buffers of a stage's parameter groups, and what steps and predicts them.
-
-    Raises:
-        ValueError: the steps of an optimizer cannot be predicted or corrected.
-    """
+    """Return the flat buffers of a stage's parameter groups, and what steps and predicts them."""
     flat: list[FlatBuckets] = []
     parts = []
     for optimizer in optimizers:

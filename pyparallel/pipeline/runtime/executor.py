@@ -86,15 +86,10 @@ class Executor:
     ) -> None:
         """Run this rank's actions of training in their order.
 
-        Args:
-            actions_of: the actions of each rank.
-            splitter: has the batch.
-            before_updates: called before the first update of this rank's stages.
-            empty: the pipeline is, so that the first stage receives nothing before it has sent.
-
-        Raises:
-            StageError: an action failed, here or on another rank; neighbors have been aborted.
-            StepRefusedError: the batch is invalid on the first stage's rank; no rank has begun.
+        ``empty``: the pipeline is, so that the first stage receives nothing before it has sent. A
+        StageError says that an action failed, here or on another rank, and neighbors have been
+        aborted; a StepRefusedError that the batch is invalid on the first stage's rank, and no rank
+        has begun.
         """
         pending = [] if before_updates is None else [before_updates]
 

@@ -17,15 +17,12 @@ _INDIVISIBLE = (
 
 @dataclass(eq=False)
 class Part:
-    """A group of parameters, and the graph edges from which their gradients are computed.
-
-    Args:
-        outputs: indices of the roots on no path to an input that lead to the leaves.
-        joints: edges into nodes of a path, from which a branch to the leaves leaves the path.
-    """
+    """A group of parameters, and the graph edges from which their gradients are computed."""
 
     leaves: set[Node]
+    # Indices of the roots on no path to an input that lead to the leaves.
     outputs: list[int] = field(default_factory=list)
+    # Edges into nodes of a path, from which a branch to the leaves leaves the path.
     joints: list[GradientEdge] = field(default_factory=list)
 
     @property

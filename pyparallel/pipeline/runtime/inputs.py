@@ -48,16 +48,11 @@ def input_tensors(inputs: Any) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class PreSplit:
-    """Microbatches that the caller has split, as the schedules of torch 2.14 take them.
+    """Microbatches that the caller has split, as the schedules of torch 2.14 take them."""
 
-    Args:
-        lists: with an entry for each microbatch, by name: ``arg_mbs`` and ``kwarg_mbs``, or
-            ``target_mbs``.
-        is_mixed: a whole batch is given too.
-    """
-
+    # With an entry for each microbatch, by name: arg_mbs and kwarg_mbs, or target_mbs.
     lists: dict[str, Any]
-    is_mixed: bool = False
+    is_mixed: bool = False  # a whole batch is given too
 
     @property
     def names(self) -> str:

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,27 +31,23 @@ class _Reported:
     must_be_finite: bool
 
 
+@dataclass
 class Criterion:
     """The loss of each microbatch, and their mean over a step.
 
     ``shares_update``: whether a microbatch's gradient goes into one update with its whole step's.
     """
 
-    def __init__(
-        self,
-        loss_fn: Loss,
-        shares_update: Callable[[int], bool],
-        options: StageOptions = StageOptions(),  # noqa: B008 - immutable
-    ) -> None:
-        self._loss_fn = loss_fn
-        self._shares_update = shares_update
-        self._options = options
-        self._reported: list[_Reported] = []
-        self._values: list[float] = []  # of the first of them, where the host knows them
+    loss_fn: Loss
+    shares_update: Callable[[int], bool]
+    options: StageOptions = StageOptions()  # noqa: RUF009 - immutable
+    _reported: list[_Reported] = field(default_factory=list, init=False)
+    # Of the first of them, where the host knows them.
+    _values: list[float] = field(default_factory=list, init=False)
 
     def with_loss_fn(self, loss_fn: Loss | None) -> "Criterion":
         """Return a new criterion, weighted alike; ``loss_fn`` None: with the same function."""
-        return Criterion(loss_fn or self._loss_fn, self._shares_update, self._options)
+        return Criterion(loss_fn or self.loss_fn, self.shares_update, self.options)
 
     def loss_for_backward(
         self, microbatch: int, output: Value, splitter: MicrobatchSplitter
@@ -61,7 +57,7 @@ class Criterion:
         A refusal, if it is not finite and the check is not deferred: the host waits for it. A
         ValueError, if it requires no gradient although an output does.
         """
-        defers_check = self._options.defers_check
+        defers_check = self.options.defers_check
         loss = self._report_loss(microbatch, output, splitter, must_be_finite=defers_check)
         if not loss.requires_grad and any(each.requires_grad for each in tensors_of(output)):
             raise ValueError(
@@ -72,10 +68,10 @@ class Criterion:
             self._values += host_values(loss.detach())
             if not math.isfinite(self._values[-1]):
                 return _non_finite(microbatch, self._values[-1], splitter)
-        if not self._shares_update(microbatch):
+        if not self.shares_update(microbatch):
             return loss
-        share = splitter.share(microbatch) / self._options.steps_per_update
-        loss_scale = self._options.loss_scale
+        share = splitter.share(microbatch) / self.options.steps_per_update
+        loss_scale = self.options.loss_scale
         if loss_scale is None or loss_scale.factor == 1:
             return loss * share
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
@@ -90,7 +86,7 @@ class Criterion:
     def _report_loss(
         self, microbatch: int, output: Value, splitter: MicrobatchSplitter, *, must_be_finite: bool
     ) -> Tensor:
-        loss = self._loss_fn(output, splitter.target(microbatch))
+        loss = self.loss_fn(output, splitter.target(microbatch))
         if not isinstance(loss, Tensor) or loss.dim():
             what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ValueError(f"loss_fn must return a 0-d tensor, got one {what}")

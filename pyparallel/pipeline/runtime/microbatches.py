@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ...training import summarize, wrong_type
+from ...training.arguments import raise_problem
 from ..messages import Value, tensors_of
 from ..messages.format import NO_BATCH, BatchMeta
 from .inputs import (
@@ -33,15 +34,9 @@ class MicrobatchSplitter:
     value is given to each microbatch. Inputs that are a list are positional arguments, and those
     that are a dict keyword arguments. A tuple of tensors is one argument.
 
-    Args:
-        inputs: a tensor, a tuple of tensors, a list, a dict or Arguments; or the microbatches
-            themselves. None on ranks without the first stage.
-        target: a tensor, or a tuple, list or dict of tensors, or the microbatches' own, for the
-            last stage, or stages with heads; None on other ranks.
-        loss_weight_fn: the weight of a microbatch's loss, of its target; None: its samples.
-        first_layer: of the model, on the rank that calls it, to check the inputs by; None: not.
-        has_short_form: inputs and target are a call's two positional arguments.
-        place: rank and step, for errors.
+    Inputs and target may be None on ranks without the stages that take them. Inputs are checked by
+    the ``first_layer``, on the rank that calls it. ``has_short_form``: inputs and target are a
+    call's two positional arguments. ``place``: rank and step, for errors.
     """
 
     def __init__(
@@ -84,23 +79,18 @@ class MicrobatchSplitter:
         return self._target_error or self._mismatch
 
     def inputs(self, microbatch: int) -> Any:
-        """Return the inputs of a microbatch: a ``Value``, or ``Arguments``.
-
-        Raises:
-            ValueError: the batch is missing, or cannot be split into the microbatches.
-            TypeError: it is of a wrong type.
-        """
-        _raise(self._input_error)
+        """Return the inputs of a microbatch: a ``Value``, or ``Arguments``."""
+        raise_problem(self._input_error)
         return self._split_inputs[microbatch - self._first]
 
     def target(self, microbatch: int) -> Any:
         """Return the target of a microbatch, in the structure of the batch's; raises as above."""
-        _raise(self.find_target_error())
+        raise_problem(self.find_target_error())
         return self._split_target[microbatch - self._first]
 
     def share(self, microbatch: int) -> float:
         """Return a microbatch's fraction of the step's weights, or of the target's samples."""
-        _raise(self.find_target_error())
+        raise_problem(self.find_target_error())
         weights = self._weights
         assert not isinstance(weights, str), "which would be an error of the target"
         return weights[microbatch - self._first] / sum(weights)
@@ -270,8 +260,3 @@ def _num_samples(value: Any) -> int:
 
 def _sum(samples: list[int]) -> int:
     return sum(samples) if all(samples) else 0
-
-
-def _raise(error: str | TypeError | None) -> None:
-    if error is not None:
-        raise error if isinstance(error, TypeError) else ValueError(error)

@@ -17,9 +17,8 @@ class WeightBackward:
     Until ``run`` it holds a part of the graph and the gradients at its edges: neither the output
     gradients nor the input gradients may be written to before.
 
-    Args:
-        deferred: edges with their gradients, and the parameters to compute from them.
-        computed: parameters and their gradients, None where none reached them.
+    ``deferred`` are edges with their gradients, and the parameters to compute from them;
+    ``computed`` parameters with their gradients, None where none reached them.
     """
 
     def __init__(
@@ -71,11 +70,7 @@ def backward_input(
 
     Returns:
         The gradient of each input, None where skipped or unreached; and the deferred half.
-
-    Raises:
-        ValueError: the numbers of outputs and gradients differ, or an input is not a leaf.
     """
-    _check(outputs, output_gradients, inputs)
     edge_gradients = [
         (get_gradient_edge(output), gradient)
         for output, gradient in zip(outputs, output_gradients, strict=True)
@@ -93,24 +88,6 @@ def backward_input(
         [_defer(part, edge_gradients, gradients) for part in deferred],
         list(zip((p for part in immediate for p in part.parameters), gradients, strict=True)),
     )
-
-
-def _check(
-    outputs: Sequence[Tensor],
-    output_gradients: Sequence[Tensor | None],
-    inputs: Sequence[Tensor | None],
-) -> None:
-    if len(outputs) != len(output_gradients):
-        raise ValueError(
-            f"output_gradients must hold one gradient or None for each output, got "
-            f"{len(output_gradients)} for {len(outputs)} outputs"
-        )
-    for index, x in enumerate(inputs):
-        if x is not None and not x.is_leaf:
-            raise ValueError(
-                f"inputs must be leaves of the graph, got inputs[{index}] computed by "
-                f"{x.grad_fn}: detach() it before the forward"
-            )
 
 
 def _divide(paths: GradientPaths) -> tuple[list[Part], list[Part]]:

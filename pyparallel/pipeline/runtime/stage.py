@@ -39,43 +39,31 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 @dataclass
 class _InFlight:
-    """A microbatch between its forward and the end of its backward.
-
-    Args:
-        refusal: why it has no gradient; then it has no outputs either.
-        found_inf: 0-d bool: its loss is not finite; None: that is known to the host.
-    """
+    """A microbatch between its forward and the end of its backward."""
 
     inputs: Inputs
     outputs: tuple[Tensor, ...]
     single: bool
     weight_backward: WeightBackward | None = None
     input_grads: tuple[Tensor, ...] = ()
-    found_inf: Tensor | None = None
-    refusal: Refusal | None = None
+    found_inf: Tensor | None = None  # 0-d bool: its loss is not finite; None: known to the host
+    refusal: Refusal | None = None  # why it has no gradient; then it has no outputs either
 
 
 class Stage:
     """A part of the model.
 
-    Args:
-        optimizers: none if the stage has no parameters to train.
-        criterion: None but for the last stage.
-        schedulers: one for each optimizer, stepped after each update; or none.
+    Without parameters to train it has no optimizers; only the last one has a criterion.
+    ``schedulers``, one for each optimizer or none, are stepped after each update.
 
-    Attributes:
-        refusals: of gradients that the stage has not had, since they were last taken.
-        skips_update: such a gradient would be in the next update.
-        clipper: None: updates are not clipped, or those of all stages together.
-        num_updates: completed since the stage was built, and in what it has loaded.
-        num_skipped: updates that were skipped since the stage was built, but on the device.
-        is_updating: an update has begun and not ended, or has failed.
+    ``refusals`` are of gradients that the stage has not had, since they were last taken. Without a
+    ``clipper`` updates are not clipped, or those of all stages together.
     """
 
-    skips_update = False
-    num_updates = 0
-    num_skipped = 0
-    is_updating = False
+    skips_update = False  # a refused gradient would be in the next one
+    num_updates = 0  # completed since the stage was built, and in what it has loaded
+    num_skipped = 0  # since the stage was built, but on the device
+    is_updating = False  # one has begun and not ended, or has failed
     head_loss: float | None = None  # of the last step, where the stage has a head of its own
 
     def __init__(
@@ -131,11 +119,6 @@ class Stage:
         """Return the module's output for a microbatch; on the last stage, its loss.
 
         If that is not finite, or the target invalid, the backward will return a refusal.
-
-        Raises:
-            RuntimeError: gradients are disabled, or autocast is to float16, or parameters were
-                unfrozen, or added to the optimizer.
-            TypeError: the module's output is neither a tensor nor a tuple of tensors.
         """
         if self.optimizers and not torch.is_grad_enabled():
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")

@@ -29,9 +29,6 @@ class Skippable(nn.Module):
         stash: the name under which its output, a tensor, is kept for later layers; also its output
             to the next layer. None: it is not kept.
         pop: names of earlier layers' outputs that it takes, a string or several.
-
-    Raises:
-        TypeError: a name is not a string.
     """
 
     def __init__(

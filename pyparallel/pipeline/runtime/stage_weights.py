@@ -97,11 +97,8 @@ class LiveWeights(Weights):
 class StageWeights(Weights):
     """The live weights of a stage, stashed versions that are still read, and predicted ones.
 
-    Args:
-        weights: one for each parameter group of the stage's optimizer.
-        weight_predictor: steps the optimizer and predicts.
-        policy: which version each forward and backward reads.
-        update_index: how many updates come before the one that takes a microbatch's gradient.
+    ``weights`` are of each parameter group of the stage's optimizer; ``update_index`` returns how
+    many updates come before the one that takes a microbatch's gradient.
     """
 
     def __init__(

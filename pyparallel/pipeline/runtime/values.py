@@ -91,9 +91,6 @@ class ExtraTensors:
       update; then ``found_inf``, 0-d and bool, if updates are skipped on the device.
 
     Norms are sent as integers, which compressors leave as they are.
-
-    Args:
-        clipper: of the stage's updates; None: they are not clipped.
     """
 
     def __init__(self, clipper: LastNormClipper | None, options: StageOptions) -> None:
@@ -126,12 +123,7 @@ class ExtraTensors:
     ) -> tuple[Tensor, ...]:
         """Return what is sent to the previous stage for the input gradients of a backward.
 
-        Args:
-            gradients: one for each differentiable input.
-            microbatch: counted from 0 since the last flush.
-            parameters: of the stage, with their accumulated gradients.
-            device: of the norm.
-            found_inf: whether the microbatch's loss is not finite; None: the host knows.
+        ``found_inf``: whether the microbatch's loss is not finite; None: the host knows.
         """
         if self._clipper is not None and self._ends_update(microbatch):
             accumulated = [each.grad for each in parameters]

@@ -71,11 +71,7 @@ class ActionTable:
 
 
 def tabulate(actions: Iterable[Iterable[Action]]) -> ActionTable:
-    """Return the table of all ranks' actions, unchecked; ``simulate`` checks it.
-
-    Raises:
-        ValueError: a stage or a microbatch does not fit into 32 bits.
-    """
+    """Return the table of all ranks' actions, unchecked; ``simulate`` checks it."""
     try:
         pieces = [
             np.fromiter(chain.from_iterable(rank), dtype=np.int32).reshape(-1, 3)
@@ -90,12 +86,10 @@ def tabulate(actions: Iterable[Iterable[Action]]) -> ActionTable:
 
 
 def validate(table: ActionTable) -> None:
-    """Check that each stage is on one rank and has one forward and one backward per microbatch.
+    """Raise a ValueError unless each stage is on one rank, with all actions of its microbatches.
 
-    Deadlocks are not checked here: ``simulate`` finds them.
-
-    Raises:
-        ValueError: the table is invalid.
+    One forward and one backward, or its two halves, of each. Deadlocks are not checked here:
+    ``simulate`` finds them.
     """
     require(len(table.rows), "actions must hold at least one action", "none")
     stages, kinds, microbatches = table.rows.T

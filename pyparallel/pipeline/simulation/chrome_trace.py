@@ -28,10 +28,6 @@ def export_chrome_trace(spans: Iterable[Sequence[Span]], path: str | os.PathLike
         spans: of each rank, in the order in which they ran: ``trainer.spans`` of one or more steps.
             The ranks are taken to be on one machine, whose processes share a clock; of several
             machines, each one's events are shifted by the difference of the clocks.
-        path: of the file.
-
-    Raises:
-        ValueError: there are no spans.
     """
     ranks = [list(each) for each in spans]
     begins = [span.begin - span.waited for rank in ranks for span in rank]

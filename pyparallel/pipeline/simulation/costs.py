@@ -26,11 +26,7 @@ class Costs:
     communication: float | Sequence[float] = 0.0
 
     def durations(self, num_stages: int) -> np.ndarray:
-        """Return the durations as (kinds, num_stages) float64, in the order of ``Kind``.
-
-        Raises:
-            ValueError: a duration is negative or not finite, or a sequence has another length.
-        """
+        """Return the durations as (kinds, num_stages) float64, in the order of ``Kind``."""
         names = [field.name for field in fields(self)][:-1]
         return np.stack([self._by_stage(name, num_stages) for name in names])
 

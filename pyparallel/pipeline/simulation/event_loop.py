@@ -34,17 +34,9 @@ def run_reference(
     weight part for the input part, an update for its microbatch's gradient. Any number of messages
     can be buffered.
 
-    Args:
-        rows: (n, 3) int32 of an ``ActionTable``.
-        offsets: (num_ranks + 1,) int64 of the same.
-        rank_of_stage: (num_stages,) int64.
-        durations: (kinds, num_stages) float64.
-        latencies: (num_stages,) float64, between a stage and the next.
-        num_microbatches: more than any microbatch in ``rows``.
-
-    Returns:
-        (n,) float64 start times, NaN for rows that never run; (num_ranks,) int64 rows that each
-        rank has run.
+    Arguments are those of an ``ActionTable`` and of ``Costs``, with more microbatches than any in
+    ``rows``. Return (n,) float64 start times, NaN for rows that never run, and (num_ranks,) int64
+    rows that each rank has run.
     """
     table: list[list[int]] = rows.tolist()
     bounds: list[int] = offsets.tolist()

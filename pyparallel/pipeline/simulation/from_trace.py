@@ -6,6 +6,7 @@ from itertools import chain
 
 import numpy as np
 
+from ...training.arguments import require
 from ..runtime.telemetry import Span
 from ..schedules.action import Kind
 from .action_table import tabulate
@@ -21,14 +22,10 @@ def timeline_from_trace(spans: Iterable[Sequence[Span]]) -> Timeline:
     Args:
         spans: of each rank, in the order in which they ran: ``trainer.spans`` of one or more steps,
             gathered from all ranks. The ranks must be on one machine, to share a clock.
-
-    Raises:
-        ValueError: there are no spans.
     """
     ranks = list(spans)
     table = tabulate([span.action for span in rank] for rank in ranks)
-    if not len(table.rows):
-        raise ValueError("spans must hold at least one action, got none: run trainer.step first")
+    require(len(table.rows), "spans must hold at least one action", "none: run trainer.step first")
     times = np.array([(span.begin, span.end) for span in chain.from_iterable(ranks)])
     times -= times.min()
     return Timeline(table, times[:, 0], times[:, 1])

@@ -28,10 +28,8 @@ def draw(table: ActionTable, starts: np.ndarray, ends: np.ndarray, columns: int 
     Updates are shown if they take at least half a column.
 
     Args:
-        table: the actions.
         starts: (n,) start times; NaN for actions that do not run.
         ends: (n,) end times.
-        columns: number of columns to show, from the start.
     """
     tick, last = _scale(table, starts, ends)
     return _grid(table, starts, ends, _ColumnRange(0, min(columns, last), tick), {})

@@ -20,10 +20,7 @@ from .weight_history import WeightHistory, trace_versions
 class Simulation(Timeline):
     """A simulated run of all actions.
 
-    Args:
-        starts: (n,) float64 start times, in the unit of the costs.
-        ends: (n,) float64 end times.
-        weights: the weight versions that actions read, their staleness, and the copies kept.
+    ``weights`` are the versions that actions read, their staleness, and the copies kept.
     """
 
     weights: WeightHistory
@@ -66,7 +63,6 @@ def simulate(
     """Simulate the actions.
 
     Args:
-        actions: of all ranks, or their table.
         costs: durations by stage; the default is 1 for a forward and 2 for a backward.
         versions: the policy of weight versions, ``schedule.versions(shape)``.
         loop: the event loop; default the compiled one if it is available.

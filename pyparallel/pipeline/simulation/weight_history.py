@@ -15,20 +15,14 @@ _APPLIED = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, eq=False)
 class WeightHistory:
-    """The weights that each row of a table reads, in updates of its stage since a flush.
+    """The weights that each row of a table reads, in updates of its stage since a flush."""
 
-    Args:
-        version: (n,) int64, the version that the row reads.
-        horizon: (n,) int64, how many updates ahead of it the weights are predicted.
-        staleness: (n,) int64, how many updates older the version is than the one that training
-            without a pipeline would have read; the horizon that an exact prediction needs.
-        copies: (num_stages,) int64, the peak number of weights held, the live ones included.
-    """
-
-    version: np.ndarray
-    horizon: np.ndarray
+    version: np.ndarray  # (n,) int64, which the row reads
+    horizon: np.ndarray  # (n,) int64, how many updates ahead of it the weights are predicted
+    # (n,) int64, how many updates older the version is than the one that training without a
+    # pipeline would have read; the horizon that an exact prediction needs.
     staleness: np.ndarray
-    copies: np.ndarray
+    copies: np.ndarray  # (num_stages,) int64, the most weights held, the live ones included
 
 
 def trace_versions(table: ActionTable, versions: Versions) -> WeightHistory:

@@ -10,6 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from typing_extensions import override
 
+from ...training.arguments import require
 from .cut_dim import CutDim
 from .layers import Layer, join
 from .rules import Hidden, Rule
@@ -49,17 +50,11 @@ class SequentialChain(Rule):
 
     @override
     def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
-        """Return one cut dimension for each pair of neighboring layers.
-
-        Raises:
-            ValueError: the module is no chain, or a module between two layers may mix units.
-        """
-        if not isinstance(module, nn.Sequential):
-            raise ValueError(
-                f"hidden dimensions can be inferred for an nn.Sequential only, got "
-                f"{path or 'a module'} of {type(module).__name__}; declare what is cut: "
-                "Partition(rules={name: Hidden(...)})"
-            )
+        """Return one cut dimension for each pair of neighboring layers."""
+        rule = "hidden dimensions can be inferred for an nn.Sequential only"
+        fix = "declare what is cut: Partition(rules={name: Hidden(...)})"
+        got = f"{path or 'a module'} of {type(module).__name__}"
+        require(isinstance(module, nn.Sequential), rule, got, fix)
         modules = list(_flatten(module, ""))
         layers = [
             i for i, (_, inner) in enumerate(modules) if isinstance(inner, nn.Linear | _ConvNd)
@@ -127,11 +122,8 @@ def _find_error(inner: nn.Module, is_flat: bool) -> str | None:
     if isinstance(inner, _SPATIAL):
         return " after a Linear layer or a Flatten, where it mixes units" if is_flat else None
     if isinstance(inner, nn.Flatten):
-        return _find_flatten_error(inner)
+        begin, end = inner.start_dim, inner.end_dim
+        if (begin, end) == (1, -1):
+            return None
+        return f" with start_dim={begin} and end_dim={end}, which must be 1 and -1"
     return next((hint for kinds, hint in _HINTS.items() if isinstance(inner, kinds)), "")
-
-
-def _find_flatten_error(inner: nn.Flatten) -> str | None:
-    if (inner.start_dim, inner.end_dim) == (1, -1):
-        return None
-    return f" with start_dim={inner.start_dim} and end_dim={inner.end_dim}, which must be 1 and -1"

@@ -14,7 +14,6 @@ class Place:
 
     Args:
         tensor: name of the parameter or buffer, as in ``named_parameters``.
-        dim: the dimension.
         unit_size: neighboring entries of one unit: 1 for a neuron, more for a head or after a
             Flatten.
         blocks: repetitions of the units: 3 in the fused queries, keys and values of attention.
@@ -44,7 +43,6 @@ class Count:
 
     Args:
         module: its name, "" for the model itself.
-        attribute: its name.
         per_unit: its increase per unit.
     """
 
@@ -59,9 +57,6 @@ class CutDim:
 
     Args:
         name: name of the module that produces the units.
-        units: number of units.
-        places: where they lie.
-        counts: attributes that count them.
         consumers: names of the modules that read them, each with a ``weight`` in which they lie.
     """
 

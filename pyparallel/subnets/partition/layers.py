@@ -32,11 +32,9 @@ class Layer:
                 "Partition(rules={name: Hidden(...)})"
             )
         for name in ("weight", "bias"):
-            if name not in module._parameters:
-                raise ValueError(
-                    f"a layer that is cut must hold plain parameters, got {self.name} whose {name} "
-                    "is computed; remove the parametrization"
-                )
+            rule = "a layer that is cut must hold plain parameters"
+            fix = "remove the parametrization"
+            require(name in module._parameters, rule, f"{self.name} whose {name} is computed", fix)
 
     @property
     def is_linear(self) -> bool:
@@ -73,11 +71,7 @@ class Layer:
 
 
 def norm_places(name: str, module: nn.Module, units: int) -> tuple[list[Place], list[Count]]:
-    """Return where units lie in a norm or another module with parameters per channel.
-
-    Raises:
-        ValueError: it mixes units, or has another number of them.
-    """
+    """Return where units lie in a norm or another module with parameters per channel."""
     if isinstance(module, nn.SyncBatchNorm) or not isinstance(
         module, _BatchNorm | _InstanceNorm | nn.PReLU
     ):

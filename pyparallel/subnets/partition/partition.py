@@ -31,7 +31,6 @@ class Partition:
             ``fnmatch`` in each of its parts ("blocks.*" are the children of blocks, not their
             children); "" is the model itself. Modules that no rule names are not cut. None infers
             the hidden dimensions of an ``nn.Sequential``: ``{"": SequentialChain()}``.
-        seed: seed of the random assignments.
     """
 
     rules: Rules | None = None
@@ -56,8 +55,7 @@ class Partition:
     def cut_dims(self, module: nn.Module) -> list[CutDim]:
         """Return all cut dimensions, each place checked against the model.
 
-        Raises:
-            ValueError: the name of a module or parameter that cannot be cut, and what to declare.
+        A ValueError names a module or parameter that cannot be cut, and what to declare.
         """
         found: list[CutDim] = []
         for pattern, rules in self._items:

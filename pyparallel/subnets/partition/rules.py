@@ -16,15 +16,10 @@ class Rule(Protocol):
     """How a submodule is cut: immutable, with a complete ``repr``."""
 
     def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
-        """Return the cut dimensions of the submodule.
+        """Return the cut dimensions of the submodule, whose name in the model is ``path``.
 
-        Args:
-            module: the submodule.
-            path: its name in the model; names in the rule are relative to it, names in the returned
-                dimensions are not.
-
-        Raises:
-            ValueError: the name of a module that cannot be cut, and what to declare.
+        Names in the rule are relative to it, names in the returned dimensions are not. A ValueError
+        names a module that cannot be cut, and what to declare.
         """
 
 

@@ -36,17 +36,11 @@ class TensorCut:
 
 @dataclass(frozen=True)
 class Block:
-    """The intersection of an owner's rows and a subnet's part of a tensor.
+    """The intersection of an owner's rows and a subnet's part of a tensor."""
 
-    Args:
-        span: rows of the block in the subnet's part.
-        shape: of the block.
-        chosen: indices of the block in the owner's rows, along each dimension that is cut.
-    """
-
-    span: slice
+    span: slice  # rows of the block in the subnet's part
     shape: tuple[int, ...]
-    chosen: Mapping[int, Tensor]
+    chosen: Mapping[int, Tensor]  # indices in the owner's rows, along each dimension that is cut
 
     def take(self, rows: Tensor) -> Tensor:
         """Return the block from the owner's rows: a copy, or a view if no dimension is cut."""

@@ -25,11 +25,6 @@ def every_split(num_layers, num_stages):
     return combinations(range(1, num_layers), num_stages - 1)
 
 
-def peaks(split, rows):
-    """Return the memory of each stage, by its own row."""
-    return [sum(stages_of(split, row)[stage]) for stage, row in enumerate(rows)]
-
-
 SIZES = st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 EXACT = st.integers(0, 9)
 
@@ -43,28 +38,6 @@ def test_no_split_is_better(sizes, data):
         every_split(num_layers, num_stages), key=lambda split: (ordered_times(split, costs), split)
     )
     assert balance(costs, num_stages) == best
-
-
-@settings(max_examples=300, deadline=None)
-@given(SIZES, st.data(), st.booleans())
-def test_no_split_within_the_limit_is_better(sizes, data, by_stage):
-    num_layers, num_stages = sizes
-    row = st.lists(EXACT, min_size=num_layers, max_size=num_layers)
-    costs = data.draw(row)
-    one = data.draw(row)
-    rows = [data.draw(row) for _ in range(num_stages)] if by_stage else [one] * num_stages
-    limit = data.draw(st.integers(0, 40))
-    memory = rows if by_stage else one
-    splits = list(every_split(num_layers, num_stages))
-    within = [split for split in splits if max(peaks(split, rows)) <= limit]
-    if within:
-        best = min(within, key=lambda split: (ordered_times(split, costs), split))
-        assert balance(costs, num_stages, memory, limit) == best
-        return
-    least = min(max(peaks(split, rows)) for split in splits)
-    with pytest.raises(ValueError, match=rf"^limit must be at least {least}, got {limit}: "):
-        balance(costs, num_stages, memory, limit)
-    assert max(peaks(balance(costs, num_stages, memory, least), rows)) == least
 
 
 @settings(max_examples=100, deadline=None)
@@ -111,12 +84,7 @@ def test_a_rank_with_a_heavy_stage_gets_a_light_one():
     costs = [40, 5, 5, 5, 5, 5, 5, 5]
     assert ordered_times(balance(costs, 4), costs, 2) == [50, 25]
     assert ordered_times(balance(costs, 4, num_ranks=2), costs, 2) == [45, 30]
-
-
-def test_moves_keep_the_limit():
-    costs = [40, 5, 5, 5, 5, 5, 5, 5]
     assert balance(costs, 4, num_ranks=2) == (1, 4, 5)
-    assert balance(costs, 4, memory=[1] * 8, limit=2, num_ranks=2) == (2, 4, 6)
 
 
 NUMBER = "num_stages must be from 1 to the number of layers, got"
@@ -132,13 +100,8 @@ BAD_ARGUMENTS = [
     (([1, 2], 1.0), f"{NUMBER} 1.0 stages for 2 layers"),
     (([1, -2], 2), r"costs must be finite and not negative, got \[1.0, -2.0\]"),
     (([1, NAN], 2), "costs must be finite and not negative, got"),
-    (([1, 2, 3], 2, [1, 2], 9), "memory must be one number for each of 3 layers, or 2 rows of"),
-    (([1, 2], 2, [1, -2], 9), "memory must be finite and not negative, got"),
-    (([1, 2], 2, [1, 2], NAN), "limit must be finite and not negative, got nan"),
-    (([1, 2], 2, [1, 2]), "memory and limit must be given together, got .* and limit None"),
-    (([1, 2], 2, None, 3), "memory and limit must be given together, got None and limit 3"),
-    (([1] * 4, 4, None, None, 3), "num_ranks must divide 4 stages, got 3"),
-    (([1] * 4, 4, None, None, 0), "num_ranks must divide 4 stages, got 0"),
+    (([1] * 4, 4, 3), "num_ranks must divide 4 stages, got 3"),
+    (([1] * 4, 4, 0), "num_ranks must divide 4 stages, got 0"),
 ]
 
 
