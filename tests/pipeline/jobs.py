@@ -213,12 +213,22 @@ REPEATING = [
     XPipe("live", LastUpdate()),
 ]
 MUON = "Muon, PredictedAdamW"
+PREDICTED_2BW = [PipeDream2BW(mode, Displacement()) for mode in ("consistent", "live")]
+STARTS = [  # within a step, after one, and after a flush that comes after 3 steps
+    PipeOptim("consistent", synchronous_updates=2),
+    SpecTrain(1, synchronous_updates=4),
+    PipeDream2BW("consistent", Displacement(), synchronous_updates=1),
+    XPipe("consistent", synchronous_updates=4),
+    PipeOptim("live", synchronous_updates=14),
+]
 DEEP_CASES = [
     *CASES,
     *(Case(each, "AdamW") for each in (ZeroBubble(), PipeOptim("live"), XPipe("live"))),
     *(Case(each, "groups", num_microbatches=2) for each in (XPipe("live"), PipeOptim("live"))),
     *(Case(each, bare_stage=True) for each in (PipeDream(), PipeOptim("consistent"))),
     Case(PipeMare(annealing=10)),
+    *(Case(each) for each in PREDICTED_2BW),
+    *(Case(each, "AdamW") for each in STARTS),
     Case(CORRECTED, "AdamW", torch.float32, correction=CORRECTIONS[0]),
     Case(PipeOptim("live", Rollout(0.5)), dtype=torch.float32),
     *(Case(each, MUON, correction=how) for each, how in zip(LATE[::2], CORRECTIONS, strict=True)),

@@ -13,6 +13,7 @@ from ..messages.refusals import StepRefusedError, refusal_of
 from ..messages.stage_p2p import StageP2P
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
+from ..schedules.versions import Versions
 from .microbatches import MicrobatchSplitter
 from .stage import Stage
 from .telemetry import Telemetry
@@ -175,10 +176,14 @@ class Executor:
                     stage.update()
         return None
 
-    def restart(self) -> None:
-        """Count microbatches from 0 again, with the pipeline empty."""
+    def restart(self, versions: Versions) -> None:
+        """Count microbatches from 0 again, with the pipeline empty.
+
+        Args:
+            versions: the policy of which weights they read.
+        """
         for stage in self.stages.values():
-            stage.weights.restart()
+            stage.weights.restart(versions)
 
     def skip_update(self, refusal: Refusal | None = None) -> None:
         """Have all stages of this rank skip their next update."""

@@ -45,6 +45,19 @@ def in_order(stages: list[Iterator[Slot]]) -> Iterator[tuple[int, Kind, int]]:
     return (slot[1:] for slot in merged)
 
 
+def one_flush(
+    shape: PipelineShape, rank: int, num_microbatches: int
+) -> Iterator[tuple[int, Kind, int]]:
+    """Yield the warm-up forwards, the steady state and the cool-down backwards of a rank."""
+    microbatches = range(num_microbatches)
+    return in_order(
+        [
+            chain(slots(shape, each, microbatches), pending_backwards(shape, each, num_microbatches))
+            for each in shape.stages(rank)
+        ]
+    )
+
+
 @dataclass(frozen=True)
 class OneForwardOneBackward(Flushing):
     """1F1B with a flush (PipeDream-Flush; Narayanan et al., ICML 2021).
@@ -54,12 +67,5 @@ class OneForwardOneBackward(Flushing):
     """
 
     def order(self, shape: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
-        """Yield the warm-up forwards, the steady state and the cool-down backwards."""
-        microbatches, total = range(shape.num_microbatches), shape.num_microbatches
-        stages = shape.stages(rank)
-        return in_order(
-            [
-                chain(slots(shape, each, microbatches), pending_backwards(shape, each, total))
-                for each in stages
-            ]
-        )
+        """Yield a flush of all microbatches."""
+        return one_flush(shape, rank, shape.num_microbatches)

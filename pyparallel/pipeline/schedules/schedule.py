@@ -84,6 +84,10 @@ class Schedule(ABC):
     def versions(self, shape: PipelineShape) -> Versions:
         """Return the policy of which weights each action reads."""
 
+    def after(self, updates: int) -> "Schedule":
+        """Return the schedule of a pipeline that was emptied after so many updates of the run."""
+        return self
+
     def microbatches_per_update(self, shape: PipelineShape) -> int:
         """Return the number of microbatches whose gradients go into one update."""
         return shape.num_microbatches
