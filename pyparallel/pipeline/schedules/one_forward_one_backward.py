@@ -1,7 +1,7 @@
 """One forward, one backward (1F1B): the order, and the schedule with a flush in each step."""
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -39,7 +39,7 @@ def _backward_slot(shape: PipelineShape, stage: int, microbatch: int) -> Slot:
     return tick, stage, Kind.BACKWARD, microbatch
 
 
-def in_order(stages: list[Iterator[Slot]]) -> Iterator[tuple[int, Kind, int]]:
+def in_order(stages: Sequence[Iterable[Slot]]) -> Iterator[tuple[int, Kind, int]]:
     """Merge the slots of a rank's stages by tick, as (stage, kind, microbatch)."""
     merged = stages[0] if len(stages) == 1 else heapq.merge(*stages)
     return (slot[1:] for slot in merged)
@@ -49,13 +49,12 @@ def one_flush(
     shape: PipelineShape, rank: int, num_microbatches: int
 ) -> Iterator[tuple[int, Kind, int]]:
     """Yield the warm-up forwards, the steady state and the cool-down backwards of a rank."""
-    microbatches = range(num_microbatches)
-    return in_order(
-        [
-            chain(slots(shape, each, microbatches), pending_backwards(shape, each, num_microbatches))
-            for each in shape.stages(rank)
-        ]
-    )
+    total = num_microbatches
+    stages = [
+        chain(slots(shape, each, range(total)), pending_backwards(shape, each, total))
+        for each in shape.stages(rank)
+    ]
+    return in_order(stages)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from typing_extensions import override
-
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...training import FlatBuckets
 from ...training.arguments import check_integer, require

@@ -3,8 +3,9 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Self
 
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from ...training.arguments import check_integer
 from .action import Action, Kind

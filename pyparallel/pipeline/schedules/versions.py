@@ -171,9 +171,7 @@ class SynchronousStart(Versions):
         since = VersionCounters(*(each - self.updates for each in counters))
         version, horizon = policy(since, stage)
         streams = since.update >= 0
-        return WeightVersion(
-            live + streams * (version + self.updates - live), streams * horizon
-        )
+        return WeightVersion(live + streams * (version + self.updates - live), streams * horizon)
 
 
 def in_mode(weights: str, policy: Versions) -> Versions:
