@@ -87,7 +87,7 @@ def _plan(schedule: Schedule, arguments: argparse.Namespace) -> _PlannedRun:
 def describe(plan: _PlannedRun) -> tuple[str, ...]:
     """Return a schedule's row of the table."""
     # Enough steps to reach steady state, however few microbatches.
-    shape, start = plan.shape, getattr(plan.schedule, "synchronous_updates", 0)
+    shape, start = plan.shape, int(plan.schedule.synchronous_updates)
     warm_up = 2 + 2 * shape.num_stages // shape.num_microbatches
     warm_up += start * plan.schedule.microbatches_per_update(shape) // shape.num_microbatches
     once, before, after = plan.run(1), plan.run(warm_up), plan.run(warm_up + 4)

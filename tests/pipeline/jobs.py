@@ -78,7 +78,8 @@ class Case:
 
     @property
     def streams(self) -> list[Calls]:
-        large, small = (build_calls(3, samples, self.dtype) for samples in (13, 12))
+        even = max(12, 2 * self.num_microbatches)  # batch normalization needs two
+        large, small = (build_calls(3, samples, self.dtype) for samples in (even + 1, even))
         return [large, small[:1]]
 
     @property
@@ -281,6 +282,7 @@ CASES_OF: dict[Size, list[Case]] = {
         for single in SINGLE_CASES
     ],
     (4, 2): CASES,
+    (8, 1): [Case(each, num_microbatches=8) for each in (*PREDICTED_2BW, *STARTS[2:4])],
     DEEP: DEEP_CASES,
 }
 EVERY_CASE_OF: dict[Size, list[Case]] = {

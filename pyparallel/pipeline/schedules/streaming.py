@@ -1,9 +1,9 @@
 """The order of the asynchronous schedules: 1F1B without a flush."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Literal, Self
 
 from typing_extensions import override
 
@@ -24,17 +24,19 @@ class Streaming(Schedule):
 
     Args:
         synchronous_updates: so many updates of a run come first, each of which flushes the
-            pipeline: their gradients are not delayed, and no weights are predicted. A language
-            model trained by AdamW needs them; see "Choose a schedule" in the how-to guides.
+            pipeline: their gradients are not delayed, and no weights are predicted. Transformers
+            under AdamW need them; see "Choose a schedule" in the how-to guides. "warm-up": as many
+            as the learning rate of a trainer's ``scheduler_fn`` rises in.
     """
 
     delays = True
     updates_once_per_step = False  # else after each backward
 
-    synchronous_updates: int = field(default=0, kw_only=True)
+    synchronous_updates: int | Literal["warm-up"] = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_integer("synchronous_updates", self.synchronous_updates, 0)
+        if self.synchronous_updates != "warm-up":
+            check_integer("synchronous_updates", self.synchronous_updates, 0)
 
     @abstractmethod
     def streaming_versions(self, shape: PipelineShape) -> Versions:
@@ -42,15 +44,28 @@ class Streaming(Schedule):
 
     @override
     def versions(self, shape: PipelineShape) -> Versions:
-        versions = self.streaming_versions(shape)
-        if not self.synchronous_updates:
-            return versions
-        return SynchronousStart(versions, self.synchronous_updates)
+        versions, start = self.streaming_versions(shape), self._start
+        return SynchronousStart(versions, start) if start else versions
 
     @override
     def after(self, updates: int) -> Self:
-        left = max(0, self.synchronous_updates - updates)
-        return self if left == self.synchronous_updates else replace(self, synchronous_updates=left)
+        left = max(0, self._start - updates)
+        return self if left == self._start else replace(self, synchronous_updates=left)
+
+    @override
+    def with_warm_up(self, find_updates: Callable[[], int]) -> Self:
+        if self.synchronous_updates != "warm-up":
+            return self
+        return replace(self, synchronous_updates=find_updates())
+
+    @property
+    def _start(self) -> int:
+        start = self.synchronous_updates
+        if start == "warm-up":
+            raise ValueError(
+                f"synchronous_updates must be a number without a trainer, got {start!r}"
+            )
+        return start
 
     @override
     def microbatches_per_update(self, shape: PipelineShape) -> int:
@@ -67,7 +82,7 @@ class Streaming(Schedule):
     def step(self, shape: PipelineShape, rank: int, index: int) -> Iterator[Action]:
         """Yield the forwards of this step, and the backwards that fall between them."""
         begin, every = index * shape.num_microbatches, self.microbatches_per_update(shape)
-        end, start = begin + shape.num_microbatches, self.synchronous_updates * every
+        end, start = begin + shape.num_microbatches, self._start * every
         for first in range(begin, min(start, end), every):
             yield from self._with_updates(shape, one_flush(shape, rank, every), first)
         microbatches = range(max(begin, start) - start, end - start)
@@ -76,7 +91,7 @@ class Streaming(Schedule):
 
     def drain(self, shape: PipelineShape, rank: int, steps: int) -> Iterator[Action]:
         """Yield the pending backwards."""
-        start = self.synchronous_updates * self.microbatches_per_update(shape)
+        start = self._start * self.microbatches_per_update(shape)
         total = max(0, steps * shape.num_microbatches - start)
         stages = [pending_backwards(shape, stage, total) for stage in shape.stages(rank)]
         return self._with_updates(shape, in_order(stages), start)
