@@ -15,7 +15,7 @@ from pyparallel.pipeline import build
 from tests.pipeline.reference import last_step
 
 WIDTH = 6
-SPLITS = {
+SPLITS = {1: [], 2: [6], 4: [3, 6, 9], 8: [1, 2, 4, 6, 8, 9, 11]}  # of build_layers, by stages
     1: [],
     2: [6],
     4: [3, 6, 9],
