@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...comm.profiling import post
 from ...comm.run import Run
 
 
@@ -95,9 +96,9 @@ class P2PGroups:
                 group: Any = self.of_payloads(sender, receiver).group
                 byte = self._byte()
                 if rank == sender:
-                    posted.append((byte, group.send([byte], receiver, 0)))
+                    posted.append((byte, post(group.send, [byte], receiver, 0)))
                 elif rank == receiver:
-                    posted.append((byte, group.recv([byte], sender, 0)))
+                    posted.append((byte, post(group.recv, [byte], sender, 0)))
         for _, work in posted:
             work.wait()
         if self.device.type == "cuda":
