@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..pipeline import Costs, PipelineShape, Schedule, Simulation, simulate, tabulate
-from ..pipeline.schedules import EVERY_SCHEDULE
+from ..pipeline.schedules import every_schedule
 from .text_table import aligned
 
 EXAMPLE = "python -m pyparallel plan --stages 8 --microbatches 16 --out timelines.png"
@@ -20,8 +20,8 @@ _COLUMNS = (
     "horizon",
 )  # fmt: skip
 _LEGEND = """
-bubble       idle fraction of all ranks' time: in one step with warm-up and cool-down, and in steady
-             state
+bubble       idle fraction of all ranks' time: in the first step with warm-up and cool-down, and in
+             steady state
 activations  peak number of microbatches whose activations a rank holds (for all its stages)
 weights      peak number of weight copies that a rank holds
 staleness    updates by which a forward's weights are too old, at most (first .. last stage)
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("forward", 1.0, "time of a stage's forward"),
         ("backward", 2.0, "time of a stage's backward; halved if split"),
         ("communication", 0.0, "time of a message"),
+        ("synchronous-updates", 0, "at the start, of schedules whose gradients are delayed"),
     ):
         parser.add_argument(
             f"--{name}", type=type(default), default=default, help=f"{meaning} (default: {default})"
@@ -61,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def report(arguments: argparse.Namespace) -> str:
     """Return the table of all schedules; draw their timelines if ``--out`` is given."""
     try:
-        plans = [_plan(schedule, arguments) for schedule in EVERY_SCHEDULE]
+        schedules = every_schedule(arguments.synchronous_updates)
+        plans = [_plan(schedule, arguments) for schedule in schedules]
         rows = [describe(plan) for plan in plans]
     except ValueError as error:
         raise SystemExit(f"plan: {error}") from error
@@ -85,10 +87,12 @@ def _plan(schedule: Schedule, arguments: argparse.Namespace) -> _PlannedRun:
 def describe(plan: _PlannedRun) -> tuple[str, ...]:
     """Return a schedule's row of the table."""
     # Enough steps to reach steady state, however few microbatches.
-    warm_up = 2 + 2 * plan.shape.num_stages // plan.shape.num_microbatches
+    shape, start = plan.shape, int(plan.schedule.synchronous_updates)
+    warm_up = 2 + 2 * shape.num_stages // shape.num_microbatches
+    warm_up += start * plan.schedule.microbatches_per_update(shape) // shape.num_microbatches
     once, before, after = plan.run(1), plan.run(warm_up), plan.run(warm_up + 4)
     # In units of all stages of a rank, of which one stage's activations are a fraction.
-    activations = after.peak_activations_of_ranks.max() / plan.shape.stages_per_rank
+    activations = after.peak_activations_of_ranks.max() / shape.stages_per_rank
     return (
         _name(plan),
         f"{once.bubble:.1%}",

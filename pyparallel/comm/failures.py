@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import PeerError
+from .profiling import post
 from .reports import DIED, SILENT, Report, Reports
 from .store import timeout_of
 
@@ -140,7 +141,7 @@ def _post_receive(group: Any, index: int) -> Any | None:
     """Return the work of a receive for which nothing is sent; None if the connection is closed."""
     tensor = torch.empty(1)
     try:
-        work = group._get_backend(torch.device("cpu")).recv([tensor], index, _TAG)
+        work = post(group._get_backend(torch.device("cpu")).recv, [tensor], index, _TAG)
     except RuntimeError:
         return None
     _kept.append((tensor, work))

@@ -29,7 +29,8 @@ class Pipeline:
         self.num_steps = 0  # since the last flush
         self.errors = CallErrors(arguments.nonfinite)
         self.updates = Updates(arguments, built, run)
-        self._schedule, self._shape = arguments.schedule, arguments.shape
+        self._schedule = self._of_run = arguments.schedule
+        self._shape = arguments.shape
         self._is_last = arguments.num_stages - 1 in built.executor.stages
         self._run = run
         self._non_finite: Refusal | None = None  # found here late, for the other ranks' flush
@@ -51,7 +52,7 @@ class Pipeline:
             self.built.options.loss_scale.read()
         with self.errors.recording():
             executor.train(
-                updates.actions_of_step(self.num_steps),
+                updates.actions_of_step(self._schedule, self.num_steps),
                 splitter,
                 (lambda: updates.prepare(splitter)) if flushes else None,
                 empty=flushes,
@@ -87,7 +88,7 @@ class Pipeline:
             )
         refusal, self._non_finite = self._non_finite, None
         self._barrier(refusal)
-        self.built.executor.restart()
+        self._restart()
         self._copy_ties()
 
     def evaluate(self, splitter: MicrobatchSplitter) -> float | None:
@@ -119,6 +120,8 @@ class Pipeline:
     def load(self, step: int) -> None:
         """Go on after a step whose state was loaded into the stages; all ranks call it together."""
         self._run.counts.reset(step)
+        if not self.num_steps:
+            self._restart()
         self.built.tied.copy_from_owners()
 
     def check_empty(self, what: str) -> None:
@@ -129,6 +132,12 @@ class Pipeline:
                 f"{what} must be called after flush(), got it with microbatches in flight"
             )
         self.updates.check_none_accumulated(what)
+
+    def _restart(self) -> None:
+        """Count microbatches from 0 again, with the pipeline empty."""
+        of_step = self._shape.num_microbatches // self._of_run.microbatches_per_update(self._shape)
+        self._schedule = self._of_run.after(self._run.counts.steps * of_step)
+        self.built.executor.restart(self._schedule.versions(self._shape))
 
     def _forward(self, splitter: MicrobatchSplitter, outputs: list[Value] | None = None) -> None:
         with (

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +23,7 @@ from .named_state import NamedStage, check_shardable, load_checkpoint, name_stag
 from .partition.torch_pipe import layers_and_split
 from .pipeline import Pipeline
 from .prediction.corrections import Correction
-from .runtime.build_stage import OptimizerFactory
+from .runtime.build_stage import OptimizerFactory, find_warm_up
 from .runtime.inputs import batch_of_call, inputs_of_call
 from .runtime.loss import Loss
 from .runtime.loss_weights import LossWeightFn
@@ -118,7 +120,7 @@ class PipelineTrainer(Trainer):
             "compress_activations": compress_activations,
             "compress_gradients": compress_gradients,
         }
-        self._arguments = TrainerArguments(
+        arguments = TrainerArguments(
             layers, all_layers, split, loss_fn, optimizer_fn, schedule, num_stages,
             num_microbatches, num_ranks=of_ranks.size, rank=of_ranks.group_rank,
             scheduler_fn=scheduler_fn, max_norm=max_norm, grad_scaler=grad_scaler,
@@ -126,7 +128,10 @@ class PipelineTrainer(Trainer):
             compressors=compressors, nonfinite=nonfinite, loss_weight_fn=loss_weight_fn,
             measure_gradient_norms=measure_gradient_norms,
         )  # fmt: skip
-        agree(of_ranks, self._arguments.fields(), find_argument_error(self._arguments))
+        agree(of_ranks, arguments.fields(), find_argument_error(arguments))
+        schedule = schedule.with_warm_up(partial(find_warm_up, scheduler_fn))
+        agree(of_ranks, [("schedule with the warm-up of scheduler_fn", repr(schedule))], None)
+        self._arguments = replace(arguments, schedule=schedule)
         self._open_run(process_group)
         self._built: Pipeline | None = None
         self._loss: float | None = None  # of the last step

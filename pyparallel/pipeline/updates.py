@@ -9,13 +9,14 @@ from .runtime.clipping import clip_grad_norm_
 from .runtime.executor import Actions
 from .runtime.microbatches import MicrobatchSplitter
 from .schedules.action import Action, Kind
+from .schedules.schedule import Schedule
 
 
 class Updates:
     """Which steps update, and the checks and changes of gradients before it."""
 
     def __init__(self, arguments: TrainerArguments, built: BuiltStages, run: Run) -> None:
-        self._schedule, self._shape = arguments.schedule, arguments.shape
+        self._shape = arguments.shape
         self._max_norm = arguments.max_norm
         self._steps_per_update = arguments.gradient_accumulation_steps
         self._built = built
@@ -27,12 +28,12 @@ class Updates:
         """Return whether this step only accumulates gradients, for an update in a later one."""
         return self._num_accumulated + 1 < self._steps_per_update
 
-    def actions_of_step(self, index: int) -> Actions:
+    def actions_of_step(self, schedule: Schedule, index: int) -> Actions:
         """Return the actions of a step by rank, without updates if its gradients accumulate."""
         waits = self.waits
 
         def actions_of(rank: int) -> Iterable[Action]:
-            for action in self._schedule.step(self._shape, rank, index):
+            for action in schedule.step(self._shape, rank, index):
                 if not (waits and action.kind is Kind.UPDATE):
                     yield action
 

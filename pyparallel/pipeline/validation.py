@@ -1,6 +1,7 @@
 """Checks of a trainer's arguments: each returns a rank's own mistake, for all to raise."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch.optim import Optimizer
@@ -20,6 +21,7 @@ from .arguments import TrainerArguments
 from .partition.auto import check_split
 from .partition.slice import Tie
 from .partition.solver import check_num_stages
+from .runtime.build_stage import find_warm_up
 from .runtime.stage_layers import StageLayers
 from .schedules.schedule import Schedule
 
@@ -38,6 +40,7 @@ def _check_arguments(arguments: TrainerArguments) -> None:
     if problem := arguments.schedule.validation_error(shape):
         raise ValueError(problem)
     _check_options(arguments)
+    arguments.schedule.with_warm_up(partial(find_warm_up, arguments.scheduler_fn))
     for name, compressor in arguments.compressors.items():
         rule = "an object such as Int8() or Cast(), or None"
         check_type(name, compressor, (Compressor, type(None)), rule)

@@ -78,7 +78,8 @@ class Case:
 
     @property
     def streams(self) -> list[Calls]:
-        large, small = (build_calls(3, samples, self.dtype) for samples in (13, 12))
+        even = max(12, 2 * self.num_microbatches)  # batch normalization needs two
+        large, small = (build_calls(3, samples, self.dtype) for samples in (even + 1, even))
         return [large, small[:1]]
 
     @property
@@ -213,12 +214,22 @@ REPEATING = [
     XPipe("live", LastUpdate()),
 ]
 MUON = "Muon, PredictedAdamW"
+PREDICTED_2BW = [PipeDream2BW(mode, Displacement()) for mode in ("consistent", "live")]
+STARTS = [  # within a step, after one, and after a flush that comes after 3 steps
+    PipeOptim("consistent", synchronous_updates=2),
+    SpecTrain(1, synchronous_updates=4),
+    PipeDream2BW("consistent", Displacement(), synchronous_updates=1),
+    XPipe("consistent", synchronous_updates=4),
+    PipeOptim("live", synchronous_updates=14),
+]
 DEEP_CASES = [
     *CASES,
     *(Case(each, "AdamW") for each in (ZeroBubble(), PipeOptim("live"), XPipe("live"))),
     *(Case(each, "groups", num_microbatches=2) for each in (XPipe("live"), PipeOptim("live"))),
     *(Case(each, bare_stage=True) for each in (PipeDream(), PipeOptim("consistent"))),
     Case(PipeMare(annealing=10)),
+    *(Case(each) for each in PREDICTED_2BW),
+    *(Case(each, "AdamW") for each in STARTS),
     Case(CORRECTED, "AdamW", torch.float32, correction=CORRECTIONS[0]),
     Case(PipeOptim("live", Rollout(0.5)), dtype=torch.float32),
     *(Case(each, MUON, correction=how) for each, how in zip(LATE[::2], CORRECTIONS, strict=True)),
@@ -271,6 +282,7 @@ CASES_OF: dict[Size, list[Case]] = {
         for single in SINGLE_CASES
     ],
     (4, 2): CASES,
+    (8, 1): [Case(each, num_microbatches=8) for each in (*PREDICTED_2BW, *STARTS[2:4])],
     DEEP: DEEP_CASES,
 }
 EVERY_CASE_OF: dict[Size, list[Case]] = {

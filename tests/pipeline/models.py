@@ -15,7 +15,7 @@ from pyparallel.pipeline import build
 from tests.pipeline.reference import last_step
 
 WIDTH = 6
-SPLITS = {1: [], 2: [6], 4: [3, 6, 9]}  # of build_layers, by the number of stages
+SPLITS = {1: [], 2: [6], 4: [3, 6, 9], 8: [1, 2, 4, 6, 8, 9, 11]}  # of build_layers, by stages
 SPLIT_WITH_BARE_STAGE = [5, 7, 9]  # the second stage has no parameters
 
 

@@ -22,6 +22,7 @@ from pyparallel.pipeline import (
     GPipe,
     Interleaved,
     Nesterov,
+    NoPrediction,
     OneForwardOneBackward,
     PipeDream,
     PipeDream2BW,
@@ -53,6 +54,31 @@ class Read(NamedTuple):
 
 
 def reads(
+    schedule: Schedule,
+    microbatch: int,
+    stage: int,
+    num_stages: int,
+    num_microbatches: int,
+    updates_before: int = 0,
+) -> tuple[Read, Read]:
+    """Return what the forward and backward of a microbatch read on a stage.
+
+    The synchronous updates of a run, of which some may come before the last flush, read the newest
+    weights; what comes after them is as after a flush.
+    """
+    every = microbatches_per_update(schedule, num_microbatches)
+    start = max(0, getattr(schedule, "synchronous_updates", 0) - updates_before)
+    if microbatch < start * every:
+        newest = Read(microbatch // every)
+        return newest, newest
+    rule = streaming_reads(
+        schedule, microbatch - start * every, stage, num_stages, num_microbatches
+    )
+    forward, backward = (Read(start + each.version, each.horizon) for each in rule)
+    return forward, backward
+
+
+def streaming_reads(
     schedule: Schedule, microbatch: int, stage: int, num_stages: int, num_microbatches: int
 ) -> tuple[Read, Read]:
     """Return what the forward and backward of a microbatch read on a stage, by the papers' rules.
@@ -76,6 +102,10 @@ def reads(
         case PipeDream2BW():
             lag = updates_late(schedule, stage, num_stages, num_microbatches)
             forward = backward = Read(max(0, call - lag))
+            if schedule.prediction != NoPrediction():
+                forward = backward = Read(forward.version, call - forward.version)
+            if schedule.weights == "live":
+                backward = Read(call)
         case SpecTrain(variant=1):
             forward, backward = Read(then, in_flight + stage // 2), Read(now, stage // 2)
         case SpecTrain(variant=2) | PipeOptim(weights="consistent"):
@@ -466,10 +496,11 @@ def train_in_one_process(
         own = Correction(schedule, depth - 1 - index, correction, late, depth, rates)
         stages.append(make_stage(module, optimizer_fn, prediction, own))
     losses: list[float] = []
+    updates = 0
     for calls in streams:
         of_microbatches = []
         for m, batch in enumerate(microbatches(calls, num_microbatches, every, weigh)):
-            rules = [reads(schedule, m, s, depth, num_microbatches) for s in range(depth)]
+            rules = [reads(schedule, m, s, depth, num_microbatches, updates) for s in range(depth)]
             of_microbatches.append(run_microbatch(stages, rules, loss_fn, *batch))
             if (m + 1) % every == 0:
                 if max_norm is not None:
@@ -478,6 +509,7 @@ def train_in_one_process(
                     stage.update()
         for stage in stages:
             stage.flush()
+        updates += len(calls) * num_microbatches // every
         losses += losses_of_calls(of_microbatches, calls, num_microbatches, weigh)
     return Trained(losses, stages)
 

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 from pyparallel.comm import DisagreementError
 from pyparallel.compression import TopK
@@ -314,6 +315,12 @@ MISTAKES = {
         "layers must not share modules with buffers across stages, got BatchNorm1d 1 on stages 0"),
     "a schedule for other sizes": (
         {}, one_stage_actions(), "schedule must be for the trainer's PipelineShape("),
+    "a warm-up without a scheduler": (
+        {}, PipeOptim(synchronous_updates="warm-up"),
+        'synchronous_updates must be a number, not "warm-up", without a scheduler_fn'),
+    "a warm-up of a rate that does not rise": (
+        {"scheduler_fn": partial(StepLR, step_size=2)}, PipeOptim(synchronous_updates="warm-up"),
+        "with a learning rate that rises in 0 updates"),
     "an optimizer that cannot be predicted": (
         {"optimizer_fn": UnknownOptimizer}, PipeOptim(), "UnknownOptimizer"),
 }  # fmt: skip

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Collectives, Run
+from ...comm.profiling import profiled
 from ...training import FlatBuckets, ModelAverager, SavedProgress, Traits, check_like
 from ...training.arguments import check_in, check_integer, require
 from ..messages import MessageHeaders
@@ -237,7 +238,7 @@ class LeaderAverager(ModelAverager):
         mean, status = self._losses.mean(), self._losses.status(has_batches=self._updates > 0)
         header = self.run.row(mean.device, self._steps)
         mine = torch.cat([torch.stack([mean, torch.full_like(mean, status)]), header])
-        with torch.profiler.record_function("pyparallel::compare_losses"):
+        with profiled("pyparallel::compare_losses"):
             rows = self._collectives.all_gather(mine).tolist()
         self._headers.check_gathered([row[2:] for row in rows])
         return [row[0] for row in rows], [row[1] for row in rows]

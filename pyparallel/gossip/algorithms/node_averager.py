@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ...comm import ANY, Collectives, NonFiniteError, Run
+from ...comm.profiling import profiled
 from ...training import FlatBuckets, ModelAverager, Traits
 from ..messages import MessageHeaders
 
@@ -144,7 +145,7 @@ class NodeAverager(ModelAverager):
         group = self._node.run.group
         what = "the broadcast of the shards of a node failed"
         with (
-            torch.profiler.record_function("pyparallel::gather_node"),
+            profiled("pyparallel::gather_node"),
             self._node.run.raising(what),
         ):
             works = [

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...comm.profiling import profiled
 from ..messages import NeighborExchange, Round
 
 NUM_RECEIVE_BUFFERS = 2
@@ -47,7 +48,7 @@ class _Request:
 
     def apply_reply(self) -> None:
         self._wait()
-        with torch.profiler.record_function("pyparallel::gossip_merge"):
+        with profiled("pyparallel::gossip_merge"):
             self.subtract_from(self._buffers)
         self._round, self.is_replied = None, False
 
@@ -113,7 +114,7 @@ class _Replies:
         assert request is not None
         request.wait()
         messages = self._receive_buffers[self._slot]
-        with torch.profiler.record_function("pyparallel::gossip_merge"):
+        with profiled("pyparallel::gossip_merge"):
             for buffer, message in zip(self._buffers, messages, strict=True):
                 message.sub_(buffer)
                 buffer.add_(message, alpha=0.5)

@@ -13,6 +13,7 @@ from torch.futures import Future
 from ...comm.collectives import Collectives
 from ...comm.counts import ANY
 from ...comm.errors import PeerError
+from ...comm.profiling import post, profiled
 from ...comm.run import Run
 from .header import MessageHeaders, RoundHeaders
 
@@ -141,7 +142,7 @@ class Round:
         it is interrupted it can be repeated; once it has returned, it returns the same.
         """
         if self._received is None:
-            with torch.profiler.record_function("pyparallel::gossip_wait"):
+            with profiled("pyparallel::gossip_wait"):
                 self._pending.wait_for_headers()
                 try:
                     masses = self._headers.check()
@@ -233,7 +234,7 @@ class NeighborExchange:
         sends = _transfers(to, headers.sent, sent, [is_difference] * len(to))
         receives = _transfers(from_, headers.received, received, are_differences)
         started = None
-        with torch.profiler.record_function("pyparallel::gossip_send"):
+        with profiled("pyparallel::gossip_send"):
             pending = self.start(sends, receives)
             if by_all_reduce:
                 total = torch.mul(tensors[0], masses[0], out=into[0][0])
@@ -256,7 +257,7 @@ class NeighborExchange:
         ]
         transfers = [*receives, *sends]
         try:
-            works = dist.batch_isend_irecv(operations) if operations else []
+            works = post(dist.batch_isend_irecv, operations) if operations else []
         except RuntimeError as error:
             raise self.peer_error(transfers, len(receives), error) from error
         stats = self.run.stats

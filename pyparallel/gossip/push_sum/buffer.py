@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...comm.profiling import profiled
 from ...ops.mix import mix_unchecked
 from ...training import check_like
 from ...training.arguments import require
@@ -95,7 +96,7 @@ class RoundBuffer(ABC):
         """Wait for the messages of the round in flight, if any, and average; raises as ``wait``."""
         self.wait()
         if self.in_flight:
-            with torch.profiler.record_function("pyparallel::gossip_merge"):
+            with profiled("pyparallel::gossip_merge"):
                 self._average(self.values, self.weight)
             self.in_flight = False
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm import PeerError
+from ...comm.profiling import profiled
 from ...compression import BufferLayout, Compressor, CorruptMessageError, Message
 from ...ops import mix_
 from ...training import check_like
@@ -133,7 +134,7 @@ class CompressedBuffer(RoundBuffer):
             if self._pending_messages and not self._apply_and_average():
                 self._apply_messages()
         if self.in_flight:
-            with torch.profiler.record_function("pyparallel::gossip_merge"):
+            with profiled("pyparallel::gossip_merge"):
                 self._average(self.values, self.weight)
             self.in_flight = False
 
@@ -190,7 +191,7 @@ class CompressedBuffer(RoundBuffer):
             return True, ()
         self._sent_replica = self._replicas.of(self._exchange.rank, out_peers)
         is_first = self._sent_replica.values is None
-        with torch.profiler.record_function("pyparallel::gossip_encode"):
+        with profiled("pyparallel::gossip_encode"):
             ratio = self._sent_mass / (self.weight - self._sent_mass)
             return is_first, self._replicas.encode_(out_peers, self.values, ratio)
 
@@ -219,7 +220,7 @@ class CompressedBuffer(RoundBuffer):
         """Apply the pending messages and average in one pass; return whether that could be done."""
         received = [(pending.replica, pending.message) for pending in self._pending_messages]
         try:
-            with torch.profiler.record_function("pyparallel::gossip_merge"):
+            with profiled("pyparallel::gossip_merge"):
                 done = self._replicas.apply_and_mix_(
                     received, self.values, self.weight, self._received_masses
                 )
@@ -231,7 +232,7 @@ class CompressedBuffer(RoundBuffer):
         return done
 
     def _apply_messages(self) -> None:
-        with torch.profiler.record_function("pyparallel::gossip_decode"):
+        with profiled("pyparallel::gossip_decode"):
             while self._pending_messages:
                 pending = self._pending_messages[0]
                 try:

@@ -14,6 +14,7 @@ from ..runtime.executor import Executor
 from ..runtime.microbatches import MicrobatchSplitter
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
+from ..schedules.versions import Versions
 from .heads import Head
 from .inbox import GradientInbox, GradientTask
 from .stage import Gradients, InterlockingStage
@@ -117,11 +118,11 @@ class InterlockingExecutor(Executor):
         return None
 
     @override
-    def restart(self) -> None:
+    def restart(self, versions: Versions) -> None:
         for index, inbox in self._inboxes.items():
             while inbox.is_ahead:
                 self._recv_acknowledgement(index)
-        super().restart()
+        super().restart(versions)
 
     def _forward(
         self, stage: InterlockingStage, action: Action, inputs: Value, splitter: MicrobatchSplitter

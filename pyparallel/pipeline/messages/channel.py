@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm.errors import PeerError, RemoteError
+from ...comm.profiling import post
 from ...comm.store import timeout_of
 from .format import (
     HEADER_BYTES,
@@ -195,7 +196,8 @@ class Channel:
             header = Header(0, 0, self._num_received, failure=reason)
             message = header.to_tensor()
             with suppress(RuntimeError):  # the peer has died or failed: why is known already
-                self._abort = message, self._send_group.send([message], self.peer, _HEADER_TAG)
+                send = self._send_group.send
+                self._abort = message, post(send, [message], self.peer, _HEADER_TAG)
                 # Gloo sends what a receive is posted for: a peer that has failed too sends its own.
                 self._post_headers(PREFETCH_DEPTH)
 
@@ -300,10 +302,10 @@ class Channel:
 
     def _isend(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
         with self._peer_errors():
-            return tensor, group.send([tensor], self.peer, tag)
+            return tensor, post(group.send, [tensor], self.peer, tag)
 
     def _irecv(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> Any:
-        return group.recv([tensor], self.peer, tag)
+        return post(group.recv, [tensor], self.peer, tag)
 
     def _wait(self, work: Any) -> None:
         with self._peer_errors():

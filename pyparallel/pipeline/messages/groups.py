@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...comm.profiling import post
 from ...comm.run import Run
 
 
@@ -87,9 +88,9 @@ class P2PGroups:
                 group: Any = self.of_payloads(sender, receiver).group
                 byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
                 if rank == sender:
-                    posted.append((byte, group.send([byte], receiver, 0)))
+                    posted.append((byte, post(group.send, [byte], receiver, 0)))
                 elif rank == receiver:
-                    posted.append((byte, group.recv([byte], sender, 0)))
+                    posted.append((byte, post(group.recv, [byte], sender, 0)))
         for _, work in posted:
             work.wait()
         if self.device.type == "cuda":

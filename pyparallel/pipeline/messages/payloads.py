@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from ...comm.profiling import post
+
 PREFETCH_DEPTH = 2  # messages whose receives are posted ahead, so that transfers overlap compute
 INLINE_BYTES = 1 << 18  # payloads up to this are copied behind their headers: one message, not two
 
@@ -55,7 +57,7 @@ class GlooPayloads(Payloads):
     @override
     def send(self, stream: int, payload: Tensor) -> Any:
         usual = self._usual_sent.setdefault(stream, payload.nbytes) == payload.nbytes
-        return self._send_group.send([payload], self._peer, _tag(stream, usual))
+        return post(self._send_group.send, [payload], self._peer, _tag(stream, usual))
 
     @override
     def recv(self, stream: int, length: int) -> tuple[Tensor, Any]:
@@ -81,7 +83,7 @@ class GlooPayloads(Payloads):
 
     def _post(self, stream: int, length: int, usual: bool) -> tuple[Tensor, Any]:
         payload = torch.empty(length, dtype=torch.uint8)
-        return payload, self._recv_group.recv([payload], self._peer, _tag(stream, usual))
+        return payload, post(self._recv_group.recv, [payload], self._peer, _tag(stream, usual))
 
 
 class NcclPayloads(Payloads):
@@ -111,7 +113,7 @@ class NcclPayloads(Payloads):
     def send(self, stream: int, payload: Tensor) -> Any:
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()
-        work = self._send_group.send([payload], self._peer, 0)
+        work = post(self._send_group.send, [payload], self._peer, 0)
         self._sent.append((payload, work))
         return work
 
@@ -119,7 +121,7 @@ class NcclPayloads(Payloads):
     def recv(self, stream: int, length: int) -> tuple[Tensor, Any]:
         with torch.cuda.stream(self._stream):
             payload = torch.empty(length, dtype=torch.uint8, device=self._device)
-            work = self._recv_group.recv([payload], self._peer, 0)
+            work = post(self._recv_group.recv, [payload], self._peer, 0)
         if self._stream is not None:
             payload.record_stream(torch.cuda.current_stream(self._device))
         return payload, work

@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ...comm import PeerError, RemoteError
+from ...comm.profiling import profiled
 from ..messages import Value
 from ..messages.endpoints import Destinations, Endpoint, destinations_of, source_of
 from ..messages.format import NO_BATCH, Refusal
@@ -13,6 +14,7 @@ from ..messages.refusals import StepRefusedError, refusal_of
 from ..messages.stage_p2p import StageP2P
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
+from ..schedules.versions import Versions
 from .microbatches import MicrobatchSplitter
 from .stage import Stage
 from .telemetry import Telemetry
@@ -43,6 +45,9 @@ class StageError(RuntimeError):
 Actions = Callable[[int], Iterable[Action]]  # by rank
 
 
+_RANGES = {kind: f"pyparallel::pipeline_{kind.name.lower()}" for kind in Kind}
+
+
 class _Recording:
     """Records what runs inside as an action, unless it fails: then ``running`` stays set."""
 
@@ -53,9 +58,12 @@ class _Recording:
 
     def __enter__(self) -> None:
         self.running = self._action
+        self._range = profiled(_RANGES[self._action.kind])
+        self._range.__enter__()
         self._begin = time.perf_counter()
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        self._range.__exit__(kind, *rest)
         if kind is None:
             self.running = None
             self._telemetry.record(self._action, self._begin)
@@ -170,10 +178,14 @@ class Executor:
                     stage.update()
         return None
 
-    def restart(self) -> None:
-        """Count microbatches from 0 again, with the pipeline empty."""
+    def restart(self, versions: Versions) -> None:
+        """Count microbatches from 0 again, with the pipeline empty.
+
+        Args:
+            versions: the policy of which weights they read.
+        """
         for stage in self.stages.values():
-            stage.weights.restart()
+            stage.weights.restart(versions)
 
     def skip_update(self, refusal: Refusal | None = None) -> None:
         """Have all stages of this rank skip their next update."""
@@ -311,13 +323,17 @@ class Executor:
             if action.stage == 0:
                 first: Value = splitter.inputs(action.microbatch)
                 return first
-            inputs = self._p2p.recv(source_of(action), action.microbatch)
+            inputs = self._recv(action)
             splitter.note_batch_meta(action.microbatch, self._p2p.batch)
             return inputs
         last = action.stage == self._shape.num_stages - 1
         if last or action.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             return None
-        return self._p2p.recv(source_of(action), action.microbatch)
+        return self._recv(action)
+
+    def _recv(self, action: Action) -> Value | Refusal:
+        with profiled("pyparallel::pipeline_wait"):
+            return self._p2p.recv(source_of(action), action.microbatch)
 
     def _failed_action(self, action: Action) -> Action:
         """Return the action that was running: an action of the schedule may run others."""

@@ -52,7 +52,7 @@ class Weights(Protocol):
     def skip_update(self) -> None:
         """Count an update that leaves the weights as they are."""
 
-    def restart(self) -> None:
+    def restart(self, policy: Versions) -> None:
         """Count versions and microbatches from 0 again, with the pipeline empty."""
 
     def restore_live(self) -> None:
@@ -90,7 +90,7 @@ class LiveWeights(Weights):
         self._version += 1
 
     @override
-    def restart(self) -> None:
+    def restart(self, policy: Versions) -> None:
         self._version = 0
 
 
@@ -177,20 +177,25 @@ class StageWeights(Weights):
         self._begin_version()  # the next forward predicts what it reads
 
     def _begin_version(self) -> None:
-        """Count an update, and stash the weights before it while they are still to be read."""
+        """Count an update, and stash what is still to be read of the weights before it."""
         for each in self._weights:
             each.check(each.parameters)
         previous = self.last_read = VersionKey(self._version, 0)
         self._version += 1
-        if previous in self._still_read():
+        still_read = self._still_read()
+        if previous in still_read:
             for copy, live in zip(self._allocate(previous), self._live.buffers, strict=True):
                 copy.copy_(live)
+        for key in still_read.difference(self._copies):
+            if key.version == previous.version and key.horizon:
+                self._predict(key)
         self._free_unread()
 
     @override
-    def restart(self) -> None:
+    def restart(self, policy: Versions) -> None:
         if self._pending:
             raise RuntimeError(f"microbatches {sorted(self._pending)} are still in the pipeline")
+        self._policy = policy
         self._version = self._next_microbatch = 0
         self._first_forwards.clear()
         for key in list(self._copies):
@@ -253,9 +258,12 @@ class StageWeights(Weights):
         if key not in self._copies:
             if key.version != self._version:
                 raise RuntimeError(f"stage {self._stage} holds no weights of {key}")
-            self._weight_predictor.predict(key.horizon, self._allocate(key))
-            self._leave_out_frozen(key)
+            self._predict(key)
         return self._copies[key]
+
+    def _predict(self, key: VersionKey) -> None:
+        self._weight_predictor.predict(key.horizon, self._allocate(key))
+        self._leave_out_frozen(key)
 
     def _leave_out_frozen(self, key: VersionKey) -> None:
         """Predict that parameters which were frozen after some steps stay as they are."""

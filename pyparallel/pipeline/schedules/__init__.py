@@ -1,5 +1,7 @@
 """Schedules: the order of each rank's actions, and the weight version that each action reads."""
 
+from dataclasses import replace
+
 from .action import Action, Kind, parse_action
 from .gpipe import GPipe
 from .interleaved import Interleaved
@@ -12,6 +14,7 @@ from .pipeoptim import PipeOptim
 from .schedule import Schedule
 from .shape import PipelineShape
 from .spectrain import SpecTrain
+from .streaming import Streaming
 from .versions import (
     Delayed,
     Estimated,
@@ -54,19 +57,27 @@ __all__ = [
     "parse_action",
 ]
 
-# With the options of their papers: ``python -m pyparallel plan`` and the tests run all of them.
-EVERY_SCHEDULE: tuple[Schedule, ...] = (
-    GPipe(),
-    OneForwardOneBackward(),
-    Interleaved(),
-    ZeroBubble(),
-    PipeDream(),
-    PipeDream2BW(),
-    SpecTrain(variant=1),
-    SpecTrain(variant=2),
-    XPipe(),
-    PipeOptim(weights="live"),
-    PipeOptim(weights="consistent"),
-    PipeMare(),
-    Nesterov(),
-)
+
+def every_schedule(synchronous_updates: int = 0) -> tuple[Schedule, ...]:
+    """Return all schedules with the options of their papers.
+
+    Args:
+        synchronous_updates: of those whose gradients are delayed.
+    """
+    streaming: tuple[Streaming, ...] = (
+        PipeDream(),
+        PipeDream2BW(),
+        SpecTrain(variant=1),
+        SpecTrain(variant=2),
+        XPipe(),
+        PipeOptim(weights="live"),
+        PipeOptim(weights="consistent"),
+        PipeMare(),
+        Nesterov(),
+    )
+    started = (replace(each, synchronous_updates=synchronous_updates) for each in streaming)
+    return GPipe(), OneForwardOneBackward(), Interleaved(), ZeroBubble(), *started
+
+
+# ``python -m pyparallel plan`` and the tests run all of them.
+EVERY_SCHEDULE = every_schedule()

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from .shape import PipelineShape
 from .streaming import Streaming
 from .versions import Live, Versions, in_mode
@@ -31,8 +33,10 @@ class Nesterov(Streaming):
     weights: str = "consistent"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         in_mode(self.weights, Live())
 
-    def versions(self, shape: PipelineShape) -> Versions:
+    @override
+    def streaming_versions(self, shape: PipelineShape) -> Versions:
         """Return live weights, stashed for the backward if ``weights`` is "consistent"."""
         return in_mode(self.weights, Live())

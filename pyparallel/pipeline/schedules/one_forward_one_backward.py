@@ -1,7 +1,7 @@
 """One forward, one backward (1F1B): the order, and the schedule with a flush in each step."""
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -39,10 +39,22 @@ def _backward_slot(shape: PipelineShape, stage: int, microbatch: int) -> Slot:
     return tick, stage, Kind.BACKWARD, microbatch
 
 
-def in_order(stages: list[Iterator[Slot]]) -> Iterator[tuple[int, Kind, int]]:
+def in_order(stages: Sequence[Iterable[Slot]]) -> Iterator[tuple[int, Kind, int]]:
     """Merge the slots of a rank's stages by tick, as (stage, kind, microbatch)."""
     merged = stages[0] if len(stages) == 1 else heapq.merge(*stages)
     return (slot[1:] for slot in merged)
+
+
+def one_flush(
+    shape: PipelineShape, rank: int, num_microbatches: int
+) -> Iterator[tuple[int, Kind, int]]:
+    """Yield the warm-up forwards, the steady state and the cool-down backwards of a rank."""
+    total = num_microbatches
+    stages = [
+        chain(slots(shape, each, range(total)), pending_backwards(shape, each, total))
+        for each in shape.stages(rank)
+    ]
+    return in_order(stages)
 
 
 @dataclass(frozen=True)
@@ -54,12 +66,5 @@ class OneForwardOneBackward(Flushing):
     """
 
     def order(self, shape: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
-        """Yield the warm-up forwards, the steady state and the cool-down backwards."""
-        microbatches, total = range(shape.num_microbatches), shape.num_microbatches
-        stages = shape.stages(rank)
-        return in_order(
-            [
-                chain(slots(shape, each, microbatches), pending_backwards(shape, each, total))
-                for each in stages
-            ]
-        )
+        """Yield a flush of all microbatches."""
+        return one_flush(shape, rank, shape.num_microbatches)

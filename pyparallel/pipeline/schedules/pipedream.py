@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from .shape import PipelineShape
 from .streaming import Streaming
 from .versions import Live, Stashed, Versions
@@ -14,6 +16,7 @@ class PipeDream(Streaming):
     Stage s of D keeps D - s versions; its gradients have a staleness of D - 1 - s updates.
     """
 
-    def versions(self, shape: PipelineShape) -> Versions:
+    @override
+    def streaming_versions(self, shape: PipelineShape) -> Versions:
         """Return live weights, stashed from the forward for the backward."""
         return Stashed(Live())

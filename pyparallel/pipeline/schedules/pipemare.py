@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...training import FlatBuckets
 from ...training.arguments import check_integer, require
@@ -36,11 +37,13 @@ class PipeMare(Streaming):
     decay: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer("annealing", self.annealing, 0)
         fits = self.decay is None or 0 < self.decay < 1
         require(fits, "decay must be in (0, 1) or None", self.decay)
 
-    def versions(self, shape: PipelineShape) -> Versions:
+    @override
+    def streaming_versions(self, shape: PipelineShape) -> Versions:
         """Return live weights; with ``decay`` the backward recomputes the forward's weights."""
         return Live() if self.decay is None else Estimated()
 

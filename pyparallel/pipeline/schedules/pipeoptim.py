@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from ..prediction.base import Prediction
 from ..prediction.displacement import Displacement
 from .shape import PipelineShape
@@ -26,8 +28,10 @@ class PipeOptim(Streaming):
     prediction: Prediction = Displacement()  # noqa: RUF009 - immutable
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         in_mode(self.weights, Predicted())
 
-    def versions(self, shape: PipelineShape) -> Versions:
+    @override
+    def streaming_versions(self, shape: PipelineShape) -> Versions:
         """Return weights that are predicted in the forward."""
         return in_mode(self.weights, Predicted())

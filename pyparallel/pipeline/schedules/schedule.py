@@ -1,8 +1,9 @@
 """The base class of schedules: the order of each rank's actions, and the weights they read."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Literal
 
 from torch.optim import Optimizer
 
@@ -40,12 +41,14 @@ class Schedule(ABC):
             Of a schedule that neither flushes nor delays, the stages have losses of their own.
         needs_batch: the stages can be built only with the first batch.
         interleaves: it is for several stages on each rank.
+        synchronous_updates: how many updates of a run come first whose gradients are not delayed.
     """
 
     flushes = False
     delays = False
     needs_batch = False
     interleaves = False
+    synchronous_updates: int | Literal["warm-up"] = 0
     prediction: Prediction = NoPrediction()
 
     def validation_error(self, shape: PipelineShape) -> str | None:
@@ -83,6 +86,17 @@ class Schedule(ABC):
     @abstractmethod
     def versions(self, shape: PipelineShape) -> Versions:
         """Return the policy of which weights each action reads."""
+
+    def after(self, updates: int) -> "Schedule":
+        """Return the schedule of a pipeline that was emptied after so many updates of the run."""
+        return self
+
+    def with_warm_up(self, find_updates: Callable[[], int]) -> "Schedule":
+        """Return the schedule of a run whose learning rate rises in so many updates.
+
+        ``find_updates`` raises a ValueError if it does not; it is called only if that matters.
+        """
+        return self
 
     def microbatches_per_update(self, shape: PipelineShape) -> int:
         """Return the number of microbatches whose gradients go into one update."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from ...training.arguments import check_one_of
 from ..prediction.base import Prediction
 from ..prediction.displacement import Displacement
@@ -26,8 +28,10 @@ class SpecTrain(Streaming):
     prediction: Prediction = Displacement()  # noqa: RUF009 - immutable
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_one_of("variant", self.variant, (1, 2))
 
-    def versions(self, shape: PipelineShape) -> Versions:
+    @override
+    def streaming_versions(self, shape: PipelineShape) -> Versions:
         """Return weights predicted in both passes, or in the forward and stashed."""
         return Speculative() if self.variant == 1 else Stashed(Predicted())

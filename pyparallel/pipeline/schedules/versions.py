@@ -4,6 +4,7 @@ Version v of a stage is its weights after v updates since the pipeline was last 
 here take integers (from the executor) or integer arrays (from the simulator).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -82,18 +83,24 @@ class Stashed(Versions):
 
 @dataclass(frozen=True)
 class Delayed(Versions):
-    """Weights ``updates`` older than those the gradient is applied to, the same on all stages."""
+    """The forward reads weights ``updates`` older than those its gradient is applied to.
+
+    All stages read the same version; predicted weights are predicted from it. The backward reads
+    live weights.
+    """
 
     updates: int
+    is_predicted: bool = False
 
     @override
     def forward(self, counters: VersionCounters, stage: int) -> WeightVersion:
         # The first version as long as no update has been done.
-        return _unpredicted(np.maximum(counters.update - self.updates, 0))
+        version = np.maximum(counters.update - self.updates, 0)
+        return WeightVersion(version, (counters.update - version) * self.is_predicted)
 
     @override
     def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
-        return self.forward(counters, stage)
+        return _unpredicted(counters.backward)
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,34 @@ class Estimated(Versions):
     @override
     def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
         return WeightVersion(counters.backward, counters.forward - counters.backward)
+
+
+@dataclass(frozen=True)
+class SynchronousStart(Versions):
+    """Live weights until ``updates`` are done, each after a flush; then those of a policy."""
+
+    policy: Versions
+    updates: int
+
+    @override
+    def forward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return self._read(self.policy.forward, counters, counters.forward, stage)
+
+    @override
+    def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return self._read(self.policy.backward, counters, counters.backward, stage)
+
+    def _read(
+        self,
+        policy: Callable[[VersionCounters, int], WeightVersion],
+        counters: VersionCounters,
+        live: Count,
+        stage: int,
+    ) -> WeightVersion:
+        since = VersionCounters(*(each - self.updates for each in counters))
+        version, horizon = policy(since, stage)
+        streams = since.update >= 0
+        return WeightVersion(live + streams * (version + self.updates - live), streams * horizon)
 
 
 def in_mode(weights: str, policy: Versions) -> Versions:

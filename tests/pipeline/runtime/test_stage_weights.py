@@ -186,7 +186,7 @@ def test_restarting_with_microbatches_in_flight_is_refused():
     with weights.forward(0):
         layer(torch.ones(1, 1))
     with pytest.raises(RuntimeError, match=r"microbatches \[0\] are still in the pipeline"):
-        weights.restart()
+        weights.restart(Live())
 
 
 def test_schedules_without_prediction_refuse_to_predict():
@@ -202,6 +202,6 @@ def test_live_weights_count_and_step():
     weights.update()
     with weights.forward(0) as version:
         assert version == (1, 0)
-    weights.restart()
+    weights.restart(Live())
     with weights.backward(0) as version:
         assert version == (0, 0)
