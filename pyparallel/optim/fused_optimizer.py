@@ -1,5 +1,6 @@
 """The base class of the fused optimizers: flat buckets, one op for each in a step."""
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -41,6 +42,7 @@ class FusedOptimizer(Optimizer):
     also mix received messages in, write the next message and predict weights, in the same pass.
     """
 
+    __signature__: inspect.Signature
     nonfinite: Tensor | None = None
     """Counter of the elements with a gradient that is not finite, 0-d float64 where the parameters
     are: they are not stepped, and their number is added to it in the same pass. None: all are."""
@@ -60,6 +62,14 @@ class FusedOptimizer(Optimizer):
     def __init__(self, *args: Any, master_weights: bool = False, **kwargs: Any) -> None:
         self.master_weights = master_weights
         super().__init__(*args, **kwargs)
+
+    def __init_subclass__(cls) -> None:
+        """Show the arguments of torch's constructor, for help() and editors."""
+        super().__init_subclass__()
+        theirs = inspect.signature(super().__init__)
+        _, *torchs = theirs.parameters.values()
+        ours = inspect.signature(FusedOptimizer).parameters["master_weights"]
+        cls.__signature__ = theirs.replace(parameters=[*torchs, ours])
 
     @override
     def add_param_group(self, param_group: Group) -> None:
