@@ -28,7 +28,6 @@ Cases = Iterator[tuple[str, str, float]]
 
 
 def main() -> None:
-    """Measure both checkouts in turns, and write rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=Path, help="another checkout")
     parser.add_argument("--turns", type=int, default=7)
@@ -44,7 +43,6 @@ def main() -> None:
 
 
 def write(found: dict[tuple[str, str], list[tuple[float, float]]], before: Path) -> None:
-    """Print the ratios, and write the rows."""
     import torch
 
     from benchmarks.harness.rows import RESULTS, commit, machine, replace_rows
@@ -63,7 +61,6 @@ def write(found: dict[tuple[str, str], list[tuple[float, float]]], before: Path)
 
 
 def commit_of(checkout: Path) -> str:
-    """Return the short name of a checkout's commit."""
     command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
@@ -147,7 +144,6 @@ def build(width: int = 8) -> Any:
 
 
 def training_step(model: Callable[..., Any], optimizer: Any, width: int = 8) -> Callable[[], None]:
-    """Return a training step on random data."""
     import torch
 
     inputs = torch.rand(4, width)

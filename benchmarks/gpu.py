@@ -65,19 +65,16 @@ def pytest(out: Path, name: str, *arguments: str, workers: int = 0) -> list[str]
 
 
 def bench(name: str, device: str, rows: Path, *options: str) -> list[str]:
-    """Return the arguments of a benchmark of a group of ops."""
     ops = ["-m", "benchmarks", "--ops", *OPS[name], "--device", device]
     return [*ops, *options, "--seconds", "{seconds}", "--out", str(rows)]
 
 
 def overlap(ranks: int, rows: Path, *options: str) -> list[str]:
-    """Return the arguments of a measurement of overlap."""
     program = ["-m", "benchmarks.ops.overlap", "--ranks", str(ranks)]
     return [*program, *options, "--out", str(rows)]
 
 
 def trainer_tests() -> list[str]:
-    """Return the files that train on a GPU."""
     folders = ("pipeline", "compression", "gossip", "subnets")
     found = [path for folder in folders for path in (ROOT / "tests" / folder).rglob("*gpu*.py")]
     return ["tests/gpu/test_training.py", *(str(path.relative_to(ROOT)) for path in found)]
@@ -177,7 +174,6 @@ def choose(parts: Sequence[Sequence[Step]], part: int | None, only: str) -> list
 
 
 def sees_gpu(python: Path | str) -> bool:
-    """Return whether this interpreter has a torch that finds a GPU."""
     ask = subprocess.run([python, "-c", SEES_GPU], stderr=subprocess.DEVNULL, check=False)
     return ask.returncode == 0
 
@@ -205,7 +201,6 @@ def make_environment() -> Path:
 
 
 def name_rows(python: Path) -> str:
-    """Return the name of the file of rows, after the machine's GPU (or processor)."""
     ask = [python, "-c", MACHINE]
     done = subprocess.run(ask, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     return f"{done.stdout.strip() or 'gpu'}.csv"

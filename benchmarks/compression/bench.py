@@ -80,7 +80,6 @@ DRY = Sizes(
 
 
 def bench_links(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure on each link."""
     for case, link in links_of(RANKS, sizes.rates):
         with link as place:
             speeds = run_ranks(RANKS, place, 570, links.measure, sizes.on_links, sizes.links)[0]
@@ -116,7 +115,6 @@ def rows_of_links(speeds: dict[str, links.Speed], case: str, model: ByteModel) -
 
 
 def bench_casts(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure 16-bit gradients on each link."""
     model = sizes.on_links
     for case, link in links_of(RANKS, sizes.rates):
         with link as place:
@@ -135,7 +133,6 @@ def bench_casts(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure without communication time, relative to the backward pass."""
     model = sizes.for_cost
     costs = run_on_loopback(RANKS, 570, cost.measure, model, sizes.cost_turns)[0]
     numel = count_parameters(model)
@@ -164,7 +161,6 @@ def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_power_sgd(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure on one rank, which sends nothing, relative to torch's hook of the same dtype."""
     layout = power_sgd.transformer(sizes.power_sgd_layers)
     seconds = run_on_loopback(1, 300, power_sgd.measure, sizes.power_sgd_turns, layout)[0]
     rows = []

@@ -63,7 +63,6 @@ def main() -> None:
 
 
 def find_runs(options: argparse.Namespace) -> list[Run]:
-    """Return the runs in order, by task and seed."""
     return [
         Run(task, candidate, seed, options.updates or task.updates, options.ranks)
         for task in TASKS
@@ -75,7 +74,6 @@ def find_runs(options: argparse.Namespace) -> list[Run]:
 
 
 def perform(run: Run) -> Row:
-    """Train once; return the columns of the row after its key."""
     arguments = (run.task, run.candidate.compressor, run.seed, run.updates)
     return columns_of(run, run_on_loopback(run.ranks, SECONDS, train, *arguments))
 

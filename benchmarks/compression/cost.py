@@ -85,7 +85,6 @@ class BucketAverage:
         ]
 
     def run(self) -> CommStats:
-        """Average a copy of the model's gradients."""
         collectives = Collectives()
         for bucket, state in zip(self._buckets, self._states, strict=True):
             self._compressor.mean_(flat_gradients(bucket), state, collectives)

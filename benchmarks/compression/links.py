@@ -48,7 +48,6 @@ class Training:
         self._module, self.last_step = system.wrap(module)
 
     def step(self) -> float:
-        """Run forward, backward and update."""
         inputs, target = self._batch
         self._optimizer.zero_grad()
         loss = self._loss(self._module(inputs), target)
@@ -61,7 +60,6 @@ class Training:
 
 
 def measure(rank: int, model: ByteModel, plan: Plan) -> dict[str, Speed]:
-    """Measure all systems, alternating."""
     predictions = predict(model)
     speeds: dict[str, Speed] = {}
     trainings: dict[str, Training] = {}
@@ -80,14 +78,11 @@ def measure(rank: int, model: ByteModel, plan: Plan) -> dict[str, Speed]:
 
 
 def measure_casts(rank: int, model: ByteModel, plan: Plan) -> dict[str, list[float]]:
-    """Return seconds per step of 16-bit gradients, alternating."""
     trainings = {system.name: warm(model, system) for system in CASTS}
     return time_blocks(trainings, plan.turns, plan.steps(1))
 
 
 def predict(model: ByteModel) -> dict[str, float]:
-    """Return predicted seconds per step of the candidates, without running them."""
-
     def loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, target = batch
         return model.loss(module(inputs), target)
@@ -128,7 +123,6 @@ def warm(model: ByteModel, system: System) -> Training:
 
 
 def count_sent(training: Training) -> float:
-    """Return bytes per step sent on this rank's link."""
     dist.barrier()
     before = read_sent()
     for _ in range(COUNTED):

@@ -43,7 +43,6 @@ def label(row: Row) -> str:
 
 
 def rate(case: str) -> float:
-    """Return the rate of a link."""
     return float("inf") if case == "loopback" else float(case.split(maxsplit=1)[0])
 
 
@@ -54,7 +53,6 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
 
 
 def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
-    """Draw every compressor's difference from dense."""
     measure = measure_of(data)
     groups = by_compressor(where(rows, task=data), data)
     baseline = groups.pop(DENSE.name, [])
@@ -81,7 +79,6 @@ def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
 
 @shows_part("links")
 def draw_links(rows: Sequence[Row]) -> Figure:
-    """Draw time per step on each link, in the order of the slowest link."""
     cases = sorted(of(rows, "case"), key=rate)
     systems = [row for row in distinct(where(rows, case=cases[0])) if row["system"] != ALONE]
     systems.sort(key=lambda row: float(row["median_ms"]))
@@ -104,7 +101,6 @@ def draw_links(rows: Sequence[Row]) -> Figure:
 
 @shows(lambda rows: [row for row in where(rows, part="cost") if row["system"] != BACKWARD])
 def draw_cost(rows: Sequence[Row]) -> Figure:
-    """Draw encoding and decoding as fractions of a backward pass, the cheapest on top."""
     found = sorted(distinct(rows), key=lambda row: float(row["ratio"]))
     title = f"What does encoding cost? {int(rows[0]['numel']) / 1e6:.0f} M parameters"
     figure, (axes,) = panels(title, 1, 5.2)
@@ -119,7 +115,6 @@ def draw_cost(rows: Sequence[Row]) -> Figure:
 
 @shows_part("power_sgd")
 def draw_power_sgd(rows: Sequence[Row]) -> Figure:
-    """Draw PowerSGD's own work beside that of torch's hook."""
     title = f"What does PowerSGD compute? {int(rows[0]['numel']) / 1e6:.0f} M parameters, rank 4"
     figure, (axes,) = panels(title, 1, 2.4)
     names = of(rows, "system")

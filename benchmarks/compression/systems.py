@@ -42,7 +42,6 @@ class System:
 
 
 def alone(module: nn.Module) -> Wrapped:
-    """Compute without communication."""
     return module, CommStats
 
 
@@ -106,7 +105,6 @@ def describe(compressor: Compressor | None) -> str:
 
 
 def of_torch(name: str, options: str, *arguments: Any) -> System:
-    """Return one of torch's hooks."""
     return System(f"torch {name}", options, Torch(*arguments))
 
 

@@ -21,7 +21,6 @@ ORDER = [candidate.name for candidate in CANDIDATES + IN_SMALL_BLOCKS + WARMED]
 
 
 def by_compressor(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
-    """Return the rows of each compressor on one task, in the order of the candidates."""
     return grouped(where(rows, task=task), "compressor", ORDER)
 
 
@@ -34,7 +33,6 @@ def verdict(found: Sequence[float], measure: Measure) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return a table for each task."""
     parts = [(by_compressor(rows, measure.data), measure) for measure in MEASURES]
     return "\n".join(_table(groups, measure) for groups, measure in parts if groups)
 

@@ -73,7 +73,6 @@ IN_SMALL_BLOCKS = (Candidate("sign-64-ef", ErrorFeedback(Sign(block_size=64))),)
 
 
 def candidates_of(task: Digits | Bytes) -> tuple[Candidate, ...]:
-    """Return the compressors to train a task with."""
     return CANDIDATES + (WARMED if isinstance(task, Bytes) else IN_SMALL_BLOCKS)
 
 

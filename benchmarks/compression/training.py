@@ -72,7 +72,6 @@ def train(
 
 
 def shares(task: Digits | Bytes, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's part of each batch."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for inputs, target in task.batches(seed):
         yield inputs.tensor_split(num_ranks)[rank], target.tensor_split(num_ranks)[rank]
@@ -91,7 +90,6 @@ def dense_wire_bytes(num_bytes: int, num_ranks: int) -> float:
 
 @torch.no_grad()
 def score(task: Digits | Bytes, model: nn.Module) -> float:
-    """Return the accuracy, or the loss in the task's unit."""
     accuracy = task.accuracy(model)
     if accuracy is not None:
         return accuracy

@@ -26,12 +26,10 @@ def outer_optimizer(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 def node_size(num_ranks: int) -> int:
-    """Return 2 ranks per node if the number of ranks is even, else 1."""
     return 2 - num_ranks % 2
 
 
 def hierarchical(num_ranks: int) -> Algorithm:
-    """Return SGP with overlap between nodes."""
     size = node_size(num_ranks)
     return Hierarchical(SGP(OnePeerExponential(num_ranks // size), overlap=1), size)
 

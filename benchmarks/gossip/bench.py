@@ -80,7 +80,6 @@ DRY = Sizes(
 
 
 def bench_steps(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure steps on each link, with sleeping and with real compute."""
     for compute in (sizes.sleeping, sizes.real):
         for case, link in links_of(RANKS, sizes.rates):
             with link as place:
@@ -105,8 +104,6 @@ def rows_of_steps(
     seconds: Mapping[str, Sequence[float]],
     base: str,
 ) -> list[Row]:
-    """Return a row for each method, relative to one of them, with what overlap hides."""
-
     def hidden(method: str) -> Row:
         overlaps = method.startswith("SGP, overlap=1")
         return {"hidden": f"{steps.hidden_fraction(seconds, method):.2f}"} if overlaps else {}
@@ -127,7 +124,6 @@ def rows_of_steps(
 
 
 def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure the cost of rounds on two ranks, with a core each."""
     for model in sizes.costs:
         seconds = run_on_loopback(2, 120, cost.measure, model, sizes.cost_turns, sizes.pause)[0]
         yield rows_of(
@@ -144,7 +140,6 @@ def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_update(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure the update of SGP with overlap on two ranks, fused and in two passes."""
     for model in sizes.costs:
         seconds = run_on_loopback(2, 300, update.measure, model, sizes.cost_turns)[0]
         names = list(update.OPTIMIZERS)
@@ -163,7 +158,6 @@ def bench_update(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_nonfinite(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure what a policy for gradients that are not finite costs, of a step on two ranks."""
     arguments = (sizes.real, sizes.cost_turns)
     seconds = run_on_loopback(2, 300, update.measure_policies, *arguments)[0]
     for optimizer in update.POLICY_OPTIMIZERS:
@@ -188,7 +182,6 @@ def bench_nonfinite(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_stragglers(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure the speed of each method with stragglers, relative to without."""
     times: dict[tuple[str, str], list[float]] = {}
     for answer in run_on_loopback(RANKS, 580, stragglers.measure, sizes.stragglers):
         for key, values in answer.items():

@@ -59,7 +59,6 @@ def main() -> None:
 
 
 def perform(run: Run) -> Row:
-    """Train once; return the columns of the row after its key."""
     ranks = run_on_loopback(run.ranks, SECONDS, train, run)
     return columns_of(run.data, ranks) | {
         "ranks": str(run.ranks),
@@ -69,7 +68,6 @@ def perform(run: Run) -> Row:
 
 
 def train(rank: int, run: Run) -> Row:
-    """Train on this rank."""
     torch.manual_seed(run.seed)
     task = TASKS[run.data](run.seed, run.steps)
     return train_task(task, lambda: ALGORITHMS[run.algorithm](run.ranks))

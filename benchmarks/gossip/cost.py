@@ -29,7 +29,6 @@ class Clock:
     seconds: float = 0.0
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Call a function and add its time."""
         begin = time.perf_counter()
         try:
             return function(*arguments)
@@ -66,8 +65,6 @@ class TimedExchange(NeighborExchange):
 
 
 def measure(rank: int, compute: Compute, turns: int, pause: float) -> dict[str, list[float]]:
-    """Return the seconds of each method in every turn on this rank; the methods take turns."""
-
     def settle() -> None:
         dist.barrier()
         time.sleep(pause)  # the other rank's threads have left the barrier
@@ -110,7 +107,6 @@ class MixCost:
         self._masses = torch.full((1,), 0.5, dtype=torch.float64)
 
     def run(self) -> float:
-        """Return the seconds of the calls."""
         weights = [torch.tensor(0.5, dtype=torch.float64) for _ in self._buffers]
         begin = time.perf_counter()
         for buffer, weight, message in zip(self._buffers, weights, self._messages, strict=True):
@@ -119,5 +115,4 @@ class MixCost:
 
 
 def make_buffers(compute: Compute) -> Sequence[Tensor]:
-    """Return the flat buffers of a model."""
     return FlatBuckets(compute.build().parameters(), BUCKET_BYTES).buffers

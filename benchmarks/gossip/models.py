@@ -86,7 +86,6 @@ class SleepingBlock(Block):
         self.seconds = seconds
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Sleep, and return the inputs."""
         return _Sleep.apply(inputs, self.weight, self.seconds)
 
 

@@ -34,7 +34,6 @@ COLORS = {"DDP": GRAY, "DDP, bf16 hook": BLACK, "SGP": ORANGE, "SGP, overlap=1":
 
 
 def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
-    """Draw each algorithm's score against all-reduce's."""
     measure = measure_of(data)
     groups = by_algorithm(where(rows, data=data), data)
     baseline = groups.pop(BASELINE, [])
@@ -57,7 +56,6 @@ def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
 
 @shows(lambda rows: where(rows, data="text"))
 def draw_text_losses(rows: Sequence[Row]) -> Figure:
-    """Draw the training loss over megabytes sent."""
     figure, (axes,) = panels("What do the bytes buy? Training on text", 1, 4.2)
     colors = [BLACK, BLUE, ORANGE, GREEN, RED, PURPLE]
     for number, (name, group) in enumerate(by_algorithm(rows, "text").items()):
@@ -75,7 +73,6 @@ def draw_text_losses(rows: Sequence[Row]) -> Figure:
 
 @shows_part("steps")
 def draw_links(rows: Sequence[Row], sleeps: bool) -> Figure:
-    """Draw the time of a step of each method on each link."""
     rows = [row for row in rows if row["compute"].startswith("sl") == sleeps]
     what = "that sleeps for its computation" if sleeps else "that computes"
     figure, (axes,) = panels(f"How long is a step {what}, by link?", 1, 4.6)
@@ -102,7 +99,6 @@ def draw_links(rows: Sequence[Row], sleeps: bool) -> Figure:
 
 @shows_part("stragglers")
 def draw_stragglers(rows: Sequence[Row]) -> Figure:
-    """Draw how much longer a step takes with stragglers."""
     title = "How much longer is a step where ranks are slow?"
     slowed = [row for row in rows if row["case"] != rows[0]["case"]]
     figure, axes = bars_by_case(

@@ -174,7 +174,6 @@ def best_rate(rows: RunRows, data: str, algorithm: str) -> float:
 
 
 def perform(run: Run) -> Row:
-    """Train once; return the columns of the row after its key."""
     return columns_of(run.data, run_on_loopback(run.ranks, SECONDS, train, run))
 
 

@@ -60,7 +60,6 @@ def measure(rank: int, plan: Plan) -> dict[tuple[str, str], list[float]]:
 
 
 def time_steps(training: Training, scenario: str, rank: int, turn: int, plan: Plan) -> float:
-    """Return the seconds per step of this rank."""
     dist.barrier()
     begin = time.perf_counter()
     for step in range(plan.lead + plan.steps):

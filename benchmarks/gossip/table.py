@@ -20,13 +20,11 @@ ALL_REDUCE = "all-reduce"  # of the runs of rates.py
 
 
 def by_algorithm(rows: Sequence[Row], data: str) -> dict[str, list[Row]]:
-    """Return the rows of each algorithm on one dataset, the baseline first."""
     groups = grouped(where(rows, data=data), "algorithm")
     return dict(sorted(groups.items(), key=lambda item: (item[0] != BASELINE, item[0])))
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return a table for each dataset."""
     parts = [(by_algorithm(rows, measure.data), measure) for measure in MEASURES]
     return "\n".join(_table(groups, measure) for groups, measure in parts if groups)
 
@@ -54,12 +52,10 @@ def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
 
 
 def kilobytes(rows: Sequence[Row]) -> str:
-    """Return the mean kB that a rank sends in a step."""
     return f"{mean(rows, 'step_bytes') / 1e3:,.0f}"
 
 
 def spread(rows: Sequence[Row], measure: Measure) -> str:
-    """Return the mean score of runs, and the least and greatest."""
     scores = [float(row["score"]) for row in rows]
     found = (statistics.fmean(scores), min(scores), max(scores))
     return "{} ({} to {})".format(*map(measure.show.format, found))
@@ -93,7 +89,6 @@ def orders(rows: Sequence[Row]) -> str:
 
 
 def hybrids(rows: Sequence[Row]) -> str:
-    """Return a table of the schedules of topologies, beside all-reduce at the same rate."""
     schedules = where(rows, part="hybrids")
     rates = {(row["data"], row["rate"]) for row in schedules}
     exact = where(rows, part="orders", algorithm=ALL_REDUCE)
@@ -106,7 +101,6 @@ def hybrids(rows: Sequence[Row]) -> str:
 
 
 def scaling(rows: Sequence[Row]) -> str:
-    """Return a table of the rates by number of ranks."""
     found = where(rows, part="scaling")
     base = min(float(row["rate"]) for row in found)
     head = ["ranks", "steps", "", "rate of one rank", "times the ranks", "times the ranks, warm-up"]
@@ -130,7 +124,6 @@ def scaling(rows: Sequence[Row]) -> str:
 
 
 def biased(rows: Sequence[Row]) -> str:
-    """Return a table of OSGP with and without push-sum weights."""
     lines = []
     for name, found in _by(where(rows, part="biased"), "algorithm").items():
         scores = [spread(where(found, data=each.data), each) for each in MEASURES]
@@ -140,7 +133,6 @@ def biased(rows: Sequence[Row]) -> str:
 
 
 def _by(rows: Sequence[Row], column: str) -> dict[str, list[Row]]:
-    """Return the rows by a column, all-reduce first, else in the order of the file."""
     return grouped(rows, column, [ALL_REDUCE])
 
 

@@ -41,7 +41,6 @@ class Task:
         loss_of: Callable[[], Tensor],
         before_step: Callable[[], object] = lambda: None,
     ) -> None:
-        """Take a step."""
         begin = time.perf_counter()
         optimizer.zero_grad()
         loss = loss_of()
@@ -78,7 +77,6 @@ class Digits(Task):
         return model, optimizer
 
     def train(self, model: GossipDataParallel, optimizer: Optimizer) -> None:
-        """Train for epochs of batches of 16."""
         shuffle = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
         scheduler = self._scheduler(optimizer)
         for _ in range(self.epochs):
@@ -100,7 +98,6 @@ class Digits(Task):
         return SequentialLR(optimizer, [grow, decay], [self.warm_up])
 
     def score(self, module: nn.Module) -> float:
-        """Return the test accuracy."""
         return accuracy(module, *self.test)
 
 
@@ -125,7 +122,6 @@ class Text(Task):
         return model, optimizer
 
     def train(self, model: GossipDataParallel, optimizer: Optimizer) -> None:
-        """Train on batches of four random windows of 128 bytes."""
         draw = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
         scheduler = decayed(optimizer, self.steps)
 
@@ -142,7 +138,6 @@ class Text(Task):
 
     @torch.no_grad()
     def score(self, module: nn.Module) -> float:
-        """Return the bits per byte of evenly spaced windows of other files."""
         losses = [byte_loss(module(part[:, :-1]), part[:, 1:]) for part in self.windows.split(32)]
         return float(torch.stack(losses).mean()) / math.log(2)
 
@@ -182,7 +177,6 @@ def train(
 
 
 def columns_of(data: str, ranks: Sequence[Row]) -> Row:
-    """Return the columns of a run that all comparisons have."""
     first, scores = ranks[0], [rank["score_of_rank"] for rank in ranks]
     return {
         "options": first["options"],

@@ -39,7 +39,6 @@ class Method:
     closure: bool = False
 
     def start(self, compute: Compute) -> "Training":
-        """Start training on this rank."""
         return Training(compute, self)
 
 
@@ -54,7 +53,6 @@ class Training:
         self._module = method.wrap(module, self._optimizer)
 
     def step(self) -> None:
-        """Run forward, backward and update."""
         if self._closure:
             self._optimizer.step(self._evaluate)
         else:
@@ -68,7 +66,6 @@ class Training:
         return loss
 
     def finish(self) -> None:
-        """Merge messages in flight."""
         if isinstance(self._module, GossipDataParallel):
             self._module.flush()
 
@@ -87,7 +84,6 @@ class RoundAlone:
 
 
 def alone(module: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """Train without communication."""
     return module
 
 
@@ -123,7 +119,6 @@ class Gossip:
 
 
 def sgp(overlap: int) -> Gossip:
-    """Return SGP whose rounds are in flight for ``overlap`` steps."""
     return Gossip(lambda n: gossip.SGP(OnePeerExponential(n), overlap=overlap))
 
 

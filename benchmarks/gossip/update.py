@@ -33,13 +33,11 @@ POLICIES = ("allow", "raise", "skip")
 
 
 def measure(rank: int, compute: Compute, turns: int) -> dict[str, list[float]]:
-    """Return the seconds of each optimizer in every turn on this rank; they take turns."""
     runs = {name: Update(compute, build).run for name, build in OPTIMIZERS.items()}
     return take_turns(runs, turns, before=dist.barrier)
 
 
 def measure_policies(rank: int, compute: Compute, turns: int) -> dict[tuple[str, str], list[float]]:
-    """Return the seconds of a whole step by optimizer and policy in every turn on this rank."""
     runs = {
         (name, policy): Update(compute, OPTIMIZERS[name], nonfinite=policy).run_step
         for name in POLICY_OPTIMIZERS
@@ -80,11 +78,9 @@ class Update:
             parameter.grad = torch.randn_like(parameter)
 
     def run(self) -> float:
-        """Return the seconds of ``optimizer.step()``."""
         return timed(self._optimizer.step)
 
     def run_step(self) -> float:
-        """Return the seconds of a step with forward and backward."""
         return timed(self._step)
 
     def _step(self) -> None:

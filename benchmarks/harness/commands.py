@@ -83,7 +83,6 @@ def run_steps(
 
 
 def describe(status: int) -> str:
-    """Return an exit status in words."""
     if status == TIMED_OUT:
         return "timed out (exit 124)"
     return f"killed by signal {-status}" if status < 0 else f"exit {status}"

@@ -44,7 +44,6 @@ class Rendezvous:
 
 @contextmanager
 def loopback() -> Iterator[Rendezvous]:
-    """Connect all ranks over this machine's loopback, without a rate limit."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -123,7 +122,6 @@ def _namespace() -> Iterator[int]:
 
 
 def _inside(holder: int, command: str) -> None:
-    """Run a command in the network namespace of a process."""
     enter = ["nsenter", "--target", str(holder), "--net", *command.split()]
     done = subprocess.run(enter, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -63,12 +63,10 @@ def shows(select: Callable[[Sequence[Row]], Sequence[Row]]) -> Callable[[Picture
 
 
 def shows_part(name: str) -> Callable[[Picture], Picture]:
-    """Give a picture the rows of a part of a benchmark."""
     return shows(lambda rows: where(rows, part=name))
 
 
 def panels(title: str, count: int, height: float, **options: object) -> tuple:
-    """Return a figure with a title, and its axes side by side."""
     figure, axes = plt.subplots(
         1, count, figsize=(WIDTH, height), layout="constrained", squeeze=False, **options
     )
@@ -122,7 +120,6 @@ def bars_by_case(
 
 
 def gray_if_torch(system: str) -> str:
-    """Return the color of a system: those of torch are gray."""
     return PEER if system.startswith("torch") else OURS
 
 

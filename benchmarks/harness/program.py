@@ -25,7 +25,6 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
 
 
 def parser_of_parts(area: str, description: str | None, parts: Parts) -> argparse.ArgumentParser:
-    """Return the argument parser of ``python -m benchmarks.<area>.bench``."""
     parser = make_parser(f"{area}.bench", description)
     parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
     parser.add_argument("--dry-run", action="store_true")

@@ -52,7 +52,6 @@ def run_ranks(
 def run_on_loopback(
     num_ranks: int, seconds: float, function: Callable[..., Any], *arguments: Any
 ) -> list[Any]:
-    """Return `run_ranks` on this machine's loopback."""
     with loopback() as place:
         return run_ranks(num_ranks, place, seconds, function, *arguments)
 

@@ -68,7 +68,6 @@ class RunRows:
         return tuple(row[name] for name in self.fields[: self.num_keys])
 
     def read(self) -> dict[Key, Row]:
-        """Return the rows of the file by key."""
         return {self.key_of(row): row for row in read_rows(self.path)}
 
     def add(self, key: Key, columns: Row) -> Row:
@@ -97,19 +96,16 @@ def shorten(losses_of_ranks: Sequence[Sequence[float]], count: int = 40) -> list
 
 
 def as_text(numbers: Iterable[float]) -> str:
-    """Return numbers as a cell has them."""
     return " ".join(f"{number:.4g}" for number in numbers)
 
 
 def tenths_of(times: Sequence[float]) -> list[float]:
-    """Return the nine values that divide repeated times into tenths."""
     if len(times) == 1:
         return [times[0]] * 9
     return statistics.quantiles(times, n=10, method="inclusive")
 
 
 def summary(times: Sequence[float], unit: str = "ms", digits: int = 3) -> Row:
-    """Return median and spread of repeated times in seconds, with torch version and commit."""
     tenths = tenths_of(times)
     found = {"median": statistics.median(times), "p20": tenths[1], "p80": tenths[7]}
     columns = {
@@ -162,7 +158,6 @@ SHOWN |= {"part", "case", "compute", "ranks", "microbatches", "numel", "torch", 
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print rows of one part as a readable table."""
     first = rows[0]
     print(f"\n{first['part']}, {first['case']}; {first.get('compute', '')}")
     for row in rows:
@@ -189,7 +184,6 @@ def machine() -> str:
 
 
 def stamp() -> Row:
-    """Return the columns that say by which torch and which commit a row was measured."""
     return {"torch": torch.__version__, "commit": commit()}
 
 

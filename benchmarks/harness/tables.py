@@ -88,12 +88,10 @@ def grouped(rows: Sequence[Row], column: str, first: Sequence[str] = ()) -> dict
 
 
 def mean(rows: Sequence[Row], field: str) -> float:
-    """Return the mean of a column."""
     return statistics.fmean(float(row[field]) for row in rows)
 
 
 def numbers(cell: str) -> list[float]:
-    """Return the numbers of a cell."""
     return [float(number) for number in cell.split()]
 
 
@@ -104,7 +102,6 @@ def mean_losses(rows: Sequence[Row]) -> list[float]:
 
 
 def markdown_table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """Return a table of cells."""
     rows = (f"| {' | '.join(map(str, cells))} |" for cells in (head, *lines))
     first, *others = rows
     return "\n".join([first, "|---" * len(head) + "|", *others, ""])

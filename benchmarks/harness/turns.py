@@ -53,7 +53,6 @@ def take_turns(
 
 
 def timed(function: Callable[..., object], *arguments: Any) -> float:
-    """Return the seconds of a call."""
     begin = time.perf_counter()
     function(*arguments)
     return time.perf_counter() - begin
@@ -80,7 +79,6 @@ def time_blocks(
 
 
 def slowest(seconds: Mapping[Name, Sequence[float]]) -> dict[Name, list[float]]:
-    """Return the maximum over ranks of each time."""
     return {name: largest(times) for name, times in seconds.items()}
 
 

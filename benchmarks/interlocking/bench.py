@@ -81,7 +81,6 @@ class Sizes:
         return 2 * self.ranks, seconds, 2 * seconds
 
     def describe(self) -> str:
-        """Describe how long stages and heads sleep."""
         stage, head = (f"{seconds * 1e3:g}" for seconds in (self.forward, self.head))
         return (
             f"no compute: forward, input gradient and weight gradient of a stage sleep {stage} ms "
@@ -125,7 +124,6 @@ COUNTS = (2, 3)  # of gradients that are propagated back
 
 
 def bench_windows(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure with few to many microbatches per step."""
     model, compute = SleepingModel(*sizes.sleeping), sizes.describe()
     plan = sizes.windows
     yield from bench_systems(
@@ -143,7 +141,6 @@ def bench_computing(sizes: Sizes) -> Iterator[list[Row]]:
 def bench_systems(
     part: str, sizes: Sizes, model: Model, head: Head, plan: Plan, num_ranks: int, compute: str
 ) -> Iterator[list[Row]]:
-    """Measure all windows beside end-to-end training, relative to our own 1F1B."""
     base = ours.ONE_FORWARD_ONE_BACKWARD.name
     for count in sizes.microbatches:
         systems = [*every_window(num_ranks, head), *end_to_end(num_ranks, count)]
@@ -162,7 +159,6 @@ def bench_systems(
 
 
 def bench_straggler(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure the delay of each step of the first stage, with one microbatch per step."""
     model = StragglingModel(*sizes.sleeping, sizes.slowdown)
     systems = [*every_window(sizes.ranks, sizes.sleeping_head), *end_to_end(sizes.ranks, 1)]
     arguments = (model, systems, sizes.straggler_turns)
@@ -191,7 +187,6 @@ def rows_of_straggler(measured: Mapping[str, Sequence[Sequence[float]]], sizes: 
 
 
 def bench_cotangents(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure a stage that computes on one thread."""
     arguments = (sizes.computes, COUNTS, sizes.cotangent_turns)
     measured = run_on_loopback(1, 400, cotangents.measure, *arguments)[0]
     for (compute, count), seconds in measured.items():

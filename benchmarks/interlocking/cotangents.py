@@ -62,7 +62,6 @@ Compute = MLP | OneBlock
 def measure(
     rank: int, computes: Sequence[Compute], counts: Sequence[int], turns: int
 ) -> dict[tuple[str, int], dict[str, list[float]]]:
-    """Return seconds of both ways in turns, by module and number of gradients."""
     return {
         (compute.name, count): measure_one(compute, count, turns)
         for compute in computes
@@ -71,7 +70,6 @@ def measure(
 
 
 def measure_one(compute: Compute, count: int, turns: int) -> dict[str, list[float]]:
-    """Return the seconds of ``count`` gradients in each turn."""
     stage = InterlockingStage(0, compute.build(), [], LiveWeights(None), None, None)
     inputs = compute.make_input().requires_grad_()
     output = stage.forward(0, inputs, MicrobatchSplitter(None, None, 0, 1))

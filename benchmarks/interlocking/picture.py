@@ -45,13 +45,11 @@ OF_SYSTEM = {
 
 
 def trained(rows: Sequence[Row]) -> list[tuple[Task, list[Row]]]:
-    """Return the tasks that have rows, and those."""
     found = [(trial.task, where(rows, task=trial.task.name)) for trial in TRIALS]
     return [(task, own) for task, own in found if own]
 
 
 def draw_accuracy(rows: Sequence[Row], name: str) -> Figure | None:
-    """Draw a hollow dot for each seed, and mean and standard deviation."""
     found = [(task, own) for task, own in trained(rows) if task.name == name]
     if not found:
         return None
@@ -81,7 +79,6 @@ def draw_accuracy(rows: Sequence[Row], name: str) -> Figure | None:
 
 @shows(trained)
 def draw_losses(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
-    """Draw the mean training loss of each window by update."""
     figure, axes = panels("How fast does each window learn?", len(found), 4.2)
     colors = {title(window): color for window, color in OF_WINDOW.items()}
     for own, (task, of_task) in zip(axes, found, strict=True):
@@ -94,7 +91,6 @@ def draw_losses(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
 
 @shows_part("windows")
 def draw_windows(rows: Sequence[Row]) -> Figure:
-    """Draw the median step time of each system."""
     name = "How long is a step? Four stages that sleep"
     figure, axes = bars_by_case(
         rows, name, 3.4, lambda row: float(row["median_ms"]), "{:.0f}", OF_SYSTEM.__getitem__
@@ -107,7 +103,6 @@ def draw_windows(rows: Sequence[Row]) -> Figure:
 
 @shows_part("straggler")
 def draw_straggler(rows: Sequence[Row]) -> Figure:
-    """Draw the first stage's step times, from the step before the last stage is slow."""
     title = "When does a slow last stage slow the first one down?"
     figure, (axes,) = panels(title, 1, 4.4)
     highest = max(float(row["median_ms"]) for row in rows)
@@ -128,7 +123,6 @@ def draw_straggler(rows: Sequence[Row]) -> Figure:
 
 @shows(lambda rows: where(rows, part="cotangents", system="together"))
 def draw_cotangents(rows: Sequence[Row]) -> Figure:
-    """Draw the time of propagating several gradients together."""
     title = "Does propagating gradients together save time?"
     figure, (axes,) = panels(title, 1, 1.4 + 0.34 * len(rows))
     names = [f"{row['compute'].removesuffix(', 1 thread')}, {row['case']}" for row in rows]

@@ -31,7 +31,6 @@ class Slowdown:
     seconds: float
 
     def delay(self, backward: int) -> float:
-        """Return the extra seconds of backward number ``backward``."""
         return self.seconds if backward % (self.normal + self.slow) >= self.normal else 0.0
 
 
@@ -42,7 +41,6 @@ class StragglingModel(SleepingModel):
     slowdown: Slowdown
 
     def build(self) -> list[nn.Module]:
-        """Return the layers and the straggler."""
         return [*super().build(), Straggler(self.slowdown)]
 
 
@@ -55,11 +53,9 @@ class Straggler(nn.Module):
         self._backwards = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return a copy of the inputs."""
         return _Delay.apply(inputs, self)
 
     def delay(self) -> None:
-        """Count a backward, and sleep if it is a slow one."""
         time.sleep(self._slowdown.delay(self._backwards))
         self._backwards += 1
 

@@ -22,7 +22,6 @@ class DeepDigits(Digits):
     width: int = 16
 
     def build(self) -> nn.Sequential:
-        """Return six convolutions and two linear layers."""
         once, twice = self.width, 2 * self.width
         return nn.Sequential(
             *convolution(1, once), *convolution(once, once),
@@ -33,7 +32,6 @@ class DeepDigits(Digits):
 
 
 def convolution(before: int, after: int, stride: int = 1) -> list[nn.Module]:
-    """Return a 3 x 3 convolution and a ReLU."""
     return [nn.Conv2d(before, after, 3, padding=1, stride=stride), nn.ReLU()]
 
 

@@ -25,7 +25,6 @@ class SleepingHead(Head):
     backward: float
 
     def build(self, example: Value) -> nn.Module:
-        """Return a layer for any input."""
         return SleepingLayer(self.forward, self.backward)
 
 
@@ -41,7 +40,6 @@ class OurWindow(OurSchedule):
 
 
 def every_window(num_stages: int, head: Head) -> list[OurSchedule]:
-    """Return all windows, from local learning to end to end."""
     return [OurWindow(Interlocking(size, head)) for size in range(1, num_stages + 1)]
 
 
@@ -57,5 +55,4 @@ def end_to_end(num_ranks: int, num_microbatches: int) -> list[System]:
 def measure(
     rank: int, model: Model, systems: Sequence[System], num_microbatches: int, plan: Plan
 ) -> dict[str, list[float]]:
-    """Measure all systems in turns; return the seconds per step on the slowest rank."""
     return time_steps(start(systems, model, num_microbatches), num_microbatches, plan)

@@ -73,7 +73,6 @@ class Trained:
 
 
 def build_gpt2() -> nn.Module:
-    """Return a GPT-2 of six blocks, whose embedding is tied to the head."""
     transformers = load("transformers")
     sizes = {"n_positions": LENGTH, "n_embd": 384, "n_layer": 6, "n_head": 6}
     undropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # for equal losses
@@ -82,7 +81,6 @@ def build_gpt2() -> nn.Module:
 
 
 def build_llama() -> nn.Module:
-    """Return a Llama of six blocks."""
     transformers = load("transformers")
     sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6}
     others = {"num_attention_heads": 6, "max_position_embeddings": LENGTH}
@@ -94,7 +92,6 @@ MODELS = {"GPT-2": build_gpt2, "Llama": build_llama}
 
 
 def batches(seed: int) -> Iterator[Tensor]:
-    """Yield random windows forever."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield draw_windows(load_text()[0], BATCH, LENGTH, generator)
@@ -106,7 +103,6 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Trained:
-    """Train in a plain loop, with two threads."""
     del rank
     torch.set_num_threads(2)
     torch.manual_seed(seed)
@@ -128,7 +124,6 @@ def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Trained:
 
 
 def train_split(rank: int, name: str, schedule: str, steps: int, seed: int) -> Trained | None:
-    """Train in two stages, and return the result on the rank of the last one."""
     torch.manual_seed(seed)
     model = MODELS[name]()
     trainer = PipelineTrainer(
@@ -151,7 +146,6 @@ def train_split(rank: int, name: str, schedule: str, steps: int, seed: int) -> T
 
 
 def trained(model: Any, losses: list[float], held_out: float) -> Trained:
-    """Return the result in bits per byte."""
     sizes = {parameter: parameter.numel() for parameter in model.parameters()}
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     bits = [loss * BITS_PER_NAT for loss in losses]
@@ -159,7 +153,6 @@ def trained(model: Any, losses: list[float], held_out: float) -> Trained:
 
 
 def row_of(name: str, schedule: str, steps: int, seed: int, limit: float) -> Row:
-    """Train once and return the row."""
     ranks = 1 if schedule == UNSPLIT else 2
     if schedule == UNSPLIT:
         done = run_on_loopback(1, limit, train_unsplit, name, steps, seed)[0]

@@ -15,7 +15,6 @@ DECAY, STEP = 0.01, 100
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
     return StepCases("adamw_step", "predict_adam", 28, Buffers).at(device, sizes)
 
 
@@ -34,22 +33,18 @@ class Buffers:
         self.counted = [torch.tensor(float(STEP)) for _ in grads]  # foreach increments its own
 
     def ours(self, **around) -> None:
-        """Take the step under test."""
         states = {"exp_avg": self.mean, "exp_avg_sq": self.square}
         numbers = {**ADAM, "weight_decay": DECAY, "step": STEP}
         adamw_step_(self.param, **self.gradients, **states, **numbers, **around)
 
     def torch_fused(self) -> None:
-        """Take the step with torch's fused kernel (one loop on CPUs)."""
         flags = {"weight_decay": DECAY, "amsgrad": False, "maximize": False}
         torch._fused_adamw_(*self.lists, [], self.steps, **ADAM, **flags)
 
     def torch_foreach(self) -> None:
-        """Take the step with torch's separate ops."""
         flags = {"weight_decay": DECAY, "amsgrad": False, "maximize": False}
         adamw(*self.lists, [], self.counted, foreach=True, **ADAM, **flags)
 
     def predict(self, out: torch.Tensor) -> None:
-        """Predict with our separate op."""
         states = self.param, self.mean, self.square
         predict_adam(*states, **ADAM, step=STEP, horizon=HORIZON, out=out)

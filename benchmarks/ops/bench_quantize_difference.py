@@ -26,7 +26,6 @@ ENCODINGS = [
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
     for numel in sizes:
         for encoding in ENCODINGS:
             yield make_encoding(device, numel, *encoding)

@@ -14,7 +14,6 @@ SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.01}
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
     return StepCases("sgd_step", "predict_sgd", 20, Buffers).at(device, sizes)
 
 
@@ -30,19 +29,15 @@ class Buffers:
         self.gradients = {"grad": grads, "offsets": [0, *ends[:-1]]}
 
     def ours(self, **around) -> None:
-        """Take the step under test."""
         sgd_step_(self.param, **self.gradients, momentum_buffer=self.velocity, **SGD, **around)
 
     def torch_fused(self) -> None:
-        """Take the step with torch's fused kernel (one loop on CPUs)."""
         flags = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
         torch._fused_sgd_(*self.lists, **SGD, **flags)
 
     def torch_foreach(self) -> None:
-        """Take the step with torch's separate ops."""
         flags = {"dampening": 0.0, "nesterov": False, "maximize": False}
         sgd(*self.lists, foreach=True, **SGD, **flags)
 
     def predict(self, out: torch.Tensor) -> None:
-        """Predict with our separate op."""
         predict_sgd(self.param, self.velocity, lr=SGD["lr"], horizon=HORIZON, out=out)

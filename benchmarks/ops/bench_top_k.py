@@ -28,7 +28,6 @@ CASES = [
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
     for numel in sizes:
         gradients = [heavy_tailed(numel, device) for _ in range(NUM_GRADIENTS)]
         for share, has_residual, threshold in CASES:

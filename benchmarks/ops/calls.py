@@ -190,7 +190,6 @@ def entries(numel: int) -> Iterator[Call]:
 
 
 def measure(call: Call, numel: int, turns: int, repeats: int) -> list[Row]:
-    """Return a row for each provider; every turn times all of them, in random order."""
     providers = {PUBLIC: call.run, RAW: raw_overload(call)}
     if call.peer:
         providers[f"torch {call.peer[0]}"] = call.peer[1]

@@ -38,7 +38,6 @@ def start_exchange(outgoing: torch.Tensor, incoming: torch.Tensor, group) -> lis
 
 
 def make_steps(device: str, numel: int, group) -> dict[str, Callable[[], None]]:
-    """Return the communication alone, the kernels alone, and both at once."""
     outgoing, incoming, z, message = (torch.randn(numel, device=device) for _ in range(4))
     kept = torch.tensor(0.5, dtype=torch.float64, device=device)
     masses = kept.reshape(1).clone()
@@ -92,7 +91,6 @@ def make_rows(seconds: dict[str, float], case: str, device: str, numel: int) -> 
 
 
 def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
-    """Run one process of the measurement; rank 0 prints and writes."""
     device = options.device
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
@@ -133,7 +131,6 @@ def nccl_versions() -> list[tuple[int, ...]]:
 
 
 def describe_nccl() -> str:
-    """Return the versions that torch was compiled with, and that run."""
     compiled = ".".join(map(str, torch.cuda.nccl.version()))
     loaded = ", ".join(".".join(map(str, version)) for version in nccl_versions())
     return f"torch was compiled with {compiled}; loaded: {loaded}"

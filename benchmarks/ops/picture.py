@@ -41,7 +41,6 @@ def mark(axes: Axes, place: int, case: list[Row]) -> None:
 
 
 def draw(rows: Sequence[Row], title: str, *, compresses: bool) -> Figure | None:
-    """Draw a line for each case, with our rate and the peers'."""
     rows = [row for row in rows if row.get("of_copy")]
     cases = [case for case in largest_cases(rows) if (case[0]["op"] in COMPRESSION) == compresses]
     if not cases:

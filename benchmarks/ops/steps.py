@@ -60,7 +60,6 @@ class StepCases:
     make_buffers: Callable[[str, int, int], Buffers]
 
     def at(self, device: str, sizes: list[int]) -> Iterator[Case]:
-        """Yield all cases at all sizes."""
         for numel in sizes:
             yield self.alone(device, numel)
             for out_dtype in (torch.float32, torch.bfloat16):
@@ -69,7 +68,6 @@ class StepCases:
             yield self.all_in_one(device, numel)
 
     def alone(self, device: str, numel: int) -> Case:
-        """Return the case of the plain step."""
         buffers = self.make_buffers(device, numel, 1)
         providers = [
             Provider("pyparallel", buffers.ours),
@@ -81,7 +79,6 @@ class StepCases:
     def and_prediction(
         self, device: str, numel: int, out_dtype: torch.dtype, num_gradients: int = 1
     ) -> Case:
-        """Return the case of a step followed by a prediction of this dtype."""
         buffers = self.make_buffers(device, numel, num_gradients)
         out = torch.empty(numel, device=device, dtype=out_dtype)
 

@@ -87,11 +87,9 @@ class Sizes:
     optimizer: str = ADAMW
 
     def ours(self, systems: Sequence[OurSchedule]) -> list[OurSchedule]:
-        """Return systems with the optimizer."""
         return [replace(system, optimizer=self.optimizer) for system in systems]
 
     def optimizer_of(self, system: str) -> str:
-        """Return the class of a system's optimizer."""
         return ADAMW if system.startswith("torch ") else self.optimizer
 
 
@@ -122,7 +120,6 @@ DRY = Sizes(
 
 
 def bench_throughput(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure with few to many microbatches per step, in one run."""
     for count in sizes.microbatches:
         systems = [*sizes.ours(OURS), *PEERS]
         run = measure_speeds_of(sizes, sizes.model, systems, count, sizes.throughput)
@@ -133,7 +130,6 @@ def bench_throughput(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_small(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure little models, 1F1B against torch's and PipeOptim against the faster of torch's."""
     name_of_ours, theirs = (each.ONE_FORWARD_ONE_BACKWARD.name for each in (ours, peers))
     systems, model = [*sizes.ours(COMPARED), *TORCHS], sizes.small_model
 
@@ -150,7 +146,6 @@ def bench_small(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_limit(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure PipeOptim against the limit, both with the same optimizer."""
     for count in sizes.microbatches:
         runs = measure_runs(sizes, sizes.model, sizes.ours([ours.PIPE_OPTIM]), count)
         ratio_is = "speed of the limit"
@@ -160,7 +155,6 @@ def bench_limit(sizes: Sizes) -> Iterator[list[Row]]:
 def measure_speeds_of(
     sizes: Sizes, model: Model, systems: Sequence[System], num_microbatches: int, plan: Plan
 ) -> Mapping[str, Speed]:
-    """Return the speeds of systems and of the limit in new processes."""
     arguments = (model, systems, num_microbatches, plan, sizes.optimizer)
     return run_on_loopback(RANKS, 300, measure_speeds, *arguments)[0]
 
@@ -168,13 +162,11 @@ def measure_speeds_of(
 def measure_runs(
     sizes: Sizes, model: Model, systems: Sequence[System], num_microbatches: int
 ) -> list[Mapping[str, Speed]]:
-    """Return the speeds in each of several runs."""
     arguments = (sizes, model, systems, num_microbatches, sizes.small)
     return [measure_speeds_of(*arguments) for _ in range(sizes.runs)]
 
 
 def fastest(run: Mapping[str, Speed], systems: Sequence[System]) -> str:
-    """Return the name of the fastest of some systems."""
     return min((each.name for each in systems), key=lambda name: run[name].median)
 
 
@@ -222,7 +214,6 @@ def rows_of_speeds(
 
 
 def spread_of(ratios: Sequence[float]) -> Row:
-    """Return the median of ratios, the least and the greatest."""
     found = {
         "ratio": statistics.median(ratios),
         "ratio_low": min(ratios),
@@ -232,7 +223,6 @@ def spread_of(ratios: Sequence[float]) -> Row:
 
 
 def bench_prediction(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure on both stages at once."""
     for kind in prediction.OPTIMIZERS:
         arguments = (sizes.model, sizes.updates, kind)
         seconds = run_on_loopback(RANKS, 300, prediction.measure, *arguments)[0]
@@ -253,7 +243,6 @@ def bench_prediction(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_link(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure both stages in a network namespace of its own, against torch's 1F1B."""
     systems, peer = [*sizes.ours(COMPARED), *TORCHS], peers.ONE_FORWARD_ONE_BACKWARD.name
     for count in sizes.microbatches:
         arguments = (sizes.model, systems, count, sizes.throughput)
@@ -281,7 +270,6 @@ def bench_link(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_bubbles(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure all systems in each pipeline."""
     busy = 3 * sizes.forward  # seconds of work per rank and microbatch
     for deep in sizes.deep:
         forward = sizes.forward * deep.ranks

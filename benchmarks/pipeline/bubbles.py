@@ -26,7 +26,6 @@ class Waiting(NamedTuple):
 def measure(
     rank: int, model: SleepingModel, systems: Sequence[System], num_microbatches: int, plan: Plan
 ) -> dict[str, Waiting]:
-    """Measure all systems in turns."""
     trainings = start(systems, model, num_microbatches)
     seconds = time_microbatches(trainings, num_microbatches, plan)
     return {

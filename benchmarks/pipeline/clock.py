@@ -150,7 +150,6 @@ class TheirTraining(Training):
 
 
 def start(entry: Entry, updates: int, seed: int) -> Training:
-    """Start the training of an entry on this rank."""
     kind = OurTraining if entry.schedule is None else TheirTraining
     return kind(entry, updates, seed)
 
@@ -201,7 +200,6 @@ def evaluate(rank: int, training: Training, whole: nn.Sequential) -> float:
 def rows_of(
     entries: Sequence[Entry], points: Sequence[Sequence[tuple]], seed: int
 ) -> Iterator[Row]:
-    """Yield the rows of a race."""
     shape = f"{IN_TWO.num_layers} blocks of width {IN_TWO.width}"
     compute = f"byte transformer, {shape}, {IN_TWO.batch_size} x {IN_TWO.context} bytes an update"
     for entry, of_entry in zip(entries, points, strict=True):

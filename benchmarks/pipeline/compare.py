@@ -59,7 +59,6 @@ def main() -> None:
 
 
 def runs_of(task: Task, schedules: Iterable[str], seed: int) -> list[tuple[str, float]]:
-    """Return the schedules and learning rates for one seed."""
     swept = SWEPT if task.sweep_seed in {None, seed} else ()
     return [
         (name, rate)

@@ -43,7 +43,6 @@ class StageAlone:
         return output if self._target is None else self._loss(output, self._target)
 
     def backward(self, output: Tensor) -> None:
-        """Run the backward with new gradients."""
         self._inputs.grad = None
         self.stage.zero_grad()
         output.backward(self._gradient if self._target is None else None)
@@ -122,7 +121,6 @@ def measure_speeds(
     plan: Plan,
     optimizer: str = ADAMW,
 ) -> dict[str, Speed]:
-    """Measure all systems in turns, and the limit with an optimizer of this class."""
     pipelines = start(systems, model, num_microbatches)
     limit = start([Limit(optimizer)], model, num_microbatches)
     seconds = time_microbatches(limit | pipelines, num_microbatches, plan)

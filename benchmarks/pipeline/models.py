@@ -36,7 +36,6 @@ class Model:
 
 
 def build_stages(model: Model, num_stages: int) -> list[nn.Sequential]:
-    """Return the stages of a new model."""
     layers = model.build()
     edges = pairwise([0, *model.split(num_stages), len(layers)])
     return [nn.Sequential(*layers[begin:end]) for begin, end in edges]
@@ -67,7 +66,6 @@ class TextModel(Model):
 
     @property
     def tokens(self) -> int:
-        """Tokens per microbatch."""
         return self.microbatch * self.length
 
 
@@ -204,7 +202,6 @@ class SleepingModel(Model):
         return Costs(forward, backward, backward / 2, backward / 2)
 
     def make_batch(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Return one sample per microbatch, of any value."""
         return torch.ones(num_microbatches, 1), torch.zeros(num_microbatches, 1)
 
 

@@ -153,7 +153,6 @@ class Rows(RunRows):
 
 
 def perform(run: Run) -> Row:
-    """Train once; return the columns of the row after its key."""
     contestant = contestant_of(run.schedule, run.correction, run.stages)
     task = replace(MODELS[run.stages], make_optimizer=MAKERS[run.optimizer])
     outcome = train(task, contestant, run.rate, run.seed, run.updates, WARM_UP)
@@ -179,7 +178,6 @@ def contestant_of(schedule: str, correction: str, stages: int) -> Contestant:
 
 
 def adamw(parameters: list[nn.Parameter], lr: float) -> Optimizer:
-    """Return AdamW for all parameters."""
     return torch.optim.AdamW(parameters, lr=lr)
 
 
@@ -200,7 +198,6 @@ MAKERS = {"adamw": adamw, "muon": muon}
 
 
 def choose_rate(rows: Rows, run: Run) -> float:
-    """Return the best rate of a contestant by the rule for all."""
     scores = {rate: rows.score(replace(run, rate=rate)) for rate in RATES}
     while (best := min(scores, key=scores.__getitem__)) in {min(scores), max(scores)}:
         rate = best / 2 if best == min(scores) else best * 2

@@ -88,7 +88,6 @@ class Timers:
 
     @contextmanager
     def installed(self, module: torch.nn.Module) -> Iterator[None]:
-        """Time the functions of the trainer, and the forward of its module."""
         places = [*FUNCTIONS, (module, "forward", FORWARD)]
         before = [getattr(owner, name) for owner, name, _ in places]
         for (owner, name, part), function in zip(places, before, strict=True):
@@ -100,7 +99,6 @@ class Timers:
                 setattr(owner, name, function)
 
     def _switch(self) -> None:
-        """Count the time since the last switch."""
         now = time.perf_counter()
         if self._running:
             self.seconds[self._running[-1]] += now - self._since
@@ -130,7 +128,6 @@ def measure(
 def run_block(
     training: OurTraining, steps: int, begin_timing: Callable[[], None] = lambda: None
 ) -> float:
-    """Return the seconds of the steps, in steady state after one of warm-up."""
     dist.barrier()
     training.step()
     begin_timing()
@@ -143,7 +140,6 @@ def run_block(
 
 
 def print_rows(rows: list[Row]) -> None:
-    """Print the parts of both stages beside each other."""
     print(f"\n{rows[0]['system']}, M = {rows[0]['microbatches']}; ms a microbatch, share")
     half = len(rows) // 2
     for first, second in zip(rows[:half], rows[half:], strict=True):

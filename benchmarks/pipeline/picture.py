@@ -56,19 +56,16 @@ COLORS = dict(zip(ORDER, [BLACK, ORANGE, SKY, PURPLE, GRAY, GREEN, RED], strict=
 
 
 def trained(rows: Sequence[Row]) -> list[tuple[Task, list[Row]]]:
-    """Return the tasks that have rows, with their rows."""
     found = [(task, where(rows, task=task.name)) for task in TASKS]
     return [(task, own) for task, own in found if own]
 
 
 def trained_at_rates(rows: Sequence[Row]) -> list[tuple[Task, list[Row]]]:
-    """Return those trained at several rates."""
     return [(task, own) for task, own in trained(rows) if len(task.rates) > 1]
 
 
 @shows(trained)
 def draw_accuracy(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
-    """Draw the differences from GPipe at the main rate."""
     title = "What do stale weights cost? Held-out scores against GPipe's"
     figure, axes = panels(title, len(found), 4.2, sharey=True)
     for own, (task, of_task) in zip(axes, found, strict=True):
@@ -85,7 +82,6 @@ def draw_accuracy(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
 
 @shows(trained_at_rates)
 def draw_losses(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
-    """Draw the mean training loss of each schedule by update."""
     figure, axes = panels("Do stale weights slow training down?", len(found), 4.4)
     for own, (task, of_task) in zip(axes, found, strict=True):
         draw_curves(own, select(of_task, task, task.main_rate), task, COLORS)
@@ -96,7 +92,6 @@ def draw_losses(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
 def draw_curves(
     axes: Axes, groups: Mapping[str, list[Row]], task: Task, colors: Mapping[str, str]
 ) -> None:
-    """Draw the mean over seeds of each group."""
     for name, group in groups.items():
         means = mean_losses(group)
         updates = int(group[0]["updates"])
@@ -119,7 +114,6 @@ def draw_rates(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
 
 
 def draw_sweep(axes: Axes, rows: Sequence[Row], task: Task) -> None:
-    """Draw the schedules that were trained at several rates."""
     at_rates, names = swept(rows, task)
     for index, name in enumerate(names):
         means = []
@@ -151,7 +145,6 @@ def scale(axes: Axes) -> None:
 
 @shows_part("throughput")
 def draw_throughput(rows: Sequence[Row]) -> Figure:
-    """Draw the fraction of the limit that each system reaches."""
     rows = [row for row in rows if row["system"] != Limit.name]
     title = "How fast is a pipeline? Blue: pyparallel, gray: torch"
     figure, axes = bars_by_case(
@@ -169,7 +162,6 @@ def draw_throughput(rows: Sequence[Row]) -> Figure:
 
 @shows_part("bubbles")
 def draw_bubbles(rows: Sequence[Row]) -> Figure:
-    """Draw the measured bubbles as bars, the simulated ones as marks."""
     title = "How long do ranks wait? Blue: pyparallel, gray: torch"
     figure, axes = bars_by_case(
         rows, title, 5.0, lambda row: 100 * float(row["bubble"]), "{:.0f}", gray_if_torch
@@ -186,7 +178,6 @@ def draw_bubbles(rows: Sequence[Row]) -> Figure:
 
 @shows(lambda rows: [row for row in rows if "stages" in row and row["updates"] == SEARCHED])
 def draw_sweeps(rows: Sequence[Row]) -> Figure:
-    """Draw the held-out loss of short runs at each rate, for each number of stages."""
     shown = [GPIPE, ("2BW", PLAIN), ("PipeDream", PLAIN), ("PipeOptim", PLAIN)]
     colors = dict(zip(shown, [BLACK, SKY, ORANGE, GREEN], strict=True))
     depths = [depth for depth in of(rows, "stages") if depth != "2"]
@@ -218,7 +209,6 @@ LINES = {"adamw": "--", "muon": "-"}
 
 @shows(long_runs)
 def draw_finals(rows: Sequence[Row]) -> Figure:
-    """Draw the held-out loss of the long runs at each one's own rate."""
     depths = of(rows, "stages")
     title = "Do delayed gradients cost loss? Each contestant at its own best rate"
     figure, axes = panels(title, len(depths), 4.2, sharey=True)
@@ -247,7 +237,6 @@ def draw_finals(rows: Sequence[Row]) -> Figure:
 
 @shows(lambda rows: [row for row in rows if "seconds" in row])
 def draw_race(rows: Sequence[Row]) -> Figure:
-    """Draw the held-out loss over seconds, the mean over seeds."""
     figure, (axes,) = panels("Loss over time: two ranks that compute, one run", 1, 4.4)
     for system in of(rows, "system"):
         for optimizer, name in OPTIMIZERS.items():

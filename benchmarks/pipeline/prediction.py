@@ -20,7 +20,6 @@ DIFFERENCE = "the prediction: the difference"
 
 
 def adamw(stage: nn.Module) -> list[Optimizer]:
-    """Return torch's fused AdamW."""
     return [make_optimizer(stage.parameters())]
 
 

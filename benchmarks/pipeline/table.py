@@ -178,7 +178,6 @@ def contestants(rows: Sequence[Row]) -> list[Contestant]:
 
 
 def trained(rows: Sequence[Row], contestant: Contestant, optimizer: str) -> list[Row]:
-    """Return the rows of a contestant with an optimizer."""
     return where(rows, schedule=contestant[0], correction=contestant[1], optimizer=optimizer)
 
 
@@ -188,7 +187,6 @@ def long_runs(rows: Sequence[Row]) -> list[Row]:
 
 
 def by_rate(rows: Sequence[Row], contestant: Contestant, optimizer: str) -> dict[str, list[Row]]:
-    """Return the long runs of a contestant by rate, ascending."""
     own = grouped(trained(long_runs(rows), contestant, optimizer), "rate")
     return {rate: own[rate] for rate in sorted(own, key=float)}
 
@@ -204,7 +202,6 @@ def label(contestant: Contestant) -> str:
 
 
 def bits(row: Row) -> float:
-    """Return the held-out bits per byte of a row."""
     return float(row["held_out_bits"])
 
 
@@ -213,7 +210,6 @@ def mean_bits(rows: Sequence[Row]) -> float:
 
 
 def behind(rows: Sequence[Row], baseline: Sequence[Row]) -> float:
-    """Return by how many percent the mean loss is above another one."""
     return 100 * (mean_bits(rows) / mean_bits(baseline) - 1)
 
 

@@ -45,7 +45,6 @@ class Digits(Task):
     loss = staticmethod(cross_entropy)
 
     def build(self) -> nn.Sequential:
-        """Return two convolutions and two linear layers."""
         return digits_net()
 
     def batches(self, seed: int) -> Iterator[Batch]:
@@ -64,7 +63,6 @@ class Digits(Task):
         return load_images()[2:]
 
     def accuracy(self, model: nn.Module) -> float | None:
-        """Return the fraction of correct held-out predictions."""
         return accuracy(model, *self.held_out())
 
 
@@ -97,7 +95,6 @@ class Bytes(Task):
         return build_transformer(self.context, self.width, self.num_layers, self.num_heads)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield random windows."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             windows = draw_windows(load_text()[0], self.batch_size, self.context + 1, generator)
@@ -115,7 +112,6 @@ class Bytes(Task):
 
 @cache
 def load_text() -> tuple[Tensor, Tensor]:
-    """Return the training and the held-out bytes."""
     train, held_out = load_files()
     return as_tensor(train), as_tensor(held_out)
 

@@ -52,7 +52,6 @@ class Outcome:
 
     @property
     def columns(self) -> Row:
-        """The columns that all comparisons have."""
         return {
             "weight_copies": " ".join(map(str, self.weight_copies)),
             "losses": as_text(shorten([self.losses])),
@@ -75,7 +74,6 @@ class Run:
 
 
 def add_arguments(parser: argparse.ArgumentParser, tasks: Sequence[str], seeds: int) -> None:
-    """Add the arguments of a comparison of schedules."""
     parser.add_argument("--tasks", nargs="*", choices=tasks, default=tasks)
     help_text = "none: only print"
     parser.add_argument("--seeds", nargs="*", type=int, default=[*range(seeds)], help=help_text)
@@ -87,7 +85,6 @@ def complete(
     runs: Iterable[Run],
     markdown: Callable[[Sequence[Row]], str],
 ) -> None:
-    """Perform the runs without a row, or all of them, and print the tables of all rows."""
     torch.set_num_threads(1)
     rows = RunRows(options.out, FIELDS, num_keys=4)
     rows.complete(runs, lambda run: perform(run, options.updates), again=options.again)
@@ -95,7 +92,6 @@ def complete(
 
 
 def perform(run: Run, updates: int | None = None) -> Row:
-    """Train once; return the columns of the row after its key."""
     updates = updates or run.task.updates
     outcome = train(run.task, run.contestant, run.rate, run.seed, updates)
     accuracy = outcome.held_out_accuracy

@@ -108,7 +108,6 @@ def watch_growth(options: argparse.Namespace) -> list[str]:
 
 
 def watch_faults(options: argparse.Namespace) -> list[str]:
-    """Run the trials; return those in which a requirement is broken."""
     path = options.out or RESULTS / f"faults-{machine()}.csv"
     chosen = campaign.choose(options.seed, options.only, dry_run=options.dry_run)
     found = []
@@ -127,7 +126,6 @@ def watch_faults(options: argparse.Namespace) -> list[str]:
 
 
 def watch_restarts(options: argparse.Namespace) -> list[str]:
-    """Kill ranks and start again; return the trials in which a requirement is broken."""
     path = options.out or RESULTS / f"restarts-{machine()}.csv"
     found = []
     for row in restarts.campaign(2 if options.dry_run else options.trials, options.seed):
@@ -175,7 +173,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def soak(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield the row of each case as it ends."""
     for name in filter(PARTS.__contains__, options.part):
         part = PARTS[name]
         count, wanted = options.steps or part.steps, tuple(options.only or [""])
@@ -211,7 +208,6 @@ def run_case(name: str, case: str, num_ranks: int, num_steps: int, seconds: floa
 
 
 def columns_of(report: Report) -> Row:
-    """Return the columns of a rank."""
     growth = "" if report.growth_kb is None else f"{report.growth_kb:.1f}"
     row: Row = {"growth_kb": growth}
     for when, sample in (("early", report.early), ("late", report.late)):

@@ -92,7 +92,6 @@ def campaign(num_trials: int, seed: int) -> Iterator[Row]:
 
 
 def digests(outcome: Outcome) -> list[str | None]:
-    """Return what the ranks ended with: checksums of weights and losses."""
     return [end.digest for end in outcome.ends]
 
 
@@ -106,12 +105,10 @@ def texts_of(killed: Outcome, victim: int) -> dict[int, str]:
 
 
 def last_end(killed: Outcome, victim: int) -> float:
-    """Return the seconds from the kill to the end of the last survivor."""
     return max(end.ended for rank, end in enumerate(killed.ends) if rank != victim)
 
 
 def find_problems(killed: Outcome, victim: int, *, equal: bool) -> list[str]:
-    """Return the requirements that are broken."""
     texts = texts_of(killed, victim)
     survivors = {*range(NUM_RANKS)} - {victim}
     hung = [rank for rank, end in enumerate(killed.ends) if end.status is None]
@@ -127,7 +124,6 @@ def find_problems(killed: Outcome, victim: int, *, equal: bool) -> list[str]:
 
 
 def summarize(rows: Sequence[Row]) -> str:
-    """Return the figures of all trials in a sentence."""
     ends = [float(str(row["last_end_s"])) for row in rows]
     one = sum(row["messages"] == 1 for row in rows)
     equal = sum(row["equal"] == "yes" for row in rows)
@@ -184,7 +180,6 @@ def save(state: object, path: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove the checkpoints of a run."""
     for path in folder.iterdir():
         path.unlink()
 

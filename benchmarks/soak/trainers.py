@@ -102,7 +102,6 @@ def loop(
 
 
 def sgd(parameters: Any) -> Optimizer:
-    """Return torch's SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
@@ -112,8 +111,6 @@ def averaging(
     *,
     closure: bool = False,
 ) -> Start:
-    """Return what starts GossipDataParallel; the algorithm is made for a number of ranks."""
-
     def start() -> Running:
         layers = build_layers()
         optimizer = make_optimizer(layers.parameters())
@@ -126,8 +123,6 @@ def averaging(
 
 
 def pipelined(schedule: pipeline.Schedule, stages_per_rank: int = 1) -> Start:
-    """Return what starts PipelineTrainer with a schedule."""
-
     def start() -> Running:
         count = dist.get_world_size() * stages_per_rank
         layers = list(build_layers())
@@ -146,14 +141,11 @@ def pipelined(schedule: pipeline.Schedule, stages_per_rank: int = 1) -> Start:
 
 
 def subnets() -> Running:
-    """Start SubnetTrainer, which merges every five steps."""
     trainer = SubnetTrainer(build_layers(), sgd, Partition(), 5)
     return Running(loop(trainer, trainer.optimizer), trainer.flush, trainer, trainer)
 
 
 def ddp(compressor: Compressor | None = None) -> Start:
-    """Return what starts DDP with a compressor, or without a hook."""
-
     def start() -> Running:
         model = DistributedDataParallel(build_layers(), bucket_cap_mb=SMALL_BUCKETS)
         if compressor is not None:
@@ -178,7 +170,6 @@ def fsdp(compressor: Compressor | None = None) -> Start:
 
 
 def overlapped(num_ranks: int, overlap: int = 1) -> gossip.SGP:
-    """Return SGP whose rounds are in flight for one step or more."""
     return gossip.SGP(OnePeerExponential(num_ranks), overlap=overlap)
 
 
@@ -217,7 +208,6 @@ STARTS: dict[str, Start] = {
 
 
 def run(rank: int, case: str, steps: int) -> tuple[list[Sample], dict[str, float]]:
-    """Take steps and complete communication; return this rank's samples."""
     running = STARTS[case]()
     samples = watch(lambda index: running.step(), steps)
     running.finish()
@@ -225,7 +215,6 @@ def run(rank: int, case: str, steps: int) -> tuple[list[Sample], dict[str, float
 
 
 def checksum(tensors: list[Any]) -> str:
-    """Return the first digits of a hash of tensors' bytes."""
     found = hashlib.sha256()
     for tensor in tensors:
         assert isinstance(tensor, Tensor)

@@ -45,12 +45,10 @@ class Sizes:
     mbit_per_s: int | None
 
     def link(self) -> AbstractContextManager[Rendezvous]:
-        """Create the network between the ranks."""
         return limited_links(RANKS, self.mbit_per_s) if self.mbit_per_s else loopback()
 
     @property
     def link_name(self) -> str:
-        """Name of the link in the rows."""
         return f"{self.mbit_per_s} Mbit/s" if self.mbit_per_s else "loopback"
 
 
@@ -86,7 +84,6 @@ def main() -> None:
 
 
 def measure(entry: Entry, seed: int, sizes: Sizes) -> Row:
-    """Train once; return the columns of the row after its key."""
     limit = 120 + 4 * sizes.budget.seconds
     arguments = (entry.task, entry.method, entry.make_optimizer, seed, sizes.budget)
     with sizes.link() as place:

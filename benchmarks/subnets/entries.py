@@ -44,7 +44,6 @@ class Entry:
 
     @property
     def options(self) -> str:
-        """Complete description of the method and optimizer."""
         return f"{self.method!r}, {self.make_optimizer!r}"
 
 

@@ -37,7 +37,6 @@ DASHES = ["-", ":"]  # of the largest and the smallest step
 
 
 def draw_race(rows: Sequence[Row], task: str) -> Figure | None:
-    """Draw the score over seconds and over bytes."""
     groups = by_method(where(rows, task=task), task)
     if not groups:
         return None
@@ -73,7 +72,6 @@ def draw_mean(axes: Axes, name: str, curves: Sequence[tuple[list[float], list[fl
 
 
 def draw_sketches(rows: Sequence[Row], field: str, title: str, ylabel: str) -> Figure | None:
-    """Draw distances by round for the largest and the smallest step, a panel for each size."""
     rows = [
         row
         for row in rows
@@ -100,13 +98,11 @@ def draw_sketches(rows: Sequence[Row], field: str, title: str, ylabel: str) -> F
 
 
 def plot(axes: Axes, row: Row, field: str, dash: str) -> None:
-    """Draw one run."""
     color = OF_SKETCH[row["sketch"]]
     axes.plot(numbers(row["rounds"]), numbers(row[field]), dash, color=color, linewidth=1.6)
 
 
 def finish(axes: Axes) -> None:
-    """Set the scales."""
     axes.set_xscale("symlog", linthresh=1, linscale=0.3)
     axes.set_xlim(0)
     axes.set_xticks([0, 1, 10, 100], ["0", "1", "10", "100"])
@@ -115,7 +111,6 @@ def finish(axes: Axes) -> None:
 
 
 def key(figure: Figure, sketches: Sequence[str], steps: Sequence[float]) -> None:
-    """Add a legend of colors and dashes."""
     lines = [Line2D([], [], color=OF_SKETCH[each], label=LABELS[each]) for each in sketches]
     for dash, step in zip(DASHES, dict.fromkeys(steps), strict=False):
         label = f"{step:g} of the largest step" if step < 1 else "the largest step"

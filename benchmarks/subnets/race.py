@@ -119,7 +119,6 @@ def measure(task: Task, training: Training) -> float:
 
 
 def count_bytes(held: Any) -> int:
-    """Return the bytes of all tensors in nested dicts and lists."""
     if isinstance(held, Tensor):
         return held.nbytes
     if isinstance(held, dict):

@@ -24,7 +24,6 @@ class Curve:
 
     @property
     def megabytes(self) -> list[float]:
-        """Megabytes sent."""
         return [sent / 1e6 for sent in self.sent]
 
 
@@ -34,7 +33,6 @@ def read_curve(row: Row) -> Curve:
 
 
 def by_method(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
-    """Return the rows of each method on one task, in a fixed order."""
     return grouped(where(rows, task=task), "method", ORDER)
 
 
@@ -43,7 +41,6 @@ def measure_of(task: str) -> Measure:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return a table for each task."""
     parts = [(by_method(rows, task), measure_of(task)) for task in TASKS]
     return "\n".join(_table(groups, measure) for groups, measure in parts if groups)
 

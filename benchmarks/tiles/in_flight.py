@@ -130,7 +130,6 @@ FORMATS = {
 
 
 def main() -> None:
-    """Write the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", type=Path, nargs="+", help="or cubins, by nvcc -cubin")
     parser.add_argument("--out", type=Path, default=RESULTS / f"in-flight-{ARCHITECTURE}.csv")

@@ -132,7 +132,6 @@ class _State:
         return len(self.pending), guarded, self.used, fresh
 
     def add(self, load: Instruction) -> None:
-        """Put a load in flight."""
         for register in load.targets:
             known = self.pending.setdefault(register, load.guard)
             self.pending[register] = load.guard if known == load.guard else ""

@@ -49,7 +49,6 @@ class Plan:
     microbatches: int
 
     def steps(self, num_microbatches: int) -> int:
-        """Return the steps of a block, of so many microbatches each."""
         return max(1, self.microbatches // num_microbatches)
 
 
@@ -66,14 +65,12 @@ def start(systems: Sequence[System], model: Model, num_microbatches: int) -> dic
 def time_steps(
     trainings: dict[str, Training], num_microbatches: int, plan: Plan
 ) -> dict[str, list[float]]:
-    """Return the seconds per step in each turn, on the slowest rank."""
     return time_blocks(trainings, plan.turns, plan.steps(num_microbatches))
 
 
 def time_microbatches(
     trainings: dict[str, Training], num_microbatches: int, plan: Plan
 ) -> dict[str, list[float]]:
-    """Return the seconds per microbatch in each turn, on the slowest rank."""
     found = time_steps(trainings, num_microbatches, plan)
     return {name: [each / num_microbatches for each in times] for name, times in found.items()}
 

@@ -40,13 +40,11 @@ class TorchSchedule:
         return f"torch {self.schedule.removeprefix('Schedule')}"
 
     def stages(self, rank: int, num_ranks: int) -> list[int]:
-        """Return the stages of a rank, ascending."""
         if self.in_v:
             return [rank, 2 * num_ranks - 1 - rank]
         return list(range(rank, num_ranks * self.stages_per_rank, num_ranks))
 
     def runs(self, num_ranks: int, num_microbatches: int) -> bool:
-        """Return whether the schedule can run with so few microbatches."""
         return num_microbatches >= num_ranks * self.stages_per_rank * self.microbatches_per_stage
 
     def start(self, model: Model, num_microbatches: int) -> "TorchTraining":
@@ -123,7 +121,6 @@ class TorchTraining:
 
 
 def read_order(order: Mapping[int, Sequence[Any]]) -> list[list[Action]]:
-    """Return torch's order of the computations, by rank."""
     with TemporaryDirectory() as folder:
         path = Path(folder, "order.csv")
         with path.open("w", newline="") as file:

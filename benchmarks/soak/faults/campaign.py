@@ -34,7 +34,6 @@ def choose(seed: int, only: Sequence[str] | None, *, dry_run: bool) -> list[Tria
 
 
 def run_all(trials: Sequence[Trial]) -> Iterator[Row]:
-    """Yield the row of each trial, in their order."""
     cuts = any(trial.what.kind == "cut" for trial in trials)
     runner = Runner(find_refusal() if cuts else None)
     pool = ThreadPoolExecutor(AT_ONCE)

@@ -42,7 +42,6 @@ LONGEST_TEXT = 240
 
 
 def base_row(trial: Trial) -> Row:
-    """Return the columns of a trial that has not run."""
     return {
         "fault": trial.fault,
         "trainer": trial.trainer,
@@ -141,5 +140,4 @@ def find_unclear(trial: Trial, readings: Mapping[int, Reading]) -> list[str]:
 
 
 def first_line(kind: str, text: str) -> str:
-    """Return an error as Python prints it, shortened."""
     return f"{kind.rpartition('.')[2]}: {text}".splitlines()[0][:LONGEST_TEXT]

@@ -94,7 +94,6 @@ class Trial:
 
     @property
     def what(self) -> Fault:
-        """Return the fault itself."""
         return FAULTS.get(self.fault, UNDISTURBED)
 
 
@@ -108,7 +107,6 @@ def plan(seed: int) -> Iterator[Trial]:
 
 
 def make_trial(fault: str, trainer: str, seed: int) -> Trial:
-    """Return a trial, whose victim and moment are drawn."""
     draw = random.Random(f"{seed}, {fault}, {trainer}")
     ranks = ranks_of(trainer)
     what = FAULTS.get(fault, UNDISTURBED)
@@ -119,19 +117,16 @@ def make_trial(fault: str, trainer: str, seed: int) -> Trial:
 
 
 def baseline(trainer: str) -> Trial:
-    """Return the undisturbed run of a trainer."""
     return Trial("none", trainer, ranks_of(trainer), 0, 0, 0.0)
 
 
 def is_pipeline(trainer: str) -> bool:
-    """Return whether a trainer is a PipelineTrainer."""
     names = list(TRAINERS)
     first, last = names.index(FIRST_PIPELINE), names.index(LAST_PIPELINE)
     return first <= names.index(trainer) <= last or trainer in PLACED
 
 
 def is_gossip(trainer: str) -> bool:
-    """Return whether a trainer is a GossipDataParallel."""
     return list(TRAINERS).index(trainer) < list(TRAINERS).index(FIRST_PIPELINE)
 
 

@@ -105,12 +105,10 @@ class Rank:
         store.wait(keys, datetime.timedelta(seconds=LONGEST_LIFE))
 
     def report_error(self, error: BaseException) -> None:
-        """Report the class and the text of an error."""
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         self.report("error", type=kind, text=str(error)[:LONGEST_TEXT], step=self.step)
 
     def train(self) -> str:
-        """Take steps; return a digest of the final parameters."""
         if self.trial.checkpoints:
             return restarts.train(self)
         self.enter("construction")
@@ -181,13 +179,11 @@ class Rank:
         self.left = what.kind == "return"
 
     def send_signal(self, number: int) -> None:
-        """Report the fault and end or stop this process."""
         self.report("fault")
         os.kill(os.getpid(), number)
 
 
 def raise_user_error(module: nn.Module, inputs: object) -> None:
-    """Raise an error in a forward."""
     raise UserError("a mistake in the user's code")
 
 
@@ -201,7 +197,6 @@ def modules_of(trainer: str, running: Running) -> list[nn.Module]:
 
 
 def digest_of(trainer: str, running: Running) -> str:
-    """Return a checksum of this rank's parameters."""
     if trainer == "SubnetTrainer":
         with running.trainer.full_model() as module:
             return checksum(list(module.parameters()))

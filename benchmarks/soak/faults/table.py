@@ -33,7 +33,6 @@ def by_fault(rows: Sequence[Row], before: Sequence[Row] = ()) -> str:
 
 
 def by_trainer(rows: Sequence[Row], before: Sequence[Row] = ()) -> str:
-    """Return a table in Markdown with a line for each trainer; ``before`` is as of `by_fault`."""
     return _table("trainer", rows, before)
 
 

@@ -83,7 +83,6 @@ class Server:
         )
 
     def begin(self, trial: Trial, place: Rendezvous, folder: str) -> None:
-        """Start the ranks of a trial, with their logs in a folder."""
         assert self._process.stdin
         job = {"trial": asdict(trial), "place": asdict(place), "folder": folder}
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -114,7 +113,6 @@ class Server:
         self._process.kill()
 
     def close(self) -> None:
-        """Wait for the process, and close its pipes."""
         with self._process:
             self.kill()
 
@@ -138,7 +136,6 @@ class Watch:
         self.outcome = Outcome([End() for _ in range(self.trial.ranks)])
 
     def take(self, event: dict[str, Any]) -> None:
-        """Take an event of a rank or of the server."""
         match event["event"]:
             case "started":
                 self.processes = event["processes"]
@@ -163,7 +160,6 @@ class Watch:
                 self.over = True
 
     def strike(self, at: float) -> None:
-        """Note the moment of the fault; cut the link."""
         what = self.trial.what
         if what.kind == "cut":
             set_link(self.place, self.trial.victim, "down")
@@ -235,7 +231,6 @@ def run_trial(trial: Trial, server: Server) -> Outcome:
 
 
 def network(trial: Trial) -> AbstractContextManager[Rendezvous]:
-    """Return the loopback, or namespaces for a link that can be cut."""
     return limited_links(trial.ranks, MBIT_PER_S) if trial.what.kind == "cut" else loopback()
 
 
