@@ -17,12 +17,11 @@ minimum of everything, to test the script.
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from benchmarks.compression import cost, links, power_sgd
+from benchmarks.compression import cost, links
 from benchmarks.compression.systems import CASTS, SYSTEMS, TORCH_BF16
 from benchmarks.harness.link import LOOPBACK, links_of
-from benchmarks.harness.program import parser_of_parts, run_parts
+from benchmarks.harness.program import run_parts
 from benchmarks.harness.ranks import run_on_loopback, run_ranks
 from benchmarks.harness.rows import Row, rows_of, stamp
 from benchmarks.pipeline.models import ByteModel
@@ -39,44 +38,26 @@ FIELDS = [
 OPTIONS = {system.name: system.options for system in (*SYSTEMS, *CASTS)}
 
 
-@dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurement.
+    """The sizes of the measurements."""
 
-    Args:
-        rates: Mbit/s of the limited links.
-    """
-
-    on_links: ByteModel
-    rates: Sequence[int]
-    links: Plan
-    casts: Plan
-    for_cost: ByteModel
-    cost_turns: int
-    power_sgd_layers: int
-    power_sgd_turns: int
+    on_links = ByteModel(width=256, num_blocks=4, num_heads=4, microbatch=4, length=128)
+    rates = (100, 1000)  # Mbit/s
+    links = Plan(turns=4, microbatches=2)
+    casts = Plan(turns=9, microbatches=2)
+    for_cost = ByteModel(width=512, num_blocks=8, num_heads=8, microbatch=8, length=128)
+    cost_turns = 10
+    power_sgd_layers = 6
+    power_sgd_turns = 20
 
 
-FULL = Sizes(
-    on_links=ByteModel(width=256, num_blocks=4, num_heads=4, microbatch=4, length=128),
-    rates=(100, 1000),
-    links=Plan(turns=4, microbatches=2),
-    casts=Plan(turns=9, microbatches=2),
-    for_cost=ByteModel(width=512, num_blocks=8, num_heads=8, microbatch=8, length=128),
-    cost_turns=10,
-    power_sgd_layers=6,
-    power_sgd_turns=20,
-)
-DRY = Sizes(
-    on_links=ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8),
-    rates=(),
-    links=Plan(turns=1, microbatches=1),
-    casts=Plan(turns=1, microbatches=1),
-    for_cost=ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8),
-    cost_turns=1,
-    power_sgd_layers=1,
-    power_sgd_turns=1,
-)
+class Dry(Sizes):
+    """Those of a dry run."""
+
+    on_links = for_cost = ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8)
+    rates = ()
+    links = casts = Plan(turns=1, microbatches=1)
+    cost_turns = power_sgd_layers = power_sgd_turns = 1
 
 
 def bench_links(sizes: Sizes) -> Iterator[list[Row]]:
@@ -134,7 +115,7 @@ def bench_casts(sizes: Sizes) -> Iterator[list[Row]]:
 
 def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
     model = sizes.for_cost
-    costs = run_on_loopback(RANKS, 570, cost.measure, model, sizes.cost_turns)[0]
+    costs = run_on_loopback(RANKS, 570, cost.measure_compressors, model, sizes.cost_turns)[0]
     numel = count_parameters(model)
 
     def more(name: str) -> Row:
@@ -161,17 +142,17 @@ def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_power_sgd(sizes: Sizes) -> Iterator[list[Row]]:
-    layout = power_sgd.transformer(sizes.power_sgd_layers)
-    seconds = run_on_loopback(1, 300, power_sgd.measure, sizes.power_sgd_turns, layout)[0]
+    layout = cost.transformer(sizes.power_sgd_layers)
+    seconds = run_on_loopback(1, 300, cost.measure_power_sgd, sizes.power_sgd_turns, layout)[0]
     rows = []
-    for dtype in power_sgd.DTYPES:
+    for dtype in cost.DTYPES:
         rows += rows_of(
             {name: times for name, times in seconds.items() if name.endswith(f", {dtype}")},
-            seconds[f"{power_sgd.TORCH}, {dtype}"],
+            seconds[f"{cost.TORCH}, {dtype}"],
             "time of torch's hook",
             part="power_sgd",
             case=f"gradients of {dtype}",
-            compute=f"a transformer's parameters, rank {power_sgd.RANK}",
+            compute=f"a transformer's parameters, rank {cost.RANK}",
             ranks=1,
             numel=layout.numel,
         )
@@ -199,10 +180,5 @@ PARTS = {
 }
 
 
-def main() -> None:
-    options = parser_of_parts("compression", __doc__, PARTS).parse_args()
-    run_parts("compression", PARTS, DRY if options.dry_run else FULL, options, FIELDS)
-
-
 if __name__ == "__main__":
-    main()
+    run_parts("compression", __doc__, PARTS, FIELDS, Sizes(), Dry())

@@ -15,8 +15,16 @@ from dataclasses import dataclass
 
 from benchmarks.compression.systems import describe
 from benchmarks.compression.table import markdown
-from benchmarks.compression.tasks import IN_SMALL_BLOCKS, TASKS, WARMED, candidates_of, fitted
-from benchmarks.compression.training import Outcome, dense_wire_bytes, train
+from benchmarks.compression.training import (
+    IN_SMALL_BLOCKS,
+    TASKS,
+    WARMED,
+    Outcome,
+    candidates_of,
+    dense_wire_bytes,
+    fitted,
+    train,
+)
 from benchmarks.harness.program import parser_of_runs
 from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import Key, Row, RunRows, as_text, read_rows, shorten

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.compression.systems import BUCKET_MB, CASTS, SYSTEMS, System, Torch
+from benchmarks.compression.systems import BUCKET_MB, CASTS, SYSTEMS, System
 from benchmarks.harness.link import read_sent
 from benchmarks.harness.turns import time_blocks
 from benchmarks.pipeline.models import ByteModel
@@ -96,7 +96,7 @@ def predict(model: ByteModel) -> dict[str, float]:
 
 def start(model: ByteModel, system: System) -> Training | str:
     """Start and warm up; return the error of a torch hook that fails on some rank."""
-    if not isinstance(system.wrap, Torch):
+    if not system.may_fail:
         return warm(model, system)
     problem = ""
     try:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.compression.tasks import IN_SMALL_BLOCKS, WARMED
+from benchmarks.compression.training import IN_SMALL_BLOCKS, WARMED
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import (

@@ -6,23 +6,67 @@ Trains on four gloo processes, one thread each, with every algorithm and seed th
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gossip.algorithms import ALGORITHMS
 from benchmarks.gossip.table import markdown
 from benchmarks.gossip.tasks import TASKS, columns_of
 from benchmarks.gossip.tasks import train as train_task
 from benchmarks.harness.program import parser_of_runs
 from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import Key, Row, RunRows, as_text, read_rows, shorten
+from pyparallel.gossip import (
+    ADPSGD,
+    DPSGD,
+    SGP,
+    AllReduce,
+    DiLoCo,
+    Hierarchical,
+    LeaderSGD,
+    LocalSGD,
+    NoLoCo,
+    SlowMo,
+)
+from pyparallel.gossip.algorithms.base import Algorithm
+from pyparallel.gossip.topology import OnePeerExponential, RandomMatching, Ring
 
 FIELDS = [
     "data", "algorithm", "seed", "options", "ranks", "steps", "measure", "score", "worst_rank",
     "consensus_distance", "step_bytes", "step_seconds", "torch", "commit", "losses",
 ]  # fmt: skip
 SECONDS = 3600  # a run's limit
+
+
+def outer_optimizer(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """Return SGD with momentum 0.5: DiLoCo's default 0.9 is too much for few outer steps."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.5, nesterov=True)
+
+
+def node_size(num_ranks: int) -> int:
+    return 2 - num_ranks % 2
+
+
+def hierarchical(num_ranks: int) -> Algorithm:
+    size = node_size(num_ranks)
+    return Hierarchical(SGP(OnePeerExponential(num_ranks // size), overlap=1), size)
+
+
+ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
+    "allreduce": lambda n: AllReduce(),
+    "sgp": lambda n: SGP(OnePeerExponential(n)),
+    "sgp-overlap-1": lambda n: SGP(OnePeerExponential(n), overlap=1),
+    "sgp-overlap-4": lambda n: SGP(OnePeerExponential(n), overlap=4),
+    "dpsgd": lambda n: DPSGD(Ring(n)),
+    "adpsgd": lambda n: ADPSGD(Ring(n)),
+    "localsgd": lambda n: LocalSGD(interval=8),
+    "slowmo": lambda n: SlowMo(SGP(OnePeerExponential(n)), interval=24, momentum=0.2),
+    "diloco": lambda n: DiLoCo(interval=24, outer_optimizer=outer_optimizer),
+    "noloco": lambda n: NoLoCo(RandomMatching(n), interval=8),
+    "leadersgd": lambda n: LeaderSGD(node_size(n), interval=1, global_interval=4, local_pull=0.1),
+    "hierarchical": hierarchical,
+}
 
 
 @dataclass(frozen=True)

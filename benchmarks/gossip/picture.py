@@ -9,9 +9,8 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from benchmarks.gossip import steps
 from benchmarks.gossip.table import BASELINE, by_algorithm, kilobytes
-from benchmarks.gossip.trainers import ALONE
+from benchmarks.gossip.trainers import ALONE, ROUND_ALONE
 from benchmarks.harness import pictures
 from benchmarks.harness.pictures import (
     BLACK,
@@ -78,7 +77,7 @@ def draw_links(rows: Sequence[Row], sleeps: bool) -> Figure:
     figure, (axes,) = panels(f"How long is a step {what}, by link?", 1, 4.6)
     cases = of(rows, "case")
     times = {(row["case"], row["method"]): float(row["median_ms"]) for row in rows}
-    methods = [name for name in of(rows, "method") if name not in (ALONE.name, steps.ROUND_ALONE)]
+    methods = [name for name in of(rows, "method") if name not in (ALONE.name, ROUND_ALONE)]
     width = 0.84 / len(methods)
     for number, method in enumerate(methods):
         offset = (number - (len(methods) - 1) / 2) * width

@@ -24,13 +24,6 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     return parser
 
 
-def parser_of_parts(area: str, description: str | None, parts: Parts) -> argparse.ArgumentParser:
-    parser = make_parser(f"{area}.bench", description)
-    parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
-    parser.add_argument("--dry-run", action="store_true")
-    return parser
-
-
 def parser_of_runs(module: str, description: str | None, out: str) -> argparse.ArgumentParser:
     """Return the argument parser of a comparison whose runs have a row each in a file."""
     parser = make_parser(module, description)
@@ -46,9 +39,34 @@ def prepare_for_ranks() -> None:
 
 
 def run_parts(
-    area: str, parts: Parts, sizes: Any, options: argparse.Namespace, fields: Sequence[str]
+    area: str,
+    description: str | None,
+    parts: Parts,
+    fields: Sequence[str],
+    full: Any,
+    dry: Any,
+    **more: tuple[Any, str],
 ) -> None:
-    """Run the requested parts; rows are printed and written after each batch."""
+    """Run the parts that the command line names; rows are printed and written after each batch.
+
+    Args:
+        area: the program is ``python -m benchmarks.<area>.bench``.
+        description: of its help.
+        parts: a function of the sizes for each.
+        fields: columns of the rows.
+        full: the sizes of the measurements.
+        dry: those of ``--dry-run``.
+        more: further arguments, which are attributes of the sizes: their default and their help.
+    """
+    parser = make_parser(f"{area}.bench", description)
+    parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
+    parser.add_argument("--dry-run", action="store_true")
+    for name, (default, help_text) in more.items():
+        parser.add_argument(f"--{name}", default=default, help=help_text)
+    options = parser.parse_args()
+    sizes = dry if options.dry_run else full
+    for name in more:
+        setattr(sizes, name, getattr(options, name))
     prepare_for_ranks()
     path = options.out or RESULTS / f"{area}-{machine()}.csv"
     for part in options.parts:

@@ -10,7 +10,7 @@ one microbatch of ``PipeOptim``, four or eight of torch's schedules. The rates a
 Rows go to ``benchmarks/results/pipeline-clock-<machine>.csv``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.harness.learning_rate import decayed
 from benchmarks.harness.program import make_parser
@@ -74,21 +73,19 @@ class Entry:
         return OURS if self.schedule is None else self.schedule.name
 
 
+@dataclass
 class Training:
-    """The training of one entry on one rank: layers that are equal on all, and their batches.
+    """The training of one entry on one rank.
 
-    ``start(entry)`` starts the trainer, ``train(updates)`` trains for a multiple of 5 updates and
-    flushes.
+    Args:
+        train: trains for a number of updates, a multiple of 5, and flushes.
+        layers: the whole model, equal on all ranks when training begins.
+        own: those of this rank.
     """
 
-    def __init__(self, entry: Entry, updates: int, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.layers = IN_TWO.build()
-        self.batches = IN_TWO.batches(seed)
-        self.rates = partial(decayed, steps=updates, warm_up=WARM_UP)
-        self.make_optimizers = partial(MAKERS[entry.optimizer], lr=entry.rate)
-        self.own: list[int] = []  # layers of this rank
-        self.start(entry)
+    train: Callable[[int], None]
+    layers: nn.Sequential
+    own: list[int]
 
     def own_state(self) -> dict[str, Tensor]:
         """Return the parameters of this rank's layers, by their names in the whole model."""
@@ -99,59 +96,48 @@ class Training:
         }
 
 
-class OurTraining(Training):
-    """``PipelineTrainer`` with ``PipeOptim``."""
-
-    def start(self, entry: Entry) -> None:
-        self._trainer = PipelineTrainer(
-            self.layers,
-            IN_TWO.loss,
-            self.make_optimizers,
-            PipeOptim(),
-            num_microbatches=PER_STEP,
-            split=IN_TWO.split,
-            scheduler_fn=self.rates,
-        )
-        edges = [0, *IN_TWO.split, len(self.layers)]
-        stages = [stage.index for stage in self._trainer.stages]
-        self.own = [layer for each in stages for layer in range(edges[each], edges[each + 1])]
-
-    def train(self, updates: int) -> None:
-        for _ in range(updates // PER_STEP):
-            inputs, target = map(torch.cat, zip(*islice(self.batches, PER_STEP), strict=True))
-            self._trainer.step(inputs, target)
-        self._trainer.flush()
-
-
-class TheirTraining(Training):
-    """A schedule of ``torch.distributed.pipelining``."""
-
-    def start(self, entry: Entry) -> None:
-        assert entry.schedule is not None
-        splits = {2: IN_TWO.split, 4: (2, 3, 4)}[NUM_RANKS * entry.schedule.stages_per_rank]
-        edges = list(pairwise([0, *splits, len(self.layers)]))
-        modules = [nn.Sequential(*self.layers[slice(*edge)]) for edge in edges]
-        self._training = TorchTraining(
-            entry.schedule, modules, IN_TWO.loss, entry.microbatches, self._optimizers_of
-        )
-        self.own = [layer for stage in self._training.own for layer in range(*edges[stage])]
-        self._schedulers: list[LambdaLR] = list(map(self.rates, self._training.optimizers))
-
-    def _optimizers_of(self, modules: Sequence[nn.Module]) -> list[Optimizer]:
-        made = self.make_optimizers([p for module in modules for p in module.parameters()])
-        return made if isinstance(made, list) else [made]
-
-    def train(self, updates: int) -> None:
-        for batch in islice(self.batches, updates):
-            self._training.batch = batch
-            self._training.step()
-            for scheduler in self._schedulers:
-                scheduler.step()
-
-
 def start(entry: Entry, updates: int, seed: int) -> Training:
-    kind = OurTraining if entry.schedule is None else TheirTraining
-    return kind(entry, updates, seed)
+    torch.manual_seed(seed)
+    layers, batches = IN_TWO.build(), IN_TWO.batches(seed)
+    rates = partial(decayed, steps=updates, warm_up=WARM_UP)
+    make_optimizers = partial(MAKERS[entry.optimizer], lr=entry.rate)
+    splits = IN_TWO.split
+    if entry.schedule is not None:
+        splits = {2: splits, 4: (2, 3, 4)}[NUM_RANKS * entry.schedule.stages_per_rank]
+    edges = list(pairwise([0, *splits, len(layers)]))
+    if entry.schedule is None:
+        trainer = PipelineTrainer(
+            layers, IN_TWO.loss, make_optimizers, PipeOptim(), num_microbatches=PER_STEP,
+            split=splits, scheduler_fn=rates,
+        )  # fmt: skip
+        stages = [stage.index for stage in trainer.stages]
+
+        def train(updates: int) -> None:
+            for _ in range(updates // PER_STEP):
+                inputs, target = map(torch.cat, zip(*islice(batches, PER_STEP), strict=True))
+                trainer.step(inputs, target)
+            trainer.flush()
+
+    else:
+
+        def optimizers_of(modules: Sequence[nn.Module]) -> list[Optimizer]:
+            made = make_optimizers([p for module in modules for p in module.parameters()])
+            return made if isinstance(made, list) else [made]
+
+        modules = [nn.Sequential(*layers[slice(*edge)]) for edge in edges]
+        training = TorchTraining(
+            entry.schedule, modules, IN_TWO.loss, entry.microbatches, optimizers_of
+        )
+        stages, schedulers = training.own, list(map(rates, training.optimizers))
+
+        def train(updates: int) -> None:
+            for batch in islice(batches, updates):
+                training.batch = batch
+                training.step()
+                for scheduler in schedulers:
+                    scheduler.step()
+
+    return Training(train, layers, [layer for each in stages for layer in range(*edges[each])])
 
 
 def find_fastest(rank: int, candidates: Sequence[Entry]) -> list[float]:

@@ -8,8 +8,7 @@ import pytest
 from benchmarks.compression.compare import FIELDS, Run, columns_of, find_runs, perform
 from benchmarks.compression.picture import PICTURES
 from benchmarks.compression.table import by_compressor, markdown, verdict
-from benchmarks.compression.tasks import TASKS
-from benchmarks.compression.training import Outcome, dense_wire_bytes
+from benchmarks.compression.training import TASKS, Outcome, dense_wire_bytes
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.tables import MEASURES
 from pyparallel.recommend import CANDIDATES

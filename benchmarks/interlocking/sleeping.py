@@ -1,4 +1,7 @@
-"""The step times of the first stage after the last stage has become slow."""
+"""Interlocking backpropagation with all windows, in pipelines whose stages and heads sleep.
+
+The last stage may become slow: then the step times of the first stage are measured.
+"""
 
 import time
 from collections.abc import Sequence
@@ -12,8 +15,57 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.harness.turns import Training, take_turns
-from benchmarks.pipeline.models import SleepingModel
-from benchmarks.pipeline.systems import System
+from benchmarks.pipeline.models import Model, SleepingLayer, SleepingModel
+from benchmarks.pipeline.systems import Plan, System, ours, peers, start, time_steps
+from benchmarks.pipeline.systems.ours import OurSchedule
+from pyparallel.pipeline import Head, Interlocking
+from pyparallel.pipeline.messages import Value
+
+
+@dataclass(frozen=True)
+class SleepingHead(Head):
+    """A head that sleeps, and returns its input.
+
+    Args:
+        forward: seconds per microbatch.
+        backward: seconds per microbatch, half for its input, half for its weight.
+    """
+
+    forward: float
+    backward: float
+
+    def build(self, example: Value) -> nn.Module:
+        return SleepingLayer(self.forward, self.backward)
+
+
+@dataclass(frozen=True)
+class OurWindow(OurSchedule):
+    """PipelineTrainer with interlocking backpropagation."""
+
+    schedule: Interlocking
+
+    @property
+    def name(self) -> str:
+        return f"Interlocking, window {self.schedule.window}"
+
+
+def every_window(num_stages: int, head: Head) -> list[OurSchedule]:
+    return [OurWindow(Interlocking(size, head)) for size in range(1, num_stages + 1)]
+
+
+def end_to_end(num_ranks: int, num_microbatches: int) -> list[System]:
+    """Return the systems with full backpropagation: 1F1B, ours and torch's, and PipeOptim.
+
+    Torch's needs at least as many microbatches as stages.
+    """
+    torchs = [peers.ONE_FORWARD_ONE_BACKWARD] if num_microbatches >= num_ranks else []
+    return [ours.ONE_FORWARD_ONE_BACKWARD, *torchs, ours.PIPE_OPTIM]
+
+
+def measure_windows(
+    rank: int, model: Model, systems: Sequence[System], num_microbatches: int, plan: Plan
+) -> dict[str, list[float]]:
+    return time_steps(start(systems, model, num_microbatches), num_microbatches, plan)
 
 
 @dataclass(frozen=True)
@@ -72,7 +124,7 @@ class _Delay(torch.autograd.Function):
         return gradient, None
 
 
-def measure(
+def measure_straggler(
     rank: int, model: StragglingModel, systems: Sequence[System], turns: int
 ) -> dict[str, list[list[float]]]:
     """Measure all systems in turns; return the seconds of each step on this rank, by turn.
