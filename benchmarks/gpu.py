@@ -46,11 +46,7 @@ OPS = {
 }
 SIZES = ["27"], ["30", "24", "20"]  # of the first part and of the second
 # Two ranks of one GPU; with more multiprocessors each, they may wait for each other's forever.
-SHARED_GPU = {
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_MAX_CTAS": "4",
-    "NCCL_NVLS_ENABLE": "0",
-}
+SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"}
 
 
 def pytest(out: Path, name: str, *arguments: str, workers: int = 0) -> list[str]:

@@ -75,8 +75,7 @@ WARMED = (
     Candidate("powersgd-ef-warmed", _after_bf16(ErrorFeedback(PowerSGD()))),
     Candidate("dgc-warmed", DGC(0.05, warm_up=WARM_UP)),
     Candidate(
-        "learned-ef-warmed",
-        ErrorFeedback(Learned(0.05, dense_steps=750, learning_steps=300)),
+        "learned-ef-warmed", ErrorFeedback(Learned(0.05, dense_steps=750, learning_steps=300))
     ),
 )
 

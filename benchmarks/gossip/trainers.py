@@ -175,11 +175,7 @@ SCENARIOS = [EVEN, ONE_SLOW, AT_RANDOM]
 def factor(scenario: str, rank: int, turn: int, step: int) -> int:
     """Return how many times longer a step takes; the same steps for all methods."""
     chance = random.Random(f"{turn} {rank} {step}").random()
-    is_slow = {
-        EVEN: False,
-        ONE_SLOW: rank == SLOW_RANK,
-        AT_RANDOM: chance < PROBABILITY,
-    }
+    is_slow = {EVEN: False, ONE_SLOW: rank == SLOW_RANK, AT_RANDOM: chance < PROBABILITY}
     return SLOWER if is_slow[scenario] else 1
 
 

@@ -80,11 +80,7 @@ def legend(figure: plt.Figure, axes: plt.Axes, columns: int) -> None:
 
 
 def bars(
-    axes: plt.Axes,
-    names: Sequence[str],
-    values: Sequence[float],
-    colors: Sequence[str],
-    show: str,
+    axes: plt.Axes, names: Sequence[str], values: Sequence[float], colors: Sequence[str], show: str
 ) -> None:
     """Draw horizontal bars, the first on top, with their values at their ends."""
     axes.barh(range(len(names)), values, color=colors)

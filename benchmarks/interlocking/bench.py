@@ -53,7 +53,7 @@ class Sizes:
     """The sizes of the measurements, in seconds and microbatches per step."""
 
     ranks = 4  # of the sleeping pipelines
-    # Of a stage that sleeps in its forward; as long for the gradient of its input, and of its weights.
+    # Of a stage in its forward; as long for the gradient of its input, and that of its weights.
     forward = 0.02
     head = 0.004
     microbatches = (1, 4, 8)

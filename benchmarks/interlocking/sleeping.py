@@ -132,11 +132,11 @@ def measure_straggler(
     Without the first turn, in which ranks connect.
     """
     steps = model.slowdown.normal + model.slowdown.slow
-    runs = {each.name: partial(time_steps, each.start(model, 1), steps) for each in systems}
+    runs = {each.name: partial(time_each_step, each.start(model, 1), steps) for each in systems}
     return take_turns(runs, turns, warm_up=1, before=dist.barrier)
 
 
-def time_steps(training: Training, steps: int) -> list[float]:
+def time_each_step(training: Training, steps: int) -> list[float]:
     """Return the seconds of each step, from an empty pipeline to an empty pipeline."""
     times = [time.perf_counter()]
     for _ in range(steps):

@@ -27,15 +27,7 @@ from benchmarks.harness.learning_rate import decayed
 from benchmarks.harness.libraries import load
 from benchmarks.harness.program import make_parser
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import (
-    RESULTS,
-    Row,
-    as_text,
-    machine,
-    replace_rows,
-    shorten,
-    stamp,
-)
+from benchmarks.harness.rows import RESULTS, Row, as_text, machine, replace_rows, shorten, stamp
 from benchmarks.language_models.table import UNSPLIT, markdown
 from benchmarks.pipeline.tasks import load_text
 from examples.data import cut_windows, draw_windows

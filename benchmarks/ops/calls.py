@@ -153,8 +153,7 @@ def messages(numel: int) -> Iterator[Call]:
     block = {"block_size": BLOCK_SIZE}
     yield Call("pack_signs", lambda: ops.pack_signs(z, **block, residual=residual))
     yield Call(
-        "unpack_signs",
-        lambda: ops.unpack_signs(words, sign_scales, **block, numel=numel, out=out),
+        "unpack_signs", lambda: ops.unpack_signs(words, sign_scales, **block, numel=numel, out=out)
     )
 
 

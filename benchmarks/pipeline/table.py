@@ -7,14 +7,7 @@ from itertools import pairwise
 
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
-from benchmarks.harness.tables import (
-    Measure,
-    differences,
-    grouped,
-    markdown_table,
-    values,
-    where,
-)
+from benchmarks.harness.tables import Measure, differences, grouped, markdown_table, values, where
 from benchmarks.pipeline.tasks import TASKS, Task
 
 BASELINE = "gpipe"

@@ -81,9 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser, tasks: Sequence[str], seeds: 
 
 
 def complete(
-    options: argparse.Namespace,
-    runs: Iterable[Run],
-    markdown: Callable[[Sequence[Row]], str],
+    options: argparse.Namespace, runs: Iterable[Run], markdown: Callable[[Sequence[Row]], str]
 ) -> None:
     torch.set_num_threads(1)
     rows = RunRows(options.out, FIELDS, num_keys=4)
@@ -108,12 +106,7 @@ def perform(run: Run, updates: int | None = None) -> Row:
 
 
 def train(
-    task: Task,
-    contestant: Contestant,
-    rate: float,
-    seed: int,
-    updates: int,
-    warm_up: float = 0.05,
+    task: Task, contestant: Contestant, rate: float, seed: int, updates: int, warm_up: float = 0.05
 ) -> Outcome:
     """Train with one update per step; ``warm_up``: the fraction of updates with a rising rate."""
     torch.manual_seed(seed)

@@ -124,8 +124,8 @@ def find_problems(killed: Outcome, victim: int, *, equal: bool) -> list[str]:
 
 
 def summarize(rows: Sequence[Row]) -> str:
-    ends = [float(str(row["last_end_s"])) for row in rows]
-    one = sum(row["messages"] == 1 for row in rows)
+    ends = [float(row["last_end_s"]) for row in rows]
+    one = sum(row["messages"] == "1" for row in rows)
     equal = sum(row["equal"] == "yes" for row in rows)
     return (
         f"{len(rows)} kills: the last rank ended after {statistics.median(ends):.2f} s (median), "

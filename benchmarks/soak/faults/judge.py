@@ -1,11 +1,12 @@
 """The row of a trial: what its ranks ended with, and which requirements that breaks."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from benchmarks.harness.rows import Row, stamp
 from benchmarks.soak.faults.plan import Trial, is_pipeline
-from benchmarks.soak.faults.texts import Reading, read
 from benchmarks.soak.faults.trial import Outcome
 
 # One row is one trial. Counts are of survivors: all ranks but the victim.
@@ -16,8 +17,8 @@ FIELDS = [
     "victim",  # the rank that the fault struck
     "store",  # who hosts it: "launcher", as with torchrun, or "rank 0", which is then the victim
     "survivors",
-    # Ranks, the victim of a stop included, still there 11 s after the timeout, which in construction
-    # is gloo's for a connection: five times the group's.
+    # Ranks, the victim of a stop included, still there 11 s after the timeout: in construction it
+    # is gloo's for a connection, five times the group's.
     "hangs",
     "aborts",  # ended by a signal
     "errors",  # raised an error
@@ -39,6 +40,51 @@ OK, SKIPPED = "ok", "skipped"
 NOT_REPEATABLE = ("ADPSGD",)  # which ranks average, and when, depends on time
 WITHOUT_STEPS = ("construction", "load_state_dict")
 LONGEST_TEXT = 240
+
+
+_LIST = r"(\d+(?:(?:, | and | or |, and |, or )(?:rank )?\d+)*)"
+_ENDED = (
+    r"died|did not respond|does not respond|ended|failed|has failed|has ended|left|closed|"
+    r"was silent|did not connect|stopped|aborted|raised|took|sent nothing|made other|returned"
+)
+# "rank 2 died or ended", "stage 1 on rank 2 failed", "ranks 1 and 3 did not respond".
+_BLAMED = re.compile(rf"\branks? {_LIST}(?: \([^)]*\))?(?:,)? (?:\w+ ){{0,2}}?(?:{_ENDED})\b")
+_EDGE = re.compile(rf"\b(?:from|to|with|between) ranks? {_LIST}")
+_PLACE = re.compile(r"\b(?:step|stage|microbatch|update|round) \d+|\b\d+[FBIWU]\d+\b")
+_RANK = re.compile(r"\brank \d+")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a text says.
+
+    Args:
+        names: it says that the victim failed; of a link, or that it could not be reached.
+        blames: ranks other than the victim that it says failed.
+        places: it says step, stage or microbatch.
+        raw: it is torch's or gloo's text alone.
+    """
+
+    names: bool
+    blames: tuple[int, ...]
+    places: bool
+    raw: bool
+
+
+def read(text: str, victim: int, *, cut: bool = False) -> Reading:
+    """Return what the text of a survivor's error says of a victim, or of its link that was cut."""
+    blamed = _numbers(_BLAMED, text)
+    named = blamed | (_numbers(_EDGE, text) if cut else set())
+    return Reading(
+        victim in named,
+        tuple(sorted(blamed - {victim})),
+        bool(_PLACE.search(text)),
+        not _RANK.search(text),
+    )
+
+
+def _numbers(pattern: re.Pattern[str], text: str) -> set[int]:
+    return {int(each) for found in pattern.findall(text) for each in re.findall(r"\d+", found)}
 
 
 def base_row(trial: Trial) -> Row:
