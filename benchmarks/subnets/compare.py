@@ -13,13 +13,13 @@ FILE.csv`` draws them. ``--dry-run`` runs a little of everything on the loopback
 import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from benchmarks.harness.link import Rendezvous, limited_links, loopback
+from benchmarks.harness.link import LOOPBACK, Rendezvous, limited_links, loopback
 from benchmarks.harness.program import make_parser, prepare_for_ranks
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.rows import RESULTS, Key, Row, RunRows, machine, read_rows
-from benchmarks.subnets.entries import BYTES, DIGITS, Entry
+from benchmarks.subnets.methods import BYTES, DIGITS, Entry
 from benchmarks.subnets.race import Run, TimeBudget, race
 from benchmarks.subnets.table import markdown
 from benchmarks.subnets.tasks import Bytes, Digits
@@ -32,33 +32,29 @@ FIELDS = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Sizes:
-    """The extent of the measurements.
+    """The extent of the measurements."""
 
-    Args:
-        mbit_per_s: rate of each rank's link; None: the loopback.
-    """
-
-    entries: Sequence[Entry]
-    budget: TimeBudget
-    mbit_per_s: int | None
+    entries: Sequence[Entry] = (*DIGITS, *BYTES)
+    budget = TimeBudget(seconds=30.0, every=3.0)
+    link_name = "100 Mbit/s"
 
     def link(self) -> AbstractContextManager[Rendezvous]:
-        return limited_links(RANKS, self.mbit_per_s) if self.mbit_per_s else loopback()
-
-    @property
-    def link_name(self) -> str:
-        return f"{self.mbit_per_s} Mbit/s" if self.mbit_per_s else "loopback"
+        return limited_links(RANKS, 100)
 
 
-FULL = Sizes((*DIGITS, *BYTES), TimeBudget(seconds=30.0, every=3.0), mbit_per_s=100)
 TINY = {"digits": Digits(width=16), "bytes": Bytes(width=16, context=8)}
-DRY = Sizes(
-    [replace(entry, task=TINY[entry.task.name]) for entry in FULL.entries],
-    TimeBudget(seconds=0.1, every=0.1),
-    mbit_per_s=None,
-)
+
+
+class Dry(Sizes):
+    """That of a dry run, on the loopback."""
+
+    entries = tuple(replace(each, task=TINY[each.task.name]) for each in Sizes.entries)
+    budget = TimeBudget(seconds=0.1, every=0.1)
+    link_name = LOOPBACK
+
+    def link(self) -> AbstractContextManager[Rendezvous]:
+        return loopback()
 
 
 def main() -> None:
@@ -66,14 +62,11 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="*", default=["digits", "bytes"], help="none: print only")
     parser.add_argument("--methods", nargs="+", help="only these, by name")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--seconds", type=float, help="of training")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     prepare_for_ranks()
     rows = RunRows(options.out or RESULTS / f"subnets-{machine()}.csv", FIELDS, num_keys=3)
-    sizes = DRY if options.dry_run else FULL
-    if options.seconds:
-        sizes = replace(sizes, budget=replace(sizes.budget, seconds=options.seconds))
+    sizes = Dry() if options.dry_run else Sizes()
     for seed in options.seeds:
         for entry in sizes.entries:
             name = entry.method.name
@@ -89,7 +82,8 @@ def measure(entry: Entry, seed: int, sizes: Sizes) -> Row:
     with sizes.link() as place:
         runs: list[Run] = run_ranks(RANKS, place, limit, race, *arguments)
     points = runs[0].points
-    sent = [statistics.fmean(same) for same in zip(*map(sent_at, runs), strict=True)]
+    of_ranks = ([point.sent for point in run.points] for run in runs)
+    sent = list(map(statistics.fmean, zip(*of_ranks, strict=True)))
     return {
         "options": entry.options,
         "ranks": str(len(runs)),
@@ -106,10 +100,6 @@ def measure(entry: Entry, seed: int, sizes: Sizes) -> Row:
         "at_sent_bytes_of_rank": " ".join(f"{num_bytes:.0f}" for num_bytes in sent),
         "at_score": " ".join(f"{point.score:.5f}" for point in points),
     }
-
-
-def sent_at(run: Run) -> list[int]:
-    return [point.sent for point in run.points]
 
 
 def describe(row: Row) -> str:
