@@ -61,7 +61,8 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     while len(answers) < len(pipes):
         ready = wait([pipe for pipe in pipes if pipe not in answers], deadline - time.monotonic())
         if not ready:
-            raise RuntimeError(f"ranks {_missing(pipes, answers)} exceeded the time limit")
+            missing = [rank for rank, pipe in enumerate(pipes) if pipe not in answers]
+            raise RuntimeError(f"ranks {missing} exceeded the time limit")
         errors = []  # of all ranks: the first may only report that another has failed
         for pipe in ready:
             assert isinstance(pipe, Connection)
@@ -74,10 +75,6 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
         if errors:
             raise RuntimeError("\n".join(errors))
     return [answers[pipe] for pipe in pipes]
-
-
-def _missing(pipes: list[Connection], answers: dict[Connection, Any]) -> list[int]:
-    return [rank for rank, pipe in enumerate(pipes) if pipe not in answers]
 
 
 def _run_rank(

@@ -64,11 +64,9 @@ class RunRows:
     def __init__(self, path: Path, fields: Sequence[str], num_keys: int) -> None:
         self.path, self.fields, self.num_keys = path, fields, num_keys
 
-    def key_of(self, row: Row) -> Key:
-        return tuple(row[name] for name in self.fields[: self.num_keys])
-
     def read(self) -> dict[Key, Row]:
-        return {self.key_of(row): row for row in read_rows(self.path)}
+        names = self.fields[: self.num_keys]
+        return {tuple(row[name] for name in names): row for row in read_rows(self.path)}
 
     def add(self, key: Key, columns: Row) -> Row:
         """Add the row of a key, or replace it, in the file as it is now; return the row."""
@@ -80,7 +78,10 @@ class RunRows:
     def complete(
         self, runs: Iterable[Any], perform: Callable[[Any], Row], *, again: bool = False
     ) -> None:
-        """Perform the runs whose ``key`` has no row, or all of them; write each row at once."""
+        """Perform the runs whose ``key`` has no row, or all of them; write each row at once.
+
+        ``perform`` trains once, and returns the columns after the key.
+        """
         for run in runs:
             if again or run.key not in self.read():
                 print(*run.key, file=sys.stderr, flush=True)
@@ -99,14 +100,9 @@ def as_text(numbers: Iterable[float]) -> str:
     return " ".join(f"{number:.4g}" for number in numbers)
 
 
-def tenths_of(times: Sequence[float]) -> list[float]:
-    if len(times) == 1:
-        return [times[0]] * 9
-    return statistics.quantiles(times, n=10, method="inclusive")
-
-
 def summary(times: Sequence[float], unit: str = "ms", digits: int = 3) -> Row:
-    tenths = tenths_of(times)
+    repeated = times if len(times) > 1 else [*times, *times]
+    tenths = statistics.quantiles(repeated, n=10, method="inclusive")
     found = {"median": statistics.median(times), "p20": tenths[1], "p80": tenths[7]}
     columns = {
         f"{name}_{unit}": f"{seconds * SCALES[unit]:.{digits}f}" for name, seconds in found.items()

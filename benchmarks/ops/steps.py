@@ -6,9 +6,9 @@ The peers are torch's functional ops, which cost less per call than the optimize
 a prediction include the step without one as a peer, to show the prediction's cost.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,27 +20,29 @@ HORIZON = 3
 NUM_GRADIENTS = 36  # as many as parameters of three layers of a transformer
 
 
-class Buffers(Protocol):
-    """One parameter with its gradient and state, and the operations on them."""
-
-    param: Tensor
-
-    def ours(self, **around) -> None:
-        """Take the step under test."""
-
-    def torch_fused(self) -> None:
-        """Take the step with torch's fused kernel (one loop on CPUs)."""
-
-    def torch_foreach(self) -> None:
-        """Take the step with torch's separate ops."""
-
-    def predict(self, out: Tensor) -> None:
-        """Predict HORIZON steps ahead with our separate op."""
-
-
 def in_parts(tensor: Tensor, count: int) -> list[Tensor]:
     """Return views of about the same length, of whole cache lines as parameters mostly are."""
     return list(tensor.split(max(16, -(-tensor.numel() // count // 16) * 16)))
+
+
+class Buffers:
+    """One parameter with its gradient and state, and the operations of an optimizer on them.
+
+    ``ours(**around)`` takes the step under test, ``torch_fused()`` torch's fused kernel (one
+    loop on CPUs), ``torch_foreach()`` torch's separate ops, and ``predict(out)`` predicts
+    HORIZON steps ahead with our separate op.
+
+    Args:
+        tensors: parameter, gradient and states.
+        num_gradients: parts of the gradient, each in memory of its own.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], num_gradients: int) -> None:
+        self.param = tensors[0]
+        self.lists = [in_parts(tensor, num_gradients) for tensor in tensors]
+        self.lists[1] = grads = [part.clone() for part in self.lists[1]]
+        ends = list(accumulate(map(len, grads)))
+        self.gradients = {"grad": grads, "offsets": [0, *ends[:-1]]}
 
 
 @dataclass(frozen=True)
