@@ -137,11 +137,6 @@ def measure_power_sgd(rank: int, turns: int, layout: BufferLayout) -> dict[str, 
 
     Needs a default process group of one rank: nothing is sent, and all is local work. Both methods
     have rank 4, error feedback and a warm start.
-
-    Args:
-        rank: of this process.
-        turns: repetitions after the warm-up.
-        layout: layout of the bucket.
     """
     gradients = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
 

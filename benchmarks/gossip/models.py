@@ -27,11 +27,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class RealCompute(Compute):
-    """A multilayer perceptron.
-
-    Args:
-        batch: rows of the input.
-    """
+    """A multilayer perceptron."""
 
     batch: int
     name: str = "real, 1 thread a rank"

@@ -148,13 +148,9 @@ TASKS = {"digits": Digits, "text": Text}
 def train(
     task: Task, make_algorithm: Callable[[], Algorithm], rate: float = 1.0, **options: Any
 ) -> Row:
-    """Train on this rank; return what it found.
+    """Train on this rank at a factor of the task's own learning rate; return what it found.
 
-    Args:
-        task: the task.
-        make_algorithm: returns the algorithm, once the model has been built.
-        rate: a factor of the task's own learning rate.
-        options: of the trainer.
+    The algorithm is made once the model has been built.
     """
     module, optimizer = task.build()
     for group in optimizer.param_groups:

@@ -34,7 +34,6 @@ class Method:
     """A method of data parallelism.
 
     Args:
-        wrap: returns a wrapped module for a module and its optimizer.
         closure: whether forward and backward are in the closure of ``optimizer.step``.
     """
 
@@ -185,7 +184,6 @@ class StragglerPlan:
 
     Args:
         lead: steps before timing starts, until fast ranks are as far ahead as they can get.
-        seconds: duration of a step's sleep.
     """
 
     turns: int

@@ -47,16 +47,10 @@ def run_parts(
     dry: Any,
     **more: tuple[Any, str],
 ) -> None:
-    """Run the parts that the command line names; rows are printed and written after each batch.
+    """Run the parts that the command line of ``python -m benchmarks.<area>.bench`` names.
 
-    Args:
-        area: the program is ``python -m benchmarks.<area>.bench``.
-        description: of its help.
-        parts: a function of the sizes for each.
-        fields: columns of the rows.
-        full: the sizes of the measurements.
-        dry: those of ``--dry-run``.
-        more: further arguments, which are attributes of the sizes: their default and their help.
+    Rows are printed and written after each batch, which a part, a function of the sizes, yields.
+    ``more`` are arguments besides, which replace an attribute of the sizes: default and help.
     """
     parser = make_parser(f"{area}.bench", description)
     parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))

@@ -56,8 +56,6 @@ class RunRows:
     """A file with a row for each run, which begins with the run's key; sorted by key.
 
     Args:
-        path: of the file.
-        fields: its columns.
         num_keys: how many of them are the key.
     """
 
@@ -122,14 +120,8 @@ def rows_of(
 ) -> list[Row]:
     """Return a row for each of what took turns, with the ratio of its median to that of the base.
 
-    Args:
-        seconds: of each, by its name.
-        base: seconds of what all are compared with.
-        ratio_is: what the ratio is; if it begins with ``speed``, it is the base's time to its own.
-        name: the column of the names.
-        digits: of the ratio.
-        more: columns of a name, which may replace the others.
-        columns: those of all rows.
+    If what the ratio is begins with ``speed``, it is the base's time to the other. ``name`` is the
+    column of the names; ``more`` gives columns of a name, which may replace those of all rows.
     """
 
     def ratio(times: Sequence[float]) -> float:

@@ -16,9 +16,7 @@ class Measure:
     """A score of rows, and how it is compared and printed.
 
     Args:
-        title: what it is.
         unit: ``points``, ``%`` of the other score, or nothing: that of the score itself.
-        show: its format.
         limit: of differences that are no matter.
         field: its column.
         data: which task it is of.

@@ -33,13 +33,8 @@ def take_turns(
 ) -> dict[Name, list[Found]]:
     """Return what each run returns in every turn, without the first turns, which warm up.
 
-    The order of a turn is random, and the same on all ranks.
-
-    Args:
-        runs: called once in each turn.
-        turns: how many are kept.
-        warm_up: how many come before those.
-        before: is called before each run, such as a barrier.
+    The order of a turn is random, and the same on all ranks; ``before``, such as a barrier, is
+    called before each run.
     """
     found: dict[Name, list[Found]] = {name: [] for name in runs}
     order = random.Random(0)

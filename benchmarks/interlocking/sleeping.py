@@ -27,7 +27,6 @@ class SleepingHead(Head):
     """A head that sleeps, and returns its input.
 
     Args:
-        forward: seconds per microbatch.
         backward: seconds per microbatch, half for its input, half for its weight.
     """
 

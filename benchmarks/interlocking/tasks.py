@@ -69,12 +69,7 @@ class DeepBytes(Bytes):
 
 @dataclass(frozen=True)
 class MLPHead(Head):
-    """LayerNorm and two linear layers with a GELU between them, on every token.
-
-    Args:
-        hidden: outputs of the first linear layer.
-        num_outputs: outputs of the second.
-    """
+    """LayerNorm and two linear layers with a GELU between them, on every token."""
 
     hidden: int
     num_outputs: int
@@ -94,9 +89,7 @@ class Trial:
     """A task in four stages, and the heads of the first three.
 
     Args:
-        task: with four stages.
         linear: a head with one linear layer after a mean or a norm.
-        deep: a head with several layers.
     """
 
     task: Digits | Bytes

@@ -50,8 +50,6 @@ class StepCases:
     """The cases of one optimizer's step.
 
     Args:
-        op: name of the op.
-        predict: name of the prediction op.
         num_bytes: minimum bytes per element moved by the step alone.
         make_buffers: creates the fp32 buffers of a length, for a number of gradients.
     """

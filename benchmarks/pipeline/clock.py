@@ -60,7 +60,6 @@ class Entry:
         schedule: of torch; None: ours.
         optimizer: a key of ``MAKERS``.
         rate: the highest of the schedule.
-        microbatches: of an update.
     """
 
     schedule: TorchSchedule | None

@@ -58,11 +58,7 @@ class StageAlone:
 
 @dataclass(frozen=True)
 class Limit:
-    """A system in which each rank trains its stage alone, with an update per microbatch.
-
-    Args:
-        optimizer: the class of AdamW.
-    """
+    """A system in which each rank trains its stage alone, with an update per microbatch."""
 
     name: ClassVar[str] = "no waiting, no messages"
     optimizer: str = ADAMW

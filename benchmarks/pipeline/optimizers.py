@@ -131,7 +131,6 @@ class Rows(RunRows):
     """The rows of a file, to which those of new runs are added.
 
     Args:
-        path: of the file.
         dry_run: train for two updates, and write no rows.
     """
 

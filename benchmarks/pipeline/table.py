@@ -84,17 +84,11 @@ def _sweep_table(rows: Sequence[Row], task: Task) -> str:
     if len(task.rates) == 1:
         return ""
     (at_rates, names), measure = swept(rows, task), measure_of(rows)
+    lines = []
+    for name in names:
+        pairs = [(each.get(name, []), each.get(BASELINE, [])) for each in at_rates.values()]
+        lines.append([name, *(_cell(*pair, measure) for pair in pairs)])
     head = [f"{task.name}, {measure.title} (against GPipe)", *(f"lr {rate:g}" for rate in at_rates)]
-    lines = [
-        [
-            name,
-            *(
-                _cell(groups.get(name, []), groups.get(BASELINE, []), measure)
-                for groups in at_rates.values()
-            ),
-        ]
-        for name in names
-    ]
     return markdown_table(head, lines)
 
 

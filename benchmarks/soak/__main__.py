@@ -56,7 +56,6 @@ class Part:
 
     Args:
         cases: their names, each with the numbers of ranks on which it runs.
-        steps: how many each takes.
         run: ``run(rank, case, steps)`` of a rank returns samples, and errors by column.
     """
 

@@ -37,9 +37,6 @@ class Running(NamedTuple):
     """A trainer that has been constructed.
 
     Args:
-        step: takes a step.
-        finish: completes communication.
-        trainer: the trainer, or the wrapped model.
         state: has ``state_dict()`` and ``load_state_dict()``; None: torch's own.
     """
 
@@ -73,13 +70,9 @@ def loop(
     *,
     closure: bool = False,
 ) -> Step:
-    """Return a step of a user's training loop.
+    """Return a step of a user's training loop, on this rank's batches; every loss is recorded.
 
-    Args:
-        model: is called with this rank's batches.
-        optimizer: steps on its parameters.
-        record: is given every loss.
-        closure: the optimizer is given forward and backward.
+    ``closure``: the optimizer is given forward and backward.
     """
     data = batches()
 

@@ -29,7 +29,6 @@ class SketchMethod:
     """An iteration on a quadratic with sketches.
 
     Args:
-        name: name in tables.
         quadratic: the problem in the coordinates of the iteration.
         root: (d,), factors from these coordinates to the problem's.
         sketches: from a seed and the number of rounds to (rounds, n, d, d), those of all ranks.
@@ -118,15 +117,7 @@ def _draw(seed: int, num_ranks: int, rounds: int, scales: Tensor | None = None) 
 def run(
     method: SketchMethod, solution: Tensor, step_sizes: Sequence[float], rounds: int, runs: int
 ) -> list[Curves]:
-    """Run from zero with every step size, several times; all step sizes use the same draws.
-
-    Args:
-        method: the method.
-        solution: the solution, in the problem's coordinates.
-        step_sizes: step sizes of `Quadratic.descend`.
-        rounds: number of steps.
-        runs: number of seeds.
-    """
+    """Run from zero with every step size, several times; all step sizes use the same draws."""
     sketches = torch.stack([method.sketches(seed, rounds) for seed in range(runs)])
     sizes = torch.tensor(step_sizes, dtype=torch.float64)[:, None]
     points = [torch.zeros(runs, len(step_sizes), len(method.root), dtype=torch.float64)]

@@ -33,8 +33,6 @@ class Training:
     """One method on one rank.
 
     Args:
-        forward: runs the forward pass.
-        optimizer: steps on this rank's parameters.
         full_model: holds the full model with all training so far; all ranks enter it together.
         held: returns the weights and optimizer state that this rank holds between two steps; the
             own state of a gossip algorithm is not counted.

@@ -35,7 +35,6 @@ class Point:
 
     Args:
         seconds: seconds of training so far, the same on all ranks.
-        steps: steps so far.
         sent: bytes sent over this rank's link so far, including headers.
         score: score of the full model, on rank 0; 0 elsewhere.
     """
@@ -51,7 +50,6 @@ class Run:
     """The result of one rank.
 
     Args:
-        points: the evaluations.
         held_bytes: weights, running statistics and optimizer state between two steps, at the end.
     """
 

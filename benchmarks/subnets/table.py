@@ -46,9 +46,9 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
+    ends = {row["seed"]: float(row["score"]) for row in groups.get(BASELINE, [])}
     head = [measure.title, "mean of seeds", "least to greatest", "steps", "MB sent by a rank"]
     head += ["seconds to target", "MB to target", "MB held by a rank", "seeds"]
-    ends = {row["seed"]: float(row["score"]) for row in groups.get(BASELINE, [])}
     lines = []
     for name, rows in groups.items():
         scores = [float(row["score"]) for row in rows]
@@ -56,16 +56,10 @@ def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
         average, *ends_of = map(
             measure.show.format, (statistics.fmean(scores), min(scores), max(scores))
         )
-        lines.append([
-            name,
-            average,
-            " to ".join(ends_of),
-            f"{mean(rows, 'steps'):,.0f}",
-            f"{mean(rows, 'sent_bytes_of_rank') / 1e6:,.0f}",
-            *mean_time_to_target(runs, measure),
-            f"{mean(rows, 'held_bytes_of_rank') / 1e6:.1f}",
-            len(rows),
-        ])  # fmt: skip
+        sent, held = (mean(rows, f"{x}_bytes_of_rank") / 1e6 for x in ("sent", "held"))
+        numbers = [f"{mean(rows, 'steps'):,.0f}", f"{sent:,.0f}"]
+        numbers += [*mean_time_to_target(runs, measure), f"{held:.1f}", len(rows)]
+        lines.append([name, average, " to ".join(ends_of), *numbers])
     return markdown_table(head, lines)
 
 

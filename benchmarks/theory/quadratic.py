@@ -116,10 +116,8 @@ def drawn_sketches(
 ) -> Tensor:
     """Return the next sketches that a compressor draws: (n, d, d) float64, diagonal.
 
-    Args:
-        sketch: compressor with n shares.
-        states: the buffer's state on each of n ranks; updated as by a message.
-        scales: (n, d) float64, factors of each share; None: n everywhere.
+    The buffer's state on each of n ranks is updated as by a message. ``scales``, (n, d) float64, are
+    factors of each share; None: n everywhere.
     """
     ones = torch.ones(states[0].layout.numel, dtype=torch.float32)
     messages = [sketch.compress(ones, state) for state in states]

@@ -41,7 +41,6 @@ class Plan:
     """The size of a measurement: in each turn, each system runs a block of steps.
 
     Args:
-        turns: number of turns.
         microbatches: of a timed block.
     """
 

@@ -24,11 +24,7 @@ from pyparallel.pipeline import (
 
 @dataclass(frozen=True)
 class OurSchedule:
-    """PipelineTrainer with one of its schedules, and AdamW on all stages.
-
-    Args:
-        optimizer: the class of AdamW.
-    """
+    """PipelineTrainer with one of its schedules, and AdamW on all stages."""
 
     schedule: Schedule
     stages_per_rank: int = 1

@@ -58,10 +58,6 @@ class TorchTraining:
     """Training with one schedule.
 
     Args:
-        system: the schedule.
-        modules: of all stages.
-        loss: the loss function.
-        num_microbatches: of a step.
         make_optimizers: of the modules of this rank; default: an AdamW for each.
     """
 

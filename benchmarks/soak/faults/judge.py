@@ -101,10 +101,7 @@ def base_row(trial: Trial) -> Row:
 def judge(trial: Trial, outcome: Outcome, undisturbed: list[str | None] | None) -> Row:
     """Return the row of a trial.
 
-    Args:
-        trial: the trial.
-        outcome: how its ranks ended.
-        undisturbed: digests of all ranks without a fault; None: there was no such run.
+    ``undisturbed`` has the digests of all ranks without a fault; None: there was no such run.
     """
     cut = trial.what.kind == "cut"
     survivors = {

@@ -75,8 +75,6 @@ class Trial:
     Args:
         fault: name of the fault; "none" for the run that others are compared with.
         trainer: name in `TRAINERS`.
-        ranks: how many.
-        victim: the rank that the fault strikes.
         step: in which it strikes.
         delay: seconds after the beginning of that step, of faults from outside.
         checkpoints: the folder of a run of ``restarts``; none: it writes no checkpoints.

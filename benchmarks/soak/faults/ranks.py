@@ -45,11 +45,7 @@ class UserError(Exception):
 
 @dataclass
 class Rank:
-    """A rank of a trial, in a process of its own.
-
-    Args:
-        reports: where its events go.
-    """
+    """A rank of a trial, in a process of its own."""
 
     trial: Trial
     place: Rendezvous

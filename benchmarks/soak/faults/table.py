@@ -24,10 +24,8 @@ COLUMNS = {
 def by_fault(rows: Sequence[Row], before: Sequence[Row] = ()) -> str:
     """Return a table in Markdown with a line for each fault.
 
-    Args:
-        rows: of trials.
-        before: of the same trials at an earlier commit, and maybe others, which are left out: cells
-            that differ have both values.
+    ``before`` are the rows of an earlier commit, of these trials and maybe others, which are left
+    out: cells that differ have both values.
     """
     return _table("fault", rows, before)
 

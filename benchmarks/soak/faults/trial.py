@@ -38,7 +38,6 @@ class End:
         error: class and text of what it raised; None: nothing.
         seconds: from the fault to the error.
         ended: from the fault to the end of the process, in seconds.
-        digest: of its final parameters.
         log: the end of its output, with the stacks if it was still there.
     """
 
@@ -55,11 +54,8 @@ class Outcome:
     """The ends of all ranks of a trial.
 
     Args:
-        ends: of the ranks.
         left: number of other processes that they left.
-        struck: the fault struck.
         begun: when the last rank began to take steps, if it reports that.
-        struck_at: when the fault struck.
     """
 
     ends: list[End]
