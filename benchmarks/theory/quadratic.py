@@ -116,7 +116,7 @@ def drawn_sketches(
 ) -> Tensor:
     """Return the next sketches that a compressor draws: (n, d, d) float64, diagonal.
 
-    The buffer's state on each of n ranks is updated as by a message. ``scales``, (n, d) float64, are
+    The state of the buffer on each rank is updated as by a message. ``scales``, (n, d) float64, are
     factors of each share; None: n everywhere.
     """
     ones = torch.ones(states[0].layout.numel, dtype=torch.float32)
