@@ -32,6 +32,13 @@ def parser_of_runs(module: str, description: str | None, out: str) -> argparse.A
     return parser
 
 
+def save(rows: Sequence[Row], name: str, fields: Sequence[str], out: Path | None = None) -> None:
+    """Write rows to a file, by default that of a name and this machine, and print where."""
+    path = out or RESULTS / f"{name}-{machine()}.csv"
+    replace_rows(rows, path, fields)
+    print(f"\nrows: {path}")
+
+
 def prepare_for_ranks() -> None:
     """Let a signal end this program as an exit does, which ends its ranks."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

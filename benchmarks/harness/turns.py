@@ -53,10 +53,13 @@ def timed(function: Callable[..., object], *arguments: Any) -> float:
     return time.perf_counter() - begin
 
 
-def time_block(training: Training, steps: int) -> float:
+def time_block(
+    training: Training, steps: int, begin_timing: Callable[[], object] = lambda: None
+) -> float:
     """Return the seconds per step in steady state, after one step that is not timed."""
     dist.barrier()
     training.step()
+    begin_timing()
     begin = time.perf_counter()
     for _ in range(steps):
         training.step()

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from benchmarks.harness.measure import time_once
-from benchmarks.harness.program import make_parser
-from benchmarks.harness.rows import RESULTS, Row, machine, replace_rows, summary
+from benchmarks.harness.program import make_parser, save
+from benchmarks.harness.rows import Row, summary
 from benchmarks.harness.turns import take_turns
 from pyparallel import ops
 
@@ -218,9 +218,7 @@ def main() -> None:
         spread = f"{row['p20_us']}..{row['p80_us']}"
         print(f"{row['op']:<17} {row['numel']:>6} {row['provider']:<52} "
               f"{row['median_us']:>9} us {spread:>20}")  # fmt: skip
-    path = options.out or RESULTS / f"calls-{machine()}.csv"
-    replace_rows(rows, path, FIELDS)
-    print(f"\nrows: {path}")
+    save(rows, "calls", FIELDS, options.out)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.harness.learning_rate import decayed
-from benchmarks.harness.program import make_parser
+from benchmarks.harness.program import make_parser, save
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import RESULTS, Row, machine, replace_rows, stamp
+from benchmarks.harness.rows import RESULTS, Row, stamp
 from benchmarks.harness.turns import largest, take_turns, timed
 from benchmarks.pipeline.optimizers import (
     IN_TWO,
@@ -230,12 +230,10 @@ def main() -> None:
     for seed in options.seeds:
         points = run_on_loopback(NUM_RANKS, 1800, race, entries, options.updates, seed)[0]
         measured += rows_of(entries, points, seed)
-    path = options.out or RESULTS / f"pipeline-clock-{machine()}.csv"
-    replace_rows(measured, path, FIELDS)
     for row in measured:
         if row["updates"] == options.updates:
             print(*(row[name] for name in FIELDS[:8]))
-    print(f"rows: {path}")
+    save(measured, "pipeline-clock", FIELDS, options.out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.harness.rows import Row, stamp
@@ -140,26 +140,15 @@ def judge(trial: Trial, outcome: Outcome, undisturbed: list[str | None] | None) 
         problems += [f"rank {rank} raised" for rank in raised]
         problems += ["other parameters"] * (row.get("equal") == "no" and not raised and not hung)
     else:
-        problems += find_silent(outcome, hung, {*survivors, *([] if hung else _living(trial))})
+        ending = {*survivors}
+        if trial.what.kind in ("stop", "cut") and not hung:
+            ending.add(trial.victim)  # a stopped one continues later, a cut one is only alone
+        problems += [f"rank {rank} raised nothing" for rank in sorted(ending - {*errors, *hung})]
         problems += find_unclear(trial, readings)
         if is_pipeline(trial.trainer) and trial.what.kind in ("kill", "raise", "exit", "return"):
             texts = {text for kind, text in raised.values() if kind.endswith("StageError")}
             problems += ["the messages differ"] * (len(texts) > 1)
     return {**row, "verdict": "; ".join(problems) or OK}
-
-
-def _living(trial: Trial) -> list[int]:
-    """Return the victim if it lives on: a stopped one continues later, a cut one is only alone."""
-    return [trial.victim] if trial.what.kind in ("stop", "cut") else []
-
-
-def find_silent(outcome: Outcome, hung: Sequence[int], ranks: Iterable[int]) -> list[str]:
-    """Return those of the ranks that the fault should have ended with an error, and did not."""
-    return [
-        f"rank {rank} raised nothing"
-        for rank in sorted(ranks)
-        if not outcome.ends[rank].error and rank not in hung
-    ]
 
 
 def find_unclear(trial: Trial, readings: Mapping[int, Reading]) -> list[str]:

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,7 +206,9 @@ def run_trial(trial: Trial, server: Server) -> Outcome:
         RuntimeError: the server has ended, or a cut link needs network namespaces, which this
             machine refuses.
     """
-    with tempfile.TemporaryDirectory() as folder, network(trial) as place:
+    cuts = trial.what.kind == "cut"
+    network = limited_links(trial.ranks, MBIT_PER_S) if cuts else loopback()
+    with tempfile.TemporaryDirectory() as folder, network as place:
         watch = Watch(trial, place)
         server.begin(trial, place, folder)
         while not watch.over:
@@ -226,25 +226,17 @@ def run_trial(trial: Trial, server: Server) -> Outcome:
         return watch.outcome
 
 
-def network(trial: Trial) -> AbstractContextManager[Rendezvous]:
-    return limited_links(trial.ranks, MBIT_PER_S) if trial.what.kind == "cut" else loopback()
-
-
 def end_leftovers(sessions: set[int]) -> int:
     """Kill and count the processes of sessions whose leaders, the ranks, have ended."""
-    found = list(_members(sessions))
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, *fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[2]) in sessions and state != "Z":
+                found.append(int(path.parent.name))
     for process in found:
         _signal(process, signal.SIGKILL)
     return len(found)
-
-
-def _members(sessions: set[int]) -> Iterator[int]:
-    for path in Path("/proc").iterdir():
-        if path.name.isdecimal():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                state, *fields = (path / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[2]) in sessions and state != "Z":
-                    yield int(path.name)
 
 
 def _signal(process: int, number: int) -> None:
