@@ -12,20 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.gossip.table import BASELINE, by_algorithm, kilobytes
 from benchmarks.gossip.trainers import ALONE, ROUND_ALONE
 from benchmarks.harness import pictures
-from benchmarks.harness.pictures import (
-    BLACK,
-    BLUE,
-    GRAY,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    RED,
-    bars_by_case,
-    dots,
-    panels,
-    shows,
-    shows_part,
-)
+from benchmarks.harness.pictures import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import differences, mean_losses, measure_of, of, where
 
@@ -39,12 +26,12 @@ def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
     if not groups or not baseline:
         return None
     title = f"Does gossip cost accuracy? {measure.title.capitalize()}"
-    figure, (axes,) = panels(title, 1, 1.6 + 0.34 * len(groups))
+    figure, (axes,) = pictures.panels(title, 1, 1.6 + 0.34 * len(groups))
     found = {
         f"{name}, {kilobytes(group)} kB a step": differences(group, baseline, measure)
         for name, group in groups.items()
     }
-    dots(axes, found, measure.limit)
+    pictures.dots(axes, found, measure.limit)
     axes.set_xlabel(
         f"difference from all-reduce, {measure.unit}, further {measure.better} is better\n"
         "hollow: one seed; full: their mean"
@@ -53,9 +40,9 @@ def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
     return figure
 
 
-@shows(lambda rows: where(rows, data="text"))
+@pictures.shows(lambda rows: where(rows, data="text"))
 def draw_text_losses(rows: Sequence[Row]) -> Figure:
-    figure, (axes,) = panels("What do the bytes buy? Training on text", 1, 4.2)
+    figure, (axes,) = pictures.panels("What do the bytes buy? Training on text", 1, 4.2)
     colors = [BLACK, BLUE, ORANGE, GREEN, RED, PURPLE]
     for number, (name, group) in enumerate(by_algorithm(rows, "text").items()):
         bits = [loss / math.log(2) for loss in mean_losses(group)]
@@ -70,11 +57,11 @@ def draw_text_losses(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-@shows_part("steps")
+@pictures.shows_part("steps")
 def draw_links(rows: Sequence[Row], sleeps: bool) -> Figure:
     rows = [row for row in rows if row["compute"].startswith("sl") == sleeps]
     what = "that sleeps for its computation" if sleeps else "that computes"
-    figure, (axes,) = panels(f"How long is a step {what}, by link?", 1, 4.6)
+    figure, (axes,) = pictures.panels(f"How long is a step {what}, by link?", 1, 4.6)
     cases = of(rows, "case")
     times = {(row["case"], row["method"]): float(row["median_ms"]) for row in rows}
     methods = [name for name in of(rows, "method") if name not in (ALONE.name, ROUND_ALONE)]
@@ -96,11 +83,11 @@ def draw_links(rows: Sequence[Row], sleeps: bool) -> Figure:
     return figure
 
 
-@shows_part("stragglers")
+@pictures.shows_part("stragglers")
 def draw_stragglers(rows: Sequence[Row]) -> Figure:
     title = "How much longer is a step where ranks are slow?"
     slowed = [row for row in rows if row["case"] != rows[0]["case"]]
-    figure, axes = bars_by_case(
+    figure, axes = pictures.bars_by_case(
         slowed,
         title,
         3.0,
