@@ -13,18 +13,9 @@ second row, of a run whose first third or half is sent in bf16.
 import argparse
 from dataclasses import dataclass
 
+from benchmarks.compression import training
 from benchmarks.compression.systems import describe
 from benchmarks.compression.table import markdown
-from benchmarks.compression.training import (
-    IN_SMALL_BLOCKS,
-    TASKS,
-    WARMED,
-    Outcome,
-    candidates_of,
-    dense_wire_bytes,
-    fitted,
-    train,
-)
 from benchmarks.harness.program import parser_of_runs
 from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import Key, Row, RunRows, as_text, read_rows, shorten
@@ -57,7 +48,8 @@ class Run:
 def main() -> None:
     parser = parser_of_runs("compression.compare", __doc__, "compression-accuracy.csv")
     tasks, names = (
-        [each.name for each in all_of] for all_of in (TASKS, CANDIDATES + IN_SMALL_BLOCKS + WARMED)
+        [each.name for each in all_of]
+        for all_of in (training.TASKS, CANDIDATES + training.IN_SMALL_BLOCKS + training.WARMED)
     )
     parser.add_argument("--tasks", nargs="*", choices=tasks, default=tasks)
     parser.add_argument("--compressors", nargs="*", choices=names, default=names)
@@ -73,23 +65,23 @@ def main() -> None:
 def find_runs(options: argparse.Namespace) -> list[Run]:
     return [
         Run(task, candidate, seed, options.updates or task.updates, options.ranks)
-        for task in TASKS
+        for task in training.TASKS
         if task.name in options.tasks
         for seed in (SEEDS[task.name] if options.seeds is None else options.seeds)
-        for candidate in candidates_of(task)
+        for candidate in training.candidates_of(task)
         if candidate.name in options.compressors
     ]
 
 
 def perform(run: Run) -> Row:
     arguments = (run.task, run.candidate.compressor, run.seed, run.updates)
-    return columns_of(run, run_on_loopback(run.ranks, SECONDS, train, *arguments))
+    return columns_of(run, run_on_loopback(run.ranks, SECONDS, training.train, *arguments))
 
 
-def columns_of(run: Run, ranks: list[Outcome]) -> Row:
-    compressor, _ = fitted(run.task, run.candidate.compressor)
+def columns_of(run: Run, ranks: list[training.Outcome]) -> Row:
+    compressor, _ = training.fitted(run.task, run.candidate.compressor)
     outcome = ranks[0]
-    dense_sent = dense_wire_bytes(outcome.dense_bytes, run.ranks)
+    dense_sent = training.dense_wire_bytes(outcome.dense_bytes, run.ranks)
     return {
         "options": describe(compressor),
         "ranks": str(run.ranks),

@@ -17,18 +17,7 @@ from benchmarks.gossip.tasks import train as train_task
 from benchmarks.harness.program import parser_of_runs
 from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import Key, Row, RunRows, as_text, read_rows, shorten
-from pyparallel.gossip import (
-    ADPSGD,
-    DPSGD,
-    SGP,
-    AllReduce,
-    DiLoCo,
-    Hierarchical,
-    LeaderSGD,
-    LocalSGD,
-    NoLoCo,
-    SlowMo,
-)
+from pyparallel import gossip
 from pyparallel.gossip.algorithms.base import Algorithm
 from pyparallel.gossip.topology import OnePeerExponential, RandomMatching, Ring
 
@@ -50,21 +39,23 @@ def node_size(num_ranks: int) -> int:
 
 def hierarchical(num_ranks: int) -> Algorithm:
     size = node_size(num_ranks)
-    return Hierarchical(SGP(OnePeerExponential(num_ranks // size), overlap=1), size)
+    return gossip.Hierarchical(gossip.SGP(OnePeerExponential(num_ranks // size), overlap=1), size)
 
 
 ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
-    "allreduce": lambda n: AllReduce(),
-    "sgp": lambda n: SGP(OnePeerExponential(n)),
-    "sgp-overlap-1": lambda n: SGP(OnePeerExponential(n), overlap=1),
-    "sgp-overlap-4": lambda n: SGP(OnePeerExponential(n), overlap=4),
-    "dpsgd": lambda n: DPSGD(Ring(n)),
-    "adpsgd": lambda n: ADPSGD(Ring(n)),
-    "localsgd": lambda n: LocalSGD(interval=8),
-    "slowmo": lambda n: SlowMo(SGP(OnePeerExponential(n)), interval=24, momentum=0.2),
-    "diloco": lambda n: DiLoCo(interval=24, outer_optimizer=outer_optimizer),
-    "noloco": lambda n: NoLoCo(RandomMatching(n), interval=8),
-    "leadersgd": lambda n: LeaderSGD(node_size(n), interval=1, global_interval=4, local_pull=0.1),
+    "allreduce": lambda n: gossip.AllReduce(),
+    "sgp": lambda n: gossip.SGP(OnePeerExponential(n)),
+    "sgp-overlap-1": lambda n: gossip.SGP(OnePeerExponential(n), overlap=1),
+    "sgp-overlap-4": lambda n: gossip.SGP(OnePeerExponential(n), overlap=4),
+    "dpsgd": lambda n: gossip.DPSGD(Ring(n)),
+    "adpsgd": lambda n: gossip.ADPSGD(Ring(n)),
+    "localsgd": lambda n: gossip.LocalSGD(interval=8),
+    "slowmo": lambda n: gossip.SlowMo(gossip.SGP(OnePeerExponential(n)), interval=24, momentum=0.2),
+    "diloco": lambda n: gossip.DiLoCo(interval=24, outer_optimizer=outer_optimizer),
+    "noloco": lambda n: gossip.NoLoCo(RandomMatching(n), interval=8),
+    "leadersgd": lambda n: gossip.LeaderSGD(
+        node_size(n), interval=1, global_interval=4, local_pull=0.1
+    ),
     "hierarchical": hierarchical,
 }
 

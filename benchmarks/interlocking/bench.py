@@ -24,17 +24,8 @@ from torch import nn
 from benchmarks.harness.program import run_parts
 from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import Row, rows_of
-from benchmarks.interlocking import cotangents
+from benchmarks.interlocking import cotangents, sleeping
 from benchmarks.interlocking.cotangents import MLP, OneBlock
-from benchmarks.interlocking.sleeping import (
-    SleepingHead,
-    Slowdown,
-    StragglingModel,
-    end_to_end,
-    every_window,
-    measure_straggler,
-    measure_windows,
-)
 from benchmarks.pipeline.models import FOR_TWO_CORES, NUM_BYTES, ByteModel, Model, SleepingModel
 from benchmarks.pipeline.systems import Plan, ours
 from pyparallel.pipeline import Head, LinearHead
@@ -60,7 +51,7 @@ class Sizes:
     windows = Plan(turns=5, microbatches=16)
     model = FOR_TWO_CORES
     computing = Plan(turns=9, microbatches=16)
-    slowdown = Slowdown(normal=6, slow=6, seconds=0.2)
+    slowdown = sleeping.Slowdown(normal=6, slow=6, seconds=0.2)
     straggler_turns = 5
     computes = (
         MLP(width=64, samples=32),
@@ -71,8 +62,8 @@ class Sizes:
     cotangent_turns = 40
 
     @property
-    def sleeping_head(self) -> SleepingHead:
-        return SleepingHead(self.head, 2 * self.head)
+    def sleeping_head(self) -> sleeping.SleepingHead:
+        return sleeping.SleepingHead(self.head, 2 * self.head)
 
     @property
     def sleeping(self) -> tuple[int, float, float]:
@@ -97,7 +88,7 @@ class Dry(Sizes):
     microbatches = (3,)
     windows = computing = Plan(turns=1, microbatches=3)
     model = ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8)
-    slowdown = Slowdown(normal=2, slow=2, seconds=0.004)
+    slowdown = sleeping.Slowdown(normal=2, slow=2, seconds=0.004)
     straggler_turns = 1
     computes = (MLP(width=8, samples=2), OneBlock(width=8, samples=1, length=4))
     cotangent_turns = 2
@@ -122,8 +113,8 @@ def bench_systems(
     """Measure all windows beside end-to-end training, relative to our own 1F1B."""
     base = ours.ONE_FORWARD_ONE_BACKWARD.name
     for count in sizes.microbatches:
-        systems = [*every_window(num_ranks, head), *end_to_end(num_ranks, count)]
-        arguments = (measure_windows, model, systems, count, plan)
+        systems = [*sleeping.every_window(num_ranks, head), *sleeping.end_to_end(num_ranks, count)]
+        arguments = (sleeping.measure_windows, model, systems, count, plan)
         seconds = run_on_loopback(num_ranks, 400, *arguments)[0]
         columns = {"part": part, "case": f"M = {count}", "compute": compute}
         columns |= {"ranks": num_ranks, "microbatches": count}
@@ -132,9 +123,12 @@ def bench_systems(
 
 def bench_straggler(sizes: Sizes) -> Iterator[list[Row]]:
     """Yield a row per system and step of the first stage, from the one before t."""
-    model, slowdown = StragglingModel(*sizes.sleeping, sizes.slowdown), sizes.slowdown
-    systems = [*every_window(sizes.ranks, sizes.sleeping_head), *end_to_end(sizes.ranks, 1)]
-    arguments = (measure_straggler, model, systems, sizes.straggler_turns)
+    model, slowdown = sleeping.StragglingModel(*sizes.sleeping, sizes.slowdown), sizes.slowdown
+    systems = [
+        *sleeping.every_window(sizes.ranks, sizes.sleeping_head),
+        *sleeping.end_to_end(sizes.ranks, 1),
+    ]
+    arguments = (sleeping.measure_straggler, model, systems, sizes.straggler_turns)
     measured = run_on_loopback(sizes.ranks, 400, *arguments)[0]
     delay = f"from step t on the last stage's backward {slowdown.seconds * 1e3:g} ms more"
     columns = {"compute": f"{sizes.describe()}; {delay}", "ranks": sizes.ranks, "microbatches": 1}

@@ -31,13 +31,7 @@ from benchmarks.harness.rows import RESULTS, Row, as_text, machine, replace_rows
 from benchmarks.language_models.table import UNSPLIT, markdown
 from benchmarks.pipeline.tasks import load_text
 from examples.data import cut_windows, draw_windows
-from pyparallel.pipeline import (
-    OneForwardOneBackward,
-    PipelineTrainer,
-    PipeOptim,
-    Schedule,
-    split_model,
-)
+from pyparallel import pipeline
 
 FIELDS = [
     "model", "schedule", "seed", "rate", "parameters", "tied", "ranks", "threads", "microbatches",
@@ -48,9 +42,9 @@ BITS_PER_NAT = 1 / math.log(2)
 BATCH, LENGTH, HELD_OUT = 8, 128, 64  # windows, bytes of a window, held-out windows
 RATE, WARM_UP = 1e-3, 0.1
 SPLIT = [4]  # the embedding and three of six blocks
-CONTESTANTS: dict[str, tuple[Schedule, int]] = {  # with the microbatches of a batch
-    "OneForwardOneBackward": (OneForwardOneBackward(), 4),
-    "PipeOptim": (PipeOptim(), 1),
+CONTESTANTS: dict[str, tuple[pipeline.Schedule, int]] = {  # with the microbatches of a batch
+    "OneForwardOneBackward": (pipeline.OneForwardOneBackward(), 4),
+    "PipeOptim": (pipeline.PipeOptim(), 1),
 }
 
 
@@ -118,8 +112,8 @@ def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Trained:
 def train_split(rank: int, name: str, schedule: str, steps: int, seed: int) -> Trained | None:
     torch.manual_seed(seed)
     model = MODELS[name]()
-    trainer = PipelineTrainer(
-        split_model(model),
+    trainer = pipeline.PipelineTrainer(
+        pipeline.split_model(model),
         next_token_loss,
         partial(AdamW, lr=RATE),
         CONTESTANTS[schedule][0],

@@ -21,24 +21,16 @@ from benchmarks.harness.program import parser_of_runs
 from benchmarks.pipeline.table import markdown
 from benchmarks.pipeline.tasks import TASKS, Task
 from benchmarks.pipeline.training import Contestant, Run, add_arguments, complete
-from pyparallel.pipeline import (
-    GPipe,
-    PipeDream,
-    PipeDream2BW,
-    PipeMare,
-    PipeOptim,
-    SpecTrain,
-    XPipe,
-)
+from pyparallel import pipeline
 
 CONTESTANTS = {
-    "gpipe": Contestant(GPipe(), 4),
-    "pipedream": Contestant(PipeDream(), 1),
-    "2bw": Contestant(PipeDream2BW(), 4),
-    "spectrain": Contestant(SpecTrain(), 1),
-    "xpipe": Contestant(XPipe(), 4),
-    "pipeoptim": Contestant(PipeOptim(), 1),
-    "naive": Contestant(PipeMare(), 1),
+    "gpipe": Contestant(pipeline.GPipe(), 4),
+    "pipedream": Contestant(pipeline.PipeDream(), 1),
+    "2bw": Contestant(pipeline.PipeDream2BW(), 4),
+    "spectrain": Contestant(pipeline.SpecTrain(), 1),
+    "xpipe": Contestant(pipeline.XPipe(), 4),
+    "pipeoptim": Contestant(pipeline.PipeOptim(), 1),
+    "naive": Contestant(pipeline.PipeMare(), 1),
 }
 SWEPT = ("gpipe", "pipedream", "pipeoptim", "naive")  # also at rates other than the main one
 

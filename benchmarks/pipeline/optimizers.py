@@ -33,32 +33,25 @@ from benchmarks.harness.rows import RESULTS, Key, Row, RunRows
 from benchmarks.pipeline import table
 from benchmarks.pipeline.tasks import Bytes
 from benchmarks.pipeline.training import Contestant, train
-from pyparallel.pipeline import (
-    GPipe,
-    PipeDream,
-    PipeDream2BW,
-    PipeOptim,
-    StageMomentum,
-    UpdateErrorFeedback,
-)
+from pyparallel import pipeline
 
 FIELDS = [
     "stages", "optimizer", "schedule", "correction", "rate", "updates", "seed", "options",
     "microbatches", "held_out_bits", "training_bits", "weight_copies", "torch", "commit", "losses",
 ]  # fmt: skip
 SCHEDULES = {
-    "GPipe": Contestant(GPipe(), 4),
-    "PipeDream": Contestant(PipeDream(), 1),
-    "2BW": Contestant(PipeDream2BW(), 4),
-    "PipeOptim": Contestant(PipeOptim(), 1),
-    "PipeOptim, consistent": Contestant(PipeOptim("consistent"), 1),
+    "GPipe": Contestant(pipeline.GPipe(), 4),
+    "PipeDream": Contestant(pipeline.PipeDream(), 1),
+    "2BW": Contestant(pipeline.PipeDream2BW(), 4),
+    "PipeOptim": Contestant(pipeline.PipeOptim(), 1),
+    "PipeOptim, consistent": Contestant(pipeline.PipeOptim("consistent"), 1),
 }
 NO_CORRECTION = "none"
 CORRECTIONS = {
     NO_CORRECTION: None,
-    "error feedback": UpdateErrorFeedback(),
-    "error feedback by delay": UpdateErrorFeedback(None),
-    "stage momentum": StageMomentum(),
+    "error feedback": pipeline.UpdateErrorFeedback(),
+    "error feedback by delay": pipeline.UpdateErrorFeedback(None),
+    "stage momentum": pipeline.StageMomentum(),
 }
 # Error feedback by delay is that of the paper where the delay is 1.
 CORRECTED = {

@@ -14,16 +14,7 @@ from torch.optim import Optimizer
 
 from benchmarks.harness.options import shorten
 from benchmarks.soak.watch import Sample, watch
-from pyparallel import GossipDataParallel, PipelineTrainer, gossip, optim, pipeline
-from pyparallel.compression import (
-    Compressor,
-    ErrorFeedback,
-    Int8,
-    PowerSGD,
-    TopK,
-    compress_fsdp,
-    ddp_hook,
-)
+from pyparallel import GossipDataParallel, PipelineTrainer, compression, gossip, optim, pipeline
 from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching, Ring
 from pyparallel.subnets import Partition, SubnetTrainer
 
@@ -138,17 +129,17 @@ def subnets() -> Running:
     return Running(loop(trainer, trainer.optimizer), trainer.flush, trainer, trainer)
 
 
-def ddp(compressor: Compressor | None = None) -> Start:
+def ddp(compressor: compression.Compressor | None = None) -> Start:
     def start() -> Running:
         model = DistributedDataParallel(build_layers(), bucket_cap_mb=SMALL_BUCKETS)
         if compressor is not None:
-            model.register_comm_hook(*ddp_hook(compressor, model))
+            model.register_comm_hook(*compression.ddp_hook(compressor, model))
         return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
 
     return start
 
 
-def fsdp(compressor: Compressor | None = None) -> Start:
+def fsdp(compressor: compression.Compressor | None = None) -> Start:
     """Return what starts FSDP2 with compressed gradients and parameters, or as it is."""
 
     def start() -> Running:
@@ -156,7 +147,7 @@ def fsdp(compressor: Compressor | None = None) -> Start:
         for module in (model[2], model):
             fully_shard(module)
         if compressor is not None:
-            compress_fsdp(model, gradients=compressor, parameters=Int8())
+            compression.compress_fsdp(model, gradients=compressor, parameters=compression.Int8())
         return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
 
     return start
@@ -175,7 +166,9 @@ STARTS: dict[str, Start] = {
     "SGP, overlap=1, closure": averaging(overlapped, closure=True),
     "SGP, overlap=1, fused AdamW": averaging(overlapped, optim.AdamW),
     "SGP, overlap=4": averaging(lambda n: overlapped(n, 4)),
-    "SGP, Int8": averaging(lambda n: gossip.SGP(OnePeerExponential(n), compressor=Int8())),
+    "SGP, Int8": averaging(
+        lambda n: gossip.SGP(OnePeerExponential(n), compressor=compression.Int8())
+    ),
     "DPSGD": averaging(lambda n: gossip.DPSGD(Ring(n))),
     "NoLoCo": averaging(lambda n: gossip.NoLoCo(RandomMatching(n), interval=5)),
     "ADPSGD": averaging(lambda n: gossip.ADPSGD(Complete(n))),
@@ -192,11 +185,11 @@ STARTS: dict[str, Start] = {
     },
     "Interlocking(1)": pipelined(pipeline.Interlocking(1, pipeline.LinearHead(4))),
     "SubnetTrainer": subnets,
-    "ddp_hook, TopK": ddp(ErrorFeedback(TopK(0.1))),
-    "ddp_hook, Int8": ddp(Int8()),
-    "ddp_hook, PowerSGD": ddp(ErrorFeedback(PowerSGD(2))),
-    "compress_fsdp, Int8": fsdp(Int8()),
-    "compress_fsdp, ErrorFeedback(Int8)": fsdp(ErrorFeedback(Int8())),
+    "ddp_hook, TopK": ddp(compression.ErrorFeedback(compression.TopK(0.1))),
+    "ddp_hook, Int8": ddp(compression.Int8()),
+    "ddp_hook, PowerSGD": ddp(compression.ErrorFeedback(compression.PowerSGD(2))),
+    "compress_fsdp, Int8": fsdp(compression.Int8()),
+    "compress_fsdp, ErrorFeedback(Int8)": fsdp(compression.ErrorFeedback(compression.Int8())),
 }
 
 

@@ -13,17 +13,8 @@ from torch.optim import Optimizer
 
 from benchmarks.gossip.trainers import bf16_unchecked
 from benchmarks.subnets.tasks import Bytes, Digits, Task
-from pyparallel import GossipDataParallel
+from pyparallel import GossipDataParallel, subnets
 from pyparallel.gossip import LocalSGD
-from pyparallel.subnets import (
-    Averaged,
-    CarryState,
-    OptimizerState,
-    Scale,
-    SubnetTrainer,
-    Unscaled,
-    shrink_consumers,
-)
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -88,13 +79,13 @@ class Subnets(Method):
     """SubnetTrainer."""
 
     interval: int
-    scale: Scale = field(default_factory=Unscaled)
-    optimizer_state: OptimizerState = field(default_factory=CarryState)
+    scale: subnets.Scale = field(default_factory=subnets.Unscaled)
+    optimizer_state: subnets.OptimizerState = field(default_factory=subnets.CarryState)
 
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
         module, partition = task.build(), task.partition()
-        shrink_consumers(module, partition, self.scale.enlargement(dist.get_world_size()))
-        trainer = SubnetTrainer(
+        subnets.shrink_consumers(module, partition, self.scale.enlargement(dist.get_world_size()))
+        trainer = subnets.SubnetTrainer(
             module,
             make_optimizer,
             partition,
@@ -168,6 +159,6 @@ BYTES = tuple(
     for method in (
         DDP,
         Subnets(INTERVAL, name="SubnetTrainer"),
-        Subnets(INTERVAL, Averaged(), name="SubnetTrainer, averaged"),
+        Subnets(INTERVAL, subnets.Averaged(), name="SubnetTrainer, averaged"),
     )
 )
