@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from benchmarks.compression import training
 from benchmarks.compression.systems import describe
 from benchmarks.compression.table import markdown
-from benchmarks.harness.program import parser_of_runs
+from benchmarks.harness.program import compare
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import Key, Row, RunRows, as_text, read_rows, shorten
+from benchmarks.harness.rows import RESULTS, Key, Row, RunRows, as_text, shorten
 from benchmarks.pipeline.tasks import Bytes, Digits
 from pyparallel.recommend import CANDIDATES, Candidate
 
@@ -45,26 +45,9 @@ class Run:
         return self.task.name, self.candidate.name, str(self.seed)
 
 
-def main() -> None:
-    parser = parser_of_runs("compression.compare", __doc__, "compression-accuracy.csv")
-    tasks, names = (
-        [each.name for each in all_of]
-        for all_of in (training.TASKS, CANDIDATES + training.IN_SMALL_BLOCKS + training.WARMED)
-    )
-    parser.add_argument("--tasks", nargs="*", choices=tasks, default=tasks)
-    parser.add_argument("--compressors", nargs="*", choices=names, default=names)
-    parser.add_argument("--seeds", nargs="*", type=int, help="none: print only")
-    parser.add_argument("--updates", type=int, help="of every task, instead of its own number")
-    parser.add_argument("--ranks", type=int, default=4)
-    options = parser.parse_args()
-    rows = RunRows(options.out, FIELDS, num_keys=3)
-    rows.complete(find_runs(options), perform, again=options.again)
-    print(markdown(read_rows(options.out)))
-
-
 def find_runs(options: argparse.Namespace) -> list[Run]:
     return [
-        Run(task, candidate, seed, options.updates or task.updates, options.ranks)
+        Run(task, candidate, seed, task.updates)
         for task in training.TASKS
         if task.name in options.tasks
         for seed in (SEEDS[task.name] if options.seeds is None else options.seeds)
@@ -98,4 +81,8 @@ def columns_of(run: Run, ranks: list[training.Outcome]) -> Row:
 
 
 if __name__ == "__main__":
-    main()
+    rows = RunRows(RESULTS / "compression-accuracy.csv", FIELDS, num_keys=3)
+    choices = {"tasks": [task.name for task in training.TASKS]}
+    candidates = CANDIDATES + training.IN_SMALL_BLOCKS + training.WARMED
+    choices["compressors"] = [candidate.name for candidate in candidates]
+    compare("compression.compare", __doc__, rows, find_runs, perform, markdown, None, **choices)

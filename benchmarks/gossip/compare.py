@@ -5,6 +5,7 @@ Trains on four gloo processes, one thread each, with every algorithm and seed th
 ``python -m benchmarks.gossip.picture FILE.csv`` draws the rows.
 """
 
+import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ import torch
 from benchmarks.gossip.table import markdown
 from benchmarks.gossip.tasks import TASKS, columns_of
 from benchmarks.gossip.tasks import train as train_task
-from benchmarks.harness.program import parser_of_runs
+from benchmarks.harness.program import compare
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import Key, Row, RunRows, as_text, read_rows, shorten
+from benchmarks.harness.rows import RESULTS, Key, Row, RunRows, as_text, shorten
 from pyparallel import gossip
 from pyparallel.gossip.algorithms.base import Algorithm
 from pyparallel.gossip.topology import OnePeerExponential, RandomMatching, Ring
@@ -75,22 +76,9 @@ class Run:
         return self.data, self.algorithm, str(self.seed)
 
 
-def main() -> None:
-    parser = parser_of_runs("gossip.compare", __doc__, "gossip-accuracy.csv")
-    data, names = list(TASKS), list(ALGORITHMS)
-    parser.add_argument("--data", nargs="+", choices=data, default=data)
-    help_text = "none: print only"
-    parser.add_argument("--algorithms", nargs="*", choices=names, default=names, help=help_text)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="of every task, instead of its own number")
-    parser.add_argument("--ranks", type=int, default=4)
-    options = parser.parse_args()
-    runs = [
-        Run(data, name, seed, options.steps, options.ranks)
-        for seed, data, name in itertools.product(options.seeds, options.data, options.algorithms)
-    ]
-    RunRows(options.out, FIELDS, num_keys=3).complete(runs, perform, again=options.again)
-    print(markdown(read_rows(options.out)))
+def find_runs(options: argparse.Namespace) -> list[Run]:
+    runs = itertools.product(options.seeds, options.data, options.algorithms)
+    return [Run(data, name, seed) for seed, data, name in runs]
 
 
 def perform(run: Run) -> Row:
@@ -109,4 +97,6 @@ def train(rank: int, run: Run) -> Row:
 
 
 if __name__ == "__main__":
-    main()
+    rows = RunRows(RESULTS / "gossip-accuracy.csv", FIELDS, num_keys=3)
+    choices = {"data": list(TASKS), "algorithms": list(ALGORITHMS)}
+    compare("gossip.compare", __doc__, rows, find_runs, perform, markdown, [0, 1, 2], **choices)

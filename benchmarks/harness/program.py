@@ -4,11 +4,21 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.rows import RESULTS, Row, machine, print_rows, replace_rows
+import torch
+
+from benchmarks.harness.rows import (
+    RESULTS,
+    Row,
+    RunRows,
+    machine,
+    print_rows,
+    read_rows,
+    replace_rows,
+)
 
 Parts = Mapping[str, Callable[[Any], Iterator[list[Row]]]]
 
@@ -24,12 +34,32 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     return parser
 
 
-def parser_of_runs(module: str, description: str | None, out: str) -> argparse.ArgumentParser:
-    """Return the argument parser of a comparison whose runs have a row each in a file."""
+def compare(
+    module: str,
+    description: str | None,
+    rows: RunRows,
+    find_runs: Callable[[argparse.Namespace], Iterable[Any]],
+    perform: Callable[[Any], Row],
+    markdown: Callable[[Sequence[Row]], str],
+    seeds: Sequence[int] | None,
+    **choices: Sequence[str],
+) -> None:
+    """Perform the runs that the command line of a comparison chooses and that have no row.
+
+    Then the tables of all rows are printed. Each of ``choices`` is an argument, by default all of
+    its values.
+    """
     parser = make_parser(module, description)
-    parser.set_defaults(out=RESULTS / out)
+    parser.set_defaults(out=rows.path)
     parser.add_argument("--again", action="store_true", help="also run what has a row")
-    return parser
+    parser.add_argument("--seeds", nargs="*", type=int, default=seeds, help="none: only print")
+    for name, values in choices.items():
+        parser.add_argument(f"--{name}", nargs="*", choices=values, default=values)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows.path = options.out
+    rows.complete(find_runs(options), perform, again=options.again)
+    print(markdown(read_rows(rows.path)))
 
 
 def save(rows: Sequence[Row], name: str, fields: Sequence[str], out: Path | None = None) -> None:

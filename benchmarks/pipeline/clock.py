@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -207,9 +206,8 @@ def main() -> None:
     parser = make_parser("pipeline.clock", __doc__)
     parser.add_argument("--updates", type=int, default=1000, help="a multiple of 50")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--rates", type=Path, default=RESULTS / "pipeline-optimizers.csv")
     options = parser.parse_args()
-    rows = Rows(options.rates)
+    rows = Rows(RESULTS / "pipeline-optimizers.csv")
     rates = {
         (schedule, optimizer): choose_rate(
             rows, Run(2, optimizer, schedule, NO_CORRECTION, 0.0, SEARCH_UPDATES)

@@ -14,13 +14,15 @@ One process holds all stages: the weights that a microbatch reads depend only on
 runs do not depend on timing, and need one core.
 """
 
+import argparse
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from benchmarks.harness.program import parser_of_runs
+from benchmarks.harness.program import compare
+from benchmarks.harness.rows import RESULTS, RunRows
 from benchmarks.pipeline.table import markdown
 from benchmarks.pipeline.tasks import TASKS, Task
-from benchmarks.pipeline.training import Contestant, Run, add_arguments, complete
+from benchmarks.pipeline.training import FIELDS, Contestant, Run, perform
 from pyparallel import pipeline
 
 CONTESTANTS = {
@@ -35,19 +37,11 @@ CONTESTANTS = {
 SWEPT = ("gpipe", "pipedream", "pipeoptim", "naive")  # also at rates other than the main one
 
 
-def main() -> None:
-    parser = parser_of_runs("pipeline.compare", __doc__, "pipeline-accuracy.csv")
-    add_arguments(parser, [task.name for task in TASKS], seeds=3)
-    names = list(CONTESTANTS)
-    parser.add_argument("--schedules", nargs="*", choices=names, default=names)
-    options = parser.parse_args()
+def find_runs(options: argparse.Namespace) -> Iterator[Run]:
     tasks = [task for task in TASKS if task.name in options.tasks]
-    runs = (
-        Run(task, name, CONTESTANTS[name], rate, seed)
-        for seed, task in itertools.product(options.seeds, tasks)
-        for name, rate in runs_of(task, options.schedules, seed)
-    )
-    complete(options, runs, markdown)
+    for seed, task in itertools.product(options.seeds, tasks):
+        for name, rate in runs_of(task, options.schedules, seed):
+            yield Run(task, name, CONTESTANTS[name], rate, seed)
 
 
 def runs_of(task: Task, schedules: Iterable[str], seed: int) -> list[tuple[str, float]]:
@@ -60,4 +54,6 @@ def runs_of(task: Task, schedules: Iterable[str], seed: int) -> list[tuple[str, 
 
 
 if __name__ == "__main__":
-    main()
+    rows = RunRows(RESULTS / "pipeline-accuracy.csv", FIELDS, num_keys=4)
+    choices = {"tasks": [task.name for task in TASKS], "schedules": list(CONTESTANTS)}
+    compare("pipeline.compare", __doc__, rows, find_runs, perform, markdown, [0, 1, 2], **choices)

@@ -129,18 +129,16 @@ def main() -> None:
     parser = make_parser("pipeline.parts", __doc__)
     parser.add_argument("--code", default="after", help="the name of the code in the rows")
     parser.add_argument("--optimizer", default=ADAMW, help="a class of AdamW, such as %(default)s")
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
-    plan, model = Plan(options.turns, 32), SMALL_MICROBATCHES
+    plan, model = Plan(8, 32), SMALL_MICROBATCHES
     if options.dry_run:
         plan = Plan(1, 2)
         model = EncoderModel(width=16, num_blocks=2, num_heads=2, microbatch=1, length=4)
     rows: list[Row] = []
     for system in (PIPE_OPTIM, ONE_FORWARD_ONE_BACKWARD):
         chosen = replace(system, optimizer=options.optimizer)
-        for count in options.microbatches:
+        for count in (2, 4, 8):
             ranks = run_on_loopback(2, 120, measure, chosen, model, count, plan)
             columns = {"code": options.code, "system": system.name, "microbatches": count}
             columns |= {"compute": model.name, "optimizer": options.optimizer}

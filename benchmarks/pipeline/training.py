@@ -4,18 +4,16 @@ The weights that a microbatch reads, and the losses that a stage learns from, de
 schedule. So runs do not depend on timing, and need one core.
 """
 
-import argparse
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks.harness.learning_rate import rate as rate_at
 from benchmarks.harness.learning_rate import set_rate
-from benchmarks.harness.rows import Key, Row, RunRows, as_text, read_rows, shorten
+from benchmarks.harness.rows import Key, Row, as_text, shorten
 from benchmarks.pipeline.tasks import Task
 from pyparallel.comm import NonFiniteError
 from pyparallel.pipeline import Correction, PipelineTrainer, Schedule
@@ -71,22 +69,6 @@ class Run:
     @property
     def key(self) -> Key:
         return self.task.name, self.name, f"{self.rate:g}", str(self.seed)
-
-
-def add_arguments(parser: argparse.ArgumentParser, tasks: Sequence[str], seeds: int) -> None:
-    parser.add_argument("--tasks", nargs="*", choices=tasks, default=tasks)
-    help_text = "none: only print"
-    parser.add_argument("--seeds", nargs="*", type=int, default=[*range(seeds)], help=help_text)
-    parser.add_argument("--updates", type=int, help="overrides the number of updates of each task")
-
-
-def complete(
-    options: argparse.Namespace, runs: Iterable[Run], markdown: Callable[[Sequence[Row]], str]
-) -> None:
-    torch.set_num_threads(1)
-    rows = RunRows(options.out, FIELDS, num_keys=4)
-    rows.complete(runs, lambda run: perform(run, options.updates), again=options.again)
-    print(markdown(read_rows(options.out)))
 
 
 def perform(run: Run, updates: int | None = None) -> Row:

@@ -48,6 +48,7 @@ FIELDS = [
 ]  # fmt: skip
 KEY = ["part", "case", "ranks"]
 FLAT = "flat"
+SECONDS = 300  # time limit of a case
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="cases, faults or trainers whose names begin so"
     )
-    parser.add_argument("--steps", type=int, help="of each case; default 20,000 and 5,000")
-    parser.add_argument(
-        "--ranks", nargs="+", type=int, help="default: 3 and 4; 2, or two nodes of 2"
-    )
-    parser.add_argument("--seconds", type=float, default=300, help="time limit of a case")
     parser.add_argument("--seed", type=int, default=0, help="of faults: draws victims and moments")
     parser.add_argument("--trials", type=int, default=20, help="of restarts")
     parser.add_argument("--dry-run", action="store_true")
@@ -172,8 +168,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.out and {*options.part} & {FAULTS, RESTARTS} and len(options.part) > 1:
         parser.error("--out is one file: faults and restarts have other columns than rounds and "
                      "steps; pass one --part")  # fmt: skip
-    if options.dry_run:
-        options.steps = options.steps or 60
     known = [case for part in options.part if part in PARTS for case in PARTS[part].cases]
     known += campaign.names() if FAULTS in options.part else []
     for name in options.only or ():
@@ -185,10 +179,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def soak(options: argparse.Namespace) -> Iterator[Row]:
     for name in filter(PARTS.__contains__, options.part):
         part = PARTS[name]
-        count, wanted = options.steps or part.steps, tuple(options.only or [""])
+        count, wanted = 60 if options.dry_run else part.steps, tuple(options.only or [""])
         for case in filter(lambda case: case.startswith(wanted), part.cases):
-            for num_ranks in options.ranks or part.cases[case]:
-                yield run_case(name, case, num_ranks, count, options.seconds)
+            for num_ranks in part.cases[case]:
+                yield run_case(name, case, num_ranks, count, SECONDS)
 
 
 def run_case(name: str, case: str, num_ranks: int, num_steps: int, seconds: float) -> Row:
