@@ -78,7 +78,10 @@ class Digits(Task):
 
     def train(self, model: GossipDataParallel, optimizer: Optimizer) -> None:
         shuffle = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
-        scheduler = self._scheduler(optimizer)
+        scheduler: LRScheduler = CosineAnnealingLR(optimizer, self.epochs - self.warm_up)
+        if self.warm_up:
+            grow = LinearLR(optimizer, 1 / dist.get_world_size(), total_iters=self.warm_up)
+            scheduler = SequentialLR(optimizer, [grow, scheduler], [self.warm_up])
         for _ in range(self.epochs):
             order = torch.randperm(len(self.labels), generator=shuffle)
             batches = order.split(16)[: self.max_steps - len(self.losses)]
@@ -89,13 +92,6 @@ class Digits(Task):
                         model, optimizer, lambda x=images, y=labels: cross_entropy(model(x), y)
                     )
             scheduler.step()
-
-    def _scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        decay = CosineAnnealingLR(optimizer, self.epochs - self.warm_up)
-        if not self.warm_up:
-            return decay
-        grow = LinearLR(optimizer, 1 / dist.get_world_size(), total_iters=self.warm_up)
-        return SequentialLR(optimizer, [grow, decay], [self.warm_up])
 
     def score(self, module: nn.Module) -> float:
         return accuracy(module, *self.test)

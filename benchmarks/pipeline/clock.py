@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.harness.learning_rate import decayed
@@ -84,14 +84,6 @@ class Training:
     train: Callable[[int], None]
     layers: nn.Sequential
     own: list[int]
-
-    def own_state(self) -> dict[str, Tensor]:
-        """Return the parameters of this rank's layers, by their names in the whole model."""
-        return {
-            f"{index}.{name}": value
-            for index in self.own
-            for name, value in self.layers[index].state_dict().items()
-        }
 
 
 def start(entry: Entry, updates: int, seed: int) -> Training:
@@ -173,7 +165,12 @@ def race(rank: int, entries: Sequence[Entry], updates: int, seed: int) -> list[l
 def evaluate(rank: int, training: Training, whole: nn.Sequential) -> float:
     """Return the held-out bits per byte on rank 0, after gathering the model there; else nan."""
     states: list[Any] | None = [None] * NUM_RANKS if rank == 0 else None
-    dist.gather_object(training.own_state(), states)
+    own = {
+        f"{index}.{name}": value  # by its name in the whole model
+        for index in training.own
+        for name, value in training.layers[index].state_dict().items()
+    }
+    dist.gather_object(own, states)
     if states is None:
         return float("nan")
     whole.load_state_dict({name: each for state in states for name, each in state.items()})

@@ -162,10 +162,6 @@ class Block(nn.Module):
         return stream + self.perceptron(self.before_perceptron(stream))
 
 
-def mean_of_output(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).mean()
-
-
 @dataclass(frozen=True)
 class SleepingModel(Model):
     """Layers that sleep; half of a backward is for the input, half for the weights.
@@ -180,7 +176,7 @@ class SleepingModel(Model):
     forward: float
     backward: float
 
-    loss = staticmethod(mean_of_output)
+    loss = staticmethod(lambda output, target: (output - target).mean())
 
     @property
     def num_equal(self) -> int:

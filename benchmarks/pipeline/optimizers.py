@@ -145,7 +145,9 @@ class Rows(RunRows):
 
 
 def perform(run: Run) -> Row:
-    contestant = contestant_of(run.schedule, run.correction, run.stages)
+    contestant = replace(SCHEDULES[run.schedule], correction=CORRECTIONS[run.correction])
+    if run.schedule == "2BW":  # as its paper requires: else it delays by more updates
+        contestant = replace(contestant, microbatches=run.stages)
     task = replace(MODELS[run.stages], make_optimizer=MAKERS[run.optimizer])
     outcome = train(task, contestant, run.rate, run.seed, run.updates, WARM_UP)
     options = repr(contestant.schedule)
@@ -158,15 +160,6 @@ def perform(run: Run) -> Row:
         "held_out_bits": f"{outcome.held_out_loss:.5f}",
         "training_bits": f"{outcome.training_loss:.5f}",
     }
-
-
-def contestant_of(schedule: str, correction: str, stages: int) -> Contestant:
-    """Return a schedule with a correction.
-
-    2BW has as many microbatches as stages, as its paper requires: else it delays by more updates.
-    """
-    contestant = replace(SCHEDULES[schedule], correction=CORRECTIONS[correction])
-    return replace(contestant, microbatches=stages) if schedule == "2BW" else contestant
 
 
 def adamw(parameters: list[nn.Parameter], lr: float) -> Optimizer:

@@ -140,8 +140,10 @@ class _State:
 
     def is_waited_for(self, instruction: Instruction) -> bool:
         """Whether an instruction uses a load in flight."""
+        own = instruction.guard
         guards = (self.pending.get(register) for register in instruction.registers)
-        return any(guard is not None and not _exclude(guard, instruction.guard) for guard in guards)
+        opposite = "!" + own if not own.startswith("!") else own.strip("!")
+        return any(guard is not None and guard != opposite for guard in guards)
 
     def forget_predicates(self, instruction: Instruction) -> None:
         """Treat predicates that an instruction names, and may set, as unknown."""
@@ -149,10 +151,6 @@ class _State:
             for register, guard in self.pending.items():
                 if guard.strip("!") == predicate:
                     self.pending[register] = ""
-
-
-def _exclude(guard: str, other: str) -> bool:
-    return guard != other and guard.strip("!") == other.strip("!")
 
 
 def find_loads(kernel: list[Instruction]) -> Loads:
