@@ -13,7 +13,6 @@ Rows go to ``benchmarks/results/language-models-<machine>.csv``, each as soon as
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -48,16 +47,6 @@ CONTESTANTS: dict[str, tuple[pipeline.Schedule, int]] = {  # with the microbatch
 }
 
 
-@dataclass(frozen=True)
-class Trained:
-    """Bits per byte of each step and of the held-out text, on the rank of the last stage."""
-
-    losses: list[float]
-    held_out: float
-    num_parameters: int
-    tied: bool
-
-
 def build_gpt2() -> nn.Module:
     transformers = load("transformers")
     sizes = {"n_positions": LENGTH, "n_embd": 384, "n_layer": 6, "n_head": 6}
@@ -88,7 +77,7 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Trained:
+def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Row:
     del rank
     torch.set_num_threads(2)
     torch.manual_seed(seed)
@@ -106,10 +95,10 @@ def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Trained:
     held_out = cut_windows(load_text()[1], HELD_OUT, LENGTH)
     with torch.no_grad():
         final = float(next_token_loss(model.eval()(held_out).logits, held_out))
-    return trained(model, losses, final)
+    return columns_of(model, losses, final)
 
 
-def train_split(rank: int, name: str, schedule: str, steps: int, seed: int) -> Trained | None:
+def train_split(rank: int, name: str, schedule: str, steps: int, seed: int) -> Row | None:
     torch.manual_seed(seed)
     model = MODELS[name]()
     trainer = pipeline.PipelineTrainer(
@@ -128,42 +117,34 @@ def train_split(rank: int, name: str, schedule: str, steps: int, seed: int) -> T
     final = trainer.evaluate(held_out, target=held_out)
     if final is None:
         return None
-    return trained(model, [loss for loss in losses if loss is not None], final)
+    return columns_of(model, [loss for loss in losses if loss is not None], final)
 
 
-def trained(model: Any, losses: list[float], held_out: float) -> Trained:
+def columns_of(model: Any, losses: list[float], held_out: float) -> Row:
     sizes = {parameter: parameter.numel() for parameter in model.parameters()}
-    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     bits = [loss * BITS_PER_NAT for loss in losses]
-    return Trained(bits, held_out * BITS_PER_NAT, sum(sizes.values()), tied)
-
-
-def row_of(name: str, schedule: str, steps: int, seed: int, limit: float) -> Row:
-    ranks = 1 if schedule == UNSPLIT else 2
-    if schedule == UNSPLIT:
-        done = run_on_loopback(1, limit, train_unsplit, name, steps, seed)[0]
-    else:
-        done = run_on_loopback(2, limit, train_split, name, schedule, steps, seed)[-1]
-    last_tenth = done.losses[len(done.losses) * 9 // 10 :]
     return {
-        "model": name,
-        "schedule": schedule,
-        "seed": seed,
-        "rate": f"{RATE:g}",
-        "parameters": done.num_parameters,
-        "tied": done.tied,
-        "ranks": ranks,
-        "threads": 2 // ranks,
-        "microbatches": 1 if schedule == UNSPLIT else CONTESTANTS[schedule][1],
-        "batch": BATCH,
-        "length": LENGTH,
-        "steps": steps,
-        "training_bits": f"{statistics.fmean(last_tenth):.5f}",
-        "held_out_bits": f"{done.held_out:.5f}",
-        "losses": as_text(shorten([done.losses])),
-        "transformers": load("transformers").__version__,
-        **stamp(),
+        "parameters": sum(sizes.values()),
+        "tied": model.get_input_embeddings().weight is model.get_output_embeddings().weight,
+        "training_bits": f"{statistics.fmean(bits[len(bits) * 9 // 10 :]):.5f}",
+        "held_out_bits": f"{held_out * BITS_PER_NAT:.5f}",
+        "losses": as_text(shorten([bits])),
     }
+
+
+def row_of(name: str, schedule: str, steps: int, seed: int) -> Row:
+    """Train once and return the row."""
+    limit, of_run = 60 + 10.0 * steps, (steps, seed)
+    if schedule == UNSPLIT:
+        ranks, microbatches = 1, 1
+        (columns,) = run_on_loopback(1, limit, train_unsplit, name, *of_run)
+    else:
+        ranks, microbatches = 2, CONTESTANTS[schedule][1]
+        _, columns = run_on_loopback(2, limit, train_split, name, schedule, *of_run)
+    columns |= {"model": name, "schedule": schedule, "seed": seed, "steps": steps}
+    columns |= {"ranks": ranks, "threads": 2 // ranks, "microbatches": microbatches}
+    columns |= {"rate": f"{RATE:g}", "batch": BATCH, "length": LENGTH}
+    return {**columns, "transformers": load("transformers").__version__, **stamp()}
 
 
 def main() -> None:
@@ -176,8 +157,7 @@ def main() -> None:
     rows = []
     for name in options.model:
         for schedule in (UNSPLIT, *CONTESTANTS):
-            limit = 60 + 10.0 * options.steps
-            rows.append(row_of(name, schedule, options.steps, options.seed, limit))
+            rows.append(row_of(name, schedule, options.steps, options.seed))
             replace_rows(rows[-1:], path, FIELDS, ["model", "schedule", "seed"])
             print(name, schedule, rows[-1]["held_out_bits"], "bits", flush=True)
     print(markdown([{name: str(each) for name, each in row.items()} for row in rows]))
