@@ -9,10 +9,6 @@ Two gloo processes on the CPU, one thread each, all compressors alternating with
 * ``cost``: time to encode and decode 25 M parameters, against a backward pass of a transformer of
   that size on 8 x 128 bytes.
 * ``power_sgd``: time of PowerSGD without communication, against torch's hook for it; one process.
-
-Rows go to ``benchmarks/results/compression-<machine>.csv``, replacing those of the measured
-parts. ``python -m benchmarks.compression.picture FILE.csv`` draws them. ``--dry-run`` measures a
-minimum of everything, to test the script.
 """
 
 import statistics

@@ -3,7 +3,6 @@
 Trains with DistributedDataParallel and every compressor, each on the same batches from the same
 initial weights as plain DistributedDataParallel (fp32). Writes a row for each run missing in
 ``compression-accuracy.csv`` in ``benchmarks/results``, then prints the tables of all rows.
-``python -m benchmarks.compression.picture FILE.csv`` draws them.
 
 Four gloo processes on the CPU, one thread each. All use the learning rates of fp32. DGC includes
 SGD's momentum, so SGD has none there. On the text, trained by AdamW, aggressive compressors have a

@@ -1,7 +1,4 @@
-"""Pictures of compression: accuracy, time per step on each link, and host time.
-
-``python -m benchmarks.compression.picture FILE.csv`` draws those that the file has rows for.
-"""
+"""Pictures of compression: accuracy, time per step on each link, and host time."""
 
 import re
 from collections.abc import Sequence

@@ -10,10 +10,6 @@ Four gloo processes on the CPU with one thread each; the methods take turns with
 * ``update``: the cost of a step of SGP with overlap without communication, in one pass and in two.
 * ``nonfinite``: the cost of a step of each policy for gradients that are not finite.
 * ``stragglers``: how much speed the other ranks keep when some are slow.
-
-Rows go to ``benchmarks/results/gossip-<machine>.csv``, where they replace those of the measured
-parts. ``python -m benchmarks.gossip.picture FILE.csv`` draws them. ``--dry-run`` runs all with
-tiny sizes, as a test.
 """
 
 import statistics

@@ -2,7 +2,6 @@
 
 Trains on four gloo processes, one thread each, with every algorithm and seed that has no row yet in
 ``benchmarks/results/gossip-accuracy.csv``, and prints the tables of all rows.
-``python -m benchmarks.gossip.picture FILE.csv`` draws the rows.
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""Pictures of gossip: its accuracy, and its steps on slow links and beside slow ranks.
-
-``python -m benchmarks.gossip.picture FILE.csv`` draws those that the file has rows for.
-"""
+"""Pictures of gossip: its accuracy, and its steps on slow links and beside slow ranks."""
 
 import math
 from collections.abc import Sequence

@@ -90,8 +90,10 @@ def run_parts(
     ``more`` are arguments besides, which replace an attribute of the sizes: default and help.
     """
     parser = make_parser(f"{area}.bench", description)
+    parser.epilog = f"""Rows go to benchmarks/results/{area}-<machine>.csv, replacing those of the
+parts that were measured. python -m benchmarks.{area}.picture FILE.csv draws them."""
     parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
-    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, as a test")
     for name, (default, help_text) in more.items():
         parser.add_argument(f"--{name}", default=default, help=help_text)
     options = parser.parse_args()

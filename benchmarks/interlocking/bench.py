@@ -11,10 +11,6 @@ in turns within one run:
   the last stage is slow. Measures the steps of the first stage.
 * ``cotangents``: gradients of several losses, propagated back through a stage together or one
   after the other.
-
-Rows go to ``benchmarks/results/interlocking-<machine>.csv``, replacing those of the parts that were
-measured. ``python -m benchmarks.interlocking.picture FILE.csv`` draws them. ``--dry-run`` runs a
-small version of all parts, as a test.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Pictures of interlocking backpropagation: accuracy, step times, and a slow last stage.
-
-``python -m benchmarks.interlocking.picture FILE.csv`` draws those that the file has rows for.
-"""
+"""Pictures of interlocking backpropagation: accuracy, step times, and a slow last stage."""
 
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Pictures of the ops: every rate against the copy of the same run.
-
-``python -m benchmarks.ops.picture FILE.csv`` draws those that the file has rows for.
-"""
+"""Pictures of the ops: every rate against the copy of the same run."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -13,10 +13,6 @@ all stages, ours and the limit with the class of ``--optimizer``, torch's with t
 * ``link``: the time in which stages wait for messages over 1 Gbit/s, of PipeOptim and of torch's.
 * ``bubbles``: deeper pipelines whose stages sleep instead of computing: the idle time of ranks,
   measured and simulated.
-
-Rows go to ``benchmarks/results/pipeline-<machine>.csv``, replacing those of the parts that were
-measured. ``python -m benchmarks.pipeline.picture FILE.csv`` draws them. ``--dry-run`` runs a
-small version of all parts, as a test.
 """
 
 import statistics

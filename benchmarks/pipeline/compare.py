@@ -2,7 +2,7 @@
 
 Trains models in four stages with all schedules, and appends a row for each run that
 ``pipeline-accuracy.csv`` in ``benchmarks/results`` does not have yet, then prints the tables of all
-rows. ``python -m benchmarks.pipeline.picture FILE.csv`` draws them.
+rows.
 
 All schedules use the same batch per update, the same learning rate, the same sequence of batches
 and the same initial weights. So a batch is one microbatch for schedules that update after each

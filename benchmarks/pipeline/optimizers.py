@@ -121,26 +121,17 @@ class Run:
 
 
 class Rows(RunRows):
-    """The rows of a file, to which those of new runs are added.
+    """The rows of a file, to which those of new runs are added."""
 
-    Args:
-        dry_run: train for two updates, and write no rows.
-    """
-
-    def __init__(self, path: Path, *, dry_run: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(path, FIELDS, num_keys=7)
-        self._dry_run = dry_run
         self.known = self.read()
 
     def score(self, run: Run) -> float:
         """Return the held-out bits per byte of a run, performed if it has no row."""
         if run.key not in self.known:
             print(*run.key, flush=True)
-            if self._dry_run:
-                columns = perform(replace(run, updates=2))
-                self.known[run.key] = dict(zip(FIELDS, run.key, strict=False)) | columns
-            else:
-                self.known[run.key] = self.add(run.key, perform(run))
+            self.known[run.key] = self.add(run.key, perform(run))
         return float(self.known[run.key]["held_out_bits"])
 
 
@@ -243,11 +234,10 @@ def main() -> None:
         ("--correction", str, list(CORRECTIONS)),
     ]:
         parser.add_argument(name, nargs="*", type=kind, choices=choices, default=choices)
-    parser.add_argument("--dry-run", action="store_true", help="two updates a run, and no rows")
     parser.set_defaults(out=RESULTS / "pipeline-optimizers.csv")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = Rows(options.out, dry_run=options.dry_run)
+    rows = Rows(options.out)
     for stages in options.stages:
         for optimizer in options.optimizer:
             contestants = every_contestant(stages, options.correction)

@@ -1,7 +1,4 @@
-"""Pictures of pipelines: accuracy, learning rates, throughput, bubbles.
-
-``python -m benchmarks.pipeline.picture FILE.csv`` draws those that the file has rows for.
-"""
+"""Pictures of pipelines: accuracy, learning rates, throughput, bubbles."""
 
 import statistics
 from collections.abc import Mapping, Sequence

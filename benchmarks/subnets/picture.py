@@ -1,7 +1,4 @@
-"""Pictures of subnets: the score over seconds and bytes, and the sketches of the theory.
-
-``python -m benchmarks.subnets.picture FILE.csv`` draws those that the file has rows for.
-"""
+"""Pictures of subnets: the score over seconds and bytes, and the sketches of the theory."""
 
 from collections.abc import Sequence
 from functools import partial
