@@ -8,7 +8,7 @@ the steps send none.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,46 +31,27 @@ from pyparallel.training import FlatBuckets
 MIX_ALONE = "its mix_ calls alone"
 
 
-@dataclass
-class Clock:
-    """Seconds spent in communication, including waits."""
+class TimedExchange(NeighborExchange):
+    """An exchange that adds up the seconds of starts and waits, which are communication.
 
-    seconds: float = 0.0
+    Gloo begins to copy to sockets in a start.
+    """
 
-    def call(self, function: Any, *arguments: Any) -> Any:
+    seconds = 0.0
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function, and count its time as communication."""
         begin = time.perf_counter()
         try:
             return function(*arguments)
         finally:
             self.seconds += time.perf_counter() - begin
 
-
-class TimedPendingExchange:
-    """A pending exchange whose waits count as communication."""
-
-    def __init__(self, inner: Any, clock: Clock) -> None:
-        self._inner, self._clock = inner, clock
-
-    def wait_for_headers(self) -> None:
-        self._clock.call(self._inner.wait_for_headers)
-
-    def wait(self) -> None:
-        self._clock.call(self._inner.wait)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-class TimedExchange(NeighborExchange):
-    """An exchange whose start counts as communication: gloo begins to copy to sockets there."""
-
-    def __init__(self, run: Run, clock: Clock) -> None:
-        super().__init__(run)
-        self._clock = clock
-
     def start(self, *arguments: Any) -> Any:
-        pending = self._clock.call(super().start, *arguments)
-        return TimedPendingExchange(pending, self._clock)
+        pending = self.call(super().start, *arguments)
+        for name in ("wait_for_headers", "wait"):
+            setattr(pending, name, partial(self.call, getattr(pending, name)))
+        return pending
 
 
 def measure_rounds(rank: int, compute: Compute, turns: int, pause: float) -> dict[str, list[float]]:
@@ -90,8 +71,7 @@ class RoundCost:
     """Rounds with enough time between ``send`` and ``merge`` for messages to arrive."""
 
     def __init__(self, compute: Compute, pause: float, *, snapshot: bool) -> None:
-        self._clock = Clock()
-        exchange: Any = TimedExchange(Run(), self._clock)
+        self._exchange = exchange = TimedExchange(Run())
         graph = OnePeerExponential(dist.get_world_size())
         buffers = [DenseBuffer(b, exchange, snapshot=snapshot) for b in make_buffers(compute)]
         self._averaging = PushSum(buffers, exchange, graph)
@@ -99,12 +79,12 @@ class RoundCost:
 
     def run(self) -> float:
         """Return the seconds of a round outside communication."""
-        self._clock.seconds = 0.0
+        self._exchange.seconds = 0.0
         begin = time.perf_counter()
         self._averaging.send()
-        self._clock.call(time.sleep, self._pause)
+        self._exchange.call(time.sleep, self._pause)
         self._averaging.merge()
-        return time.perf_counter() - begin - self._clock.seconds
+        return time.perf_counter() - begin - self._exchange.seconds
 
 
 class MixCost:

@@ -21,7 +21,7 @@ from benchmarks.harness.program import run_parts
 from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import Row, rows_of
 from benchmarks.interlocking import cotangents, sleeping
-from benchmarks.interlocking.cotangents import MLP, OneBlock
+from benchmarks.interlocking.cotangents import Compute
 from benchmarks.pipeline.models import FOR_TWO_CORES, NUM_BYTES, ByteModel, Model, SleepingModel
 from benchmarks.pipeline.systems import Plan, ours
 from pyparallel.pipeline import Head, LinearHead
@@ -50,10 +50,10 @@ class Sizes:
     slowdown = sleeping.Slowdown(normal=6, slow=6, seconds=0.2)
     straggler_turns = 5
     computes = (
-        MLP(width=64, samples=32),
-        MLP(width=1024, samples=256),
-        OneBlock(width=64, samples=8, length=32),
-        OneBlock(width=256, samples=8, length=128),
+        Compute(width=64, samples=32),
+        Compute(width=1024, samples=256),
+        Compute(width=64, samples=8, length=32),
+        Compute(width=256, samples=8, length=128),
     )
     cotangent_turns = 40
 
@@ -86,7 +86,7 @@ class Dry(Sizes):
     model = ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8)
     slowdown = sleeping.Slowdown(normal=2, slow=2, seconds=0.004)
     straggler_turns = 1
-    computes = (MLP(width=8, samples=2), OneBlock(width=8, samples=1, length=4))
+    computes = (Compute(width=8, samples=2), Compute(width=8, samples=1, length=4))
     cotangent_turns = 2
 
 

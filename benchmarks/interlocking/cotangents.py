@@ -18,45 +18,28 @@ TOGETHER, APART = "together", "one after the other"
 
 
 @dataclass(frozen=True)
-class MLP:
-    """Two linear layers with a ReLU between them."""
+class Compute:
+    """A transformer block on samples of some length; without a length, two layers of an MLP."""
 
     width: int
     samples: int
+    length: int | None = None
 
     @property
     def name(self) -> str:
-        return f"MLP, width {self.width}, {self.samples} samples"
-
-    def build(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(self.width, self.width), nn.ReLU(), nn.Linear(self.width, self.width)
-        )
-
-    def make_input(self) -> Tensor:
-        return torch.randn(self.samples, self.width)
-
-
-@dataclass(frozen=True)
-class OneBlock:
-    """A transformer block."""
-
-    width: int
-    samples: int
-    length: int
-
-    @property
-    def name(self) -> str:
+        if self.length is None:
+            return f"MLP, width {self.width}, {self.samples} samples"
         return f"transformer block, width {self.width}, {self.samples} x {self.length} tokens"
 
     def build(self) -> nn.Module:
-        return Block(self.width, 4 * self.width, num_heads=4)
+        width = self.width
+        if self.length is None:
+            return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+        return Block(width, 4 * width, num_heads=4)
 
     def make_input(self) -> Tensor:
-        return torch.randn(self.samples, self.length, self.width)
-
-
-Compute = MLP | OneBlock
+        length = () if self.length is None else (self.length,)
+        return torch.randn(self.samples, *length, self.width)
 
 
 def measure(

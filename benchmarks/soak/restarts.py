@@ -67,7 +67,8 @@ def campaign(num_trials: int, seed: int) -> Iterator[Row]:
                 whole = replace(trial, fault="none")
                 if schedule not in undisturbed:
                     undisturbed[schedule] = digests(run_trial(whole, server))
-                    clear(Path(folder))
+                    for path in Path(folder).iterdir():
+                        path.unlink()
                 killed = run_trial(trial, server)
                 checkpoint = last_checkpoint(Path(folder))
                 resumed = digests(run_trial(replace(whole, resume=checkpoint), server))
@@ -164,24 +165,15 @@ def train(rank: "Rank") -> str:
         if step % EVERY == 0:
             trainer.flush()
             state = {"losses": losses, "trainer": trainer.state_dict()}
-            save(state, folder / f"{step}-{rank.rank}.pt")
+            path = folder / f"{step}-{rank.rank}.pt"
+            torch.save(state, path.with_suffix(".part"))
+            os.replace(path.with_suffix(".part"), path)  # under its name once it is complete
         inputs = torch.randn(4 * MICROBATCHES, 64, generator=torch.Generator().manual_seed(step))
         loss = trainer.step(inputs, inputs.sin())
         losses += [] if loss is None else [loss]
     trainer.flush()
     weights = [each for stage in trainer.stages for each in stage.module.parameters()]
     return checksum([*weights, torch.tensor(losses, dtype=torch.float64)])
-
-
-def save(state: object, path: Path) -> None:
-    """Save a state under its name once it is complete."""
-    torch.save(state, path.with_suffix(".part"))
-    os.replace(path.with_suffix(".part"), path)
-
-
-def clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
 
 
 def last_checkpoint(folder: Path) -> int | None:

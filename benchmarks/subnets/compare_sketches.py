@@ -161,27 +161,17 @@ def measure(problem: Quadratic, steps: Sequence[float], rounds: int, runs: int) 
         own_steps, own_runs = ([1.0], 1) if method is exact else (steps, runs)
         sizes = [step * method.largest_step for step in own_steps]
         found = run(method, problem.solution, sizes, rounds, own_runs)
-        for step, curves in zip(own_steps, found, strict=True):
-            row = as_row(method, problem.solution, step, curves)
-            rows.append({"runs": str(own_runs), **row})
+        away = (method.limit - problem.solution).norm() / problem.solution.norm()
+        for step, size, curves in zip(own_steps, sizes, found, strict=True):
+            own = {"runs": own_runs, "sketch": method.name, "limit_to_solution": f"{away:.4g}"}
+            own |= {"relative_step": f"{step:g}", "step_size": f"{size:.6g}"}
+            at = sample(rounds)
+            for name in ("to_solution", "to_limit"):
+                distances = getattr(curves, name)
+                own |= {name: f"{distances[-1]:.4g}"}
+                own[f"{name}_at"] = as_text(distances[each] for each in at)
+            rows.append({**own, "rounds": " ".join(map(str, at)), **stamp()})
     return rows
-
-
-def as_row(method: SketchMethod, solution: Tensor, step: float, curves: Curves) -> Row:
-    rounds = sample(len(curves.to_limit) - 1)
-    away = (method.limit - solution).norm() / solution.norm()
-    return {
-        "sketch": method.name,
-        "relative_step": f"{step:g}",
-        "step_size": f"{step * method.largest_step:.6g}",
-        "to_solution": f"{curves.to_solution[-1]:.4g}",
-        "to_limit": f"{curves.to_limit[-1]:.4g}",
-        "limit_to_solution": f"{away:.4g}",
-        **stamp(),
-        "rounds": " ".join(map(str, rounds)),
-        "to_solution_at": as_text(curves.to_solution[r] for r in rounds),
-        "to_limit_at": as_text(curves.to_limit[r] for r in rounds),
-    }
 
 
 def sample(last: int, count: int = 60) -> list[int]:
