@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -94,34 +95,28 @@ def averaging(
     make_optimizer: Callable[[Any], Optimizer] = sgd,
     *,
     closure: bool = False,
-) -> Start:
-    def start() -> Running:
-        layers = build_layers()
-        optimizer = make_optimizer(layers.parameters())
-        algorithm = make_algorithm(dist.get_world_size())
-        model = GossipDataParallel(layers, optimizer, algorithm, bucket_cap_mb=SMALL_BUCKETS)
-        step = loop(model, optimizer, model.record_loss, closure=closure)
-        return Running(step, model.flush, model, gossip.GossipState(model, optimizer))
-
-    return start
+) -> Running:
+    layers = build_layers()
+    optimizer = make_optimizer(layers.parameters())
+    algorithm = make_algorithm(dist.get_world_size())
+    model = GossipDataParallel(layers, optimizer, algorithm, bucket_cap_mb=SMALL_BUCKETS)
+    step = loop(model, optimizer, model.record_loss, closure=closure)
+    return Running(step, model.flush, model, gossip.GossipState(model, optimizer))
 
 
-def pipelined(schedule: pipeline.Schedule, stages_per_rank: int = 1) -> Start:
-    def start() -> Running:
-        count = dist.get_world_size() * stages_per_rank
-        layers = list(build_layers())
-        trainer = PipelineTrainer(
-            layers,
-            nn.functional.mse_loss,
-            sgd,
-            schedule,
-            num_microbatches=MICROBATCHES,
-            split=[len(layers) * stage // count for stage in range(1, count)],
-        )
-        data = batches(0)  # the target belongs to the inputs of the first stage's rank
-        return Running(lambda: trainer.step(*next(data)), trainer.flush, trainer, trainer)
-
-    return start
+def pipelined(schedule: pipeline.Schedule, stages_per_rank: int = 1) -> Running:
+    count = dist.get_world_size() * stages_per_rank
+    layers = list(build_layers())
+    trainer = PipelineTrainer(
+        layers,
+        nn.functional.mse_loss,
+        sgd,
+        schedule,
+        num_microbatches=MICROBATCHES,
+        split=[len(layers) * stage // count for stage in range(1, count)],
+    )
+    data = batches(0)  # the target belongs to the inputs of the first stage's rank
+    return Running(lambda: trainer.step(*next(data)), trainer.flush, trainer, trainer)
 
 
 def subnets() -> Running:
@@ -129,28 +124,21 @@ def subnets() -> Running:
     return Running(loop(trainer, trainer.optimizer), trainer.flush, trainer, trainer)
 
 
-def ddp(compressor: compression.Compressor | None = None) -> Start:
-    def start() -> Running:
-        model = DistributedDataParallel(build_layers(), bucket_cap_mb=SMALL_BUCKETS)
-        if compressor is not None:
-            model.register_comm_hook(*compression.ddp_hook(compressor, model))
-        return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
-
-    return start
+def ddp(compressor: compression.Compressor | None = None) -> Running:
+    model = DistributedDataParallel(build_layers(), bucket_cap_mb=SMALL_BUCKETS)
+    if compressor is not None:
+        model.register_comm_hook(*compression.ddp_hook(compressor, model))
+    return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
 
 
-def fsdp(compressor: compression.Compressor | None = None) -> Start:
-    """Return what starts FSDP2 with compressed gradients and parameters, or as it is."""
-
-    def start() -> Running:
-        model = build_layers()
-        for module in (model[2], model):
-            fully_shard(module)
-        if compressor is not None:
-            compression.compress_fsdp(model, gradients=compressor, parameters=compression.Int8())
-        return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
-
-    return start
+def fsdp(compressor: compression.Compressor | None = None) -> Running:
+    """Start FSDP2 with compressed gradients and parameters, or as it is."""
+    model = build_layers()
+    for module in (model[2], model):
+        fully_shard(module)
+    if compressor is not None:
+        compression.compress_fsdp(model, gradients=compressor, parameters=compression.Int8())
+    return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
 
 
 def overlapped(num_ranks: int, overlap: int = 1) -> gossip.SGP:
@@ -158,38 +146,42 @@ def overlapped(num_ranks: int, overlap: int = 1) -> gossip.SGP:
 
 
 STARTS: dict[str, Start] = {
-    "DDP": ddp(),
-    "FSDP2": fsdp(),
-    "AllReduce": averaging(lambda n: gossip.AllReduce()),
-    "SGP": averaging(lambda n: gossip.SGP(OnePeerExponential(n))),
-    "SGP, overlap=1": averaging(overlapped),
-    "SGP, overlap=1, closure": averaging(overlapped, closure=True),
-    "SGP, overlap=1, fused AdamW": averaging(overlapped, optim.AdamW),
-    "SGP, overlap=4": averaging(lambda n: overlapped(n, 4)),
-    "SGP, Int8": averaging(
-        lambda n: gossip.SGP(OnePeerExponential(n), compressor=compression.Int8())
+    "DDP": ddp,
+    "FSDP2": fsdp,
+    "AllReduce": partial(averaging, lambda n: gossip.AllReduce()),
+    "SGP": partial(averaging, lambda n: gossip.SGP(OnePeerExponential(n))),
+    "SGP, overlap=1": partial(averaging, overlapped),
+    "SGP, overlap=1, closure": partial(averaging, overlapped, closure=True),
+    "SGP, overlap=1, fused AdamW": partial(averaging, overlapped, optim.AdamW),
+    "SGP, overlap=4": partial(averaging, lambda n: overlapped(n, 4)),
+    "SGP, Int8": partial(
+        averaging, lambda n: gossip.SGP(OnePeerExponential(n), compressor=compression.Int8())
     ),
-    "DPSGD": averaging(lambda n: gossip.DPSGD(Ring(n))),
-    "NoLoCo": averaging(lambda n: gossip.NoLoCo(RandomMatching(n), interval=5)),
-    "ADPSGD": averaging(lambda n: gossip.ADPSGD(Complete(n))),
-    "LocalSGD": averaging(lambda n: gossip.LocalSGD(interval=5)),
-    "SlowMo": averaging(lambda n: gossip.SlowMo(overlapped(n), interval=5)),
-    "DiLoCo": averaging(lambda n: gossip.DiLoCo(interval=5)),
-    "LeaderSGD": averaging(lambda n: gossip.LeaderSGD(n // 2, interval=5, global_interval=5)),
-    "Hierarchical": averaging(lambda n: gossip.Hierarchical(overlapped(n // 2), 2)),
+    "DPSGD": partial(averaging, lambda n: gossip.DPSGD(Ring(n))),
+    "NoLoCo": partial(averaging, lambda n: gossip.NoLoCo(RandomMatching(n), interval=5)),
+    "ADPSGD": partial(averaging, lambda n: gossip.ADPSGD(Complete(n))),
+    "LocalSGD": partial(averaging, lambda n: gossip.LocalSGD(interval=5)),
+    "SlowMo": partial(averaging, lambda n: gossip.SlowMo(overlapped(n), interval=5)),
+    "DiLoCo": partial(averaging, lambda n: gossip.DiLoCo(interval=5)),
+    "LeaderSGD": partial(
+        averaging, lambda n: gossip.LeaderSGD(n // 2, interval=5, global_interval=5)
+    ),
+    "Hierarchical": partial(averaging, lambda n: gossip.Hierarchical(overlapped(n // 2), 2)),
     **{
-        shorten(repr(each)).removesuffix("()"): pipelined(
-            each, 2 if isinstance(each, pipeline.Interleaved) else 1
+        shorten(repr(each)).removesuffix("()"): partial(
+            pipelined, each, 2 if isinstance(each, pipeline.Interleaved) else 1
         )
         for each in pipeline.schedules.EVERY_SCHEDULE
     },
-    "Interlocking(1)": pipelined(pipeline.Interlocking(1, pipeline.LinearHead(4))),
+    "Interlocking(1)": partial(pipelined, pipeline.Interlocking(1, pipeline.LinearHead(4))),
     "SubnetTrainer": subnets,
-    "ddp_hook, TopK": ddp(compression.ErrorFeedback(compression.TopK(0.1))),
-    "ddp_hook, Int8": ddp(compression.Int8()),
-    "ddp_hook, PowerSGD": ddp(compression.ErrorFeedback(compression.PowerSGD(2))),
-    "compress_fsdp, Int8": fsdp(compression.Int8()),
-    "compress_fsdp, ErrorFeedback(Int8)": fsdp(compression.ErrorFeedback(compression.Int8())),
+    "ddp_hook, TopK": partial(ddp, compression.ErrorFeedback(compression.TopK(0.1))),
+    "ddp_hook, Int8": partial(ddp, compression.Int8()),
+    "ddp_hook, PowerSGD": partial(ddp, compression.ErrorFeedback(compression.PowerSGD(2))),
+    "compress_fsdp, Int8": partial(fsdp, compression.Int8()),
+    "compress_fsdp, ErrorFeedback(Int8)": partial(
+        fsdp, compression.ErrorFeedback(compression.Int8())
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.soak.trainers import STARTS, Start, pipelined
 from pyparallel import pipeline
@@ -12,7 +13,7 @@ STEPS = 60  # of a run that nothing disturbs
 CONTROLS = ("DDP", "FSDP2")  # their errors are torch's own
 # Two stages on each of two ranks, beside Interleaved.
 PLACED: Mapping[str, Start] = {
-    f"{type(each).__name__}, two stages on a rank": pipelined(each, 2)
+    f"{type(each).__name__}, two stages on a rank": partial(pipelined, each, 2)
     for each in (pipeline.GPipe(), pipeline.ZeroBubble())
 }
 TRAINERS: dict[str, Start] = {
