@@ -96,17 +96,12 @@ def bench_casts(sizes: Sizes) -> Iterator[list[Row]]:
     for case, link in links_of(RANKS, sizes.rates):
         with link as place:
             seconds = run_ranks(RANKS, place, 570, links.measure_casts, model, sizes.casts)[0]
-        yield rows_of(
-            {system.name: seconds[system.name] for system in CASTS},
-            seconds[TORCH_BF16.name],
-            "time of torch's bf16 hook",
-            more=lambda name: {"options": OPTIONS[name]},
-            part="casts",
-            case=case,
-            compute=model.name,
-            ranks=RANKS,
-            numel=count_parameters(model),
-        )
+        base = seconds[TORCH_BF16.name]
+        seconds = {system.name: seconds[system.name] for system in CASTS}
+        columns = {"part": "casts", "case": case, "compute": model.name, "ranks": RANKS}
+        columns |= {"numel": count_parameters(model)}
+        columns["more"] = lambda name: {"options": OPTIONS[name]}
+        yield rows_of(seconds, base, "time of torch's bf16 hook", **columns)
 
 
 def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
@@ -123,18 +118,11 @@ def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
             "payload_share": share(each.payload_bytes, numel) if each.encode_seconds else "",
         }
 
-    yield rows_of(
-        {name: each.seconds for name, each in costs.items()},
-        costs[cost.BACKWARD].seconds,
-        "time of backward",
-        digits=4,
-        more=more,
-        part="cost",
-        case=f"{model.microbatch} x {model.length} bytes",
-        compute=model.name,
-        ranks=RANKS,
-        numel=numel,
-    )
+    seconds = {name: each.seconds for name, each in costs.items()}
+    columns = {"part": "cost", "case": f"{model.microbatch} x {model.length} bytes"}
+    columns |= {"compute": model.name, "ranks": RANKS, "numel": numel}
+    base = seconds[cost.BACKWARD]
+    yield rows_of(seconds, base, "time of backward", digits=4, more=more, **columns)
 
 
 def bench_power_sgd(sizes: Sizes) -> Iterator[list[Row]]:
@@ -142,16 +130,11 @@ def bench_power_sgd(sizes: Sizes) -> Iterator[list[Row]]:
     seconds = run_on_loopback(1, 300, cost.measure_power_sgd, sizes.power_sgd_turns, layout)[0]
     rows = []
     for dtype in cost.DTYPES:
-        rows += rows_of(
-            {name: times for name, times in seconds.items() if name.endswith(f", {dtype}")},
-            seconds[f"{cost.TORCH}, {dtype}"],
-            "time of torch's hook",
-            part="power_sgd",
-            case=f"gradients of {dtype}",
-            compute=f"a transformer's parameters, rank {cost.RANK}",
-            ranks=1,
-            numel=layout.numel,
-        )
+        own = {name: times for name, times in seconds.items() if name.endswith(f", {dtype}")}
+        columns = {"part": "power_sgd", "case": f"gradients of {dtype}", "ranks": 1}
+        columns["compute"] = f"a transformer's parameters, rank {cost.RANK}"
+        columns["numel"] = layout.numel
+        rows += rows_of(own, own[f"{cost.TORCH}, {dtype}"], "time of torch's hook", **columns)
     yield rows
 
 

@@ -58,8 +58,7 @@ def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
     figure.supxlabel(
         f"difference from fp32, {measure.unit}, further {measure.better} is better "
         "(red: off the scale)\n"
-        "EF: ErrorFeedback; from step N: bf16 before it; beside: messages, % of fp32's bytes",
-        fontsize=11,
+        "EF: ErrorFeedback; from step N: bf16 before it; beside: messages, % of fp32's bytes"
     )
     return figure
 
@@ -80,9 +79,7 @@ def draw_links(rows: Sequence[Row]) -> Figure:
         own.axvline(float(times[ALONE]), color=BLACK, linestyle=":", lw=1.4)
         own.set_title("no limit" if case == "loopback" else case)
         own.tick_params(axis="y", labelsize=9)
-    figure.supxlabel(
-        "ms per step of the slower rank; dotted: computation alone; EF: ErrorFeedback", fontsize=11
-    )
+    figure.supxlabel("ms per step of the slower rank; dotted: computation alone; EF: ErrorFeedback")
     return figure
 
 
@@ -94,8 +91,7 @@ def draw_cost(rows: Sequence[Row]) -> Figure:
     shares = [100 * float(row["ratio"]) for row in found]
     pictures.bars(axes, list(map(label, found)), shares, [BLUE] * len(found), "{:.1f}")
     figure.supxlabel(
-        f"encoding and decoding, % of a backward pass over {rows[0]['case']}; EF: ErrorFeedback",
-        fontsize=11,
+        f"encoding and decoding, % of a backward pass over {rows[0]['case']}; EF: ErrorFeedback"
     )
     return figure
 

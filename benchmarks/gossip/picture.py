@@ -84,14 +84,9 @@ def draw_links(rows: Sequence[Row], sleeps: bool) -> Figure:
 def draw_stragglers(rows: Sequence[Row]) -> Figure:
     title = "How much longer is a step where ranks are slow?"
     slowed = [row for row in rows if row["case"] != rows[0]["case"]]
+    color = {"DDP": GRAY}
     figure, axes = pictures.bars_by_case(
-        slowed,
-        title,
-        3.0,
-        lambda row: float(row["lost_ms"]),
-        "{:.1f}",
-        lambda method: GRAY if method == "DDP" else BLUE,
-        "method",
+        slowed, title, 3.0, "lost_ms", "{:.1f}", lambda each: color.get(each, BLUE), "method"
     )
     for own in axes:
         own.set_title(own.get_title().replace(" longer with", " longer\nwith"))

@@ -38,6 +38,7 @@ STYLE = {
     "axes.axisbelow": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    "figure.labelsize": 11,
     "figure.titlesize": 13,
     "figure.titleweight": "bold",
     "grid.color": "0.9",
@@ -94,29 +95,23 @@ def bars(
     axes.margins(x=0.17)
 
 
+def gray_if_torch(system: str) -> str:
+    return PEER if system.startswith("torch") else OURS
+
+
 def bars_by_case(
-    rows: Sequence[Row],
-    title: str,
-    height: float,
-    value: Callable[[Row], float],
-    show: str,
-    color: Callable[[str], str],
-    column: str = "system",
-) -> tuple:
+    rows: Sequence[Row], title: str, height: float, field: str, show: str,
+    color: Callable[[str], str] = gray_if_torch, column: str = "system", scale: float = 1,
+) -> tuple:  # fmt: skip
     """Return a figure with bars of all systems in a panel for each case, and its axes."""
     cases, names = of(rows, "case"), of(rows, column)
     figure, axes = panels(title, len(cases), height, sharey=True)
     for own, case in zip(axes, cases, strict=True):
-        found = {row[column]: value(row) for row in where(rows, case=case)}
-        bars(
-            own, names, [found.get(name, math.nan) for name in names], list(map(color, names)), show
-        )
+        found = {row[column]: scale * float(row[field]) for row in where(rows, case=case)}
+        values = [found.get(name, math.nan) for name in names]
+        bars(own, names, values, list(map(color, names)), show)
         own.set_title(case)
     return figure, axes
-
-
-def gray_if_torch(system: str) -> str:
-    return PEER if system.startswith("torch") else OURS
 
 
 def dots(

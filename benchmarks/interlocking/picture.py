@@ -74,9 +74,8 @@ def draw_losses(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
 @pictures.shows_part("windows")
 def draw_windows(rows: Sequence[Row]) -> Figure:
     name = "How long is a step? Four stages that sleep"
-    figure, axes = pictures.bars_by_case(
-        rows, name, 3.4, lambda row: float(row["median_ms"]), "{:.0f}", OF_SYSTEM.__getitem__
-    )
+    color = OF_SYSTEM.__getitem__
+    figure, axes = pictures.bars_by_case(rows, name, 3.4, "median_ms", "{:.0f}", color)
     for own in axes:
         own.set_title(f"{own.get_title()} microbatch{'es' if own.get_title() != 'M = 1' else ''}")
         own.set_xlabel("ms per step")

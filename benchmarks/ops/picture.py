@@ -56,8 +56,7 @@ def draw(rows: Sequence[Row], title: str, *, compresses: bool) -> Figure | None:
     axes.set_ylim(len(cases) - 0.4, -0.6)
     figure.supxlabel(
         "rate, 1 is a copy. Blue: pyparallel; red: its best peer; gray: other peers.\n"
-        "At the right: speed relative to the best peer's.",
-        fontsize=11,
+        "At the right: speed relative to the best peer's."
     )
     return figure
 

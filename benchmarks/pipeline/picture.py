@@ -109,31 +109,24 @@ def scale(axes: Axes) -> None:
 def draw_throughput(rows: Sequence[Row]) -> Figure:
     rows = [row for row in rows if row["system"] != Limit.name]
     title = "How fast is a pipeline? Blue: pyparallel, gray: torch"
-    figure, axes = pictures.bars_by_case(
-        rows, title, 4.8, lambda row: float(row["of_limit"]), "{:.2f}", pictures.gray_if_torch
-    )
+    figure, axes = pictures.bars_by_case(rows, title, 4.8, "of_limit", "{:.2f}")
     for own in axes:
         own.axvline(1, color=BLACK, lw=1)
         own.set_xlim(0, 1.25)
         own.set_title(f"{own.get_title()} microbatches")
-    figure.supxlabel(
-        f"speed; 1 is {rows[0]['ranks']} ranks that compute and never wait", fontsize=11
-    )
+    figure.supxlabel(f"speed; 1 is {rows[0]['ranks']} ranks that compute and never wait")
     return figure
 
 
 @pictures.shows_part("bubbles")
 def draw_bubbles(rows: Sequence[Row]) -> Figure:
     title = "How long do ranks wait? Blue: pyparallel, gray: torch"
-    figure, axes = pictures.bars_by_case(
-        rows, title, 5.0, lambda row: 100 * float(row["bubble"]), "{:.0f}", pictures.gray_if_torch
-    )
+    figure, axes = pictures.bars_by_case(rows, title, 5.0, "bubble", "{:.0f}", scale=100)
     for own, of_case in zip(axes, grouped(rows, "case").values(), strict=True):
         simulated = [100 * float(row["bubble_on_paper"]) for row in of_case]
         own.plot(simulated, range(len(of_case)), "|", color=RED, ms=13, mew=2)
     figure.supxlabel(
-        "% of all ranks' time; bar: measured, with stages that sleep; red line: simulated",
-        fontsize=11,
+        "% of all ranks' time; bar: measured, with stages that sleep; red line: simulated"
     )
     return figure
 

@@ -66,20 +66,10 @@ def find_rows(library: Path) -> list[Row]:
         tile = re.match(r"Tile<(\d+),", types)
         threads = int(tile[1]) if tile else OTHER_THREADS.get(kernel, DEFAULT_THREADS)
         blocks = count_blocks(threads, registers, shared)
-        rows.append(
-            Row(
-                kernel,
-                types.removeprefix("Tile<512, 8, 8>, "),
-                threads,
-                registers,
-                spilled,
-                shared,
-                blocks,
-                loads.bytes_in_flight,
-                sum(each.num_bytes for each in instructions if each.is_streaming_store),
-                blocks * threads * loads.bytes_in_flight / 1024,
-            )
-        )
+        stored = sum(each.num_bytes for each in instructions if each.is_streaming_store)
+        usages = (threads, registers, spilled, shared, blocks)
+        moved = (loads.bytes_in_flight, stored, blocks * threads * loads.bytes_in_flight / 1024)
+        rows.append(Row(kernel, types.removeprefix("Tile<512, 8, 8>, "), *usages, *moved))
     return sorted(rows, key=lambda row: (row.kernel, row.types))
 
 
