@@ -4,7 +4,6 @@ Host time on a rank, against the backward pass that could hide it; and PowerSGD,
 hook, on the same gradients.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,62 +46,48 @@ def measure_compressors(rank: int, model: ByteModel, turns: int) -> dict[str, Co
     The first turns warm up: residuals fill, and thresholds are found.
     """
     torch.manual_seed(0)
-    backward = Backward(model)
-    backward.run()
-    runs: dict[str, Callable[[], float | CommStats]] = {BACKWARD: backward.run}
+    module, (inputs, target) = nn.Sequential(*model.build()), model.make_batch(1)
+
+    def backward() -> float:
+        module.zero_grad()
+        loss = model.loss(module(inputs), target)
+        return timed(loss.backward)
+
+    backward()
+    named = list(module.named_parameters())
+    runs: dict[str, Callable[[], float | CommStats]] = {BACKWARD: backward}
     for candidate in CANDIDATES:
         if (compressor := candidate.steady_state) is not None:
-            runs[candidate.name] = BucketAverage(backward.named_parameters, compressor).run
+            runs[candidate.name] = averaging(named, compressor)
     found = take_turns(runs, turns, before=dist.barrier)
-    passes = found.pop(BACKWARD)
-    costs = {name: cost_of(each) for name, each in found.items()}
-    return {BACKWARD: Cost(largest(passes), [], []), **costs}
-
-
-def cost_of(all_stats: Sequence[CommStats]) -> Cost:
-    return Cost(
-        largest([stats.encode_seconds + stats.decode_seconds for stats in all_stats]),
-        largest([stats.encode_seconds for stats in all_stats]),
-        largest([stats.decode_seconds for stats in all_stats]),
-        all_stats[-1].payload_bytes,
-    )
-
-
-class Backward:
-    """A model with a timed backward pass."""
-
-    def __init__(self, model: ByteModel) -> None:
-        self._module = nn.Sequential(*model.build())
-        self._loss = model.loss
-        self._batch = model.make_batch(1)
-        self.named_parameters = list(self._module.named_parameters())
-
-    def run(self) -> float:
-        """Return seconds of the backward pass alone."""
-        inputs, target = self._batch
-        self._module.zero_grad()
-        loss = self._loss(self._module(inputs), target)
-        begin = time.perf_counter()
-        loss.backward()
-        return time.perf_counter() - begin
-
-
-class BucketAverage:
-    """A compressor with the buckets of a model."""
-
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], compressor: Compressor) -> None:
-        self._compressor = compressor
-        self._buckets = list(in_buckets(named))
-        rank, device = dist.get_rank(), torch.device("cpu")
-        self._states = [
-            compressor.init(BufferLayout.of(each), device, rank) for each in self._buckets
+    costs = {BACKWARD: Cost(largest(found.pop(BACKWARD)), [], [])}
+    for name, all_stats in found.items():
+        encode, decode = (
+            [getattr(stats, f"{what}_seconds") for stats in all_stats]
+            for what in ("encode", "decode")
+        )
+        seconds = [
+            largest(each)
+            for each in (list(map(sum, zip(encode, decode, strict=True))), encode, decode)
         ]
+        costs[name] = Cost(*seconds, all_stats[-1].payload_bytes)
+    return costs
 
-    def run(self) -> CommStats:
+
+def averaging(
+    named: Sequence[tuple[str, nn.Parameter]], compressor: Compressor
+) -> Callable[[], CommStats]:
+    """Return what averages a copy of a model's gradients, bucket by bucket."""
+    buckets, rank, device = list(in_buckets(named)), dist.get_rank(), torch.device("cpu")
+    states = [compressor.init(BufferLayout.of(each), device, rank) for each in buckets]
+
+    def run() -> CommStats:
         collectives = Collectives()
-        for bucket, state in zip(self._buckets, self._states, strict=True):
-            self._compressor.mean_(flat_gradients(bucket), state, collectives)
+        for bucket, state in zip(buckets, states, strict=True):
+            compressor.mean_(flat_gradients(bucket), state, collectives)
         return collectives.stats
+
+    return run
 
 
 OURS, TORCH = "PowerSGD", "torch powerSGD_hook"

@@ -60,47 +60,44 @@ def measure_rounds(rank: int, compute: Compute, turns: int, pause: float) -> dic
         time.sleep(pause)  # the other rank's threads have left the barrier
 
     runs = {
-        "round, overlap 0 or 1": RoundCost(compute, pause, snapshot=False).run,
-        "round, overlap above 1": RoundCost(compute, pause, snapshot=True).run,
-        MIX_ALONE: MixCost(compute).run,
+        "round, overlap 0 or 1": make_round(compute, pause, snapshot=False),
+        "round, overlap above 1": make_round(compute, pause, snapshot=True),
+        MIX_ALONE: make_mixing(compute),
     }
     return take_turns(runs, turns, before=settle)
 
 
-class RoundCost:
-    """Rounds with enough time between ``send`` and ``merge`` for messages to arrive."""
+def make_round(compute: Compute, pause: float, *, snapshot: bool) -> Callable[[], float]:
+    """Return a round, with time for messages to arrive; its seconds are those outside of that."""
+    exchange, graph = TimedExchange(Run()), OnePeerExponential(dist.get_world_size())
+    buffers = [DenseBuffer(b, exchange, snapshot=snapshot) for b in make_buffers(compute)]
+    averaging = PushSum(buffers, exchange, graph)
 
-    def __init__(self, compute: Compute, pause: float, *, snapshot: bool) -> None:
-        self._exchange = exchange = TimedExchange(Run())
-        graph = OnePeerExponential(dist.get_world_size())
-        buffers = [DenseBuffer(b, exchange, snapshot=snapshot) for b in make_buffers(compute)]
-        self._averaging = PushSum(buffers, exchange, graph)
-        self._pause = pause
-
-    def run(self) -> float:
-        """Return the seconds of a round outside communication."""
-        self._exchange.seconds = 0.0
+    def run() -> float:
+        exchange.seconds = 0.0
         begin = time.perf_counter()
-        self._averaging.send()
-        self._exchange.call(time.sleep, self._pause)
-        self._averaging.merge()
-        return time.perf_counter() - begin - self._exchange.seconds
+        averaging.send()
+        exchange.call(time.sleep, pause)
+        averaging.merge()
+        return time.perf_counter() - begin - exchange.seconds
+
+    return run
 
 
-class MixCost:
-    """The ``mix_`` calls of such a round: as many calls on as many elements."""
+def make_mixing(compute: Compute) -> Callable[[], float]:
+    """Return the ``mix_`` calls of such a round: as many calls on as many elements."""
+    buffers = make_buffers(compute)
+    messages = [torch.zeros_like(buffer) for buffer in buffers]
+    masses = torch.full((1,), 0.5, dtype=torch.float64)
 
-    def __init__(self, compute: Compute) -> None:
-        self._buffers = make_buffers(compute)
-        self._messages = [torch.zeros_like(buffer) for buffer in self._buffers]
-        self._masses = torch.full((1,), 0.5, dtype=torch.float64)
-
-    def run(self) -> float:
-        weights = [torch.tensor(0.5, dtype=torch.float64) for _ in self._buffers]
+    def run() -> float:
+        weights = [torch.tensor(0.5, dtype=torch.float64) for _ in buffers]
         begin = time.perf_counter()
-        for buffer, weight, message in zip(self._buffers, weights, self._messages, strict=True):
-            mix_(buffer, weight, [message], self._masses)
+        for buffer, weight, message in zip(buffers, weights, messages, strict=True):
+            mix_(buffer, weight, [message], masses)
         return time.perf_counter() - begin
+
+    return run
 
 
 def make_buffers(compute: Compute) -> Sequence[Tensor]:

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -104,23 +102,14 @@ class Straggler(nn.Module):
         self._backwards = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return _Delay.apply(inputs, self)
+        outputs = inputs.clone()
+        if outputs.requires_grad:
+            outputs.register_hook(self._delay)
+        return outputs
 
-    def delay(self) -> None:
+    def _delay(self, gradient: Tensor) -> None:
         time.sleep(self._slowdown.delay(self._backwards))
         self._backwards += 1
-
-
-class _Delay(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, straggler: Straggler) -> Tensor:
-        ctx.straggler = straggler
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.straggler.delay()
-        return gradient, None
 
 
 def measure_straggler(
