@@ -69,10 +69,7 @@ def make_case(device, gradients, share, has_residual, threshold) -> Case:
         residual_of_torch.gather(0, indices)
         residual_of_torch.index_fill_(0, indices, 0.0)
 
-    providers = [
-        Provider("pyparallel top_k", ours),
-        Provider("torch topk and its kin", torch_ops),
-    ]
+    providers = [Provider("pyparallel top_k", ours), Provider("torch topk and its kin", torch_ops)]
     name = f"{share:.1%}{', residual' * has_residual}, threshold {threshold}"
     num_bytes = 12 * numel + 20 * k if has_residual else 4 * numel + 8 * k
     return Case("top_k", name, numel, num_bytes, providers, device)

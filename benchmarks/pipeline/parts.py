@@ -24,11 +24,7 @@ from benchmarks.harness.rows import Row, summary
 from benchmarks.harness.turns import time_block
 from benchmarks.pipeline.models import SMALL_MICROBATCHES, EncoderModel
 from benchmarks.pipeline.systems import ADAMW, WARM_UP, Plan
-from benchmarks.pipeline.systems.ours import (
-    ONE_FORWARD_ONE_BACKWARD,
-    PIPE_OPTIM,
-    OurSchedule,
-)
+from benchmarks.pipeline.systems.ours import ONE_FORWARD_ONE_BACKWARD, PIPE_OPTIM, OurSchedule
 from pyparallel.pipeline import PipelineTrainer
 from pyparallel.pipeline.messages import Channel
 from pyparallel.pipeline.messages.stage_p2p import StageP2P
