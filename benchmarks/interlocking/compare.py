@@ -19,7 +19,7 @@ from benchmarks.harness.program import compare
 from benchmarks.harness.rows import RESULTS, RunRows
 from benchmarks.interlocking.table import markdown
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS, Trial
-from benchmarks.pipeline.training import FIELDS, Run, perform
+from benchmarks.pipeline.tasks import FIELDS, Run, perform
 
 WINDOWS = {str(window) for window in range(1, NUM_STAGES + 1)}
 NUM_SEEDS = 5

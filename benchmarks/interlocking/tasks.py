@@ -6,8 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.pipeline.tasks import Bytes, Digits
-from benchmarks.pipeline.training import Contestant
+from benchmarks.pipeline.tasks import Bytes, Contestant, Digits
 from examples.models import Block, Letters
 from pyparallel.pipeline import ConvHead, Head, Interlocking, LinearHead, Mean, PooledHead
 from pyparallel.pipeline.messages import Value

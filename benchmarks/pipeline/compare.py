@@ -21,8 +21,7 @@ from collections.abc import Iterable, Iterator
 from benchmarks.harness.program import compare
 from benchmarks.harness.rows import RESULTS, RunRows
 from benchmarks.pipeline.table import markdown
-from benchmarks.pipeline.tasks import TASKS, Task
-from benchmarks.pipeline.training import FIELDS, Contestant, Run, perform
+from benchmarks.pipeline.tasks import FIELDS, TASKS, Contestant, Run, Task, perform
 from pyparallel import pipeline
 
 CONTESTANTS = {

@@ -31,8 +31,7 @@ from typing_extensions import override
 from benchmarks.harness.program import make_parser
 from benchmarks.harness.rows import RESULTS, Key, Row, RunRows
 from benchmarks.pipeline import table
-from benchmarks.pipeline.tasks import Bytes
-from benchmarks.pipeline.training import Contestant, train
+from benchmarks.pipeline.tasks import Bytes, Contestant, train
 from pyparallel import pipeline
 
 FIELDS = [

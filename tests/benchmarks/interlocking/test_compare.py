@@ -16,7 +16,7 @@ from benchmarks.interlocking.picture import PICTURES
 from benchmarks.interlocking.table import BITS, markdown, order_of, series
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS
 from benchmarks.pipeline.table import ACCURACY
-from benchmarks.pipeline.training import FIELDS, train
+from benchmarks.pipeline.tasks import FIELDS, train
 from examples.models import Block
 
 DIGITS, BYTES = TRIALS
