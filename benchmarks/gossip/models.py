@@ -41,13 +41,9 @@ class RealCompute(Compute):
 
 @dataclass(frozen=True)
 class SleepingCompute(Compute):
-    """Layers that sleep instead of computing, a third of the time in forward.
+    """Layers that sleep instead of computing, a third of the time in forward."""
 
-    Args:
-        seconds: of forward and backward together.
-    """
-
-    seconds: float
+    seconds: float  # of forward and backward together
 
     @property
     def name(self) -> str:

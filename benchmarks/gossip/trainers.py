@@ -31,15 +31,11 @@ Hook = Callable[..., torch.futures.Future[Tensor]]
 
 @dataclass(frozen=True)
 class Method:
-    """A method of data parallelism.
-
-    Args:
-        closure: whether forward and backward are in the closure of ``optimizer.step``.
-    """
+    """A method of data parallelism."""
 
     name: str
     wrap: Wrap
-    closure: bool = False
+    closure: bool = False  # whether forward and backward are in the closure of ``optimizer.step``
 
     def start(self, compute: Compute) -> "Training":
         return Training(compute, self)
@@ -180,14 +176,10 @@ def factor(scenario: str, rank: int, turn: int, step: int) -> int:
 
 @dataclass(frozen=True)
 class StragglerPlan:
-    """Numbers of turns and steps, and the duration of a step.
-
-    Args:
-        lead: steps before timing starts, until fast ranks are as far ahead as they can get.
-    """
+    """Numbers of turns and steps, and the duration of a step."""
 
     turns: int
-    lead: int
+    lead: int  # steps before timing starts, until fast ranks are as far ahead as they can get
     steps: int
     seconds: float
 

@@ -13,21 +13,14 @@ from benchmarks.harness.rows import Row
 
 @dataclass(frozen=True)
 class Measure:
-    """A score of rows, and how it is compared and printed.
-
-    Args:
-        unit: ``points``, ``%`` of the other score, or nothing: that of the score itself.
-        limit: of differences that are no matter.
-        field: its column.
-        data: which task it is of.
-    """
+    """A score of rows, and how it is compared and printed."""
 
     title: str
-    unit: str
+    unit: str  # ``points``, ``%`` of the other score, or nothing: that of the score itself
     show: str
-    limit: float
-    field: str = "score"
-    data: str = ""
+    limit: float  # of differences that are no matter
+    field: str = "score"  # its column
+    data: str = ""  # which task it is of
 
     def difference(self, score: float, exact: float) -> float:
         """Return how much higher a score is, in the unit."""

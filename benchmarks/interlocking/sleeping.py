@@ -22,14 +22,10 @@ from pyparallel.pipeline.messages import Value
 
 @dataclass(frozen=True)
 class SleepingHead(Head):
-    """A head that sleeps, and returns its input.
-
-    Args:
-        backward: seconds per microbatch, half for its input, half for its weight.
-    """
+    """A head that sleeps, and returns its input."""
 
     forward: float
-    backward: float
+    backward: float  # seconds per microbatch, half for its input, half for its weight
 
     def build(self, example: Value) -> nn.Module:
         return SleepingLayer(self.forward, self.backward)
@@ -67,17 +63,11 @@ def measure_windows(
 
 @dataclass(frozen=True)
 class Slowdown:
-    """When and by how much the last stage is slow, in steps of one microbatch.
+    """When and by how much the last stage is slow, in steps of one microbatch."""
 
-    Args:
-        normal: number of steps at full speed, from an empty pipeline.
-        slow: number of slow steps after those, until the flush.
-        seconds: extra time of a slow backward.
-    """
-
-    normal: int
-    slow: int
-    seconds: float
+    normal: int  # number of steps at full speed, from an empty pipeline
+    slow: int  # number of slow steps after those, until the flush
+    seconds: float  # extra time of a slow backward
 
     def delay(self, backward: int) -> float:
         return self.seconds if backward % (self.normal + self.slow) >= self.normal else 0.0

@@ -43,15 +43,10 @@ BITS = replace(HELD_OUT, unit="")
 
 @dataclass(frozen=True)
 class Order:
-    """The comparison of two windows.
+    """The comparison of two windows."""
 
-    Args:
-        gap: mean of the larger window minus that of the smaller, in the unit of the measure.
-        spread: sum of the two standard deviations.
-    """
-
-    gap: float
-    spread: float
+    gap: float  # mean of the larger window minus that of the smaller, in the unit of the measure
+    spread: float  # sum of the two standard deviations
 
     @property
     def is_claimed(self) -> bool:

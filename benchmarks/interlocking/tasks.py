@@ -85,14 +85,10 @@ class MLPHead(Head):
 
 @dataclass(frozen=True)
 class Trial:
-    """A task in four stages, and the heads of the first three.
-
-    Args:
-        linear: a head with one linear layer after a mean or a norm.
-    """
+    """A task in four stages, and the heads of the first three."""
 
     task: Digits | Bytes
-    linear: Head
+    linear: Head  # a head with one linear layer after a mean or a norm
     deep: Head
 
     def contestants(self) -> dict[str, Contestant]:

@@ -53,17 +53,11 @@ TURN = 50  # updates
 
 @dataclass(frozen=True)
 class Entry:
-    """A system with an optimizer.
+    """A system with an optimizer."""
 
-    Args:
-        schedule: of torch; None: ours.
-        optimizer: a key of ``MAKERS``.
-        rate: the highest of the schedule.
-    """
-
-    schedule: TorchSchedule | None
-    optimizer: str
-    rate: float
+    schedule: TorchSchedule | None  # of torch; None: ours
+    optimizer: str  # a key of ``MAKERS``
+    rate: float  # the highest of the schedule
     microbatches: int = 1
 
     @property
@@ -73,17 +67,11 @@ class Entry:
 
 @dataclass
 class Training:
-    """The training of one entry on one rank.
+    """The training of one entry on one rank."""
 
-    Args:
-        train: trains for a number of updates, a multiple of 5, and flushes.
-        layers: the whole model, equal on all ranks when training begins.
-        own: those of this rank.
-    """
-
-    train: Callable[[int], None]
-    layers: nn.Sequential
-    own: list[int]
+    train: Callable[[int], None]  # trains for a number of updates, a multiple of 5, and flushes
+    layers: nn.Sequential  # the whole model, equal on all ranks when training begins
+    own: list[int]  # those of this rank
 
 
 def start(entry: Entry, updates: int, seed: int) -> Training:

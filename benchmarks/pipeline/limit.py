@@ -102,17 +102,11 @@ class LimitTraining:
 
 
 class Speed(NamedTuple):
-    """The measurements of one system.
+    """The measurements of one system."""
 
-    Args:
-        seconds: per microbatch in each turn, on the slowest rank.
-        weight_copies: peak number of each stage; empty: not counted.
-        simulated: the seconds by the simulator, where stages sleep.
-    """
-
-    seconds: list[float]
-    weight_copies: list[int]
-    simulated: float = 0.0
+    seconds: list[float]  # per microbatch in each turn, on the slowest rank
+    weight_copies: list[int]  # peak number of each stage; empty: not counted
+    simulated: float = 0.0  # the seconds by the simulator, where stages sleep
 
     @property
     def median(self) -> float:

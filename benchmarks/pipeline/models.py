@@ -43,20 +43,13 @@ def build_stages(model: Model, num_stages: int) -> list[nn.Sequential]:
 
 @dataclass(frozen=True)
 class TextModel(Model):
-    """Blocks after an embedding and before a head.
+    """Blocks after an embedding and before a head."""
 
-    Args:
-        width: of the residual stream.
-        num_blocks: a multiple of every number of stages.
-        microbatch: samples per microbatch.
-        length: tokens per sample.
-    """
-
-    width: int
-    num_blocks: int
+    width: int  # of the residual stream
+    num_blocks: int  # a multiple of every number of stages
     num_heads: int
-    microbatch: int
-    length: int
+    microbatch: int  # samples per microbatch
+    length: int  # tokens per sample
 
     loss = staticmethod(byte_loss)
 
@@ -164,17 +157,11 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class SleepingModel(Model):
-    """Layers that sleep; half of a backward is for the input, half for the weights.
+    """Layers that sleep; half of a backward is for the input, half for the weights."""
 
-    Args:
-        num_layers: a multiple of every number of stages.
-        forward: seconds that all layers together sleep in the forward of a microbatch.
-        backward: the same for the backward.
-    """
-
-    num_layers: int
-    forward: float
-    backward: float
+    num_layers: int  # a multiple of every number of stages
+    forward: float  # seconds that all layers together sleep in the forward of a microbatch
+    backward: float  # the same for the backward
 
     loss = staticmethod(lambda output, target: (output - target).mean())
 

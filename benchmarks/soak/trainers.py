@@ -26,16 +26,12 @@ Step = Callable[[], object]
 
 
 class Running(NamedTuple):
-    """A trainer that has been constructed.
-
-    Args:
-        state: has ``state_dict()`` and ``load_state_dict()``; None: torch's own.
-    """
+    """A trainer that has been constructed."""
 
     step: Step
     finish: Step
     trainer: Any
-    state: Any = None
+    state: Any = None  # has ``state_dict()`` and ``load_state_dict()``; None: torch's own
 
 
 Start = Callable[[], Running]

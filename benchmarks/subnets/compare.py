@@ -41,43 +41,28 @@ FIELDS = [
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """The training time of a run.
+    """The training time of a run."""
 
-    Args:
-        seconds: seconds of training; evaluations do not count.
-        every: seconds between two evaluations, fewer at first.
-    """
-
-    seconds: float
-    every: float
+    seconds: float  # seconds of training; evaluations do not count
+    every: float  # seconds between two evaluations, fewer at first
 
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluation, on one rank.
+    """One evaluation, on one rank."""
 
-    Args:
-        seconds: seconds of training so far, the same on all ranks.
-        sent: bytes sent over this rank's link so far, including headers.
-        score: score of the full model, on rank 0; 0 elsewhere.
-    """
-
-    seconds: float
+    seconds: float  # seconds of training so far, the same on all ranks
     steps: int
-    sent: int
-    score: float
+    sent: int  # bytes sent over this rank's link so far, including headers
+    score: float  # score of the full model, on rank 0; 0 elsewhere
 
 
 @dataclass(frozen=True)
 class Run:
-    """The result of one rank.
-
-    Args:
-        held_bytes: weights, running statistics and optimizer state between two steps, at the end.
-    """
+    """The result of one rank."""
 
     points: list[Point]
-    held_bytes: int
+    held_bytes: int  # weights, running statistics and optimizer state between two steps, at the end
 
 
 def race(

@@ -38,15 +38,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Digits(Task):
-    """scikit-learn's 1,797 digits, 360 held out; two hidden dimensions with BatchNorm.
+    """scikit-learn's 1,797 digits, 360 held out; two hidden dimensions with BatchNorm."""
 
-    Args:
-        width: hidden units of both layers; the weights between them are most of the model.
-        batch_size: images per rank and step.
-    """
-
-    width: int = 1024
-    batch_size: int = 64
+    width: int = 1024  # hidden units of both layers; the weights between them are most of the model
+    batch_size: int = 64  # images per rank and step
     name: str = "digits"
     measure: str = "test accuracy"
 

@@ -62,17 +62,11 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loads:
-    """The loads of a kernel.
+    """The loads of a kernel."""
 
-    Args:
-        bytes_in_flight: of one thread, the most on any path to its first use of one.
-        late: loads that come after a use of another on some path.
-        late_in_branch: those that come after it although no branch lies between.
-    """
-
-    bytes_in_flight: int
-    late: list[Instruction]
-    late_in_branch: list[Instruction]
+    bytes_in_flight: int  # of one thread, the most on any path to its first use of one
+    late: list[Instruction]  # loads that come after a use of another on some path
+    late_in_branch: list[Instruction]  # those that come after it although no branch lies between
 
 
 def disassemble(path: Path, architecture: str | None = None) -> dict[str, list[Instruction]]:

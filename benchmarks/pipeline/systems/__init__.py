@@ -38,14 +38,10 @@ class System(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """The size of a measurement: in each turn, each system runs a block of steps.
-
-    Args:
-        microbatches: of a timed block.
-    """
+    """The size of a measurement: in each turn, each system runs a block of steps."""
 
     turns: int
-    microbatches: int
+    microbatches: int  # of a timed block
 
     def steps(self, num_microbatches: int) -> int:
         return max(1, self.microbatches // num_microbatches)

@@ -21,19 +21,12 @@ from pyparallel.pipeline import Action, Kind, read_csv
 
 @dataclass(frozen=True)
 class TorchSchedule:
-    """One of torch's schedules, with AdamW on all stages, which updates once per step.
+    """One of torch's schedules, with AdamW on all stages, which updates once per step."""
 
-    Args:
-        schedule: its name in ``torch.distributed.pipelining.schedules``.
-        stages_per_rank: more than one for schedules that need it.
-        in_v: the second stages are assigned to ranks in reverse order.
-        microbatches_per_stage: the minimum that the schedule needs.
-    """
-
-    schedule: str
-    stages_per_rank: int = 1
-    in_v: bool = False
-    microbatches_per_stage: int = 0
+    schedule: str  # its name in ``torch.distributed.pipelining.schedules``
+    stages_per_rank: int = 1  # more than one for schedules that need it
+    in_v: bool = False  # the second stages are assigned to ranks in reverse order
+    microbatches_per_stage: int = 0  # the minimum that the schedule needs
 
     @property
     def name(self) -> str:

@@ -56,19 +56,12 @@ _RANK = re.compile(r"\brank \d+")
 
 @dataclass(frozen=True)
 class Reading:
-    """What a text says.
+    """What a text says."""
 
-    Args:
-        names: it says that the victim failed; of a link, or that it could not be reached.
-        blames: ranks other than the victim that it says failed.
-        places: it says step, stage or microbatch.
-        raw: it is torch's or gloo's text alone.
-    """
-
-    names: bool
-    blames: tuple[int, ...]
-    places: bool
-    raw: bool
+    names: bool  # it says that the victim failed; of a link, or that it could not be reached
+    blames: tuple[int, ...]  # ranks other than the victim that it says failed
+    places: bool  # it says step, stage or microbatch
+    raw: bool  # it is torch's or gloo's text alone
 
 
 def read(text: str, victim: int, *, cut: bool = False) -> Reading:

@@ -49,17 +49,12 @@ class End:
 
 @dataclass
 class Outcome:
-    """The ends of all ranks of a trial.
-
-    Args:
-        left: number of other processes that they left.
-        begun: when the last rank began to take steps, if it reports that.
-    """
+    """The ends of all ranks of a trial."""
 
     ends: list[End]
-    left: int = 0
+    left: int = 0  # number of other processes that they left
     struck: bool = False
-    begun: float = 0.0
+    begun: float = 0.0  # when the last rank began to take steps, if it reports that
     struck_at: float = 0.0
 
 
