@@ -20,20 +20,15 @@ COUNTED = 2  # steps whose bytes on the link are counted
 
 @dataclass(frozen=True)
 class Speed:
-    """Measurements of one system, on the slowest rank.
+    """Measurements of one system, on the slowest rank."""
 
-    Args:
-        seconds: per step in each repetition; empty: it does not run here.
-        wire_bytes: per step, sent by rank 0 according to the link's counter, headers included.
-        payload_bytes: of rank 0's messages in a step; None: unknown.
-        problem: why it does not run.
-        predicted: seconds per step, by ``python -m pyparallel recommend``; None: not supported.
-    """
-
+    # Per step in each repetition; empty: it does not run here
     seconds: list[float] = field(default_factory=list)
+    # Per step, sent by rank 0 according to the link's counter, headers included
     wire_bytes: float = 0.0
-    payload_bytes: int | None = None
-    problem: str = ""
+    payload_bytes: int | None = None  # of rank 0's messages in a step; None: unknown
+    problem: str = ""  # why it does not run
+    # Seconds per step, by ``python -m pyparallel recommend``; None: not supported
     predicted: float | None = None
 
 

@@ -28,18 +28,14 @@ Wrapped = tuple[nn.Module, Callable[[], CommStats | None]]
 
 @dataclass(frozen=True)
 class System:
-    """A way to average gradients.
-
-    Args:
-        wrap: wraps a module; returns the wrapped module and a function that returns the statistics
-            of its last step, or None if unknown.
-        may_fail: it is torch's, and may not run here.
-    """
+    """A way to average gradients."""
 
     name: str
     options: str
+    # Wraps a module; returns the wrapped module and a function that returns the statistics
+    # of its last step, or None if unknown
     wrap: Callable[[nn.Module], Wrapped]
-    may_fail: bool = False
+    may_fail: bool = False  # it is torch's, and may not run here
 
 
 def in_ddp(

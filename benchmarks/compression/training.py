@@ -101,23 +101,15 @@ def fitted(
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a run on one rank.
+    """Result of a run on one rank."""
 
-    Args:
-        losses: by step, in nats.
-        score: accuracy if the task has one, else the held-out loss in the task's unit; of rank 0.
-        dense_bytes: of the gradients of a step in float32.
-        payload_bytes: mean bytes of a rank's messages in a step.
-        wire_bytes: mean bytes a rank sends in a step.
-        residual_norm: norm of the rank's residual at the end.
-    """
-
-    losses: list[float]
+    losses: list[float]  # by step, in nats
+    # Accuracy if the task has one, else the held-out loss in the task's unit; of rank 0
     score: float
-    dense_bytes: int
-    payload_bytes: float
-    wire_bytes: float
-    residual_norm: float
+    dense_bytes: int  # of the gradients of a step in float32
+    payload_bytes: float  # mean bytes of a rank's messages in a step
+    wire_bytes: float  # mean bytes a rank sends in a step
+    residual_norm: float  # norm of the rank's residual at the end
 
 
 def train(

@@ -31,22 +31,15 @@ with contextlib.suppress(ProcessLookupError):
 
 @dataclass(frozen=True)
 class Step:
-    """A command of Python with its time limit.
+    """A command of Python with its time limit."""
 
-    Args:
-        name: for the log, the summary and ``--only``.
-        arguments: of Python; ``{seconds}`` in them becomes the deadline that it must keep.
-        seconds: its time limit, if so much is left.
-        prefix: program and options that run Python, such as compute-sanitizer.
-        environment: variables for this step alone.
-        optional: its failure is reported but does not fail the run, because it is experimental.
-    """
-
-    name: str
+    name: str  # for the log, the summary and ``--only``
+    # Of Python; ``{seconds}`` in them becomes the deadline that it must keep
     arguments: Sequence[str]
-    seconds: float
-    prefix: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    seconds: float  # its time limit, if so much is left
+    prefix: Sequence[str] = ()  # program and options that run Python, such as compute-sanitizer
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables for this step alone
+    # Its failure is reported but does not fail the run, because it is experimental
     optional: bool = False
 
 

@@ -18,18 +18,14 @@ BURST, LATENCY = "256kb", "50ms"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address, interface and namespaces over which the ranks of a run connect.
-
-    Args:
-        namespaces: the file of each rank's network namespace; empty: all use the current one.
-        bridge: the process that holds the namespace of the bridge between them.
-    """
+    """Address, interface and namespaces over which the ranks of a run connect."""
 
     host: str
     port: int
     interface: str
+    # The file of each rank's network namespace; empty: all use the current one
     namespaces: Sequence[str] = ()
-    bridge: int | None = None
+    bridge: int | None = None  # the process that holds the namespace of the bridge between them
 
     def enter(self, rank: int) -> None:
         """Move the calling thread to its rank's namespace; threads started later inherit it."""

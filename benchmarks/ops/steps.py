@@ -47,16 +47,12 @@ class Buffers:
 
 @dataclass(frozen=True)
 class StepCases:
-    """The cases of one optimizer's step.
-
-    Args:
-        num_bytes: minimum bytes per element moved by the step alone.
-        make_buffers: creates the fp32 buffers of a length, for a number of gradients.
-    """
+    """The cases of one optimizer's step."""
 
     op: str
     predict: str
-    num_bytes: int
+    num_bytes: int  # minimum bytes per element moved by the step alone
+    # Creates the fp32 buffers of a length, for a number of gradients
     make_buffers: Callable[[str, int, int], Buffers]
 
     def at(self, device: str, sizes: list[int]) -> Iterator[Case]:

@@ -53,15 +53,12 @@ SECONDS = 300  # time limit of a case
 
 @dataclass(frozen=True)
 class Part:
-    """Cases of one kind.
+    """Cases of one kind."""
 
-    Args:
-        cases: their names, each with the numbers of ranks on which it runs.
-        run: ``run(rank, case, steps)`` of a rank returns samples, and errors by column.
-    """
-
+    # Their names, each with the numbers of ranks on which it runs
     cases: Mapping[str, Sequence[int]]
     steps: int
+    # ``run(rank, case, steps)`` of a rank returns samples, and errors by column
     run: Callable[[int, str, int], tuple[list[Sample], Mapping[str, float]]]
 
 

@@ -26,22 +26,15 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class SketchMethod:
-    """An iteration on a quadratic with sketches.
-
-    Args:
-        quadratic: the problem in the coordinates of the iteration.
-        root: (d,), factors from these coordinates to the problem's.
-        sketches: from a seed and the number of rounds to (rounds, n, d, d), those of all ranks.
-        largest_step: one over the largest curvature of any draw of the sketches.
-        limit: limit in expectation, in the problem's coordinates.
-    """
+    """An iteration on a quadratic with sketches."""
 
     name: str
-    quadratic: Quadratic
-    root: Tensor
+    quadratic: Quadratic  # the problem in the coordinates of the iteration
+    root: Tensor  # (d,), factors from these coordinates to the problem's
+    # From a seed and the number of rounds to (rounds, n, d, d), those of all ranks
     sketches: Callable[[int, int], Tensor]
-    largest_step: float
-    limit: Tensor
+    largest_step: float  # one over the largest curvature of any draw of the sketches
+    limit: Tensor  # limit in expectation, in the problem's coordinates
 
 
 @dataclass(frozen=True)

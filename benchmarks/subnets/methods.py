@@ -21,17 +21,14 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class Training:
-    """One method on one rank.
-
-    Args:
-        full_model: holds the full model with all training so far; all ranks enter it together.
-        held: returns the weights and optimizer state that this rank holds between two steps; the
-            own state of a gossip algorithm is not counted.
-    """
+    """One method on one rank."""
 
     forward: Callable[[Tensor], Tensor]
     optimizer: Optimizer
+    # Holds the full model with all training so far; all ranks enter it together
     full_model: Callable[[], AbstractContextManager[nn.Module]]
+    # Returns the weights and optimizer state that this rank holds between two steps; the
+    # own state of a gossip algorithm is not counted
     held: Callable[[], Any]
 
 

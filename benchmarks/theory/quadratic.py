@@ -17,14 +17,11 @@ class Quadratic:
     the subnetwork of rank i: it reads ``C_i x`` and sends ``C_i`` times its update. A diagonal D_i
     is that of L_i, and ``D_i^(-1/2)`` its entry-wise inverse root, not the diagonal of the matrix
     ``L_i^(-1/2)``.
-
-    Args:
-        curvatures: L_i, (n, d, d) float64, symmetric; positive semidefinite, their mean definite.
-        slopes: b_i, (n, d) float64.
     """
 
+    # L_i, (n, d, d) float64, symmetric; positive semidefinite, their mean definite
     curvatures: Tensor
-    slopes: Tensor
+    slopes: Tensor  # b_i, (n, d) float64
 
     def __post_init__(self) -> None:
         curvatures, slopes = self.curvatures, self.slopes

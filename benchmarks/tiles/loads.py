@@ -96,17 +96,13 @@ def find_cuobjdump() -> Path:
 
 @dataclass
 class _State:
-    """What may hold before an instruction.
+    """What may hold before an instruction."""
 
-    Args:
-        pending: registers of loads in flight, with the predicate under which each is loaded, or
-            empty: under its opposite no instruction waits.
-        used: on some path a load was waited for.
-        fresh: registers in flight, with the bytes of each, on paths where none was; None: no path.
-    """
-
+    # Registers of loads in flight, with the predicate under which each is loaded, or empty:
+    # under its opposite no instruction waits
     pending: dict[int, str] = field(default_factory=dict)
-    used: bool = False
+    used: bool = False  # on some path a load was waited for
+    # Registers in flight, with the bytes of each, on paths where none was; None: no path
     fresh: dict[int, int] | None = None
 
     def merge(self, other: "_State") -> bool:

@@ -25,25 +25,19 @@ FIRST_PIPELINE, LAST_PIPELINE = "GPipe", "Interlocking(1)"
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one rank, the victim.
+    """What happens to one rank, the victim."""
 
-    Args:
-        kind: ``kill`` (SIGKILL), ``raise`` (in its forward), ``exit`` (``sys.exit(0)``),
-            ``return`` (without ``flush()`` or ``join()``), ``stop`` (SIGSTOP), ``sleep`` (in each
-            step), ``cut`` (its network link).
-        phase: ``step``, or another one, at whose beginning the fault strikes.
-        seconds: of a stop or a cut, and of the sleep; None: for good.
-        every: how many trainers share one trial.
-        hosts_store: the victim is rank 0, which hosts the store, as without torchrun. Otherwise
-            the store is in a process of its own.
-        harmless: no rank may raise, and all parameters must be those of an undisturbed run.
-    """
-
+    # ``kill`` (SIGKILL), ``raise`` (in its forward), ``exit`` (``sys.exit(0)``), ``return``
+    # (without ``flush()`` or ``join()``), ``stop`` (SIGSTOP), ``sleep`` (in each step),
+    # ``cut`` (its network link)
     kind: str
-    phase: str = "step"
-    seconds: float | None = None
-    every: int = 3
+    phase: str = "step"  # ``step``, or another one, at whose beginning the fault strikes
+    seconds: float | None = None  # of a stop or a cut, and of the sleep; None: for good
+    every: int = 3  # how many trainers share one trial
+    # The victim is rank 0, which hosts the store, as without torchrun. Otherwise the store
+    # is in a process of its own.
     hosts_store: bool = False
+    # No rank may raise, and all parameters must be those of an undisturbed run
     harmless: bool = False
 
 
@@ -71,24 +65,16 @@ UNDISTURBED = Fault("none", harmless=True)
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a trainer, with a fault.
+    """A run of a trainer, with a fault."""
 
-    Args:
-        fault: name of the fault; "none" for the run that others are compared with.
-        trainer: name in `TRAINERS`.
-        step: in which it strikes.
-        delay: seconds after the beginning of that step, of faults from outside.
-        checkpoints: the folder of a run of ``restarts``; none: it writes no checkpoints.
-        resume: the step of the checkpoint that such a run goes on from; None: from the start.
-    """
-
-    fault: str
-    trainer: str
+    fault: str  # name of the fault; "none" for the run that others are compared with
+    trainer: str  # name in `TRAINERS`
     ranks: int
     victim: int
-    step: int
-    delay: float
-    checkpoints: str = ""
+    step: int  # in which it strikes
+    delay: float  # seconds after the beginning of that step, of faults from outside
+    checkpoints: str = ""  # the folder of a run of ``restarts``; none: it writes no checkpoints
+    # The step of the checkpoint that such a run goes on from; None: from the start
     resume: int | None = None
 
     @property

@@ -29,22 +29,15 @@ HUNG = -1000  # no signal has this number
 
 @dataclass
 class End:
-    """How a rank of a trial ended.
+    """How a rank of a trial ended."""
 
-    Args:
-        status: exit status; negative: a signal; None: it was still there, and was killed.
-        error: class and text of what it raised; None: nothing.
-        seconds: from the fault to the error.
-        ended: from the fault to the end of the process, in seconds.
-        log: the end of its output, with the stacks if it was still there.
-    """
-
+    # Exit status; negative: a signal; None: it was still there, and was killed
     status: int | None = None
-    error: tuple[str, str] | None = None
-    seconds: float = 0.0
-    ended: float = 0.0
+    error: tuple[str, str] | None = None  # class and text of what it raised; None: nothing
+    seconds: float = 0.0  # from the fault to the error
+    ended: float = 0.0  # from the fault to the end of the process, in seconds
     digest: str | None = None
-    log: str = ""
+    log: str = ""  # the end of its output, with the stacks if it was still there
 
 
 @dataclass
