@@ -154,7 +154,7 @@ def of_torch(layout: BufferLayout) -> Callable[[Tensor], object]:
     state: Any = PowerSGDState(None, RANK, start_powerSGD_iter=2)
     state.iter = 2
     # It expects a GradBucket, which only DDP can create.
-    return lambda buffer: powerSGD_hook(state, Bucket(buffer, layout)).wait()  # type: ignore[arg-type]
+    return lambda buffer: powerSGD_hook(state, Bucket(buffer, layout)).wait()
 
 
 @dataclass(frozen=True)

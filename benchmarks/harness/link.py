@@ -96,7 +96,6 @@ def read_sent() -> int:
 
 def set_link(place: Rendezvous, rank: int, state: str) -> None:
     """Cut a rank of `limited_links` off (``"down"``), or connect it again (``"up"``)."""
-    assert place.bridge is not None
     _inside(place.bridge, f"ip link set port{rank} {state}")
 
 
@@ -110,8 +109,6 @@ def _namespace() -> Iterator[int]:
     except FileNotFoundError as error:
         raise RuntimeError(f"network namespaces need unshare of util-linux: {error}") from error
     with process:
-        assert process.stdout
-        assert process.stderr
         if process.stdout.readline() != "ready\n":
             raise RuntimeError(f"no network namespace: {process.stderr.read().strip()}")
         yield process.pid

@@ -6,6 +6,7 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -33,8 +34,9 @@ def run_ranks(
     try:
         for rank in range(num_ranks):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
-            arguments_of_rank = (rank, num_ranks, place, seconds, sender, function, arguments)
-            process = _CONTEXT.Process(target=_run_rank, args=arguments_of_rank)
+            work = partial(function, rank, *arguments)
+            of_rank = (rank, num_ranks, place, seconds, sender, work)
+            process = _CONTEXT.Process(target=_run_rank, args=of_rank)
             process.start()
             sender.close()
             pipes.append(receiver)
@@ -65,7 +67,6 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             raise RuntimeError(f"ranks {missing} exceeded the time limit")
         errors = []  # of all ranks: the first may only report that another has failed
         for pipe in ready:
-            assert isinstance(pipe, Connection)
             try:
                 answers[pipe], error = pipe.recv()
             except EOFError:
@@ -78,27 +79,18 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
 
 
 def _run_rank(
-    rank: int,
-    num_ranks: int,
-    place: Rendezvous,
-    seconds: float,
-    sender: Connection,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    rank: int, num_ranks: int, place: Rendezvous, seconds: float, sender: Connection, work: partial
 ) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True)
     place.enter(rank)
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     try:
+        store = f"tcp://{place.host}:{place.port}"
         dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{place.host}:{place.port}",
-            rank=rank,
-            world_size=num_ranks,
-            timeout=GROUP_TIMEOUT,
+            "gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT
         )
-        answer = function(rank, *arguments)
+        answer = work()
         dist.barrier()  # rank 0 holds the store, so it must leave last
         dist.destroy_process_group()
         sender.send((answer, None))

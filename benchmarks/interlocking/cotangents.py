@@ -56,7 +56,6 @@ def measure_one(compute: Compute, count: int, turns: int) -> dict[str, list[floa
     stage = InterlockingStage(0, compute.build(), [], LiveWeights(None), None, None)
     inputs = compute.make_input().requires_grad_()
     output = stage.forward(0, inputs, MicrobatchSplitter(None, None, 0, 1))
-    assert isinstance(output, Tensor)
     gradients = [(torch.randn_like(output),) for _ in range(count)]
     at_once = {TOGETHER: count, APART: 1}
     runs = {n: partial(timed, input_vjp, stage, gradients, each) for n, each in at_once.items()}

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.pipeline.tasks import Bytes, Contestant, Digits
-from examples.models import Block, Letters
 from pyparallel.pipeline import ConvHead, Head, Interlocking, LinearHead, Mean, PooledHead
 from pyparallel.pipeline.messages import Value
 
@@ -55,11 +54,9 @@ class DeepBytes(Bytes):
         """Return torch's default embeddings, and blocks with outputs scaled as in GPT-2."""
         model = super().build()
         letters, *blocks, _ = model
-        assert isinstance(letters, Letters)
         nn.init.normal_(letters.bytes.weight)
         nn.init.normal_(letters.places.weight, std=0.1)
         for block in blocks:
-            assert isinstance(block, Block)
             for layer in (block.project, block.mlp[-1]):
                 layer.weight.mul_((2 * self.num_layers) ** -0.5)
                 layer.bias.zero_()
@@ -75,7 +72,6 @@ class MLPHead(Head):
 
     def build(self, example: Value) -> nn.Module:
         """Return the head for an activation of shape (batch, length, width)."""
-        assert isinstance(example, Tensor)
         width = example.shape[-1]
         return nn.Sequential(
             nn.LayerNorm(width),

@@ -131,5 +131,4 @@ def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _solve(matrix: Tensor, right: Tensor) -> Tensor:
-    solution: Tensor = torch.linalg.solve(matrix, right)
-    return solution
+    return torch.linalg.solve(matrix, right)

@@ -160,7 +160,6 @@ class Rank:
             return
         self.report("fault")
         if what.kind == "raise":
-            assert running
             for module in modules_of(trial.trainer, running):
                 module.register_forward_pre_hook(raise_user_error)
         elif what.kind == "exit":

@@ -65,7 +65,6 @@ class Server:
         )
 
     def begin(self, trial: Trial, place: Rendezvous, folder: str) -> None:
-        assert self._process.stdin
         job = {"trial": asdict(trial), "place": asdict(place), "folder": folder}
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
         self._process.stdin.flush()
@@ -76,7 +75,6 @@ class Server:
         Raises:
             RuntimeError: the process has ended.
         """
-        assert self._process.stdout
         deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             left = max(0.0, deadline - time.monotonic())
@@ -87,8 +85,7 @@ class Server:
                 raise RuntimeError("the process that starts the ranks has ended")
             self._buffer += found
         line, _, self._buffer = self._buffer.partition(b"\n")
-        event: dict[str, Any] = json.loads(line)
-        return event
+        return json.loads(line)
 
     def kill(self) -> None:
         """End the process, and with it all ranks; a trial that runs raises."""
