@@ -24,16 +24,8 @@ from benchmarks.harness.link import limited_links
 from benchmarks.harness.program import run_parts
 from benchmarks.harness.ranks import run_on_loopback, run_ranks
 from benchmarks.harness.rows import Row, rows_of
-from benchmarks.pipeline import limit, waiting
+from benchmarks.pipeline import limit, models, waiting
 from benchmarks.pipeline.limit import Limit, Speed, measure_speeds
-from benchmarks.pipeline.models import (
-    FOR_TWO_CORES,
-    SMALL_MICROBATCHES,
-    ByteModel,
-    EncoderModel,
-    Model,
-    SleepingModel,
-)
 from benchmarks.pipeline.systems import ADAMW, Plan, System, ours, peers
 from benchmarks.pipeline.systems.ours import OURS, OurSchedule
 from benchmarks.pipeline.systems.peers import DEEP_PEERS, PEERS
@@ -56,9 +48,9 @@ class Sizes:
 
     optimizer = ADAMW
     microbatches = (RANKS, 2 * RANKS, 4 * RANKS)  # per step
-    model = FOR_TWO_CORES
+    model = models.FOR_TWO_CORES
     throughput = Plan(turns=6, microbatches=8)
-    small_model = SMALL_MICROBATCHES
+    small_model = models.SMALL_MICROBATCHES
     small = Plan(turns=4, microbatches=16)  # each of ``runs`` processes
     runs = 5
     updates = 120  # of each kind, in the part ``prediction``
@@ -77,9 +69,9 @@ class Dry(Sizes):
     """Those of a dry run."""
 
     microbatches = (RANKS,)
-    model = ByteModel(width=48, num_blocks=4, num_heads=2, microbatch=1, length=8)
+    model = models.ByteModel(width=48, num_blocks=4, num_heads=2, microbatch=1, length=8)
     throughput = small = Plan(turns=1, microbatches=2)
-    small_model = EncoderModel(width=16, num_blocks=2, num_heads=2, microbatch=1, length=4)
+    small_model = models.EncoderModel(width=16, num_blocks=2, num_heads=2, microbatch=1, length=4)
     runs = bubble_turns = 1
     updates = 4
     forward = 0.002
@@ -121,7 +113,7 @@ def bench_limit(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def measure_runs(
-    sizes: Sizes, model: Model, systems: Sequence[System], count: int, plan: Plan, runs: int
+    sizes: Sizes, model: models.Model, systems: Sequence[System], count: int, plan: Plan, runs: int
 ) -> list[Mapping[str, Speed]]:
     """Return the speeds of systems and of the limit, in new processes for each run."""
     arguments = (measure_speeds, model, systems, count, plan, sizes.optimizer)
@@ -135,7 +127,7 @@ def fastest(run: Mapping[str, Speed], systems: Sequence[System]) -> str:
 def rows_of_speeds(
     runs: Sequence[Mapping[str, Speed]],
     sizes: Sizes,
-    model: ByteModel | EncoderModel,
+    model: models.ByteModel | models.EncoderModel,
     part: str,
     count: int,
     peer_of: Callable[[str, Mapping[str, Speed]], str],
@@ -206,7 +198,7 @@ def bench_link(sizes: Sizes) -> Iterator[list[Row]]:
 def bench_bubbles(sizes: Sizes) -> Iterator[list[Row]]:
     busy = 3 * sizes.forward  # seconds of work per rank and microbatch
     for ranks, count in sizes.deep:
-        model = SleepingModel(2 * ranks, sizes.forward * ranks, 2 * sizes.forward * ranks)
+        model = models.SleepingModel(2 * ranks, sizes.forward * ranks, 2 * sizes.forward * ranks)
         others = [peer for peer in DEEP_PEERS if peer.runs(ranks, count)]
         arguments = (model, [*sizes.ours(OURS), *others], count, Plan(sizes.bubble_turns, count))
         found = run_on_loopback(ranks, 400, limit.measure_bubbles, *arguments)[0]
