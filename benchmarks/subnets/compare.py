@@ -172,7 +172,9 @@ def main() -> None:
             name = entry.method.name
             if entry.task.name in options.tasks and name in (options.methods or [name]):
                 key: Key = (entry.task.name, name, str(seed))
-                print(describe(rows.add(key, measure(entry, seed, sizes))), flush=True)
+                row = rows.add(key, measure(entry, seed, sizes))
+                found = f"{row['measure']} {row['score']} after {row['seconds']} s"
+                print(f"{', '.join(key)}: {found}, {row['steps']} steps", flush=True)
     print(f"\n{markdown(read_rows(rows.path))}\nrows: {rows.path}")
 
 
@@ -200,14 +202,6 @@ def measure(entry: Entry, seed: int, sizes: Sizes) -> Row:
         "at_sent_bytes_of_rank": " ".join(f"{num_bytes:.0f}" for num_bytes in sent),
         "at_score": " ".join(f"{point.score:.5f}" for point in points),
     }
-
-
-def describe(row: Row) -> str:
-    return (
-        f"{row['task']}, {row['method']}, seed {row['seed']}: {row['measure']} {row['score']} "
-        f"after {row['seconds']} s, {row['steps']} steps and "
-        f"{float(row['sent_bytes_of_rank']) / 1e6:,.1f} MB a rank"
-    )
 
 
 if __name__ == "__main__":

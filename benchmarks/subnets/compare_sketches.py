@@ -141,7 +141,10 @@ def main() -> None:
         problem = make_problem(num_ranks, options.seed)
         found = measure(problem, options.steps, options.rounds, options.runs)
         rows += [{"ranks": str(num_ranks), "seed": str(options.seed), **row} for row in found]
-        print(*map(describe, rows[-len(found) :]), "", sep="\n")
+        for row in found:
+            print(f"{num_ranks:>3} ranks, {row['sketch']:<15} step {row['step_size']:<9} "
+                  f"from x*: {row['to_solution']:<10} from its limit: {row['to_limit']:<10} "
+                  f"limit from x*: {row['limit_to_solution']}")  # fmt: skip
     write_rows(rows, options.out, FIELDS)
     print(f"rows: {options.out}")
 
@@ -171,14 +174,6 @@ def sample(last: int, count: int = 60) -> list[int]:
     """Return rounds from 0 to the last, denser at first."""
     ratio = (last + 1) ** (1 / count)
     return sorted({0, last, *(round(ratio**index) - 1 for index in range(count))})
-
-
-def describe(row: Row) -> str:
-    return (
-        f"{row['ranks']:>3} ranks, {row['sketch']:<15} step {row['step_size']:<9} "
-        f"from x*: {row['to_solution']:<10} from its limit: {row['to_limit']:<10} "
-        f"limit from x*: {row['limit_to_solution']}"
-    )
 
 
 if __name__ == "__main__":
