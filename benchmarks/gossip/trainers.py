@@ -37,9 +37,6 @@ class Method:
     wrap: Wrap
     closure: bool = False  # whether forward and backward are in the closure of ``optimizer.step``
 
-    def start(self, compute: Compute) -> "Training":
-        return Training(compute, self)
-
 
 class Training:
     """A user's training loop."""
@@ -131,7 +128,7 @@ def measure_steps(
     rank: int, compute: Compute, num_turns: int, num_steps: int, methods: Sequence[Method] = METHODS
 ) -> dict[str, list[float]]:
     """Return the seconds per step of each method in each turn, on the slowest rank."""
-    trainings: dict[str, turns.Training] = {each.name: each.start(compute) for each in methods}
+    trainings: dict[str, turns.Training] = {each.name: Training(compute, each) for each in methods}
     trainings[ROUND_ALONE] = RoundAlone(compute)
     for training in trainings.values():  # connects and warms up
         training.step()
@@ -189,7 +186,7 @@ def measure_stragglers(rank: int, plan: StragglerPlan) -> dict[tuple[str, str], 
 
     The rank that is always slow is left out of its scenario.
     """
-    trainings = {method.name: method.start(STRAGGLING_MODEL) for method in BESIDE_STRAGGLERS}
+    trainings = {method.name: Training(STRAGGLING_MODEL, method) for method in BESIDE_STRAGGLERS}
     seconds: dict[tuple[str, str], list[float]] = {}
     for turn in range(plan.turns):
         for scenario in SCENARIOS:

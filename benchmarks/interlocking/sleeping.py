@@ -31,19 +31,8 @@ class SleepingHead(Head):
         return SleepingLayer(self.forward, self.backward)
 
 
-@dataclass(frozen=True)
-class OurWindow(OurSchedule):
-    """PipelineTrainer with interlocking backpropagation."""
-
-    schedule: Interlocking
-
-    @property
-    def name(self) -> str:
-        return f"Interlocking, window {self.schedule.window}"
-
-
 def every_window(num_stages: int, head: Head) -> list[OurSchedule]:
-    return [OurWindow(Interlocking(size, head)) for size in range(1, num_stages + 1)]
+    return [OurSchedule(Interlocking(size, head)) for size in range(1, num_stages + 1)]
 
 
 def end_to_end(num_ranks: int, num_microbatches: int) -> list[System]:

@@ -22,6 +22,8 @@ class OurSchedule:
     @property
     def name(self) -> str:
         more = ", 2 stages a rank" if self.stages_per_rank > 1 else ""
+        if isinstance(self.schedule, pipeline.Interlocking):
+            more = f", window {self.schedule.window}"
         return f"{type(self.schedule).__name__}{more}"
 
     def start(self, model: Model, num_microbatches: int) -> "OurTraining":
