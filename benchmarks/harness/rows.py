@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -52,15 +53,13 @@ def replace_rows(
     write_rows([*kept, *rows], path, fields)
 
 
+@dataclass
 class RunRows:
-    """A file with a row for each run, which begins with the run's key; sorted by key.
+    """A file with a row for each run, which begins with the run's key; sorted by key."""
 
-    Args:
-        num_keys: how many of them are the key.
-    """
-
-    def __init__(self, path: Path, fields: Sequence[str], num_keys: int) -> None:
-        self.path, self.fields, self.num_keys = path, fields, num_keys
+    path: Path
+    fields: Sequence[str]
+    num_keys: int  # how many of the fields are the key
 
     def read(self) -> dict[Key, Row]:
         names = self.fields[: self.num_keys]

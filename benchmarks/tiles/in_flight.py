@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from benchmarks.harness.rows import RESULTS
-from benchmarks.tiles.loads import disassemble, find_cuobjdump, find_loads
+from benchmarks.tiles.loads import disassemble, find_loads, read_listing
 
 ARCHITECTURE = "sm_90"
 REGISTERS, THREADS, SHARED = 65536, 2048, 228 * 1024  # of a multiprocessor of sm_90
@@ -81,10 +81,7 @@ def count_blocks(threads: int, registers: int, shared: int) -> int:
 
 def read_usage(library: Path, architecture: str | None) -> dict[str, tuple[int, int, int]]:
     """Return the registers, the bytes of spills and those of shared memory of each kernel."""
-    only = ["-arch", architecture] if architecture else []
-    listing = subprocess.run(
-        [find_cuobjdump(), *only, "-res-usage", library], capture_output=True, text=True, check=True
-    ).stdout
+    listing = read_listing(library, architecture, "-res-usage")
     found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", listing)
     return {
         name: (int(registers), int(stack) + int(local), int(shared))

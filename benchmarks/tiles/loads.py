@@ -71,13 +71,9 @@ class Loads:
 
 def disassemble(path: Path, architecture: str | None = None) -> dict[str, list[Instruction]]:
     """Return the instructions of each kernel in a library, for one architecture, or in a cubin."""
-    only = ["-arch", architecture] if architecture else []
-    listing = subprocess.run(
-        [find_cuobjdump(), "-sass", *only, path], capture_output=True, text=True, check=True
-    ).stdout
     kernels: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
-    for line in listing.splitlines():
+    for line in read_listing(path, architecture, "-sass").splitlines():
         if match := INSTRUCTION.match(line):
             address, guard, opcode, operands = match.groups()
             current.append(Instruction(int(address, 16), guard or "", opcode, operands))
@@ -86,12 +82,15 @@ def disassemble(path: Path, architecture: str | None = None) -> dict[str, list[I
     return kernels
 
 
-def find_cuobjdump() -> Path:
-    """Return the disassembler that Triton brings."""
+def read_listing(path: Path, architecture: str | None, what: str) -> str:
+    """Return what the disassembler that Triton brings lists of a library or a cubin."""
     triton = find_spec("triton")
     if triton is None or triton.origin is None:
         raise RuntimeError("triton must be installed, which brings cuobjdump; it was not found")
-    return Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cuobjdump = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    only = ["-arch", architecture] if architecture else []
+    command = [cuobjdump, *only, what, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @dataclass

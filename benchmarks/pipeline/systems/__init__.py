@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,13 @@ ADAMW = "torch.optim.AdamW"  # torch's fastest on the CPU
 WARM_UP = 2  # steps: the first connects, and may infer shapes
 
 
-class Pipeline(Training, Protocol):
-    """Protocol of one system on one rank; a step returns the last stage's mean loss, else None."""
-
-    def weight_copies(self) -> list[int]:
-        """Return the peak weight copies of each stage of this rank; empty: not counted."""
-
-    def actions(self, steps: int) -> Sequence[Sequence[Action]]:
-        """Return the actions of all ranks in ``steps`` steps, and those that flush."""
-
-
 class System(Protocol):
-    """Protocol of a way to train a pipeline."""
+    """Protocol of a way to train a pipeline.
+
+    A step of its training returns the last stage's mean loss, else None. ``weight_copies()`` returns
+    the peak weight copies of each stage of this rank, if they are counted, and ``actions(steps)``
+    the actions of all ranks in so many steps, and those that flush.
+    """
 
     name: str
 
@@ -75,7 +70,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], kind: str = ADAMW) -> tor
     return resolve_name(kind)(parameters, lr=1e-4, weight_decay=0.01, fused=True)
 
 
-def copies_by_stage(pipeline: Pipeline) -> list[int]:
+def copies_by_stage(pipeline: Any) -> list[int]:
     """Return the weight copies of all stages, which are on ranks in turn."""
     of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, pipeline.weight_copies())

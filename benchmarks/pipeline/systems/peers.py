@@ -48,11 +48,7 @@ class TorchSchedule:
 
 
 class TorchTraining:
-    """Training with one schedule.
-
-    Args:
-        make_optimizers: of the modules of this rank; default: an AdamW for each.
-    """
+    """Training with one schedule, by default with an AdamW for each module of this rank."""
 
     batch: tuple[Tensor, Tensor]
 
