@@ -11,7 +11,6 @@ from torch import nn
 
 from benchmarks.harness.turns import Training, time_blocks
 from benchmarks.pipeline.models import Model
-from pyparallel.pipeline import Action
 
 ADAMW = "torch.optim.AdamW"  # torch's fastest on the CPU
 WARM_UP = 2  # steps: the first connects, and may infer shapes
@@ -20,9 +19,9 @@ WARM_UP = 2  # steps: the first connects, and may infer shapes
 class System(Protocol):
     """Protocol of a way to train a pipeline.
 
-    A step of its training returns the last stage's mean loss, else None. ``weight_copies()`` returns
-    the peak weight copies of each stage of this rank, if they are counted, and ``actions(steps)``
-    the actions of all ranks in so many steps, and those that flush.
+    A step of its training returns the last stage's mean loss, else None; ``weight_copies()`` the
+    peak weight copies of each stage of this rank, if they are counted; ``actions(steps)`` the
+    actions of all ranks in so many steps, and those that flush.
     """
 
     name: str
