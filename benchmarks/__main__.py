@@ -35,7 +35,6 @@ ONE_PASS = {"adamw_step", "mix", "predict_adam", "predict_sgd", "quantize", "sgd
 
 
 def cases(device: str, sizes: list[int], names: list[str]) -> Iterator[Case]:
-    """Yield the cases of all ops, size by size."""
     for numel in sizes:
         large = numel > LARGEST_WITH_PEERS
         for name in names:

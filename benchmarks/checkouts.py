@@ -20,6 +20,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pyparallel import (
+    GossipDataParallel,
+    PipelineTrainer,
+    SubnetTrainer,
+    compression,
+    gossip,
+    ops,
+    optim,
+    pipeline,
+    subnets,
+    topology,
+)
+
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ["case", "unit", "before", "after", "ratio", "least", "greatest", "turns", "torch"]
 FIELDS += ["commit_before", "commit"]
@@ -28,7 +46,6 @@ Cases = Iterator[tuple[str, str, float]]
 
 
 def main() -> None:
-    """Measure both checkouts in turns, and write rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=Path, help="another checkout")
     parser.add_argument("--turns", type=int, default=7)
@@ -44,28 +61,22 @@ def main() -> None:
 
 
 def write(found: dict[tuple[str, str], list[tuple[float, float]]], before: Path) -> None:
-    """Print the ratios, and write the rows."""
-    import torch
-
+    # Not found where a rank of the other checkout runs this file.
     from benchmarks.harness.rows import RESULTS, commit, machine, replace_rows
 
+    command = ["git", "-C", str(before), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     rows: list[dict[str, object]] = []
     for (case, unit), pairs in found.items():
         medians = [statistics.median(values) for values in zip(*pairs, strict=True)]
         ratios = [after / first for first, after in pairs]
         numbers = [*medians, medians[1] / medians[0], min(ratios), max(ratios)]
         texts = [f"{number:.4g}" for number in numbers]
-        commits = [commit_of(before), commit()]
+        commits = [done.stdout.strip(), commit()]
         cells = [case, unit, *texts, len(pairs), torch.__version__, *commits]
         rows.append(dict(zip(FIELDS, cells, strict=True)))
         print(f"{case:45} {texts[0]:>8} {texts[1]:>8} {unit:8} {' '.join(texts[2:])}")
     replace_rows(rows, RESULTS / f"checkouts-{machine()}.csv", FIELDS)
-
-
-def commit_of(checkout: Path) -> str:
-    """Return the short name of a checkout's commit."""
-    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def run_ranks(checkout: Path) -> dict[str, tuple[str, float]]:
@@ -75,17 +86,13 @@ def run_ranks(checkout: Path) -> dict[str, tuple[str, float]]:
         port = probe.getsockname()[1]
     place = {"PYTHONPATH": str(checkout), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     place |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
-    command = [sys.executable, __file__, "--measure"]
     ranks = [
         subprocess.Popen(
-            command,
-            env={**os.environ, **place, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            cwd=checkout,
-            text=True,
+            [sys.executable, __file__, "--measure"], env={**os.environ, **place, "RANK": rank},
+            stdout=subprocess.PIPE, cwd=checkout, text=True,
         )
-        for rank in range(2)
-    ]
+        for rank in "01"
+    ]  # fmt: skip
     texts = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise RuntimeError(f"a rank of {checkout} failed")
@@ -94,8 +101,6 @@ def run_ranks(checkout: Path) -> dict[str, tuple[str, float]]:
 
 def measure() -> None:
     """Measure all cases on this rank; print them as JSON."""
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     cases = [*measure_ops(), *measure_gossip(), *measure_others(), *measure_overlap()]
     print(json.dumps(cases), flush=True)
@@ -114,22 +119,27 @@ def timed(step: Callable[[], object], times: int, clock: Callable[[], float]) ->
     return statistics.median(blocks[1:])
 
 
+def cpu_and_wall(what: str, step: Callable[[], object], times: int) -> Cases:
+    for kind, clock in (("CPU", time.process_time), ("wall", time.perf_counter)):
+        yield f"{kind} time of {what}", "us", 1e6 * timed(step, times, clock)
+
+
 def measure_ops() -> Cases:
     """Calls of ops on 64 numbers."""
-    import torch
-
-    from pyparallel import ops
-
     x, y, m, v = (torch.rand(64) for _ in range(4))
     weight, masses = torch.ones((), dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    momentum = {
+        "lr": 0.1,
+        "momentum": 0.9,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+    }
+    adam = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "step": 3, "horizon": 1}
     calls: dict[str, Callable[[], object]] = {
         "mix_": lambda: ops.mix_(x, weight.fill_(1), [y], masses),
-        "sgd_step_": lambda: ops.sgd_step_(
-            x, y, m, lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False
-        ),
-        "predict_adam": lambda: ops.predict_adam(
-            x, m, v, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, step=3, horizon=1
-        ),
+        "sgd_step_": lambda: ops.sgd_step_(x, y, m, **momentum),
+        "predict_adam": lambda: ops.predict_adam(x, m, v, **adam),
         "quantize": lambda: ops.quantize(x, bits=8),
         "top_k": lambda: ops.top_k(x, 4),
     }
@@ -137,19 +147,17 @@ def measure_ops() -> Cases:
         yield f"call of {name}", "us", 1e6 * timed(call, 300, time.perf_counter)
 
 
-def build(width: int = 8) -> Any:
+def build(width: int = 8) -> nn.Sequential:
     """Return a module of three layers with equal parameters on both ranks."""
-    import torch
-    from torch import nn
-
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.Tanh())
 
 
-def training_step(model: Callable[..., Any], optimizer: Any, width: int = 8) -> Callable[[], None]:
-    """Return a training step on random data."""
-    import torch
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
 
+
+def training_step(model: Callable[..., Any], optimizer: Any, width: int = 8) -> Callable[[], None]:
     inputs = torch.rand(4, width)
 
     def step() -> None:
@@ -160,12 +168,19 @@ def training_step(model: Callable[..., Any], optimizer: Any, width: int = 8) -> 
     return step
 
 
+def time_gossip(algorithm: gossip.Algorithm, kind: Any, width: int, *arguments: Any) -> float:
+    """Return the seconds of a step of gossip, timed with these arguments."""
+    module = build(width)
+    optimizer = kind(module.parameters(), lr=0.01)
+    trainer = GossipDataParallel(module, optimizer, algorithm)
+    seconds = timed(training_step(trainer, optimizer, width), *arguments)
+    trainer.flush()
+    trainer.close()
+    return seconds
+
+
 def measure_gossip() -> Cases:
     """CPU time of a tiny step of gossip, with torch's SGD and with the fused one."""
-    import torch
-
-    from pyparallel import GossipDataParallel, gossip, optim, topology
-
     ring = topology.Ring(2)
     algorithms = {
         "SGP": gossip.SGP(ring),
@@ -177,64 +192,36 @@ def measure_gossip() -> Cases:
         "AllReduce": gossip.AllReduce(),
     }
     for name, algorithm in algorithms.items():
-        for kind in (torch.optim.SGD, optim.SGD):
-            module = build()
-            optimizer: Any = kind(module.parameters(), lr=0.01)
-            trainer = GossipDataParallel(module, optimizer, algorithm)
-            seconds = timed(training_step(trainer, optimizer), 60, time.process_time)
-            trainer.flush()
-            trainer.close()
-            fused = "fused SGD" if kind is optim.SGD else "SGD"
+        for kind, fused in ((torch.optim.SGD, "SGD"), (optim.SGD, "fused SGD")):
+            seconds = time_gossip(algorithm, kind, 8, 60, time.process_time)
             yield f"CPU time of a tiny step, {name}, {fused}", "us", 1e6 * seconds
 
 
 def measure_others() -> Cases:
     """Small microbatches of pipelines, subnets, and DDP with a hook."""
-    import torch
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
-    from pyparallel import PipelineTrainer, SubnetTrainer, compression, pipeline, subnets
-
     inputs = torch.rand(8, 8)
     for schedule in (pipeline.OneForwardOneBackward(), pipeline.PipeOptim()):
         trainer = PipelineTrainer(
-            list(build()), nn.MSELoss(), lambda p: torch.optim.SGD(p, lr=0.01), schedule,
-            num_microbatches=4, split=[2],
-        )  # fmt: skip
-        for what, clock in (
-            ("CPU time of", time.process_time),
-            ("wall time of", time.perf_counter),
-        ):
-            seconds = timed(partial(trainer.step, inputs, inputs), 40, clock)
-            name = type(schedule).__name__
-            yield f"{what} a step of 4 tiny microbatches, {name}", "us", 1e6 * seconds
+            list(build()), nn.MSELoss(), sgd, schedule, num_microbatches=4, split=[2]
+        )
+        what = f"a step of 4 tiny microbatches, {type(schedule).__name__}"
+        yield from cpu_and_wall(what, partial(trainer.step, inputs, inputs), 40)
         trainer.flush()
-    subnet = SubnetTrainer(
-        build(), lambda p: torch.optim.SGD(p, lr=0.01), subnets.Partition(), interval=5
-    )
+    subnet = SubnetTrainer(build(), sgd, subnets.Partition(), interval=5)
     seconds = timed(training_step(subnet, subnet.optimizer), 60, time.process_time)
     yield "CPU time of a tiny step, subnets", "us", 1e6 * seconds
     module = build()
     ddp = DistributedDataParallel(module)
     compressor = compression.ErrorFeedback(compression.TopK(0.1))
     ddp.register_comm_hook(*compression.ddp_hook(compressor, ddp))
-    step = training_step(ddp, torch.optim.SGD(module.parameters(), lr=0.01))
-    for what, clock in (("CPU time of", time.process_time), ("wall time of", time.perf_counter)):
-        yield f"{what} a tiny DDP step with a hook", "us", 1e6 * timed(step, 60, clock)
+    step = training_step(ddp, sgd(module.parameters()))
+    yield from cpu_and_wall("a tiny DDP step with a hook", step, 60)
 
 
 def measure_overlap() -> Cases:
     """Steps of gossip on four million numbers, whose messages travel during the backward pass."""
-    from pyparallel import GossipDataParallel, gossip, optim, topology
-
     for algorithm in (gossip.SGP(topology.Ring(2), overlap=1), gossip.OSGP(topology.Ring(2))):
-        module = build(1400)
-        optimizer = optim.SGD(module.parameters(), lr=0.01)
-        trainer = GossipDataParallel(module, optimizer, algorithm)
-        seconds = timed(training_step(trainer, optimizer, 1400), 5, time.perf_counter)
-        trainer.flush()
-        trainer.close()
+        seconds = time_gossip(algorithm, optim.SGD, 1400, 5, time.perf_counter)
         yield f"step with hidden messages, {algorithm!r}", "ms", 1e3 * seconds
 
 

@@ -35,9 +35,6 @@ MACHINE = "from benchmarks.harness.rows import machine; print(machine())"
 SECONDS_OF_PART = 560
 CUDA_TESTS = "compiled-cuda or on_cuda or philox"
 MEMORY_TESTS = "compiled-cuda and (unaligned or corrupt) or on_cuda"
-SYMMETRIC = "tests/gpu/test_symmetric_memory.py"
-DEVICE_TESTS = "tests/gpu/test_ops.py"
-LARGE_TESTS = "tests/gpu/test_large.py"
 # Each in a process of its own: an error of a kernel ends all that comes after it in its process.
 OPS = {
     "steps": ["mix", "adamw_step", "predict_adam", "sgd_step", "predict_sgd"],
@@ -46,11 +43,7 @@ OPS = {
 }
 SIZES = ["27"], ["30", "24", "20"]  # of the first part and of the second
 # Two ranks of one GPU; with more multiprocessors each, they may wait for each other's forever.
-SHARED_GPU = {
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_MAX_CTAS": "4",
-    "NCCL_NVLS_ENABLE": "0",
-}
+SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"}
 
 
 def pytest(out: Path, name: str, *arguments: str, workers: int = 0) -> list[str]:
@@ -65,22 +58,13 @@ def pytest(out: Path, name: str, *arguments: str, workers: int = 0) -> list[str]
 
 
 def bench(name: str, device: str, rows: Path, *options: str) -> list[str]:
-    """Return the arguments of a benchmark of a group of ops."""
     ops = ["-m", "benchmarks", "--ops", *OPS[name], "--device", device]
     return [*ops, *options, "--seconds", "{seconds}", "--out", str(rows)]
 
 
 def overlap(ranks: int, rows: Path, *options: str) -> list[str]:
-    """Return the arguments of a measurement of overlap."""
     program = ["-m", "benchmarks.ops.overlap", "--ranks", str(ranks)]
     return [*program, *options, "--out", str(rows)]
-
-
-def trainer_tests() -> list[str]:
-    """Return the files that train on a GPU."""
-    folders = ("pipeline", "compression", "gossip", "subnets")
-    found = [path for folder in folders for path in (ROOT / "tests" / folder).rglob("*gpu*.py")]
-    return ["tests/gpu/test_training.py", *(str(path.relative_to(ROOT)) for path in found)]
 
 
 def plan(out: Path, rows: Path) -> list[list[Step]]:
@@ -89,49 +73,47 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
     Rows come before Triton's tests: those compile for minutes, and may use up their part.
     """
     workers = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
-    few = min(4, workers)
+    folders = ("pipeline", "compression", "gossip", "subnets")
+    found = [path for folder in folders for path in (ROOT / "tests" / folder).rglob("*gpu*.py")]
+    trainers = ["tests/gpu/test_training.py", *(str(path.relative_to(ROOT)) for path in found)]
     nccl = {"LD_PRELOAD": library} if (library := os.environ.get("PYPARALLEL_NCCL")) else {}
     large, sizes = (["--turns", "15", "--sizes", *exponents] for exponents in SIZES)
     build = Step("build", ["-m", "benchmarks.harness.build"], 150)
+
+    def test(name: str, seconds: float, *arguments: str, workers: int = 0, **options) -> Step:
+        return Step(name, pytest(out, name, *arguments, workers=workers), seconds, **options)
+
     first = [
         build,
         Step("doctor", ["-m", "pyparallel", "doctor"], 30),
-        Step(
-            "tests-cuda",
-            pytest(out, "tests-cuda", "tests/ops", "-k", CUDA_TESTS, workers=workers),
-            60,
-        ),
-        Step("tests-device", pytest(out, "tests-device", DEVICE_TESTS, workers=few), 60),
+        test("tests-cuda", 60, "tests/ops", "-k", CUDA_TESTS, workers=workers),
+        test("tests-device", 60, "tests/gpu/test_ops.py", workers=min(4, workers)),
         Step("bench-steps", bench("steps", "cuda", rows, *large), 75),
         Step("overlap-1", overlap(1, rows, "--device", "cuda"), 45),
         Step("bench-codes", bench("codes", "cuda", rows, *large), 75),
         Step("bench-entries", bench("entries", "cuda", rows, *large), 60),
-        Step("tests-training", pytest(out, "tests-training", *trainer_tests()), 90),
-        Step(
-            "tests-triton",
-            pytest(out, "tests-triton", "tests/ops", "-k", "triton", workers=workers),
-            110,
-        ),
+        test("tests-training", 90, *trainers),
+        test("tests-triton", 110, "tests/ops", "-k", "triton", workers=workers),
         Step("overlap-2", overlap(2, rows, "--device", "cuda"), 45, (), SHARED_GPU | nccl, True),
     ]
     second = [
         build,
+        Step("sweep", ["-m", "benchmarks.tiles.sweep", "--out", str(out)], 120),
         *(Step(f"sizes-{name}", bench(name, "cuda", rows, *sizes), 90) for name in OPS),
-        Step("tests-large", pytest(out, "tests-large", LARGE_TESTS), 60),
-        Step("symmetric-memory", pytest(out, "symmetric-memory", SYMMETRIC), 60, optional=True),
+        test("tests-large", 60, "tests/gpu/test_large.py"),
+        test("symmetric-memory", 60, "tests/gpu/test_symmetric_memory.py", optional=True),
     ]
-    if (ROOT / "benchmarks/tiles/sweep.py").exists():
-        sweep = ["-m", "benchmarks.tiles.sweep", "--out", str(out)]
-        second.insert(1, Step("sweep", sweep, 120))
     memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else an access beyond a tensor hits another
     if tool := shutil.which("compute-sanitizer"):
-        tests = pytest(out, "memcheck", "tests/ops", "-k", MEMORY_TESTS)
-        check = (tool, "--tool", "memcheck", "--error-exitcode", "9")
-        first.append(Step("memcheck", tests, 120, check, memory, optional=True))
+        memcheck, racecheck = (
+            {"prefix": (tool, "--tool", name, "--error-exitcode", "9"), "optional": True}
+            for name in ("memcheck", "racecheck")
+        )
+        tests = ("tests/ops", "-k", MEMORY_TESTS)
+        first.append(test("memcheck", 120, *tests, environment=memory, **memcheck))
         entries = [f"tests/ops/test_{name}.py" for name in ("top_k", "random_k")]
-        tests = pytest(out, "racecheck", *entries, "-k", "compiled-cuda and dtypes")
-        check = (tool, "--tool", "racecheck", "--error-exitcode", "9")
-        second.append(Step("racecheck", tests, 150, check, optional=True))
+        tests = (*entries, "-k", "compiled-cuda and dtypes")
+        second.append(test("racecheck", 150, *tests, **racecheck))
     return [first, second]
 
 
@@ -140,19 +122,17 @@ def dry_plan(out: Path, rows: Path) -> list[list[Step]]:
 
     Compiling the peers takes longest, and tests no step.
     """
-    little = ["--sizes", "12", "--turns", "2"]
-    pair = overlap(2, rows, "--device", "cpu", "--numel", "4096", "--turns", "2")
-    sizes = ["--sizes", "13", "--turns", "2"]
+    few = ["--turns", "2"]
+    triton = ("tests/ops/test_predict_sgd.py", "-k", "triton")
     on_cpu = {
         "build": ["-m", "benchmarks.harness.build", "--report"],
         "tests-cuda": pytest(out, "tests-cuda", "tests/ops/test_mix.py", "-k", "compiled-cpu"),
-        "tests-triton": pytest(
-            out, "tests-triton", "tests/ops/test_predict_sgd.py", "-k", "triton"
-        ),
-        "overlap-2": pair,
+        "tests-triton": pytest(out, "tests-triton", *triton),
+        "overlap-2": overlap(2, rows, "--device", "cpu", "--numel", "4096", *few),
     }
-    on_cpu |= {f"bench-{name}": bench(name, "cpu", rows, *little) for name in OPS}
-    on_cpu |= {f"sizes-{name}": bench(name, "cpu", rows, *sizes) for name in OPS}
+    for step, exponent in (("bench", "12"), ("sizes", "13")):
+        little = ["--sizes", exponent, *few]
+        on_cpu |= {f"{step}-{name}": bench(name, "cpu", rows, *little) for name in OPS}
     left_out = {"overlap-1", "memcheck", "racecheck", "sweep"}  # gloo sends nothing to itself
     plain = {"TORCHDYNAMO_DISABLE": "1"}
     return [
@@ -177,7 +157,6 @@ def choose(parts: Sequence[Sequence[Step]], part: int | None, only: str) -> list
 
 
 def sees_gpu(python: Path | str) -> bool:
-    """Return whether this interpreter has a torch that finds a GPU."""
     ask = subprocess.run([python, "-c", SEES_GPU], stderr=subprocess.DEVNULL, check=False)
     return ask.returncode == 0
 
@@ -204,13 +183,6 @@ def make_environment() -> Path:
     return ROOT / ".venv" / "bin" / "python"
 
 
-def name_rows(python: Path) -> str:
-    """Return the name of the file of rows, after the machine's GPU (or processor)."""
-    ask = [python, "-c", MACHINE]
-    done = subprocess.run(ask, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
-    return f"{done.stdout.strip() or 'gpu'}.csv"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu")
@@ -226,7 +198,7 @@ def main() -> None:
     os.chdir(ROOT)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of processes with gigabytes of GPU memory
     parts = dry_plan if options.dry_run else plan
-    steps = choose(parts(out, out / "gpu.csv"), options.part, options.only)  # a mistake ends here
+    choose(parts(out, out / "gpu.csv"), options.part, options.only)  # a mistake ends here
     if options.dry_run:
         python = Path(sys.executable) if find_spec("torch") else make_environment()
     else:
@@ -235,7 +207,9 @@ def main() -> None:
     os.environ["PYTHONPATH"] = str(ROOT)
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu.log").unlink(missing_ok=True)  # of an earlier run; rows are replaced one by one
-    steps = choose(parts(out, out / name_rows(python)), options.part, options.only)
+    ask = subprocess.run([python, "-c", MACHINE], stdout=subprocess.PIPE, text=True, check=False)
+    rows = out / f"{ask.stdout.strip() or 'gpu'}.csv"
+    steps = choose(parts(out, rows), options.part, options.only)
     limit = options.seconds or SECONDS_OF_PART * (2 if options.part is None else 1)
     failed, _ = run_steps(steps, python, out, limit - (time.monotonic() - begin))
     sys.exit(f"make gpu: failed: {', '.join(failed)}" if failed else 0)

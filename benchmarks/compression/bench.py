@@ -9,20 +9,15 @@ Two gloo processes on the CPU, one thread each, all compressors alternating with
 * ``cost``: time to encode and decode 25 M parameters, against a backward pass of a transformer of
   that size on 8 x 128 bytes.
 * ``power_sgd``: time of PowerSGD without communication, against torch's hook for it; one process.
-
-Rows go to ``benchmarks/results/compression-<machine>.csv``, replacing those of the measured
-parts. ``python -m benchmarks.compression.picture FILE.csv`` draws them. ``--dry-run`` measures a
-minimum of everything, to test the script.
 """
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from benchmarks.compression import cost, links, power_sgd
+from benchmarks.compression import cost, links
 from benchmarks.compression.systems import CASTS, SYSTEMS, TORCH_BF16
 from benchmarks.harness.link import LOOPBACK, links_of
-from benchmarks.harness.program import parser_of_parts, run_parts
+from benchmarks.harness.program import run_parts
 from benchmarks.harness.ranks import run_on_loopback, run_ranks
 from benchmarks.harness.rows import Row, rows_of, stamp
 from benchmarks.pipeline.models import ByteModel
@@ -39,48 +34,29 @@ FIELDS = [
 OPTIONS = {system.name: system.options for system in (*SYSTEMS, *CASTS)}
 
 
-@dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurement.
+    """The sizes of the measurements."""
 
-    Args:
-        rates: Mbit/s of the limited links.
-    """
-
-    on_links: ByteModel
-    rates: Sequence[int]
-    links: Plan
-    casts: Plan
-    for_cost: ByteModel
-    cost_turns: int
-    power_sgd_layers: int
-    power_sgd_turns: int
+    on_links = ByteModel(width=256, num_blocks=4, num_heads=4, microbatch=4, length=128)
+    rates = (100, 1000)  # Mbit/s
+    links = Plan(turns=4, microbatches=2)
+    casts = Plan(turns=9, microbatches=2)
+    for_cost = ByteModel(width=512, num_blocks=8, num_heads=8, microbatch=8, length=128)
+    cost_turns = 10
+    power_sgd_layers = 6
+    power_sgd_turns = 20
 
 
-FULL = Sizes(
-    on_links=ByteModel(width=256, num_blocks=4, num_heads=4, microbatch=4, length=128),
-    rates=(100, 1000),
-    links=Plan(turns=4, microbatches=2),
-    casts=Plan(turns=9, microbatches=2),
-    for_cost=ByteModel(width=512, num_blocks=8, num_heads=8, microbatch=8, length=128),
-    cost_turns=10,
-    power_sgd_layers=6,
-    power_sgd_turns=20,
-)
-DRY = Sizes(
-    on_links=ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8),
-    rates=(),
-    links=Plan(turns=1, microbatches=1),
-    casts=Plan(turns=1, microbatches=1),
-    for_cost=ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8),
-    cost_turns=1,
-    power_sgd_layers=1,
-    power_sgd_turns=1,
-)
+class Dry(Sizes):
+    """Those of a dry run."""
+
+    on_links = for_cost = ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8)
+    rates = ()
+    links = casts = Plan(turns=1, microbatches=1)
+    cost_turns = power_sgd_layers = power_sgd_turns = 1
 
 
 def bench_links(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure on each link."""
     for case, link in links_of(RANKS, sizes.rates):
         with link as place:
             speeds = run_ranks(RANKS, place, 570, links.measure, sizes.on_links, sizes.links)[0]
@@ -116,28 +92,21 @@ def rows_of_links(speeds: dict[str, links.Speed], case: str, model: ByteModel) -
 
 
 def bench_casts(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure 16-bit gradients on each link."""
     model = sizes.on_links
     for case, link in links_of(RANKS, sizes.rates):
         with link as place:
             seconds = run_ranks(RANKS, place, 570, links.measure_casts, model, sizes.casts)[0]
-        yield rows_of(
-            {system.name: seconds[system.name] for system in CASTS},
-            seconds[TORCH_BF16.name],
-            "time of torch's bf16 hook",
-            more=lambda name: {"options": OPTIONS[name]},
-            part="casts",
-            case=case,
-            compute=model.name,
-            ranks=RANKS,
-            numel=count_parameters(model),
-        )
+        base = seconds[TORCH_BF16.name]
+        seconds = {system.name: seconds[system.name] for system in CASTS}
+        columns = {"part": "casts", "case": case, "compute": model.name, "ranks": RANKS}
+        columns |= {"numel": count_parameters(model)}
+        columns["more"] = lambda name: {"options": OPTIONS[name]}
+        yield rows_of(seconds, base, "time of torch's bf16 hook", **columns)
 
 
 def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure without communication time, relative to the backward pass."""
     model = sizes.for_cost
-    costs = run_on_loopback(RANKS, 570, cost.measure, model, sizes.cost_turns)[0]
+    costs = run_on_loopback(RANKS, 570, cost.measure_compressors, model, sizes.cost_turns)[0]
     numel = count_parameters(model)
 
     def more(name: str) -> Row:
@@ -149,36 +118,23 @@ def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
             "payload_share": share(each.payload_bytes, numel) if each.encode_seconds else "",
         }
 
-    yield rows_of(
-        {name: each.seconds for name, each in costs.items()},
-        costs[cost.BACKWARD].seconds,
-        "time of backward",
-        digits=4,
-        more=more,
-        part="cost",
-        case=f"{model.microbatch} x {model.length} bytes",
-        compute=model.name,
-        ranks=RANKS,
-        numel=numel,
-    )
+    seconds = {name: each.seconds for name, each in costs.items()}
+    columns = {"part": "cost", "case": f"{model.microbatch} x {model.length} bytes"}
+    columns |= {"compute": model.name, "ranks": RANKS, "numel": numel}
+    base = seconds[cost.BACKWARD]
+    yield rows_of(seconds, base, "time of backward", digits=4, more=more, **columns)
 
 
 def bench_power_sgd(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure on one rank, which sends nothing, relative to torch's hook of the same dtype."""
-    layout = power_sgd.transformer(sizes.power_sgd_layers)
-    seconds = run_on_loopback(1, 300, power_sgd.measure, sizes.power_sgd_turns, layout)[0]
+    layout = cost.transformer(sizes.power_sgd_layers)
+    seconds = run_on_loopback(1, 300, cost.measure_power_sgd, sizes.power_sgd_turns, layout)[0]
     rows = []
-    for dtype in power_sgd.DTYPES:
-        rows += rows_of(
-            {name: times for name, times in seconds.items() if name.endswith(f", {dtype}")},
-            seconds[f"{power_sgd.TORCH}, {dtype}"],
-            "time of torch's hook",
-            part="power_sgd",
-            case=f"gradients of {dtype}",
-            compute=f"a transformer's parameters, rank {power_sgd.RANK}",
-            ranks=1,
-            numel=layout.numel,
-        )
+    for dtype in cost.DTYPES:
+        own = {name: times for name, times in seconds.items() if name.endswith(f", {dtype}")}
+        columns = {"part": "power_sgd", "case": f"gradients of {dtype}", "ranks": 1}
+        columns["compute"] = f"a transformer's parameters, rank {cost.RANK}"
+        columns["numel"] = layout.numel
+        rows += rows_of(own, own[f"{cost.TORCH}, {dtype}"], "time of torch's hook", **columns)
     yield rows
 
 
@@ -203,10 +159,5 @@ PARTS = {
 }
 
 
-def main() -> None:
-    options = parser_of_parts("compression", __doc__, PARTS).parse_args()
-    run_parts("compression", PARTS, DRY if options.dry_run else FULL, options, FIELDS)
-
-
 if __name__ == "__main__":
-    main()
+    run_parts("compression", __doc__, PARTS, FIELDS, Sizes(), Dry())

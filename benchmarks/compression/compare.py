@@ -3,7 +3,6 @@
 Trains with DistributedDataParallel and every compressor, each on the same batches from the same
 initial weights as plain DistributedDataParallel (fp32). Writes a row for each run missing in
 ``compression-accuracy.csv`` in ``benchmarks/results``, then prints the tables of all rows.
-``python -m benchmarks.compression.picture FILE.csv`` draws them.
 
 Four gloo processes on the CPU, one thread each. All use the learning rates of fp32. DGC includes
 SGD's momentum, so SGD has none there. On the text, trained by AdamW, aggressive compressors have a
@@ -13,13 +12,12 @@ second row, of a run whose first third or half is sent in bf16.
 import argparse
 from dataclasses import dataclass
 
+from benchmarks.compression import training
 from benchmarks.compression.systems import describe
 from benchmarks.compression.table import markdown
-from benchmarks.compression.tasks import IN_SMALL_BLOCKS, TASKS, WARMED, candidates_of, fitted
-from benchmarks.compression.training import Outcome, dense_wire_bytes, train
-from benchmarks.harness.program import parser_of_runs
+from benchmarks.harness.program import compare
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import Key, Row, RunRows, as_text, read_rows, shorten
+from benchmarks.harness.rows import RESULTS, Key, Row, RunRows, as_text, shorten
 from benchmarks.pipeline.tasks import Bytes, Digits
 from pyparallel.recommend import CANDIDATES, Candidate
 
@@ -46,44 +44,26 @@ class Run:
         return self.task.name, self.candidate.name, str(self.seed)
 
 
-def main() -> None:
-    parser = parser_of_runs("compression.compare", __doc__, "compression-accuracy.csv")
-    tasks, names = (
-        [each.name for each in all_of] for all_of in (TASKS, CANDIDATES + IN_SMALL_BLOCKS + WARMED)
-    )
-    parser.add_argument("--tasks", nargs="*", choices=tasks, default=tasks)
-    parser.add_argument("--compressors", nargs="*", choices=names, default=names)
-    parser.add_argument("--seeds", nargs="*", type=int, help="none: print only")
-    parser.add_argument("--updates", type=int, help="of every task, instead of its own number")
-    parser.add_argument("--ranks", type=int, default=4)
-    options = parser.parse_args()
-    rows = RunRows(options.out, FIELDS, num_keys=3)
-    rows.complete(find_runs(options), perform, again=options.again)
-    print(markdown(read_rows(options.out)))
-
-
 def find_runs(options: argparse.Namespace) -> list[Run]:
-    """Return the runs in order, by task and seed."""
     return [
-        Run(task, candidate, seed, options.updates or task.updates, options.ranks)
-        for task in TASKS
+        Run(task, candidate, seed, task.updates)
+        for task in training.TASKS
         if task.name in options.tasks
         for seed in (SEEDS[task.name] if options.seeds is None else options.seeds)
-        for candidate in candidates_of(task)
+        for candidate in training.candidates_of(task)
         if candidate.name in options.compressors
     ]
 
 
 def perform(run: Run) -> Row:
-    """Train once; return the columns of the row after its key."""
     arguments = (run.task, run.candidate.compressor, run.seed, run.updates)
-    return columns_of(run, run_on_loopback(run.ranks, SECONDS, train, *arguments))
+    return columns_of(run, run_on_loopback(run.ranks, SECONDS, training.train, *arguments))
 
 
-def columns_of(run: Run, ranks: list[Outcome]) -> Row:
-    compressor, _ = fitted(run.task, run.candidate.compressor)
+def columns_of(run: Run, ranks: list[training.Outcome]) -> Row:
+    compressor, _ = training.fitted(run.task, run.candidate.compressor)
     outcome = ranks[0]
-    dense_sent = dense_wire_bytes(outcome.dense_bytes, run.ranks)
+    dense_sent = training.dense_wire_bytes(outcome.dense_bytes, run.ranks)
     return {
         "options": describe(compressor),
         "ranks": str(run.ranks),
@@ -100,4 +80,8 @@ def columns_of(run: Run, ranks: list[Outcome]) -> Row:
 
 
 if __name__ == "__main__":
-    main()
+    rows = RunRows(RESULTS / "compression-accuracy.csv", FIELDS, num_keys=3)
+    choices = {"tasks": [task.name for task in training.TASKS]}
+    candidates = CANDIDATES + training.IN_SMALL_BLOCKS + training.WARMED
+    choices["compressors"] = [candidate.name for candidate in candidates]
+    compare("compression.compare", __doc__, rows, find_runs, perform, markdown, None, **choices)

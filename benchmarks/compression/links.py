@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.compression.systems import BUCKET_MB, CASTS, SYSTEMS, System, Torch
+from benchmarks.compression.systems import BUCKET_MB, CASTS, SYSTEMS, System
 from benchmarks.harness.link import read_sent
 from benchmarks.harness.turns import time_blocks
 from benchmarks.pipeline.models import ByteModel
@@ -20,20 +20,15 @@ COUNTED = 2  # steps whose bytes on the link are counted
 
 @dataclass(frozen=True)
 class Speed:
-    """Measurements of one system, on the slowest rank.
+    """Measurements of one system, on the slowest rank."""
 
-    Args:
-        seconds: per step in each repetition; empty: it does not run here.
-        wire_bytes: per step, sent by rank 0 according to the link's counter, headers included.
-        payload_bytes: of rank 0's messages in a step; None: unknown.
-        problem: why it does not run.
-        predicted: seconds per step, by ``python -m pyparallel recommend``; None: not supported.
-    """
-
+    # Per step in each repetition; empty: it does not run here
     seconds: list[float] = field(default_factory=list)
+    # Per step, sent by rank 0 according to the link's counter, headers included
     wire_bytes: float = 0.0
-    payload_bytes: int | None = None
-    problem: str = ""
+    payload_bytes: int | None = None  # of rank 0's messages in a step; None: unknown
+    problem: str = ""  # why it does not run
+    # Seconds per step, by ``python -m pyparallel recommend``; None: not supported
     predicted: float | None = None
 
 
@@ -48,7 +43,6 @@ class Training:
         self._module, self.last_step = system.wrap(module)
 
     def step(self) -> float:
-        """Run forward, backward and update."""
         inputs, target = self._batch
         self._optimizer.zero_grad()
         loss = self._loss(self._module(inputs), target)
@@ -61,7 +55,6 @@ class Training:
 
 
 def measure(rank: int, model: ByteModel, plan: Plan) -> dict[str, Speed]:
-    """Measure all systems, alternating."""
     predictions = predict(model)
     speeds: dict[str, Speed] = {}
     trainings: dict[str, Training] = {}
@@ -80,14 +73,11 @@ def measure(rank: int, model: ByteModel, plan: Plan) -> dict[str, Speed]:
 
 
 def measure_casts(rank: int, model: ByteModel, plan: Plan) -> dict[str, list[float]]:
-    """Return seconds per step of 16-bit gradients, alternating."""
     trainings = {system.name: warm(model, system) for system in CASTS}
     return time_blocks(trainings, plan.turns, plan.steps(1))
 
 
 def predict(model: ByteModel) -> dict[str, float]:
-    """Return predicted seconds per step of the candidates, without running them."""
-
     def loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, target = batch
         return model.loss(module(inputs), target)
@@ -101,7 +91,7 @@ def predict(model: ByteModel) -> dict[str, float]:
 
 def start(model: ByteModel, system: System) -> Training | str:
     """Start and warm up; return the error of a torch hook that fails on some rank."""
-    if not isinstance(system.wrap, Torch):
+    if not system.may_fail:
         return warm(model, system)
     problem = ""
     try:
@@ -128,7 +118,6 @@ def warm(model: ByteModel, system: System) -> Training:
 
 
 def count_sent(training: Training) -> float:
-    """Return bytes per step sent on this rank's link."""
     dist.barrier()
     before = read_sent()
     for _ in range(COUNTED):

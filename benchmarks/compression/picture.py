@@ -1,7 +1,4 @@
-"""Pictures of compression: accuracy, time per step on each link, and host time.
-
-``python -m benchmarks.compression.picture FILE.csv`` draws those that the file has rows for.
-"""
+"""Pictures of compression: accuracy, time per step on each link, and host time."""
 
 import re
 from collections.abc import Sequence
@@ -14,17 +11,7 @@ from benchmarks.compression.systems import ALONE
 from benchmarks.compression.table import by_compressor
 from benchmarks.harness import pictures
 from benchmarks.harness.options import shorten
-from benchmarks.harness.pictures import (
-    BLACK,
-    BLUE,
-    GRAY,
-    bars,
-    dots,
-    gray_if_torch,
-    panels,
-    shows,
-    shows_part,
-)
+from benchmarks.harness.pictures import BLACK, BLUE, GRAY
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import differences, mean, measure_of, of, where
 from pyparallel.recommend import DENSE
@@ -43,7 +30,6 @@ def label(row: Row) -> str:
 
 
 def rate(case: str) -> float:
-    """Return the rate of a link."""
     return float("inf") if case == "loopback" else float(case.split(maxsplit=1)[0])
 
 
@@ -54,77 +40,72 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
 
 
 def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
-    """Draw every compressor's difference from dense."""
     measure = measure_of(data)
     groups = by_compressor(where(rows, task=data), data)
     baseline = groups.pop(DENSE.name, [])
     if not groups or not baseline:
         return None
     title = f"Do fewer bytes cost accuracy? {measure.title.capitalize()}"
-    figure, (axes,) = panels(title, 1, 1.7 + 0.27 * len(groups))
+    figure, (axes,) = pictures.panels(title, 1, 1.7 + 0.27 * len(groups))
     found = {
         f"{label(group[0])}, {mean(group, 'payload_share'):.0%}": differences(
             group, baseline, measure
         )
         for group in groups.values()
     }
-    dots(axes, found, measure.limit, reach=4 * measure.limit)
+    pictures.dots(axes, found, measure.limit, reach=4 * measure.limit)
     axes.tick_params(axis="y", labelsize=9)
     figure.supxlabel(
         f"difference from fp32, {measure.unit}, further {measure.better} is better "
         "(red: off the scale)\n"
-        "EF: ErrorFeedback; from step N: bf16 before it; beside: messages, % of fp32's bytes",
-        fontsize=11,
+        "EF: ErrorFeedback; from step N: bf16 before it; beside: messages, % of fp32's bytes"
     )
     return figure
 
 
-@shows_part("links")
+@pictures.shows_part("links")
 def draw_links(rows: Sequence[Row]) -> Figure:
-    """Draw time per step on each link, in the order of the slowest link."""
     cases = sorted(of(rows, "case"), key=rate)
     systems = [row for row in distinct(where(rows, case=cases[0])) if row["system"] != ALONE]
     systems.sort(key=lambda row: float(row["median_ms"]))
     names = [row["system"] for row in systems]
-    colors = [GRAY if name == DENSE.name else gray_if_torch(name) for name in names]
+    colors = [GRAY if name == DENSE.name else pictures.gray_if_torch(name) for name in names]
     labels = [label(row) for row in systems]
     title = "How long is a step of DDP? Blue: pyparallel, gray: torch"
-    figure, axes = panels(title, len(cases), 6.2, sharey=True)
+    figure, axes = pictures.panels(title, len(cases), 6.2, sharey=True)
     for own, case in zip(axes, cases, strict=True):
         times = {row["system"]: row["median_ms"] for row in where(rows, case=case)}
-        bars(own, labels, [float(times[name]) for name in names], colors, "{:.0f}")
+        pictures.bars(own, labels, [float(times[name]) for name in names], colors, "{:.0f}")
         own.axvline(float(times[ALONE]), color=BLACK, linestyle=":", lw=1.4)
         own.set_title("no limit" if case == "loopback" else case)
         own.tick_params(axis="y", labelsize=9)
-    figure.supxlabel(
-        "ms per step of the slower rank; dotted: computation alone; EF: ErrorFeedback", fontsize=11
-    )
+    figure.supxlabel("ms per step of the slower rank; dotted: computation alone; EF: ErrorFeedback")
     return figure
 
 
-@shows(lambda rows: [row for row in where(rows, part="cost") if row["system"] != BACKWARD])
+@pictures.shows(lambda rows: [row for row in where(rows, part="cost") if row["system"] != BACKWARD])
 def draw_cost(rows: Sequence[Row]) -> Figure:
-    """Draw encoding and decoding as fractions of a backward pass, the cheapest on top."""
     found = sorted(distinct(rows), key=lambda row: float(row["ratio"]))
     title = f"What does encoding cost? {int(rows[0]['numel']) / 1e6:.0f} M parameters"
-    figure, (axes,) = panels(title, 1, 5.2)
+    figure, (axes,) = pictures.panels(title, 1, 5.2)
     shares = [100 * float(row["ratio"]) for row in found]
-    bars(axes, list(map(label, found)), shares, [BLUE] * len(found), "{:.1f}")
+    pictures.bars(axes, list(map(label, found)), shares, [BLUE] * len(found), "{:.1f}")
     figure.supxlabel(
-        f"encoding and decoding, % of a backward pass over {rows[0]['case']}; EF: ErrorFeedback",
-        fontsize=11,
+        f"encoding and decoding, % of a backward pass over {rows[0]['case']}; EF: ErrorFeedback"
     )
     return figure
 
 
-@shows_part("power_sgd")
+@pictures.shows_part("power_sgd")
 def draw_power_sgd(rows: Sequence[Row]) -> Figure:
-    """Draw PowerSGD's own work beside that of torch's hook."""
     title = f"What does PowerSGD compute? {int(rows[0]['numel']) / 1e6:.0f} M parameters, rank 4"
-    figure, (axes,) = panels(title, 1, 2.4)
+    figure, (axes,) = pictures.panels(title, 1, 2.4)
     names = of(rows, "system")
-    times, colors = [float(row["median_ms"]) for row in rows], list(map(gray_if_torch, names))
-    bars(axes, names, times, colors, "{:.1f}")
+    times, colors = (
+        [float(row["median_ms"]) for row in rows],
+        list(map(pictures.gray_if_torch, names)),
+    )
+    pictures.bars(axes, names, times, colors, "{:.1f}")
     axes.set_xlabel("ms per step, without communication")
     return figure
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.compression.training import dense_step
 from benchmarks.gossip.trainers import bf16_unchecked
 from pyparallel.compression import Cast, CommStats, Compressor, ddp_hook
-from pyparallel.recommend import CANDIDATES, HALF, Candidate
+from pyparallel.recommend import CANDIDATES, HALF
 
 BUCKET_MB = 2  # small like the model: as many buckets as a large model has of 25 MB
 ALONE = "compute alone"
@@ -29,21 +28,14 @@ Wrapped = tuple[nn.Module, Callable[[], CommStats | None]]
 
 @dataclass(frozen=True)
 class System:
-    """A way to average gradients.
-
-    Args:
-        wrap: wraps a module; returns the wrapped module and a function that returns the statistics
-            of its last step, or None if unknown.
-    """
+    """A way to average gradients."""
 
     name: str
     options: str
+    # Wraps a module; returns the wrapped module and a function that returns the statistics
+    # of its last step, or None if unknown
     wrap: Callable[[nn.Module], Wrapped]
-
-
-def alone(module: nn.Module) -> Wrapped:
-    """Compute without communication."""
-    return module, CommStats
+    may_fail: bool = False  # it is torch's, and may not run here
 
 
 def in_ddp(
@@ -54,15 +46,15 @@ def in_ddp(
     )
 
 
-@dataclass(frozen=True)
-class Ours:
-    """DistributedDataParallel with one of our compressors, or with none."""
+def describe(compressor: Compressor | None) -> str:
+    return "DistributedDataParallel alone" if compressor is None else repr(compressor)
 
-    candidate: Candidate
 
-    def __call__(self, module: nn.Module) -> Wrapped:
+def of_ours(name: str, compressor: Compressor | None) -> System:
+    """Return DistributedDataParallel with one of our compressors, or with none."""
+
+    def wrap(module: nn.Module) -> Wrapped:
         ddp = in_ddp(module)
-        compressor = self.candidate.steady_state
         if compressor is None:
             sent = dense_step(module)
             return ddp, lambda: sent
@@ -70,28 +62,28 @@ class Ours:
         ddp.register_comm_hook(compression, hook)
         return ddp, lambda: compression.last_step
 
+    return System(name, describe(compressor), wrap)
 
-@dataclass(frozen=True)
-class Torch:
-    """DistributedDataParallel with one of torch's hooks, in a process group of its own.
 
-    A hook that fails leaves collectives pending.
+def of_torch(
+    name: str,
+    options: str,
+    hook: Callable[..., Future],
+    make_state: Callable[[dist.ProcessGroup], object] = lambda group: group,
+    bucket_mb: int = BUCKET_MB,
+) -> System:
+    """Return DistributedDataParallel with one of torch's hooks, in a process group of its own.
 
-    Args:
-        hook: torch's.
-        make_state: of the hook, from the group; None: the group itself.
-        bucket_mb: megabytes of a bucket.
+    A hook that fails leaves collectives pending. The state of a hook is made from the group.
     """
 
-    hook: Callable[..., Future]
-    make_state: Callable[[dist.ProcessGroup], object] | None = None
-    bucket_mb: int = BUCKET_MB
-
-    def __call__(self, module: nn.Module) -> Wrapped:
+    def wrap(module: nn.Module) -> Wrapped:
         group = dist.new_group()
-        ddp = in_ddp(module, group, self.bucket_mb)
-        ddp.register_comm_hook(self.make_state(group) if self.make_state else group, self.hook)
+        ddp = in_ddp(module, group, bucket_mb)
+        ddp.register_comm_hook(make_state(group), hook)
         return ddp, lambda: None  # its bytes are not counted
+
+    return System(f"torch {name}", options, wrap, may_fail=True)
 
 
 def power_sgd_state(group: dist.ProcessGroup) -> powerSGD_hook.PowerSGDState:
@@ -101,30 +93,21 @@ def power_sgd_state(group: dist.ProcessGroup) -> powerSGD_hook.PowerSGDState:
     )
 
 
-def describe(compressor: Compressor | None) -> str:
-    return "DistributedDataParallel alone" if compressor is None else repr(compressor)
-
-
-def of_torch(name: str, options: str, *arguments: Any) -> System:
-    """Return one of torch's hooks."""
-    return System(f"torch {name}", options, Torch(*arguments))
-
-
 TORCH_BF16 = of_torch(
     "bf16, unchecked", "bf16_compress_hook, called by a hook of another name", bf16_unchecked
 )
-_HALF_SUMS = Candidate("bf16, added in bf16", Cast(accumulate=torch.bfloat16))
 CASTS = (
     TORCH_BF16,
-    *(System(each.name, describe(each.compressor), Ours(each)) for each in (HALF, _HALF_SUMS)),
+    of_ours(HALF.name, HALF.steady_state),
+    of_ours("bf16, added in bf16", Cast(accumulate=torch.bfloat16)),
 )
 # Torch's PowerSGD starts collectives when others end, on gloo in a different order on each rank:
 # with several buckets in flight, messages meet those of other buckets, and gloo ends the process.
 _RANK_4 = "matrix_approximation_rank=4, one bucket"
 _ONE_BUCKET = power_sgd_state, 1000
 SYSTEMS = (
-    System(ALONE, "", alone),
-    *(System(each.name, describe(each.steady_state), Ours(each)) for each in CANDIDATES),
+    System(ALONE, "", lambda module: (module, CommStats)),
+    *(of_ours(each.name, each.steady_state) for each in CANDIDATES),
     of_torch("fp16", "fp16_compress_hook", default_hooks.fp16_compress_hook),
     of_torch("bf16", "bf16_compress_hook", default_hooks.bf16_compress_hook),
     TORCH_BF16,

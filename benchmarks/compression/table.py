@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.compression.tasks import IN_SMALL_BLOCKS, WARMED
+from benchmarks.compression.training import IN_SMALL_BLOCKS, WARMED
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import (
@@ -21,7 +21,6 @@ ORDER = [candidate.name for candidate in CANDIDATES + IN_SMALL_BLOCKS + WARMED]
 
 
 def by_compressor(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
-    """Return the rows of each compressor on one task, in the order of the candidates."""
     return grouped(where(rows, task=task), "compressor", ORDER)
 
 
@@ -34,7 +33,6 @@ def verdict(found: Sequence[float], measure: Measure) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return a table for each task."""
     parts = [(by_compressor(rows, measure.data), measure) for measure in MEASURES]
     return "\n".join(_table(groups, measure) for groups, measure in parts if groups)
 

@@ -1,40 +1,115 @@
-"""A run of DistributedDataParallel with a compressor: its losses, score and bytes sent."""
+"""The tasks of compare.py, and a run of DistributedDataParallel with a compressor.
+
+Data and models are those of the pipeline benchmarks, not partitioned.
+"""
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.compression.tasks import fitted
 from benchmarks.harness.learning_rate import rate as rate_at
 from benchmarks.harness.learning_rate import set_rate
-from benchmarks.pipeline.tasks import Bytes, Digits
-from pyparallel.compression import CommStats, Compressor, ddp_hook
+from benchmarks.pipeline.tasks import Bytes, Digits, MakeOptimizer
+from pyparallel.compression import (
+    DGC,
+    Cast,
+    Chain,
+    CommStats,
+    Compressor,
+    ErrorFeedback,
+    Int8,
+    Learned,
+    PermK,
+    PowerSGD,
+    RandomK,
+    Sign,
+    Switch,
+    Ternary,
+    TopK,
+    ddp_hook,
+)
+from pyparallel.recommend import CANDIDATES, Candidate
+
+WARM_UP = 500  # steps, a third: AdamW divides by gradient statistics of the first steps
+
+
+def _after_bf16(compressor: Compressor, steps: int = WARM_UP) -> Compressor:
+    return Switch({0: Cast(), steps: compressor})
+
+
+TASKS = (
+    Digits(
+        "digits",
+        partial(torch.optim.SGD, momentum=0.9),
+        rates=(0.04,),
+        main_rate=0.04,
+        batch_size=64,
+        updates=900,
+    ),
+    Bytes(
+        "text",
+        torch.optim.AdamW,
+        rates=(6e-3,),
+        main_rate=6e-3,
+        batch_size=8,
+        context=64,
+        width=32,
+        updates=1500,
+    ),
+)
+
+# Aggressive compressors need a warm-up with an optimizer that adapts to every entry.
+WARMED = (
+    Candidate("sign-ef-warmed", _after_bf16(ErrorFeedback(Sign(block_size=64)))),
+    Candidate("ternary-ef-warmed", _after_bf16(ErrorFeedback(Ternary(block_size=32)))),
+    Candidate("topk-ef-warmed", _after_bf16(ErrorFeedback(TopK(0.05)))),
+    Candidate("topk-int8-ef-warmed", _after_bf16(ErrorFeedback(Chain(TopK(0.05), Int8())))),
+    Candidate("randomk-ef-warmed", _after_bf16(ErrorFeedback(RandomK(0.25)), 750)),
+    Candidate("permk-ef-warmed", _after_bf16(ErrorFeedback(PermK()), 750)),
+    Candidate("powersgd-ef-warmed", _after_bf16(ErrorFeedback(PowerSGD()))),
+    Candidate("dgc-warmed", DGC(0.05, warm_up=WARM_UP)),
+    Candidate(
+        "learned-ef-warmed", ErrorFeedback(Learned(0.05, dense_steps=750, learning_steps=300))
+    ),
+)
+
+# A block that spans several parameters has a scale that suits none of them.
+IN_SMALL_BLOCKS = (Candidate("sign-64-ef", ErrorFeedback(Sign(block_size=64))),)
+
+
+def candidates_of(task: Digits | Bytes) -> tuple[Candidate, ...]:
+    return CANDIDATES + (WARMED if isinstance(task, Bytes) else IN_SMALL_BLOCKS)
+
+
+def fitted(
+    task: Digits | Bytes, compressor: Compressor | None
+) -> tuple[Compressor | None, MakeOptimizer]:
+    """Return compressor and optimizer: DGC takes over the momentum of SGD, of no other."""
+    if not isinstance(compressor, DGC):
+        return compressor, task.make_optimizer
+    if isinstance(task.make_optimizer, partial) and "momentum" in task.make_optimizer.keywords:
+        kept = task.make_optimizer.keywords["momentum"]
+        return replace(compressor, momentum=kept), partial(task.make_optimizer, momentum=0.0)
+    return replace(compressor, momentum=0.0), task.make_optimizer
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a run on one rank.
+    """Result of a run on one rank."""
 
-    Args:
-        losses: by step, in nats.
-        score: accuracy if the task has one, else the held-out loss in the task's unit; of rank 0.
-        dense_bytes: of the gradients of a step in float32.
-        payload_bytes: mean bytes of a rank's messages in a step.
-        wire_bytes: mean bytes a rank sends in a step.
-        residual_norm: norm of the rank's residual at the end.
-    """
-
-    losses: list[float]
+    losses: list[float]  # by step, in nats
+    # Accuracy if the task has one, else the held-out loss in the task's unit; of rank 0
     score: float
-    dense_bytes: int
-    payload_bytes: float
-    wire_bytes: float
-    residual_norm: float
+    dense_bytes: int  # of the gradients of a step in float32
+    payload_bytes: float  # mean bytes of a rank's messages in a step
+    wire_bytes: float  # mean bytes a rank sends in a step
+    residual_norm: float  # norm of the rank's residual at the end
 
 
 def train(
@@ -72,7 +147,6 @@ def train(
 
 
 def shares(task: Digits | Bytes, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's part of each batch."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for inputs, target in task.batches(seed):
         yield inputs.tensor_split(num_ranks)[rank], target.tensor_split(num_ranks)[rank]
@@ -91,7 +165,6 @@ def dense_wire_bytes(num_bytes: int, num_ranks: int) -> float:
 
 @torch.no_grad()
 def score(task: Digits | Bytes, model: nn.Module) -> float:
-    """Return the accuracy, or the loss in the task's unit."""
     accuracy = task.accuracy(model)
     if accuracy is not None:
         return accuracy

@@ -27,11 +27,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class RealCompute(Compute):
-    """A multilayer perceptron.
-
-    Args:
-        batch: rows of the input.
-    """
+    """A multilayer perceptron."""
 
     batch: int
     name: str = "real, 1 thread a rank"
@@ -45,13 +41,9 @@ class RealCompute(Compute):
 
 @dataclass(frozen=True)
 class SleepingCompute(Compute):
-    """Layers that sleep instead of computing, a third of the time in forward.
+    """Layers that sleep instead of computing, a third of the time in forward."""
 
-    Args:
-        seconds: of forward and backward together.
-    """
-
-    seconds: float
+    seconds: float  # of forward and backward together
 
     @property
     def name(self) -> str:
@@ -86,7 +78,6 @@ class SleepingBlock(Block):
         self.seconds = seconds
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Sleep, and return the inputs."""
         return _Sleep.apply(inputs, self.weight, self.seconds)
 
 

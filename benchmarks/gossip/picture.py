@@ -1,7 +1,4 @@
-"""Pictures of gossip: its accuracy, and its steps on slow links and beside slow ranks.
-
-``python -m benchmarks.gossip.picture FILE.csv`` draws those that the file has rows for.
-"""
+"""Pictures of gossip: its accuracy, and its steps on slow links and beside slow ranks."""
 
 import math
 from collections.abc import Sequence
@@ -9,24 +6,10 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from benchmarks.gossip import steps
 from benchmarks.gossip.table import BASELINE, by_algorithm, kilobytes
-from benchmarks.gossip.trainers import ALONE
+from benchmarks.gossip.trainers import ALONE, ROUND_ALONE
 from benchmarks.harness import pictures
-from benchmarks.harness.pictures import (
-    BLACK,
-    BLUE,
-    GRAY,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    RED,
-    bars_by_case,
-    dots,
-    panels,
-    shows,
-    shows_part,
-)
+from benchmarks.harness.pictures import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import differences, mean_losses, measure_of, of, where
 
@@ -34,19 +17,18 @@ COLORS = {"DDP": GRAY, "DDP, bf16 hook": BLACK, "SGP": ORANGE, "SGP, overlap=1":
 
 
 def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
-    """Draw each algorithm's score against all-reduce's."""
     measure = measure_of(data)
     groups = by_algorithm(where(rows, data=data), data)
     baseline = groups.pop(BASELINE, [])
     if not groups or not baseline:
         return None
     title = f"Does gossip cost accuracy? {measure.title.capitalize()}"
-    figure, (axes,) = panels(title, 1, 1.6 + 0.34 * len(groups))
+    figure, (axes,) = pictures.panels(title, 1, 1.6 + 0.34 * len(groups))
     found = {
         f"{name}, {kilobytes(group)} kB a step": differences(group, baseline, measure)
         for name, group in groups.items()
     }
-    dots(axes, found, measure.limit)
+    pictures.dots(axes, found, measure.limit)
     axes.set_xlabel(
         f"difference from all-reduce, {measure.unit}, further {measure.better} is better\n"
         "hollow: one seed; full: their mean"
@@ -55,10 +37,9 @@ def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
     return figure
 
 
-@shows(lambda rows: where(rows, data="text"))
+@pictures.shows(lambda rows: where(rows, data="text"))
 def draw_text_losses(rows: Sequence[Row]) -> Figure:
-    """Draw the training loss over megabytes sent."""
-    figure, (axes,) = panels("What do the bytes buy? Training on text", 1, 4.2)
+    figure, (axes,) = pictures.panels("What do the bytes buy? Training on text", 1, 4.2)
     colors = [BLACK, BLUE, ORANGE, GREEN, RED, PURPLE]
     for number, (name, group) in enumerate(by_algorithm(rows, "text").items()):
         bits = [loss / math.log(2) for loss in mean_losses(group)]
@@ -73,15 +54,14 @@ def draw_text_losses(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-@shows_part("steps")
+@pictures.shows_part("steps")
 def draw_links(rows: Sequence[Row], sleeps: bool) -> Figure:
-    """Draw the time of a step of each method on each link."""
     rows = [row for row in rows if row["compute"].startswith("sl") == sleeps]
     what = "that sleeps for its computation" if sleeps else "that computes"
-    figure, (axes,) = panels(f"How long is a step {what}, by link?", 1, 4.6)
+    figure, (axes,) = pictures.panels(f"How long is a step {what}, by link?", 1, 4.6)
     cases = of(rows, "case")
     times = {(row["case"], row["method"]): float(row["median_ms"]) for row in rows}
-    methods = [name for name in of(rows, "method") if name not in (ALONE.name, steps.ROUND_ALONE)]
+    methods = [name for name in of(rows, "method") if name not in (ALONE.name, ROUND_ALONE)]
     width = 0.84 / len(methods)
     for number, method in enumerate(methods):
         offset = (number - (len(methods) - 1) / 2) * width
@@ -100,19 +80,13 @@ def draw_links(rows: Sequence[Row], sleeps: bool) -> Figure:
     return figure
 
 
-@shows_part("stragglers")
+@pictures.shows_part("stragglers")
 def draw_stragglers(rows: Sequence[Row]) -> Figure:
-    """Draw how much longer a step takes with stragglers."""
     title = "How much longer is a step where ranks are slow?"
     slowed = [row for row in rows if row["case"] != rows[0]["case"]]
-    figure, axes = bars_by_case(
-        slowed,
-        title,
-        3.0,
-        lambda row: float(row["lost_ms"]),
-        "{:.1f}",
-        lambda method: GRAY if method == "DDP" else BLUE,
-        "method",
+    color = {"DDP": GRAY}
+    figure, axes = pictures.bars_by_case(
+        slowed, title, 3.0, "lost_ms", "{:.1f}", lambda each: color.get(each, BLUE), "method"
     )
     for own in axes:
         own.set_title(own.get_title().replace(" longer with", " longer\nwith"))

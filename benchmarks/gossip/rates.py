@@ -14,7 +14,7 @@ that has none yet to ``benchmarks/results/gossip-rates.csv``:
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import torch
@@ -106,8 +106,7 @@ class Run:
 
     @property
     def key(self) -> Key:
-        columns = (self.part, self.data, self.algorithm, self.ranks, self.rate, self.warm_up)
-        return tuple(map(str, (*columns, self.seed)))
+        return tuple(map(str, astuple(self)))
 
     @property
     def steps(self) -> int:
@@ -174,7 +173,6 @@ def best_rate(rows: RunRows, data: str, algorithm: str) -> float:
 
 
 def perform(run: Run) -> Row:
-    """Train once; return the columns of the row after its key."""
     return columns_of(run.data, run_on_loopback(run.ranks, SECONDS, train, run))
 
 

@@ -3,35 +3,25 @@
 import statistics
 from collections.abc import Sequence
 
+from benchmarks.harness import tables
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
-from benchmarks.harness.tables import (
-    MEASURES,
-    Measure,
-    differences,
-    grouped,
-    markdown_table,
-    mean,
-    where,
-)
 
 BASELINE = "allreduce"
 ALL_REDUCE = "all-reduce"  # of the runs of rates.py
 
 
 def by_algorithm(rows: Sequence[Row], data: str) -> dict[str, list[Row]]:
-    """Return the rows of each algorithm on one dataset, the baseline first."""
-    groups = grouped(where(rows, data=data), "algorithm")
+    groups = tables.grouped(tables.where(rows, data=data), "algorithm")
     return dict(sorted(groups.items(), key=lambda item: (item[0] != BASELINE, item[0])))
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return a table for each dataset."""
-    parts = [(by_algorithm(rows, measure.data), measure) for measure in MEASURES]
+    parts = [(by_algorithm(rows, measure.data), measure) for measure in tables.MEASURES]
     return "\n".join(_table(groups, measure) for groups, measure in parts if groups)
 
 
-def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
+def _table(groups: dict[str, list[Row]], measure: tables.Measure) -> str:
     steps = " or ".join(sorted({row["steps"] for rows in groups.values() for row in rows}))
     head = [
         f"{measure.title}, {steps} steps",
@@ -42,24 +32,22 @@ def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
     ]
     lines = []
     for algorithm, rows in groups.items():
-        found = differences(rows, groups.get(BASELINE, []), measure)
+        found = tables.differences(rows, groups.get(BASELINE, []), measure)
         lines.append([
             f"{algorithm}: `{shorten(rows[0]['options'])}`",
-            measure.show.format(mean(rows, "score")),
+            measure.show.format(tables.mean(rows, "score")),
             f"{statistics.fmean(found):+.2f}" if found and algorithm != BASELINE else "",
             kilobytes(rows),
             len(rows),
         ])  # fmt: skip
-    return markdown_table(head, lines)
+    return tables.markdown_table(head, lines)
 
 
 def kilobytes(rows: Sequence[Row]) -> str:
-    """Return the mean kB that a rank sends in a step."""
-    return f"{mean(rows, 'step_bytes') / 1e3:,.0f}"
+    return f"{tables.mean(rows, 'step_bytes') / 1e3:,.0f}"
 
 
-def spread(rows: Sequence[Row], measure: Measure) -> str:
-    """Return the mean score of runs, and the least and greatest."""
+def spread(rows: Sequence[Row], measure: tables.Measure) -> str:
     scores = [float(row["score"]) for row in rows]
     found = (statistics.fmean(scores), min(scores), max(scores))
     return "{} ({} to {})".format(*map(measure.show.format, found))
@@ -71,14 +59,14 @@ def orders(rows: Sequence[Row]) -> str:
     The rates with the most seeds are those that the search has chosen.
     """
     parts = []
-    for measure in MEASURES:
-        by_name = _by(where(rows, part="orders", data=measure.data), "algorithm")
+    for measure in tables.MEASURES:
+        by_name = _by(tables.where(rows, part="orders", data=measure.data), "algorithm")
         if not by_name:
             continue
         common, lines = _chosen(by_name[ALL_REDUCE])[0], []
         for name, found in by_name.items():
             own = next((rate for rate in _chosen(found) if rate != common), common)
-            at_common, at_own = (where(found, rate=rate) for rate in (common, own))
+            at_common, at_own = (tables.where(found, rate=rate) for rate in (common, own))
             spreads = spread(at_common, measure), own, spread(at_own, measure)
             lines.append([name, *spreads, kilobytes(at_own)])
         head = [
@@ -88,26 +76,26 @@ def orders(rows: Sequence[Row]) -> str:
             "at that rate",
             "kB per step and rank",
         ]
-        parts.append(markdown_table(head, lines))
+        parts.append(tables.markdown_table(head, lines))
     return "\n".join(parts)
 
 
 def hybrids(rows: Sequence[Row]) -> str:
-    """Return a table of the schedules of topologies, beside all-reduce at the same rate."""
-    schedules = where(rows, part="hybrids")
+    schedules = tables.where(rows, part="hybrids")
     rates = {(row["data"], row["rate"]) for row in schedules}
-    exact = where(rows, part="orders", algorithm=ALL_REDUCE)
+    exact = tables.where(rows, part="orders", algorithm=ALL_REDUCE)
     exact = [row for row in exact if (row["data"], row["rate"]) in rates]
     lines = []
     for name, found in _by([*exact, *schedules], "algorithm").items():
-        of_data = [(where(found, data=measure.data), measure) for measure in MEASURES]
+        of_data = [(tables.where(found, data=measure.data), measure) for measure in tables.MEASURES]
         lines.append([name, *(x for own, m in of_data for x in (spread(own, m), kilobytes(own)))])
-    return markdown_table(["", *(x for m in MEASURES for x in (m.title, "kB"))], lines)
+    return tables.markdown_table(
+        ["", *(x for m in tables.MEASURES for x in (m.title, "kB"))], lines
+    )
 
 
 def scaling(rows: Sequence[Row]) -> str:
-    """Return a table of the rates by number of ranks."""
-    found = where(rows, part="scaling")
+    found = tables.where(rows, part="scaling")
     base = min(float(row["rate"]) for row in found)
     head = ["ranks", "steps", "", "rate of one rank", "times the ranks", "times the ranks, warm-up"]
     lines = []
@@ -124,28 +112,28 @@ def scaling(rows: Sequence[Row]) -> str:
                     for row in mine
                     if abs(float(row["rate"]) - rate) < 1e-9 and (row["warm_up"] != "0") == warm
                 ]
-                cells.append(spread(runs, MEASURES[0]) if runs else "")
+                cells.append(spread(runs, tables.MEASURES[0]) if runs else "")
             lines.append(cells)
-    return markdown_table(head, lines)
+    return tables.markdown_table(head, lines)
 
 
 def biased(rows: Sequence[Row]) -> str:
-    """Return a table of OSGP with and without push-sum weights."""
     lines = []
-    for name, found in _by(where(rows, part="biased"), "algorithm").items():
-        scores = [spread(where(found, data=each.data), each) for each in MEASURES]
+    for name, found in _by(tables.where(rows, part="biased"), "algorithm").items():
+        scores = [spread(tables.where(found, data=each.data), each) for each in tables.MEASURES]
         far = statistics.median(float(row["consensus_distance"]) for row in found)
         lines.append([name, *scores, f"{far:.2g}"])
-    return markdown_table(["", *(m.title for m in MEASURES), "distance between ranks"], lines)
+    return tables.markdown_table(
+        ["", *(m.title for m in tables.MEASURES), "distance between ranks"], lines
+    )
 
 
 def _by(rows: Sequence[Row], column: str) -> dict[str, list[Row]]:
-    """Return the rows by a column, all-reduce first, else in the order of the file."""
-    return grouped(rows, column, [ALL_REDUCE])
+    return tables.grouped(rows, column, [ALL_REDUCE])
 
 
 def _chosen(rows: Sequence[Row]) -> list[str]:
     """Return the rates with the most seeds, ascending."""
-    groups = grouped(rows, "rate")
+    groups = tables.grouped(rows, "rate")
     most = max(map(len, groups.values()))
     return sorted((rate for rate, each in groups.items() if len(each) == most), key=float)

@@ -41,7 +41,6 @@ class Task:
         loss_of: Callable[[], Tensor],
         before_step: Callable[[], object] = lambda: None,
     ) -> None:
-        """Take a step."""
         begin = time.perf_counter()
         optimizer.zero_grad()
         loss = loss_of()
@@ -78,9 +77,11 @@ class Digits(Task):
         return model, optimizer
 
     def train(self, model: GossipDataParallel, optimizer: Optimizer) -> None:
-        """Train for epochs of batches of 16."""
         shuffle = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
-        scheduler = self._scheduler(optimizer)
+        scheduler: LRScheduler = CosineAnnealingLR(optimizer, self.epochs - self.warm_up)
+        if self.warm_up:
+            grow = LinearLR(optimizer, 1 / dist.get_world_size(), total_iters=self.warm_up)
+            scheduler = SequentialLR(optimizer, [grow, scheduler], [self.warm_up])
         for _ in range(self.epochs):
             order = torch.randperm(len(self.labels), generator=shuffle)
             batches = order.split(16)[: self.max_steps - len(self.losses)]
@@ -92,15 +93,7 @@ class Digits(Task):
                     )
             scheduler.step()
 
-    def _scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        decay = CosineAnnealingLR(optimizer, self.epochs - self.warm_up)
-        if not self.warm_up:
-            return decay
-        grow = LinearLR(optimizer, 1 / dist.get_world_size(), total_iters=self.warm_up)
-        return SequentialLR(optimizer, [grow, decay], [self.warm_up])
-
     def score(self, module: nn.Module) -> float:
-        """Return the test accuracy."""
         return accuracy(module, *self.test)
 
 
@@ -125,7 +118,6 @@ class Text(Task):
         return model, optimizer
 
     def train(self, model: GossipDataParallel, optimizer: Optimizer) -> None:
-        """Train on batches of four random windows of 128 bytes."""
         draw = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
         scheduler = decayed(optimizer, self.steps)
 
@@ -142,7 +134,6 @@ class Text(Task):
 
     @torch.no_grad()
     def score(self, module: nn.Module) -> float:
-        """Return the bits per byte of evenly spaced windows of other files."""
         losses = [byte_loss(module(part[:, :-1]), part[:, 1:]) for part in self.windows.split(32)]
         return float(torch.stack(losses).mean()) / math.log(2)
 
@@ -153,13 +144,9 @@ TASKS = {"digits": Digits, "text": Text}
 def train(
     task: Task, make_algorithm: Callable[[], Algorithm], rate: float = 1.0, **options: Any
 ) -> Row:
-    """Train on this rank; return what it found.
+    """Train on this rank at a factor of the task's own learning rate; return what it found.
 
-    Args:
-        task: the task.
-        make_algorithm: returns the algorithm, once the model has been built.
-        rate: a factor of the task's own learning rate.
-        options: of the trainer.
+    The algorithm is made once the model has been built.
     """
     module, optimizer = task.build()
     for group in optimizer.param_groups:
@@ -182,7 +169,6 @@ def train(
 
 
 def columns_of(data: str, ranks: Sequence[Row]) -> Row:
-    """Return the columns of a run that all comparisons have."""
     first, scores = ranks[0], [rank["score_of_rank"] for rank in ranks]
     return {
         "options": first["options"],

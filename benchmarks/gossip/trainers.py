@@ -1,6 +1,9 @@
-"""The compared methods, behind one interface that takes steps."""
+"""The compared methods as trainings that take turns, on links and beside slow ranks."""
 
-from collections.abc import Callable
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from benchmarks.gossip.models import Compute
+from benchmarks.gossip.models import Compute, RealCompute
+from benchmarks.harness import turns
 from pyparallel import GossipDataParallel, gossip
 from pyparallel.comm import Run
 from pyparallel.gossip.messages import NeighborExchange
@@ -27,20 +31,11 @@ Hook = Callable[..., torch.futures.Future[Tensor]]
 
 @dataclass(frozen=True)
 class Method:
-    """A method of data parallelism.
-
-    Args:
-        wrap: returns a wrapped module for a module and its optimizer.
-        closure: whether forward and backward are in the closure of ``optimizer.step``.
-    """
+    """A method of data parallelism."""
 
     name: str
     wrap: Wrap
-    closure: bool = False
-
-    def start(self, compute: Compute) -> "Training":
-        """Start training on this rank."""
-        return Training(compute, self)
+    closure: bool = False  # whether forward and backward are in the closure of ``optimizer.step``
 
 
 class Training:
@@ -54,7 +49,6 @@ class Training:
         self._module = method.wrap(module, self._optimizer)
 
     def step(self) -> None:
-        """Run forward, backward and update."""
         if self._closure:
             self._optimizer.step(self._evaluate)
         else:
@@ -68,7 +62,6 @@ class Training:
         return loss
 
     def finish(self) -> None:
-        """Merge messages in flight."""
         if isinstance(self._module, GossipDataParallel):
             self._module.flush()
 
@@ -86,22 +79,16 @@ class RoundAlone:
         """Do nothing: a round is complete when it returns."""
 
 
-def alone(module: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """Train without communication."""
-    return module
+def in_ddp(hook: Hook | None = None) -> Wrap:
+    """Return DDP with default buckets and gradients as views of them, and a hook."""
 
-
-@dataclass(frozen=True)
-class DataParallel:
-    """DDP with default buckets and gradients as views of them, and a hook."""
-
-    hook: Hook | None = None
-
-    def __call__(self, module: nn.Module, optimizer: Optimizer) -> nn.Module:
+    def wrap(module: nn.Module, optimizer: Optimizer) -> nn.Module:
         wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
-        if self.hook:
-            wrapped.register_comm_hook(None, self.hook)
+        if hook:
+            wrapped.register_comm_hook(None, hook)
         return wrapped
+
+    return wrap
 
 
 def bf16_unchecked(
@@ -111,28 +98,115 @@ def bf16_unchecked(
     return bf16_compress_hook(group, bucket)
 
 
-@dataclass(frozen=True)
-class Gossip:
-    """GossipDataParallel with an algorithm for a number of ranks."""
-
-    make_algorithm: Callable[[int], gossip.Algorithm]
-
-    def __call__(self, module: nn.Module, optimizer: Optimizer) -> nn.Module:
-        algorithm = self.make_algorithm(dist.get_world_size())
-        return GossipDataParallel(module, optimizer, algorithm)
+def by_gossip(make_algorithm: Callable[[int], gossip.Algorithm]) -> Wrap:
+    """Return GossipDataParallel with an algorithm for a number of ranks."""
+    return lambda module, optimizer: GossipDataParallel(
+        module, optimizer, make_algorithm(dist.get_world_size())
+    )
 
 
-def sgp(overlap: int) -> Gossip:
-    """Return SGP whose rounds are in flight for ``overlap`` steps."""
-    return Gossip(lambda n: gossip.SGP(OnePeerExponential(n), overlap=overlap))
+def sgp(overlap: int) -> Wrap:
+    return by_gossip(lambda n: gossip.SGP(OnePeerExponential(n), overlap=overlap))
 
 
+ALONE = Method("compute alone", lambda module, optimizer: module)
+DDP = Method("DDP", in_ddp())
 SGP = Method("SGP", sgp(0))
 OVERLAPPED = Method("SGP, overlap=1", sgp(1))
-SGP_CLOSURE = Method("SGP, closure", sgp(0), closure=True)
-OVERLAPPED_CLOSURE = Method("SGP, overlap=1, closure", sgp(1), closure=True)
-OVERLAPPED_4 = Method("SGP, overlap=4", sgp(4))
-ADPSGD = Method("ADPSGD", Gossip(lambda n: gossip.ADPSGD(Ring(n))))
-DDP = Method("DDP", DataParallel())
-DDP_HALVED = Method("DDP, bf16 hook", DataParallel(bf16_unchecked))
-ALONE = Method("compute alone", alone)
+METHODS = [ALONE, DDP, Method("DDP, bf16 hook", in_ddp(bf16_unchecked)), SGP, OVERLAPPED]
+WITH_CLOSURES = [
+    ALONE,
+    SGP,
+    Method("SGP, closure", sgp(0), closure=True),
+    OVERLAPPED,
+    Method("SGP, overlap=1, closure", sgp(1), closure=True),
+]
+ROUND_ALONE = "round alone"
+
+
+def measure_steps(
+    rank: int, compute: Compute, num_turns: int, num_steps: int, methods: Sequence[Method] = METHODS
+) -> dict[str, list[float]]:
+    """Return the seconds per step of each method in each turn, on the slowest rank."""
+    trainings: dict[str, turns.Training] = {each.name: Training(compute, each) for each in methods}
+    trainings[ROUND_ALONE] = RoundAlone(compute)
+    for training in trainings.values():  # connects and warms up
+        training.step()
+        training.finish()
+    return turns.time_blocks(trainings, num_turns, num_steps)
+
+
+def measure_closures(
+    rank: int, compute: Compute, num_turns: int, num_steps: int
+) -> dict[str, list[float]]:
+    """Return the same with closures and without."""
+    return measure_steps(rank, compute, num_turns, num_steps, WITH_CLOSURES)
+
+
+def hidden_fraction(seconds: Mapping[str, Sequence[float]], method: str) -> float:
+    """Return the overlapped fraction of the shorter of communication and compute in a method."""
+    names = (ROUND_ALONE, ALONE.name, method)
+    communication, compute, both = (statistics.median(seconds[name]) for name in names)
+    return (communication + compute - both) / min(communication, compute)
+
+
+BESIDE_STRAGGLERS = [
+    DDP,
+    SGP,
+    OVERLAPPED,
+    Method("SGP, overlap=4", sgp(4)),
+    Method("ADPSGD", by_gossip(lambda n: gossip.ADPSGD(Ring(n)))),
+]
+SLOWER, SLOW_RANK, PROBABILITY = 3, 3, 0.1
+STRAGGLING_MODEL = RealCompute(layers=2, width=64, batch=8)
+EVEN, ONE_SLOW = "no straggler", "one rank 3 times slower"
+AT_RANDOM = "each step 3 times longer with probability 1/10"
+SCENARIOS = [EVEN, ONE_SLOW, AT_RANDOM]
+
+
+def factor(scenario: str, rank: int, turn: int, step: int) -> int:
+    """Return how many times longer a step takes; the same steps for all methods."""
+    chance = random.Random(f"{turn} {rank} {step}").random()
+    is_slow = {EVEN: False, ONE_SLOW: rank == SLOW_RANK, AT_RANDOM: chance < PROBABILITY}
+    return SLOWER if is_slow[scenario] else 1
+
+
+@dataclass(frozen=True)
+class StragglerPlan:
+    """Numbers of turns and steps, and the duration of a step."""
+
+    turns: int
+    lead: int  # steps before timing starts, until fast ranks are as far ahead as they can get
+    steps: int
+    seconds: float
+
+
+def measure_stragglers(rank: int, plan: StragglerPlan) -> dict[tuple[str, str], list[float]]:
+    """Return this rank's seconds per step by method and scenario, one entry for each turn.
+
+    The rank that is always slow is left out of its scenario.
+    """
+    trainings = {method.name: Training(STRAGGLING_MODEL, method) for method in BESIDE_STRAGGLERS}
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for turn in range(plan.turns):
+        for scenario in SCENARIOS:
+            for name, training in trainings.items():
+                elapsed = time_steps(training, scenario, rank, turn, plan)
+                if (scenario, rank) != (ONE_SLOW, SLOW_RANK):
+                    seconds.setdefault((name, scenario), []).append(elapsed)
+    return seconds
+
+
+def time_steps(
+    training: Training, scenario: str, rank: int, turn: int, plan: StragglerPlan
+) -> float:
+    dist.barrier()
+    begin = time.perf_counter()
+    for step in range(plan.lead + plan.steps):
+        if step == plan.lead:
+            begin = time.perf_counter()
+        time.sleep(plan.seconds * factor(scenario, rank, turn, step))
+        training.step()
+    elapsed = time.perf_counter() - begin
+    training.finish()
+    return elapsed / plan.steps

@@ -31,22 +31,15 @@ with contextlib.suppress(ProcessLookupError):
 
 @dataclass(frozen=True)
 class Step:
-    """A command of Python with its time limit.
+    """A command of Python with its time limit."""
 
-    Args:
-        name: for the log, the summary and ``--only``.
-        arguments: of Python; ``{seconds}`` in them becomes the deadline that it must keep.
-        seconds: its time limit, if so much is left.
-        prefix: program and options that run Python, such as compute-sanitizer.
-        environment: variables for this step alone.
-        optional: its failure is reported but does not fail the run, because it is experimental.
-    """
-
-    name: str
+    name: str  # for the log, the summary and ``--only``
+    # Of Python; ``{seconds}`` in them becomes the deadline that it must keep
     arguments: Sequence[str]
-    seconds: float
-    prefix: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    seconds: float  # its time limit, if so much is left
+    prefix: Sequence[str] = ()  # program and options that run Python, such as compute-sanitizer
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables for this step alone
+    # Its failure is reported but does not fail the run, because it is experimental
     optional: bool = False
 
 
@@ -83,7 +76,6 @@ def run_steps(
 
 
 def describe(status: int) -> str:
-    """Return an exit status in words."""
     if status == TIMED_OUT:
         return "timed out (exit 124)"
     return f"killed by signal {-status}" if status < 0 else f"exit {status}"
@@ -106,7 +98,8 @@ def run_step(step: Step, python: Path, log: IO[bytes], seconds: float) -> tuple[
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
-    copier = _Copier(process.stdout, log)
+    end = bytearray()
+    copier = threading.Thread(target=_copy, args=(process.stdout, log, end), daemon=True)
     copier.start()
     try:
         status = process.wait(seconds)
@@ -120,7 +113,8 @@ def run_step(step: Step, python: Path, log: IO[bytes], seconds: float) -> tuple[
         process.wait()
         guard.communicate()
         copier.join(10)  # a process that has left the session may keep it open
-    return status, copier.last_line
+    lines = end.decode(errors="replace").split("\n")
+    return status, next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _signal_group(leader: int, number: int) -> None:
@@ -128,25 +122,12 @@ def _signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
-class _Copier(threading.Thread):
-    """Copies a pipe to the log and to the screen."""
-
-    def __init__(self, source: IO[bytes], log: IO[bytes]) -> None:
-        super().__init__(daemon=True)
-        self._source = source
-        self._log = log
-        self._end = b""
-
-    @property
-    def last_line(self) -> str:
-        lines = self._end.decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-    def run(self) -> None:
-        with self._source:
-            while chunk := self._source.read1(2**16):
-                self._end = (self._end + chunk)[-2000:]
-                _write(self._log, chunk)
+def _copy(source: IO[bytes], log: IO[bytes], end: bytearray) -> None:
+    """Copy a pipe to the log and to the screen; keep its end."""
+    with source:
+        while chunk := source.read1(2**16):
+            end[:] = (end + chunk)[-2000:]
+            _write(log, chunk)
 
 
 def _write(log: IO[bytes], text: bytes) -> None:

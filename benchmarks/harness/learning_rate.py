@@ -14,12 +14,10 @@ def rate(step: int, steps: int, warm_up: float = 0.05) -> float:
 
 
 def decayed(optimizer: Optimizer, steps: int, warm_up: float = 0.05) -> LambdaLR:
-    """Return the scheduler of these rates."""
     return LambdaLR(optimizer, lambda step: rate(min(step, steps), steps, warm_up))
 
 
 def set_rate(optimizers: Iterable[Optimizer], lr: float) -> None:
-    """Set the learning rate of all parameter groups."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr

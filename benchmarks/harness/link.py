@@ -18,18 +18,14 @@ BURST, LATENCY = "256kb", "50ms"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address, interface and namespaces over which the ranks of a run connect.
-
-    Args:
-        namespaces: the file of each rank's network namespace; empty: all use the current one.
-        bridge: the process that holds the namespace of the bridge between them.
-    """
+    """Address, interface and namespaces over which the ranks of a run connect."""
 
     host: str
     port: int
     interface: str
+    # The file of each rank's network namespace; empty: all use the current one
     namespaces: Sequence[str] = ()
-    bridge: int | None = None
+    bridge: int | None = None  # the process that holds the namespace of the bridge between them
 
     def enter(self, rank: int) -> None:
         """Move the calling thread to its rank's namespace; threads started later inherit it."""
@@ -44,7 +40,6 @@ class Rendezvous:
 
 @contextmanager
 def loopback() -> Iterator[Rendezvous]:
-    """Connect all ranks over this machine's loopback, without a rate limit."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -101,7 +96,6 @@ def read_sent() -> int:
 
 def set_link(place: Rendezvous, rank: int, state: str) -> None:
     """Cut a rank of `limited_links` off (``"down"``), or connect it again (``"up"``)."""
-    assert place.bridge is not None
     _inside(place.bridge, f"ip link set port{rank} {state}")
 
 
@@ -115,15 +109,12 @@ def _namespace() -> Iterator[int]:
     except FileNotFoundError as error:
         raise RuntimeError(f"network namespaces need unshare of util-linux: {error}") from error
     with process:
-        assert process.stdout
-        assert process.stderr
         if process.stdout.readline() != "ready\n":
             raise RuntimeError(f"no network namespace: {process.stderr.read().strip()}")
         yield process.pid
 
 
 def _inside(holder: int, command: str) -> None:
-    """Run a command in the network namespace of a process."""
     enter = ["nsenter", "--target", str(holder), "--net", *command.split()]
     done = subprocess.run(enter, capture_output=True, text=True, check=False)
     if done.returncode:

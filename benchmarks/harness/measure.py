@@ -63,7 +63,6 @@ def sweep(*kinds: tuple[Callable[..., Case], Sequence[tuple]]) -> Callable[..., 
 
 
 def name_of(*kinds: torch.dtype) -> list[str]:
-    """Return the names of dtypes without that of torch."""
     return [str(kind).removeprefix("torch.") for kind in kinds]
 
 
@@ -221,7 +220,6 @@ def print_header() -> None:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print lines of a readable table."""
     for row in rows:
         spread = f"{float(row['p20_ms']):.2f}..{float(row['p80_ms']):.2f}"
         print(f"{row['op']:<13} {row['case']:<32} {row['numel']:>10,} {row['provider']:<32} "

@@ -38,6 +38,7 @@ STYLE = {
     "axes.axisbelow": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    "figure.labelsize": 11,
     "figure.titlesize": 13,
     "figure.titleweight": "bold",
     "grid.color": "0.9",
@@ -63,12 +64,10 @@ def shows(select: Callable[[Sequence[Row]], Sequence[Row]]) -> Callable[[Picture
 
 
 def shows_part(name: str) -> Callable[[Picture], Picture]:
-    """Give a picture the rows of a part of a benchmark."""
     return shows(lambda rows: where(rows, part=name))
 
 
 def panels(title: str, count: int, height: float, **options: object) -> tuple:
-    """Return a figure with a title, and its axes side by side."""
     figure, axes = plt.subplots(
         1, count, figsize=(WIDTH, height), layout="constrained", squeeze=False, **options
     )
@@ -82,11 +81,7 @@ def legend(figure: plt.Figure, axes: plt.Axes, columns: int) -> None:
 
 
 def bars(
-    axes: plt.Axes,
-    names: Sequence[str],
-    values: Sequence[float],
-    colors: Sequence[str],
-    show: str,
+    axes: plt.Axes, names: Sequence[str], values: Sequence[float], colors: Sequence[str], show: str
 ) -> None:
     """Draw horizontal bars, the first on top, with their values at their ends."""
     axes.barh(range(len(names)), values, color=colors)
@@ -100,30 +95,23 @@ def bars(
     axes.margins(x=0.17)
 
 
+def gray_if_torch(system: str) -> str:
+    return PEER if system.startswith("torch") else OURS
+
+
 def bars_by_case(
-    rows: Sequence[Row],
-    title: str,
-    height: float,
-    value: Callable[[Row], float],
-    show: str,
-    color: Callable[[str], str],
-    column: str = "system",
-) -> tuple:
+    rows: Sequence[Row], title: str, height: float, field: str, show: str,
+    color: Callable[[str], str] = gray_if_torch, column: str = "system", scale: float = 1,
+) -> tuple:  # fmt: skip
     """Return a figure with bars of all systems in a panel for each case, and its axes."""
     cases, names = of(rows, "case"), of(rows, column)
     figure, axes = panels(title, len(cases), height, sharey=True)
     for own, case in zip(axes, cases, strict=True):
-        found = {row[column]: value(row) for row in where(rows, case=case)}
-        bars(
-            own, names, [found.get(name, math.nan) for name in names], list(map(color, names)), show
-        )
+        found = {row[column]: scale * float(row[field]) for row in where(rows, case=case)}
+        values = [found.get(name, math.nan) for name in names]
+        bars(own, names, values, list(map(color, names)), show)
         own.set_title(case)
     return figure, axes
-
-
-def gray_if_torch(system: str) -> str:
-    """Return the color of a system: those of torch are gray."""
-    return PEER if system.startswith("torch") else OURS
 
 
 def dots(

@@ -4,11 +4,21 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.rows import RESULTS, Row, machine, print_rows, replace_rows
+import torch
+
+from benchmarks.harness.rows import (
+    RESULTS,
+    Row,
+    RunRows,
+    machine,
+    print_rows,
+    read_rows,
+    replace_rows,
+)
 
 Parts = Mapping[str, Callable[[Any], Iterator[list[Row]]]]
 
@@ -24,20 +34,39 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     return parser
 
 
-def parser_of_parts(area: str, description: str | None, parts: Parts) -> argparse.ArgumentParser:
-    """Return the argument parser of ``python -m benchmarks.<area>.bench``."""
-    parser = make_parser(f"{area}.bench", description)
-    parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
-    parser.add_argument("--dry-run", action="store_true")
-    return parser
+def compare(
+    module: str,
+    description: str | None,
+    rows: RunRows,
+    find_runs: Callable[[argparse.Namespace], Iterable[Any]],
+    perform: Callable[[Any], Row],
+    markdown: Callable[[Sequence[Row]], str],
+    seeds: Sequence[int] | None,
+    **choices: Sequence[str],
+) -> None:
+    """Perform the runs that the command line of a comparison chooses and that have no row.
 
-
-def parser_of_runs(module: str, description: str | None, out: str) -> argparse.ArgumentParser:
-    """Return the argument parser of a comparison whose runs have a row each in a file."""
+    Then the tables of all rows are printed. Each of ``choices`` is an argument, by default all of
+    its values.
+    """
     parser = make_parser(module, description)
-    parser.set_defaults(out=RESULTS / out)
+    parser.set_defaults(out=rows.path)
     parser.add_argument("--again", action="store_true", help="also run what has a row")
-    return parser
+    parser.add_argument("--seeds", nargs="*", type=int, default=seeds, help="none: only print")
+    for name, values in choices.items():
+        parser.add_argument(f"--{name}", nargs="*", choices=values, default=values)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows.path = options.out
+    rows.complete(find_runs(options), perform, again=options.again)
+    print(markdown(read_rows(rows.path)))
+
+
+def save(rows: Sequence[Row], name: str, fields: Sequence[str], out: Path | None = None) -> None:
+    """Write rows to a file, by default that of a name and this machine, and print where."""
+    path = out or RESULTS / f"{name}-{machine()}.csv"
+    replace_rows(rows, path, fields)
+    print(f"\nrows: {path}")
 
 
 def prepare_for_ranks() -> None:
@@ -47,9 +76,30 @@ def prepare_for_ranks() -> None:
 
 
 def run_parts(
-    area: str, parts: Parts, sizes: Any, options: argparse.Namespace, fields: Sequence[str]
+    area: str,
+    description: str | None,
+    parts: Parts,
+    fields: Sequence[str],
+    full: Any,
+    dry: Any,
+    **more: tuple[Any, str],
 ) -> None:
-    """Run the requested parts; rows are printed and written after each batch."""
+    """Run the parts that the command line of ``python -m benchmarks.<area>.bench`` names.
+
+    Rows are printed and written after each batch, which a part, a function of the sizes, yields.
+    ``more`` are arguments besides, which replace an attribute of the sizes: default and help.
+    """
+    parser = make_parser(f"{area}.bench", description)
+    parser.epilog = f"""Rows go to benchmarks/results/{area}-<machine>.csv, replacing those of the
+parts that were measured. python -m benchmarks.{area}.picture FILE.csv draws them."""
+    parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, as a test")
+    for name, (default, help_text) in more.items():
+        parser.add_argument(f"--{name}", default=default, help=help_text)
+    options = parser.parse_args()
+    sizes = dry if options.dry_run else full
+    for name in more:
+        setattr(sizes, name, getattr(options, name))
     prepare_for_ranks()
     path = options.out or RESULTS / f"{area}-{machine()}.csv"
     for part in options.parts:

@@ -6,6 +6,7 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -33,8 +34,9 @@ def run_ranks(
     try:
         for rank in range(num_ranks):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
-            arguments_of_rank = (rank, num_ranks, place, seconds, sender, function, arguments)
-            process = _CONTEXT.Process(target=_run_rank, args=arguments_of_rank)
+            work = partial(function, rank, *arguments)
+            of_rank = (rank, num_ranks, place, seconds, sender, work)
+            process = _CONTEXT.Process(target=_run_rank, args=of_rank)
             process.start()
             sender.close()
             pipes.append(receiver)
@@ -52,7 +54,6 @@ def run_ranks(
 def run_on_loopback(
     num_ranks: int, seconds: float, function: Callable[..., Any], *arguments: Any
 ) -> list[Any]:
-    """Return `run_ranks` on this machine's loopback."""
     with loopback() as place:
         return run_ranks(num_ranks, place, seconds, function, *arguments)
 
@@ -62,10 +63,10 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     while len(answers) < len(pipes):
         ready = wait([pipe for pipe in pipes if pipe not in answers], deadline - time.monotonic())
         if not ready:
-            raise RuntimeError(f"ranks {_missing(pipes, answers)} exceeded the time limit")
+            missing = [rank for rank, pipe in enumerate(pipes) if pipe not in answers]
+            raise RuntimeError(f"ranks {missing} exceeded the time limit")
         errors = []  # of all ranks: the first may only report that another has failed
         for pipe in ready:
-            assert isinstance(pipe, Connection)
             try:
                 answers[pipe], error = pipe.recv()
             except EOFError:
@@ -77,32 +78,19 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     return [answers[pipe] for pipe in pipes]
 
 
-def _missing(pipes: list[Connection], answers: dict[Connection, Any]) -> list[int]:
-    return [rank for rank, pipe in enumerate(pipes) if pipe not in answers]
-
-
 def _run_rank(
-    rank: int,
-    num_ranks: int,
-    place: Rendezvous,
-    seconds: float,
-    sender: Connection,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    rank: int, num_ranks: int, place: Rendezvous, seconds: float, sender: Connection, work: partial
 ) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True)
     place.enter(rank)
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     try:
+        store = f"tcp://{place.host}:{place.port}"
         dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{place.host}:{place.port}",
-            rank=rank,
-            world_size=num_ranks,
-            timeout=GROUP_TIMEOUT,
+            "gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT
         )
-        answer = function(rank, *arguments)
+        answer = work()
         dist.barrier()  # rank 0 holds the store, so it must leave last
         dist.destroy_process_group()
         sender.send((answer, None))

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -52,24 +53,17 @@ def replace_rows(
     write_rows([*kept, *rows], path, fields)
 
 
+@dataclass
 class RunRows:
-    """A file with a row for each run, which begins with the run's key; sorted by key.
+    """A file with a row for each run, which begins with the run's key; sorted by key."""
 
-    Args:
-        path: of the file.
-        fields: its columns.
-        num_keys: how many of them are the key.
-    """
-
-    def __init__(self, path: Path, fields: Sequence[str], num_keys: int) -> None:
-        self.path, self.fields, self.num_keys = path, fields, num_keys
-
-    def key_of(self, row: Row) -> Key:
-        return tuple(row[name] for name in self.fields[: self.num_keys])
+    path: Path
+    fields: Sequence[str]
+    num_keys: int  # how many of the fields are the key
 
     def read(self) -> dict[Key, Row]:
-        """Return the rows of the file by key."""
-        return {self.key_of(row): row for row in read_rows(self.path)}
+        names = self.fields[: self.num_keys]
+        return {tuple(row[name] for name in names): row for row in read_rows(self.path)}
 
     def add(self, key: Key, columns: Row) -> Row:
         """Add the row of a key, or replace it, in the file as it is now; return the row."""
@@ -81,7 +75,10 @@ class RunRows:
     def complete(
         self, runs: Iterable[Any], perform: Callable[[Any], Row], *, again: bool = False
     ) -> None:
-        """Perform the runs whose ``key`` has no row, or all of them; write each row at once."""
+        """Perform the runs whose ``key`` has no row, or all of them; write each row at once.
+
+        ``perform`` trains once, and returns the columns after the key.
+        """
         for run in runs:
             if again or run.key not in self.read():
                 print(*run.key, file=sys.stderr, flush=True)
@@ -97,20 +94,12 @@ def shorten(losses_of_ranks: Sequence[Sequence[float]], count: int = 40) -> list
 
 
 def as_text(numbers: Iterable[float]) -> str:
-    """Return numbers as a cell has them."""
     return " ".join(f"{number:.4g}" for number in numbers)
 
 
-def tenths_of(times: Sequence[float]) -> list[float]:
-    """Return the nine values that divide repeated times into tenths."""
-    if len(times) == 1:
-        return [times[0]] * 9
-    return statistics.quantiles(times, n=10, method="inclusive")
-
-
 def summary(times: Sequence[float], unit: str = "ms", digits: int = 3) -> Row:
-    """Return median and spread of repeated times in seconds, with torch version and commit."""
-    tenths = tenths_of(times)
+    repeated = times if len(times) > 1 else [*times, *times]
+    tenths = statistics.quantiles(repeated, n=10, method="inclusive")
     found = {"median": statistics.median(times), "p20": tenths[1], "p80": tenths[7]}
     columns = {
         f"{name}_{unit}": f"{seconds * SCALES[unit]:.{digits}f}" for name, seconds in found.items()
@@ -130,14 +119,8 @@ def rows_of(
 ) -> list[Row]:
     """Return a row for each of what took turns, with the ratio of its median to that of the base.
 
-    Args:
-        seconds: of each, by its name.
-        base: seconds of what all are compared with.
-        ratio_is: what the ratio is; if it begins with ``speed``, it is the base's time to its own.
-        name: the column of the names.
-        digits: of the ratio.
-        more: columns of a name, which may replace the others.
-        columns: those of all rows.
+    If what the ratio is begins with ``speed``, it is the base's time to the other. ``name`` is the
+    column of the names; ``more`` gives columns of a name, which may replace those of all rows.
     """
 
     def ratio(times: Sequence[float]) -> float:
@@ -162,7 +145,6 @@ SHOWN |= {"part", "case", "compute", "ranks", "microbatches", "numel", "torch", 
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print rows of one part as a readable table."""
     first = rows[0]
     print(f"\n{first['part']}, {first['case']}; {first.get('compute', '')}")
     for row in rows:
@@ -189,7 +171,6 @@ def machine() -> str:
 
 
 def stamp() -> Row:
-    """Return the columns that say by which torch and which commit a row was measured."""
     return {"torch": torch.__version__, "commit": commit()}
 
 

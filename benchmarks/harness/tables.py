@@ -13,23 +13,14 @@ from benchmarks.harness.rows import Row
 
 @dataclass(frozen=True)
 class Measure:
-    """A score of rows, and how it is compared and printed.
-
-    Args:
-        title: what it is.
-        unit: ``points``, ``%`` of the other score, or nothing: that of the score itself.
-        show: its format.
-        limit: of differences that are no matter.
-        field: its column.
-        data: which task it is of.
-    """
+    """A score of rows, and how it is compared and printed."""
 
     title: str
-    unit: str
+    unit: str  # ``points``, ``%`` of the other score, or nothing: that of the score itself
     show: str
-    limit: float
-    field: str = "score"
-    data: str = ""
+    limit: float  # of differences that are no matter
+    field: str = "score"  # its column
+    data: str = ""  # which task it is of
 
     def difference(self, score: float, exact: float) -> float:
         """Return how much higher a score is, in the unit."""
@@ -88,12 +79,10 @@ def grouped(rows: Sequence[Row], column: str, first: Sequence[str] = ()) -> dict
 
 
 def mean(rows: Sequence[Row], field: str) -> float:
-    """Return the mean of a column."""
     return statistics.fmean(float(row[field]) for row in rows)
 
 
 def numbers(cell: str) -> list[float]:
-    """Return the numbers of a cell."""
     return [float(number) for number in cell.split()]
 
 
@@ -104,7 +93,6 @@ def mean_losses(rows: Sequence[Row]) -> list[float]:
 
 
 def markdown_table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """Return a table of cells."""
     rows = (f"| {' | '.join(map(str, cells))} |" for cells in (head, *lines))
     first, *others = rows
     return "\n".join([first, "|---" * len(head) + "|", *others, ""])

@@ -33,13 +33,8 @@ def take_turns(
 ) -> dict[Name, list[Found]]:
     """Return what each run returns in every turn, without the first turns, which warm up.
 
-    The order of a turn is random, and the same on all ranks.
-
-    Args:
-        runs: called once in each turn.
-        turns: how many are kept.
-        warm_up: how many come before those.
-        before: is called before each run, such as a barrier.
+    The order of a turn is random, and the same on all ranks; ``before``, such as a barrier, is
+    called before each run.
     """
     found: dict[Name, list[Found]] = {name: [] for name in runs}
     order = random.Random(0)
@@ -53,16 +48,18 @@ def take_turns(
 
 
 def timed(function: Callable[..., object], *arguments: Any) -> float:
-    """Return the seconds of a call."""
     begin = time.perf_counter()
     function(*arguments)
     return time.perf_counter() - begin
 
 
-def time_block(training: Training, steps: int) -> float:
+def time_block(
+    training: Training, steps: int, begin_timing: Callable[[], object] = lambda: None
+) -> float:
     """Return the seconds per step in steady state, after one step that is not timed."""
     dist.barrier()
     training.step()
+    begin_timing()
     begin = time.perf_counter()
     for _ in range(steps):
         training.step()
@@ -80,7 +77,6 @@ def time_blocks(
 
 
 def slowest(seconds: Mapping[Name, Sequence[float]]) -> dict[Name, list[float]]:
-    """Return the maximum over ranks of each time."""
     return {name: largest(times) for name, times in seconds.items()}
 
 

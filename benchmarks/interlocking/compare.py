@@ -11,31 +11,32 @@ seed all windows are also trained at the other rates. All use the same batches a
 weights, heads included. One process holds all stages, which does not change the results.
 """
 
+import argparse
 import itertools
 from collections.abc import Iterable, Iterator
 
-from benchmarks.harness.program import parser_of_runs
+from benchmarks.harness.program import compare
+from benchmarks.harness.rows import RESULTS, RunRows
 from benchmarks.interlocking.table import markdown
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS, Trial
-from benchmarks.pipeline.training import Run, add_arguments, complete
+from benchmarks.pipeline.tasks import FIELDS, Run, perform
 
 WINDOWS = {str(window) for window in range(1, NUM_STAGES + 1)}
 NUM_SEEDS = 5
 
 
 def main() -> None:
-    parser = parser_of_runs("interlocking.compare", __doc__, "interlocking-accuracy.csv")
-    add_arguments(parser, [trial.task.name for trial in TRIALS], NUM_SEEDS)
-    windows = list(TRIALS[0].contestants())
-    parser.add_argument("--windows", nargs="*", choices=windows, default=windows)
-    options = parser.parse_args()
+    name, seeds = "interlocking", range(NUM_SEEDS)
+    rows = RunRows(RESULTS / f"{name}-accuracy.csv", FIELDS, num_keys=4)
+    choices = {"tasks": [trial.task.name for trial in TRIALS]}
+    choices["windows"] = list(TRIALS[0].contestants())
+    compare(f"{name}.compare", __doc__, rows, find_runs, perform, markdown, seeds, **choices)
+
+
+def find_runs(options: argparse.Namespace) -> Iterator[Run]:
     trials = [trial for trial in TRIALS if trial.task.name in options.tasks]
-    runs = (
-        each
-        for seed, trial in itertools.product(options.seeds, trials)
-        for each in runs_of(trial, options.windows, seed)
-    )
-    complete(options, runs, markdown)
+    for seed, trial in itertools.product(options.seeds, trials):
+        yield from runs_of(trial, options.windows, seed)
 
 
 def runs_of(trial: Trial, names: Iterable[str], seed: int) -> Iterator[Run]:

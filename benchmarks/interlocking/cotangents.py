@@ -18,51 +18,33 @@ TOGETHER, APART = "together", "one after the other"
 
 
 @dataclass(frozen=True)
-class MLP:
-    """Two linear layers with a ReLU between them."""
+class Compute:
+    """A transformer block on samples of some length; without a length, two layers of an MLP."""
 
     width: int
     samples: int
+    length: int | None = None
 
     @property
     def name(self) -> str:
-        return f"MLP, width {self.width}, {self.samples} samples"
-
-    def build(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(self.width, self.width), nn.ReLU(), nn.Linear(self.width, self.width)
-        )
-
-    def make_input(self) -> Tensor:
-        return torch.randn(self.samples, self.width)
-
-
-@dataclass(frozen=True)
-class OneBlock:
-    """A transformer block."""
-
-    width: int
-    samples: int
-    length: int
-
-    @property
-    def name(self) -> str:
+        if self.length is None:
+            return f"MLP, width {self.width}, {self.samples} samples"
         return f"transformer block, width {self.width}, {self.samples} x {self.length} tokens"
 
     def build(self) -> nn.Module:
-        return Block(self.width, 4 * self.width, num_heads=4)
+        width = self.width
+        if self.length is None:
+            return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+        return Block(width, 4 * width, num_heads=4)
 
     def make_input(self) -> Tensor:
-        return torch.randn(self.samples, self.length, self.width)
-
-
-Compute = MLP | OneBlock
+        length = () if self.length is None else (self.length,)
+        return torch.randn(self.samples, *length, self.width)
 
 
 def measure(
     rank: int, computes: Sequence[Compute], counts: Sequence[int], turns: int
 ) -> dict[tuple[str, int], dict[str, list[float]]]:
-    """Return seconds of both ways in turns, by module and number of gradients."""
     return {
         (compute.name, count): measure_one(compute, count, turns)
         for compute in computes
@@ -71,11 +53,9 @@ def measure(
 
 
 def measure_one(compute: Compute, count: int, turns: int) -> dict[str, list[float]]:
-    """Return the seconds of ``count`` gradients in each turn."""
     stage = InterlockingStage(0, compute.build(), [], LiveWeights(None), None, None)
     inputs = compute.make_input().requires_grad_()
     output = stage.forward(0, inputs, MicrobatchSplitter(None, None, 0, 1))
-    assert isinstance(output, Tensor)
     gradients = [(torch.randn_like(output),) for _ in range(count)]
     at_once = {TOGETHER: count, APART: 1}
     runs = {n: partial(timed, input_vjp, stage, gradients, each) for n, each in at_once.items()}

@@ -1,7 +1,4 @@
-"""Pictures of interlocking backpropagation: accuracy, step times, and a slow last stage.
-
-``python -m benchmarks.interlocking.picture FILE.csv`` draws those that the file has rows for.
-"""
+"""Pictures of interlocking backpropagation: accuracy, step times, and a slow last stage."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,22 +8,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from benchmarks.harness import pictures
-from benchmarks.harness.pictures import (
-    BLACK,
-    BLUE,
-    GRAY,
-    GREEN,
-    ORANGE,
-    RED,
-    SKY,
-    bars,
-    bars_by_case,
-    label_ends,
-    legend,
-    panels,
-    shows,
-    shows_part,
-)
+from benchmarks.harness.pictures import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import grouped, values, where
 from benchmarks.interlocking.table import ORDER, judged_by, title
@@ -45,20 +27,18 @@ OF_SYSTEM = {
 
 
 def trained(rows: Sequence[Row]) -> list[tuple[Task, list[Row]]]:
-    """Return the tasks that have rows, and those."""
     found = [(trial.task, where(rows, task=trial.task.name)) for trial in TRIALS]
     return [(task, own) for task, own in found if own]
 
 
 def draw_accuracy(rows: Sequence[Row], name: str) -> Figure | None:
-    """Draw a hollow dot for each seed, and mean and standard deviation."""
     found = [(task, own) for task, own in trained(rows) if task.name == name]
     if not found:
         return None
     ((task, own),) = found
     groups = select(own, task, task.main_rate, ORDER)
     measure = judged_by(own)
-    figure, (axes,) = panels(f"Which window learns best? {name.capitalize()}", 1, 4.4)
+    figure, (axes,) = pictures.panels(f"Which window learns best? {name.capitalize()}", 1, 4.4)
     for place, (contestant, group) in enumerate(groups.items()):
         seeds, color = values(group, measure), OF_WINDOW[contestant[0]]
         axes.plot(seeds, [place] * len(seeds), "o", mfc="white", mec=color, ms=5)
@@ -79,37 +59,33 @@ def draw_accuracy(rows: Sequence[Row], name: str) -> Figure | None:
     return figure
 
 
-@shows(trained)
+@pictures.shows(trained)
 def draw_losses(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
-    """Draw the mean training loss of each window by update."""
-    figure, axes = panels("How fast does each window learn?", len(found), 4.2)
+    figure, axes = pictures.panels("How fast does each window learn?", len(found), 4.2)
     colors = {title(window): color for window, color in OF_WINDOW.items()}
     for own, (task, of_task) in zip(axes, found, strict=True):
         groups = select(of_task, task, task.main_rate, ORDER)
         plain = {title(name): group for name, group in groups.items() if name in OF_WINDOW}
         draw_curves(own, plain, task, colors)
-    legend(figure, axes[0], 4)
+    pictures.legend(figure, axes[0], 4)
     return figure
 
 
-@shows_part("windows")
+@pictures.shows_part("windows")
 def draw_windows(rows: Sequence[Row]) -> Figure:
-    """Draw the median step time of each system."""
     name = "How long is a step? Four stages that sleep"
-    figure, axes = bars_by_case(
-        rows, name, 3.4, lambda row: float(row["median_ms"]), "{:.0f}", OF_SYSTEM.__getitem__
-    )
+    color = OF_SYSTEM.__getitem__
+    figure, axes = pictures.bars_by_case(rows, name, 3.4, "median_ms", "{:.0f}", color)
     for own in axes:
         own.set_title(f"{own.get_title()} microbatch{'es' if own.get_title() != 'M = 1' else ''}")
         own.set_xlabel("ms per step")
     return figure
 
 
-@shows_part("straggler")
+@pictures.shows_part("straggler")
 def draw_straggler(rows: Sequence[Row]) -> Figure:
-    """Draw the first stage's step times, from the step before the last stage is slow."""
     title = "When does a slow last stage slow the first one down?"
-    figure, (axes,) = panels(title, 1, 4.4)
+    figure, (axes,) = pictures.panels(title, 1, 4.4)
     highest = max(float(row["median_ms"]) for row in rows)
     ends = {}
     for system, own in grouped(rows, "system").items():
@@ -118,7 +94,7 @@ def draw_straggler(rows: Sequence[Row]) -> Figure:
         line = "o--" if system == "OneForwardOneBackward" else "o-"  # may hide others
         axes.plot(steps, times, line, color=OF_SYSTEM[system], ms=5)
         ends[system] = (steps[-1], times[-1], OF_SYSTEM[system])
-    label_ends(axes, ends, 0.06 * highest)
+    pictures.label_ends(axes, ends, 0.06 * highest)
     axes.axvspan(-0.1, steps[-1] + 0.1, color="0.95", zorder=0)
     axes.set_xticks(steps, [f"t{step:+d}" if step else "t" for step in steps])
     axes.set(ylabel="ms per step of the first stage", ylim=(0, 1.15 * highest))
@@ -126,13 +102,12 @@ def draw_straggler(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-@shows(lambda rows: where(rows, part="cotangents", system="together"))
+@pictures.shows(lambda rows: where(rows, part="cotangents", system="together"))
 def draw_cotangents(rows: Sequence[Row]) -> Figure:
-    """Draw the time of propagating several gradients together."""
     title = "Does propagating gradients together save time?"
-    figure, (axes,) = panels(title, 1, 1.4 + 0.34 * len(rows))
+    figure, (axes,) = pictures.panels(title, 1, 1.4 + 0.34 * len(rows))
     names = [f"{row['compute'].removesuffix(', 1 thread')}, {row['case']}" for row in rows]
-    bars(axes, names, [float(row["ratio"]) for row in rows], [BLUE] * len(rows), "{:.2f}")
+    pictures.bars(axes, names, [float(row["ratio"]) for row in rows], [BLUE] * len(rows), "{:.2f}")
     axes.axvline(1, color=BLACK, lw=1)
     axes.set_xlabel("time; 1 is one gradient after the other")
     return figure

@@ -19,7 +19,6 @@ WINDOWS = [str(window + 1) for window in range(NUM_STAGES)]
 
 
 def title(name: str) -> str:
-    """Return the title of a contestant's name."""
     window, _, variant = name.partition(" ")
     return f"window {window}{PLACES.get(window, '')}{WORDS.get(variant, '')}"
 
@@ -44,24 +43,17 @@ BITS = replace(HELD_OUT, unit="")
 
 @dataclass(frozen=True)
 class Order:
-    """The comparison of two windows.
+    """The comparison of two windows."""
 
-    Args:
-        gap: mean of the larger window minus that of the smaller, in the unit of the measure.
-        spread: sum of the two standard deviations.
-    """
-
-    gap: float
-    spread: float
+    gap: float  # mean of the larger window minus that of the smaller, in the unit of the measure
+    spread: float  # sum of the two standard deviations
 
     @property
     def is_claimed(self) -> bool:
-        """Return whether the gap exceeds the spread."""
         return abs(self.gap) > self.spread
 
 
 def judged_by(rows: Sequence[Row]) -> Measure:
-    """Return accuracy if there is one, else the held-out loss."""
     measure = measure_of(rows)
     return BITS if measure is HELD_OUT else measure
 
@@ -79,7 +71,6 @@ def order_of(smaller: Sequence[Row], larger: Sequence[Row], measure: Measure) ->
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return for each task the tables of all windows, their comparison, and all rates."""
     parts = []
     for task in [trial.task for trial in TRIALS]:
         own = where(rows, task=task.name)
@@ -103,7 +94,6 @@ def _windows(groups: Mapping[str, list[Row]], task: Task) -> str:
 
 
 def _cell(found: Sequence[float], measure: Measure) -> str:
-    """Return mean and standard deviation of the runs that did not diverge."""
     several = len(found) > 1
     numbers = (statistics.fmean(found), statistics.stdev(found)) if several else found
     return " ± ".join(map(measure.show.format, numbers))

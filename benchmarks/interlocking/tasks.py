@@ -4,11 +4,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.pipeline.tasks import Bytes, Digits
-from benchmarks.pipeline.training import Contestant
-from examples.models import Block, Letters
+from benchmarks.pipeline.tasks import Bytes, Contestant, Digits
 from pyparallel.pipeline import ConvHead, Head, Interlocking, LinearHead, Mean, PooledHead
 from pyparallel.pipeline.messages import Value
 
@@ -22,7 +20,6 @@ class DeepDigits(Digits):
     width: int = 16
 
     def build(self) -> nn.Sequential:
-        """Return six convolutions and two linear layers."""
         once, twice = self.width, 2 * self.width
         return nn.Sequential(
             *convolution(1, once), *convolution(once, once),
@@ -33,7 +30,6 @@ class DeepDigits(Digits):
 
 
 def convolution(before: int, after: int, stride: int = 1) -> list[nn.Module]:
-    """Return a 3 x 3 convolution and a ReLU."""
     return [nn.Conv2d(before, after, 3, padding=1, stride=stride), nn.ReLU()]
 
 
@@ -58,11 +54,9 @@ class DeepBytes(Bytes):
         """Return torch's default embeddings, and blocks with outputs scaled as in GPT-2."""
         model = super().build()
         letters, *blocks, _ = model
-        assert isinstance(letters, Letters)
         nn.init.normal_(letters.bytes.weight)
         nn.init.normal_(letters.places.weight, std=0.1)
         for block in blocks:
-            assert isinstance(block, Block)
             for layer in (block.project, block.mlp[-1]):
                 layer.weight.mul_((2 * self.num_layers) ** -0.5)
                 layer.bias.zero_()
@@ -71,19 +65,13 @@ class DeepBytes(Bytes):
 
 @dataclass(frozen=True)
 class MLPHead(Head):
-    """LayerNorm and two linear layers with a GELU between them, on every token.
-
-    Args:
-        hidden: outputs of the first linear layer.
-        num_outputs: outputs of the second.
-    """
+    """LayerNorm and two linear layers with a GELU between them, on every token."""
 
     hidden: int
     num_outputs: int
 
     def build(self, example: Value) -> nn.Module:
         """Return the head for an activation of shape (batch, length, width)."""
-        assert isinstance(example, Tensor)
         width = example.shape[-1]
         return nn.Sequential(
             nn.LayerNorm(width),
@@ -93,16 +81,10 @@ class MLPHead(Head):
 
 @dataclass(frozen=True)
 class Trial:
-    """A task in four stages, and the heads of the first three.
-
-    Args:
-        task: with four stages.
-        linear: a head with one linear layer after a mean or a norm.
-        deep: a head with several layers.
-    """
+    """A task in four stages, and the heads of the first three."""
 
     task: Digits | Bytes
-    linear: Head
+    linear: Head  # a head with one linear layer after a mean or a norm
     deep: Head
 
     def contestants(self) -> dict[str, Contestant]:

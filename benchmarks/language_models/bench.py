@@ -13,7 +13,6 @@ Rows go to ``benchmarks/results/language-models-<machine>.csv``, each as soon as
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -27,25 +26,11 @@ from benchmarks.harness.learning_rate import decayed
 from benchmarks.harness.libraries import load
 from benchmarks.harness.program import make_parser
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import (
-    RESULTS,
-    Row,
-    as_text,
-    machine,
-    replace_rows,
-    shorten,
-    stamp,
-)
+from benchmarks.harness.rows import RESULTS, Row, as_text, machine, replace_rows, shorten, stamp
 from benchmarks.language_models.table import UNSPLIT, markdown
 from benchmarks.pipeline.tasks import load_text
 from examples.data import cut_windows, draw_windows
-from pyparallel.pipeline import (
-    OneForwardOneBackward,
-    PipelineTrainer,
-    PipeOptim,
-    Schedule,
-    split_model,
-)
+from pyparallel import pipeline
 
 FIELDS = [
     "model", "schedule", "seed", "rate", "parameters", "tied", "ranks", "threads", "microbatches",
@@ -56,24 +41,13 @@ BITS_PER_NAT = 1 / math.log(2)
 BATCH, LENGTH, HELD_OUT = 8, 128, 64  # windows, bytes of a window, held-out windows
 RATE, WARM_UP = 1e-3, 0.1
 SPLIT = [4]  # the embedding and three of six blocks
-CONTESTANTS: dict[str, tuple[Schedule, int]] = {  # with the microbatches of a batch
-    "OneForwardOneBackward": (OneForwardOneBackward(), 4),
-    "PipeOptim": (PipeOptim(), 1),
+CONTESTANTS: dict[str, tuple[pipeline.Schedule, int]] = {  # with the microbatches of a batch
+    "OneForwardOneBackward": (pipeline.OneForwardOneBackward(), 4),
+    "PipeOptim": (pipeline.PipeOptim(), 1),
 }
 
 
-@dataclass(frozen=True)
-class Trained:
-    """Bits per byte of each step and of the held-out text, on the rank of the last stage."""
-
-    losses: list[float]
-    held_out: float
-    num_parameters: int
-    tied: bool
-
-
 def build_gpt2() -> nn.Module:
-    """Return a GPT-2 of six blocks, whose embedding is tied to the head."""
     transformers = load("transformers")
     sizes = {"n_positions": LENGTH, "n_embd": 384, "n_layer": 6, "n_head": 6}
     undropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # for equal losses
@@ -82,7 +56,6 @@ def build_gpt2() -> nn.Module:
 
 
 def build_llama() -> nn.Module:
-    """Return a Llama of six blocks."""
     transformers = load("transformers")
     sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6}
     others = {"num_attention_heads": 6, "max_position_embeddings": LENGTH}
@@ -94,7 +67,6 @@ MODELS = {"GPT-2": build_gpt2, "Llama": build_llama}
 
 
 def batches(seed: int) -> Iterator[Tensor]:
-    """Yield random windows forever."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield draw_windows(load_text()[0], BATCH, LENGTH, generator)
@@ -105,8 +77,7 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Trained:
-    """Train in a plain loop, with two threads."""
+def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Row:
     del rank
     torch.set_num_threads(2)
     torch.manual_seed(seed)
@@ -124,15 +95,14 @@ def train_unsplit(rank: int, name: str, steps: int, seed: int) -> Trained:
     held_out = cut_windows(load_text()[1], HELD_OUT, LENGTH)
     with torch.no_grad():
         final = float(next_token_loss(model.eval()(held_out).logits, held_out))
-    return trained(model, losses, final)
+    return columns_of(model, losses, final)
 
 
-def train_split(rank: int, name: str, schedule: str, steps: int, seed: int) -> Trained | None:
-    """Train in two stages, and return the result on the rank of the last one."""
+def train_split(rank: int, name: str, schedule: str, steps: int, seed: int) -> Row | None:
     torch.manual_seed(seed)
     model = MODELS[name]()
-    trainer = PipelineTrainer(
-        split_model(model),
+    trainer = pipeline.PipelineTrainer(
+        pipeline.split_model(model),
         next_token_loss,
         partial(AdamW, lr=RATE),
         CONTESTANTS[schedule][0],
@@ -147,44 +117,34 @@ def train_split(rank: int, name: str, schedule: str, steps: int, seed: int) -> T
     final = trainer.evaluate(held_out, target=held_out)
     if final is None:
         return None
-    return trained(model, [loss for loss in losses if loss is not None], final)
+    return columns_of(model, [loss for loss in losses if loss is not None], final)
 
 
-def trained(model: Any, losses: list[float], held_out: float) -> Trained:
-    """Return the result in bits per byte."""
+def columns_of(model: Any, losses: list[float], held_out: float) -> Row:
     sizes = {parameter: parameter.numel() for parameter in model.parameters()}
-    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     bits = [loss * BITS_PER_NAT for loss in losses]
-    return Trained(bits, held_out * BITS_PER_NAT, sum(sizes.values()), tied)
-
-
-def row_of(name: str, schedule: str, steps: int, seed: int, limit: float) -> Row:
-    """Train once and return the row."""
-    ranks = 1 if schedule == UNSPLIT else 2
-    if schedule == UNSPLIT:
-        done = run_on_loopback(1, limit, train_unsplit, name, steps, seed)[0]
-    else:
-        done = run_on_loopback(2, limit, train_split, name, schedule, steps, seed)[-1]
-    last_tenth = done.losses[len(done.losses) * 9 // 10 :]
     return {
-        "model": name,
-        "schedule": schedule,
-        "seed": seed,
-        "rate": f"{RATE:g}",
-        "parameters": done.num_parameters,
-        "tied": done.tied,
-        "ranks": ranks,
-        "threads": 2 // ranks,
-        "microbatches": 1 if schedule == UNSPLIT else CONTESTANTS[schedule][1],
-        "batch": BATCH,
-        "length": LENGTH,
-        "steps": steps,
-        "training_bits": f"{statistics.fmean(last_tenth):.5f}",
-        "held_out_bits": f"{done.held_out:.5f}",
-        "losses": as_text(shorten([done.losses])),
-        "transformers": load("transformers").__version__,
-        **stamp(),
+        "parameters": sum(sizes.values()),
+        "tied": model.get_input_embeddings().weight is model.get_output_embeddings().weight,
+        "training_bits": f"{statistics.fmean(bits[len(bits) * 9 // 10 :]):.5f}",
+        "held_out_bits": f"{held_out * BITS_PER_NAT:.5f}",
+        "losses": as_text(shorten([bits])),
     }
+
+
+def row_of(name: str, schedule: str, steps: int, seed: int) -> Row:
+    """Train once and return the row."""
+    limit, of_run = 60 + 10.0 * steps, (steps, seed)
+    if schedule == UNSPLIT:
+        ranks, microbatches = 1, 1
+        (columns,) = run_on_loopback(1, limit, train_unsplit, name, *of_run)
+    else:
+        ranks, microbatches = 2, CONTESTANTS[schedule][1]
+        _, columns = run_on_loopback(2, limit, train_split, name, schedule, *of_run)
+    columns |= {"model": name, "schedule": schedule, "seed": seed, "steps": steps}
+    columns |= {"ranks": ranks, "threads": 2 // ranks, "microbatches": microbatches}
+    columns |= {"rate": f"{RATE:g}", "batch": BATCH, "length": LENGTH}
+    return {**columns, "transformers": load("transformers").__version__, **stamp()}
 
 
 def main() -> None:
@@ -197,8 +157,7 @@ def main() -> None:
     rows = []
     for name in options.model:
         for schedule in (UNSPLIT, *CONTESTANTS):
-            limit = 60 + 10.0 * options.steps
-            rows.append(row_of(name, schedule, options.steps, options.seed, limit))
+            rows.append(row_of(name, schedule, options.steps, options.seed))
             replace_rows(rows[-1:], path, FIELDS, ["model", "schedule", "seed"])
             print(name, schedule, rows[-1]["held_out_bits"], "bits", flush=True)
     print(markdown([{name: str(each) for name, each in row.items()} for row in rows]))

@@ -10,7 +10,6 @@ ORDER = [UNSPLIT, "OneForwardOneBackward", "PipeOptim"]
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return losses of each model, the unsplit one first."""
     head = ["", "parameters", "training, bits per byte", "held-out, bits per byte"]
     lines = []
     for name, of_model in grouped(rows, "model").items():
@@ -33,7 +32,6 @@ def behind(row: Row, unsplit: Row) -> float:
 
 
 def shown(row: Row) -> str:
-    """Return a schedule, or the plain loop, with its ranks."""
     if row["schedule"] == UNSPLIT:
         return f"a plain loop, {row['threads']} threads"
     return f"`{row['schedule']}()`, {row['ranks']} ranks"

@@ -18,7 +18,6 @@ MOST_FACTORED = 2**13  # torch.linalg.qr takes matrices one after the other: on 
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
     for numel in sizes:
         for rows, columns in CASES:
             if numel > (rows or 1) * columns:

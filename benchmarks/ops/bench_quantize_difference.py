@@ -26,7 +26,6 @@ ENCODINGS = [
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
     for numel in sizes:
         for encoding in ENCODINGS:
             yield make_encoding(device, numel, *encoding)
@@ -86,10 +85,7 @@ def make_round(device, numel, threads) -> Case:
         dequantize(*message, **kind, **decoding)
         mix_(mine, weight, [received], masses)
 
-    providers = [
-        Provider("pyparallel", ours),
-        Provider("pyparallel, separate ops", separate_ops),
-    ]
+    providers = [Provider("pyparallel", ours), Provider("pyparallel, separate ops", separate_ops)]
     name = "round of int8, both ends" + (f", {threads} thread" if threads else "")
     num_bytes = 2 * (17 * numel + 4 * (numel // BLOCK_SIZE))
     return Case("quantize_difference", name, numel, num_bytes, providers, device, threads)

@@ -52,10 +52,7 @@ def make_case(device: str, numel: int, run_length: int) -> Case:
         random_k(x, k, seed=1, residual=residual, run_length=run_length)
 
     draw = "numpy choice" if device == "cpu" else "torch randperm"
-    providers = [
-        Provider("pyparallel", ours),
-        Provider(f"{draw}, torch indexing", separate_ops),
-    ]
+    providers = [Provider("pyparallel", ours), Provider(f"{draw}, torch indexing", separate_ops)]
     name = f"1%, residual, runs of {run_length}"
     return Case("random_k", name, numel, 12 * numel + 4 * k, providers, device)
 

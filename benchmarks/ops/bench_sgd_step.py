@@ -1,48 +1,35 @@
 """``sgd_step_`` against torch's fused and foreach SGD, alone and followed by our other ops."""
 
-from collections.abc import Iterator
-from itertools import accumulate
-
 import torch
 from torch.optim.sgd import sgd
 
-from benchmarks.harness.measure import Case
-from benchmarks.ops.steps import HORIZON, StepCases, in_parts
+from benchmarks.ops import steps
+from benchmarks.ops.steps import HORIZON, StepCases
 from pyparallel.ops import predict_sgd, sgd_step_
 
 SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.01}
+FLAGS = {"dampening": 0.0, "nesterov": False, "maximize": False}
 
 
-def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
-    return StepCases("sgd_step", "predict_sgd", 20, Buffers).at(device, sizes)
-
-
-class Buffers:
-    """One parameter with its gradient and velocity, and the peers' steps."""
+class Buffers(steps.Buffers):
+    """Those of SGD with momentum."""
 
     def __init__(self, device: str, numel: int, num_gradients: int) -> None:
-        self.all = tuple(torch.randn(numel, device=device) for _ in range(3))
-        self.param, self.grad, self.velocity = self.all
-        self.lists = [in_parts(tensor, num_gradients) for tensor in self.all]
-        self.lists[1] = grads = [part.clone() for part in self.lists[1]]
-        ends = list(accumulate(map(len, grads)))
-        self.gradients = {"grad": grads, "offsets": [0, *ends[:-1]]}
+        tensors = [torch.randn(numel, device=device) for _ in range(3)]
+        super().__init__(tensors, num_gradients)
+        self.velocity = tensors[2]
 
     def ours(self, **around) -> None:
-        """Take the step under test."""
         sgd_step_(self.param, **self.gradients, momentum_buffer=self.velocity, **SGD, **around)
 
     def torch_fused(self) -> None:
-        """Take the step with torch's fused kernel (one loop on CPUs)."""
-        flags = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
-        torch._fused_sgd_(*self.lists, **SGD, **flags)
+        torch._fused_sgd_(*self.lists, **SGD, **FLAGS, is_first_step=False)
 
     def torch_foreach(self) -> None:
-        """Take the step with torch's separate ops."""
-        flags = {"dampening": 0.0, "nesterov": False, "maximize": False}
-        sgd(*self.lists, foreach=True, **SGD, **flags)
+        sgd(*self.lists, foreach=True, **SGD, **FLAGS)
 
     def predict(self, out: torch.Tensor) -> None:
-        """Predict with our separate op."""
         predict_sgd(self.param, self.velocity, lr=SGD["lr"], horizon=HORIZON, out=out)
+
+
+cases = StepCases("sgd_step", "predict_sgd", 20, Buffers).at

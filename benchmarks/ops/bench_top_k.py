@@ -4,7 +4,7 @@ Every provider takes the next step of a stream of gradients, with its own residu
 threshold most of its entries are depends on the steps before.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import cycle
 
 import torch
@@ -28,7 +28,6 @@ CASES = [
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield all cases at all sizes."""
     for numel in sizes:
         gradients = [heavy_tailed(numel, device) for _ in range(NUM_GRADIENTS)]
         for share, has_residual, threshold in CASES:
@@ -45,57 +44,35 @@ def heavy_tailed(numel: int, device: str) -> torch.Tensor:
 def make_case(device, gradients, share, has_residual, threshold) -> Case:
     numel = len(gradients[0])
     k = int(share * numel)
-    ours, torch_step = our_step, torch_step_alone
-    residuals = None, None
+    of_ours, of_torch = cycle(gradients), cycle(gradients)
+    hint = torch.zeros((), device=device)
+    residual = None
     if has_residual:
-        residual = torch.zeros(numel, device=device)
-        hint = torch.zeros((), device=device)
+        residual, learned = torch.zeros(numel, device=device), torch.zeros((), device=device)
         for gradient, _ in zip(cycle(gradients), range(WARM_UP_STEPS), strict=False):
-            top_k(gradient, k, residual=residual, threshold=hint)
-        residuals = residual, residual.clone()
-        torch_step = torch_step_with
-    providers = [
-        Provider("pyparallel top_k", ours(gradients, k, residuals[0], threshold)),
-        Provider("torch topk and its kin", torch_step(gradients, k, residuals[1])),
-    ]
-    name = f"{share:.1%}{', residual' * has_residual}, threshold {threshold}"
-    num_bytes = 12 * numel + 20 * k if has_residual else 4 * numel + 8 * k
-    return Case("top_k", name, numel, num_bytes, providers, device)
+            top_k(gradient, k, residual=residual, threshold=learned)
+        residual_of_torch = residual.clone()
 
-
-def our_step(gradients, k, residual, threshold) -> Callable[[], object]:
-    stream = cycle(gradients)
-    hint = torch.zeros((), device=gradients[0].device)
-
-    def step() -> None:
+    def ours() -> None:
         if threshold == "wrong":
             hint.fill_(WRONG)
         given = None if threshold == "none" else hint
-        top_k(next(stream), k, residual=residual, threshold=given)
+        top_k(next(of_ours), k, residual=residual, threshold=given)
 
-    return step
+    def torch_ops() -> None:
+        if not has_residual:
+            gradient = next(of_torch)
+            gradient.gather(0, gradient.abs().topk(k, sorted=False).indices)
+            return
+        residual_of_torch.add_(next(of_torch))
+        indices = residual_of_torch.abs().topk(k, sorted=False).indices
+        residual_of_torch.gather(0, indices)
+        residual_of_torch.index_fill_(0, indices, 0.0)
 
-
-def torch_step_with(gradients, k, residual) -> Callable[[], object]:
-    stream = cycle(gradients)
-
-    def step() -> None:
-        residual.add_(next(stream))
-        indices = residual.abs().topk(k, sorted=False).indices
-        residual.gather(0, indices)
-        residual.index_fill_(0, indices, 0.0)
-
-    return step
-
-
-def torch_step_alone(gradients, k, _) -> Callable[[], object]:
-    stream = cycle(gradients)
-
-    def step() -> None:
-        gradient = next(stream)
-        gradient.gather(0, gradient.abs().topk(k, sorted=False).indices)
-
-    return step
+    providers = [Provider("pyparallel top_k", ours), Provider("torch topk and its kin", torch_ops)]
+    name = f"{share:.1%}{', residual' * has_residual}, threshold {threshold}"
+    num_bytes = 12 * numel + 20 * k if has_residual else 4 * numel + 8 * k
+    return Case("top_k", name, numel, num_bytes, providers, device)
 
 
 def make_scatter_case(device, gradient) -> Case:

@@ -5,7 +5,7 @@ function checks its arguments; the raw overload, ``torch.ops.pyparallel.X.defaul
 arguments that the public function gave it. Rows go to ``benchmarks/results/calls-<machine>.csv``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from benchmarks.harness.measure import time_once
-from benchmarks.harness.program import make_parser
-from benchmarks.harness.rows import RESULTS, Row, machine, replace_rows, summary
+from benchmarks.harness.program import make_parser, save
+from benchmarks.harness.rows import Row, summary
 from benchmarks.harness.turns import take_turns
 from pyparallel import ops
 
@@ -29,11 +29,12 @@ BLOCK_SIZE = 32
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an op, and the nearest that torch has, by name; None: nothing does that."""
+    """A call of an op, and the nearest that torch has, with its name; None: nothing does that."""
 
     op: str
     run: Callable[[], object]
-    peer: tuple[str, Callable[[], object]] | None = None
+    peer: str = ""
+    run_peer: Callable[[], object] | None = None
 
 
 class _Recorder(TorchDispatchMode):
@@ -72,8 +73,8 @@ def double(*numbers: float) -> Tensor:
     return torch.tensor(numbers if len(numbers) > 1 else numbers[0], dtype=torch.float64)
 
 
-def steps(numel: int) -> Iterator[Call]:
-    """Yield the optimizer steps, with a message in, one out and a prediction, and predictions."""
+def steps(numel: int) -> list[Call]:
+    """Return the optimizer steps, with a message in, one out and a prediction, and predictions."""
     param, grad, mean, out, incoming, message = (torch.randn(numel) for _ in range(6))
     square, step = torch.rand(numel), torch.tensor(1.0)
     around: dict[str, Any] = {
@@ -83,117 +84,88 @@ def steps(numel: int) -> Iterator[Call]:
     betas = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
     adam = {**betas, "weight_decay": 0.0, "step": double(1)}
     fused = {"lr": 1e-3, "weight_decay": 0.0, "maximize": False}
-    yield Call(
-        "adamw_step_",
-        lambda: ops.adamw_step_(param, grad, mean, square, **adam, **around),
-        (
-            "_fused_adamw_, without messages and prediction",
-            lambda: torch._fused_adamw_(
-                [param], [grad], [mean], [square], [], [step], **betas, **fused, amsgrad=False
-            ),
-        ),
-    )
-    yield Call(
-        "sgd_step_",
-        lambda: ops.sgd_step_(param, grad, mean, momentum=0.9, **around),
-        (
-            "_fused_sgd_, without messages and prediction",
-            lambda: torch._fused_sgd_(
-                [param], [grad], [mean], momentum=0.9, dampening=0.0, nesterov=False,
-                is_first_step=False, **fused,
-            ),
-        ),
-    )  # fmt: skip
+    momentum = {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "is_first_step": False}
+    lists, alone = ([param], [grad], [mean]), "without messages and prediction"
     numbers = {"lr": double(1e-3), "horizon": double(2), "out": out}
-    yield Call(
-        "predict_adam",
-        lambda: ops.predict_adam(param, mean, square, **betas, step=double(1), **numbers),
-        ("addcdiv", lambda: torch.addcdiv(param, mean, square, value=-1e-3, out=out)),
-    )
-    yield Call(
-        "predict_sgd",
-        lambda: ops.predict_sgd(param, mean, **numbers),
-        ("add", lambda: torch.add(param, mean, alpha=-2e-3, out=out)),
-    )
+
+    def fused_adamw() -> None:
+        torch._fused_adamw_(*lists, [square], [], [step], **betas, **fused, amsgrad=False)
+
+    return [
+        Call(
+            "adamw_step_", lambda: ops.adamw_step_(param, grad, mean, square, **adam, **around),
+            f"_fused_adamw_, {alone}", fused_adamw,
+        ),
+        Call(
+            "sgd_step_", lambda: ops.sgd_step_(param, grad, mean, momentum=0.9, **around),
+            f"_fused_sgd_, {alone}", lambda: torch._fused_sgd_(*lists, **momentum, **fused),
+        ),
+        Call(
+            "predict_adam",
+            lambda: ops.predict_adam(param, mean, square, **betas, step=double(1), **numbers),
+            "addcdiv", lambda: torch.addcdiv(param, mean, square, value=-1e-3, out=out),
+        ),
+        Call(
+            "predict_sgd", lambda: ops.predict_sgd(param, mean, **numbers),
+            "add", lambda: torch.add(param, mean, alpha=-2e-3, out=out),
+        ),
+    ]  # fmt: skip
 
 
-def messages(numel: int) -> Iterator[Call]:
-    """Yield mixing, and encoding and decoding of messages with a scale per block."""
+def messages(numel: int) -> list[Call]:
+    """Return mixing, and encoding and decoding of messages with a scale per block."""
     z, message, residual, replica, out = (torch.randn(numel) for _ in range(5))
     mass, masses, ratio = double(1), torch.zeros(1, dtype=torch.float64), double(0)
-    kind: dict[str, Any] = {"bits": 8, "block_size": BLOCK_SIZE}
+    block = {"block_size": BLOCK_SIZE}
+    kind: dict[str, Any] = {"bits": 8, **block}
     codes, scales = ops.quantize(z, **kind)
-    words, sign_scales = ops.pack_signs(z, block_size=BLOCK_SIZE)
+    words, signs = ops.pack_signs(z, **block)
     blocks = z.view(-1, BLOCK_SIZE)
     channels = scales.double(), torch.zeros(len(scales), dtype=torch.int64), 0, torch.qint8
     encoded = torch.quantize_per_channel(blocks, *channels)
-    yield Call(
-        "mix_", lambda: ops.mix_(z, mass, [message], masses), ("lerp_", lambda: z.lerp_(message, 0))
-    )
-    yield Call(
-        "mix_quantized_", lambda: ops.mix_quantized_(z, mass, [codes], [scales], masses, **kind)
-    )
-    yield Call(
-        "quantize_difference_",
-        lambda: ops.quantize_difference_(z, replica, ratio, **kind, out=(codes, scales)),
-    )
-    yield Call(
-        "quantize",
-        lambda: ops.quantize(z, **kind, residual=residual),
-        (
-            "quantize_per_channel, with given scales",
-            lambda: torch.quantize_per_channel(blocks, *channels),
-        ),
-    )
-    yield Call(
-        "dequantize",
-        lambda: ops.dequantize(codes, scales, **kind, numel=numel, out=out),
-        ("dequantize", lambda: torch.dequantize(encoded)),
-    )
-    block = {"block_size": BLOCK_SIZE}
-    yield Call("pack_signs", lambda: ops.pack_signs(z, **block, residual=residual))
-    yield Call(
-        "unpack_signs",
-        lambda: ops.unpack_signs(words, sign_scales, **block, numel=numel, out=out),
-    )
+    decoded = {"numel": numel, "out": out}
+    return [
+        Call("mix_", lambda: ops.mix_(z, mass, [message], masses),
+             "lerp_", lambda: z.lerp_(message, 0)),
+        Call("mix_quantized_",
+             lambda: ops.mix_quantized_(z, mass, [codes], [scales], masses, **kind)),
+        Call("quantize_difference_",
+             lambda: ops.quantize_difference_(z, replica, ratio, **kind, out=(codes, scales))),
+        Call("quantize", lambda: ops.quantize(z, **kind, residual=residual),
+             "quantize_per_channel, with given scales",
+             lambda: torch.quantize_per_channel(blocks, *channels)),
+        Call("dequantize", lambda: ops.dequantize(codes, scales, **kind, **decoded),
+             "dequantize", lambda: torch.dequantize(encoded)),
+        Call("pack_signs", lambda: ops.pack_signs(z, **block, residual=residual)),
+        Call("unpack_signs", lambda: ops.unpack_signs(words, signs, **block, **decoded)),
+    ]  # fmt: skip
 
 
-def entries(numel: int) -> Iterator[Call]:
-    """Yield the ops with indices, on one entry of sixteen, and ``orthogonalize_``."""
+def entries(numel: int) -> list[Call]:
+    """Return the ops with indices, on one entry of sixteen, and ``orthogonalize_``."""
     x, residual, dense = (torch.randn(numel) for _ in range(3))
     k = numel // 16
     values, indices = ops.top_k(x, k)
     matrix = torch.randn(numel // 4, 4)
-    yield Call(
-        "top_k", lambda: ops.top_k(x, k, residual=residual), ("topk", lambda: torch.topk(x, k))
-    )
-    yield Call(
-        "scatter_add_",
-        lambda: ops.scatter_add_(dense, values, indices),
-        ("index_add_", lambda: dense.index_add_(0, indices, values)),
-    )
-    yield Call(
-        "random_k_indices",
-        lambda: ops.random_k_indices(numel, k, seed=1),
-        ("randperm", lambda: torch.randperm(numel)[:k]),
-    )
-    yield Call(
-        "random_k",
-        lambda: ops.random_k(x, k, seed=1, residual=residual),
-        ("index_select of a randperm", lambda: x.index_select(0, torch.randperm(numel)[:k])),
-    )
-    yield Call(
-        "orthogonalize_",
-        lambda: ops.orthogonalize_([matrix]),
-        ("linalg.qr", lambda: torch.linalg.qr(matrix)),
-    )
+    return [
+        Call("top_k", lambda: ops.top_k(x, k, residual=residual),
+             "topk", lambda: torch.topk(x, k)),
+        Call("scatter_add_", lambda: ops.scatter_add_(dense, values, indices),
+             "index_add_", lambda: dense.index_add_(0, indices, values)),
+        Call("random_k_indices", lambda: ops.random_k_indices(numel, k, seed=1),
+             "randperm", lambda: torch.randperm(numel)[:k]),
+        Call("random_k", lambda: ops.random_k(x, k, seed=1, residual=residual),
+             "index_select of a randperm",
+             lambda: x.index_select(0, torch.randperm(numel)[:k])),
+        Call("orthogonalize_", lambda: ops.orthogonalize_([matrix]),
+             "linalg.qr", lambda: torch.linalg.qr(matrix)),
+    ]  # fmt: skip
 
 
 def measure(call: Call, numel: int, turns: int, repeats: int) -> list[Row]:
-    """Return a row for each provider; every turn times all of them, in random order."""
     providers = {PUBLIC: call.run, RAW: raw_overload(call)}
-    if call.peer:
-        providers[f"torch {call.peer[0]}"] = call.peer[1]
+    if call.run_peer:
+        providers[f"torch {call.peer}"] = call.run_peer
     runs = {name: partial(time_once, run, "cpu", repeats) for name, run in providers.items()}
     return [
         {
@@ -220,9 +192,7 @@ def main() -> None:
         spread = f"{row['p20_us']}..{row['p80_us']}"
         print(f"{row['op']:<17} {row['numel']:>6} {row['provider']:<52} "
               f"{row['median_us']:>9} us {spread:>20}")  # fmt: skip
-    path = options.out or RESULTS / f"calls-{machine()}.csv"
-    replace_rows(rows, path, FIELDS)
-    print(f"\nrows: {path}")
+    save(rows, "calls", FIELDS, options.out)
 
 
 if __name__ == "__main__":

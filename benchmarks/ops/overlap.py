@@ -9,7 +9,6 @@ Without a GPU two gloo ranks on the CPU test the script, not the speed. None mea
 import argparse
 import ctypes
 import os
-import socket
 import statistics
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,9 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.harness.link import loopback
 from benchmarks.harness.measure import FIELDS, time_once
 from benchmarks.harness.program import make_parser
-from benchmarks.harness.rows import Row, replace_rows, stamp
+from benchmarks.harness.rows import replace_rows, stamp
 from benchmarks.harness.turns import take_turns
 from pyparallel.ops import mix_
 
@@ -38,7 +38,6 @@ def start_exchange(outgoing: torch.Tensor, incoming: torch.Tensor, group) -> lis
 
 
 def make_steps(device: str, numel: int, group) -> dict[str, Callable[[], None]]:
-    """Return the communication alone, the kernels alone, and both at once."""
     outgoing, incoming, z, message = (torch.randn(numel, device=device) for _ in range(4))
     kept = torch.tensor(0.5, dtype=torch.float64, device=device)
     masses = kept.reshape(1).clone()
@@ -72,49 +71,37 @@ def measure(device: str, numel: int, turns: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def hidden_fraction(seconds: dict[str, float]) -> float:
-    """Return the overlapped fraction of the shorter of communication and compute."""
-    communication, compute, both = seconds.values()
-    return (communication + compute - both) / min(communication, compute)
-
-
-def make_rows(seconds: dict[str, float], case: str, device: str, numel: int) -> list[Row]:
-    """Return rows like those of the ops; the last one has the speedup over sequential execution."""
-    communication, compute, both = seconds.values()
-    common = {"op": "overlap", "case": case, "device": device, "numel": numel, **stamp()}
-    common["threads"] = torch.get_num_threads()
-    rows = [
-        {**common, "provider": name, "median_ms": f"{value * 1e3:.4f}"}
-        for name, value in seconds.items()
-    ]
-    rows[-1]["speedup_of_ours"] = f"{(communication + compute) / both:.2f}"
-    return rows
-
-
 def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
-    """Run one process of the measurement; rank 0 prints and writes."""
-    device = options.device
-    backend = "nccl" if device == "cuda" else "gloo"
-    if device == "cuda":
+    on_gpu, version = options.device == "cuda", ""
+    if on_gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-        if rank == 0:
-            print(f"NCCL: {describe_nccl()}", flush=True)
+        version = " " + ".".join(map(str, nccl_versions()[0]))
     store = f"tcp://127.0.0.1:{port}"
+    backend = "nccl" if on_gpu else "gloo"
     dist.init_process_group(
         backend, init_method=store, rank=rank, world_size=options.ranks, timeout=TIMEOUT
     )
-    seconds = measure(device, options.numel, options.turns)
+    seconds = measure(options.device, options.numel, options.turns)
     dist.destroy_process_group()
     if rank > 0:
         return
-    version = ".".join(map(str, nccl_versions()[0])) if device == "cuda" else ""
-    ranks = f"{options.ranks} rank{'s' * (options.ranks > 1)}"
-    case = f"{ranks}, {backend} {version}".strip()
+    if on_gpu:
+        print(f"NCCL: torch was compiled with {torch.cuda.nccl.version()}, "
+              f"loaded: {nccl_versions()}")  # fmt: skip
+    case = f"{options.ranks} rank{'s' * (options.ranks > 1)}, {backend}{version}"
     for name, value in seconds.items():
         print(f"{case}: {name:<16} {value * 1e3:9.3f} ms")
-    print(f"{case}: hidden of the shorter {hidden_fraction(seconds):9.2f}")
+    communication, compute, both = seconds.values()
+    hidden = (communication + compute - both) / min(communication, compute)
+    print(f"{case}: hidden of the shorter {hidden:9.2f}")
     if options.out:
-        rows = make_rows(seconds, case, device, options.numel)
+        common = {"op": "overlap", "case": case, "device": options.device, **stamp()}
+        common |= {"numel": options.numel, "threads": torch.get_num_threads()}
+        rows = [
+            {**common, "provider": name, "median_ms": f"{value * 1e3:.4f}"}
+            for name, value in seconds.items()
+        ]
+        rows[-1]["speedup_of_ours"] = f"{(communication + compute) / both:.2f}"  # over one by one
         replace_rows(rows, options.out, FIELDS, key=("op", "case"))
 
 
@@ -132,20 +119,6 @@ def nccl_versions() -> list[tuple[int, ...]]:
     return found or [torch.cuda.nccl.version()]
 
 
-def describe_nccl() -> str:
-    """Return the versions that torch was compiled with, and that run."""
-    compiled = ".".join(map(str, torch.cuda.nccl.version()))
-    loaded = ", ".join(".".join(map(str, version)) for version in nccl_versions())
-    return f"torch was compiled with {compiled}; loaded: {loaded}"
-
-
-def free_port() -> int:
-    """Return an unused port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def main() -> None:
     parser = make_parser("ops.overlap", __doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -154,7 +127,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     options = parser.parse_args()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # not supported with several ranks on one GPU
-    mp.spawn(run_rank, (free_port(), options), nprocs=options.ranks)
+    with loopback() as place:
+        mp.spawn(run_rank, (place.port, options), nprocs=options.ranks)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Pictures of the ops: every rate against the copy of the same run.
-
-``python -m benchmarks.ops.picture FILE.csv`` draws those that the file has rows for.
-"""
+"""Pictures of the ops: every rate against the copy of the same run."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -41,7 +38,6 @@ def mark(axes: Axes, place: int, case: list[Row]) -> None:
 
 
 def draw(rows: Sequence[Row], title: str, *, compresses: bool) -> Figure | None:
-    """Draw a line for each case, with our rate and the peers'."""
     rows = [row for row in rows if row.get("of_copy")]
     cases = [case for case in largest_cases(rows) if (case[0]["op"] in COMPRESSION) == compresses]
     if not cases:
@@ -60,8 +56,7 @@ def draw(rows: Sequence[Row], title: str, *, compresses: bool) -> Figure | None:
     axes.set_ylim(len(cases) - 0.4, -0.6)
     figure.supxlabel(
         "rate, 1 is a copy. Blue: pyparallel; red: its best peer; gray: other peers.\n"
-        "At the right: speed relative to the best peer's.",
-        fontsize=11,
+        "At the right: speed relative to the best peer's."
     )
     return figure
 

@@ -6,9 +6,9 @@ The peers are torch's functional ops, which cost less per call than the optimize
 a prediction include the step without one as a peer, to show the prediction's cost.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,47 +20,42 @@ HORIZON = 3
 NUM_GRADIENTS = 36  # as many as parameters of three layers of a transformer
 
 
-class Buffers(Protocol):
-    """One parameter with its gradient and state, and the operations on them."""
-
-    param: Tensor
-
-    def ours(self, **around) -> None:
-        """Take the step under test."""
-
-    def torch_fused(self) -> None:
-        """Take the step with torch's fused kernel (one loop on CPUs)."""
-
-    def torch_foreach(self) -> None:
-        """Take the step with torch's separate ops."""
-
-    def predict(self, out: Tensor) -> None:
-        """Predict HORIZON steps ahead with our separate op."""
-
-
 def in_parts(tensor: Tensor, count: int) -> list[Tensor]:
     """Return views of about the same length, of whole cache lines as parameters mostly are."""
     return list(tensor.split(max(16, -(-tensor.numel() // count // 16) * 16)))
 
 
-@dataclass(frozen=True)
-class StepCases:
-    """The cases of one optimizer's step.
+class Buffers:
+    """One parameter with its gradient and state, and the operations of an optimizer on them.
+
+    ``ours(**around)`` takes the step under test, ``torch_fused()`` torch's fused kernel (one
+    loop on CPUs), ``torch_foreach()`` torch's separate ops, and ``predict(out)`` predicts
+    HORIZON steps ahead with our separate op.
 
     Args:
-        op: name of the op.
-        predict: name of the prediction op.
-        num_bytes: minimum bytes per element moved by the step alone.
-        make_buffers: creates the fp32 buffers of a length, for a number of gradients.
+        tensors: parameter, gradient and states.
+        num_gradients: parts of the gradient, each in memory of its own.
     """
+
+    def __init__(self, tensors: Sequence[Tensor], num_gradients: int) -> None:
+        self.param = tensors[0]
+        self.lists = [in_parts(tensor, num_gradients) for tensor in tensors]
+        self.lists[1] = grads = [part.clone() for part in self.lists[1]]
+        ends = list(accumulate(map(len, grads)))
+        self.gradients = {"grad": grads, "offsets": [0, *ends[:-1]]}
+
+
+@dataclass(frozen=True)
+class StepCases:
+    """The cases of one optimizer's step."""
 
     op: str
     predict: str
-    num_bytes: int
+    num_bytes: int  # minimum bytes per element moved by the step alone
+    # Creates the fp32 buffers of a length, for a number of gradients
     make_buffers: Callable[[str, int, int], Buffers]
 
     def at(self, device: str, sizes: list[int]) -> Iterator[Case]:
-        """Yield all cases at all sizes."""
         for numel in sizes:
             yield self.alone(device, numel)
             for out_dtype in (torch.float32, torch.bfloat16):
@@ -69,7 +64,6 @@ class StepCases:
             yield self.all_in_one(device, numel)
 
     def alone(self, device: str, numel: int) -> Case:
-        """Return the case of the plain step."""
         buffers = self.make_buffers(device, numel, 1)
         providers = [
             Provider("pyparallel", buffers.ours),
@@ -81,7 +75,6 @@ class StepCases:
     def and_prediction(
         self, device: str, numel: int, out_dtype: torch.dtype, num_gradients: int = 1
     ) -> Case:
-        """Return the case of a step followed by a prediction of this dtype."""
         buffers = self.make_buffers(device, numel, num_gradients)
         out = torch.empty(numel, device=device, dtype=out_dtype)
 

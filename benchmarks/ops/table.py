@@ -30,7 +30,6 @@ def best_peer(case: Sequence[Row]) -> Row | None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return a line for each case at the largest size, with the best peer."""
     head = ["op", "case", "ms", "of the copy", "against the best peer", "peer"]
     lines = []
     for case in largest_cases([row for row in rows if row["of_copy"]]):
@@ -62,7 +61,6 @@ def calls(rows: Sequence[Row]) -> str:
 
 
 def small_steps(rows: Sequence[Row]) -> str:
-    """Return a line for each case of ``benchmarks.checkouts``, with the ratio to the other one."""
     lines = []
     for row in rows:
         now, before = (f"{float(row[name]):.3g} {row['unit']}" for name in ("after", "before"))

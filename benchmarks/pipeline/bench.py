@@ -13,31 +13,19 @@ all stages, ours and the limit with the class of ``--optimizer``, torch's with t
 * ``link``: the time in which stages wait for messages over 1 Gbit/s, of PipeOptim and of torch's.
 * ``bubbles``: deeper pipelines whose stages sleep instead of computing: the idle time of ranks,
   measured and simulated.
-
-Rows go to ``benchmarks/results/pipeline-<machine>.csv``, replacing those of the parts that were
-measured. ``python -m benchmarks.pipeline.picture FILE.csv`` draws them. ``--dry-run`` runs a
-small version of all parts, as a test.
 """
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from benchmarks.harness.link import limited_links
-from benchmarks.harness.program import parser_of_parts, run_parts
+from benchmarks.harness.program import run_parts
 from benchmarks.harness.ranks import run_on_loopback, run_ranks
 from benchmarks.harness.rows import Row, rows_of
-from benchmarks.pipeline import bubbles, prediction, waiting
+from benchmarks.pipeline import limit, models, waiting
 from benchmarks.pipeline.limit import Limit, Speed, measure_speeds
-from benchmarks.pipeline.models import (
-    FOR_TWO_CORES,
-    SMALL_MICROBATCHES,
-    ByteModel,
-    EncoderModel,
-    Model,
-    SleepingModel,
-)
 from benchmarks.pipeline.systems import ADAMW, Plan, System, ours, peers
 from benchmarks.pipeline.systems.ours import OURS, OurSchedule
 from benchmarks.pipeline.systems.peers import DEEP_PEERS, PEERS
@@ -55,85 +43,52 @@ LIMIT = Limit.name
 FASTEST = "the fastest of torch's"
 
 
-@dataclass(frozen=True)
-class Deep:
-    """A pipeline of stages that sleep."""
-
-    ranks: int
-    microbatches: int
-
-
-@dataclass(frozen=True)
 class Sizes:
-    """The sizes of the measurements.
+    """The sizes of the measurements; ``optimizer`` is the class of ours."""
 
-    Args:
-        microbatches: per step, in the parts ``throughput`` and ``small``.
-        small: each of ``runs`` processes.
-        updates: of each kind, in the part ``prediction``.
-        forward: seconds that a rank sleeps in the forward of a microbatch; twice that backward.
-    """
-
-    model: ByteModel
-    microbatches: Sequence[int]
-    throughput: Plan
-    small_model: EncoderModel
-    small: Plan
-    runs: int
-    updates: int
-    forward: float
-    deep: Sequence[Deep]
-    bubble_turns: int
-    optimizer: str = ADAMW
+    optimizer = ADAMW
+    microbatches = (RANKS, 2 * RANKS, 4 * RANKS)  # per step
+    model = models.FOR_TWO_CORES
+    throughput = Plan(turns=6, microbatches=8)
+    small_model = models.SMALL_MICROBATCHES
+    small = Plan(turns=4, microbatches=16)  # each of ``runs`` processes
+    runs = 5
+    updates = 120  # of each kind, in the part ``prediction``
+    forward = 0.02  # seconds that a rank sleeps in a microbatch; twice that in its backward
+    deep = ((4, 8), (8, 16))  # ranks that sleep, and microbatches
+    bubble_turns = 3
 
     def ours(self, systems: Sequence[OurSchedule]) -> list[OurSchedule]:
-        """Return systems with the optimizer."""
         return [replace(system, optimizer=self.optimizer) for system in systems]
 
     def optimizer_of(self, system: str) -> str:
-        """Return the class of a system's optimizer."""
         return ADAMW if system.startswith("torch ") else self.optimizer
 
 
-FULL = Sizes(
-    model=FOR_TWO_CORES,
-    microbatches=(RANKS, 2 * RANKS, 4 * RANKS),
-    throughput=Plan(turns=6, microbatches=8),
-    small_model=SMALL_MICROBATCHES,
-    small=Plan(turns=4, microbatches=16),
-    runs=5,
-    updates=120,
-    forward=0.02,
-    deep=(Deep(4, 8), Deep(8, 16)),
-    bubble_turns=3,
-)
-DRY = Sizes(
-    model=ByteModel(width=48, num_blocks=4, num_heads=2, microbatch=1, length=8),
-    microbatches=(RANKS,),
-    throughput=Plan(turns=1, microbatches=2),
-    small_model=EncoderModel(width=16, num_blocks=2, num_heads=2, microbatch=1, length=4),
-    small=Plan(turns=1, microbatches=2),
-    runs=1,
-    updates=4,
-    forward=0.002,
-    deep=(Deep(3, 6),),
-    bubble_turns=1,
-)
+class Dry(Sizes):
+    """Those of a dry run."""
+
+    microbatches = (RANKS,)
+    model = models.ByteModel(width=48, num_blocks=4, num_heads=2, microbatch=1, length=8)
+    throughput = small = Plan(turns=1, microbatches=2)
+    small_model = models.EncoderModel(width=16, num_blocks=2, num_heads=2, microbatch=1, length=4)
+    runs = bubble_turns = 1
+    updates = 4
+    forward = 0.002
+    deep = ((3, 6),)
 
 
 def bench_throughput(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure with few to many microbatches per step, in one run."""
     for count in sizes.microbatches:
         systems = [*sizes.ours(OURS), *PEERS]
-        run = measure_speeds_of(sizes, sizes.model, systems, count, sizes.throughput)
-        ratio_is = f"speed of {fastest(run, PEERS)}, the best of torch's"
-        yield rows_of_speeds(
-            [run], sizes, sizes.model, "throughput", count, best_of_torch, ratio_is
-        )
+        (run,) = measure_runs(sizes, sizes.model, systems, count, sizes.throughput, 1)
+        peer = fastest(run, PEERS)
+        ratio_is = f"speed of {peer}, the best of torch's"
+        arguments = ("throughput", count, lambda *_, peer=peer: peer, ratio_is)
+        yield rows_of_speeds([run], sizes, sizes.model, *arguments)
 
 
 def bench_small(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure little models, 1F1B against torch's and PipeOptim against the faster of torch's."""
     name_of_ours, theirs = (each.ONE_FORWARD_ONE_BACKWARD.name for each in (ours, peers))
     systems, model = [*sizes.ours(COMPARED), *TORCHS], sizes.small_model
 
@@ -141,7 +96,7 @@ def bench_small(sizes: Sizes) -> Iterator[list[Row]]:
         return theirs if name == name_of_ours else fastest(run, TORCHS)
 
     for count in sizes.microbatches:
-        runs = measure_runs(sizes, model, systems, count)
+        runs = measure_runs(sizes, model, systems, count, sizes.small, sizes.runs)
         rows = rows_of_speeds(runs, sizes, model, "small", count, peer_of, f"speed of {FASTEST}")
         for row in rows:
             if row["system"] == name_of_ours:
@@ -150,44 +105,31 @@ def bench_small(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_limit(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure PipeOptim against the limit, both with the same optimizer."""
     for count in sizes.microbatches:
-        runs = measure_runs(sizes, sizes.model, sizes.ours([ours.PIPE_OPTIM]), count)
-        ratio_is = "speed of the limit"
-        yield rows_of_speeds(runs, sizes, sizes.model, "limit", count, lambda *_: LIMIT, ratio_is)
-
-
-def measure_speeds_of(
-    sizes: Sizes, model: Model, systems: Sequence[System], num_microbatches: int, plan: Plan
-) -> Mapping[str, Speed]:
-    """Return the speeds of systems and of the limit in new processes."""
-    arguments = (model, systems, num_microbatches, plan, sizes.optimizer)
-    return run_on_loopback(RANKS, 300, measure_speeds, *arguments)[0]
+        systems = sizes.ours([ours.PIPE_OPTIM])
+        runs = measure_runs(sizes, sizes.model, systems, count, sizes.small, sizes.runs)
+        arguments = ("limit", count, lambda *_: LIMIT, "speed of the limit")
+        yield rows_of_speeds(runs, sizes, sizes.model, *arguments)
 
 
 def measure_runs(
-    sizes: Sizes, model: Model, systems: Sequence[System], num_microbatches: int
+    sizes: Sizes, model: models.Model, systems: Sequence[System], count: int, plan: Plan, runs: int
 ) -> list[Mapping[str, Speed]]:
-    """Return the speeds in each of several runs."""
-    arguments = (sizes, model, systems, num_microbatches, sizes.small)
-    return [measure_speeds_of(*arguments) for _ in range(sizes.runs)]
+    """Return the speeds of systems and of the limit, in new processes for each run."""
+    arguments = (measure_speeds, model, systems, count, plan, sizes.optimizer)
+    return [run_on_loopback(RANKS, 300, *arguments)[0] for _ in range(runs)]
 
 
 def fastest(run: Mapping[str, Speed], systems: Sequence[System]) -> str:
-    """Return the name of the fastest of some systems."""
     return min((each.name for each in systems), key=lambda name: run[name].median)
-
-
-def best_of_torch(name: str, run: Mapping[str, Speed]) -> str:
-    return fastest(run, PEERS)
 
 
 def rows_of_speeds(
     runs: Sequence[Mapping[str, Speed]],
     sizes: Sizes,
-    model: ByteModel | EncoderModel,
+    model: models.ByteModel | models.EncoderModel,
     part: str,
-    num_microbatches: int,
+    count: int,
     peer_of: Callable[[str, Mapping[str, Speed]], str],
     ratio_is: str,
 ) -> list[Row]:
@@ -208,21 +150,12 @@ def rows_of_speeds(
             **spread_of(ratios),
         }
 
-    return rows_of(
-        seconds,
-        seconds[LIMIT],
-        ratio_is,
-        part=part,
-        case=f"M = {num_microbatches}",
-        compute=model.name,
-        ranks=RANKS,
-        microbatches=num_microbatches,
-        more=columns,
-    )
+    common = {"part": part, "case": f"M = {count}", "compute": model.name}
+    common |= {"ranks": RANKS, "microbatches": count}
+    return rows_of(seconds, seconds[LIMIT], ratio_is, more=columns, **common)
 
 
 def spread_of(ratios: Sequence[float]) -> Row:
-    """Return the median of ratios, the least and the greatest."""
     found = {
         "ratio": statistics.median(ratios),
         "ratio_low": min(ratios),
@@ -232,24 +165,14 @@ def spread_of(ratios: Sequence[float]) -> Row:
 
 
 def bench_prediction(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure on both stages at once."""
-    for kind in prediction.OPTIMIZERS:
+    for kind in limit.OPTIMIZERS:
         arguments = (sizes.model, sizes.updates, kind)
-        seconds = run_on_loopback(RANKS, 300, prediction.measure, *arguments)[0]
-        passes, update = (
-            statistics.median(seconds[name]) for name in (prediction.PASSES, prediction.UPDATE)
-        )
-        yield rows_of(
-            seconds,
-            [passes + update],
-            "time of forward, backward and update",
-            digits=4,
-            part="prediction",
-            case="a microbatch on a stage",
-            optimizer=kind,
-            compute=sizes.model.name,
-            ranks=RANKS,
-        )
+        seconds = run_on_loopback(RANKS, 300, limit.measure_prediction, *arguments)[0]
+        passes, update = (statistics.median(seconds[x]) for x in (limit.PASSES, limit.UPDATE))
+        columns = {"part": "prediction", "case": "a microbatch on a stage", "optimizer": kind}
+        columns |= {"compute": sizes.model.name, "ranks": RANKS}
+        ratio_is = "time of forward, backward and update"
+        yield rows_of(seconds, [passes + update], ratio_is, digits=4, **columns)
 
 
 def bench_link(sizes: Sizes) -> Iterator[list[Row]]:
@@ -262,55 +185,38 @@ def bench_link(sizes: Sizes) -> Iterator[list[Row]]:
         for kind in (waiting.ACTIVATIONS, waiting.GRADIENTS):
             seconds = {name: each[kind] for name, each in waits.items()}
 
-            def columns(name: str, seconds: Mapping[str, Sequence[float]] = seconds) -> Row:
+            def more(name: str, seconds: Mapping[str, Sequence[float]] = seconds) -> Row:
                 pairs = zip(seconds[name], seconds[peer], strict=True)
                 ratios = [own / theirs for own, theirs in pairs]  # of the same turn
                 return {**spread_of(ratios), "optimizer": sizes.optimizer_of(name)}
 
-            yield rows_of(
-                seconds,
-                seconds[peer],
-                f"wait of {peer}",
-                part="link",
-                case=f"M = {count}, {kind}",
-                compute=f"{sizes.model.name}, {MBIT_PER_S} Mbit/s",
-                ranks=RANKS,
-                microbatches=count,
-                more=columns,
-            )
+            columns = {"part": "link", "case": f"M = {count}, {kind}", "microbatches": count}
+            columns |= {"compute": f"{sizes.model.name}, {MBIT_PER_S} Mbit/s", "ranks": RANKS}
+            yield rows_of(seconds, seconds[peer], f"wait of {peer}", more=more, **columns)
 
 
 def bench_bubbles(sizes: Sizes) -> Iterator[list[Row]]:
-    """Measure all systems in each pipeline."""
     busy = 3 * sizes.forward  # seconds of work per rank and microbatch
-    for deep in sizes.deep:
-        forward = sizes.forward * deep.ranks
-        model = SleepingModel(2 * deep.ranks, forward, 2 * forward)
-        others = [peer for peer in DEEP_PEERS if peer.runs(deep.ranks, deep.microbatches)]
-        plan = Plan(sizes.bubble_turns, deep.microbatches)
-        arguments = (model, [*sizes.ours(OURS), *others], deep.microbatches, plan)
-        found = run_on_loopback(deep.ranks, 400, bubbles.measure, *arguments)[0]
+    for ranks, count in sizes.deep:
+        model = models.SleepingModel(2 * ranks, sizes.forward * ranks, 2 * sizes.forward * ranks)
+        others = [peer for peer in DEEP_PEERS if peer.runs(ranks, count)]
+        arguments = (model, [*sizes.ours(OURS), *others], count, Plan(sizes.bubble_turns, count))
+        found = run_on_loopback(ranks, 400, limit.measure_bubbles, *arguments)[0]
 
-        def columns(name: str, found: Mapping[str, bubbles.Waiting] = found) -> Row:
-            median, simulated = statistics.median(found[name].seconds), found[name].simulated
+        def more(name: str, found: Mapping[str, Speed] = found) -> Row:
+            speed = found[name]
             return {
-                "ratio": f"{simulated / median:.3f}",
-                "bubble": f"{1 - busy / median:.3f}",
-                "bubble_on_paper": f"{max(0, 1 - busy / simulated):.3f}",
-                "weight_copies": " ".join(map(str, found[name].weight_copies)),
+                "ratio": f"{speed.simulated / speed.median:.3f}",
+                "bubble": f"{1 - busy / speed.median:.3f}",
+                "bubble_on_paper": f"{max(0, 1 - busy / speed.simulated):.3f}",
+                "weight_copies": " ".join(map(str, speed.weight_copies)),
             }
 
-        yield rows_of(
-            {name: each.seconds for name, each in found.items()},
-            [busy],
-            "simulated speed",
-            part="bubbles",
-            case=f"{deep.ranks} ranks, M = {deep.microbatches}",
-            compute=f"sleep {busy * 1e3:.0f} ms per microbatch on each rank, no compute",
-            ranks=deep.ranks,
-            microbatches=deep.microbatches,
-            more=columns,
-        )
+        seconds = {name: each.seconds for name, each in found.items()}
+        columns = {"part": "bubbles", "case": f"{ranks} ranks, M = {count}", "ranks": ranks}
+        compute = f"sleep {busy * 1e3:.0f} ms per microbatch on each rank, no compute"
+        columns |= {"compute": compute, "microbatches": count}
+        yield rows_of(seconds, [busy], "simulated speed", more=more, **columns)
 
 
 PARTS = {
@@ -322,14 +228,6 @@ PARTS = {
     "bubbles": bench_bubbles,
 }
 
-
-def main() -> None:
-    parser = parser_of_parts("pipeline", __doc__, PARTS)
-    parser.add_argument("--optimizer", default=ADAMW, help="a class of AdamW, such as %(default)s")
-    options = parser.parse_args()
-    sizes = replace(DRY if options.dry_run else FULL, optimizer=options.optimizer)
-    run_parts("pipeline", PARTS, sizes, options, FIELDS)
-
-
 if __name__ == "__main__":
-    main()
+    optimizer = (ADAMW, "a class of AdamW, such as %(default)s")
+    run_parts("pipeline", __doc__, PARTS, FIELDS, Sizes(), Dry(), optimizer=optimizer)

@@ -10,23 +10,21 @@ one microbatch of ``PipeOptim``, four or eight of torch's schedules. The rates a
 Rows go to ``benchmarks/results/pipeline-clock-<machine>.csv``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.harness.learning_rate import decayed
-from benchmarks.harness.program import make_parser
+from benchmarks.harness.program import make_parser, save
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import RESULTS, Row, machine, replace_rows, stamp
+from benchmarks.harness.rows import RESULTS, Row, stamp
 from benchmarks.harness.turns import largest, take_turns, timed
 from benchmarks.pipeline.optimizers import (
     IN_TWO,
@@ -55,18 +53,11 @@ TURN = 50  # updates
 
 @dataclass(frozen=True)
 class Entry:
-    """A system with an optimizer.
+    """A system with an optimizer."""
 
-    Args:
-        schedule: of torch; None: ours.
-        optimizer: a key of ``MAKERS``.
-        rate: the highest of the schedule.
-        microbatches: of an update.
-    """
-
-    schedule: TorchSchedule | None
-    optimizer: str
-    rate: float
+    schedule: TorchSchedule | None  # of torch; None: ours
+    optimizer: str  # a key of ``MAKERS``
+    rate: float  # the highest of the schedule
     microbatches: int = 1
 
     @property
@@ -74,85 +65,57 @@ class Entry:
         return OURS if self.schedule is None else self.schedule.name
 
 
+@dataclass
 class Training:
-    """The training of one entry on one rank: layers that are equal on all, and their batches.
+    """The training of one entry on one rank."""
 
-    ``start(entry)`` starts the trainer, ``train(updates)`` trains for a multiple of 5 updates and
-    flushes.
-    """
-
-    def __init__(self, entry: Entry, updates: int, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.layers = IN_TWO.build()
-        self.batches = IN_TWO.batches(seed)
-        self.rates = partial(decayed, steps=updates, warm_up=WARM_UP)
-        self.make_optimizers = partial(MAKERS[entry.optimizer], lr=entry.rate)
-        self.own: list[int] = []  # layers of this rank
-        self.start(entry)
-
-    def own_state(self) -> dict[str, Tensor]:
-        """Return the parameters of this rank's layers, by their names in the whole model."""
-        return {
-            f"{index}.{name}": value
-            for index in self.own
-            for name, value in self.layers[index].state_dict().items()
-        }
-
-
-class OurTraining(Training):
-    """``PipelineTrainer`` with ``PipeOptim``."""
-
-    def start(self, entry: Entry) -> None:
-        self._trainer = PipelineTrainer(
-            self.layers,
-            IN_TWO.loss,
-            self.make_optimizers,
-            PipeOptim(),
-            num_microbatches=PER_STEP,
-            split=IN_TWO.split,
-            scheduler_fn=self.rates,
-        )
-        edges = [0, *IN_TWO.split, len(self.layers)]
-        stages = [stage.index for stage in self._trainer.stages]
-        self.own = [layer for each in stages for layer in range(edges[each], edges[each + 1])]
-
-    def train(self, updates: int) -> None:
-        for _ in range(updates // PER_STEP):
-            inputs, target = map(torch.cat, zip(*islice(self.batches, PER_STEP), strict=True))
-            self._trainer.step(inputs, target)
-        self._trainer.flush()
-
-
-class TheirTraining(Training):
-    """A schedule of ``torch.distributed.pipelining``."""
-
-    def start(self, entry: Entry) -> None:
-        assert entry.schedule is not None
-        splits = {2: IN_TWO.split, 4: (2, 3, 4)}[NUM_RANKS * entry.schedule.stages_per_rank]
-        edges = list(pairwise([0, *splits, len(self.layers)]))
-        modules = [nn.Sequential(*self.layers[slice(*edge)]) for edge in edges]
-        self._training = TorchTraining(
-            entry.schedule, modules, IN_TWO.loss, entry.microbatches, self._optimizers_of
-        )
-        self.own = [layer for stage in self._training.own for layer in range(*edges[stage])]
-        self._schedulers: list[LambdaLR] = list(map(self.rates, self._training.optimizers))
-
-    def _optimizers_of(self, modules: Sequence[nn.Module]) -> list[Optimizer]:
-        made = self.make_optimizers([p for module in modules for p in module.parameters()])
-        return made if isinstance(made, list) else [made]
-
-    def train(self, updates: int) -> None:
-        for batch in islice(self.batches, updates):
-            self._training.batch = batch
-            self._training.step()
-            for scheduler in self._schedulers:
-                scheduler.step()
+    train: Callable[[int], None]  # trains for a number of updates, a multiple of 5, and flushes
+    layers: nn.Sequential  # the whole model, equal on all ranks when training begins
+    own: list[int]  # those of this rank
 
 
 def start(entry: Entry, updates: int, seed: int) -> Training:
-    """Start the training of an entry on this rank."""
-    kind = OurTraining if entry.schedule is None else TheirTraining
-    return kind(entry, updates, seed)
+    torch.manual_seed(seed)
+    layers, batches = IN_TWO.build(), IN_TWO.batches(seed)
+    rates = partial(decayed, steps=updates, warm_up=WARM_UP)
+    make_optimizers = partial(MAKERS[entry.optimizer], lr=entry.rate)
+    splits = IN_TWO.split
+    if entry.schedule is not None:
+        splits = {2: splits, 4: (2, 3, 4)}[NUM_RANKS * entry.schedule.stages_per_rank]
+    edges = list(pairwise([0, *splits, len(layers)]))
+    if entry.schedule is None:
+        trainer = PipelineTrainer(
+            layers, IN_TWO.loss, make_optimizers, PipeOptim(), num_microbatches=PER_STEP,
+            split=splits, scheduler_fn=rates,
+        )  # fmt: skip
+        stages = [stage.index for stage in trainer.stages]
+
+        def train(updates: int) -> None:
+            for _ in range(updates // PER_STEP):
+                inputs, target = map(torch.cat, zip(*islice(batches, PER_STEP), strict=True))
+                trainer.step(inputs, target)
+            trainer.flush()
+
+    else:
+
+        def optimizers_of(modules: Sequence[nn.Module]) -> list[Optimizer]:
+            made = make_optimizers([p for module in modules for p in module.parameters()])
+            return made if isinstance(made, list) else [made]
+
+        modules = [nn.Sequential(*layers[slice(*edge)]) for edge in edges]
+        training = TorchTraining(
+            entry.schedule, modules, IN_TWO.loss, entry.microbatches, optimizers_of
+        )
+        stages, schedulers = training.own, list(map(rates, training.optimizers))
+
+        def train(updates: int) -> None:
+            for batch in islice(batches, updates):
+                training.batch = batch
+                training.step()
+                for scheduler in schedulers:
+                    scheduler.step()
+
+    return Training(train, layers, [layer for each in stages for layer in range(*edges[each])])
 
 
 def find_fastest(rank: int, candidates: Sequence[Entry]) -> list[float]:
@@ -190,7 +153,12 @@ def race(rank: int, entries: Sequence[Entry], updates: int, seed: int) -> list[l
 def evaluate(rank: int, training: Training, whole: nn.Sequential) -> float:
     """Return the held-out bits per byte on rank 0, after gathering the model there; else nan."""
     states: list[Any] | None = [None] * NUM_RANKS if rank == 0 else None
-    dist.gather_object(training.own_state(), states)
+    own = {
+        f"{index}.{name}": value  # by its name in the whole model
+        for index in training.own
+        for name, value in training.layers[index].state_dict().items()
+    }
+    dist.gather_object(own, states)
     if states is None:
         return float("nan")
     whole.load_state_dict({name: each for state in states for name, each in state.items()})
@@ -201,7 +169,6 @@ def evaluate(rank: int, training: Training, whole: nn.Sequential) -> float:
 def rows_of(
     entries: Sequence[Entry], points: Sequence[Sequence[tuple]], seed: int
 ) -> Iterator[Row]:
-    """Yield the rows of a race."""
     shape = f"{IN_TWO.num_layers} blocks of width {IN_TWO.width}"
     compute = f"byte transformer, {shape}, {IN_TWO.batch_size} x {IN_TWO.context} bytes an update"
     for entry, of_entry in zip(entries, points, strict=True):
@@ -224,9 +191,8 @@ def main() -> None:
     parser = make_parser("pipeline.clock", __doc__)
     parser.add_argument("--updates", type=int, default=1000, help="a multiple of 50")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--rates", type=Path, default=RESULTS / "pipeline-optimizers.csv")
     options = parser.parse_args()
-    rows = Rows(options.rates)
+    rows = Rows(RESULTS / "pipeline-optimizers.csv")
     rates = {
         (schedule, optimizer): choose_rate(
             rows, Run(2, optimizer, schedule, NO_CORRECTION, 0.0, SEARCH_UPDATES)
@@ -247,12 +213,10 @@ def main() -> None:
     for seed in options.seeds:
         points = run_on_loopback(NUM_RANKS, 1800, race, entries, options.updates, seed)[0]
         measured += rows_of(entries, points, seed)
-    path = options.out or RESULTS / f"pipeline-clock-{machine()}.csv"
-    replace_rows(measured, path, FIELDS)
     for row in measured:
         if row["updates"] == options.updates:
             print(*(row[name] for name in FIELDS[:8]))
-    print(f"rows: {path}")
+    save(measured, "pipeline-clock", FIELDS, options.out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Trains models in four stages with all schedules, and appends a row for each run that
 ``pipeline-accuracy.csv`` in ``benchmarks/results`` does not have yet, then prints the tables of all
-rows. ``python -m benchmarks.pipeline.picture FILE.csv`` draws them.
+rows.
 
 All schedules use the same batch per update, the same learning rate, the same sequence of batches
 and the same initial weights. So a batch is one microbatch for schedules that update after each
@@ -14,52 +14,36 @@ One process holds all stages: the weights that a microbatch reads depend only on
 runs do not depend on timing, and need one core.
 """
 
+import argparse
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from benchmarks.harness.program import parser_of_runs
+from benchmarks.harness.program import compare
+from benchmarks.harness.rows import RESULTS, RunRows
 from benchmarks.pipeline.table import markdown
-from benchmarks.pipeline.tasks import TASKS, Task
-from benchmarks.pipeline.training import Contestant, Run, add_arguments, complete
-from pyparallel.pipeline import (
-    GPipe,
-    PipeDream,
-    PipeDream2BW,
-    PipeMare,
-    PipeOptim,
-    SpecTrain,
-    XPipe,
-)
+from benchmarks.pipeline.tasks import FIELDS, TASKS, Contestant, Run, Task, perform
+from pyparallel import pipeline
 
 CONTESTANTS = {
-    "gpipe": Contestant(GPipe(), 4),
-    "pipedream": Contestant(PipeDream(), 1),
-    "2bw": Contestant(PipeDream2BW(), 4),
-    "spectrain": Contestant(SpecTrain(), 1),
-    "xpipe": Contestant(XPipe(), 4),
-    "pipeoptim": Contestant(PipeOptim(), 1),
-    "naive": Contestant(PipeMare(), 1),
+    "gpipe": Contestant(pipeline.GPipe(), 4),
+    "pipedream": Contestant(pipeline.PipeDream(), 1),
+    "2bw": Contestant(pipeline.PipeDream2BW(), 4),
+    "spectrain": Contestant(pipeline.SpecTrain(), 1),
+    "xpipe": Contestant(pipeline.XPipe(), 4),
+    "pipeoptim": Contestant(pipeline.PipeOptim(), 1),
+    "naive": Contestant(pipeline.PipeMare(), 1),
 }
 SWEPT = ("gpipe", "pipedream", "pipeoptim", "naive")  # also at rates other than the main one
 
 
-def main() -> None:
-    parser = parser_of_runs("pipeline.compare", __doc__, "pipeline-accuracy.csv")
-    add_arguments(parser, [task.name for task in TASKS], seeds=3)
-    names = list(CONTESTANTS)
-    parser.add_argument("--schedules", nargs="*", choices=names, default=names)
-    options = parser.parse_args()
+def find_runs(options: argparse.Namespace) -> Iterator[Run]:
     tasks = [task for task in TASKS if task.name in options.tasks]
-    runs = (
-        Run(task, name, CONTESTANTS[name], rate, seed)
-        for seed, task in itertools.product(options.seeds, tasks)
-        for name, rate in runs_of(task, options.schedules, seed)
-    )
-    complete(options, runs, markdown)
+    for seed, task in itertools.product(options.seeds, tasks):
+        for name, rate in runs_of(task, options.schedules, seed):
+            yield Run(task, name, CONTESTANTS[name], rate, seed)
 
 
 def runs_of(task: Task, schedules: Iterable[str], seed: int) -> list[tuple[str, float]]:
-    """Return the schedules and learning rates for one seed."""
     swept = SWEPT if task.sweep_seed in {None, seed} else ()
     return [
         (name, rate)
@@ -69,4 +53,6 @@ def runs_of(task: Task, schedules: Iterable[str], seed: int) -> list[tuple[str, 
 
 
 if __name__ == "__main__":
-    main()
+    rows = RunRows(RESULTS / "pipeline-accuracy.csv", FIELDS, num_keys=4)
+    choices = {"tasks": [task.name for task in TASKS], "schedules": list(CONTESTANTS)}
+    compare("pipeline.compare", __doc__, rows, find_runs, perform, markdown, [0, 1, 2], **choices)

@@ -1,16 +1,22 @@
-"""The upper limit of a pipeline's speed: all stages compute without waiting; systems beside it."""
+"""Systems beside the upper limit of their speed: all stages compute without waiting.
+
+Where stages sleep the limit is simulated, and a stage alone shows what weight prediction costs.
+"""
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from benchmarks.pipeline.models import Model, build_stages
+from benchmarks.harness.turns import slowest, take_turns, timed
+from benchmarks.pipeline.models import NUM_BYTES, ByteModel, Model, SleepingModel, build_stages
 from benchmarks.pipeline.systems import (
     ADAMW,
     Plan,
@@ -20,6 +26,8 @@ from benchmarks.pipeline.systems import (
     start,
     time_microbatches,
 )
+from pyparallel.pipeline import Action, PipelineShape, PipeOptim, simulate
+from pyparallel.pipeline.runtime.build_stage import attach_predictors
 
 
 class StageAlone:
@@ -43,7 +51,6 @@ class StageAlone:
         return output if self._target is None else self._loss(output, self._target)
 
     def backward(self, output: Tensor) -> None:
-        """Run the backward with new gradients."""
         self._inputs.grad = None
         self.stage.zero_grad()
         output.backward(self._gradient if self._target is None else None)
@@ -51,11 +58,7 @@ class StageAlone:
 
 @dataclass(frozen=True)
 class Limit:
-    """A system in which each rank trains its stage alone, with an update per microbatch.
-
-    Args:
-        optimizer: the class of AdamW.
-    """
+    """A system in which each rank trains its stage alone, with an update per microbatch."""
 
     name: ClassVar[str] = "no waiting, no messages"
     optimizer: str = ADAMW
@@ -99,15 +102,11 @@ class LimitTraining:
 
 
 class Speed(NamedTuple):
-    """The measurements of one system.
+    """The measurements of one system."""
 
-    Args:
-        seconds: per microbatch in each turn, on the slowest rank.
-        weight_copies: peak number of each stage; empty: not counted.
-    """
-
-    seconds: list[float]
-    weight_copies: list[int]
+    seconds: list[float]  # per microbatch in each turn, on the slowest rank
+    weight_copies: list[int]  # peak number of each stage; empty: not counted
+    simulated: float = 0.0  # the seconds by the simulator, where stages sleep
 
     @property
     def median(self) -> float:
@@ -130,3 +129,81 @@ def measure_speeds(
         name: Speed(times, copies_by_stage(pipelines[name]) if name in pipelines else [])
         for name, times in seconds.items()
     }
+
+
+def measure_bubbles(
+    rank: int, model: SleepingModel, systems: Sequence[System], num_microbatches: int, plan: Plan
+) -> dict[str, Speed]:
+    """Measure all systems in turns, and simulate them."""
+    trainings = start(systems, model, num_microbatches)
+    seconds = time_microbatches(trainings, num_microbatches, plan)
+    return {
+        name: Speed(
+            seconds[name],
+            copies_by_stage(training),
+            simulated_seconds(training.actions, model) / num_microbatches,
+        )
+        for name, training in trainings.items()
+    }
+
+
+def simulated_seconds(
+    actions: Callable[[int], Sequence[Sequence[Action]]], model: SleepingModel
+) -> float:
+    """Return the simulated time of a step in steady state: what one more step adds."""
+    few = 4  # more than the warm-up takes, with at least as many microbatches as stages
+    fewer, more = actions(few), actions(few + 1)
+    costs = model.costs(1 + max(action.stage for action in chain.from_iterable(fewer)))
+    return simulate(more, costs).makespan - simulate(fewer, costs).makespan
+
+
+PASSES = "forward and backward"
+UPDATE, PREDICTING = "update", "update with prediction"
+DIFFERENCE = "the prediction: the difference"
+
+
+def adamw(stage: nn.Module) -> list[Optimizer]:
+    return [make_optimizer(stage.parameters())]
+
+
+def muon(stage: nn.Module) -> list[Optimizer]:
+    """Return Muon for the matrices of the blocks, torch's fused AdamW for the rest."""
+    matrices = [p for p in stage.parameters() if p.ndim == 2 and NUM_BYTES not in p.shape]
+    chosen = set(map(id, matrices))
+    rest = [parameter for parameter in stage.parameters() if id(parameter) not in chosen]
+    return [torch.optim.Muon(matrices, lr=1e-4, weight_decay=0.01), make_optimizer(rest)]
+
+
+OPTIMIZERS = {"AdamW": adamw, "Muon and AdamW": muon}
+
+
+def measure_prediction(
+    rank: int, model: ByteModel, microbatches: int, kind: str
+) -> dict[str, list[float]]:
+    """Return the seconds of each on the slowest rank, by microbatch; a quarter more warms up.
+
+    Each update follows a forward and a backward, so that the caches are as in training.
+    """
+    alone = StageAlone(model)
+    optimizers = OPTIMIZERS[kind](alone.stage)
+    flat, predictor = attach_predictors(optimizers, PipeOptim(), PipelineShape(2, 1, 2), 0)
+    out = [torch.empty_like(buffer) for buckets in flat for buffer in buckets.buffers]
+
+    def update() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def after_passes(function: Callable[[], object]) -> tuple[float, float]:
+        passes = timed(lambda: alone.backward(alone.forward()))
+        return passes, timed(function)
+
+    runs = {
+        UPDATE: lambda: after_passes(update),
+        PREDICTING: lambda: after_passes(lambda: predictor.step(1, out)),
+    }
+    found = take_turns(runs, microbatches, microbatches // 4, dist.barrier)
+    seconds = {name: [own for _, own in pairs] for name, pairs in found.items()}
+    passes = [passes for pairs in found.values() for passes, _ in pairs]
+    warm = slowest({PASSES: passes, **seconds})
+    differences = zip(warm[PREDICTING], warm[UPDATE], strict=True)
+    return {**warm, DIFFERENCE: [predicting - update for predicting, update in differences]}

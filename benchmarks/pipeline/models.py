@@ -36,7 +36,6 @@ class Model:
 
 
 def build_stages(model: Model, num_stages: int) -> list[nn.Sequential]:
-    """Return the stages of a new model."""
     layers = model.build()
     edges = pairwise([0, *model.split(num_stages), len(layers)])
     return [nn.Sequential(*layers[begin:end]) for begin, end in edges]
@@ -44,20 +43,13 @@ def build_stages(model: Model, num_stages: int) -> list[nn.Sequential]:
 
 @dataclass(frozen=True)
 class TextModel(Model):
-    """Blocks after an embedding and before a head.
+    """Blocks after an embedding and before a head."""
 
-    Args:
-        width: of the residual stream.
-        num_blocks: a multiple of every number of stages.
-        microbatch: samples per microbatch.
-        length: tokens per sample.
-    """
-
-    width: int
-    num_blocks: int
+    width: int  # of the residual stream
+    num_blocks: int  # a multiple of every number of stages
     num_heads: int
-    microbatch: int
-    length: int
+    microbatch: int  # samples per microbatch
+    length: int  # tokens per sample
 
     loss = staticmethod(byte_loss)
 
@@ -67,7 +59,6 @@ class TextModel(Model):
 
     @property
     def tokens(self) -> int:
-        """Tokens per microbatch."""
         return self.microbatch * self.length
 
 
@@ -164,25 +155,15 @@ class Block(nn.Module):
         return stream + self.perceptron(self.before_perceptron(stream))
 
 
-def mean_of_output(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).mean()
-
-
 @dataclass(frozen=True)
 class SleepingModel(Model):
-    """Layers that sleep; half of a backward is for the input, half for the weights.
+    """Layers that sleep; half of a backward is for the input, half for the weights."""
 
-    Args:
-        num_layers: a multiple of every number of stages.
-        forward: seconds that all layers together sleep in the forward of a microbatch.
-        backward: the same for the backward.
-    """
+    num_layers: int  # a multiple of every number of stages
+    forward: float  # seconds that all layers together sleep in the forward of a microbatch
+    backward: float  # the same for the backward
 
-    num_layers: int
-    forward: float
-    backward: float
-
-    loss = staticmethod(mean_of_output)
+    loss = staticmethod(lambda output, target: (output - target).mean())
 
     @property
     def num_equal(self) -> int:
@@ -204,7 +185,6 @@ class SleepingModel(Model):
         return Costs(forward, backward, backward / 2, backward / 2)
 
     def make_batch(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Return one sample per microbatch, of any value."""
         return torch.ones(num_microbatches, 1), torch.zeros(num_microbatches, 1)
 
 

@@ -31,34 +31,26 @@ from typing_extensions import override
 from benchmarks.harness.program import make_parser
 from benchmarks.harness.rows import RESULTS, Key, Row, RunRows
 from benchmarks.pipeline import table
-from benchmarks.pipeline.tasks import Bytes
-from benchmarks.pipeline.training import Contestant, train
-from pyparallel.pipeline import (
-    GPipe,
-    PipeDream,
-    PipeDream2BW,
-    PipeOptim,
-    StageMomentum,
-    UpdateErrorFeedback,
-)
+from benchmarks.pipeline.tasks import Bytes, Contestant, train
+from pyparallel import pipeline
 
 FIELDS = [
     "stages", "optimizer", "schedule", "correction", "rate", "updates", "seed", "options",
     "microbatches", "held_out_bits", "training_bits", "weight_copies", "torch", "commit", "losses",
 ]  # fmt: skip
 SCHEDULES = {
-    "GPipe": Contestant(GPipe(), 4),
-    "PipeDream": Contestant(PipeDream(), 1),
-    "2BW": Contestant(PipeDream2BW(), 4),
-    "PipeOptim": Contestant(PipeOptim(), 1),
-    "PipeOptim, consistent": Contestant(PipeOptim("consistent"), 1),
+    "GPipe": Contestant(pipeline.GPipe(), 4),
+    "PipeDream": Contestant(pipeline.PipeDream(), 1),
+    "2BW": Contestant(pipeline.PipeDream2BW(), 4),
+    "PipeOptim": Contestant(pipeline.PipeOptim(), 1),
+    "PipeOptim, consistent": Contestant(pipeline.PipeOptim("consistent"), 1),
 }
 NO_CORRECTION = "none"
 CORRECTIONS = {
     NO_CORRECTION: None,
-    "error feedback": UpdateErrorFeedback(),
-    "error feedback by delay": UpdateErrorFeedback(None),
-    "stage momentum": StageMomentum(),
+    "error feedback": pipeline.UpdateErrorFeedback(),
+    "error feedback by delay": pipeline.UpdateErrorFeedback(None),
+    "stage momentum": pipeline.StageMomentum(),
 }
 # Error feedback by delay is that of the paper where the delay is 1.
 CORRECTED = {
@@ -128,33 +120,24 @@ class Run:
 
 
 class Rows(RunRows):
-    """The rows of a file, to which those of new runs are added.
+    """The rows of a file, to which those of new runs are added."""
 
-    Args:
-        path: of the file.
-        dry_run: train for two updates, and write no rows.
-    """
-
-    def __init__(self, path: Path, *, dry_run: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(path, FIELDS, num_keys=7)
-        self._dry_run = dry_run
         self.known = self.read()
 
     def score(self, run: Run) -> float:
         """Return the held-out bits per byte of a run, performed if it has no row."""
         if run.key not in self.known:
             print(*run.key, flush=True)
-            if self._dry_run:
-                columns = perform(replace(run, updates=2))
-                self.known[run.key] = dict(zip(FIELDS, run.key, strict=False)) | columns
-            else:
-                self.known[run.key] = self.add(run.key, perform(run))
+            self.known[run.key] = self.add(run.key, perform(run))
         return float(self.known[run.key]["held_out_bits"])
 
 
 def perform(run: Run) -> Row:
-    """Train once; return the columns of the row after its key."""
-    contestant = contestant_of(run.schedule, run.correction, run.stages)
+    contestant = replace(SCHEDULES[run.schedule], correction=CORRECTIONS[run.correction])
+    if run.schedule == "2BW":  # as its paper requires: else it delays by more updates
+        contestant = replace(contestant, microbatches=run.stages)
     task = replace(MODELS[run.stages], make_optimizer=MAKERS[run.optimizer])
     outcome = train(task, contestant, run.rate, run.seed, run.updates, WARM_UP)
     options = repr(contestant.schedule)
@@ -169,17 +152,7 @@ def perform(run: Run) -> Row:
     }
 
 
-def contestant_of(schedule: str, correction: str, stages: int) -> Contestant:
-    """Return a schedule with a correction.
-
-    2BW has as many microbatches as stages, as its paper requires: else it delays by more updates.
-    """
-    contestant = replace(SCHEDULES[schedule], correction=CORRECTIONS[correction])
-    return replace(contestant, microbatches=stages) if schedule == "2BW" else contestant
-
-
 def adamw(parameters: list[nn.Parameter], lr: float) -> Optimizer:
-    """Return AdamW for all parameters."""
     return torch.optim.AdamW(parameters, lr=lr)
 
 
@@ -200,7 +173,6 @@ MAKERS = {"adamw": adamw, "muon": muon}
 
 
 def choose_rate(rows: Rows, run: Run) -> float:
-    """Return the best rate of a contestant by the rule for all."""
     scores = {rate: rows.score(replace(run, rate=rate)) for rate in RATES}
     while (best := min(scores, key=scores.__getitem__)) in {min(scores), max(scores)}:
         rate = best / 2 if best == min(scores) else best * 2
@@ -261,11 +233,10 @@ def main() -> None:
         ("--correction", str, list(CORRECTIONS)),
     ]:
         parser.add_argument(name, nargs="*", type=kind, choices=choices, default=choices)
-    parser.add_argument("--dry-run", action="store_true", help="two updates a run, and no rows")
     parser.set_defaults(out=RESULTS / "pipeline-optimizers.csv")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = Rows(options.out, dry_run=options.dry_run)
+    rows = Rows(options.out)
     for stages in options.stages:
         for optimizer in options.optimizer:
             contestants = every_contestant(stages, options.correction)

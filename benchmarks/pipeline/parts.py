@@ -17,19 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.harness.program import make_parser
+from benchmarks.harness.program import make_parser, save
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import RESULTS, Row, machine, replace_rows, summary
+from benchmarks.harness.rows import Row, summary
+from benchmarks.harness.turns import time_block
 from benchmarks.pipeline.models import SMALL_MICROBATCHES, EncoderModel
 from benchmarks.pipeline.systems import ADAMW, WARM_UP, Plan
-from benchmarks.pipeline.systems.ours import (
-    ONE_FORWARD_ONE_BACKWARD,
-    PIPE_OPTIM,
-    OurSchedule,
-    OurTraining,
-)
+from benchmarks.pipeline.systems.ours import ONE_FORWARD_ONE_BACKWARD, PIPE_OPTIM, OurSchedule
 from pyparallel.pipeline import PipelineTrainer
 from pyparallel.pipeline.messages import Channel
 from pyparallel.pipeline.messages.stage_p2p import StageP2P
@@ -88,7 +83,6 @@ class Timers:
 
     @contextmanager
     def installed(self, module: torch.nn.Module) -> Iterator[None]:
-        """Time the functions of the trainer, and the forward of its module."""
         places = [*FUNCTIONS, (module, "forward", FORWARD)]
         before = [getattr(owner, name) for owner, name, _ in places]
         for (owner, name, part), function in zip(places, before, strict=True):
@@ -100,7 +94,6 @@ class Timers:
                 setattr(owner, name, function)
 
     def _switch(self) -> None:
-        """Count the time since the last switch."""
         now = time.perf_counter()
         if self._running:
             self.seconds[self._running[-1]] += now - self._since
@@ -115,79 +108,53 @@ def measure(
     A turn is a block of steps with timers, and one without.
     """
     training = system.start(model, num_microbatches)
-    run_block(training, WARM_UP)
+    time_block(training, WARM_UP)
     steps = plan.steps(num_microbatches)
     turns: list[dict[str, float]] = []
     for _ in range(plan.turns):
-        whole, timers = run_block(training, steps), Timers()
+        whole, timers = time_block(training, steps), Timers()
         with timers.installed(training.trainer.stages[0].module):
-            run_block(training, steps, timers.seconds.clear)
-        turns.append({**timers.seconds, WHOLE: whole})
-    scale = 1 / (steps * num_microbatches)
+            time_block(training, steps, timers.seconds.clear)
+        a_step = {part: seconds / steps for part, seconds in timers.seconds.items()}
+        turns.append({**a_step, WHOLE: whole})
+    scale = 1 / num_microbatches
     return {part: [scale * turn.get(part, 0.0) for turn in turns] for part in (*PARTS, WHOLE)}
-
-
-def run_block(
-    training: OurTraining, steps: int, begin_timing: Callable[[], None] = lambda: None
-) -> float:
-    """Return the seconds of the steps, in steady state after one of warm-up."""
-    dist.barrier()
-    training.step()
-    begin_timing()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        training.step()
-    elapsed = time.perf_counter() - begin
-    training.finish()
-    return elapsed
-
-
-def print_rows(rows: list[Row]) -> None:
-    """Print the parts of both stages beside each other."""
-    print(f"\n{rows[0]['system']}, M = {rows[0]['microbatches']}; ms a microbatch, share")
-    half = len(rows) // 2
-    for first, second in zip(rows[:half], rows[half:], strict=True):
-        cells = [f"{row['median_ms']:>9} {row['share']:>6}" for row in (first, second)]
-        print(f"{first['part']:<36}", *cells)
 
 
 def main() -> None:
     parser = make_parser("pipeline.parts", __doc__)
     parser.add_argument("--code", default="after", help="the name of the code in the rows")
     parser.add_argument("--optimizer", default=ADAMW, help="a class of AdamW, such as %(default)s")
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
-    plan, model = Plan(options.turns, 32), SMALL_MICROBATCHES
+    plan, model = Plan(8, 32), SMALL_MICROBATCHES
     if options.dry_run:
         plan = Plan(1, 2)
         model = EncoderModel(width=16, num_blocks=2, num_heads=2, microbatch=1, length=4)
     rows: list[Row] = []
     for system in (PIPE_OPTIM, ONE_FORWARD_ONE_BACKWARD):
         chosen = replace(system, optimizer=options.optimizer)
-        for count in options.microbatches:
+        for count in (2, 4, 8):
             ranks = run_on_loopback(2, 120, measure, chosen, model, count, plan)
+            columns = {"code": options.code, "system": system.name, "microbatches": count}
+            columns |= {"compute": model.name, "optimizer": options.optimizer}
             found = [
                 {
                     **summary(times),
-                    "code": options.code,
-                    "system": system.name,
-                    "microbatches": count,
+                    **columns,
                     "stage": stage,
                     "part": part,
                     "share": f"{statistics.median(times) / statistics.median(parts[WHOLE]):.3f}",
-                    "compute": model.name,
-                    "optimizer": options.optimizer,
                 }
                 for stage, parts in enumerate(ranks)
                 for part, times in parts.items()
             ]
-            print_rows(found)
+            print(f"\n{system.name}, M = {count}; ms a microbatch and share, by stage")
+            for pair in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
+                cells = (f"{row['median_ms']:>9} {row['share']:>6}" for row in pair)
+                print(f"{pair[0]['part']:<36}", *cells)
             rows += found
-    path = options.out or RESULTS / f"pipeline-parts-{machine()}.csv"
-    replace_rows(rows, path, FIELDS)
-    print(f"\nrows: {path}")
+    save(rows, "pipeline-parts", FIELDS, options.out)
 
 
 if __name__ == "__main__":

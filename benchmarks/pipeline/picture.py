@@ -1,7 +1,4 @@
-"""Pictures of pipelines: accuracy, learning rates, throughput, bubbles.
-
-``python -m benchmarks.pipeline.picture FILE.csv`` draws those that the file has rows for.
-"""
+"""Pictures of pipelines: accuracy, learning rates, throughput, bubbles."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,93 +7,53 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.harness import pictures
-from benchmarks.harness.pictures import (
-    BLACK,
-    BLUE,
-    GRAY,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    bars_by_case,
-    dots,
-    gray_if_torch,
-    legend,
-    panels,
-    shows,
-    shows_part,
-)
+from benchmarks.harness.pictures import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED, SKY
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import grouped, mean, mean_losses, of, values, where
+from benchmarks.pipeline import table
 from benchmarks.pipeline.limit import Limit
-from benchmarks.pipeline.table import (
-    BASELINE,
-    GPIPE,
-    OPTIMIZERS,
-    ORDER,
-    PLAIN,
-    SEARCHED,
-    TRAINING,
-    best_runs,
-    bits,
-    contestants,
-    finite_differences,
-    label,
-    long_runs,
-    mean_bits,
-    measure_of,
-    select,
-    swept,
-)
-from benchmarks.pipeline.table import trained as trained_with
 from benchmarks.pipeline.tasks import TASKS, Task
 
-COLORS = dict(zip(ORDER, [BLACK, ORANGE, SKY, PURPLE, GRAY, GREEN, RED], strict=True))
+COLORS = dict(zip(table.ORDER, [BLACK, ORANGE, SKY, PURPLE, GRAY, GREEN, RED], strict=True))
 
 
 def trained(rows: Sequence[Row]) -> list[tuple[Task, list[Row]]]:
-    """Return the tasks that have rows, with their rows."""
     found = [(task, where(rows, task=task.name)) for task in TASKS]
     return [(task, own) for task, own in found if own]
 
 
 def trained_at_rates(rows: Sequence[Row]) -> list[tuple[Task, list[Row]]]:
-    """Return those trained at several rates."""
     return [(task, own) for task, own in trained(rows) if len(task.rates) > 1]
 
 
-@shows(trained)
+@pictures.shows(trained)
 def draw_accuracy(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
-    """Draw the differences from GPipe at the main rate."""
     title = "What do stale weights cost? Held-out scores against GPipe's"
-    figure, axes = panels(title, len(found), 4.2, sharey=True)
+    figure, axes = pictures.panels(title, len(found), 4.2, sharey=True)
     for own, (task, of_task) in zip(axes, found, strict=True):
-        groups = select(of_task, task, task.main_rate)
-        measure = measure_of(of_task)
-        baseline = groups.pop(BASELINE, [])
-        apart = {n: finite_differences(g, baseline, measure) for n, g in groups.items()}
-        dots(own, apart, measure.limit)
+        groups = table.select(of_task, task, task.main_rate)
+        measure = table.measure_of(of_task)
+        baseline = groups.pop(table.BASELINE, [])
+        apart = {n: table.finite_differences(g, baseline, measure) for n, g in groups.items()}
+        pictures.dots(own, apart, measure.limit)
         own.set_title(f"{task.name}, lr {task.main_rate:g}")
         own.set_xlabel(f"{measure.title}, {measure.unit}\n(further {measure.better} is better)")
     figure.supxlabel("hollow: one seed; full: their mean", fontsize=10)
     return figure
 
 
-@shows(trained_at_rates)
+@pictures.shows(trained_at_rates)
 def draw_losses(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
-    """Draw the mean training loss of each schedule by update."""
-    figure, axes = panels("Do stale weights slow training down?", len(found), 4.4)
+    figure, axes = pictures.panels("Do stale weights slow training down?", len(found), 4.4)
     for own, (task, of_task) in zip(axes, found, strict=True):
-        draw_curves(own, select(of_task, task, task.main_rate), task, COLORS)
-    legend(figure, axes[0], 4)
+        draw_curves(own, table.select(of_task, task, task.main_rate), task, COLORS)
+    pictures.legend(figure, axes[0], 4)
     return figure
 
 
 def draw_curves(
     axes: Axes, groups: Mapping[str, list[Row]], task: Task, colors: Mapping[str, str]
 ) -> None:
-    """Draw the mean over seeds of each group."""
     for name, group in groups.items():
         means = mean_losses(group)
         updates = int(group[0]["updates"])
@@ -108,23 +65,22 @@ def draw_curves(
     scale(axes)
 
 
-@shows(trained_at_rates)
+@pictures.shows(trained_at_rates)
 def draw_rates(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
     """Draw the loss of the last tenth at each rate; a cross near the top for a diverged run."""
-    figure, axes = panels("Which learning rates do schedules bear?", len(found), 4.4)
+    figure, axes = pictures.panels("Which learning rates do schedules bear?", len(found), 4.4)
     for own, (task, of_task) in zip(axes, found, strict=True):
         draw_sweep(own, of_task, task)
-    legend(figure, axes[0], 4)
+    pictures.legend(figure, axes[0], 4)
     return figure
 
 
 def draw_sweep(axes: Axes, rows: Sequence[Row], task: Task) -> None:
-    """Draw the schedules that were trained at several rates."""
-    at_rates, names = swept(rows, task)
+    at_rates, names = table.swept(rows, task)
     for index, name in enumerate(names):
         means = []
         for rate, groups in at_rates.items():
-            found = values(groups.get(name, []), TRAINING)
+            found = values(groups.get(name, []), table.TRAINING)
             axes.plot([rate] * len(found), found, "o", mfc="white", mec=COLORS[name], ms=4)
             if len(found) < len(groups.get(name, [])):
                 top = axes.get_xaxis_transform()
@@ -149,93 +105,86 @@ def scale(axes: Axes) -> None:
     axes.grid()
 
 
-@shows_part("throughput")
+@pictures.shows_part("throughput")
 def draw_throughput(rows: Sequence[Row]) -> Figure:
-    """Draw the fraction of the limit that each system reaches."""
     rows = [row for row in rows if row["system"] != Limit.name]
     title = "How fast is a pipeline? Blue: pyparallel, gray: torch"
-    figure, axes = bars_by_case(
-        rows, title, 4.8, lambda row: float(row["of_limit"]), "{:.2f}", gray_if_torch
-    )
+    figure, axes = pictures.bars_by_case(rows, title, 4.8, "of_limit", "{:.2f}")
     for own in axes:
         own.axvline(1, color=BLACK, lw=1)
         own.set_xlim(0, 1.25)
         own.set_title(f"{own.get_title()} microbatches")
-    figure.supxlabel(
-        f"speed; 1 is {rows[0]['ranks']} ranks that compute and never wait", fontsize=11
-    )
+    figure.supxlabel(f"speed; 1 is {rows[0]['ranks']} ranks that compute and never wait")
     return figure
 
 
-@shows_part("bubbles")
+@pictures.shows_part("bubbles")
 def draw_bubbles(rows: Sequence[Row]) -> Figure:
-    """Draw the measured bubbles as bars, the simulated ones as marks."""
     title = "How long do ranks wait? Blue: pyparallel, gray: torch"
-    figure, axes = bars_by_case(
-        rows, title, 5.0, lambda row: 100 * float(row["bubble"]), "{:.0f}", gray_if_torch
-    )
+    figure, axes = pictures.bars_by_case(rows, title, 5.0, "bubble", "{:.0f}", scale=100)
     for own, of_case in zip(axes, grouped(rows, "case").values(), strict=True):
         simulated = [100 * float(row["bubble_on_paper"]) for row in of_case]
         own.plot(simulated, range(len(of_case)), "|", color=RED, ms=13, mew=2)
     figure.supxlabel(
-        "% of all ranks' time; bar: measured, with stages that sleep; red line: simulated",
-        fontsize=11,
+        "% of all ranks' time; bar: measured, with stages that sleep; red line: simulated"
     )
     return figure
 
 
-@shows(lambda rows: [row for row in rows if "stages" in row and row["updates"] == SEARCHED])
+@pictures.shows(
+    lambda rows: [row for row in rows if "stages" in row and row["updates"] == table.SEARCHED]
+)
 def draw_sweeps(rows: Sequence[Row]) -> Figure:
-    """Draw the held-out loss of short runs at each rate, for each number of stages."""
-    shown = [GPIPE, ("2BW", PLAIN), ("PipeDream", PLAIN), ("PipeOptim", PLAIN)]
+    shown = [(name, table.PLAIN) for name in ("GPipe", "2BW", "PipeDream", "PipeOptim")]
     colors = dict(zip(shown, [BLACK, SKY, ORANGE, GREEN], strict=True))
     depths = [depth for depth in of(rows, "stages") if depth != "2"]
-    figure, axes = panels("Which rates do delayed gradients bear?", len(depths), 4.4)
+    figure, axes = pictures.panels("Which rates do delayed gradients bear?", len(depths), 4.4)
     for own, depth in zip(axes, depths, strict=True):
         of_depth = where(rows, stages=depth)
         for contestant, color in colors.items():
-            for optimizer, name in OPTIMIZERS.items():
-                found = trained_with(of_depth, contestant, optimizer)
-                points = sorted((float(row["rate"]), bits(row)) for row in found)
+            for optimizer, name in table.OPTIMIZERS.items():
+                found = table.trained(of_depth, contestant, optimizer)
+                points = sorted((float(row["rate"]), table.bits(row)) for row in found)
                 if points:
                     style = {"color": color, "label": f"{contestant[0]}, {name}", "marker": "."}
                     own.plot(*zip(*points, strict=True), LINES[optimizer], **style)
         own.set(xscale="log", xlabel="learning rate", ylabel="held-out bits per byte")
-        own.set_title(f"{depth} stages, {SEARCHED} updates, one seed")
+        own.set_title(f"{depth} stages, {table.SEARCHED} updates, one seed")
         own.set_xticks([], minor=True)
         own.set_xticks(
             [0.003, 0.006, 0.012, 0.024, 0.048], ["0.003", ".006", ".012", ".024", ".048"]
         )
-        low = min(map(bits, of_depth))
+        low = min(map(table.bits, of_depth))
         own.set_ylim(low - 0.03, low + 0.9)
         own.grid()
-    legend(figure, axes[0], 2)
+    pictures.legend(figure, axes[0], 2)
     return figure
 
 
 LINES = {"adamw": "--", "muon": "-"}
 
 
-@shows(long_runs)
+@pictures.shows(table.long_runs)
 def draw_finals(rows: Sequence[Row]) -> Figure:
-    """Draw the held-out loss of the long runs at each one's own rate."""
     depths = of(rows, "stages")
     title = "Do delayed gradients cost loss? Each contestant at its own best rate"
-    figure, axes = panels(title, len(depths), 4.2, sharey=True)
-    names = [(who, optimizer) for optimizer in OPTIMIZERS for who in contestants(rows)]
+    figure, axes = pictures.panels(title, len(depths), 4.2, sharey=True)
+    names = [(who, optimizer) for optimizer in table.OPTIMIZERS for who in table.contestants(rows)]
     for own, depth in zip(axes, depths, strict=True):
         of_depth = where(rows, stages=depth)
         for place, (contestant, optimizer) in enumerate(names):
-            group = best_runs(of_depth, contestant, optimizer)
+            group = table.best_runs(of_depth, contestant, optimizer)
             if not group:
                 continue
             color = BLUE if optimizer == "muon" else GRAY
-            own.plot(list(map(bits, group)), [place] * len(group), "o", mfc="white", mec=color)
-            own.plot([mean_bits(group)], [place], "o", color=color, ms=8)
-        own.axvline(mean_bits(best_runs(of_depth, GPIPE, "adamw")), color=BLACK, lw=1)
+            found = list(map(table.bits, group))
+            own.plot(found, [place] * len(group), "o", mfc="white", mec=color)
+            own.plot([table.mean_bits(group)], [place], "o", color=color, ms=8)
+        exact = table.best_runs(of_depth, table.GPIPE, "adamw")
+        own.axvline(table.mean_bits(exact), color=BLACK, lw=1)
         own.set_title(f"{depth} stages")
         own.grid(axis="x")
-    labels = [f"{label(who)}, {OPTIMIZERS[optimizer]}" for who, optimizer in names]
+    labels = [f"{table.label(who)}, {table.OPTIMIZERS[optimizer]}" for who, optimizer in names]
     axes[0].set_yticks(range(len(names)), labels)
     axes[0].invert_yaxis()
     figure.supxlabel(
@@ -245,22 +194,21 @@ def draw_finals(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-@shows(lambda rows: [row for row in rows if "seconds" in row])
+@pictures.shows(lambda rows: [row for row in rows if "seconds" in row])
 def draw_race(rows: Sequence[Row]) -> Figure:
-    """Draw the held-out loss over seconds, the mean over seeds."""
-    figure, (axes,) = panels("Loss over time: two ranks that compute, one run", 1, 4.4)
+    figure, (axes,) = pictures.panels("Loss over time: two ranks that compute, one run", 1, 4.4)
     for system in of(rows, "system"):
-        for optimizer, name in OPTIMIZERS.items():
+        for optimizer, name in table.OPTIMIZERS.items():
             found = grouped(where(rows, system=system, optimizer=optimizer), "updates")
             points = [(mean(own, "seconds"), mean(own, "held_out_bits")) for own in found.values()]
             color = GRAY if system.startswith("torch") else BLUE
             style = {"color": color, "label": f"{system}, {name}"}
             axes.plot(*zip(*points, strict=True), LINES[optimizer], **style)
     axes.set(xlabel="seconds of training", ylabel="held-out bits per byte")
-    lowest = min(map(bits, rows))
+    lowest = min(map(table.bits, rows))
     axes.set_ylim(lowest - 0.05, lowest + 1.2)
     axes.grid()
-    legend(figure, axes, 2)
+    pictures.legend(figure, axes, 2)
     return figure
 
 

@@ -7,14 +7,7 @@ from itertools import pairwise
 
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
-from benchmarks.harness.tables import (
-    Measure,
-    differences,
-    grouped,
-    markdown_table,
-    values,
-    where,
-)
+from benchmarks.harness.tables import Measure, differences, grouped, markdown_table, values, where
 from benchmarks.pipeline.tasks import TASKS, Task
 
 BASELINE = "gpipe"
@@ -91,17 +84,11 @@ def _sweep_table(rows: Sequence[Row], task: Task) -> str:
     if len(task.rates) == 1:
         return ""
     (at_rates, names), measure = swept(rows, task), measure_of(rows)
+    lines = []
+    for name in names:
+        pairs = [(each.get(name, []), each.get(BASELINE, [])) for each in at_rates.values()]
+        lines.append([name, *(_cell(*pair, measure) for pair in pairs)])
     head = [f"{task.name}, {measure.title} (against GPipe)", *(f"lr {rate:g}" for rate in at_rates)]
-    lines = [
-        [
-            name,
-            *(
-                _cell(groups.get(name, []), groups.get(BASELINE, []), measure)
-                for groups in at_rates.values()
-            ),
-        ]
-        for name in names
-    ]
     return markdown_table(head, lines)
 
 
@@ -178,7 +165,6 @@ def contestants(rows: Sequence[Row]) -> list[Contestant]:
 
 
 def trained(rows: Sequence[Row], contestant: Contestant, optimizer: str) -> list[Row]:
-    """Return the rows of a contestant with an optimizer."""
     return where(rows, schedule=contestant[0], correction=contestant[1], optimizer=optimizer)
 
 
@@ -188,7 +174,6 @@ def long_runs(rows: Sequence[Row]) -> list[Row]:
 
 
 def by_rate(rows: Sequence[Row], contestant: Contestant, optimizer: str) -> dict[str, list[Row]]:
-    """Return the long runs of a contestant by rate, ascending."""
     own = grouped(trained(long_runs(rows), contestant, optimizer), "rate")
     return {rate: own[rate] for rate in sorted(own, key=float)}
 
@@ -204,7 +189,6 @@ def label(contestant: Contestant) -> str:
 
 
 def bits(row: Row) -> float:
-    """Return the held-out bits per byte of a row."""
     return float(row["held_out_bits"])
 
 
@@ -213,7 +197,6 @@ def mean_bits(rows: Sequence[Row]) -> float:
 
 
 def behind(rows: Sequence[Row], baseline: Sequence[Row]) -> float:
-    """Return by how many percent the mean loss is above another one."""
     return 100 * (mean_bits(rows) / mean_bits(baseline) - 1)
 
 

@@ -1,6 +1,12 @@
-"""The tasks of the comparison: data, a model in four stages, an optimizer and its rates."""
+"""The tasks of the comparisons, and training with a schedule in one process.
 
+The weights that a microbatch reads, and the losses that a stage learns from, depend only on the
+schedule. So runs do not depend on timing, and need one core.
+"""
+
+import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -10,8 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
+from benchmarks.harness.learning_rate import rate as rate_at
+from benchmarks.harness.learning_rate import set_rate
+from benchmarks.harness.rows import Key, Row, as_text, shorten
 from examples.data import as_tensor, cut_windows, draw_windows, load_digits, load_files
 from examples.models import accuracy, build_transformer, byte_loss, digits_net
+from pyparallel.comm import NonFiniteError
+from pyparallel.pipeline import Correction, PipelineTrainer, Schedule
 
 Batch = tuple[Tensor, Tensor]
 MakeOptimizer = Callable[..., Optimizer]
@@ -45,7 +56,6 @@ class Digits(Task):
     loss = staticmethod(cross_entropy)
 
     def build(self) -> nn.Sequential:
-        """Return two convolutions and two linear layers."""
         return digits_net()
 
     def batches(self, seed: int) -> Iterator[Batch]:
@@ -64,7 +74,6 @@ class Digits(Task):
         return load_images()[2:]
 
     def accuracy(self, model: nn.Module) -> float | None:
-        """Return the fraction of correct held-out predictions."""
         return accuracy(model, *self.held_out())
 
 
@@ -97,7 +106,6 @@ class Bytes(Task):
         return build_transformer(self.context, self.width, self.num_layers, self.num_heads)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield random windows."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             windows = draw_windows(load_text()[0], self.batch_size, self.context + 1, generator)
@@ -115,7 +123,6 @@ class Bytes(Task):
 
 @cache
 def load_text() -> tuple[Tensor, Tensor]:
-    """Return the training and the held-out bytes."""
     train, held_out = load_files()
     return as_tensor(train), as_tensor(held_out)
 
@@ -125,3 +132,102 @@ TASKS = (
     Bytes("bytes-adam", torch.optim.Adam, (1e-3, 3e-3, 1e-2, 3e-2), 3e-3),
     Bytes("bytes-adamw", torch.optim.AdamW, (3e-3,), 3e-3),
 )
+
+FIELDS = [
+    "task", "schedule", "rate", "seed", "options", "microbatches", "updates", "unit",
+    "training_loss", "held_out_loss", "held_out_accuracy", "weight_copies", "torch", "commit",
+    "losses",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A schedule, the number of microbatches per update, and a correction of delayed gradients."""
+
+    schedule: Schedule
+    microbatches: int
+    correction: Correction | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Losses in the task's unit, by update; infinite after divergence."""
+
+    losses: list[float]
+    held_out_loss: float
+    held_out_accuracy: float | None
+    weight_copies: list[int]
+
+    @property
+    def training_loss(self) -> float:
+        """Mean of the last tenth."""
+        return statistics.fmean(self.losses[len(self.losses) * 9 // 10 :])
+
+    @property
+    def columns(self) -> Row:
+        return {
+            "weight_copies": " ".join(map(str, self.weight_copies)),
+            "losses": as_text(shorten([self.losses])),
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, which has one row: a task, a schedule, a learning rate and a seed."""
+
+    task: Task
+    name: str
+    contestant: Contestant
+    rate: float
+    seed: int
+
+    @property
+    def key(self) -> Key:
+        return self.task.name, self.name, f"{self.rate:g}", str(self.seed)
+
+
+def perform(run: Run, updates: int | None = None) -> Row:
+    updates = updates or run.task.updates
+    outcome = train(run.task, run.contestant, run.rate, run.seed, updates)
+    accuracy = outcome.held_out_accuracy
+    return {
+        **outcome.columns,
+        "options": repr(run.contestant.schedule),
+        "microbatches": str(run.contestant.microbatches),
+        "updates": str(updates),
+        "unit": run.task.unit,
+        "training_loss": f"{outcome.training_loss:.5f}",
+        "held_out_loss": f"{outcome.held_out_loss:.5f}",
+        "held_out_accuracy": "" if accuracy is None else f"{accuracy:.5f}",
+    }
+
+
+def train(
+    task: Task, contestant: Contestant, rate: float, seed: int, updates: int, warm_up: float = 0.05
+) -> Outcome:
+    """Train with one update per step; ``warm_up``: the fraction of updates with a rising rate."""
+    torch.manual_seed(seed)
+    model = task.build()
+    trainer = PipelineTrainer(
+        model,
+        task.loss,
+        lambda parameters: task.make_optimizer(parameters, lr=rate),
+        contestant.schedule,
+        num_microbatches=contestant.microbatches,
+        split=task.split,
+        correction=contestant.correction,
+    )
+    losses: list[float] = []
+    held_out, accuracy = math.inf, None
+    try:
+        for update, batch in enumerate(itertools.islice(task.batches(seed), updates)):
+            trainer.prepare(*batch)  # heads are built for the first batch
+            optimizers = (each for stage in trainer.stages for each in stage.optimizers)
+            set_rate(optimizers, rate * rate_at(update, updates, warm_up))
+            losses.append(task.units_per_nat * trainer.step(*batch))
+        held_out = task.units_per_nat * trainer.evaluate(*task.held_out())
+        accuracy = task.accuracy(model)
+    except NonFiniteError:
+        held_out, accuracy = math.inf, None  # it diverges: infinite losses from here on
+    losses += [math.inf] * (updates - len(losses))
+    return Outcome(losses, held_out, accuracy, trainer.peak_weight_copies)

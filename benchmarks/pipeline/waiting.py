@@ -45,7 +45,6 @@ class Recorder:
                 self._record(optimizer, "step", Kind.UPDATE)
 
     def step(self) -> list[Computation]:
-        """Step; return its computations."""
         self._recorded.clear()
         self.training.step()
         if isinstance(self.training, OurTraining):

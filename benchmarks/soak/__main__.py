@@ -27,7 +27,7 @@ of each fault, one trial; of restarts, two.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -39,7 +39,7 @@ from benchmarks.soak import restarts, rounds, trainers
 from benchmarks.soak.faults import campaign, table
 from benchmarks.soak.faults import judge as trials
 from benchmarks.soak.rounds import find_problems
-from benchmarks.soak.watch import BOUND_KB, Report, Sample, judge
+from benchmarks.soak.watch import BOUND_KB, Sample, judge
 
 FIELDS = [
     "part", "case", "ranks", "steps", "early_step", "late_step", "early_rss_kb", "late_rss_kb",
@@ -48,20 +48,17 @@ FIELDS = [
 ]  # fmt: skip
 KEY = ["part", "case", "ranks"]
 FLAT = "flat"
+SECONDS = 300  # time limit of a case
 
 
 @dataclass(frozen=True)
 class Part:
-    """Cases of one kind.
+    """Cases of one kind."""
 
-    Args:
-        cases: their names, each with the numbers of ranks on which it runs.
-        steps: how many each takes.
-        run: ``run(rank, case, steps)`` of a rank returns samples, and errors by column.
-    """
-
+    # Their names, each with the numbers of ranks on which it runs
     cases: Mapping[str, Sequence[int]]
     steps: int
+    # ``run(rank, case, steps)`` of a rank returns samples, and errors by column
     run: Callable[[int, str, int], tuple[list[Sample], Mapping[str, float]]]
 
 
@@ -91,58 +88,67 @@ def main() -> None:
         sys.exit("\n".join(["not as it must be:", *failed]))
 
 
+def record(
+    name: str,
+    rows: Iterable[Row],
+    fields: Sequence[str],
+    key: Sequence[str],
+    line: str,
+    options: argparse.Namespace,
+) -> list[Row]:
+    """Write and print each row as it comes; return all, as texts.
+
+    A line has the columns by name, and ``number`` counts the rows.
+    """
+    path, found = options.out or RESULTS / f"{name}-{machine()}.csv", []
+    for number, row in enumerate(rows, start=1):
+        found.append({field: str(row.get(field, "")) for field in fields})
+        replace_rows([row], path, fields, key)
+        print(line.format(number=number, **found[-1]), flush=True)
+    print(f"\nrows: {path}")
+    return found
+
+
 def watch_growth(options: argparse.Namespace) -> list[str]:
     """Run the cases of the first two parts; return those that are not flat."""
-    path = options.out or RESULTS / f"soak-{machine()}.csv"
-    failed = []
     print(f"{'part':<7} {'case':<34} {'ranks':>5} {'steps':>6} {'RSS kB, early, late':>20} "
           f"{'per 1,000':>9} {'fds':>7} {'threads':>7} {'w off':>8} {'w z off':>8} verdict",
           flush=True)  # fmt: skip
-    for row in soak(options):
-        print_row(row)
-        replace_rows([row], path, FIELDS, KEY)
-        if row["verdict"] != FLAT:
-            failed.append(f"{row['case']} on {row['ranks']} ranks: {row['verdict']}")
-    print(f"\nrows: {path}")
-    return failed
+    line = (
+        "{part:<7} {case:<34} {ranks:>5} {steps:>6} {early_rss_kb:>10} {late_rss_kb:>9} "
+        "{growth_kb:>9} {early_fds:>3} {late_fds:>3} {early_threads:>3} {late_threads:>3} "
+        "{weight_error:>8} {sum_error:>8} {verdict}"
+    )
+    found = record("soak", soak(options), FIELDS, KEY, line, options)
+    return [
+        f"{row['case']} on {row['ranks']} ranks: {row['verdict']}"
+        for row in found
+        if row["verdict"] != FLAT
+    ]
 
 
 def watch_faults(options: argparse.Namespace) -> list[str]:
-    """Run the trials; return those in which a requirement is broken."""
-    path = options.out or RESULTS / f"faults-{machine()}.csv"
     chosen = campaign.choose(options.seed, options.only, dry_run=options.dry_run)
-    found = []
-    for number, row in enumerate(campaign.run_all(chosen), start=1):
-        found.append({field: str(row.get(field, "")) for field in trials.FIELDS})
-        replace_rows([row], path, trials.FIELDS, trials.KEY)
-        print(f"{number:>3}/{len(chosen)} {row['fault']:<28} {row['trainer']:<34} "
-              f"{row['ranks']} ranks, {row.get('slowest_s', '')} s: {row['verdict']}",
-              flush=True)  # fmt: skip
-    print(f"\n{table.by_fault(found)}\n\n{table.by_trainer(found)}\n\nrows: {path}")
+    line = f"{{number:>3}}/{len(chosen)} {{fault:<28}} {{trainer:<34}} "
+    line += "{ranks} ranks, {slowest_s} s: {verdict}"
+    rows = campaign.run_all(chosen)
+    found = record(FAULTS, rows, trials.FIELDS, trials.KEY, line, options)
+    print(f"\n{table.by_fault(found)}\n\n{table.by_trainer(found)}")
     return [
         f"{row['fault']}, {row['trainer']}: {row['verdict']}"
         for row in found
-        if row["verdict"] != trials.OK and not row["verdict"].startswith(trials.SKIPPED)
+        if not row["verdict"].startswith((trials.OK, trials.SKIPPED))
     ]
 
 
 def watch_restarts(options: argparse.Namespace) -> list[str]:
-    """Kill ranks and start again; return the trials in which a requirement is broken."""
-    path = options.out or RESULTS / f"restarts-{machine()}.csv"
-    found = []
-    for row in restarts.campaign(2 if options.dry_run else options.trials, options.seed):
-        found.append(row)
-        replace_rows([row], path, restarts.FIELDS, restarts.KEY)
-        print(f"{row['trial']:>3} {row['schedule']:<20} store: {row['store']:<8} "
-              f"rank {row['victim']} after {row['after_s']} s: "
-              f"ended in {row['last_end_s']} s, {row['verdict']}",
-              flush=True)  # fmt: skip
-    print(f"\n{restarts.summarize(found)}\nrows: {path}")
-    return [
-        f"restart {row['trial']}: {row['verdict']}"
-        for row in found
-        if row["verdict"] != restarts.OK
-    ]
+    rows = restarts.campaign(2 if options.dry_run else options.trials, options.seed)
+    line = "{trial:>3} {schedule:<20} store: {store:<8} rank {victim} after {after_s} s: "
+    line += "ended in {last_end_s} s, {verdict}"
+    found = record(RESTARTS, rows, restarts.FIELDS, restarts.KEY, line, options)
+    print(f"\n{restarts.summarize(found)}")
+    bad = [row for row in found if row["verdict"] != restarts.OK]
+    return [f"restart {row['trial']}: {row['verdict']}" for row in bad]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -152,11 +158,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="cases, faults or trainers whose names begin so"
     )
-    parser.add_argument("--steps", type=int, help="of each case; default 20,000 and 5,000")
-    parser.add_argument(
-        "--ranks", nargs="+", type=int, help="default: 3 and 4; 2, or two nodes of 2"
-    )
-    parser.add_argument("--seconds", type=float, default=300, help="time limit of a case")
     parser.add_argument("--seed", type=int, default=0, help="of faults: draws victims and moments")
     parser.add_argument("--trials", type=int, default=20, help="of restarts")
     parser.add_argument("--dry-run", action="store_true")
@@ -164,8 +165,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.out and {*options.part} & {FAULTS, RESTARTS} and len(options.part) > 1:
         parser.error("--out is one file: faults and restarts have other columns than rounds and "
                      "steps; pass one --part")  # fmt: skip
-    if options.dry_run:
-        options.steps = options.steps or 60
     known = [case for part in options.part if part in PARTS for case in PARTS[part].cases]
     known += campaign.names() if FAULTS in options.part else []
     for name in options.only or ():
@@ -175,13 +174,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def soak(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield the row of each case as it ends."""
     for name in filter(PARTS.__contains__, options.part):
         part = PARTS[name]
-        count, wanted = options.steps or part.steps, tuple(options.only or [""])
+        count, wanted = 60 if options.dry_run else part.steps, tuple(options.only or [""])
         for case in filter(lambda case: case.startswith(wanted), part.cases):
-            for num_ranks in options.ranks or part.cases[case]:
-                yield run_case(name, case, num_ranks, count, options.seconds)
+            for num_ranks in part.cases[case]:
+                yield run_case(name, case, num_ranks, count, SECONDS)
 
 
 def run_case(name: str, case: str, num_ranks: int, num_steps: int, seconds: float) -> Row:
@@ -206,27 +204,11 @@ def run_case(name: str, case: str, num_ranks: int, num_steps: int, seconds: floa
     errors = answers[0][1]  # the same on all ranks
     problems += find_problems(errors, num_steps)
     worst = max(reports, key=lambda report: (report.growth_kb or 0, report.late.rss_kb))
-    row |= columns_of(worst) | {key: f"{error:.1e}" for key, error in errors.items()}
-    return {**row, "verdict": "; ".join(problems) or FLAT}
-
-
-def columns_of(report: Report) -> Row:
-    """Return the columns of a rank."""
-    growth = "" if report.growth_kb is None else f"{report.growth_kb:.1f}"
-    row: Row = {"growth_kb": growth}
-    for when, sample in (("early", report.early), ("late", report.late)):
+    row["growth_kb"] = "" if worst.growth_kb is None else f"{worst.growth_kb:.1f}"
+    for when, sample in (("early", worst.early), ("late", worst.late)):
         row |= {f"{when}_{key}": value for key, value in asdict(sample).items()}
-    return row
-
-
-def print_row(row: Row) -> None:
-    def pair(name: str) -> str:
-        return f"{row.get(f'early_{name}', '')} {row.get(f'late_{name}', '')}"
-
-    print(f"{row['part']:<7} {row['case']:<34} {row['ranks']:>5} {row['steps']:>6} "
-          f"{pair('rss_kb'):>20} {row.get('growth_kb', ''):>9} {pair('fds'):>7} "
-          f"{pair('threads'):>7} {row.get('weight_error', ''):>8} {row.get('sum_error', ''):>8} "
-          f"{row['verdict']}", flush=True)  # fmt: skip
+    row |= {key: f"{error:.1e}" for key, error in errors.items()}
+    return {**row, "verdict": "; ".join(problems) or FLAT}
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def campaign(num_trials: int, seed: int) -> Iterator[Row]:
                 whole = replace(trial, fault="none")
                 if schedule not in undisturbed:
                     undisturbed[schedule] = digests(run_trial(whole, server))
-                    clear(Path(folder))
+                    for path in Path(folder).iterdir():
+                        path.unlink()
                 killed = run_trial(trial, server)
                 checkpoint = last_checkpoint(Path(folder))
                 resumed = digests(run_trial(replace(whole, resume=checkpoint), server))
@@ -92,7 +93,6 @@ def campaign(num_trials: int, seed: int) -> Iterator[Row]:
 
 
 def digests(outcome: Outcome) -> list[str | None]:
-    """Return what the ranks ended with: checksums of weights and losses."""
     return [end.digest for end in outcome.ends]
 
 
@@ -106,12 +106,10 @@ def texts_of(killed: Outcome, victim: int) -> dict[int, str]:
 
 
 def last_end(killed: Outcome, victim: int) -> float:
-    """Return the seconds from the kill to the end of the last survivor."""
     return max(end.ended for rank, end in enumerate(killed.ends) if rank != victim)
 
 
 def find_problems(killed: Outcome, victim: int, *, equal: bool) -> list[str]:
-    """Return the requirements that are broken."""
     texts = texts_of(killed, victim)
     survivors = {*range(NUM_RANKS)} - {victim}
     hung = [rank for rank, end in enumerate(killed.ends) if end.status is None]
@@ -127,9 +125,8 @@ def find_problems(killed: Outcome, victim: int, *, equal: bool) -> list[str]:
 
 
 def summarize(rows: Sequence[Row]) -> str:
-    """Return the figures of all trials in a sentence."""
-    ends = [float(str(row["last_end_s"])) for row in rows]
-    one = sum(row["messages"] == 1 for row in rows)
+    ends = [float(row["last_end_s"]) for row in rows]
+    one = sum(row["messages"] == "1" for row in rows)
     equal = sum(row["equal"] == "yes" for row in rows)
     return (
         f"{len(rows)} kills: the last rank ended after {statistics.median(ends):.2f} s (median), "
@@ -168,25 +165,15 @@ def train(rank: "Rank") -> str:
         if step % EVERY == 0:
             trainer.flush()
             state = {"losses": losses, "trainer": trainer.state_dict()}
-            save(state, folder / f"{step}-{rank.rank}.pt")
+            path = folder / f"{step}-{rank.rank}.pt"
+            torch.save(state, path.with_suffix(".part"))
+            os.replace(path.with_suffix(".part"), path)  # under its name once it is complete
         inputs = torch.randn(4 * MICROBATCHES, 64, generator=torch.Generator().manual_seed(step))
         loss = trainer.step(inputs, inputs.sin())
         losses += [] if loss is None else [loss]
     trainer.flush()
     weights = [each for stage in trainer.stages for each in stage.module.parameters()]
     return checksum([*weights, torch.tensor(losses, dtype=torch.float64)])
-
-
-def save(state: object, path: Path) -> None:
-    """Save a state under its name once it is complete."""
-    torch.save(state, path.with_suffix(".part"))
-    os.replace(path.with_suffix(".part"), path)
-
-
-def clear(folder: Path) -> None:
-    """Remove the checkpoints of a run."""
-    for path in folder.iterdir():
-        path.unlink()
 
 
 def last_checkpoint(folder: Path) -> int | None:

@@ -50,7 +50,6 @@ def find_problems(errors: Mapping[str, float], rounds: int) -> list[str]:
 
 
 def run(rank: int, case: str, rounds: int) -> tuple[list[Sample], dict[str, float]]:
-    """Take rounds, with an update before each; return this rank's samples and the mass's errors."""
     averaged = Rounds(CASES[case].make_algorithm(dist.get_world_size()))
     samples = watch(averaged.step, rounds)
     return samples, averaged.errors()
@@ -72,7 +71,6 @@ class Rounds:
         self._sums = [value.double() for value in values]
 
     def step(self, index: int) -> None:
-        """Take a step with random gradients, and its round."""
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             parameter.grad = torch.randn(parameter.shape, generator=self._generator)
             total.sub_(parameter.grad.double(), alpha=2.0**-10)

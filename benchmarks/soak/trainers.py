@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -14,16 +15,7 @@ from torch.optim import Optimizer
 
 from benchmarks.harness.options import shorten
 from benchmarks.soak.watch import Sample, watch
-from pyparallel import GossipDataParallel, PipelineTrainer, gossip, optim, pipeline
-from pyparallel.compression import (
-    Compressor,
-    ErrorFeedback,
-    Int8,
-    PowerSGD,
-    TopK,
-    compress_fsdp,
-    ddp_hook,
-)
+from pyparallel import GossipDataParallel, PipelineTrainer, compression, gossip, optim, pipeline
 from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching, Ring
 from pyparallel.subnets import Partition, SubnetTrainer
 
@@ -34,19 +26,12 @@ Step = Callable[[], object]
 
 
 class Running(NamedTuple):
-    """A trainer that has been constructed.
-
-    Args:
-        step: takes a step.
-        finish: completes communication.
-        trainer: the trainer, or the wrapped model.
-        state: has ``state_dict()`` and ``load_state_dict()``; None: torch's own.
-    """
+    """A trainer that has been constructed."""
 
     step: Step
     finish: Step
     trainer: Any
-    state: Any = None
+    state: Any = None  # has ``state_dict()`` and ``load_state_dict()``; None: torch's own
 
 
 Start = Callable[[], Running]
@@ -73,13 +58,9 @@ def loop(
     *,
     closure: bool = False,
 ) -> Step:
-    """Return a step of a user's training loop.
+    """Return a step of a user's training loop, on this rank's batches; every loss is recorded.
 
-    Args:
-        model: is called with this rank's batches.
-        optimizer: steps on its parameters.
-        record: is given every loss.
-        closure: the optimizer is given forward and backward.
+    ``closure``: the optimizer is given forward and backward.
     """
     data = batches()
 
@@ -102,7 +83,6 @@ def loop(
 
 
 def sgd(parameters: Any) -> Optimizer:
-    """Return torch's SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
@@ -111,113 +91,97 @@ def averaging(
     make_optimizer: Callable[[Any], Optimizer] = sgd,
     *,
     closure: bool = False,
-) -> Start:
-    """Return what starts GossipDataParallel; the algorithm is made for a number of ranks."""
-
-    def start() -> Running:
-        layers = build_layers()
-        optimizer = make_optimizer(layers.parameters())
-        algorithm = make_algorithm(dist.get_world_size())
-        model = GossipDataParallel(layers, optimizer, algorithm, bucket_cap_mb=SMALL_BUCKETS)
-        step = loop(model, optimizer, model.record_loss, closure=closure)
-        return Running(step, model.flush, model, gossip.GossipState(model, optimizer))
-
-    return start
+) -> Running:
+    layers = build_layers()
+    optimizer = make_optimizer(layers.parameters())
+    algorithm = make_algorithm(dist.get_world_size())
+    model = GossipDataParallel(layers, optimizer, algorithm, bucket_cap_mb=SMALL_BUCKETS)
+    step = loop(model, optimizer, model.record_loss, closure=closure)
+    return Running(step, model.flush, model, gossip.GossipState(model, optimizer))
 
 
-def pipelined(schedule: pipeline.Schedule, stages_per_rank: int = 1) -> Start:
-    """Return what starts PipelineTrainer with a schedule."""
-
-    def start() -> Running:
-        count = dist.get_world_size() * stages_per_rank
-        layers = list(build_layers())
-        trainer = PipelineTrainer(
-            layers,
-            nn.functional.mse_loss,
-            sgd,
-            schedule,
-            num_microbatches=MICROBATCHES,
-            split=[len(layers) * stage // count for stage in range(1, count)],
-        )
-        data = batches(0)  # the target belongs to the inputs of the first stage's rank
-        return Running(lambda: trainer.step(*next(data)), trainer.flush, trainer, trainer)
-
-    return start
+def pipelined(schedule: pipeline.Schedule, stages_per_rank: int = 1) -> Running:
+    count = dist.get_world_size() * stages_per_rank
+    layers = list(build_layers())
+    trainer = PipelineTrainer(
+        layers,
+        nn.functional.mse_loss,
+        sgd,
+        schedule,
+        num_microbatches=MICROBATCHES,
+        split=[len(layers) * stage // count for stage in range(1, count)],
+    )
+    data = batches(0)  # the target belongs to the inputs of the first stage's rank
+    return Running(lambda: trainer.step(*next(data)), trainer.flush, trainer, trainer)
 
 
 def subnets() -> Running:
-    """Start SubnetTrainer, which merges every five steps."""
     trainer = SubnetTrainer(build_layers(), sgd, Partition(), 5)
     return Running(loop(trainer, trainer.optimizer), trainer.flush, trainer, trainer)
 
 
-def ddp(compressor: Compressor | None = None) -> Start:
-    """Return what starts DDP with a compressor, or without a hook."""
-
-    def start() -> Running:
-        model = DistributedDataParallel(build_layers(), bucket_cap_mb=SMALL_BUCKETS)
-        if compressor is not None:
-            model.register_comm_hook(*ddp_hook(compressor, model))
-        return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
-
-    return start
+def ddp(compressor: compression.Compressor | None = None) -> Running:
+    model = DistributedDataParallel(build_layers(), bucket_cap_mb=SMALL_BUCKETS)
+    if compressor is not None:
+        model.register_comm_hook(*compression.ddp_hook(compressor, model))
+    return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
 
 
-def fsdp(compressor: Compressor | None = None) -> Start:
-    """Return what starts FSDP2 with compressed gradients and parameters, or as it is."""
-
-    def start() -> Running:
-        model = build_layers()
-        for module in (model[2], model):
-            fully_shard(module)
-        if compressor is not None:
-            compress_fsdp(model, gradients=compressor, parameters=Int8())
-        return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
-
-    return start
+def fsdp(compressor: compression.Compressor | None = None) -> Running:
+    """Start FSDP2 with compressed gradients and parameters, or as it is."""
+    model = build_layers()
+    for module in (model[2], model):
+        fully_shard(module)
+    if compressor is not None:
+        compression.compress_fsdp(model, gradients=compressor, parameters=compression.Int8())
+    return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
 
 
 def overlapped(num_ranks: int, overlap: int = 1) -> gossip.SGP:
-    """Return SGP whose rounds are in flight for one step or more."""
     return gossip.SGP(OnePeerExponential(num_ranks), overlap=overlap)
 
 
 STARTS: dict[str, Start] = {
-    "DDP": ddp(),
-    "FSDP2": fsdp(),
-    "AllReduce": averaging(lambda n: gossip.AllReduce()),
-    "SGP": averaging(lambda n: gossip.SGP(OnePeerExponential(n))),
-    "SGP, overlap=1": averaging(overlapped),
-    "SGP, overlap=1, closure": averaging(overlapped, closure=True),
-    "SGP, overlap=1, fused AdamW": averaging(overlapped, optim.AdamW),
-    "SGP, overlap=4": averaging(lambda n: overlapped(n, 4)),
-    "SGP, Int8": averaging(lambda n: gossip.SGP(OnePeerExponential(n), compressor=Int8())),
-    "DPSGD": averaging(lambda n: gossip.DPSGD(Ring(n))),
-    "NoLoCo": averaging(lambda n: gossip.NoLoCo(RandomMatching(n), interval=5)),
-    "ADPSGD": averaging(lambda n: gossip.ADPSGD(Complete(n))),
-    "LocalSGD": averaging(lambda n: gossip.LocalSGD(interval=5)),
-    "SlowMo": averaging(lambda n: gossip.SlowMo(overlapped(n), interval=5)),
-    "DiLoCo": averaging(lambda n: gossip.DiLoCo(interval=5)),
-    "LeaderSGD": averaging(lambda n: gossip.LeaderSGD(n // 2, interval=5, global_interval=5)),
-    "Hierarchical": averaging(lambda n: gossip.Hierarchical(overlapped(n // 2), 2)),
+    "DDP": ddp,
+    "FSDP2": fsdp,
+    "AllReduce": partial(averaging, lambda n: gossip.AllReduce()),
+    "SGP": partial(averaging, lambda n: gossip.SGP(OnePeerExponential(n))),
+    "SGP, overlap=1": partial(averaging, overlapped),
+    "SGP, overlap=1, closure": partial(averaging, overlapped, closure=True),
+    "SGP, overlap=1, fused AdamW": partial(averaging, overlapped, optim.AdamW),
+    "SGP, overlap=4": partial(averaging, lambda n: overlapped(n, 4)),
+    "SGP, Int8": partial(
+        averaging, lambda n: gossip.SGP(OnePeerExponential(n), compressor=compression.Int8())
+    ),
+    "DPSGD": partial(averaging, lambda n: gossip.DPSGD(Ring(n))),
+    "NoLoCo": partial(averaging, lambda n: gossip.NoLoCo(RandomMatching(n), interval=5)),
+    "ADPSGD": partial(averaging, lambda n: gossip.ADPSGD(Complete(n))),
+    "LocalSGD": partial(averaging, lambda n: gossip.LocalSGD(interval=5)),
+    "SlowMo": partial(averaging, lambda n: gossip.SlowMo(overlapped(n), interval=5)),
+    "DiLoCo": partial(averaging, lambda n: gossip.DiLoCo(interval=5)),
+    "LeaderSGD": partial(
+        averaging, lambda n: gossip.LeaderSGD(n // 2, interval=5, global_interval=5)
+    ),
+    "Hierarchical": partial(averaging, lambda n: gossip.Hierarchical(overlapped(n // 2), 2)),
     **{
-        shorten(repr(each)).removesuffix("()"): pipelined(
-            each, 2 if isinstance(each, pipeline.Interleaved) else 1
+        shorten(repr(each)).removesuffix("()"): partial(
+            pipelined, each, 2 if isinstance(each, pipeline.Interleaved) else 1
         )
         for each in pipeline.schedules.EVERY_SCHEDULE
     },
-    "Interlocking(1)": pipelined(pipeline.Interlocking(1, pipeline.LinearHead(4))),
+    "Interlocking(1)": partial(pipelined, pipeline.Interlocking(1, pipeline.LinearHead(4))),
     "SubnetTrainer": subnets,
-    "ddp_hook, TopK": ddp(ErrorFeedback(TopK(0.1))),
-    "ddp_hook, Int8": ddp(Int8()),
-    "ddp_hook, PowerSGD": ddp(ErrorFeedback(PowerSGD(2))),
-    "compress_fsdp, Int8": fsdp(Int8()),
-    "compress_fsdp, ErrorFeedback(Int8)": fsdp(ErrorFeedback(Int8())),
+    "ddp_hook, TopK": partial(ddp, compression.ErrorFeedback(compression.TopK(0.1))),
+    "ddp_hook, Int8": partial(ddp, compression.Int8()),
+    "ddp_hook, PowerSGD": partial(ddp, compression.ErrorFeedback(compression.PowerSGD(2))),
+    "compress_fsdp, Int8": partial(fsdp, compression.Int8()),
+    "compress_fsdp, ErrorFeedback(Int8)": partial(
+        fsdp, compression.ErrorFeedback(compression.Int8())
+    ),
 }
 
 
 def run(rank: int, case: str, steps: int) -> tuple[list[Sample], dict[str, float]]:
-    """Take steps and complete communication; return this rank's samples."""
     running = STARTS[case]()
     samples = watch(lambda index: running.step(), steps)
     running.finish()
@@ -225,10 +189,8 @@ def run(rank: int, case: str, steps: int) -> tuple[list[Sample], dict[str, float
 
 
 def checksum(tensors: list[Any]) -> str:
-    """Return the first digits of a hash of tensors' bytes."""
     found = hashlib.sha256()
     for tensor in tensors:
-        assert isinstance(tensor, Tensor)
         found.update(tensor.detach().contiguous().numpy().tobytes())
     return found.hexdigest()[:16]
 

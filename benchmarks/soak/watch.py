@@ -25,18 +25,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Report:
-    """Samples after the warm-up, early and late, and what is wrong with them.
-
-    Args:
-        growth_kb: of resident memory in 1,000 steps: the smaller slope of the lines fitted to both
-            halves of the samples, so that a single jump is none; None: there were too few steps.
-        problems: what grows; empty if nothing does.
-    """
+    """Samples after the warm-up, early and late, and what is wrong with them."""
 
     early: Sample
     late: Sample
+    # Of resident memory in 1,000 steps: the smaller slope of the lines fitted to both
+    # halves of the samples, so that a single jump is none; None: there were too few steps
     growth_kb: float | None
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # what grows; empty if nothing does
 
 
 def watch(step: Callable[[int], object], steps: int) -> list[Sample]:

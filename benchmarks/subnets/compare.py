@@ -11,18 +11,25 @@ FILE.csv`` draws them. ``--dry-run`` runs a little of everything on the loopback
 """
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
-from benchmarks.harness.link import Rendezvous, limited_links, loopback
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.harness.link import LOOPBACK, Rendezvous, limited_links, loopback, read_sent
 from benchmarks.harness.program import make_parser, prepare_for_ranks
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.rows import RESULTS, Key, Row, RunRows, machine, read_rows
-from benchmarks.subnets.entries import BYTES, DIGITS, Entry
-from benchmarks.subnets.race import Run, TimeBudget, race
+from benchmarks.harness.turns import largest
+from benchmarks.subnets.methods import BYTES, DIGITS, Entry, MakeOptimizer, Method, Training
 from benchmarks.subnets.table import markdown
-from benchmarks.subnets.tasks import Bytes, Digits
+from benchmarks.subnets.tasks import Batch, Bytes, Digits, Task
+from pyparallel.subnets import recalibrate
 
 RANKS = 4
 FIELDS = [
@@ -33,34 +40,121 @@ FIELDS = [
 
 
 @dataclass(frozen=True)
+class TimeBudget:
+    """The training time of a run."""
+
+    seconds: float  # seconds of training; evaluations do not count
+    every: float  # seconds between two evaluations, fewer at first
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation, on one rank."""
+
+    seconds: float  # seconds of training so far, the same on all ranks
+    steps: int
+    sent: int  # bytes sent over this rank's link so far, including headers
+    score: float  # score of the full model, on rank 0; 0 elsewhere
+
+
+@dataclass(frozen=True)
+class Run:
+    """The result of one rank."""
+
+    points: list[Point]
+    held_bytes: int  # weights, running statistics and optimizer state between two steps, at the end
+
+
+def race(
+    rank: int,
+    task: Task,
+    method: Method,
+    make_optimizer: MakeOptimizer,
+    seed: int,
+    budget: TimeBudget,
+) -> Run:
+    """Train with a method until the time is over; all ranks take equally many steps."""
+    torch.manual_seed(seed)
+    training = method.start(task, make_optimizer)
+    batches = task.batches(seed)
+    points = [Point(0.0, 0, 0, score_of(task, training))]
+    due = 1
+    while due:
+        elapsed, sent = advance(task, training, batches, due)
+        last = points[-1]
+        seconds, steps = last.seconds + elapsed, last.steps + due
+        points.append(Point(seconds, steps, last.sent + sent, score_of(task, training)))
+        due = steps_due(due, elapsed, budget.seconds - seconds, budget.every)
+    return Run(points, count_bytes(training.held()))
+
+
+def steps_due(done: int, elapsed: float, left: float, every: float) -> int:
+    """Return the steps until the next evaluation: at most three times as many; 0 at the end."""
+    per_step = elapsed / done
+    last = round(left / per_step)
+    if left < 0.01 * every or last < 1:
+        return 0
+    return min(last, max(1, min(3 * done, round(every / per_step))))
+
+
+def advance(
+    task: Task, training: Training, batches: Iterator[Batch], steps: int
+) -> tuple[float, int]:
+    """Take this many steps; return the slowest rank's seconds and this rank's bytes sent."""
+    dist.barrier()
+    before, begin = read_sent(), time.perf_counter()
+    for _ in range(steps):
+        inputs, target = next(batches)
+        training.optimizer.zero_grad()
+        task.loss(training.forward(inputs), target).backward()
+        training.optimizer.step()
+    elapsed, sent = time.perf_counter() - begin, read_sent() - before
+    return largest([elapsed])[0], sent
+
+
+@torch.no_grad()
+def score_of(task: Task, training: Training) -> float:
+    """Return the score of the full model with recalibrated running statistics."""
+    with training.full_model() as module:
+        recalibrate(module, task.calibration())
+        was_training = module.training
+        module.eval()
+        score = task.score(module) if dist.get_rank() == 0 else 0.0
+        module.train(was_training)
+    return score
+
+
+def count_bytes(held: Any) -> int:
+    if isinstance(held, Tensor):
+        return held.nbytes
+    if isinstance(held, dict):
+        held = list(held.values())
+    return sum(map(count_bytes, held)) if isinstance(held, list | tuple) else 0
+
+
 class Sizes:
-    """The extent of the measurements.
+    """The extent of the measurements."""
 
-    Args:
-        mbit_per_s: rate of each rank's link; None: the loopback.
-    """
-
-    entries: Sequence[Entry]
-    budget: TimeBudget
-    mbit_per_s: int | None
+    entries: Sequence[Entry] = (*DIGITS, *BYTES)
+    budget = TimeBudget(seconds=30.0, every=3.0)
+    link_name = "100 Mbit/s"
 
     def link(self) -> AbstractContextManager[Rendezvous]:
-        """Create the network between the ranks."""
-        return limited_links(RANKS, self.mbit_per_s) if self.mbit_per_s else loopback()
-
-    @property
-    def link_name(self) -> str:
-        """Name of the link in the rows."""
-        return f"{self.mbit_per_s} Mbit/s" if self.mbit_per_s else "loopback"
+        return limited_links(RANKS, 100)
 
 
-FULL = Sizes((*DIGITS, *BYTES), TimeBudget(seconds=30.0, every=3.0), mbit_per_s=100)
 TINY = {"digits": Digits(width=16), "bytes": Bytes(width=16, context=8)}
-DRY = Sizes(
-    [replace(entry, task=TINY[entry.task.name]) for entry in FULL.entries],
-    TimeBudget(seconds=0.1, every=0.1),
-    mbit_per_s=None,
-)
+
+
+class Dry(Sizes):
+    """That of a dry run, on the loopback."""
+
+    entries = tuple(replace(each, task=TINY[each.task.name]) for each in Sizes.entries)
+    budget = TimeBudget(seconds=0.1, every=0.1)
+    link_name = LOOPBACK
+
+    def link(self) -> AbstractContextManager[Rendezvous]:
+        return loopback()
 
 
 def main() -> None:
@@ -68,31 +162,30 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="*", default=["digits", "bytes"], help="none: print only")
     parser.add_argument("--methods", nargs="+", help="only these, by name")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--seconds", type=float, help="of training")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     prepare_for_ranks()
     rows = RunRows(options.out or RESULTS / f"subnets-{machine()}.csv", FIELDS, num_keys=3)
-    sizes = DRY if options.dry_run else FULL
-    if options.seconds:
-        sizes = replace(sizes, budget=replace(sizes.budget, seconds=options.seconds))
+    sizes = Dry() if options.dry_run else Sizes()
     for seed in options.seeds:
         for entry in sizes.entries:
             name = entry.method.name
             if entry.task.name in options.tasks and name in (options.methods or [name]):
                 key: Key = (entry.task.name, name, str(seed))
-                print(describe(rows.add(key, measure(entry, seed, sizes))), flush=True)
+                row = rows.add(key, measure(entry, seed, sizes))
+                found = f"{row['measure']} {row['score']} after {row['seconds']} s"
+                print(f"{', '.join(key)}: {found}, {row['steps']} steps", flush=True)
     print(f"\n{markdown(read_rows(rows.path))}\nrows: {rows.path}")
 
 
 def measure(entry: Entry, seed: int, sizes: Sizes) -> Row:
-    """Train once; return the columns of the row after its key."""
     limit = 120 + 4 * sizes.budget.seconds
     arguments = (entry.task, entry.method, entry.make_optimizer, seed, sizes.budget)
     with sizes.link() as place:
         runs: list[Run] = run_ranks(RANKS, place, limit, race, *arguments)
     points = runs[0].points
-    sent = [statistics.fmean(same) for same in zip(*map(sent_at, runs), strict=True)]
+    of_ranks = ([point.sent for point in run.points] for run in runs)
+    sent = list(map(statistics.fmean, zip(*of_ranks, strict=True)))
     return {
         "options": entry.options,
         "ranks": str(len(runs)),
@@ -109,18 +202,6 @@ def measure(entry: Entry, seed: int, sizes: Sizes) -> Row:
         "at_sent_bytes_of_rank": " ".join(f"{num_bytes:.0f}" for num_bytes in sent),
         "at_score": " ".join(f"{point.score:.5f}" for point in points),
     }
-
-
-def sent_at(run: Run) -> list[int]:
-    return [point.sent for point in run.points]
-
-
-def describe(row: Row) -> str:
-    return (
-        f"{row['task']}, {row['method']}, seed {row['seed']}: {row['measure']} {row['score']} "
-        f"after {row['seconds']} s, {row['steps']} steps and "
-        f"{float(row['sent_bytes_of_rank']) / 1e6:,.1f} MB a rank"
-    )
 
 
 if __name__ == "__main__":

@@ -26,23 +26,15 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class SketchMethod:
-    """An iteration on a quadratic with sketches.
-
-    Args:
-        name: name in tables.
-        quadratic: the problem in the coordinates of the iteration.
-        root: (d,), factors from these coordinates to the problem's.
-        sketches: from a seed and the number of rounds to (rounds, n, d, d), those of all ranks.
-        largest_step: one over the largest curvature of any draw of the sketches.
-        limit: limit in expectation, in the problem's coordinates.
-    """
+    """An iteration on a quadratic with sketches."""
 
     name: str
-    quadratic: Quadratic
-    root: Tensor
+    quadratic: Quadratic  # the problem in the coordinates of the iteration
+    root: Tensor  # (d,), factors from these coordinates to the problem's
+    # From a seed and the number of rounds to (rounds, n, d, d), those of all ranks
     sketches: Callable[[int, int], Tensor]
-    largest_step: float
-    limit: Tensor
+    largest_step: float  # one over the largest curvature of any draw of the sketches
+    limit: Tensor  # limit in expectation, in the problem's coordinates
 
 
 @dataclass(frozen=True)
@@ -118,15 +110,7 @@ def _draw(seed: int, num_ranks: int, rounds: int, scales: Tensor | None = None) 
 def run(
     method: SketchMethod, solution: Tensor, step_sizes: Sequence[float], rounds: int, runs: int
 ) -> list[Curves]:
-    """Run from zero with every step size, several times; all step sizes use the same draws.
-
-    Args:
-        method: the method.
-        solution: the solution, in the problem's coordinates.
-        step_sizes: step sizes of `Quadratic.descend`.
-        rounds: number of steps.
-        runs: number of seeds.
-    """
+    """Run from zero with every step size, several times; all step sizes use the same draws."""
     sketches = torch.stack([method.sketches(seed, rounds) for seed in range(runs)])
     sizes = torch.tensor(step_sizes, dtype=torch.float64)[:, None]
     points = [torch.zeros(runs, len(step_sizes), len(method.root), dtype=torch.float64)]
@@ -157,7 +141,10 @@ def main() -> None:
         problem = make_problem(num_ranks, options.seed)
         found = measure(problem, options.steps, options.rounds, options.runs)
         rows += [{"ranks": str(num_ranks), "seed": str(options.seed), **row} for row in found]
-        print(*map(describe, rows[-len(found) :]), "", sep="\n")
+        for row in found:
+            print(f"{num_ranks:>3} ranks, {row['sketch']:<15} step {row['step_size']:<9} "
+                  f"from x*: {row['to_solution']:<10} from its limit: {row['to_limit']:<10} "
+                  f"limit from x*: {row['limit_to_solution']}")  # fmt: skip
     write_rows(rows, options.out, FIELDS)
     print(f"rows: {options.out}")
 
@@ -170,41 +157,23 @@ def measure(problem: Quadratic, steps: Sequence[float], rounds: int, runs: int) 
         own_steps, own_runs = ([1.0], 1) if method is exact else (steps, runs)
         sizes = [step * method.largest_step for step in own_steps]
         found = run(method, problem.solution, sizes, rounds, own_runs)
-        for step, curves in zip(own_steps, found, strict=True):
-            row = as_row(method, problem.solution, step, curves)
-            rows.append({"runs": str(own_runs), **row})
+        away = (method.limit - problem.solution).norm() / problem.solution.norm()
+        for step, size, curves in zip(own_steps, sizes, found, strict=True):
+            own = {"runs": own_runs, "sketch": method.name, "limit_to_solution": f"{away:.4g}"}
+            own |= {"relative_step": f"{step:g}", "step_size": f"{size:.6g}"}
+            at = sample(rounds)
+            for name in ("to_solution", "to_limit"):
+                distances = getattr(curves, name)
+                own |= {name: f"{distances[-1]:.4g}"}
+                own[f"{name}_at"] = as_text(distances[each] for each in at)
+            rows.append({**own, "rounds": " ".join(map(str, at)), **stamp()})
     return rows
-
-
-def as_row(method: SketchMethod, solution: Tensor, step: float, curves: Curves) -> Row:
-    rounds = sample(len(curves.to_limit) - 1)
-    away = (method.limit - solution).norm() / solution.norm()
-    return {
-        "sketch": method.name,
-        "relative_step": f"{step:g}",
-        "step_size": f"{step * method.largest_step:.6g}",
-        "to_solution": f"{curves.to_solution[-1]:.4g}",
-        "to_limit": f"{curves.to_limit[-1]:.4g}",
-        "limit_to_solution": f"{away:.4g}",
-        **stamp(),
-        "rounds": " ".join(map(str, rounds)),
-        "to_solution_at": as_text(curves.to_solution[r] for r in rounds),
-        "to_limit_at": as_text(curves.to_limit[r] for r in rounds),
-    }
 
 
 def sample(last: int, count: int = 60) -> list[int]:
     """Return rounds from 0 to the last, denser at first."""
     ratio = (last + 1) ** (1 / count)
     return sorted({0, last, *(round(ratio**index) - 1 for index in range(count))})
-
-
-def describe(row: Row) -> str:
-    return (
-        f"{row['ranks']:>3} ranks, {row['sketch']:<15} step {row['step_size']:<9} "
-        f"from x*: {row['to_solution']:<10} from its limit: {row['to_limit']:<10} "
-        f"limit from x*: {row['limit_to_solution']}"
-    )
 
 
 if __name__ == "__main__":

@@ -1,46 +1,34 @@
-"""The data-parallel methods that compare.py compares."""
+"""The data-parallel methods that compare.py compares, and with what they train."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from benchmarks.gossip.trainers import bf16_unchecked
-from benchmarks.subnets.tasks import Task
-from pyparallel import GossipDataParallel
+from benchmarks.subnets.tasks import Bytes, Digits, Task
+from pyparallel import GossipDataParallel, subnets
 from pyparallel.gossip import LocalSGD
-from pyparallel.subnets import (
-    CarryState,
-    OptimizerState,
-    Scale,
-    SubnetTrainer,
-    Unscaled,
-    shrink_consumers,
-)
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True)
 class Training:
-    """One method on one rank.
-
-    Args:
-        forward: runs the forward pass.
-        optimizer: steps on this rank's parameters.
-        full_model: holds the full model with all training so far; all ranks enter it together.
-        held: returns the weights and optimizer state that this rank holds between two steps; the
-            own state of a gossip algorithm is not counted.
-    """
+    """One method on one rank."""
 
     forward: Callable[[Tensor], Tensor]
     optimizer: Optimizer
+    # Holds the full model with all training so far; all ranks enter it together
     full_model: Callable[[], AbstractContextManager[nn.Module]]
+    # Returns the weights and optimizer state that this rank holds between two steps; the
+    # own state of a gossip algorithm is not counted
     held: Callable[[], Any]
 
 
@@ -88,13 +76,13 @@ class Subnets(Method):
     """SubnetTrainer."""
 
     interval: int
-    scale: Scale = field(default_factory=Unscaled)
-    optimizer_state: OptimizerState = field(default_factory=CarryState)
+    scale: subnets.Scale = field(default_factory=subnets.Unscaled)
+    optimizer_state: subnets.OptimizerState = field(default_factory=subnets.CarryState)
 
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
         module, partition = task.build(), task.partition()
-        shrink_consumers(module, partition, self.scale.enlargement(dist.get_world_size()))
-        trainer = SubnetTrainer(
+        subnets.shrink_consumers(module, partition, self.scale.enlargement(dist.get_world_size()))
+        trainer = subnets.SubnetTrainer(
             module,
             make_optimizer,
             partition,
@@ -112,3 +100,62 @@ class Subnets(Method):
 
 DDP = DataParallel(name="DDP")
 DDP_BF16 = DataParallel(bf16_unchecked, name="DDP, bf16 hook")  # the fair baseline on slow links
+
+
+@dataclass(frozen=True)
+class SGD:
+    """SGD with Nesterov momentum."""
+
+    lr: float
+    momentum: float = 0.9
+
+    def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return torch.optim.SGD(
+            parameters, self.lr, momentum=self.momentum, nesterov=self.momentum > 0
+        )
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW with torch's defaults except the learning rate."""
+
+    lr: float
+
+    def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return torch.optim.AdamW(parameters, self.lr)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the table: a task, a method, an optimizer and its learning rate."""
+
+    task: Task
+    method: Method
+    make_optimizer: MakeOptimizer
+
+    @property
+    def options(self) -> str:
+        return f"{self.method!r}, {self.make_optimizer!r}"
+
+
+INTERVAL = 20
+# Learning rates are the best for seed 0, out of 0.03, 0.1 and 0.3 and of 0.003 and 0.01. On digits
+# all three are equally good for SubnetTrainer, and for LocalSGD the smaller is no better: both use
+# DDP's.
+DIGITS = tuple(
+    Entry(Digits(), method, SGD(0.1))
+    for method in (
+        DDP,
+        DDP_BF16,
+        LocalSteps(INTERVAL, name="LocalSGD"),
+        Subnets(INTERVAL, name="SubnetTrainer"),
+    )
+)
+BYTES = tuple(
+    Entry(Bytes(), method, AdamW(3e-3))
+    for method in (
+        DDP,
+        Subnets(INTERVAL, name="SubnetTrainer"),
+        Subnets(INTERVAL, subnets.Averaged(), name="SubnetTrainer, averaged"),
+    )
+)

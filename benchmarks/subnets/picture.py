@@ -1,7 +1,4 @@
-"""Pictures of subnets: the score over seconds and bytes, and the sketches of the theory.
-
-``python -m benchmarks.subnets.picture FILE.csv`` draws those that the file has rows for.
-"""
+"""Pictures of subnets: the score over seconds and bytes, and the sketches of the theory."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -37,7 +34,6 @@ DASHES = ["-", ":"]  # of the largest and the smallest step
 
 
 def draw_race(rows: Sequence[Row], task: str) -> Figure | None:
-    """Draw the score over seconds and over bytes."""
     groups = by_method(where(rows, task=task), task)
     if not groups:
         return None
@@ -73,54 +69,36 @@ def draw_mean(axes: Axes, name: str, curves: Sequence[tuple[list[float], list[fl
 
 
 def draw_sketches(rows: Sequence[Row], field: str, title: str, ylabel: str) -> Figure | None:
-    """Draw distances by round for the largest and the smallest step, a panel for each size."""
-    rows = [
-        row
-        for row in rows
-        if "sketch" in row and (field != "to_limit_at" or row["sketch"] != "whole")
-    ]
+    whole = () if field == "to_solution_at" else ("whole",)
+    rows = [row for row in rows if "sketch" in row and row["sketch"] not in whole]
     if not rows:
         return None
     sizes = sorted({int(row["ranks"]) for row in rows})
-    steps = sorted({float(row["relative_step"]) for row in rows}, reverse=True)
-    shown = [steps[0], steps[-1]]
+    steps = sorted({float(row["relative_step"]) for row in rows})
+    dashes = dict(zip(dict.fromkeys((steps[-1], steps[0])), DASHES, strict=False))
     figure, all_axes = panels(title, len(sizes), 4.2, sharey=True)
     for axes, size in zip(all_axes, sizes, strict=True):
         for row in where(rows, ranks=str(size)):
-            if float(row["relative_step"]) in shown:
-                plot(axes, row, field, DASHES[shown.index(float(row["relative_step"]))])
+            if dash := dashes.get(float(row["relative_step"])):
+                color, rounds = OF_SKETCH[row["sketch"]], numbers(row["rounds"])
+                axes.plot(rounds, numbers(row[field]), dash, color=color, linewidth=1.6)
         axes.set_title(f"{size} ranks")
         axes.set_xlabel("round")
-        finish(axes)
+        axes.set_xscale("symlog", linthresh=1, linscale=0.3)
+        axes.set_xlim(0)
+        axes.set_xticks([0, 1, 10, 100], ["0", "1", "10", "100"])
+        axes.set_yscale("log")
+        axes.grid()
     all_axes[0].set_ylabel(ylabel)
     if field == "to_solution_at":
         all_axes[0].set_ylim(0.05, 2)
-    key(figure, sorted({row["sketch"] for row in rows}, key=list(OF_SKETCH).index), shown)
-    return figure
-
-
-def plot(axes: Axes, row: Row, field: str, dash: str) -> None:
-    """Draw one run."""
-    color = OF_SKETCH[row["sketch"]]
-    axes.plot(numbers(row["rounds"]), numbers(row[field]), dash, color=color, linewidth=1.6)
-
-
-def finish(axes: Axes) -> None:
-    """Set the scales."""
-    axes.set_xscale("symlog", linthresh=1, linscale=0.3)
-    axes.set_xlim(0)
-    axes.set_xticks([0, 1, 10, 100], ["0", "1", "10", "100"])
-    axes.set_yscale("log")
-    axes.grid()
-
-
-def key(figure: Figure, sketches: Sequence[str], steps: Sequence[float]) -> None:
-    """Add a legend of colors and dashes."""
-    lines = [Line2D([], [], color=OF_SKETCH[each], label=LABELS[each]) for each in sketches]
-    for dash, step in zip(DASHES, dict.fromkeys(steps), strict=False):
+    found = sorted({row["sketch"] for row in rows}, key=list(OF_SKETCH).index)
+    lines = [Line2D([], [], color=OF_SKETCH[each], label=LABELS[each]) for each in found]
+    for step, dash in dashes.items():
         label = f"{step:g} of the largest step" if step < 1 else "the largest step"
         lines.append(Line2D([], [], color=BLACK, linestyle=dash, label=label))
     figure.legend(handles=lines, loc="outside lower center", ncols=3)
+    return figure
 
 
 PICTURES = {

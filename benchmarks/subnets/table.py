@@ -24,7 +24,6 @@ class Curve:
 
     @property
     def megabytes(self) -> list[float]:
-        """Megabytes sent."""
         return [sent / 1e6 for sent in self.sent]
 
 
@@ -34,7 +33,6 @@ def read_curve(row: Row) -> Curve:
 
 
 def by_method(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
-    """Return the rows of each method on one task, in a fixed order."""
     return grouped(where(rows, task=task), "method", ORDER)
 
 
@@ -43,15 +41,14 @@ def measure_of(task: str) -> Measure:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return a table for each task."""
     parts = [(by_method(rows, task), measure_of(task)) for task in TASKS]
     return "\n".join(_table(groups, measure) for groups, measure in parts if groups)
 
 
 def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
+    ends = {row["seed"]: float(row["score"]) for row in groups.get(BASELINE, [])}
     head = [measure.title, "mean of seeds", "least to greatest", "steps", "MB sent by a rank"]
     head += ["seconds to target", "MB to target", "MB held by a rank", "seeds"]
-    ends = {row["seed"]: float(row["score"]) for row in groups.get(BASELINE, [])}
     lines = []
     for name, rows in groups.items():
         scores = [float(row["score"]) for row in rows]
@@ -59,16 +56,10 @@ def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
         average, *ends_of = map(
             measure.show.format, (statistics.fmean(scores), min(scores), max(scores))
         )
-        lines.append([
-            name,
-            average,
-            " to ".join(ends_of),
-            f"{mean(rows, 'steps'):,.0f}",
-            f"{mean(rows, 'sent_bytes_of_rank') / 1e6:,.0f}",
-            *mean_time_to_target(runs, measure),
-            f"{mean(rows, 'held_bytes_of_rank') / 1e6:.1f}",
-            len(rows),
-        ])  # fmt: skip
+        sent, held = (mean(rows, f"{x}_bytes_of_rank") / 1e6 for x in ("sent", "held"))
+        numbers = [f"{mean(rows, 'steps'):,.0f}", f"{sent:,.0f}"]
+        numbers += [*mean_time_to_target(runs, measure), f"{held:.1f}", len(rows)]
+        lines.append([name, average, " to ".join(ends_of), *numbers])
     return markdown_table(head, lines)
 
 

@@ -29,7 +29,6 @@ class Task:
     measure: str
 
     def partition(self) -> Partition:
-        """Return the partition of the model into subnets."""
         return Partition()
 
     def calibration(self) -> list[Tensor]:
@@ -39,22 +38,16 @@ class Task:
 
 @dataclass(frozen=True)
 class Digits(Task):
-    """scikit-learn's 1,797 digits, 360 held out; two hidden dimensions with BatchNorm.
+    """scikit-learn's 1,797 digits, 360 held out; two hidden dimensions with BatchNorm."""
 
-    Args:
-        width: hidden units of both layers; the weights between them are most of the model.
-        batch_size: images per rank and step.
-    """
-
-    width: int = 1024
-    batch_size: int = 64
+    width: int = 1024  # hidden units of both layers; the weights between them are most of the model
+    batch_size: int = 64  # images per rank and step
     name: str = "digits"
     measure: str = "test accuracy"
 
     loss = staticmethod(nn.functional.cross_entropy)
 
     def build(self) -> nn.Sequential:
-        """Return an MLP with 64 inputs, two hidden layers and 10 outputs."""
         width = self.width
         return nn.Sequential(
             nn.Flatten(),
@@ -78,7 +71,6 @@ class Digits(Task):
         return [self._mine()[0]]
 
     def score(self, module: nn.Module) -> float:
-        """Return the test accuracy."""
         _, _, images, labels = load_images()
         return float((module(images).argmax(1) == labels).float().mean())
 
@@ -102,12 +94,10 @@ class Bytes(Task):
     loss = staticmethod(byte_loss)
 
     def build(self) -> nn.Sequential:
-        """Return an embedding, blocks with 8 heads, and a head."""
         return build_transformer(self.context, self.width, self.num_layers, num_heads=8)
 
     @override
     def partition(self) -> Partition:
-        """Cut heads and hidden units of the blocks; all other parameters are shared."""
         return Partition({f"{place}": BLOCK for place in range(1, 1 + self.num_layers)})
 
     def batches(self, seed: int) -> Iterator[Batch]:
@@ -120,7 +110,6 @@ class Bytes(Task):
             yield windows[:, :-1], windows[:, 1:]
 
     def score(self, module: nn.Module) -> float:
-        """Return the mean bits per byte over windows of held-out files."""
         windows = cut_windows(load_text()[1], 256, self.context + 1)
         losses = [byte_loss(module(part[:, :-1]), part[:, 1:]) for part in windows.split(64)]
         return float(torch.stack(losses).mean()) / math.log(2)

@@ -5,25 +5,7 @@ from functools import singledispatch
 
 import torch
 
-from pyparallel.compression import (
-    QSGD,
-    BufferLayout,
-    Cast,
-    Chain,
-    Compressor,
-    Fp8,
-    Int4,
-    Int8,
-    Natural,
-    PermK,
-    PerParameter,
-    PowerSGD,
-    RandomK,
-    Sign,
-    Switch,
-    Ternary,
-    TopK,
-)
+from pyparallel import compression
 from pyparallel.compression.sparsifiers.top_k import count_of
 
 CPU = torch.device("cpu")
@@ -31,7 +13,9 @@ _DIGITS = {"e4m3": 4, "e5m2": 3}
 
 
 @singledispatch
-def contraction(compressor: Compressor, layout: BufferLayout) -> float | None:
+def contraction(
+    compressor: compression.Compressor, layout: compression.BufferLayout
+) -> float | None:
     """Return delta in (0, 1] with ``E |x - C(x)|^2 <= (1 - delta) |x|^2`` for all x, or None.
 
     If messages differ with and without a residual, delta is for those with one.
@@ -40,19 +24,19 @@ def contraction(compressor: Compressor, layout: BufferLayout) -> float | None:
 
 
 @contraction.register
-def _(compressor: Cast, layout: BufferLayout) -> float | None:
+def _(compressor: compression.Cast, layout: compression.BufferLayout) -> float | None:
     """Return that of bfloat16, whose relative error is at most 2**-9; float16 underflows: None."""
     return 1 - 2.0**-16 if compressor.dtype == torch.bfloat16 else None
 
 
 @contraction.register
-def _(compressor: Natural, layout: BufferLayout) -> float | None:
+def _(compressor: compression.Natural, layout: compression.BufferLayout) -> float | None:
     """Return 7/8, for entries from 2**-80, below which squares underflow, to 2**44."""
     return 7 / 8
 
 
 @contraction.register
-def _(compressor: Ternary, layout: BufferLayout) -> float | None:
+def _(compressor: compression.Ternary, layout: compression.BufferLayout) -> float | None:
     """Return 2 / (1 + sqrt(n)) for blocks of n entries, with a residual.
 
     The best scale saves ``(sum of drawn magnitudes)**2 / count``, a convex function of the two, so
@@ -63,7 +47,7 @@ def _(compressor: Ternary, layout: BufferLayout) -> float | None:
 
 
 @contraction.register
-def _(compressor: Sign, layout: BufferLayout) -> float | None:
+def _(compressor: compression.Sign, layout: compression.BufferLayout) -> float | None:
     """Return 1 / n for blocks of n entries, the worst case: all but one entry are 0.
 
     The exact value for a block is ``|x|_1**2 / (n |x|_2**2)``: 2 / pi for normally distributed
@@ -73,10 +57,13 @@ def _(compressor: Sign, layout: BufferLayout) -> float | None:
     return 1 / max(1, min(compressor.block_size, layout.numel))
 
 
-@contraction.register(Int8)
-@contraction.register(Int4)
-@contraction.register(QSGD)
-def _(compressor: Int8 | Int4 | QSGD, layout: BufferLayout) -> float | None:
+@contraction.register(compression.Int8)
+@contraction.register(compression.Int4)
+@contraction.register(compression.QSGD)
+def _(
+    compressor: compression.Int8 | compression.Int4 | compression.QSGD,
+    layout: compression.BufferLayout,
+) -> float | None:
     """Return delta for blocks of n entries and integers to L, with m = (n - 1) / (2 L)**2.
 
     The largest entry is exact. Rounded to nearest, another entry errs by at most half a level and
@@ -94,7 +81,7 @@ def _(compressor: Int8 | Int4 | QSGD, layout: BufferLayout) -> float | None:
 
 
 @contraction.register
-def _(compressor: Fp8, layout: BufferLayout) -> float | None:
+def _(compressor: compression.Fp8, layout: compression.BufferLayout) -> float | None:
     """Return delta for d significant bits: the relative error is at most 2**-d.
 
     Twice its square leaves room for the smaller entries of a block, which have fewer digits. A
@@ -103,37 +90,41 @@ def _(compressor: Fp8, layout: BufferLayout) -> float | None:
     return 1 - 2 * 4.0 ** -_DIGITS[compressor.format]
 
 
-@contraction.register(TopK)
-@contraction.register(RandomK)
-def _(compressor: TopK | RandomK, layout: BufferLayout) -> float | None:
+@contraction.register(compression.TopK)
+@contraction.register(compression.RandomK)
+def _(
+    compressor: compression.TopK | compression.RandomK, layout: compression.BufferLayout
+) -> float | None:
     """Return the fraction of entries sent; by `RandomK` with a residual."""
     return count_of(compressor.density, layout.numel) / max(1, layout.numel)
 
 
 @contraction.register
-def _(compressor: PermK, layout: BufferLayout) -> float | None:
+def _(compressor: compression.PermK, layout: compression.BufferLayout) -> float | None:
     """Return 1 / num_ranks, with a residual; None if num_ranks is None."""
     return None if compressor.num_ranks is None else 1 / compressor.num_ranks
 
 
 @contraction.register
-def _(compressor: PowerSGD, layout: BufferLayout) -> float | None:
+def _(compressor: compression.PowerSGD, layout: compression.BufferLayout) -> float | None:
     """Return 1 if nothing is compressed, else None: M may be orthogonal to the span of Q."""
     return None if compressor.init(layout, CPU).pieces else 1.0
 
 
 @contraction.register
-def _(compressor: Chain, layout: BufferLayout) -> float | None:
+def _(compressor: compression.Chain, layout: compression.BufferLayout) -> float | None:
     """Return the product: the second's error is orthogonal to that of the first."""
     kept = contraction(compressor.first, layout)
     if kept is None:
         return None
-    of_values = contraction(compressor.second, BufferLayout.flat(round(kept * layout.numel)))
+    of_values = contraction(
+        compressor.second, compression.BufferLayout.flat(round(kept * layout.numel))
+    )
     return None if of_values is None else kept * of_values
 
 
 @contraction.register
-def _(compressor: PerParameter, layout: BufferLayout) -> float | None:
+def _(compressor: compression.PerParameter, layout: compression.BufferLayout) -> float | None:
     """Return the smallest of the patterns that match a parameter, or None if any is None."""
     states = compressor.init(layout, CPU).inner
     pairs = zip(compressor.compressors, states, strict=True)
@@ -141,7 +132,7 @@ def _(compressor: PerParameter, layout: BufferLayout) -> float | None:
 
 
 @contraction.register
-def _(compressor: Switch, layout: BufferLayout) -> float | None:
+def _(compressor: compression.Switch, layout: compression.BufferLayout) -> float | None:
     """Return the smallest of all, or None if any is None."""
     return _least([contraction(each, layout) for _, each in compressor.compressors])
 

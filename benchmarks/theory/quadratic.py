@@ -1,7 +1,6 @@
 """Independent subnetwork training on quadratics with linear sketches, where all is computable."""
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +17,11 @@ class Quadratic:
     the subnetwork of rank i: it reads ``C_i x`` and sends ``C_i`` times its update. A diagonal D_i
     is that of L_i, and ``D_i^(-1/2)`` its entry-wise inverse root, not the diagonal of the matrix
     ``L_i^(-1/2)``.
-
-    Args:
-        curvatures: L_i, (n, d, d) float64, symmetric; positive semidefinite, their mean definite.
-        slopes: b_i, (n, d) float64.
     """
 
+    # L_i, (n, d, d) float64, symmetric; positive semidefinite, their mean definite
     curvatures: Tensor
-    slopes: Tensor
+    slopes: Tensor  # b_i, (n, d) float64
 
     def __post_init__(self) -> None:
         curvatures, slopes = self.curvatures, self.slopes
@@ -63,10 +59,6 @@ class Quadratic:
         """Minimizer of f, (d,)."""
         return _solve(self.mean_curvature, self.slopes.mean(0))
 
-    def loss(self, x: Tensor) -> Tensor:
-        """Return f at (..., d) points: (...)."""
-        return (x * (x @ self.mean_curvature / 2 - self.slopes.mean(0))).sum(-1)
-
     def gradients(self, points: Tensor) -> Tensor:
         """Return the gradient of f_i at the point of rank i: (..., n, d) from (..., n, d)."""
         return _times(self.curvatures, points) - self.slopes
@@ -80,19 +72,6 @@ class Quadratic:
         """
         gradients = self.gradients(_times(sketches, x[..., None, :]))
         return _times(sketches, gradients).mean(-2)
-
-    def step(self, x: Tensor, sketches: Tensor, step_size: float | Tensor) -> Tensor:
-        """Run one round with one local step: ``mean_i [C_i x - step_size C_i grad f_i(C_i x)]``.
-
-        Equal to `descend` if the mean of the sketches is the identity, as for `PermK`.
-
-        Args:
-            x: (..., d) float64, as in `sketched_gradient`.
-            sketches: (..., n, d, d) float64, as in `sketched_gradient`.
-            step_size: gamma, or a tensor with one for each point, (..., 1).
-        """
-        merged = _times(sketches.mean(-3), x)
-        return merged - step_size * self.sketched_gradient(x, sketches)
 
     def descend(self, x: Tensor, sketches: Tensor, step_size: float | Tensor) -> Tensor:
         """Return ``x - step_size * sketched_gradient``: the step of the theory for scaled sketches.
@@ -109,22 +88,6 @@ class Quadratic:
         """
         root = diagonal.rsqrt()
         return Quadratic(root[:, None] * self.curvatures * root, self.slopes * root)
-
-    def limit(self) -> Tensor:
-        """Return `descend`'s limit in expectation with the sketches ``sqrt(n) D_i^(-1/2)``, (d,).
-
-        ``sum_i D_i^(-1/2) b_i / (n sqrt(n))`` for any step size; it is not the `solution`.
-
-        Raises:
-            ValueError: shares are not single entries: d is not n.
-        """
-        n, d = self.slopes.shape
-        if d != n:
-            raise ValueError(
-                f"d must be the number of ranks, {n}, got {d}; use expected_limit(scales) for "
-                "shares of several entries"
-            )
-        return (self.diagonals.rsqrt() * self.slopes).mean(0).div(n**0.5)
 
     def expected_limit(self, scales: Tensor) -> Tensor:
         """Return `descend`'s limit in expectation with shares of d/n entries, times scales: (d,).
@@ -145,39 +108,13 @@ class Quadratic:
         return _solve((scaled * kept).mean(0), (scales * self.slopes).mean(0))
 
 
-def permutation_sketches(order: Tensor, scales: Tensor) -> Tensor:
-    """Return sketches that keep each rank's part of a permutation, scaled: (n, d, d) diagonal.
-
-    Args:
-        order: (d,) int64, a permutation whose i-th n-th is rank i's.
-        scales: (n, d) float64; n everywhere for the Perm-q sketch.
-    """
-    num_ranks, d = scales.shape
-    if order.shape != (d,) or d % num_ranks:
-        raise ValueError(
-            f"order must have {d} entries, a multiple of the {num_ranks} ranks, got "
-            f"{list(order.shape)}"
-        )
-    rows = torch.arange(num_ranks)[:, None]
-    kept = torch.zeros_like(scales)
-    kept[rows, order.view(num_ranks, -1)] = 1
-    return torch.diag_embed(scales * kept)
-
-
-def every_order(d: int) -> Iterator[Tensor]:
-    """Yield all d! permutations of d entries, each (d,) int64."""
-    return (torch.tensor(order) for order in itertools.permutations(range(d)))
-
-
 def drawn_sketches(
     sketch: PermK, states: Sequence[CompressorState], scales: Tensor | None = None
 ) -> Tensor:
     """Return the next sketches that a compressor draws: (n, d, d) float64, diagonal.
 
-    Args:
-        sketch: compressor with n shares.
-        states: the buffer's state on each of n ranks; updated as by a message.
-        scales: (n, d) float64, as for `permutation_sketches`; None: n everywhere.
+    The state of the buffer on each rank is updated as by a message. ``scales``, (n, d) float64, are
+    factors of each share; None: n everywhere.
     """
     ones = torch.ones(states[0].layout.numel, dtype=torch.float32)
     messages = [sketch.compress(ones, state) for state in states]
@@ -194,5 +131,4 @@ def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _solve(matrix: Tensor, right: Tensor) -> Tensor:
-    solution: Tensor = torch.linalg.solve(matrix, right)
-    return solution
+    return torch.linalg.solve(matrix, right)

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from benchmarks.harness.rows import RESULTS
-from benchmarks.tiles.loads import disassemble, find_cuobjdump, find_loads
+from benchmarks.tiles.loads import disassemble, find_loads, read_listing
 
 ARCHITECTURE = "sm_90"
 REGISTERS, THREADS, SHARED = 65536, 2048, 228 * 1024  # of a multiprocessor of sm_90
@@ -66,20 +66,10 @@ def find_rows(library: Path) -> list[Row]:
         tile = re.match(r"Tile<(\d+),", types)
         threads = int(tile[1]) if tile else OTHER_THREADS.get(kernel, DEFAULT_THREADS)
         blocks = count_blocks(threads, registers, shared)
-        rows.append(
-            Row(
-                kernel,
-                types.removeprefix("Tile<512, 8, 8>, "),
-                threads,
-                registers,
-                spilled,
-                shared,
-                blocks,
-                loads.bytes_in_flight,
-                sum(each.num_bytes for each in instructions if each.is_streaming_store),
-                blocks * threads * loads.bytes_in_flight / 1024,
-            )
-        )
+        stored = sum(each.num_bytes for each in instructions if each.is_streaming_store)
+        usages = (threads, registers, spilled, shared, blocks)
+        moved = (loads.bytes_in_flight, stored, blocks * threads * loads.bytes_in_flight / 1024)
+        rows.append(Row(kernel, types.removeprefix("Tile<512, 8, 8>, "), *usages, *moved))
     return sorted(rows, key=lambda row: (row.kernel, row.types))
 
 
@@ -91,10 +81,7 @@ def count_blocks(threads: int, registers: int, shared: int) -> int:
 
 def read_usage(library: Path, architecture: str | None) -> dict[str, tuple[int, int, int]]:
     """Return the registers, the bytes of spills and those of shared memory of each kernel."""
-    only = ["-arch", architecture] if architecture else []
-    listing = subprocess.run(
-        [find_cuobjdump(), *only, "-res-usage", library], capture_output=True, text=True, check=True
-    ).stdout
+    listing = read_listing(library, architecture, "-res-usage")
     found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", listing)
     return {
         name: (int(registers), int(stack) + int(local), int(shared))
@@ -130,7 +117,6 @@ FORMATS = {
 
 
 def main() -> None:
-    """Write the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", type=Path, nargs="+", help="or cubins, by nvcc -cubin")
     parser.add_argument("--out", type=Path, default=RESULTS / f"in-flight-{ARCHITECTURE}.csv")

@@ -62,28 +62,18 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loads:
-    """The loads of a kernel.
+    """The loads of a kernel."""
 
-    Args:
-        bytes_in_flight: of one thread, the most on any path to its first use of one.
-        late: loads that come after a use of another on some path.
-        late_in_branch: those that come after it although no branch lies between.
-    """
-
-    bytes_in_flight: int
-    late: list[Instruction]
-    late_in_branch: list[Instruction]
+    bytes_in_flight: int  # of one thread, the most on any path to its first use of one
+    late: list[Instruction]  # loads that come after a use of another on some path
+    late_in_branch: list[Instruction]  # those that come after it although no branch lies between
 
 
 def disassemble(path: Path, architecture: str | None = None) -> dict[str, list[Instruction]]:
     """Return the instructions of each kernel in a library, for one architecture, or in a cubin."""
-    only = ["-arch", architecture] if architecture else []
-    listing = subprocess.run(
-        [find_cuobjdump(), "-sass", *only, path], capture_output=True, text=True, check=True
-    ).stdout
     kernels: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
-    for line in listing.splitlines():
+    for line in read_listing(path, architecture, "-sass").splitlines():
         if match := INSTRUCTION.match(line):
             address, guard, opcode, operands = match.groups()
             current.append(Instruction(int(address, 16), guard or "", opcode, operands))
@@ -92,27 +82,26 @@ def disassemble(path: Path, architecture: str | None = None) -> dict[str, list[I
     return kernels
 
 
-def find_cuobjdump() -> Path:
-    """Return the disassembler that Triton brings."""
+def read_listing(path: Path, architecture: str | None, what: str) -> str:
+    """Return what the disassembler that Triton brings lists of a library or a cubin."""
     triton = find_spec("triton")
     if triton is None or triton.origin is None:
         raise RuntimeError("triton must be installed, which brings cuobjdump; it was not found")
-    return Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cuobjdump = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    only = ["-arch", architecture] if architecture else []
+    command = [cuobjdump, *only, what, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @dataclass
 class _State:
-    """What may hold before an instruction.
+    """What may hold before an instruction."""
 
-    Args:
-        pending: registers of loads in flight, with the predicate under which each is loaded, or
-            empty: under its opposite no instruction waits.
-        used: on some path a load was waited for.
-        fresh: registers in flight, with the bytes of each, on paths where none was; None: no path.
-    """
-
+    # Registers of loads in flight, with the predicate under which each is loaded, or empty:
+    # under its opposite no instruction waits
     pending: dict[int, str] = field(default_factory=dict)
-    used: bool = False
+    used: bool = False  # on some path a load was waited for
+    # Registers in flight, with the bytes of each, on paths where none was; None: no path
     fresh: dict[int, int] | None = None
 
     def merge(self, other: "_State") -> bool:
@@ -132,7 +121,6 @@ class _State:
         return len(self.pending), guarded, self.used, fresh
 
     def add(self, load: Instruction) -> None:
-        """Put a load in flight."""
         for register in load.targets:
             known = self.pending.setdefault(register, load.guard)
             self.pending[register] = load.guard if known == load.guard else ""
@@ -141,8 +129,10 @@ class _State:
 
     def is_waited_for(self, instruction: Instruction) -> bool:
         """Whether an instruction uses a load in flight."""
+        own = instruction.guard
         guards = (self.pending.get(register) for register in instruction.registers)
-        return any(guard is not None and not _exclude(guard, instruction.guard) for guard in guards)
+        opposite = "!" + own if not own.startswith("!") else own.strip("!")
+        return any(guard is not None and guard != opposite for guard in guards)
 
     def forget_predicates(self, instruction: Instruction) -> None:
         """Treat predicates that an instruction names, and may set, as unknown."""
@@ -150,10 +140,6 @@ class _State:
             for register, guard in self.pending.items():
                 if guard.strip("!") == predicate:
                     self.pending[register] = ""
-
-
-def _exclude(guard: str, other: str) -> bool:
-    return guard != other and guard.strip("!") == other.strip("!")
 
 
 def find_loads(kernel: list[Instruction]) -> Loads:

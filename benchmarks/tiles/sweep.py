@@ -20,7 +20,6 @@ FIELDS = "op,case,threads,each,run,numel,median_ms,p20_ms,p80_ms,gb_per_s,of_cop
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Compile, run and write the rows, unless the arguments ask for less."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, nargs="+", default=[2**27, 2**24])
     parser.add_argument("--turns", type=int, default=9)

@@ -9,11 +9,12 @@ import pytest
 
 from benchmarks.compression import cost
 from benchmarks.compression.systems import SYSTEMS
-from benchmarks.gossip import steps, stragglers, update
+from benchmarks.gossip import cost as gossip_cost
+from benchmarks.gossip import trainers
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows
 from benchmarks.interlocking import bench as interlocking
-from benchmarks.interlocking.windows import end_to_end, every_window
+from benchmarks.interlocking.sleeping import end_to_end, every_window
 from benchmarks.pipeline import bench as pipeline
 from benchmarks.pipeline import parts
 from benchmarks.pipeline.systems.ours import OURS
@@ -84,15 +85,15 @@ def column(rows, name):
 def test_gossip(tmp_path):
     rows, pictures = dry_run("gossip", tmp_path / "rows.csv")
     assert pictures == ["links-sleeping", "links-computing", "stragglers"]
-    methods = [*names_of(steps.METHODS), steps.ROUND_ALONE]
+    methods = [*names_of(trainers.METHODS), trainers.ROUND_ALONE]
     assert column(rows["steps"], "method") == 2 * methods
     hidden = {row["method"]: row["hidden"] for row in rows["closures"]}
     assert hidden["SGP, overlap=1, closure"]
     assert not hidden["SGP"]
-    assert column(rows["nonfinite"], "case") == 2 * [*update.POLICIES]
+    assert column(rows["nonfinite"], "case") == 2 * [*gossip_cost.POLICIES]
     cases = [(row["method"], row["case"]) for row in rows["stragglers"]]
-    names = names_of(stragglers.METHODS)
-    assert cases == [(name, each) for each in stragglers.SCENARIOS for name in names]
+    names = names_of(trainers.BESIDE_STRAGGLERS)
+    assert cases == [(name, each) for each in trainers.SCENARIOS for name in names]
     assert all(float(row["median_ms"]) > 0 for part in rows.values() for row in part)
 
 
@@ -130,7 +131,7 @@ def test_parts_of_a_microbatch(tmp_path):
 def test_interlocking(tmp_path):
     rows, pictures = dry_run("interlocking", tmp_path / "rows.csv")
     assert pictures == ["windows", "straggler", "gradients-together"]
-    sizes = interlocking.DRY
+    sizes = interlocking.Dry()
     ours = names_of(every_window(sizes.ranks, sizes.sleeping_head))
     others = names_of(end_to_end(sizes.ranks, sizes.ranks))
     assert column(rows["windows"], "system") == [*ours, *others]

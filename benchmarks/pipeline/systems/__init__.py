@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,24 +11,18 @@ from torch import nn
 
 from benchmarks.harness.turns import Training, time_blocks
 from benchmarks.pipeline.models import Model
-from pyparallel.pipeline import Action
 
 ADAMW = "torch.optim.AdamW"  # torch's fastest on the CPU
 WARM_UP = 2  # steps: the first connects, and may infer shapes
 
 
-class Pipeline(Training, Protocol):
-    """Protocol of one system on one rank; a step returns the last stage's mean loss, else None."""
-
-    def weight_copies(self) -> list[int]:
-        """Return the peak weight copies of each stage of this rank; empty: not counted."""
-
-    def actions(self, steps: int) -> Sequence[Sequence[Action]]:
-        """Return the actions of all ranks in ``steps`` steps, and those that flush."""
-
-
 class System(Protocol):
-    """Protocol of a way to train a pipeline."""
+    """Protocol of a way to train a pipeline.
+
+    A step of its training returns the last stage's mean loss, else None; ``weight_copies()`` the
+    peak weight copies of each stage of this rank, if they are counted; ``actions(steps)`` the
+    actions of all ranks in so many steps, and those that flush.
+    """
 
     name: str
 
@@ -38,18 +32,12 @@ class System(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """The size of a measurement: in each turn, each system runs a block of steps.
-
-    Args:
-        turns: number of turns.
-        microbatches: of a timed block.
-    """
+    """The size of a measurement: in each turn, each system runs a block of steps."""
 
     turns: int
-    microbatches: int
+    microbatches: int  # of a timed block
 
     def steps(self, num_microbatches: int) -> int:
-        """Return the steps of a block, of so many microbatches each."""
         return max(1, self.microbatches // num_microbatches)
 
 
@@ -66,14 +54,12 @@ def start(systems: Sequence[System], model: Model, num_microbatches: int) -> dic
 def time_steps(
     trainings: dict[str, Training], num_microbatches: int, plan: Plan
 ) -> dict[str, list[float]]:
-    """Return the seconds per step in each turn, on the slowest rank."""
     return time_blocks(trainings, plan.turns, plan.steps(num_microbatches))
 
 
 def time_microbatches(
     trainings: dict[str, Training], num_microbatches: int, plan: Plan
 ) -> dict[str, list[float]]:
-    """Return the seconds per microbatch in each turn, on the slowest rank."""
     found = time_steps(trainings, num_microbatches, plan)
     return {name: [each / num_microbatches for each in times] for name, times in found.items()}
 
@@ -83,7 +69,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], kind: str = ADAMW) -> tor
     return resolve_name(kind)(parameters, lr=1e-4, weight_decay=0.01, fused=True)
 
 
-def copies_by_stage(pipeline: Pipeline) -> list[int]:
+def copies_by_stage(pipeline: Any) -> list[int]:
     """Return the weight copies of all stages, which are on ranks in turn."""
     of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, pipeline.weight_copies())

@@ -8,35 +8,22 @@ import torch.distributed as dist
 
 from benchmarks.pipeline.models import Model
 from benchmarks.pipeline.systems import ADAMW, make_optimizer
-from pyparallel.pipeline import (
-    Action,
-    GPipe,
-    Interleaved,
-    OneForwardOneBackward,
-    PipeDream,
-    PipeDream2BW,
-    PipelineTrainer,
-    PipeOptim,
-    Schedule,
-    ZeroBubble,
-)
+from pyparallel import pipeline
 
 
 @dataclass(frozen=True)
 class OurSchedule:
-    """PipelineTrainer with one of its schedules, and AdamW on all stages.
+    """PipelineTrainer with one of its schedules, and AdamW on all stages."""
 
-    Args:
-        optimizer: the class of AdamW.
-    """
-
-    schedule: Schedule
+    schedule: pipeline.Schedule
     stages_per_rank: int = 1
     optimizer: str = ADAMW
 
     @property
     def name(self) -> str:
         more = ", 2 stages a rank" if self.stages_per_rank > 1 else ""
+        if isinstance(self.schedule, pipeline.Interlocking):
+            more = f", window {self.schedule.window}"
         return f"{type(self.schedule).__name__}{more}"
 
     def start(self, model: Model, num_microbatches: int) -> "OurTraining":
@@ -53,7 +40,7 @@ class OurTraining:
         self._actions = partial(system.schedule.actions, num_stages, num_microbatches, num_ranks)
         # The target is on all ranks: heads need it too.
         self._batch = (inputs if dist.get_rank() == 0 else None), target
-        self.trainer = PipelineTrainer(
+        self.trainer = pipeline.PipelineTrainer(
             model.build(),
             model.loss,
             partial(make_optimizer, kind=system.optimizer),
@@ -71,21 +58,21 @@ class OurTraining:
     def weight_copies(self) -> list[int]:
         return self.trainer.peak_weight_copies
 
-    def actions(self, steps: int) -> Sequence[Sequence[Action]]:
+    def actions(self, steps: int) -> Sequence[Sequence[pipeline.Action]]:
         return self._actions(steps=steps)
 
 
-GPIPE = OurSchedule(GPipe())
-ONE_FORWARD_ONE_BACKWARD = OurSchedule(OneForwardOneBackward())
-PIPE_DREAM = OurSchedule(PipeDream())
-PIPE_OPTIM = OurSchedule(PipeOptim())
+GPIPE = OurSchedule(pipeline.GPipe())
+ONE_FORWARD_ONE_BACKWARD = OurSchedule(pipeline.OneForwardOneBackward())
+PIPE_DREAM = OurSchedule(pipeline.PipeDream())
+PIPE_OPTIM = OurSchedule(pipeline.PipeOptim())
 OURS = [
     GPIPE,
     ONE_FORWARD_ONE_BACKWARD,
-    OurSchedule(Interleaved(), stages_per_rank=2),
-    OurSchedule(ZeroBubble()),
-    OurSchedule(ZeroBubble(), stages_per_rank=2),
+    OurSchedule(pipeline.Interleaved(), stages_per_rank=2),
+    OurSchedule(pipeline.ZeroBubble()),
+    OurSchedule(pipeline.ZeroBubble(), stages_per_rank=2),
     PIPE_DREAM,
-    OurSchedule(PipeDream2BW()),
+    OurSchedule(pipeline.PipeDream2BW()),
     PIPE_OPTIM,
 ]

@@ -21,32 +21,23 @@ from pyparallel.pipeline import Action, Kind, read_csv
 
 @dataclass(frozen=True)
 class TorchSchedule:
-    """One of torch's schedules, with AdamW on all stages, which updates once per step.
+    """One of torch's schedules, with AdamW on all stages, which updates once per step."""
 
-    Args:
-        schedule: its name in ``torch.distributed.pipelining.schedules``.
-        stages_per_rank: more than one for schedules that need it.
-        in_v: the second stages are assigned to ranks in reverse order.
-        microbatches_per_stage: the minimum that the schedule needs.
-    """
-
-    schedule: str
-    stages_per_rank: int = 1
-    in_v: bool = False
-    microbatches_per_stage: int = 0
+    schedule: str  # its name in ``torch.distributed.pipelining.schedules``
+    stages_per_rank: int = 1  # more than one for schedules that need it
+    in_v: bool = False  # the second stages are assigned to ranks in reverse order
+    microbatches_per_stage: int = 0  # the minimum that the schedule needs
 
     @property
     def name(self) -> str:
         return f"torch {self.schedule.removeprefix('Schedule')}"
 
     def stages(self, rank: int, num_ranks: int) -> list[int]:
-        """Return the stages of a rank, ascending."""
         if self.in_v:
             return [rank, 2 * num_ranks - 1 - rank]
         return list(range(rank, num_ranks * self.stages_per_rank, num_ranks))
 
     def runs(self, num_ranks: int, num_microbatches: int) -> bool:
-        """Return whether the schedule can run with so few microbatches."""
         return num_microbatches >= num_ranks * self.stages_per_rank * self.microbatches_per_stage
 
     def start(self, model: Model, num_microbatches: int) -> "TorchTraining":
@@ -57,15 +48,7 @@ class TorchSchedule:
 
 
 class TorchTraining:
-    """Training with one schedule.
-
-    Args:
-        system: the schedule.
-        modules: of all stages.
-        loss: the loss function.
-        num_microbatches: of a step.
-        make_optimizers: of the modules of this rank; default: an AdamW for each.
-    """
+    """Training with one schedule, by default with an AdamW for each module of this rank."""
 
     batch: tuple[Tensor, Tensor]
 
@@ -123,7 +106,6 @@ class TorchTraining:
 
 
 def read_order(order: Mapping[int, Sequence[Any]]) -> list[list[Action]]:
-    """Return torch's order of the computations, by rank."""
     with TemporaryDirectory() as folder:
         path = Path(folder, "order.csv")
         with path.open("w", newline="") as file:

@@ -34,9 +34,14 @@ def choose(seed: int, only: Sequence[str] | None, *, dry_run: bool) -> list[Tria
 
 
 def run_all(trials: Sequence[Trial]) -> Iterator[Row]:
-    """Yield the row of each trial, in their order."""
-    cuts = any(trial.what.kind == "cut" for trial in trials)
-    runner = Runner(find_refusal() if cuts else None)
+    refusal = None
+    if any(trial.what.kind == "cut" for trial in trials):
+        try:
+            with limited_links(2, MBIT_PER_S):
+                pass
+        except RuntimeError as error:
+            refusal = str(error)
+    runner = Runner(refusal)
     pool = ThreadPoolExecutor(AT_ONCE)
     try:
         pending = [pool.submit(runner.run, trial) for trial in trials]
@@ -48,15 +53,6 @@ def run_all(trials: Sequence[Trial]) -> Iterator[Row]:
         pool.shutdown(cancel_futures=True)
         for server in runner.servers:
             server.close()
-
-
-def find_refusal() -> str | None:
-    """Return why this machine cannot cut links, or None."""
-    try:
-        with limited_links(2, MBIT_PER_S):
-            return None
-    except RuntimeError as error:
-        return str(error)
 
 
 class Runner:
@@ -92,7 +88,6 @@ class Runner:
             self._free.put(server)
         for rank, end in enumerate(outcome.ends):
             if end.status is None or (end.status < 0 and rank != trial.victim):
-                print(
-                    f"--- {trial.fault}, {trial.trainer}, rank {rank}:\n{end.log}", file=sys.stderr
-                )
+                of_rank = f"{trial.fault}, {trial.trainer}, rank {rank}"
+                print(f"--- {of_rank}:\n{end.log}", file=sys.stderr)
         return judge(trial, outcome, undisturbed)

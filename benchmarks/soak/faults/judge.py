@@ -1,11 +1,12 @@
 """The row of a trial: what its ranks ended with, and which requirements that breaks."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from benchmarks.harness.rows import Row, stamp
 from benchmarks.soak.faults.plan import Trial, is_pipeline
-from benchmarks.soak.faults.texts import Reading, read
 from benchmarks.soak.faults.trial import Outcome
 
 # One row is one trial. Counts are of survivors: all ranks but the victim.
@@ -41,8 +42,45 @@ WITHOUT_STEPS = ("construction", "load_state_dict")
 LONGEST_TEXT = 240
 
 
+_LIST = r"(\d+(?:(?:, | and | or |, and |, or )(?:rank )?\d+)*)"
+_ENDED = (
+    r"died|did not respond|does not respond|ended|failed|has failed|has ended|left|closed|"
+    r"was silent|did not connect|stopped|aborted|raised|took|sent nothing|made other|returned"
+)
+# "rank 2 died or ended", "stage 1 on rank 2 failed", "ranks 1 and 3 did not respond".
+_BLAMED = re.compile(rf"\branks? {_LIST}(?: \([^)]*\))?(?:,)? (?:\w+ ){{0,2}}?(?:{_ENDED})\b")
+_EDGE = re.compile(rf"\b(?:from|to|with|between) ranks? {_LIST}")
+_PLACE = re.compile(r"\b(?:step|stages?|microbatch|update|round) \d+|\b\d+[FBIWU]\d+\b")
+_RANK = re.compile(r"\brank \d+")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a text says."""
+
+    names: bool  # it says that the victim failed; of a link, or that it could not be reached
+    blames: tuple[int, ...]  # ranks other than the victim that it says failed
+    places: bool  # it says step, stage or microbatch
+    raw: bool  # it is torch's or gloo's text alone
+
+
+def read(text: str, victim: int, *, cut: bool = False) -> Reading:
+    """Return what the text of a survivor's error says of a victim, or of its link that was cut."""
+    blamed = _numbers(_BLAMED, text)
+    named = blamed | (_numbers(_EDGE, text) if cut else set())
+    return Reading(
+        victim in named,
+        tuple(sorted(blamed - {victim})),
+        bool(_PLACE.search(text)),
+        not _RANK.search(text),
+    )
+
+
+def _numbers(pattern: re.Pattern[str], text: str) -> set[int]:
+    return {int(each) for found in pattern.findall(text) for each in re.findall(r"\d+", found)}
+
+
 def base_row(trial: Trial) -> Row:
-    """Return the columns of a trial that has not run."""
     return {
         "fault": trial.fault,
         "trainer": trial.trainer,
@@ -56,10 +94,7 @@ def base_row(trial: Trial) -> Row:
 def judge(trial: Trial, outcome: Outcome, undisturbed: list[str | None] | None) -> Row:
     """Return the row of a trial.
 
-    Args:
-        trial: the trial.
-        outcome: how its ranks ended.
-        undisturbed: digests of all ranks without a fault; None: there was no such run.
+    ``undisturbed`` has the digests of all ranks without a fault; None: there was no such run.
     """
     cut = trial.what.kind == "cut"
     survivors = {
@@ -98,26 +133,15 @@ def judge(trial: Trial, outcome: Outcome, undisturbed: list[str | None] | None) 
         problems += [f"rank {rank} raised" for rank in raised]
         problems += ["other parameters"] * (row.get("equal") == "no" and not raised and not hung)
     else:
-        problems += find_silent(outcome, hung, {*survivors, *([] if hung else _living(trial))})
+        ending = {*survivors}
+        if trial.what.kind in ("stop", "cut") and not hung:
+            ending.add(trial.victim)  # a stopped one continues later, a cut one is only alone
+        problems += [f"rank {rank} raised nothing" for rank in sorted(ending - {*errors, *hung})]
         problems += find_unclear(trial, readings)
         if is_pipeline(trial.trainer) and trial.what.kind in ("kill", "raise", "exit", "return"):
             texts = {text for kind, text in raised.values() if kind.endswith("StageError")}
             problems += ["the messages differ"] * (len(texts) > 1)
     return {**row, "verdict": "; ".join(problems) or OK}
-
-
-def _living(trial: Trial) -> list[int]:
-    """Return the victim if it lives on: a stopped one continues later, a cut one is only alone."""
-    return [trial.victim] if trial.what.kind in ("stop", "cut") else []
-
-
-def find_silent(outcome: Outcome, hung: Sequence[int], ranks: Iterable[int]) -> list[str]:
-    """Return those of the ranks that the fault should have ended with an error, and did not."""
-    return [
-        f"rank {rank} raised nothing"
-        for rank in sorted(ranks)
-        if not outcome.ends[rank].error and rank not in hung
-    ]
 
 
 def find_unclear(trial: Trial, readings: Mapping[int, Reading]) -> list[str]:
@@ -141,5 +165,4 @@ def find_unclear(trial: Trial, readings: Mapping[int, Reading]) -> list[str]:
 
 
 def first_line(kind: str, text: str) -> str:
-    """Return an error as Python prints it, shortened."""
     return f"{kind.rpartition('.')[2]}: {text}".splitlines()[0][:LONGEST_TEXT]

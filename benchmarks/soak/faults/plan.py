@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.soak.trainers import STARTS, Start, pipelined
 from pyparallel import pipeline
@@ -12,7 +13,7 @@ STEPS = 60  # of a run that nothing disturbs
 CONTROLS = ("DDP", "FSDP2")  # their errors are torch's own
 # Two stages on each of two ranks, beside Interleaved.
 PLACED: Mapping[str, Start] = {
-    f"{type(each).__name__}, two stages on a rank": pipelined(each, 2)
+    f"{type(each).__name__}, two stages on a rank": partial(pipelined, each, 2)
     for each in (pipeline.GPipe(), pipeline.ZeroBubble())
 }
 TRAINERS: dict[str, Start] = {
@@ -24,25 +25,19 @@ FIRST_PIPELINE, LAST_PIPELINE = "GPipe", "Interlocking(1)"
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one rank, the victim.
+    """What happens to one rank, the victim."""
 
-    Args:
-        kind: ``kill`` (SIGKILL), ``raise`` (in its forward), ``exit`` (``sys.exit(0)``),
-            ``return`` (without ``flush()`` or ``join()``), ``stop`` (SIGSTOP), ``sleep`` (in each
-            step), ``cut`` (its network link).
-        phase: ``step``, or another one, at whose beginning the fault strikes.
-        seconds: of a stop or a cut, and of the sleep; None: for good.
-        every: how many trainers share one trial.
-        hosts_store: the victim is rank 0, which hosts the store, as without torchrun. Otherwise
-            the store is in a process of its own.
-        harmless: no rank may raise, and all parameters must be those of an undisturbed run.
-    """
-
+    # ``kill`` (SIGKILL), ``raise`` (in its forward), ``exit`` (``sys.exit(0)``), ``return``
+    # (without ``flush()`` or ``join()``), ``stop`` (SIGSTOP), ``sleep`` (in each step),
+    # ``cut`` (its network link)
     kind: str
-    phase: str = "step"
-    seconds: float | None = None
-    every: int = 3
+    phase: str = "step"  # ``step``, or another one, at whose beginning the fault strikes
+    seconds: float | None = None  # of a stop or a cut, and of the sleep; None: for good
+    every: int = 3  # how many trainers share one trial
+    # The victim is rank 0, which hosts the store, as without torchrun. Otherwise the store
+    # is in a process of its own.
     hosts_store: bool = False
+    # No rank may raise, and all parameters must be those of an undisturbed run
     harmless: bool = False
 
 
@@ -70,31 +65,20 @@ UNDISTURBED = Fault("none", harmless=True)
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a trainer, with a fault.
+    """A run of a trainer, with a fault."""
 
-    Args:
-        fault: name of the fault; "none" for the run that others are compared with.
-        trainer: name in `TRAINERS`.
-        ranks: how many.
-        victim: the rank that the fault strikes.
-        step: in which it strikes.
-        delay: seconds after the beginning of that step, of faults from outside.
-        checkpoints: the folder of a run of ``restarts``; none: it writes no checkpoints.
-        resume: the step of the checkpoint that such a run goes on from; None: from the start.
-    """
-
-    fault: str
-    trainer: str
+    fault: str  # name of the fault; "none" for the run that others are compared with
+    trainer: str  # name in `TRAINERS`
     ranks: int
     victim: int
-    step: int
-    delay: float
-    checkpoints: str = ""
+    step: int  # in which it strikes
+    delay: float  # seconds after the beginning of that step, of faults from outside
+    checkpoints: str = ""  # the folder of a run of ``restarts``; none: it writes no checkpoints
+    # The step of the checkpoint that such a run goes on from; None: from the start
     resume: int | None = None
 
     @property
     def what(self) -> Fault:
-        """Return the fault itself."""
         return FAULTS.get(self.fault, UNDISTURBED)
 
 
@@ -108,7 +92,6 @@ def plan(seed: int) -> Iterator[Trial]:
 
 
 def make_trial(fault: str, trainer: str, seed: int) -> Trial:
-    """Return a trial, whose victim and moment are drawn."""
     draw = random.Random(f"{seed}, {fault}, {trainer}")
     ranks = ranks_of(trainer)
     what = FAULTS.get(fault, UNDISTURBED)
@@ -119,19 +102,16 @@ def make_trial(fault: str, trainer: str, seed: int) -> Trial:
 
 
 def baseline(trainer: str) -> Trial:
-    """Return the undisturbed run of a trainer."""
     return Trial("none", trainer, ranks_of(trainer), 0, 0, 0.0)
 
 
 def is_pipeline(trainer: str) -> bool:
-    """Return whether a trainer is a PipelineTrainer."""
     names = list(TRAINERS)
     first, last = names.index(FIRST_PIPELINE), names.index(LAST_PIPELINE)
     return first <= names.index(trainer) <= last or trainer in PLACED
 
 
 def is_gossip(trainer: str) -> bool:
-    """Return whether a trainer is a GossipDataParallel."""
     return list(TRAINERS).index(trainer) < list(TRAINERS).index(FIRST_PIPELINE)
 
 

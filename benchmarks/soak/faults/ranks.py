@@ -33,9 +33,7 @@ from benchmarks.soak.faults.plan import STEPS, TIMEOUT, TRAINERS, Trial, is_pipe
 from benchmarks.soak.trainers import Running, checksum
 
 PR_SET_PDEATHSIG = 1
-LONGEST_LIFE = (
-    120  # seconds after which a rank prints its stacks and exits, whatever its parent does
-)
+LONGEST_LIFE = 120  # seconds; then a rank prints its stacks and exits, whatever its parent does
 LONGEST_TEXT = 2000  # a line that fits into a pipe's buffer is written whole
 
 
@@ -45,11 +43,7 @@ class UserError(Exception):
 
 @dataclass
 class Rank:
-    """A rank of a trial, in a process of its own.
-
-    Args:
-        reports: where its events go.
-    """
+    """A rank of a trial, in a process of its own."""
 
     trial: Trial
     place: Rendezvous
@@ -76,9 +70,8 @@ class Rank:
         torch.manual_seed(self.rank)
         timeout = datetime.timedelta(seconds=TIMEOUT)
         hosts = self.trial.what.hosts_store and self.rank == 0
-        store = dist.TCPStore(
-            self.place.host, self.place.port, None, hosts, timeout, wait_for_workers=False
-        )
+        address = self.place.host, self.place.port
+        store = dist.TCPStore(*address, None, hosts, timeout, wait_for_workers=False)
         dist.init_process_group(
             "gloo", store=store, rank=self.rank, world_size=self.trial.ranks, timeout=timeout
         )
@@ -86,7 +79,8 @@ class Rank:
         try:
             digest = self.train()
         except BaseException as error:
-            self.report_error(error)
+            kind = f"{type(error).__module__}.{type(error).__qualname__}"
+            self.report("error", type=kind, text=str(error)[:LONGEST_TEXT], step=self.step)
             raise
         if self.left:
             return
@@ -104,13 +98,7 @@ class Rank:
         keys = [f"{name}/{other}" for other in range(self.trial.ranks)]
         store.wait(keys, datetime.timedelta(seconds=LONGEST_LIFE))
 
-    def report_error(self, error: BaseException) -> None:
-        """Report the class and the text of an error."""
-        kind = f"{type(error).__module__}.{type(error).__qualname__}"
-        self.report("error", type=kind, text=str(error)[:LONGEST_TEXT], step=self.step)
-
     def train(self) -> str:
-        """Take steps; return a digest of the final parameters."""
         if self.trial.checkpoints:
             return restarts.train(self)
         self.enter("construction")
@@ -172,7 +160,6 @@ class Rank:
             return
         self.report("fault")
         if what.kind == "raise":
-            assert running
             for module in modules_of(trial.trainer, running):
                 module.register_forward_pre_hook(raise_user_error)
         elif what.kind == "exit":
@@ -181,13 +168,11 @@ class Rank:
         self.left = what.kind == "return"
 
     def send_signal(self, number: int) -> None:
-        """Report the fault and end or stop this process."""
         self.report("fault")
         os.kill(os.getpid(), number)
 
 
 def raise_user_error(module: nn.Module, inputs: object) -> None:
-    """Raise an error in a forward."""
     raise UserError("a mistake in the user's code")
 
 
@@ -201,7 +186,6 @@ def modules_of(trainer: str, running: Running) -> list[nn.Module]:
 
 
 def digest_of(trainer: str, running: Running) -> str:
-    """Return a checksum of this rank's parameters."""
     if trainer == "SubnetTrainer":
         with running.trainer.full_model() as module:
             return checksum(list(module.parameters()))
@@ -241,11 +225,8 @@ def serve() -> Rank | None:
     report(json.dumps({"event": "ready"}))
     for line in sys.stdin:
         job = json.loads(line)
-        trial, place, folder = (
-            Trial(**job["trial"]),
-            Rendezvous(**job["place"]),
-            Path(job["folder"]),
-        )
+        trial, place = Trial(**job["trial"]), Rendezvous(**job["place"])
+        folder = Path(job["folder"])
         host = None
         if not trial.what.hosts_store:
             host = os.fork()
@@ -261,11 +242,9 @@ def serve() -> Rank | None:
         while processes:
             process, status = os.wait()
             if process in processes:
-                ended = {
-                    "rank": processes.pop(process),
-                    "status": os.waitstatus_to_exitcode(status),
-                }
-                report(json.dumps({"event": "ended", "time": time.monotonic(), **ended}))
+                ended = {"event": "ended", "rank": processes.pop(process)}
+                ended["status"] = os.waitstatus_to_exitcode(status)
+                report(json.dumps({**ended, "time": time.monotonic()}))
         if host:
             os.kill(host, signal.SIGKILL)
             os.waitpid(host, 0)

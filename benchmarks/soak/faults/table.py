@@ -1,6 +1,7 @@
 """Tables of trials: by fault, and by trainer; of two commits, with an arrow between."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import markdown_table, of
@@ -21,22 +22,6 @@ COLUMNS = {
 }
 
 
-def by_fault(rows: Sequence[Row], before: Sequence[Row] = ()) -> str:
-    """Return a table in Markdown with a line for each fault.
-
-    Args:
-        rows: of trials.
-        before: of the same trials at an earlier commit, and maybe others, which are left out: cells
-            that differ have both values.
-    """
-    return _table("fault", rows, before)
-
-
-def by_trainer(rows: Sequence[Row], before: Sequence[Row] = ()) -> str:
-    """Return a table in Markdown with a line for each trainer; ``before`` is as of `by_fault`."""
-    return _table("trainer", rows, before)
-
-
 def totals(rows: Sequence[Row]) -> dict[str, str]:
     """Return the cells of all rows together, without trials that were skipped."""
     ran = [row for row in rows if not row["verdict"].startswith("skipped")]
@@ -51,7 +36,12 @@ def totals(rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
-def _table(key: str, rows: Sequence[Row], before: Sequence[Row]) -> str:
+def trials_by(key: str, rows: Sequence[Row], before: Sequence[Row] = ()) -> str:
+    """Return a table in Markdown with a line for each fault or trainer.
+
+    ``before`` are the rows of an earlier commit, of these trials and maybe others, which are left
+    out: cells that differ have both values.
+    """
     same = {(row["fault"], row["trainer"]) for row in rows}
     before = [row for row in before if (row["fault"], row["trainer"]) in same]
     lines = []
@@ -65,3 +55,6 @@ def _table(key: str, rows: Sequence[Row], before: Sequence[Row]) -> str:
         ]
         lines.append([name or "all", *cells])
     return markdown_table([key, *COLUMNS.values()], lines)
+
+
+by_fault, by_trainer = (partial(trials_by, key) for key in ("fault", "trainer"))

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,41 +29,25 @@ HUNG = -1000  # no signal has this number
 
 @dataclass
 class End:
-    """How a rank of a trial ended.
+    """How a rank of a trial ended."""
 
-    Args:
-        status: exit status; negative: a signal; None: it was still there, and was killed.
-        error: class and text of what it raised; None: nothing.
-        seconds: from the fault to the error.
-        ended: from the fault to the end of the process, in seconds.
-        digest: of its final parameters.
-        log: the end of its output, with the stacks if it was still there.
-    """
-
+    # Exit status; negative: a signal; None: it was still there, and was killed
     status: int | None = None
-    error: tuple[str, str] | None = None
-    seconds: float = 0.0
-    ended: float = 0.0
+    error: tuple[str, str] | None = None  # class and text of what it raised; None: nothing
+    seconds: float = 0.0  # from the fault to the error
+    ended: float = 0.0  # from the fault to the end of the process, in seconds
     digest: str | None = None
-    log: str = ""
+    log: str = ""  # the end of its output, with the stacks if it was still there
 
 
 @dataclass
 class Outcome:
-    """The ends of all ranks of a trial.
-
-    Args:
-        ends: of the ranks.
-        left: number of other processes that they left.
-        struck: the fault struck.
-        begun: when the last rank began to take steps, if it reports that.
-        struck_at: when the fault struck.
-    """
+    """The ends of all ranks of a trial."""
 
     ends: list[End]
-    left: int = 0
+    left: int = 0  # number of other processes that they left
     struck: bool = False
-    begun: float = 0.0
+    begun: float = 0.0  # when the last rank began to take steps, if it reports that
     struck_at: float = 0.0
 
 
@@ -83,8 +65,6 @@ class Server:
         )
 
     def begin(self, trial: Trial, place: Rendezvous, folder: str) -> None:
-        """Start the ranks of a trial, with their logs in a folder."""
-        assert self._process.stdin
         job = {"trial": asdict(trial), "place": asdict(place), "folder": folder}
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
         self._process.stdin.flush()
@@ -95,7 +75,6 @@ class Server:
         Raises:
             RuntimeError: the process has ended.
         """
-        assert self._process.stdout
         deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             left = max(0.0, deadline - time.monotonic())
@@ -106,15 +85,13 @@ class Server:
                 raise RuntimeError("the process that starts the ranks has ended")
             self._buffer += found
         line, _, self._buffer = self._buffer.partition(b"\n")
-        event: dict[str, Any] = json.loads(line)
-        return event
+        return json.loads(line)
 
     def kill(self) -> None:
         """End the process, and with it all ranks; a trial that runs raises."""
         self._process.kill()
 
     def close(self) -> None:
-        """Wait for the process, and close its pipes."""
         with self._process:
             self.kill()
 
@@ -138,7 +115,6 @@ class Watch:
         self.outcome = Outcome([End() for _ in range(self.trial.ranks)])
 
     def take(self, event: dict[str, Any]) -> None:
-        """Take an event of a rank or of the server."""
         match event["event"]:
             case "started":
                 self.processes = event["processes"]
@@ -163,7 +139,6 @@ class Watch:
                 self.over = True
 
     def strike(self, at: float) -> None:
-        """Note the moment of the fault; cut the link."""
         what = self.trial.what
         if what.kind == "cut":
             set_link(self.place, self.trial.victim, "down")
@@ -216,7 +191,9 @@ def run_trial(trial: Trial, server: Server) -> Outcome:
         RuntimeError: the server has ended, or a cut link needs network namespaces, which this
             machine refuses.
     """
-    with tempfile.TemporaryDirectory() as folder, network(trial) as place:
+    cuts = trial.what.kind == "cut"
+    network = limited_links(trial.ranks, MBIT_PER_S) if cuts else loopback()
+    with tempfile.TemporaryDirectory() as folder, network as place:
         watch = Watch(trial, place)
         server.begin(trial, place, folder)
         while not watch.over:
@@ -234,26 +211,17 @@ def run_trial(trial: Trial, server: Server) -> Outcome:
         return watch.outcome
 
 
-def network(trial: Trial) -> AbstractContextManager[Rendezvous]:
-    """Return the loopback, or namespaces for a link that can be cut."""
-    return limited_links(trial.ranks, MBIT_PER_S) if trial.what.kind == "cut" else loopback()
-
-
 def end_leftovers(sessions: set[int]) -> int:
     """Kill and count the processes of sessions whose leaders, the ranks, have ended."""
-    found = list(_members(sessions))
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, *fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[2]) in sessions and state != "Z":
+                found.append(int(path.parent.name))
     for process in found:
         _signal(process, signal.SIGKILL)
     return len(found)
-
-
-def _members(sessions: set[int]) -> Iterator[int]:
-    for path in Path("/proc").iterdir():
-        if path.name.isdecimal():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                state, *fields = (path / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[2]) in sessions and state != "Z":
-                    yield int(path.name)
 
 
 def _signal(process: int, number: int) -> None:

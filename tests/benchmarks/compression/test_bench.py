@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.compression import bench, links, power_sgd
+from benchmarks.compression import bench, cost, links
 from benchmarks.compression.systems import ALONE
 from benchmarks.harness.ranks import run_on_loopback
 
@@ -14,7 +14,7 @@ def test_rows_of_failures_have_a_reason():
         "torch bf16": links.Speed(problem="TypeError: no"),
         ALONE: links.Speed([0.15], 0.0, 0),
     }
-    rows = bench.rows_of_links(speeds, "100 Mbit/s", bench.DRY.on_links)
+    rows = bench.rows_of_links(speeds, "100 Mbit/s", bench.Dry.on_links)
     assert [row["system"] for row in rows] == [*speeds]
     assert [row.get("ratio") for row in rows] == ["1.000", None, "0.500"]
     assert [row["wire_mb"] for row in rows] == ["3.000", "0.000", "0.000"]
@@ -40,13 +40,13 @@ def test_errors_are_described_by_their_first_words():
 
 def find_best_approximations(rank):
     """How far the first step of each PowerSGD is from gradients of low rank."""
-    layout = power_sgd.transformer(num_layers=2, width=32)
+    layout = cost.transformer(num_layers=2, width=32)
     gradients = torch.randn(layout.numel)
     for part in layout.split(gradients):
         if part.dim() == 2:  # of a rank that both can express
             part.copy_(part[:, :3] @ part[:3])
     errors = []
-    for make in (power_sgd.ours, power_sgd.of_torch):
+    for make in (cost.ours, cost.of_torch):
         buffer = gradients.clone()
         with torch.no_grad():
             make(layout)(buffer)
@@ -59,4 +59,4 @@ def test_both_power_sgds_do_the_same_work():
     (errors,) = run_on_loopback(1, 60, find_best_approximations)
     assert len(errors) == 2
     assert max(errors) < 1e-4
-    assert power_sgd.transformer().numel == 10_646_784
+    assert cost.transformer().numel == 10_646_784

@@ -8,8 +8,7 @@ import pytest
 from benchmarks.compression.compare import FIELDS, Run, columns_of, find_runs, perform
 from benchmarks.compression.picture import PICTURES
 from benchmarks.compression.table import by_compressor, markdown, verdict
-from benchmarks.compression.tasks import TASKS
-from benchmarks.compression.training import Outcome, dense_wire_bytes
+from benchmarks.compression.training import TASKS, Outcome, dense_wire_bytes
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.tables import MEASURES
 from pyparallel.recommend import CANDIDATES
@@ -73,7 +72,7 @@ def test_the_table_has_a_line_for_each_compressor_in_their_order(tmp_path):
 
 
 def test_runs_are_of_the_chosen_tasks_and_compressors():
-    options = SimpleNamespace(tasks=["digits"], seeds=None, updates=None, ranks=2)
+    options = SimpleNamespace(tasks=["digits"], seeds=None)
     options.compressors = ["fp32", "topk-ef-warmed", "sign-64-ef"]
     found = find_runs(options)
     assert [run.key[1:] for run in found] == [

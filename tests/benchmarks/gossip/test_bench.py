@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks.gossip import steps, stragglers
+from benchmarks.gossip import trainers
 from benchmarks.gossip.models import SleepingCompute
 from benchmarks.harness.link import limited_links, read_sent
 from benchmarks.harness.ranks import run_on_loopback, run_ranks
@@ -15,21 +15,21 @@ from benchmarks.harness.ranks import run_on_loopback, run_ranks
 
 def test_the_hidden_fraction_is_of_the_shorter():
     seconds = {"compute alone": [0.3], "round alone": [0.2], "SGP": [0.3]}
-    assert steps.hidden_fraction(seconds, "SGP") == pytest.approx(1)
-    assert steps.hidden_fraction({**seconds, "SGP": [0.5]}, "SGP") == pytest.approx(0)
+    assert trainers.hidden_fraction(seconds, "SGP") == pytest.approx(1)
+    assert trainers.hidden_fraction({**seconds, "SGP": [0.5]}, "SGP") == pytest.approx(0)
 
 
 def test_random_stragglers_are_the_same_for_all_methods_and_about_a_tenth():
     places = [(rank, 0, step) for rank in range(4) for step in range(500)]
     factors, again = (
-        [stragglers.factor(stragglers.AT_RANDOM, *each) for each in places] for _ in range(2)
+        [trainers.factor(trainers.AT_RANDOM, *each) for each in places] for _ in range(2)
     )
     assert factors == again
-    assert set(factors) == {1, stragglers.SLOWER}
-    assert 0.07 < factors.count(stragglers.SLOWER) / len(factors) < 0.13
-    slow = [stragglers.factor(stragglers.ONE_SLOW, rank, 0, 0) for rank in range(4)]
-    assert slow == [1, 1, 1, stragglers.SLOWER]
-    assert stragglers.factor(stragglers.EVEN, 3, 0, 0) == 1
+    assert set(factors) == {1, trainers.SLOWER}
+    assert 0.07 < factors.count(trainers.SLOWER) / len(factors) < 0.13
+    slow = [trainers.factor(trainers.ONE_SLOW, rank, 0, 0) for rank in range(4)]
+    assert slow == [1, 1, 1, trainers.SLOWER]
+    assert trainers.factor(trainers.EVEN, 3, 0, 0) == 1
 
 
 def fail_on_rank_one(rank):
@@ -65,9 +65,9 @@ def test_ranks_on_limited_links_train_and_leave_nothing_behind():
     compute = SleepingCompute(layers=2, width=64, seconds=0.01)
     with limited_links(2, 500) as place:
         namespaces = [answer[1] for answer in run_ranks(2, place, 90, list_interfaces)]
-        seconds, _ = run_ranks(2, place, 90, steps.measure, compute, steps.Plan(1, 1), False)
+        seconds, _ = run_ranks(2, place, 90, trainers.measure_steps, compute, 1, 1)
         holders = [int(name.split("/")[2]) for name in place.namespaces]
     assert len({*namespaces, os.readlink("/proc/self/ns/net")}) == 3
-    assert set(seconds) == {*(method.name for method in steps.METHODS), steps.ROUND_ALONE}
+    assert set(seconds) == {*(method.name for method in trainers.METHODS), trainers.ROUND_ALONE}
     assert set(os.listdir("/sys/class/net")) == before
     assert not any(Path(f"/proc/{holder}").exists() for holder in holders)

@@ -4,9 +4,8 @@ import torch
 from torch import nn
 
 from benchmarks.interlocking import cotangents
-from benchmarks.interlocking.bench import DRY
-from benchmarks.interlocking.straggler import Slowdown, Straggler
-from benchmarks.interlocking.windows import end_to_end
+from benchmarks.interlocking.bench import Dry
+from benchmarks.interlocking.sleeping import Slowdown, Straggler, end_to_end
 from pyparallel.pipeline.interlocking.stage import InterlockingStage
 from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
 from pyparallel.pipeline.runtime.stage_weights import LiveWeights
@@ -23,7 +22,7 @@ def test_torchs_schedule_needs_as_many_microbatches_as_stages():
 
 def test_the_straggler_is_slow_from_its_step_on_in_every_turn(monkeypatch):
     slept = []
-    monkeypatch.setattr("benchmarks.interlocking.straggler.time.sleep", slept.append)
+    monkeypatch.setattr("benchmarks.interlocking.sleeping.time.sleep", slept.append)
     layer = Straggler(Slowdown(normal=2, slow=1, seconds=0.5))
     for _ in range(6):
         layer(torch.ones(1, requires_grad=True)).sum().backward()
@@ -31,7 +30,7 @@ def test_the_straggler_is_slow_from_its_step_on_in_every_turn(monkeypatch):
 
 
 def test_both_ways_give_the_same_gradients():
-    for compute in DRY.computes:
+    for compute in Dry.computes:
         check_both_ways(compute)
 
 

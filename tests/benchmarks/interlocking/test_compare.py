@@ -16,7 +16,7 @@ from benchmarks.interlocking.picture import PICTURES
 from benchmarks.interlocking.table import BITS, markdown, order_of, series
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS
 from benchmarks.pipeline.table import ACCURACY
-from benchmarks.pipeline.training import FIELDS, train
+from benchmarks.pipeline.tasks import FIELDS, train
 from examples.models import Block
 
 DIGITS, BYTES = TRIALS
@@ -129,8 +129,9 @@ def test_the_table_has_mean_spread_and_rates():
 @pytest.mark.slow  # 5 seconds
 def test_a_few_updates_make_rows_a_table_and_a_picture(tmp_path, monkeypatch):
     path = tmp_path / "rows.csv"
-    arguments = ["--windows", "1", "4", "--seeds", "1", "--updates", "2", "--out", str(path)]
-    monkeypatch.setattr(compare_interlocking, "TRIALS", [DIGITS, FEW_BYTES])
+    arguments = ["--windows", "1", "4", "--seeds", "1", "--out", str(path)]
+    trials = [replace(each, task=replace(each.task, updates=2)) for each in (DIGITS, FEW_BYTES)]
+    monkeypatch.setattr(compare_interlocking, "TRIALS", trials)
     monkeypatch.setattr("sys.argv", ["compare_interlocking", *arguments])
     compare_interlocking.main()
     rows = read_rows(path)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.pipeline.bubbles import simulated_seconds
+from benchmarks.pipeline.limit import simulated_seconds
 from benchmarks.pipeline.models import ByteModel, SleepingModel, build_stages
 from benchmarks.pipeline.systems import make_optimizer, ours
 from benchmarks.pipeline.systems.ours import OURS

@@ -12,8 +12,7 @@ from benchmarks.harness.pictures import drawn
 from benchmarks.pipeline.compare import CONTESTANTS, runs_of
 from benchmarks.pipeline.picture import PICTURES
 from benchmarks.pipeline.table import ACCURACY, HELD_OUT, finite_differences, markdown
-from benchmarks.pipeline.tasks import TASKS
-from benchmarks.pipeline.training import FIELDS, Contestant, Run, perform, train
+from benchmarks.pipeline.tasks import FIELDS, TASKS, Contestant, Run, perform, train
 from pyparallel.pipeline import StageError
 
 DIGITS, ADAM, ADAMW = TASKS

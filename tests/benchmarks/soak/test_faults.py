@@ -13,9 +13,8 @@ import pytest
 
 from benchmarks.soak import __main__ as soak
 from benchmarks.soak.faults import campaign, table
-from benchmarks.soak.faults.judge import FIELDS, OK, base_row, judge
+from benchmarks.soak.faults.judge import FIELDS, OK, Reading, base_row, judge, read
 from benchmarks.soak.faults.plan import FAULTS, TRAINERS, make_trial, plan
-from benchmarks.soak.faults.texts import Reading, read
 from benchmarks.soak.faults.trial import End, Outcome
 from pyparallel.pipeline.schedules import EVERY_SCHEDULE
 

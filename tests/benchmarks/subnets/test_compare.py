@@ -8,11 +8,9 @@ from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import read_rows
 from benchmarks.pipeline.tasks import load_images
 from benchmarks.subnets import compare as compare_subnets
-from benchmarks.subnets.compare import FIELDS
-from benchmarks.subnets.entries import SGD
-from benchmarks.subnets.methods import DDP, DDP_BF16, LocalSteps, Subnets, states_of
+from benchmarks.subnets.compare import FIELDS, TimeBudget, count_bytes, race, steps_due
+from benchmarks.subnets.methods import DDP, DDP_BF16, SGD, LocalSteps, Subnets, states_of
 from benchmarks.subnets.picture import PICTURES
-from benchmarks.subnets.race import TimeBudget, count_bytes, race, steps_due
 from benchmarks.subnets.table import Curve, markdown, measure_of, time_to_target
 from benchmarks.subnets.tasks import Bytes, Digits
 

@@ -5,12 +5,7 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.theory.quadratic import (
-    Quadratic,
-    drawn_sketches,
-    every_order,
-    permutation_sketches,
-)
+from benchmarks.theory.quadratic import Quadratic, drawn_sketches
 from pyparallel.compression import BufferLayout, PermK
 
 CPU = torch.device("cpu")
@@ -48,8 +43,26 @@ def heterogeneous(quadratic):
     return quadratic.num_ranks**0.5 * quadratic.diagonals.rsqrt()
 
 
+def permutation_sketches(order, scales):
+    """Return (n, d, d) sketches that keep each rank's part of a permutation, scaled."""
+    kept = torch.zeros_like(scales)
+    kept[torch.arange(len(scales))[:, None], torch.tensor(order).view(len(scales), -1)] = 1
+    return torch.diag_embed(scales * kept)
+
+
 def enumerate_sketches(scales):
-    return [permutation_sketches(order, scales) for order in every_order(scales.shape[1])]
+    orders = itertools.permutations(range(scales.shape[1]))
+    return [permutation_sketches(order, scales) for order in orders]
+
+
+def take_round(quadratic, x, sketches, step_size):
+    """Return ``mean_i [C_i x - step_size C_i grad f_i(C_i x)]``: one round with one local step."""
+    return sketches.mean(0) @ x - step_size * quadratic.sketched_gradient(x, sketches)
+
+
+def limit_of_the_paper(quadratic):
+    """Return ``sum_i D_i^(-1/2) b_i / (n sqrt(n))``, of the heterogeneous sketch."""
+    return (quadratic.diagonals.rsqrt() * quadratic.slopes).mean(0) / quadratic.num_ranks**0.5
 
 
 def start(sketch, num_ranks, d):
@@ -111,10 +124,8 @@ def test_a_draw_is_one_of_the_enumerated():
 def test_a_round_descends_where_sketches_add_up(num_ranks, d):
     quadratic, x = make(num_ranks, d), random(d, seed=5)
     for sketches in enumerate_sketches(plain(quadratic)):
-        stepped, descended = (
-            each(x, sketches, 0.1) for each in (quadratic.step, quadratic.descend)
-        )
-        torch.testing.assert_close(stepped, descended)
+        stepped = take_round(quadratic, x, sketches, 0.1)
+        torch.testing.assert_close(stepped, quadratic.descend(x, sketches, 0.1))
     if num_ranks == 1:
         gradient = quadratic.curvatures[0] @ x - quadratic.slopes[0]
         torch.testing.assert_close(stepped, x - 0.1 * gradient)
@@ -122,7 +133,7 @@ def test_a_round_descends_where_sketches_add_up(num_ranks, d):
 
 def test_a_round_equals_the_ranks_steps_in_sequence():
     quadratic, x = make(2, 4), random(4, seed=5)
-    sketches = permutation_sketches(torch.tensor([2, 0, 3, 1]), heterogeneous(quadratic))
+    sketches = permutation_sketches([2, 0, 3, 1], heterogeneous(quadratic))
     found = []
     for rank, sketch in enumerate(sketches):
         own = (sketch @ x).requires_grad_()
@@ -130,20 +141,15 @@ def test_a_round_equals_the_ranks_steps_in_sequence():
         loss.backward()
         found.append(sketch @ x - 0.3 * sketch @ own.grad)
     torch.testing.assert_close(
-        quadratic.step(x, sketches, 0.3), torch.stack(found).mean(0).detach()
+        take_round(quadratic, x, sketches, 0.3), torch.stack(found).mean(0).detach()
     )
 
 
 def test_the_gradient_of_the_mean_is_zero_at_the_solution():
     quadratic = make(3, 3)
-    x = quadratic.solution.clone().requires_grad_()
-    quadratic.loss(x).backward()
-    assert x.grad.abs().max() < 1e-12
     torch.testing.assert_close(
         quadratic.gradients(quadratic.solution.expand(3, 3)).mean(0), torch.zeros(3).double()
     )
-    least = -quadratic.slopes.mean(0) @ quadratic.solution / 2
-    torch.testing.assert_close(quadratic.loss(quadratic.solution), least)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -154,7 +160,7 @@ def test_the_heterogeneous_limit_is_reached_in_expectation(num_ranks, step_size)
     x = random(num_ranks, seed=5)
     for _ in range(60):  # a step is linear in x: the mean over draws goes by the mean over orders
         x = torch.stack([quadratic.descend(x, each, step_size) for each in all_of_them]).mean(0)
-    torch.testing.assert_close(x, quadratic.limit(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(x, limit_of_the_paper(quadratic), rtol=0, atol=1e-6)
     assert (x - quadratic.solution).norm() > 0.1
 
 
@@ -167,7 +173,7 @@ def test_the_expected_limit_is_that_of_the_mean_over_permutations(num_ranks, d, 
     moved = torch.stack([quadratic.descend(x, each, 1.0) for each in all_of_them]).mean(0)
     torch.testing.assert_close(moved, x)
     if scales_of is heterogeneous and d == num_ranks:
-        torch.testing.assert_close(x, quadratic.limit())
+        torch.testing.assert_close(x, limit_of_the_paper(quadratic))
     if num_ranks == 1 and scales_of is plain:
         torch.testing.assert_close(x, quadratic.solution)
 
@@ -190,7 +196,7 @@ def test_preconditioning_makes_the_estimate_n_times_the_identity(num_ranks):
     sketches = drawn_sketches(sketch, start(sketch, num_ranks, num_ranks))
     fixed = quadratic.preconditioned(diagonal)
     torch.testing.assert_close(estimate(fixed, sketches), num_ranks * torch.eye(num_ranks).double())
-    y = fixed.step(random(num_ranks, seed=5), sketches, 1 / num_ranks)
+    y = take_round(fixed, random(num_ranks, seed=5), sketches, 1 / num_ranks)
     torch.testing.assert_close(y, diagonal.rsqrt() * quadratic.slopes[0] / num_ranks)
     torch.testing.assert_close(fixed.solution, diagonal.sqrt() * quadratic.solution)
 
@@ -222,10 +228,5 @@ def test_bad_arguments_are_refused():
     ]:
         with pytest.raises(ValueError, match=error_text):
             Quadratic(curvatures, slopes)
-    with pytest.raises(ValueError, match=r"d must be the number of ranks, 2, got 4"):
-        fine.limit()
     with pytest.raises(ValueError, match="d must be a multiple of the 3 ranks, got 4"):
         make(3, 4).expected_limit(torch.ones(3, 4, dtype=torch.float64))
-    for order, scales in [(torch.arange(3), torch.ones(2, 4)), (torch.arange(4), torch.ones(3, 4))]:
-        with pytest.raises(ValueError, match="order must have 4 entries"):
-            permutation_sketches(order, scales)
