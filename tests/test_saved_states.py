@@ -26,7 +26,7 @@ from pyparallel.subnets import Partition
 from tests.cases import slow
 from tests.gossip.every_algorithm import COVERING, DETERMINISTIC, EVERY_ALGORITHM
 
-NUM_FLIPS = 60
+NUM_FLIPS = 36
 each_algorithm = pytest.mark.parametrize(
     "names", [COVERING, slow(DETERMINISTIC)], ids=["covering", "all"]
 )
