@@ -24,11 +24,11 @@ from pyparallel.gossip.topology import DirectedLinear, OnePeerExponential
 from pyparallel.pipeline import OneForwardOneBackward, PipeDream
 from pyparallel.subnets import Partition
 from tests.cases import slow
-from tests.gossip.every_algorithm import COVERING, DETERMINISTIC, EVERY_ALGORITHM
+from tests.gossip.every_algorithm import DETERMINISTIC, EVERY_ALGORITHM, STATES
 
-NUM_FLIPS = 36
+NUM_FLIPS = 60
 each_algorithm = pytest.mark.parametrize(
-    "names", [COVERING, slow(DETERMINISTIC)], ids=["covering", "all"]
+    "names", [STATES, slow(DETERMINISTIC)], ids=["covering", "all"]
 )
 
 

@@ -12,12 +12,7 @@ from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import Complete, DirectedExponential, OnePeerExponential, Ring
 from tests.cases import slow
 from tests.gossip.graphs import StarWithChords
-from tests.gossip.loops import (
-    SMOOTH,
-    batches,
-    train_alone,
-    train_wrapped,
-)
+from tests.gossip.loops import SMOOTH, batches, flat, start, train, train_alone, train_wrapped
 from tests.local_transport import run_threads
 
 REGULAR = [Ring, OnePeerExponential, DirectedExponential, Complete]
@@ -53,8 +48,7 @@ def check_mass(results):
 
 @pytest.mark.parametrize("num_ranks", [slow(2), 3, slow(4), slow(6)])
 def test_mass_is_conserved_over_200_rounds(ranks, num_ranks):
-    for kind in (OnePeerExponential, StarWithChords):
-        check_mass(average_somewhere(ranks, kind(num_ranks), 200))
+    check_mass(average_somewhere(ranks, StarWithChords(num_ranks), 200))
 
 
 @pytest.mark.slow
@@ -87,7 +81,13 @@ def is_complete(topology):
 
 
 def train_on_equal_data(rank, algorithms):
-    return [train_wrapped(algorithm, batches(0, 10), **SMOOTH) for algorithm in algorithms]
+    found = []
+    for algorithm in algorithms:
+        model, optimizer, wrapped = start(algorithm, **SMOOTH)
+        train(model, optimizer, batches(0, 10), forward=wrapped)
+        wrapped.flush()
+        found.append(flat(model))
+    return found
 
 
 @pytest.mark.parametrize("num_ranks", [slow(2), slow(3), 4, slow(8)])
