@@ -241,7 +241,7 @@ def fail_in(rank, fault, names):
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_the_error_names_the_dead_rank_and_the_step(subtests, fault, names):
-    timeout = 2 if fault == "stops" else 6
+    timeout = 3 if fault == "stops" else 6
     outcomes = observe_ranks(
         NUM_RANKS, fail_in, fault, names, group_timeout=timeout, time_limit=40 + 5 * len(names)
     )

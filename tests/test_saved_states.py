@@ -24,11 +24,11 @@ from pyparallel.gossip.topology import DirectedLinear, OnePeerExponential
 from pyparallel.pipeline import OneForwardOneBackward, PipeDream
 from pyparallel.subnets import Partition
 from tests.cases import slow
-from tests.gossip.every_algorithm import DETERMINISTIC, EVERY_ALGORITHM, STATES
+from tests.gossip.every_algorithm import COVERING, DETERMINISTIC, EVERY_ALGORITHM
 
 NUM_FLIPS = 60
 each_algorithm = pytest.mark.parametrize(
-    "names", [STATES, slow(DETERMINISTIC)], ids=["covering", "all"]
+    "names", [COVERING, slow(DETERMINISTIC)], ids=["covering", "all"]
 )
 
 

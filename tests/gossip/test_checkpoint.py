@@ -12,7 +12,7 @@ from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP, AllReduce, GossipState
 from pyparallel.gossip.topology import Complete, Ring
 from tests.cases import slow_unless
-from tests.gossip.every_algorithm import DETERMINISTIC, EVERY_ALGORITHM, STATES
+from tests.gossip.every_algorithm import COVERING, DETERMINISTIC, EVERY_ALGORITHM
 
 
 def build(algorithm):
@@ -81,7 +81,7 @@ def resume_from_files(rank, name, folder):
     )
 
 
-@pytest.mark.parametrize("name", slow_unless(STATES, DETERMINISTIC))
+@pytest.mark.parametrize("name", slow_unless(COVERING, DETERMINISTIC))
 def test_a_run_resumes_bit_for_bit(ranks, name, tmp_path):
     way = resume_from_files if name != "osgp-3" else resume_from_distributed_checkpoint
     for uninterrupted, saving, resumed in ranks.run(4, way, name, str(tmp_path)):

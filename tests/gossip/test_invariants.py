@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
 
-from pyparallel import GossipDataParallel
 from pyparallel.comm import Run
 from pyparallel.gossip import ADPSGD, SGP, AllReduce, LeaderSGD, LocalSGD
 from pyparallel.gossip.messages import NeighborExchange
@@ -55,15 +53,6 @@ def test_mass_is_conserved_over_200_rounds(ranks, num_ranks):
 def test_mass_is_conserved_over_1000_rounds_of_eight_processes(ranks):
     for kind in (OnePeerExponential, StarWithChords):
         check_mass(ranks.run(8, average_over_gloo, kind(8), 1000))
-
-
-def test_one_peer_exponential_is_exact_after_log2_rounds(ranks):
-    for num_ranks in (4, 8):
-        num_rounds = num_ranks.bit_length() - 1
-        results = average_somewhere(ranks, OnePeerExponential(num_ranks), num_rounds)
-        mean = sum(first for first, _, _ in results) / num_ranks
-        for _, last, _ in results:
-            torch.testing.assert_close(last, mean, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_ranks", [slow(3), slow(4), 8])
@@ -134,28 +123,3 @@ def train_as_the_bare_module(rank):
 
 def test_one_rank_is_bit_equal_to_the_bare_module(ranks):
     ranks.run(1, train_as_the_bare_module)
-
-
-def step_on_constant_gradient(rank, topology):
-    """Train with a linear loss: every gradient is 1."""
-    parameter = nn.Parameter(torch.full((4,), float(rank)))
-    module = nn.ParameterList([parameter])
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
-    wrapped = GossipDataParallel(module, optimizer, SGP(topology))
-    with torch.no_grad():
-        parameter.fill_(float(rank))
-    for _ in range(20):
-        parameter.grad = torch.ones(4)
-        optimizer.step()
-    return float(wrapped.push_sum_weight) * parameter.detach().double()
-
-
-def test_irregular_graphs_step_on_the_numerator(ranks):
-    # Algorithm 1 of the paper: sum_i x_i changes by the sum of local steps, for any weights.
-    results = ranks.run(4, step_on_constant_gradient, StarWithChords(4))
-    steps, velocity = 0.0, 0.0
-    for _ in range(20):
-        velocity = 0.5 * velocity + 1
-        steps += 0.1 * velocity
-    expected = torch.full((4,), sum(range(4)) - 4 * steps, dtype=torch.float64)
-    torch.testing.assert_close(sum(results), expected, rtol=1e-5, atol=1e-5)

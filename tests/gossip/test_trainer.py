@@ -192,28 +192,6 @@ def test_trains(ranks, cases):
             assert distance < 0.5
 
 
-def accumulates_and_clips(rank):
-    """Accumulate over two backwards, clip, and step with a schedule."""
-    model, optimizer = wrap(SGP(Complete(2)), nn.Linear(4, 2), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    start = model.module.weight.detach().clone()
-    optimizer.zero_grad()
-    for _ in range(2):
-        model(torch.full((1, 4), 10.0)).sum().backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    scheduler.step()
-    moved = (model.module.weight.detach() - start).norm()
-    return float(norm), float(moved), optimizer.param_groups[0]["lr"]
-
-
-def test_accumulation_clipping_and_schedules_work_unchanged(ranks):
-    for norm, moved, lr in ranks.run(2, accumulates_and_clips):
-        assert norm > 10
-        assert moved == pytest.approx(0.5, rel=0.01)
-        assert lr == 0.25
-
-
 def works_on_a_subgroup(rank):
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[rank % 2]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.gossip import DiLoCo, NoLoCo
+from pyparallel.gossip import NoLoCo
 from pyparallel.gossip.algorithms.noloco import NoLoCoAverager, noloco
 from pyparallel.gossip.topology import RandomMatching
 from pyparallel.training import FlatBuckets
@@ -76,16 +76,6 @@ def train_rank(rank, algorithm, data_seed=None):
 def test_identical_data_keep_ranks_equal_bit_for_bit(ranks):
     first, *others = ranks.run(3, train_rank, NoLoCo(RandomMatching(3), INTERVAL), 0)
     assert all(torch.equal(other, first) for other in others)
-
-
-def heavy_ball(parameters):
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.5)
-
-
-def test_one_rank_takes_local_outer_steps_with_heavy_ball_momentum(ranks):
-    (ours,) = ranks.run(1, train_rank, NoLoCo(RandomMatching(1), INTERVAL))
-    (diloco,) = ranks.run(1, train_rank, DiLoCo(INTERVAL, heavy_ball))
-    torch.testing.assert_close(ours, diloco, rtol=1e-5, atol=1e-6)
 
 
 def shrink_distance(rank, topology):
