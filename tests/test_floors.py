@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages
 
-from tests.house import find_modules_of_one_trainer
+from tests.house import find_modules_of_one_trainer, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -68,7 +68,7 @@ def find_modules(root: Path) -> dict[str, Path]:
 def find_imports(module: str, path: Path) -> Iterator[str]:
     """Absolute dotted names, wherever in the file the import hides; `from a import b` is a.b."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

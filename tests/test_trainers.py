@@ -91,7 +91,7 @@ def rank_main(rank):
 
     for name in TRAINERS:
         trainer, _, optimizer = start(name)
-        for how in (copy.deepcopy, pickle.dumps):
+        for how in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError) as caught:
                 how(trainer)
             note(name, "copy", caught.value)

@@ -1,6 +1,5 @@
 """Collectives of all ranks, what they count, and their errors."""
 
-import os
 import time
 
 import pytest
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from pyparallel.comm import Run
 from pyparallel.comm.collectives import Collectives, CommStats
 from pyparallel.comm.consistency import DisagreementError
-from tests.workers import observe_ranks
 
 LENGTHS = [(3, 0), (0, 0), (5, 2)]
 
@@ -154,31 +152,6 @@ def test_every_dtype_is_sent(ranks):
     assert ranks.run(2, send_every_dtype) == [([([[1, 0], [1, 1]], [0, 1])] * 5, 0)] * 2
 
 
-COLLECTIVES = {
-    "all-reduce": lambda each: each.all_reduce_(torch.ones(2)),
-    "broadcast": lambda each: each.broadcast_(torch.ones(2), 1),
-    "all-to-all": lambda each: each.all_to_all(torch.ones(2), [1, 1], [1, 1]),
-    "all-gather": lambda each: each.all_gather(torch.ones(2)),
-    "comparison of all ranks' arguments": lambda each: each.run.agree([], None),
-    "barrier": lambda each: each.run.barrier(),
-}
-
-
-def call_a_dead_rank(rank):
-    collectives = Collectives()
-    collectives.all_reduce_(torch.ones(1))
-    if rank == 1:
-        os._exit(3)
-    collectives.run.counts.reset(7)
-    errors = []
-    for call in COLLECTIVES.values():
-        try:
-            call(collectives)
-        except RuntimeError as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    return errors
-
-
 def make_a_mistake(rank):
     collectives = Collectives()
     collectives.run.counts.reset(4)
@@ -193,16 +166,6 @@ def test_a_mistake_of_a_rank_is_not_blamed_on_another(ranks):
     )
     expected = f"PeerError: rank 1, step 4: the all-to-all failed: rank 0 failed: {problem} ("
     assert second.error.startswith(expected), second.error
-
-
-def test_a_dead_rank_is_an_error_that_names_rank_step_and_collective():
-    first, _ = observe_ranks(2, call_a_dead_rank, group_timeout=5)
-    assert len(first.value) == len(COLLECTIVES)
-    for name, error in zip(COLLECTIVES, first.value, strict=True):
-        place = "rank 0" if "arguments" in name else "rank 0, step 7"
-        failed = "not all ranks reached the barrier" if name == "barrier" else f"the {name} failed"
-        what = f"{failed}: rank 1 died, or ended without this call ("
-        assert error.startswith(f"PeerError: {place}: {what}")
 
 
 def barrier_after_setting_a_key(rank):

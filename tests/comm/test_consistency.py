@@ -13,6 +13,7 @@ from pyparallel.comm.consistency import (
     error_of,
 )
 from pyparallel.comm.errors import PeerError
+from tests.gossip import loops
 
 
 def check(rank, fields_of, problem_of):
@@ -22,22 +23,40 @@ def check(rank, fields_of, problem_of):
 SAME = [("size", "3"), ("kind", "a")]
 
 
-def test_consistent_ranks_pass(ranks):
-    ranks.run(3, check, [SAME] * 3, [None] * 3)
+WRONG = TypeError("topology must be an object, got 'ring'")
+DISAGREES, WRONG_TYPE = "DisagreementError: ", "ArgumentTypeError: "
+# The fields and the problem of each rank, and the error of all.
+CASES = [
+    ([SAME] * 3, [None] * 3, "None"),
+    ([SAME] * 3, [None, None, "lr must be positive"], f"{DISAGREES}rank 2: lr must be positive"),
+    ([SAME] * 3, ["a", None, "b"], f"{DISAGREES}rank 0: a; rank 2: b"),
+    (
+        [SAME, [("size", "4"), SAME[1]], SAME],
+        [None] * 3,
+        f"{DISAGREES}all ranks must have the same size, got 3 on rank 0 and 4 on rank 1",
+    ),
+    (
+        [SAME, SAME, SAME[:1]],
+        [None] * 3,
+        f"{DISAGREES}all ranks must have the same number of fields, got 2 on rank 0 and 1 on rank",
+    ),
+    ([SAME] * 3, [WRONG] * 3, f"{WRONG_TYPE}ranks 0-2: {WRONG}"),
+    ([SAME] * 3, [None, WRONG, None], f"{WRONG_TYPE}rank 1: {WRONG}"),
+    ([SAME] * 3, [WRONG, "b", None], f"{DISAGREES}rank 0: {WRONG}; rank 1: b"),
+]
 
 
-def test_all_ranks_raise_the_same(ranks):
-    for fields_of, problem_of, sentence in [
-        ([SAME] * 3, [None, None, "lr must be positive, got -1"], "rank 2: lr must be"),
-        ([SAME] * 3, ["a", None, "b"], "rank 0: a; rank 2: b"),
-        ([SAME, [("size", "4"), SAME[1]], SAME], [None] * 3, "size, got 3 on rank 0 and 4 on"),
-        ([SAME, SAME, SAME[:1]], [None] * 3, "fields, got 2 on rank 0 and 1 on rank 2"),
-    ]:
-        errors = {each.error for each in ranks.observe(3, check, fields_of, problem_of)}
-        assert len(errors) == 1, errors
-        (error,) = errors
-        assert error.startswith("DisagreementError: "), error
-        assert sentence in error
+def check_each(rank):
+    return [loops.error_of(check, rank, fields, problems) for fields, problems, _ in CASES]
+
+
+def test_all_ranks_raise_the_same_or_nothing(ranks):
+    errors, *others = ranks.run(3, check_each)
+    assert others == [errors] * 2
+    for error, (*_, sentence) in zip(errors, CASES, strict=True):
+        assert str(error).startswith(sentence), error
+    assert issubclass(ArgumentTypeError, DisagreementError)
+    assert issubclass(ArgumentTypeError, TypeError)
 
 
 def test_each_sentence_is_stated_once_with_its_ranks():
@@ -49,22 +68,6 @@ def test_each_sentence_is_stated_once_with_its_ranks():
     ]:
         error = error_of(problems)
         assert (type(error), str(error)) == (DisagreementError, text)
-
-
-def test_wrong_types_are_a_type_error_on_all_ranks(ranks):
-    wrong = TypeError("topology must be an object, got 'ring'")
-    for problems, error in [
-        ([wrong] * 3, "ArgumentTypeError: ranks 0-2: topology must be an object, got 'ring'"),
-        ([None, wrong, None], "ArgumentTypeError: rank 1: topology must be an object, got 'ring'"),
-        (
-            [wrong, "b", None],
-            "DisagreementError: rank 0: topology must be an object, got 'ring'; ",
-        ),
-    ]:
-        for outcome in ranks.observe(3, check, [SAME] * 3, problems):
-            assert outcome.error.startswith(error), outcome.error
-    assert issubclass(ArgumentTypeError, DisagreementError)
-    assert issubclass(ArgumentTypeError, TypeError)
 
 
 def alone(rank):

@@ -153,7 +153,7 @@ def wait_for_a_silent_rank(rank):
 
 
 def test_a_subgroup_has_the_timeout_of_its_parent(ranks):
-    outcomes = ranks.observe(2, wait_for_a_silent_rank, group_timeout=2, time_limit=30)
+    outcomes = ranks.observe(2, wait_for_a_silent_rank, group_timeout=1, time_limit=30)
     assert [outcome.error for outcome in outcomes] == [None, None]
 
 

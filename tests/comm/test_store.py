@@ -167,19 +167,19 @@ def test_calls_to_a_stopped_store_end_and_do_not_lock_it(server):
         lambda store: store.set("text", "1"),
     ]
     for call in calls:
-        store, fresh = deadline_store(inner, 0.5), deadline_store(inner, 0.5)
+        store, fresh = deadline_store(inner, 0.2), deadline_store(inner, 0.2)
         store.add("count", 1)
         stop(pid)
         answered = calls[0] if call is calls[-1] else call  # set() has no answer to wait for
         for each, its_call in [(store, answered), (fresh, call), (store, call)]:
-            with pytest.raises(PeerError, match=rf"^rank 3: .* 0.5 s: .* 127.0.0.1:{port} died"):
+            with pytest.raises(PeerError, match=rf"^rank 3: .* 0.2 s: .* 127.0.0.1:{port} died"):
                 its_call(each)  # fresh connects while the server stands
         os.kill(pid, signal.SIGCONT)
         assert inner.add("users", 1)  # on the connection that torch uses
 
 
 def train_until_the_store_stops(rank, port, pid):
-    timeout = datetime.timedelta(seconds=3)
+    timeout = datetime.timedelta(seconds=2)
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timeout)
@@ -199,7 +199,7 @@ def test_all_ranks_end_when_the_store_stops(server):
     outcomes = observe_ranks(3, train_until_the_store_stops, port, pid, time_limit=60)
     for rank, outcome in enumerate(outcomes):
         assert re.match(
-            rf"PeerError: rank {rank}: the process group's store .* 3 s: .* 127.0.0.1:{port} died",
+            rf"PeerError: rank {rank}: the process group's store .* 2 s: .* 127.0.0.1:{port} died",
             outcome.error,
         ), outcome.log
 

@@ -66,5 +66,7 @@ COVERING = [
     "sgp-star", "sgp-overlap-3", "osgp-3", "sgp-overlap-3-top-k", "slowmo", "diloco-adam", "noloco",
     "leadersgd", "leadersgd-code", "hierarchical-star", "allreduce",
 ]  # fmt: skip
+# Of these a few, for what is decided before an average is taken.
+FEW = ["sgp-star", "slowmo", "leadersgd", "hierarchical-star", "allreduce"]
 # Unequal numbers of batches are an error: a rank without batches cannot contribute its shard.
 NEEDS_EQUAL_BATCHES = {"hierarchical", "hierarchical-star", "hierarchical-osgp"}

@@ -55,29 +55,6 @@ def train_alone(data, make_optimizer=torch.optim.SGD, **options):
     return train(model, make_optimizer(model.parameters(), lr=0.05, **options), data)
 
 
-def compare_with_training_alone(rank, algorithm, make_optimizer, options):
-    """Return whether training with the algorithm is bit for bit training without it."""
-    wrapped = train_wrapped(algorithm, batches(0, 10), make_optimizer, **options)
-    return torch.equal(wrapped, train_alone(batches(0, 10), make_optimizer, **options))
-
-
-def resume_in_memory(algorithm, num_steps, stop, loop=train, **options):
-    """Return whether a trainer that loads the algorithm's state continues bit for bit."""
-    data = list(batches(torch.distributed.get_rank(), num_steps))
-    model, optimizer, saving = start(algorithm, **options)
-    loop(model, optimizer, data[:stop], saving)
-    state = saving._averager.state_dict()
-    parameters = [parameter.detach().clone() for parameter in model.parameters()]
-    expected = loop(model, optimizer, data[stop:], saving)
-    saving.close()
-    model, optimizer, resumed = start(algorithm, **options)
-    resumed._averager.load_state_dict(state)
-    with torch.no_grad():
-        for parameter, saved in zip(model.parameters(), parameters, strict=True):
-            parameter.copy_(saved)
-    return torch.equal(loop(model, optimizer, data[stop:], resumed), expected)
-
-
 def error_of(call, *arguments):
     """Return the type and the text of the error that a call raises, or None."""
     try:

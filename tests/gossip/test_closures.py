@@ -10,7 +10,7 @@ from torch import nn
 from pyparallel import GossipDataParallel, optim
 from pyparallel.compression import Int8
 from pyparallel.gossip import SGP, LocalSGD
-from pyparallel.gossip.topology import Complete, FromGraph, OnePeerExponential, Ring
+from pyparallel.gossip.topology import FromGraph, OnePeerExponential, Ring
 from tests.cases import slow
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import batches, start
@@ -168,23 +168,3 @@ def test_optimizers_that_evaluate_often_or_elsewhere_see_debiased_parameters(ran
                 ]
             else:
                 assert texts == []
-
-
-def minimize_with_lbfgs(rank):
-    module = nn.Linear(4, 1)
-    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.5, max_iter=4)
-    model = GossipDataParallel(module, optimizer, SGP(Complete(2)))
-    inputs = torch.randn(20, 4)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (model(inputs) - inputs[:, :1]).square().mean()
-        loss.backward()
-        return loss
-
-    return [float(optimizer.step(closure)) for _ in range(5)]
-
-
-def test_lbfgs_minimizes(ranks):
-    for losses in ranks.run(2, minimize_with_lbfgs):
-        assert losses[-1] < 0.1 * losses[0]

@@ -162,11 +162,7 @@ CHECKS_OF_EQUAL_RUNS = [
 ]
 
 
-# The fast ones have every algorithm, others another topology or order.
-FAST = [*COVERING, "sgp", "osgp-biased", "dpsgd", "localsgd", "adpsgd"]
-
-
-@pytest.mark.parametrize("name", slow_unless(FAST, EVERY_ALGORITHM))
+@pytest.mark.parametrize("name", slow_unless([*COVERING, "adpsgd"], EVERY_ALGORITHM))
 def test_contract(ranks, name):
     runs = ranks.run(RANKS, train_all_ways, name)
     for check in CHECKS + ([] if name in NONDETERMINISTIC else CHECKS_OF_EQUAL_RUNS):

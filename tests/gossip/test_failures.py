@@ -1,23 +1,16 @@
-"""Invalid arguments and dead ranks: one clear error on every rank, never a hang."""
+"""Invalid arguments of a trainer: one clear error on every rank, never a hang."""
 
 import math
-import os
 import re
-import signal
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel
-from pyparallel.comm import PeerError
 from pyparallel.gossip import SGP, AllReduce
-from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
-from tests.cases import slow
+from pyparallel.gossip.topology import Complete, Ring
 from tests.gossip.graphs import Broken, StarWithChords
-from tests.gossip.loops import error_of, wrap
-from tests.workers import observe_ranks, store_barrier
+from tests.gossip.loops import error_of
 
 
 class Scaled(nn.Module):
@@ -258,101 +251,3 @@ def wrap_16_bit_parameters(rank):
 def test_16_bit_parameters_are_an_error_on_irregular_graphs(ranks):
     for outcome in ranks.observe(3, wrap_16_bit_parameters):
         assert "parameters must be float32 if push-sum weights differ from 1" in outcome.error
-
-
-def train_until_failure(rank, algorithm, fail, when):
-    """Rank 2 fails in a step; the error of another names the step."""
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped = GossipDataParallel(model, optimizer, algorithm)
-    for index in range(40):
-        if rank == 2 and index == when:
-            fail()
-        optimizer.zero_grad()
-        wrapped(torch.randn(3, 4)).sum().backward()
-        optimizer.step()
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("kind", [slow(Ring), OnePeerExponential])
-def test_partners_name_the_rank_that_died_and_all_end(kind):
-    topology = kind(4)
-    outcomes = observe_ranks(4, train_until_failure, SGP(topology), die, 5, time_limit=30)
-    assert all(outcome.exit_code != 0 for outcome in outcomes)
-    partners = {*topology.out_peers(2, 5), *topology.in_peers(2, 5)}
-    errors = {rank: outcomes[rank].error for rank in range(4) if rank != 2}
-    for rank in partners:
-        assert errors[rank].startswith(f"PeerError: rank {rank}, step 6: the message on edge")
-        assert f"edge 2 -> {rank}" in errors[rank] or f"edge {rank} -> 2" in errors[rank]
-    for rank, error in errors.items():
-        assert error.startswith(f"PeerError: rank {rank}, step ")
-        assert ": rank 2 died, or took fewer steps: use join() (" in error
-
-
-def end_early(rank):
-    """Rank 1 takes a step less than rank 0."""
-    trainer, optimizer = wrap(SGP(Ring(2)), nn.Linear(4, 2))
-    for _ in range(2 - rank):
-        optimizer.step()
-    return trainer.bytes_sent
-
-
-def test_a_rank_that_has_ended_is_an_error_with_the_reason():
-    first, second = observe_ranks(2, end_early, time_limit=30)
-    assert second.error is None
-    reason = "PeerError: rank 0, step 2: .* rank 1 died, or took fewer steps: use join"
-    assert re.search(reason, first.error), first.error
-
-
-def train_with_a_stopped_rank(rank):
-    """Rank 2 stops; once both others have raised, rank 0 kills it, which the test else awaits."""
-    store = dist.group.WORLD.get_group_store()
-
-    def stop():
-        store.set("stopped", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    try:
-        train_until_failure(rank, SGP(Complete(3)), stop, 5)
-    finally:
-        store.set(f"ended/{rank}", "")
-        if rank == 0:
-            store.wait(["ended/1"])
-            os.kill(int(store.get("stopped")), signal.SIGKILL)
-
-
-def test_a_stopped_rank_is_named_after_the_timeout():
-    outcomes = observe_ranks(3, train_with_a_stopped_rank, time_limit=30, group_timeout=3)
-    for rank in (0, 1):
-        assert outcomes[rank].exit_code != 0
-        assert f"rank {rank}, step 6: the message on edge" in outcomes[rank].error
-        assert "did not respond within the process group's timeout" in outcomes[rank].error
-
-
-def step_after_a_death(rank):
-    """In a subgroup, whose errors name global ranks; rounds after a failed one raise its error."""
-    group = dist.new_group([1, 3])
-    if rank in (1, 3):
-        model = nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wrapped = GossipDataParallel(model, optimizer, SGP(Complete(2)), process_group=group)
-    store_barrier("wrapped")
-    if rank == 3:
-        die()
-    errors = []
-    for _ in range(3 if rank == 1 else 0):
-        wrapped(torch.randn(3, 4)).sum().backward()
-        with pytest.raises(PeerError) as caught:
-            optimizer.step()
-        errors.append(str(caught.value))
-    return errors
-
-
-def test_rounds_after_a_death_raise_the_same_error_with_global_ranks():
-    errors = observe_ranks(4, step_after_a_death, time_limit=30)[1].value
-    assert errors == errors[:1] * 3
-    assert "rank 1, step 1: the message on edge" in errors[0]
-    assert "rank 3 died" in errors[0]

@@ -94,17 +94,16 @@ def train_every_algorithm(rank):
 
 def train_every_order(rank):
     found = {}
-    for overlap, topology, name in [
-        (0, Ring(4), "SGD"),
-        (0, IRREGULAR, "AdamW"),
-        (1, OnePeerExponential(4), "Adam"),
-        (1, IRREGULAR, "SGD"),
-        (2, Ring(4), "AdamW"),
-        (3, IRREGULAR, "Adam"),
+    for overlap, topology, name, mode in [
+        (0, Ring(4), "SGD", "closure"),
+        (0, IRREGULAR, "AdamW", "no_sync"),
+        (1, OnePeerExponential(4), "Adam", "no_sync"),
+        (1, IRREGULAR, "SGD", "closure"),
+        (2, Ring(4), "AdamW", "closure"),
+        (3, IRREGULAR, "Adam", "no_sync"),
     ]:
         algorithm = SGP(topology, overlap=overlap)
-        for mode in ("no_sync", "closure"):
-            found[f"{algorithm} {name} {mode}"] = differ(algorithm, name, mode)
+        found[f"{algorithm} {name} {mode}"] = differ(algorithm, name, mode)
     return found
 
 
@@ -147,21 +146,24 @@ def test_a_step_is_one_op_a_bucket(ranks):
 
 def resume(rank):
     differences = {}
-    for overlap in (1, 3):
-        for saves, loads in ((torch.optim, optim), (optim, torch.optim), (optim, optim)):
-            loop = Loop(saves, SGP(Ring(3), overlap=overlap))
-            loop.train(4)
-            file = io.BytesIO()
-            torch.save(GossipState(loop.model, loop.optimizer).state_dict(), file)
-            file.seek(0)
-            other = Loop(loads, SGP(Ring(3), overlap=overlap))
-            state = torch.load(file)
-            GossipState(other.model, other.optimizer).load_state_dict(state)
-            other.generator.set_state(loop.generator.get_state())
-            loop.train(4)
-            other.train(4)
-            difference = float((loop.end() - other.end()).abs().max())
-            differences[overlap, saves is torch.optim, saves is loads] = difference
+    for overlap, saves, loads in (
+        (1, torch.optim, optim),
+        (3, optim, torch.optim),
+        (3, optim, optim),
+    ):
+        loop = Loop(saves, SGP(Ring(3), overlap=overlap))
+        loop.train(4)
+        file = io.BytesIO()
+        torch.save(GossipState(loop.model, loop.optimizer).state_dict(), file)
+        file.seek(0)
+        other = Loop(loads, SGP(Ring(3), overlap=overlap))
+        state = torch.load(file)
+        GossipState(other.model, other.optimizer).load_state_dict(state)
+        other.generator.set_state(loop.generator.get_state())
+        loop.train(4)
+        other.train(4)
+        difference = float((loop.end() - other.end()).abs().max())
+        differences[overlap, saves is loads] = difference
     return differences
 
 

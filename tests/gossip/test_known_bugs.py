@@ -51,7 +51,8 @@ def test_mass_is_conserved_when_the_number_of_peers_changes(overlap, then):
 
 def test_no_peer_comes_twice_in_a_period():
     for num_ranks in range(2, 20):
-        topology = DirectedExponential(num_ranks)  # with 4 ranks theirs were 1, 3, 2, 2
+        # With 4 ranks +2 and -2 are the same one: theirs were 1, 3, 2, 2.
+        topology = DirectedExponential(num_ranks)
         offsets = [topology.offsets(index) for index in range(topology.period)]
         assert len(set(offsets)) == len(offsets), num_ranks
 

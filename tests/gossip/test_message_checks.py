@@ -11,6 +11,7 @@ from pyparallel.comm import PeerError
 from pyparallel.compression import Int8
 from pyparallel.gossip import SGP, LeaderSGD, LocalSGD, NoLoCo
 from pyparallel.gossip.topology import RandomMatching, Ring, Star
+from tests.cases import slow
 from tests.gossip.loops import step, wrap
 
 
@@ -31,19 +32,21 @@ def steps_two_trainers(rank, algorithm):
     return str(caught.value), values, weights
 
 
-def test_trainers_stepped_in_another_order_name_each_other(ranks):
-    for algorithm in (SGP(Ring(2)), NoLoCo(RandomMatching(2), interval=1), LocalSGD(1)):
-        outcomes = ranks.observe(2, steps_two_trainers, algorithm, group_timeout=2)
-        (error, *state), (other_error, *other_state) = (outcome.value for outcome in outcomes)
-        assert state == other_state == [[1.0, 2.0], [1.0, 1.0]]
-        place, other_place = error.split(": ")[0], other_error.split(": ")[0]
-        assert f"; waiting likewise: {other_place} (" in error, error
-        assert f"; waiting likewise: {place} (" in other_error, other_error
-        pattern = r"rank (\d), trainer (\d+), step 1"
-        (rank, trainer), (other_rank, other_trainer) = (
-            map(int, re.fullmatch(pattern, each).groups()) for each in (place, other_place)
-        )
-        assert (rank, other_rank, other_trainer - trainer) == (0, 1, 1)
+@pytest.mark.parametrize(  # each waits for a timeout
+    "algorithm", [SGP(Ring(2)), slow(NoLoCo(RandomMatching(2), interval=1)), slow(LocalSGD(1))]
+)
+def test_trainers_stepped_in_another_order_name_each_other(ranks, algorithm):
+    outcomes = ranks.observe(2, steps_two_trainers, algorithm, group_timeout=2)
+    (error, *state), (other_error, *other_state) = (outcome.value for outcome in outcomes)
+    assert state == other_state == [[1.0, 2.0], [1.0, 1.0]]
+    place, other_place = error.split(": ")[0], other_error.split(": ")[0]
+    assert f"; waiting likewise: {other_place} (" in error, error
+    assert f"; waiting likewise: {place} (" in other_error, other_error
+    pattern = r"rank (\d), trainer (\d+), step 1"
+    (rank, trainer), (other_rank, other_trainer) = (
+        map(int, re.fullmatch(pattern, each).groups()) for each in (place, other_place)
+    )
+    assert (rank, other_rank, other_trainer - trainer) == (0, 1, 1)
 
 
 def sends_own_messages(rank):
@@ -151,23 +154,23 @@ def test_impossible_masses_name_their_sender(ranks):
         assert is_unchanged, algorithm
 
 
-def joins_unevenly(rank, algorithm):
+def joins_unevenly(rank):
     """Train with unequal numbers of batches in join(), then with equal ones."""
-    model, optimizer = wrap(algorithm, nn.Linear(4, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with model.join():
-            for _ in range(2 + 2 * rank):
+    for algorithm in (SGP(Ring(2)), SGP(Ring(2), overlap=2), LocalSGD(2)):
+        model, optimizer = wrap(algorithm, nn.Linear(4, 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with model.join():
+                for _ in range(2 + 2 * rank):
+                    step(model, optimizer)
+            for _ in range(3):
                 step(model, optimizer)
-        for _ in range(3):
-            step(model, optimizer)
-        model.flush()
-    return model._averager.run.counts.steps
+            model.flush()
+        assert model._averager.run.counts.steps == 3, algorithm
 
 
 def test_counts_are_not_compared_in_join(ranks):
-    for algorithm in (SGP(Ring(2)), SGP(Ring(2), overlap=2), LocalSGD(2)):
-        assert ranks.run(2, joins_unevenly, algorithm) == [3, 3]
+    ranks.run(2, joins_unevenly)
 
 
 def steps_twice(model, optimizer):
@@ -192,19 +195,26 @@ def steps_unlike(rank, algorithm, mistake):
     return None
 
 
+RULES = {
+    steps_twice: "sent after as many steps without a training forward",
+    steps_alone: "sent after as many optimizer steps",
+}
+
+
+def makes_each_mistake(rank):
+    algorithms = SGP(Ring(2)), SGP(Ring(2), overlap=1), LocalSGD(4)
+    cases = [(algorithm, mistake) for algorithm in algorithms for mistake in RULES]
+    return [(*case, steps_unlike(rank, *case)) for case in cases]
+
+
 def test_a_step_that_one_rank_takes_alone_is_told_at_the_next_round(ranks):
-    for algorithm in (SGP(Ring(2)), SGP(Ring(2), overlap=1), LocalSGD(4)):
-        for mistake, rule in [
-            (steps_twice, "sent after as many steps without a training forward"),
-            (steps_alone, "sent after as many optimizer steps"),
-        ]:
-            outcomes = ranks.observe(2, steps_unlike, algorithm, mistake, group_timeout=5)
-            for rank, error in enumerate(outcome.value for outcome in outcomes):
-                assert error is not None, (algorithm, mistake, outcomes[rank].error)
-                assert error.startswith(f"rank {rank}, "), error
-                assert rule in error, (algorithm, mistake, error)
-                assert "on rank 0" in error
-                assert "on rank 1" in error
+    for rank, found in enumerate(ranks.run(2, makes_each_mistake)):
+        for algorithm, mistake, error in found:
+            assert error is not None, (algorithm, mistake)
+            assert error.startswith(f"rank {rank}, "), error
+            assert RULES[mistake] in error, (algorithm, mistake, error)
+            assert "on rank 0" in error
+            assert "on rank 1" in error
 
 
 def skips_a_batch(rank):

@@ -98,7 +98,7 @@ def test_counts_weight_and_distance(ranks, subtests):
 
 
 WAITING = [  # one of each kind of message and collective
-    "sgp", "sgp-overlap-1", "noloco", "leadersgd", "hierarchical", "adpsgd", "allreduce",
+    "sgp-overlap-1", "noloco", "leadersgd", "adpsgd", "allreduce",
 ]  # fmt: skip
 
 

@@ -85,6 +85,12 @@ def names(rank, kind):
     if kind != "with a compiled layer":  # whose keys torch's functions alone rename
         assert list(model.state_dict()) == KEYS
         assert {name for name, _ in model.named_parameters()} == parameters
+    storage = inner[0].weight.data_ptr()
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert inner[0].weight.data_ptr() == storage
+    with pytest.raises(ValueError, match="assign must be False"):
+        model.load_state_dict(model.state_dict(), assign=True)
+    assert "SGP(topology=Ring(1), overlap=0, compressor=None)" in repr(model)
     fields = str(model.config_fields)
     assert "_orig_mod" not in fields
     for other in KINDS:  # also those that older versions have saved of a compiled model

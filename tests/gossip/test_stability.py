@@ -107,7 +107,7 @@ class Rule:
 
 
 @pytest.mark.parametrize(
-    "graph", [slow(Ring(4)), OnePeerExponential(4), Star(5), slow(BaseGraph(6))], ids=repr
+    "graph", [slow(Ring(4)), slow(OnePeerExponential(4)), Star(5), slow(BaseGraph(6))], ids=repr
 )
 def test_the_rules_of_the_papers_diverge_above_the_limit_and_converge_below(graph):
     cases = [(SGP(graph), "adapt, then combine", 0)]

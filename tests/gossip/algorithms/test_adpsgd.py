@@ -12,10 +12,10 @@ from pyparallel import GossipDataParallel
 from pyparallel.comm import Run
 from pyparallel.gossip import ADPSGD
 from pyparallel.gossip.topology import Complete, Ring, Star
+from tests.cases import slow
 from tests.gossip.loops import (
     SMOOTH,
     batches,
-    compare_with_training_alone,
     start,
     train,
     train_alone,
@@ -71,10 +71,9 @@ def check_sum(ranks, topology, num_steps):
     torch.testing.assert_close(after, mean - 2 * LR * num_steps, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [Ring, Complete, Star])
+@pytest.mark.parametrize("kind", [slow(Ring), Complete, Star])
 def test_the_sum_is_conserved(ranks, kind):
-    for num_ranks in (2, 4):
-        check_sum(ranks, kind(num_ranks), 40)
+    check_sum(ranks, kind(4), 30)
 
 
 @pytest.mark.slow
@@ -95,7 +94,7 @@ def train_unequally(rank, topology):
 
 
 def test_ranks_may_have_unequal_numbers_of_batches(ranks):
-    for num_ranks in (1, 2, 4):
+    for num_ranks in (1, 4):
         results = ranks.run(num_ranks, train_unequally, Ring(num_ranks))
         num_steps = sum(10 + 15 * ((r + epoch) % 3) for r in range(num_ranks) for epoch in (0, 1))
         before, after = (sum(values) for values in zip(*results, strict=True))
@@ -149,16 +148,9 @@ def train_on_the_same_data(rank, topology):
 
 def test_identical_data_in_lockstep_give_the_single_process_trajectory(ranks):
     expected = train_alone(batches(0, 10), **SMOOTH)
-    for kind in (Ring, Complete):
-        for parameters, bytes_sent in ranks.run(4, train_on_the_same_data, kind(4)):
-            assert torch.equal(parameters, expected), kind
-            assert bytes_sent > 0
-
-
-def test_one_rank_is_bit_equal_to_the_bare_module(ranks):
-    for make_optimizer, options in [(torch.optim.SGD, SMOOTH), (torch.optim.AdamW, {})]:
-        arguments = ADPSGD(Ring(1)), make_optimizer, options
-        assert ranks.run(1, compare_with_training_alone, *arguments) == [True]
+    for parameters, bytes_sent in ranks.run(4, train_on_the_same_data, Complete(4)):
+        assert torch.equal(parameters, expected)
+        assert bytes_sent > 0
 
 
 def exit_with_requests_in_flight(rank):

@@ -9,17 +9,16 @@ from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.comm import Run
-from pyparallel.gossip import SGP, AllReduce, DiLoCo, Hierarchical, NoLoCo, SlowMo
+from pyparallel.gossip import SGP, AllReduce, Hierarchical, NoLoCo, SlowMo
 from pyparallel.gossip.algorithms.hierarchical import hierarchical
 from pyparallel.gossip.topology import OnePeerExponential, RandomMatching, Ring, Star
 from pyparallel.training import FlatBuckets
-from tests.cases import slow
 from tests.gossip.loops import (
     SMOOTH,
     batches,
     build_model,
+    error_of,
     flat,
-    resume_in_memory,
     start,
     train,
     train_wrapped,
@@ -53,9 +52,10 @@ def train_nodes(rank, cases, ranks_per_node, options):
     return [train_on(data, inner, **options) for inner in cases]
 
 
-def check_nodes(ranks, num_nodes, cases, ranks_per_node, options, cap=25.0):
+def check_nodes(ranks, num_nodes, cases, ranks_per_node, options):
+    """Compare nodes, in small buckets, with single ranks, in one bucket."""
     num_ranks = num_nodes * ranks_per_node
-    results = ranks.run(num_ranks, train_ranks, cases, ranks_per_node, {**options, "cap": cap})
+    results = ranks.run(num_ranks, train_ranks, cases, ranks_per_node, {**options, "cap": 1e-4})
     expected = ranks.run(num_nodes, train_nodes, cases, ranks_per_node, options)
     for rank, of_rank in enumerate(results):
         first, node = rank - rank % ranks_per_node, rank // ranks_per_node
@@ -70,14 +70,12 @@ def check_nodes(ranks, num_nodes, cases, ranks_per_node, options, cap=25.0):
 
 def test_nodes_train_like_single_ranks_with_all_their_batches(ranks):
     inner = [
-        SGP(Ring(2)),
-        SGP(OnePeerExponential(2), overlap=1),
+        SGP(OnePeerExponential(2)),
         SGP(Star(2), overlap=3),
         SlowMo(SGP(Ring(2), overlap=1), 3),
-        DiLoCo(4),
         NoLoCo(RandomMatching(2), 4),
     ]
-    check_nodes(ranks, 2, inner, 2, {"momentum": 0.9})
+    check_nodes(ranks, 2, inner, 2, SMOOTH)
 
 
 def train_node(rank, topology):
@@ -109,42 +107,42 @@ def test_nodes_take_steps_of_sgp_with_their_mean_gradients(ranks):
             torch.testing.assert_close(history[step], expected, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 3), slow(3, 2), slow(2, 4)], ids=str)
-def test_other_sizes_with_small_buckets(ranks, num_nodes, ranks_per_node):
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 3), (3, 2), (2, 4)], ids=str)
+def test_nodes_of_other_sizes(ranks, num_nodes, ranks_per_node):
     inner = [SGP(OnePeerExponential(num_nodes), overlap=1)]
-    check_nodes(ranks, num_nodes, inner, ranks_per_node, SMOOTH, cap=1e-4)
+    check_nodes(ranks, num_nodes, inner, ranks_per_node, SMOOTH)
 
 
-def train_twice(rank, first, second):
+def train_each(rank, algorithms):
     data = list(batches(rank, STEPS))
-    return [train_wrapped(algorithm, data, **SMOOTH) for algorithm in (first, second)]
+    return [train_wrapped(algorithm, data, **SMOOTH) for algorithm in algorithms]
 
 
-def test_one_node_is_all_reduce(ranks):
-    for overlap in (0, 1):
-        algorithm = Hierarchical(SGP(Ring(1), overlap=overlap), 3)
-        for ours, exact in ranks.run(3, train_twice, algorithm, AllReduce()):
-            torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)
+def test_one_node_is_all_reduce_and_one_rank_per_node_the_inner_algorithm(ranks):
+    star = SGP(Star(3), overlap=2)
+    one_node = Hierarchical(SGP(Ring(1), overlap=1), 3)
+    algorithms = [one_node, AllReduce(), Hierarchical(star, 1), star]
+    for ours, exact, single, inner in ranks.run(3, train_each, algorithms):
+        torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)
+        assert torch.equal(single, inner)
 
 
-def test_one_rank_per_node_is_the_inner_algorithm_bit_for_bit(ranks):
-    for inner in (SGP(Star(3), overlap=2), DiLoCo(4)):
-        for ours, theirs in ranks.run(3, train_twice, Hierarchical(inner, 1), inner):
-            assert torch.equal(ours, theirs), inner
-
-
-def count_bytes(rank, inner):
-    model, optimizer, wrapped = start(Hierarchical(inner, 2))
-    train(model, optimizer, list(batches(rank, STEPS)), forward=wrapped)
-    return wrapped.bytes_sent, wrapped._buckets.num_bytes
+def count_bytes(rank, cases):
+    found = []
+    for inner in cases:
+        model, optimizer, wrapped = start(Hierarchical(inner, 2))
+        train(model, optimizer, list(batches(rank, STEPS)), forward=wrapped)
+        found.append((wrapped.bytes_sent, wrapped._buckets.num_bytes))
+    return found
 
 
 def test_bytes_sent_match_the_docstring(ranks):
-    for inner in (SGP(OnePeerExponential(2)), SGP(Ring(2), overlap=1)):
-        gathers = STEPS - inner.overlap  # the last message is still in flight
-        for sent, model_bytes in ranks.run(4, count_bytes, inner):
-            header = 64
-            between = STEPS * (model_bytes // 2 + header)
+    cases = SGP(OnePeerExponential(2)), SGP(Ring(2), overlap=1)
+    for found in ranks.run(4, count_bytes, cases):
+        for inner, (sent, model_bytes) in zip(cases, found, strict=True):
+            gathers = STEPS - inner.overlap  # the last message is still in flight
+            between = STEPS * (model_bytes // 2 + 64)  # a header goes beside it
             within = gathers * (model_bytes // 2) + STEPS * model_bytes
             assert sent == between + within, inner
 
@@ -227,27 +225,26 @@ def train_in_join(rank, numbers):
     train(model, optimizer, list(batches(rank, 1)), forward=wrapped)
 
 
-def test_join_with_equal_numbers_of_batches_trains(ranks):
-    ranks.run(4, train_in_join, [3, 3, 3, 3])
+def step_in_no_sync(rank):
+    model, optimizer, wrapped = start(Hierarchical(SGP(Ring(2)), 2))
+    with wrapped.no_sync():
+        train(model, optimizer, list(batches(rank, 1)), forward=wrapped)
 
 
-def test_join_with_unequal_numbers_is_one_error(ranks):
-    for numbers in [[4, 4, 3, 3], [0, 1, 1, 1]]:
-        without = sum(number == min(numbers) for number in numbers)
-        errors = {outcome.error for outcome in ranks.observe(4, train_in_join, numbers)}
-        assert len(errors) == 1, (numbers, errors)
-        assert errors.pop().startswith(
-            "ValueError: join() must be given equal numbers of batches on all ranks with "
-            f"Hierarchical, got {without} without any while others still train"
-        ), numbers
+def make_mistakes(rank):
+    numbers = [3, 3, 3, 3], [4, 4, 3, 3], [0, 1, 1, 1]
+    return [error_of(step_in_no_sync, rank), *(error_of(train_in_join, rank, n) for n in numbers)]
 
 
-def resume(rank):
-    return resume_in_memory(Hierarchical(NoLoCo(RandomMatching(2), 2), 2), 8, 5)
-
-
-def test_a_run_resumes_bit_for_bit(ranks):
-    assert ranks.run(4, resume) == [True] * 4
+def test_unequal_numbers_of_batches_or_of_averages_are_one_error(ranks):
+    for no_sync, equal, *unequal in ranks.run(4, make_mistakes):
+        assert "optimizer.step() must be called outside of no_sync() with Hierarchical" in no_sync
+        assert equal is None
+        for number, error in zip((2, 1), unequal, strict=True):
+            assert error.startswith(
+                "ValueError: join() must be given equal numbers of batches on all ranks with "
+                f"Hierarchical, got {number} without any while others still train"
+            )
 
 
 def train_in_subgroup(rank):
@@ -266,17 +263,6 @@ def test_nodes_within_a_subgroup(ranks):
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[3], results[4])
     assert not torch.equal(results[0], results[3])
-
-
-def step_in_no_sync(rank):
-    model, optimizer, wrapped = start(Hierarchical(SGP(Ring(1)), 2))
-    with wrapped.no_sync():
-        train(model, optimizer, list(batches(rank, 1)), forward=wrapped)
-
-
-def test_a_step_inside_no_sync_is_an_error(ranks):
-    sentence = "optimizer.step() must be called outside of no_sync() with Hierarchical"
-    assert all(sentence in outcome.error for outcome in ranks.observe(2, step_in_no_sync))
 
 
 def test_a_model_too_small_to_shard_is_an_error():

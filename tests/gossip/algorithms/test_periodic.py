@@ -90,17 +90,20 @@ def test_diloco_follows_the_paper(ranks, make):
     assert_equal_on_all_ranks(ranks, algorithm, expected)
 
 
-def train_two(rank, first, second):
-    return [train_rank(rank, algorithm) for algorithm in (first, second)]
+def train_each(rank, algorithms):
+    return [train_rank(rank, algorithm) for algorithm in algorithms]
 
 
 def test_algorithms_that_are_equal_in_theory_are_equal(ranks):
-    for first, second in [
-        (SlowMo(None, INTERVAL, momentum=0.0, reset_momentum=False), LocalSGD(INTERVAL)),
-        (SlowMo(SGP(Complete(3)), 1, momentum=0.0, reset_momentum=False), SGP(Complete(3))),
-        (LocalSGD(1), SGP(Complete(3))),
-    ]:
-        for one, other in ranks.run(3, train_two, first, second):
+    algorithms = [
+        SlowMo(None, INTERVAL, momentum=0.0, reset_momentum=False),
+        LocalSGD(INTERVAL),
+        SlowMo(SGP(Complete(3)), 1, momentum=0.0, reset_momentum=False),
+        SGP(Complete(3)),
+        LocalSGD(1),
+    ]
+    for slowmo, local, inner, sgp, exact in ranks.run(3, train_each, algorithms):
+        for one, other in [(slowmo, local), (inner, sgp), (exact, sgp)]:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -109,39 +112,16 @@ def consensus_after(rank, algorithms):
     for algorithm in algorithms:
         model, optimizer, wrapped = start(algorithm, momentum=0.9)
         train(model, optimizer, list(batches(rank, 6)), forward=wrapped)
-        distance = wrapped.consensus_distance()
-        results.append((distance, float(wrapped.push_sum_weight), wrapped.bytes_sent))
+        results.append((wrapped.consensus_distance(), float(wrapped.push_sum_weight)))
     return results
 
 
 def test_slowmo_reaches_exact_consensus_with_any_inner_algorithm(ranks):
-    for inner in (SGP(OnePeerExponential(4)), SGP(Ring(4), overlap=1), SGP(Star(4), overlap=2)):
-        results = ranks.run(4, consensus_after, [SlowMo(inner, 3), inner])
-        assert all(distance < 1e-6 for (distance, _, _), _ in results), inner
-        assert sum(weight for (_, weight, _), _ in results) == pytest.approx(4), inner
-        assert all(ours[2] > theirs[2] for ours, theirs in results), inner
-
-
-def train_every(rank, algorithms):
-    return [train_rank(rank, algorithm) for algorithm in algorithms]
-
-
-def test_one_rank_trains(ranks):
-    algorithms = [LocalSGD(2), DiLoCo(2), SlowMo(None, 2), SlowMo(SGP(Ring(1), overlap=1), 2)]
-    (results,) = ranks.run(1, train_every, algorithms)
-    assert all(result.isfinite().all() for result in results)
-    assert torch.equal(results[0], train_alone(list(batches(0, STEPS)), momentum=0.9))
-
-
-def train_unequally(rank, algorithms):
-    for algorithm in algorithms:
-        model, optimizer, wrapped = start(algorithm)
-        with wrapped.join():
-            train(model, optimizer, list(batches(rank, 4 + 3 * rank)), forward=wrapped)
-
-
-def test_ranks_may_have_unequal_numbers_of_batches(ranks):
-    ranks.run(2, train_unequally, [LocalSGD(2), DiLoCo(2), SlowMo(SGP(Ring(2)), 2)])
+    inner = SGP(Ring(4)), SGP(OnePeerExponential(4), overlap=1), SGP(Star(4), overlap=2)
+    results = ranks.run(4, consensus_after, [SlowMo(each, 3) for each in inner])
+    for algorithm, found in zip(inner, zip(*results, strict=True), strict=True):
+        assert all(distance < 1e-6 for distance, _ in found), algorithm
+        assert sum(weight for _, weight in found) == pytest.approx(4), algorithm
 
 
 def load_and_continue(rank, algorithms):

@@ -26,7 +26,7 @@ from pyparallel.gossip.topology import (
     Star,
 )
 from tests.gossip.graphs import StarWithChords
-from tests.gossip.loops import batches, flat, start, take_step, train, train_alone
+from tests.gossip.loops import batches, flat, start, take_step, train
 from tests.local_transport import run_threads
 
 KINDS = [Ring, OnePeerExponential, DirectedExponential, Complete, BaseGraph, RandomMatching]
@@ -90,11 +90,12 @@ def with_overlap(topology, overlap, num_steps, targets):
 def check_steps(topology, overlap, simulate):
     results = run_steps(topology, overlap, 25)
     expected = simulate(torch.stack([torch.from_numpy(target) for target, *_ in results]))
+    z, weights = (torch.stack(each) for each in zip(*expected, strict=True))
     for rank, (_, history, _, _) in enumerate(results):
-        for step, (z, weight) in enumerate(history):
-            place = f"{topology}, rank {rank}, step {step}"
-            assert weight == pytest.approx(float(expected[step][1][rank]), abs=1e-12), place
-            np.testing.assert_allclose(z, expected[step][0][rank], 2e-5, 2e-6, err_msg=place)
+        place = f"{topology}, rank {rank}"
+        ours, weight = zip(*history, strict=True)
+        np.testing.assert_allclose(weight, weights[:, rank, 0], 0, 1e-12, err_msg=place)
+        np.testing.assert_allclose(ours, z[:, rank], 2e-5, 2e-6, err_msg=place)
 
 
 def test_sgp_is_algorithm_1_of_assran_et_al():
@@ -162,21 +163,6 @@ def test_weights_are_one_at_every_update_with_overlap_one():
     assert seen == [1.0] * 40
 
 
-def train_identically(rank, topology):
-    model, optimizer, wrapped = start(SGP(topology, overlap=1), momentum=0.9)
-    result = train(model, optimizer, list(batches(0, 12)), forward=wrapped)
-    wrapped.flush()
-    return result, flat(model)
-
-
-def test_identical_data_equals_training_alone_bit_for_bit(ranks):
-    alone = train_alone(list(batches(0, 12)), momentum=0.9)
-    for kind in (OnePeerExponential, DirectedExponential, Ring):
-        for result, flushed in ranks.run(4, train_identically, kind(4)):
-            assert torch.equal(result, alone), kind
-            assert torch.equal(flushed, alone), kind
-
-
 def see_consensus(rank, overlap):
     model, optimizer, wrapped = start(SGP(Ring(4), overlap=overlap))
     mine = list(batches(rank, 9))
@@ -191,9 +177,12 @@ def see_consensus(rank, overlap):
     return weight, before, mean, after, distance, float(wrapped.push_sum_weight)
 
 
+def see_both(rank):
+    return see_consensus(rank, 1), see_consensus(rank, 4)
+
+
 def test_consensus_includes_messages_in_flight_and_changes_nothing(ranks):
-    for overlap in (1, 4):
-        outcomes = ranks.run(4, see_consensus, overlap)
+    for overlap, outcomes in zip((1, 4), zip(*ranks.run(4, see_both), strict=True), strict=True):
         means = [mean for _, _, mean, _, _, _ in outcomes]
         for weight, before, mean, after, distance, weight_after in outcomes:
             assert weight == pytest.approx(1 / 3, abs=1e-9), overlap
@@ -203,43 +192,54 @@ def test_consensus_includes_messages_in_flight_and_changes_nothing(ranks):
             assert weight_after == 1.0, overlap
 
 
-def delay_a_step(rank, algorithm, blocked):
+def delay_a_step(name, rank, algorithm, blocked):
     """Rank 1 delays its step 3 until rank 0 has taken all steps before ``blocked``.
 
     Return whether rank 0's step ``blocked`` ended after rank 1's step 3 began.
     """
+    still, begins = f"not blocked so far {name}", f"begins step 3 {name}"
     model, optimizer, wrapped = start(algorithm)
     store = dist.group.WORLD.get_group_store()
     waited = None
     for step, data in enumerate(batches(rank, 9)):
         if rank == 0 and step == blocked:
-            store.set("not blocked so far", "")
+            store.set(still, "")
         if rank == 1 and step == 3:
-            store.wait(["not blocked so far"])
-            time.sleep(0.3)  # rank 0 would end its step meanwhile if it did not wait
-            store.set("begins step 3", "")
+            store.wait([still])
+            time.sleep(0.1)  # rank 0 would end its step meanwhile if it did not wait
+            store.set(begins, "")
         train(model, optimizer, [data], forward=wrapped)
         if rank == 0 and step == blocked:
-            waited = store.check(["begins step 3"])
+            waited = store.check([begins])
     wrapped.flush()
     return waited
 
 
+DELAYED = [  # and the step of rank 0 that waits
+    (SGP(Ring(2)), 3),
+    (SGP(Ring(2), overlap=1), 4),
+    (SGP(Ring(2), overlap=4), 8),
+    (OSGP(Ring(2)), 4),
+    (OSGP(Ring(2), 4), 8),
+]
+
+
+def delay_each(rank):
+    return [delay_a_step(name, rank, *case) for name, case in enumerate(DELAYED)]
+
+
 def test_a_sleeping_peer_blocks_the_other_only_after_overlap_steps(ranks):
     # Rounds start after steps 0, tau, 2 tau, ...; the first one after step 3 is delayed.
-    ring = Ring(2)
-    for algorithm, blocked in [
-        (SGP(ring), 3),
-        (SGP(ring, overlap=1), 4),
-        (SGP(ring, overlap=4), 8),
-        (OSGP(ring), 4),
-        (OSGP(ring, 4), 8),
-    ]:
-        assert ranks.run(2, delay_a_step, algorithm, blocked) == [True, None], algorithm
+    assert ranks.run(2, delay_each) == [[True] * len(DELAYED), [None] * len(DELAYED)]
 
 
 DENSE_ROUNDS = 2
 HEADER_BYTES = 64
+
+
+def send_in_each_way(rank):
+    ways = (0, torch.float32), (1, torch.float32), (1, torch.bfloat16)
+    return [send_dense_rounds(rank, *way) for way in ways]
 
 
 def send_dense_rounds(rank, overlap, dtype):
@@ -262,14 +262,11 @@ def send_dense_rounds(rank, overlap, dtype):
 
 
 def test_a_complete_round_sends_the_bytes_of_a_ring_all_reduce(ranks):
-    for overlap in (0, 1):
-        for size, sent, values in ranks.run(4, send_dense_rounds, overlap, torch.float32):
+    for *of_float32, of_16_bits in ranks.run(4, send_in_each_way):
+        for size, sent, values in of_float32:
             dense = 2 * 3 * size // 4 + 3 * HEADER_BYTES
-            assert sent == [dense] * DENSE_ROUNDS + [size + HEADER_BYTES] * 2, overlap
+            assert sent == [dense] * DENSE_ROUNDS + [size + HEADER_BYTES] * 2
             torch.testing.assert_close(values, torch.full_like(values, 1.5))
-
-
-def test_a_complete_round_of_16_bit_parameters_sends_a_message_to_each(ranks):
-    for size, sent, values in ranks.run(4, send_dense_rounds, 1, torch.bfloat16):
-        assert sent[0] == 3 * (size + HEADER_BYTES)
+        size, sent, values = of_16_bits
+        assert sent[0] == 3 * (size + HEADER_BYTES)  # a message to each
         assert torch.equal(values, torch.full_like(values, 1.5))

@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import time
-from itertools import cycle
 
 import pytest
 import torch
@@ -43,7 +41,7 @@ from pyparallel.gossip.topology import (
 from tests.cases import slow
 from tests.compression.catalog import CATALOG, LAYOUT
 from tests.gossip.graphs import StarWithChords
-from tests.gossip.loops import batches, flat, start, step, take_step, train, wrap
+from tests.gossip.loops import batches, flat, start, step, train, wrap
 from tests.local_transport import LocalExchange, run_threads
 
 KINDS = [Ring, OnePeerExponential, DirectedExponential, Complete, RandomMatching, Star]
@@ -72,13 +70,13 @@ def numerator(averaging):
     return torch.cat([weight * buffer.double() for buffer in buffers])
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(
     kind=st.sampled_from(KINDS),
     compressor=st.sampled_from(COMPRESSORS),
-    num_ranks=st.integers(1, 8),
+    num_ranks=st.integers(1, 6),
     overlap=st.integers(0, 4),
-    num_steps=st.integers(1, 25),
+    num_steps=st.integers(1, 15),
 )
 def test_mass_is_conserved_with_lossy_messages(kind, compressor, num_ranks, overlap, num_steps):
     topology = Lazy(kind(num_ranks), gamma=0.3)
@@ -165,10 +163,10 @@ def distance_after(topology, compressor, num_rounds, dtype=torch.float32):
     ("compressor", "gamma", "num_rounds"),
     [
         (Int8(), 1, 60),
-        (Cast(), 1, 60),
+        slow(Cast(), 1, 60),
         (TopK(0.3), 0.5, 100),
         slow(TopK(0.1), 0.2, 250),
-        (RandomK(0.5, run_length=1), 0.3, 250),
+        slow(RandomK(0.5, run_length=1), 0.3, 250),
     ],
     ids=str,
 )
@@ -183,8 +181,8 @@ def test_an_aggressive_compressor_needs_a_lazy_topology():
 
 
 def test_signs_reduce_the_consensus_distance_slowly():
-    topology = Lazy(OnePeerExponential(4), gamma=0.05)
-    assert distance_after(topology, Sign(block_size=32), 150) < 0.03
+    topology = Lazy(OnePeerExponential(4), gamma=0.1)
+    assert distance_after(topology, Sign(block_size=32), 60) < 0.1
     assert distance_after(topology, Sign(block_size=32), 0) > 0.8
 
 
@@ -209,29 +207,6 @@ def test_float16_messages_are_close_to_uncompressed_rounds():
     run_threads(5, rank_main)
 
 
-@settings(deadline=None, max_examples=6)
-@given(st.data())
-def test_delays_and_orders_do_not_change_the_result(data):
-    topology = data.draw(st.sampled_from(KINDS))(4)
-    delay = st.sampled_from([0.0, 0.0, 0.001, 0.004])
-    delays = data.draw(st.lists(st.lists(delay, min_size=6, max_size=6), min_size=4, max_size=4))
-
-    def average(exchange, delays):
-        (buffer,) = random(exchange.rank, 40)
-        averaging = compressed([buffer], exchange, topology, Int8(seed=2))
-        for delay in delays[exchange.rank]:
-            averaging.send()
-            time.sleep(delay)
-            averaging.merge()
-        return buffer, float(averaging.status.weight)
-
-    slow = run_threads(4, lambda exchange: average(exchange, delays))
-    fast = run_threads(4, lambda exchange: average(exchange, [[0.0] * 6] * 4))
-    for a, b in zip(slow, fast, strict=True):
-        assert torch.equal(a[0], b[0])
-        assert a[1] == b[1]
-
-
 @pytest.mark.parametrize("kind", [Ring, RandomMatching, StarWithChords])
 def test_both_ends_of_every_edge_have_equal_replicas(kind):
     topology = kind(5)
@@ -249,33 +224,6 @@ def test_both_ends_of_every_edge_have_equal_replicas(kind):
             held.setdefault(key, []).append(each["mirror"]["values"])
     assert all(len(copies) == 1 + len(receivers) for (_, receivers), copies in held.items())
     assert all(torch.equal(copies[0], copy) for copies in held.values() for copy in copies)
-
-
-@pytest.mark.parametrize("overlap", [0, 1, 3])
-def test_resumes_bit_for_bit_with_a_round_in_flight(overlap):
-    topology = Lazy(StarWithChords(4), 0.5)
-
-    def rank_main(exchange):
-        parameter = nn.Parameter(random(exchange.rank, 64)[0])
-        averager = compressed([parameter.data], exchange, topology, TopK(0.2), overlap)
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
-
-        def train(steps):
-            for index in steps:
-                parameter.grad = parameter.detach() - index
-                take_step(averager, optimizer)
-            return parameter.detach().clone(), float(averager.status.weight)
-
-        train(range(5))
-        saved = copy.deepcopy((averager.state_dict(), parameter.data))
-        uninterrupted = train(range(5, 12))
-        averager.load_state_dict(saved[0])
-        parameter.data.copy_(saved[1])
-        loaded = train(range(5, 12))
-        assert torch.equal(uninterrupted[0], loaded[0])
-        assert uninterrupted[1] == loaded[1]
-
-    run_threads(4, rank_main)
 
 
 def test_int8_messages_after_the_first_are_a_quarter_of_its_size():
@@ -372,13 +320,13 @@ FUSED_AND_SEPARATE = [
 
 
 def test_one_pass_gives_the_bits_of_separate_passes():
-    for kind, (fused, separate) in zip(cycle(KINDS), FUSED_AND_SEPARATE * 2, strict=False):
+    for kind, (fused, separate) in zip(KINDS[::2], FUSED_AND_SEPARATE, strict=True):
         topology = Lazy(kind(4), 0.6)
 
         def rank_main(exchange, compressor, look, topology=topology):
             buffers = random(exchange.rank, 700, 5)
             averaging = compressed(buffers, exchange, topology, compressor, overlap=2)
-            for index in range(3 * topology.period + 4):
+            for index in range(2 * topology.period + 3):
                 averaging.before_step()
                 for buffer, update in zip(buffers, random(index, 700, 5), strict=True):
                     buffer.add_(update, alpha=0.1)
@@ -512,45 +460,27 @@ def test_entries_that_a_gpu_has_counted_are_an_error_of_the_next_round():
     run_threads(3, rank_main)
 
 
+@pytest.mark.parametrize("starts", [True, False])
 @pytest.mark.parametrize("compressor", [TopK(0.1), Int4()], ids=str)
-def test_a_failed_send_is_undone(compressor):
+def test_a_round_that_fails_or_cannot_start_changes_nothing(compressor, starts):
+    def fail(*_):
+        raise PeerError("a neighbor is dead")
+
     def rank_main(exchange):
         (buffer,) = random(exchange.rank, 40)
         averaging = compressed([buffer], exchange, Complete(2), compressor)
         averaging.after_step()
         buffer.add_(torch.randn(40))
         before = buffer.clone()
-        averaging.send()
-        assert averaging.status.weight == 0.5
-        assert not torch.equal(buffer, before)
-
-        def die():
-            raise PeerError("a neighbor failed")
-
-        averaging._round_buffers[0]._round.wait = die
-        with pytest.raises(PeerError):
-            averaging.merge()
-        torch.testing.assert_close(buffer, before, rtol=1e-5, atol=1e-6)
-        assert averaging.status.weight == 1
-
-    run_threads(2, rank_main)
-
-
-@pytest.mark.parametrize("compressor", [TopK(0.1), Int4()], ids=str)
-def test_a_round_that_cannot_start_changes_nothing(compressor):
-    def rank_main(exchange):
-        (buffer,) = random(exchange.rank, 40)
-        averaging = compressed([buffer], exchange, Complete(2), compressor)
-        averaging.after_step()
-        buffer.add_(torch.randn(40))
-        before = buffer.clone()
-
-        def refuse(sends, receives):
-            raise PeerError("a neighbor is dead")
-
-        exchange.start = refuse
-        with pytest.raises(PeerError):
+        if starts:
             averaging.send()
+            assert averaging.status.weight == 0.5
+            assert not torch.equal(buffer, before)
+            averaging._round_buffers[0]._round.wait = fail
+        else:
+            exchange.start = fail
+        with pytest.raises(PeerError):
+            (averaging.merge if starts else averaging.send)()
         torch.testing.assert_close(buffer, before, rtol=1e-5, atol=1e-6)
         assert averaging.status.weight == 1
         assert not averaging.status.in_flight

@@ -27,7 +27,7 @@ def run_rounds(topology, num_rounds, *, dtype=torch.float32, lengths=(33, 5)):
     return run_threads(topology.num_ranks, rank_main)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(kind=st.sampled_from(KINDS), num_ranks=st.integers(1, 9), num_rounds=st.integers(0, 20))
 def test_mass_is_conserved(kind, num_ranks, num_rounds):
     results = run_rounds(kind(num_ranks), num_rounds)
@@ -40,8 +40,8 @@ def test_mass_is_conserved(kind, num_ranks, num_rounds):
 
 def test_weights_stay_exactly_one_on_regular_graphs():
     for kind in KINDS[:-1]:
-        for num_ranks in (1, 3, 4, 7, 9):
-            results = run_rounds(kind(num_ranks), 15)
+        for num_ranks in (1, 4, 7):
+            results = run_rounds(kind(num_ranks), 9)
             assert all(float(weight) == 1.0 for _, _, weight in results), (kind, num_ranks)
 
 
@@ -51,22 +51,6 @@ def test_low_precision_buffers_approach_the_average():
         mean = sum(first[0] for first, _, _ in results) / 4
         for _, last, _ in results:
             torch.testing.assert_close(last[0], mean, rtol=2e-2, atol=2e-2)
-
-
-def test_numerator_and_debiased_are_inverse():
-    def rank_main(exchange):
-        averaging = PushSum.of_dense([torch.randn(100)], exchange, StarWithChords(5))
-        averaging.after_step()
-        before = averaging.buffers[0].clone()
-        averaging.before_update()
-        numerator = averaging.buffers[0].clone()
-        averaging.after_update()
-        return before, numerator, averaging.buffers[0], averaging.status.weight
-
-    for before, numerator, after, weight in run_threads(5, rank_main):
-        assert weight != 1
-        torch.testing.assert_close(numerator, before * weight.float())
-        torch.testing.assert_close(after, before)
 
 
 def test_bytes_sent_count_every_buffer_and_its_header():

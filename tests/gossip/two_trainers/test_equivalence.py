@@ -11,6 +11,7 @@ from torch import nn
 
 from pyparallel.gossip import DPSGD, OSGP, SGP, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
+from tests.cases import slow
 from tests.gossip.loops import flat
 from tests.gossip.two_trainers.gan import (
     LR,
@@ -45,15 +46,16 @@ def train_replicas(rank, num_steps, names):
     return found
 
 
-def test_replicas_equal_one_gan_on_the_joined_batch(ranks, subtests):
+@pytest.mark.parametrize("sizes", [(1, 2), slow((4,))], ids=str)
+def test_replicas_equal_one_gan_on_the_joined_batch(ranks, subtests, sizes):
     """SGD is linear in the gradients, so the mean of updated weights is a step on their mean."""
     alone = {}
     for name, step in STEPS.items():
         gan = Gan()
         alone[name] = train(gan, step, data_of(6)), weights(gan)
         assert (weights(gan)[0] - flat(build()[0])).abs().max() > 0.1
-    for num_ranks in (1, 2, 4):
-        names = ["all-reduce", "dpsgd"] if num_ranks == 2 else ["both"]
+    for num_ranks in sizes:
+        names = ["all-reduce", "dpsgd"] if num_ranks == 4 else ["both"]
         results = ranks.run(num_ranks, train_replicas, 6, names)
         for name, step in results[0]:
             with subtests.test(f"{name}, {step}, {num_ranks} ranks"):
@@ -152,21 +154,20 @@ def train_overlapped(rank, num_steps):
     return found
 
 
-def test_overlapped_messages_of_both_follow_the_papers(ranks, subtests):
-    for num_ranks in (2, 4):
-        results = ranks.run(num_ranks, train_overlapped, 12)
-        for name, algorithms in overlapped(num_ranks).items():
-            with subtests.test(f"{name}, {num_ranks} ranks"):
-                lrs = LR, 2 * LR
-                networks = map(Matrices, build(), algorithms, lrs)
-                data = [data_of(12, rank, num_ranks) for rank in range(num_ranks)]
-                expected = one_fake_by_hand(*networks, data)
-                for network, (z, w) in enumerate(expected):
-                    assert (z - z.mean(0)).abs().max() > 1e-3  # ranks differ
-                    for rank, result in enumerate(results):
-                        own, weight = (each[network] for each in result[name])
-                        torch.testing.assert_close(own.double(), z[rank], rtol=0, atol=2e-6)
-                        assert weight == float(w[rank])
+@pytest.mark.parametrize("num_ranks", [slow(2), 4])
+def test_overlapped_messages_of_both_follow_the_papers(ranks, subtests, num_ranks):
+    results = ranks.run(num_ranks, train_overlapped, 8)
+    for name, algorithms in overlapped(num_ranks).items():
+        with subtests.test(name):
+            networks = map(Matrices, build(), algorithms, (LR, 2 * LR))
+            data = [data_of(8, rank, num_ranks) for rank in range(num_ranks)]
+            expected = one_fake_by_hand(*networks, data)
+            for network, (z, w) in enumerate(expected):
+                assert (z - z.mean(0)).abs().max() > 1e-3  # ranks differ
+                for rank, result in enumerate(results):
+                    own, weight = (each[network] for each in result[name])
+                    torch.testing.assert_close(own.double(), z[rank], rtol=0, atol=2e-6)
+                    assert weight == float(w[rank])
 
 
 # ------------------------------------------------------------------------- ranks of other speeds
@@ -191,8 +192,15 @@ def train_with_pauses(rank, name, step):
     return results
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_messages_of_two_trainers_do_not_mix_when_ranks_pause(ranks, name):
-    for step in ("one_fake", "penalized"):
-        for even, paused in ranks.run(4, train_with_pauses, name, step):
-            assert all(map(torch.equal, even, paused)), step
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("other overlaps", "one_fake"),
+        ("other algorithms", "penalized"),
+        slow("other overlaps", "penalized"),
+        slow("other algorithms", "one_fake"),
+    ],
+)
+def test_messages_of_two_trainers_do_not_mix_when_ranks_pause(ranks, name, step):
+    for even, paused in ranks.run(4, train_with_pauses, name, step):
+        assert all(map(torch.equal, even, paused))
