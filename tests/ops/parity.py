@@ -85,7 +85,7 @@ COMPILED = [each for each in IMPLEMENTATIONS if each not in (INTERPRETED, TRITON
 ON_GPU = COMPILED[-1]
 each_compiled = pytest.mark.parametrize("implementation", COMPILED, ids=str)
 
-fuzz = settings(deadline=None, max_examples=50)
+fuzz = settings(deadline=None, max_examples=20)
 
 
 def require_compiled(device: str) -> None:

@@ -180,15 +180,6 @@ def test_steps_on_the_numerator():
     torch.testing.assert_close(own["exp_avg_sq"].double(), square, rtol=1e-6, atol=0.0)
 
 
-def test_the_ranks_mass_is_one_by_default():
-    own, around = buffers(1000), surroundings(1000, mass=1.0)
-    default = {name: tensor.clone() for name, tensor in own.items()}
-    adamw_step_(**own, **ADAM, weight_decay=0.1, step=7, **around)
-    del around["mass"]
-    adamw_step_(**default, **ADAM, weight_decay=0.1, step=7, **around)
-    assert all(torch.equal(own[name], default[name]) for name in BUFFERS)
-
-
 def test_without_decay_a_first_average_is_the_gradient_exactly():
     own = buffers(1000)
     own["exp_avg"].mul_(1e8)

@@ -16,6 +16,7 @@ from torch import nn
 from pyparallel import SubnetTrainer
 from pyparallel.comm import collectives
 from pyparallel.subnets import Central, Partition, ResetState, Sharded
+from tests.cases import slow
 from tests.subnets.helpers.masked import (
     MLP_LAYOUT,
     AdamW,
@@ -190,23 +191,18 @@ def regularized():
     ).double()  # fmt: skip
 
 
-def alone_is_plain(rank, rule):
+@pytest.mark.parametrize("rule", RULES)
+def test_a_single_subnet_is_plain_training_bit_for_bit(rule):
     plain = regularized()
     optimizer = RULES[rule].make(plain.parameters())
     trainer = SubnetTrainer(regularized(), RULES[rule].make, Partition(seed=9), 2)
     torch.manual_seed(1)
-    train(plain, optimizer, range(7), rank)
+    train(plain, optimizer, range(7), 0)
     torch.manual_seed(1)
-    train(trainer, trainer.optimizer, range(7), rank)
+    train(trainer, trainer.optimizer, range(7), 0)
     trainer.flush()
     found, wanted = held(trainer), plain.state_dict()
-    return [key for key in wanted if not torch.equal(found[key], wanted[key])]
-
-
-def test_a_single_subnet_is_plain_training_bit_for_bit(subtests):
-    for rule in RULES:
-        with subtests.test(str(rule)):
-            assert alone_is_plain(0, rule) == []
+    assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
 
 
 # Over gloo: every rank runs all cases in sequence; the tests check the results.
@@ -406,20 +402,14 @@ def memory(rank):
 def all_cases(rank):
     cases = [masked, steps_counted, many_rounds, evaluated, traffic, narrow_nets, carried, memory]
     found = {case.__name__: case(rank) for case in cases}
-    if dist.get_world_size() == 1:
-        found["alone_is_plain"] = {rule: alone_is_plain(rank, rule) for rule in RULES}
     widths = [(12, 12), (7, 13)]
     return found | {("one_round", each): one_round(rank, *each) for each in widths}
 
 
-@pytest.fixture(scope="module")
-def outcome(ranks):
+@pytest.fixture(scope="module", params=[(1, 3), slow((2,))], ids=str)
+def outcome(ranks, request):
     """Return by number of ranks what each rank has found."""
-    return {size: ranks.run(size, all_cases) for size in (1, 2, 3)}
-
-
-def test_a_single_subnet_is_plain_training_bit_for_bit_in_a_group_of_one(outcome):
-    assert outcome[1][0]["alone_is_plain"] == {"momentum": [], "adamw": []}
+    return {size: ranks.run(size, all_cases) for size in request.param}
 
 
 def test_a_round_changes_the_diagonal_blocks_of_inner_weights_and_all_of_the_outer(

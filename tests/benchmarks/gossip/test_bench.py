@@ -56,6 +56,7 @@ def list_interfaces(rank):
     return sorted(os.listdir("/sys/class/net")), os.readlink("/proc/thread-self/ns/net")
 
 
+@pytest.mark.slow  # two runs of ranks
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("tc") is None,
     reason="limited links need root and iproute2's tc",

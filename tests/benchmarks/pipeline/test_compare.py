@@ -38,6 +38,7 @@ def plain_losses(task, rate, seed, updates):
         return losses, task.units_per_nat * task.loss(model(inputs), target).item()
 
 
+@pytest.mark.slow
 def test_gpipe_is_training_without_a_pipeline():
     for task in TASKS:
         losses, held_out = plain_losses(task, task.main_rate, 3, UPDATES)
@@ -64,6 +65,7 @@ def test_every_schedule_updates_once_for_each_batch(monkeypatch):
         assert 0 <= outcome.held_out_accuracy <= 1, name
 
 
+@pytest.mark.slow
 def test_the_initial_weights_do_not_depend_on_the_schedule():
     firsts = [train(ADAM, each, 1e-3, 1, 1).losses[0] for each in CONTESTANTS.values()]
     assert firsts == pytest.approx([firsts[0]] * len(firsts), rel=1e-5)

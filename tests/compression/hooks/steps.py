@@ -1,20 +1,28 @@
 """What the tests of DDP's and FSDP2's hooks share."""
 
+from itertools import product
+
+import pytest
 import torch.distributed as dist
 
 from pyparallel.compression import Int8
+from tests.cases import slow
+
+POLICIES = ("raise", "skip", "allow")  # for gradients that are not finite
+
+
+def each_policy(compressors):
+    """Parametrize by rows of a compressor and a policy: a fast covering set, and all of them."""
+    first, *others = compressors
+    covering = [*product([first], POLICIES), *zip(others, POLICIES, strict=False)]
+    rows = [covering, slow([*product(compressors, POLICIES)])]
+    return pytest.mark.parametrize("rows", rows, ids=["covering", "all"])
 
 
 def average(tensor, group=None):
     tensor = tensor.clone()
     dist.all_reduce(tensor, group=group)
     return tensor / dist.get_world_size(group)
-
-
-def assert_equal_on_all_ranks(value):
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, value)
-    assert everywhere == [value] * len(everywhere)
 
 
 class CorruptScale(Int8):

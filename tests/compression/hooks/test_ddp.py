@@ -24,8 +24,8 @@ from pyparallel.compression import (
     merge_states,
 )
 from pyparallel.compression.hooks.ddp import named_parameters
-from tests.compression.hooks.steps import CorruptScale, assert_equal_on_all_ranks, average
-from tests.workers import observe_ranks
+from tests.compression.hooks.steps import CorruptScale, average, each_policy
+from tests.workers import assert_equal_on_all_ranks, call_each, observe_ranks
 
 SMALL_BUCKETS = 0.01  # MiB: several, rebuilt after the first step
 SPARSE = ErrorFeedback(TopK(0.01))
@@ -152,12 +152,7 @@ def train_low_precision(rank):
     assert_equal_on_all_ranks(got[-1].tolist())
 
 
-def meet_nan(rank, compressor):
-    for policy in ("raise", "skip", "allow"):
-        meet_nan_by(rank, compressor, policy)
-
-
-def meet_nan_by(rank, compressor, policy):
+def meet_nan(rank, compressor, policy):
     """Rank 1 gets a nan in one step; a twin does not take that step, or with zeros on rank 1."""
     found, twin = wrap(build()), wrap(build())
     state, hook = ddp_hook(compressor, found, nonfinite=policy)
@@ -394,16 +389,13 @@ def fail_in_pairs(rank):
     return fail_alone(rank, first) if rank < 2 else leave(rank, second)
 
 
-def test_gradients_are_means_over_ranks(ranks, subtests):
-    for row in COMPARED:
-        with subtests.test(str(row)):
-            ranks.run(3, compare_with_dense, *row)
+def test_gradients_are_means_over_ranks(ranks):
+    ranks.run(3, call_each, [(compare_with_dense, *row) for row in COMPARED])
 
 
-def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, subtests):
-    for compressor in POISONED:
-        with subtests.test(str(compressor)):
-            ranks.run(3, meet_nan, compressor)
+@each_policy(POISONED)
+def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, rows):
+    ranks.run(3, call_each, [(meet_nan, *row) for row in rows])
 
 
 CASES = [
@@ -413,10 +405,8 @@ CASES = [
 ]  # fmt: skip
 
 
-def test_cases(ranks, subtests):
-    for case in CASES:
-        with subtests.test(case.__name__):
-            ranks.run(3, case)
+def test_cases(ranks):
+    ranks.run(3, call_each, [(case,) for case in CASES])
 
 
 def test_no_bucket_is_sent_after_one_has_failed_and_a_rank_left_waiting_raises():

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel.compression import Cast, ErrorFeedback, Int8, TopK, ddp_hook
 from pyparallel.compression.hooks.ddp_compiled import CustomOp, StepDetector
-from tests.compression.hooks.steps import assert_equal_on_all_ranks, average
-from tests.workers import run_ranks
+from tests.compression.hooks.steps import average
+from tests.workers import assert_equal_on_all_ranks, call_each, run_ranks
 
 COMPRESSORS = [  # and the largest error of a step, relative to the norm of its gradients
     (Cast(), 4e-3),
@@ -160,24 +160,18 @@ def change_of_form(rank):
     assert expected.norm() > 0
 
 
-def traced_cases(rank):
-    compare_with_truth(rank, "one by one, in a graph")
+def every_form(rank):
+    for form in FORMS:
+        compare_with_truth(rank, form)
     accumulate(rank, TRACED, True)
 
 
-def test_gradients_are_means_over_ranks(ranks, subtests):
-    for form in ("buckets of a compiled forward", "one by one"):
-        with subtests.test(form):
-            ranks.run(2, compare_with_truth, form)
+def test_gradients_are_means_over_ranks():
+    run_ranks(2, every_form)  # compiled autograd stays on in a process
 
 
 def test_no_sync_sends_nothing_and_residuals_survive_a_change_of_form(ranks):
-    ranks.run(2, accumulate, ONE_BY_ONE, False)
-    ranks.run(2, change_of_form)
-
-
-def test_a_graph_of_forward_and_backward():
-    run_ranks(2, traced_cases)  # compiled autograd stays on in a process
+    ranks.run(2, call_each, [(accumulate, ONE_BY_ONE, False), (change_of_form,)])
 
 
 def test_a_second_gradient_of_a_parameter_begins_a_step():

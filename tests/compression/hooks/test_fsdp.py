@@ -22,7 +22,8 @@ from pyparallel.compression import (
     fsdp_all_gather,
     fsdp_reduce_scatter,
 )
-from tests.compression.hooks.steps import CorruptScale, assert_equal_on_all_ranks, average
+from tests.compression.hooks.steps import CorruptScale, average, each_policy
+from tests.workers import assert_equal_on_all_ranks, call_each
 
 SPARSE = ErrorFeedback(TopK(0.1))
 
@@ -299,13 +300,8 @@ def send_garbage(rank):
             train(model, batches(rank, 3))
 
 
-def meet_nan(rank, compressor):
-    """A step with a nan on rank 1, by policy, and the same steps without what it must not leave."""
-    for policy in ("raise", "skip", "allow"):
-        meet_nan_by(rank, compressor, policy)
-
-
-def meet_nan_by(rank, compressor, policy):
+def meet_nan(rank, compressor, policy):
+    """A step with a nan on rank 1, and the same steps without what it must not leave."""
     good, bad, later = batches(rank, 3)
     model, twin = build(), build()
     state = compress_fsdp(model, gradients=compressor, nonfinite=policy)
@@ -358,31 +354,26 @@ def name_what_is_not_finite(rank):
             backward(model, batches(rank, 1)[0])
 
 
-def test_gradients_are_those_of_plain_fsdp(ranks, subtests):
-    for row in PLAIN_CASES:
-        with subtests.test(str(row)):
-            ranks.run(3, compare_with_plain, *row)
+def test_gradients_are_those_of_plain_fsdp(ranks):
+    ranks.run(3, call_each, [(compare_with_plain, *row) for row in PLAIN_CASES])
 
 
-def test_all_ranks_compute_with_the_same_parameters(ranks, subtests):
-    for row in GATHER_CASES:
-        with subtests.test(str(row)):
-            ranks.run(3, gather_parameters, *row)
+def test_all_ranks_compute_with_the_same_parameters(ranks):
+    ranks.run(3, call_each, [(gather_parameters, *row) for row in GATHER_CASES])
 
 
-def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, subtests):
-    for compressor in (ErrorFeedback(Int8()), SPARSE, Cast()):
-        with subtests.test(str(compressor)):
-            ranks.run(3, meet_nan, compressor)
+@each_policy([ErrorFeedback(Int8()), SPARSE, Cast()])
+def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, rows):
+    ranks.run(3, call_each, [(meet_nan, *row) for row in rows])
 
 
-CASES = [
-    *((1, be_alone), (3, resume), (3, serve_or_refuse), (3, send_garbage)),
-    *((3, name_what_is_not_finite), (4, accumulate), (4, hybrid), (4, subgroup)),
-]
+CASES = {
+    1: [be_alone],
+    3: [resume, serve_or_refuse, send_garbage, name_what_is_not_finite, accumulate],
+    4: [hybrid, subgroup],
+}
 
 
-def test_cases(ranks, subtests):
-    for num_ranks, case in CASES:
-        with subtests.test(case.__name__):
-            ranks.run(num_ranks, case)
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_cases(ranks, num_ranks):
+    ranks.run(num_ranks, call_each, [(case,) for case in CASES[num_ranks]])
