@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pyparallel.ops import mix_
+from tests.cases import pairwise
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
@@ -165,8 +166,8 @@ class StepTests:
     def test_many_messages_go_in_groups(self, implementation):
         # More than one launch on GPUs: grouping changes the last bits.
         for after in (False, True):
-            around = {"num_messages": 150, "out_dtypes": (FLOAT, FLOAT), "mix_after": after}
-            arguments = self.sample(1025, **around, counts=True)
+            around = {"num_messages": implementation.num_messages, "mix_after": after}
+            arguments = self.sample(1025, **around, out_dtypes=(FLOAT, FLOAT), counts=True)
             self.parity(implementation, arguments, rtol=1e-5, atol=1e-5)
 
     @each_implementation
@@ -183,12 +184,12 @@ class StepTests:
     @each_compiled
     def test_many_gradients_go_in_groups(self, implementation):
         # More than fit in one launch on GPUs, and several blocks of elements in a launch.
-        for step, lengths in ((7, (1, 7, 2, 3)), (64, (64, 13)), (40, (8,))):
+        rows = zip((7, 64, 40), ((1, 7, 2), (64, 13), (8,)), DTYPES, strict=True)
+        for step, lengths, dtype in rows:
             begins = range(0, 9000, step)
             spans = [(begin, begin + lengths[i % len(lengths)]) for i, begin in enumerate(begins)]
-            for dtype in DTYPES:
-                dtypes = FLOAT, dtype, FLOAT
-                self.parity(implementation, self.sample(9100, dtypes=dtypes, spans=spans))
+            dtypes = FLOAT, dtype, FLOAT
+            self.parity(implementation, self.sample(9100, dtypes=dtypes, spans=spans))
 
     @each_implementation
     def test_mixing_after_the_step(self, implementation):
@@ -201,7 +202,7 @@ class StepTests:
     @each_implementation
     def test_scalars_of_gradient_scaling(self, implementation):
         infinity = float("inf")
-        rows = implementation.cases([None, 1024.0, 3.7], [None, 0.0, 1.0, infinity], [0, 1], [0, 1])
+        rows = implementation.cases([None, 1024.0, 3.7], [1.0, None, 0.0, infinity], [0, 1], [0, 1])
         for scale, found, maximize, after in rows:
             around = {"grad_scale": scale, "found_inf": found, "mix_after": bool(after)}
             arguments = self.sample(1003, maximize=bool(maximize), counts=True, **around)
@@ -237,7 +238,7 @@ class StepTests:
         assert torch.equal(around["message"], own["param"].bfloat16())
 
     def test_elements_with_a_gradient_that_is_not_finite_are_left_out_and_counted(self):
-        rows = product(DTYPES, (0, 1), (False, True), (None, 2.0))
+        rows = pairwise(DTYPES, (0, 1), (False, True), (None, 2.0))
         for dtype, num_messages, after, scale in rows:
             scaling = {"grad_scale": scale, "num_messages": num_messages, "mix_after": after}
             own, around = self.buffers(5003, dtypes=(dtype, FLOAT, FLOAT)), []

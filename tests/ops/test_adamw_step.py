@@ -187,15 +187,6 @@ def test_without_decay_a_first_average_is_the_gradient_exactly():
     assert torch.equal(own["exp_avg"], own["grad"])
 
 
-def test_opcheck():
-    op = torch.ops.pyparallel.adamw_step_.default
-    nothing = {"num_messages": 0, "out_dtypes": (None, None), "spans": []}
-    spans = {"spans": [(0, 8), (50, 99)], "mix_after": True, "decoupled": False}
-    scaling = {"grad_scale": 4.0, "found_inf": 0.0, "counts": True}
-    for around in ({}, nothing, spans | scaling, {"out_dtypes": (None, FLOAT)}):
-        torch.library.opcheck(op, tuple(sample(100, **around).values()))
-
-
 def test_bad_arguments_are_refused():
     buffer = torch.zeros(200)
     rows = [

@@ -364,16 +364,7 @@ def test_gpus_skip_and_count_corrupt_entries(implementation, kind):
         assert torch.equal(arguments[-2].cpu(), expected)
 
 
-def test_opcheck():
-    for kind, residual_dtype in ((FORMATS[0], torch.bfloat16), (FORMATS[1], None)):
-        x, residual = sample(100, residual_dtype=residual_dtype)
-        arguments = prepare(x, *kind, 32, residual, 3)
-        torch.library.opcheck(torch.ops.pyparallel.quantize.default, arguments)
-    codes, scales = message(100, *FORMATS[1], 32)
-    arguments = codes, scales, *FORMATS[1], 32, True, x, torch.zeros((), dtype=torch.int64)
-    torch.library.opcheck(torch.ops.pyparallel.dequantize.default, arguments)
-
-
+@pytest.mark.slow  # those of the steps are fast
 def test_compiles_into_a_graph_without_breaks():
     def there_and_back(x, residual):
         codes, scales = quantize(x, bits=4, residual=residual, seed=5)
