@@ -38,6 +38,7 @@ def fail_on_rank_one(rank):
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_run_with_its_error():
     with pytest.raises(RuntimeError, match=r"rank 1: [\s\S]*failure of rank 1"):
         run_on_loopback(2, 60, fail_on_rank_one)
