@@ -369,6 +369,60 @@ class StepTests:
         ]
         assert_refused(self.op, lambda: self.sample(100), rows)
 
+    def test_buffers_messages_and_outputs_that_do_not_fit_are_refused(self):
+        buffer, one = torch.zeros(200), torch.ones(1).double()
+        mixed = {"messages": [torch.zeros(100), torch.zeros(100).half()]}
+        rows = [
+            ({"param": torch.zeros(10, 10)}, r"param must be a contiguous 1-d .* \[10, 10\]"),
+            ({"messages": [torch.zeros(99)]}, r"messages\[0\] must be .* param's length"),
+            ({"messages": [torch.zeros(100)] * 2}, r"masses must be .* \[2\] on param's device"),
+            ({"messages": []}, r"masses must be .* shape \[0\] .* shape \[1\]"),
+            (
+                mixed | {"masses": torch.ones(2).double()},
+                "messages must have one dtype, got float32 and float16",
+            ),
+            ({"mass": torch.tensor(1.0)}, "mass must be a 0-d float64 tensor on param's device"),
+            ({"mass": one}, "mass must be a 0-d float64 tensor on param's device"),
+            ({"masses": torch.ones(1)}, "masses must be a contiguous float64"),
+            ({"prediction": torch.zeros(99)}, "prediction must be .* param's length"),
+            ({"message": torch.zeros(100).long()}, "message must be .* or float16"),
+            ({"message": buffer[::2]}, "message must be .* not contiguous"),
+            (
+                {"param": buffer[:100], "prediction": buffer[99:199]},
+                "prediction must not overlap param",
+            ),
+            (
+                {"grad": [buffer[:100]], "message": buffer[:100]},
+                r"message must not overlap grad\[0\], got 400",
+            ),
+            (
+                {"messages": [buffer[:100]], "message": buffer[:100]},
+                r"message must not overlap messages\[0\]",
+            ),
+            (
+                {"prediction": buffer[:100], "message": buffer[:100]},
+                "message must not overlap prediction",
+            ),
+            ({"lr": one}, r"lr must be a number, or a 0-d .* shape \[1\]"),
+            ({"horizon": one}, "horizon must be a number, or a 0-d"),
+        ]
+        assert_refused(self.op, lambda: self.sample(100), rows, dict.values)
+
+    def test_numbers_out_of_range_are_refused(self):
+        rows = [
+            ({"lr": -1e-3}, "lr must be at least 0, got -0.001"),
+            ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
+            ({"horizon": -1}, "horizon must be at least 0, got -1"),
+            ({"prediction": None, "horizon": 2}, "horizon must be 0 where no prediction .*, got 2"),
+            ({"masses": None}, "masses must be given with 1 messages, got None"),
+        ]
+        numbers = [double(number) for number in (0.0, -0.5, float("nan"), float("inf"))]
+        impossible = [{"mass": double(0.0), "masses": number.reshape(1)} for number in numbers]
+        impossible += [{"mass": each, "messages": [], "masses": None} for each in numbers]
+        error_text = "mass and masses must be at least 0 with a positive"
+        rows += [(changes, error_text) for changes in impossible]
+        assert_refused(self.op, lambda: self.sample(100), rows)
+
     def test_scalars_of_another_kind_are_refused(self):
         one = torch.tensor(1.0)
         rows = [

@@ -109,38 +109,6 @@ def test_the_module_has_memory_only_inside_full_model():
         SubnetTrainer(model, sgd, partition, 2)
 
 
-class TwoStep(torch.optim.SGD):
-    """An optimizer whose step calls its parent's, whose hooks run too."""
-
-    def step(self, closure=None):
-        return super().step(closure)
-
-
-def test_a_step_inside_a_step_counts_once():
-    model, partition, shape = build("mlp")
-    trainer = SubnetTrainer(model, lambda p: TwoStep(p, lr=0.1), partition, 3)
-    train(trainer, trainer.optimizer, range(3), 0, shape)
-    assert trainer.round_index == 1
-
-
-def test_a_step_with_a_closure_counts_once():
-    model, partition, shape = build("mlp")
-    trainer = SubnetTrainer(model, sgd, partition, 2)
-
-    def closure():
-        trainer.optimizer.zero_grad()
-        loss = trainer(batch_of(0, 0, shape)[0]).square().mean()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        trainer.optimizer.step(closure)
-    assert trainer.round_index == 1
-    trainer.flush()
-    trainer.flush()
-    assert trainer.round_index == 2
-
-
 def test_after_close_nothing_is_merged():
     model, partition, shape = build("mlp")
     trainer = SubnetTrainer(model, sgd, partition, 1)
