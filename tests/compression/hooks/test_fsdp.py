@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._pytree import tree_leaves
 
 from pyparallel.comm import DisagreementError
 from pyparallel.compression import (
@@ -22,7 +21,15 @@ from pyparallel.compression import (
     fsdp_all_gather,
     fsdp_reduce_scatter,
 )
-from tests.compression.hooks.steps import CorruptScale, average, each_policy
+from tests.compression.hooks.steps import (
+    CorruptScale,
+    average,
+    backward,
+    check_nan,
+    each_policy,
+    flat_gradients,
+    gradients_of,
+)
 from tests.workers import assert_equal_on_all_ranks, call_each
 
 SPARSE = ErrorFeedback(TopK(0.1))
@@ -53,20 +60,6 @@ def build(mesh=None, dtype=torch.float32, width=36, **options):
 def batches(rank, count, dtype=torch.float32):
     generator = torch.Generator().manual_seed(100 + rank)
     return [torch.randn(4, 5, 7, generator=generator).to(dtype) for _ in range(count)]
-
-
-def backward(model, batch):
-    model(batch).square().mean().backward()
-
-
-def gradients_of(model, batch):
-    model.zero_grad()
-    backward(model, batch)
-    return flat_gradients(model)
-
-
-def flat_gradients(model):
-    return torch.cat([p.grad.full_tensor().flatten().float() for p in model.parameters()])
 
 
 def relative(got, truth):
@@ -301,37 +294,11 @@ def send_garbage(rank):
 
 
 def meet_nan(rank, compressor, policy):
-    """A step with a nan on rank 1, and the same steps without what it must not leave."""
-    good, bad, later = batches(rank, 3)
-    model, twin = build(), build()
-    state = compress_fsdp(model, gradients=compressor, nonfinite=policy)
-    compress_fsdp(twin, gradients=compressor, nonfinite="allow")
-    for each in (model, twin):
-        gradients_of(each, good)
-    factor = float("nan") if rank == 1 else 1.0
-    model.zero_grad()
-    loss = model(bad).square().mean() * factor
-    if policy == "raise":
-        before = copy.deepcopy(state.state_dict())
-        with pytest.raises(NonFiniteError, match="from rank 1 in ") as raised:
-            loss.backward()
-        assert_equal_on_all_ranks(str(raised.value))
-        for left, right in zip(
-            *map(tree_leaves, (copy.deepcopy(state.state_dict()), before)), strict=True
-        ):
-            assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
-        assert torch.equal(gradients_of(twin, later), gradients_of(model, later))
-        return
-    loss.backward()
-    seen = flat_gradients(model)
-    if policy == "skip":
-        twin.zero_grad()
-        (twin(bad).square().mean() * (0.0 if rank == 1 else 1.0)).backward()
-        assert torch.equal(seen, flat_gradients(twin))
-        return
-    assert seen.isnan().any()
-    assert state.residual_norm < float("inf")
-    assert gradients_of(model, later).isfinite().all()
+    def start(nonfinite):
+        model = build()
+        return model, compress_fsdp(model, gradients=compressor, nonfinite=nonfinite)
+
+    check_nan(rank, start, batches(rank, 3), policy, "from rank 1 in ")
 
 
 def overflow_gradient_of(model, name):
