@@ -22,6 +22,7 @@ from pyparallel.compression import (
     compress_fsdp,
     ddp_hook,
 )
+from tests.compression.means import send
 
 NAN, INF = float("nan"), float("inf")
 CPU = torch.device("cpu")
@@ -35,11 +36,6 @@ def draw(steps=NUM_STEPS, numel=NUMEL, seed=0):
 def start(compressor, numel=NUMEL):
     layout = BufferLayout.flat(numel)
     return layout, compressor.init(layout, CPU)
-
-
-def send(compressor, x, state):
-    message = compressor.compress(x, state)
-    return compressor.decompress(message, state.layout, torch.empty(x.shape))
 
 
 def run_sgd(gradients, **options):

@@ -10,15 +10,10 @@ from pyparallel.compression import (
     RandomK,
 )
 from pyparallel.recommend.profile import SingleRankCollectives
-from tests.compression.means import CPU, gradient
+from tests.compression.means import CPU, gradient, send
 
 NUMEL = 1000
 NAN, INF = float("nan"), float("inf")
-
-
-def send(compressor, x, state, residual=None):
-    message = compressor.compress(x, state, residual)
-    return compressor.decompress(message, state.layout, torch.empty_like(x))
 
 
 def start(compressor, numel=NUMEL, rank=0):

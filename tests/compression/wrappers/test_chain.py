@@ -20,7 +20,7 @@ from pyparallel.compression import (
     Threshold,
     TopK,
 )
-from tests.compression.means import CPU, gradient
+from tests.compression.means import CPU, gradient, send
 
 NUMEL = 1000
 NAN, INF = float("nan"), float("inf")
@@ -31,11 +31,6 @@ CHAINS = [Chain(first, second) for first in FIRSTS for second in SECONDS]
 
 def start(compressor, numel=NUMEL):
     return compressor.init(BufferLayout.flat(numel), CPU)
-
-
-def send(compressor, x, state, residual=None):
-    message = compressor.compress(x, state, residual)
-    return compressor.decompress(message, state.layout, torch.empty(len(x)))
 
 
 def test_messages_and_residual_add_up(subtests):

@@ -25,7 +25,7 @@ from pyparallel.compression import (
     TopK,
     ddp_hook,
 )
-from tests.compression.means import CPU, gradient
+from tests.compression.means import CPU, gradient, send
 
 NAN = float("nan")
 MIXED = PerParameter({"*.bias": Cast(), "head.*": Int8(), "*": ErrorFeedback(TopK(0.1))})
@@ -39,11 +39,6 @@ LAYOUT = BufferLayout(
         Piece("head.bias", (3,)),
     )
 )
-
-
-def send(compressor, x, state, **options):
-    message = compressor.compress(x, state)
-    return compressor.decompress(message, state.layout, torch.empty_like(x), **options)
 
 
 def test_every_group_is_compressed_as_a_buffer_of_its_own():

@@ -23,12 +23,7 @@ from pyparallel.compression import (
     TopK,
     merge_states,
 )
-from tests.compression.means import (
-    CPU,
-    gradient,
-    layout_of,
-    residual_of,
-)
+from tests.compression.means import CPU, gradient, layout_of, residual_of, send
 
 NUMEL = 200
 LAYOUT = layout_of(NUMEL)
@@ -52,11 +47,6 @@ ROWS = {
         }
     ),
 }
-
-
-def send(compressor, x, state):
-    message = compressor.compress(x, state)
-    return compressor.decompress(message, state.layout, torch.empty(len(x)))
 
 
 def test_each_compressor_is_active_from_its_step_on():
