@@ -15,7 +15,6 @@ from pyparallel.comm import DisagreementError, NonFiniteError
 from pyparallel.subnets import (
     Central,
     Heads,
-    Hidden,
     Partition,
     Scaled,
     SequentialChain,
@@ -39,17 +38,6 @@ def between(*layers):
     return nn.Sequential(nn.Linear(5, 8), *layers, nn.Linear(8, 3))
 
 
-def tied():
-    layer = nn.Linear(8, 8)
-    return nn.Sequential(layer, nn.ReLU(), layer)
-
-
-def shared_with_an_uncut_layer():
-    model = nn.ModuleDict({"net": mlp(), "other": nn.Linear(5, 8)})
-    model["other"].weight = model["net"][0].weight
-    return model
-
-
 def run_before():
     class Keeping(nn.Module):
         def forward(self, x):
@@ -64,21 +52,12 @@ def run_before():
 # What cannot be cut: a module, rules, and a part of the error. More: partition/test_*.py.
 UNCUT = {
     "no chain": (lambda: nn.Linear(5, 8), None, "an nn.Sequential only, got a module of Linear"),
-    "layer norm": (lambda: between(nn.LayerNorm(8)), None, "1 of LayerNorm, which normalizes"),
     "statistics": (
         lambda: between(nn.BatchNorm1d(8, track_running_stats=False)),
         None,
         "must track running statistics, got 1 with track_running_stats=False, whose output in eval "
         "mode would depend on the batch",
     ),
-    "tied": (tied, None, "must be used once, got 0.weight, which is also 2.weight; untie them"),
-    "used elsewhere": (
-        shared_with_an_uncut_layer,
-        Partition({"net": SequentialChain()}),
-        "must be used once, got net.0.weight, which is also other.weight",
-    ),
-    "wrong name": (mlp, Partition({"": Hidden("0", "9")}), "got '9'; children: 0, 1, 2, 3, 4"),
-    "no match": (mlp, Partition({"x.*": SequentialChain()}), "got 'x.*', which matches none"),
     "narrow": (lambda: mlp(1), None, "2 ranks and 0 with 1 units; leave it out of the rules or"),
     "copied": (run_before, Partition({"0": SequentialChain()}), "module must support copying"),
 }
