@@ -99,14 +99,6 @@ def mixed(param: Tensor, around: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return z, mass
 
 
-def assert_close_by_roundings(
-    actual: Tensor, expected: Tensor, magnitude: Tensor, roundings: float
-) -> None:
-    """Check that they differ by at most this many roundings of fp32 at that magnitude."""
-    allowed = roundings * 2.0**-24 * magnitude.double().abs()
-    assert ((actual.double() - expected.double()).abs() <= allowed).all()
-
-
 class StepTests:
     """Tests of every optimizer step; a subclass names the op.
 

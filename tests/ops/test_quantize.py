@@ -450,11 +450,3 @@ def test_bad_arguments_of_dequantize_are_refused():
         ({"scales": torch.zeros(4, device="meta")}, r"scales must be .* on cpu, got .* on meta"),
     ]
     assert_refused(dequantize, good, public)
-
-
-def test_4_bit_messages_have_half_a_byte_per_entry():
-    codes, scales = message(101, 4, "int", 32)
-    assert codes.shape == (51,)
-    assert int(codes[-1]) < 16  # the high nibble of an odd tail
-    with pytest.raises(ValueError, match=r"codes must be .* \[50\] on cpu, got .* \[51\]"):
-        dequantize(codes, scales, bits=4, block_size=32, numel=100)

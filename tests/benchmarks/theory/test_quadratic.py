@@ -170,23 +170,6 @@ def test_preconditioning_makes_the_estimate_n_times_the_identity(num_ranks):
     torch.testing.assert_close(fixed.solution, diagonal.sqrt() * quadratic.solution)
 
 
-@pytest.mark.parametrize(("num_ranks", "d"), [(2, 2), (2, 6), (3, 3), (4, 8)])
-def test_the_scaled_sketch_is_the_plain_one_of_the_preconditioned_problem(num_ranks, d):
-    quadratic = make(num_ranks, d)
-    diagonal = quadratic.mean_curvature.diagonal()
-    scales = (num_ranks * diagonal.rsqrt()).expand(num_ranks, d)
-    sketch = PermK(num_ranks=num_ranks, run_length=1)
-    of_scaled, of_unscaled = (start(sketch, num_ranks, d) for _ in range(2))
-    y = random(d, seed=5)
-    for _ in range(5):
-        torch.testing.assert_close(
-            quadratic.sketched_gradient(y, drawn_sketches(sketch, of_scaled, scales)),
-            quadratic.preconditioned(diagonal).sketched_gradient(
-                y, drawn_sketches(sketch, of_unscaled)
-            ),
-        )
-
-
 def test_bad_arguments_are_refused():
     fine = make(2, 4)
     for curvatures, slopes, error_text in [
