@@ -150,6 +150,23 @@ def store_barrier(name: str = "connected") -> None:
     store.wait([f"{name}/{rank}" for rank in range(dist.get_world_size())])
 
 
+def assert_equal_on_all_ranks(value: Any) -> None:
+    """Compare a value with those of the other ranks."""
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, value)
+    assert everywhere == [value] * len(everywhere)
+
+
+def call_each(rank: int, calls: list[tuple[Any, ...]]) -> None:
+    """Make calls, each of a function and its arguments, in one group; an error names its call."""
+    for function, *arguments in calls:
+        try:
+            function(rank, *arguments)
+        except BaseException as error:
+            error.add_note(f"in {function.__name__} of {arguments}")
+            raise
+
+
 def _send(sender: Any, value: Any, error: str | None) -> None:
     # By value: Connection.send shares tensors' memory, which is freed when the rank exits.
     sender.send_bytes(pickle.dumps((value, error)))

@@ -134,6 +134,7 @@ def test_steps_continue_after_a_reported_failure(tmp_path, capfd):
     assert not is_alive(child)
 
 
+@pytest.mark.slow
 def test_steps_keep_a_limit_in_total(tmp_path):
     steps = [python("import time; time.sleep(60)", "long"), python("print(1)", "late")]
     steps.append(python("print(2)", "later", optional=True))
@@ -142,6 +143,7 @@ def test_steps_keep_a_limit_in_total(tmp_path):
     assert summary[-1] == "later (optional): not run: no time is left"
 
 
+@pytest.mark.slow
 def test_steps_end_with_a_caller_that_is_killed(tmp_path):
     code = (
         "import sys; from pathlib import Path\n"
@@ -185,6 +187,7 @@ def test_another_nccl_is_loaded_in_one_step_only(tmp_path, monkeypatch):
     assert loading == ["overlap-2"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="it would run")
 def test_without_a_gpu_the_error_names_an_alternative():
     done = run()

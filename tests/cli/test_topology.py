@@ -31,12 +31,11 @@ def test_all_topologies_that_need_only_ranks_are_found():
 
 
 def test_properties_and_picture(call, capsys, tmp_path):
-    for name in ("Star", NEEDS_POWER_OF_TWO):
-        call(name, "--ranks", "16")
-        printed = capsys.readouterr().out
-        for words in ("period", "degree", "spectral gap", "sent per step", "ring all-reduce"):
-            assert words in printed, (name, words)
-        assert (tmp_path / f"{name}-16.png").stat().st_size > 10_000, name
+    call("Star", "--ranks", "16")
+    printed = capsys.readouterr().out
+    for words in ("period", "degree", "spectral gap", "sent per step", "ring all-reduce"):
+        assert words in printed, words
+    assert (tmp_path / "Star-16.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(10_000, marks=pytest.mark.slow)])

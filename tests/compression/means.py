@@ -1,4 +1,4 @@
-"""Buffers and residuals of the tests of means over ranks."""
+"""Buffers, messages and residuals of the tests of compressors."""
 
 import torch
 
@@ -11,6 +11,12 @@ def layout_of(numel):
     """Return the layout of a weight and a bias, or of one of them."""
     bias = min(numel, 7)
     return BufferLayout((Piece("fc.weight", (numel - bias,)), Piece("fc.bias", (bias,))))
+
+
+def send(compressor, x, state, residual=None):
+    """Return what a receiver decodes of a message."""
+    message = compressor.compress(x, state, residual)
+    return compressor.decompress(message, state.layout, torch.empty(x.numel()))
 
 
 def gradient(rank, step, numel):

@@ -72,7 +72,7 @@ def test_torch_s_default_dtype_changes_nothing(subtests):
 def test_unbiased_compressors_are_unbiased(subtests):
     for row in UNBIASED:
         with subtests.test(str(row)):
-            x, draws = draw(0), 1000
+            x, draws = draw(0), 400
             state = row.compressor.init(LAYOUT, CPU)
             total, squares = torch.zeros(2, len(x), dtype=torch.float64)
             largest = 0.0
@@ -118,10 +118,10 @@ def test_a_declared_contraction_holds(subtests):
             check_contraction(row=row)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @given(buffer=buffers())
 def check_contraction(row, buffer):
-    (layout, x), draws = buffer, 40 if row.reseeded else 1
+    (layout, x), draws = buffer, 20 if row.reseeded else 1
     delta = contraction(row.compressor, layout)
     assert 0 < delta <= 1
     state = row.compressor.init(layout, CPU)
@@ -138,7 +138,7 @@ def test_messages_and_residual_add_up(subtests):
             state = row.compressor.init(LAYOUT, CPU)
             residual = torch.zeros(LAYOUT.numel)
             truth, sent = torch.zeros(2, LAYOUT.numel, dtype=torch.float64)
-            for step in range(50):
+            for step in range(20):
                 x = draw(step, dtype=dtype)
                 sent += encode_and_decode(row.compressor, x, state, residual)
                 truth += x
@@ -223,7 +223,8 @@ def test_a_decoded_message_can_be_added(subtests):
 
 def test_non_finite_entries_propagate_but_are_not_kept(subtests):
     numbers = [float("nan"), float("inf"), float("-inf")]
-    for row, bad, places in product(CATALOG, numbers, [[0, 300, LAYOUT.numel - 1], [77]]):
+    rows = zip(numbers, [[0, 300, LAYOUT.numel - 1], [77], [300]], strict=True)
+    for row, (bad, places) in product(CATALOG, [*rows]):
         with subtests.test(f"{row} {bad} {places}"):
             state = row.compressor.init(LAYOUT, CPU)
             residual = draw(1) if row.feeds_back else None
@@ -264,7 +265,7 @@ WRONG_SHAPES = {
     "other dtype": lambda t: t.to(torch.complex64),
 }
 WRONG_VALUES = {
-    **{f"noise {seed}": partial(noise, seed=seed) for seed in range(10)},
+    **{f"noise {seed}": partial(noise, seed=seed) for seed in range(4)},
     **{
         f"bytes {byte:x}": lambda t, byte=byte: torch.full_like(t.view(torch.uint8), byte).view(
             t.dtype

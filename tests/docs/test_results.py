@@ -1,7 +1,7 @@
 """The pages of results: their numbers, tables and pictures are those of the rows."""
 
 import csv
-import shutil
+import functools
 from pathlib import Path
 
 import gains
@@ -57,53 +57,56 @@ CHANGES = [
 ]
 
 
+@functools.cache
+def rendered(page):
+    """Return a page as its rows have it, without pictures."""
+    return rendered_pages.render(PAGES[page])
+
+
 @pytest.fixture(autouse=True)
-def results(tmp_path, monkeypatch):
-    """Return a copy of the rows, which pages then use; pictures are drawn beside it."""
-    folder = tmp_path / "results"
-    shutil.copytree(ROOT / "benchmarks" / "results", folder)
-    monkeypatch.setattr(rows, "RESULTS", folder)
+def pictures(tmp_path, monkeypatch):
+    """Return the folder where pictures are drawn."""
     monkeypatch.setattr(tables, "PICTURES", tmp_path / "pictures")
-    return folder
+    return tmp_path / "pictures"
 
 
-def change(folder, name, where, change_row):
-    """Rewrite a file with some of its rows replaced by those that ``change_row`` returns."""
-    path = folder / f"{name}.csv"
-    with path.open(newline="") as file:
-        found = list(csv.DictReader(file))
-    chosen = [row for row in found if all(row[key] == where[key] for key in where)]
-    assert chosen, where
-    changed = [each for row in found for each in (change_row(row) if row in chosen else [row])]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(changed)
-    rows._read.cache_clear()
+@pytest.fixture
+def change(monkeypatch):
+    """Return a function that replaces some rows of a file by those that another one returns."""
+
+    def replace(name, where, change_row):
+        path, read = rows.RESULTS / f"{name}.csv", rows._read
+        found = read(path)
+        chosen = [row for row in found if all(row[key] == where[key] for key in where)]
+        assert chosen, where
+        pairs = [change_row(row) if row in chosen else [row] for row in found]
+        changed = tuple(row for each in pairs for row in each)
+        monkeypatch.setattr(rows, "_read", lambda other: changed if other == path else read(other))
+
+    # Pages are rendered without their pictures, which take long to draw.
+    monkeypatch.setitem(rendered_pages.ENVIRONMENT.globals, "picture", lambda *_: "")
+    return replace
 
 
 @pytest.mark.parametrize(("page", "name", "where", "column", "new", "text"), CHANGES)
-def test_a_row_that_changes_changes_its_page(
-    results, monkeypatch, page, name, where, column, new, text
-):
-    monkeypatch.setitem(rendered_pages.ENVIRONMENT.globals, "picture", lambda *_: "")
-    before = rendered_pages.render(PAGES[page])
-    change(results, name, where, lambda row: [{**row, column: new}])
+def test_a_row_that_changes_changes_its_page(change, page, name, where, column, new, text):
+    before = rendered(page)
+    change(name, where, lambda row: [{**row, column: new}])
     after = rendered_pages.render(PAGES[page])
     assert after.count(text) > before.count(text)
 
 
-def test_a_row_that_changes_changes_its_picture(results, tmp_path):
+def test_a_row_that_changes_changes_its_picture(change, pictures):
     def draw():
         image = tables.picture("gossip", "stragglers", GOSSIP)
-        return image, (tmp_path / "pictures" / "gossip-stragglers.png").read_bytes()
+        return image, (pictures / "gossip-stragglers.png").read_bytes()
 
     image, before = draw()
     assert image == (
         "![How much longer is a step where ranks are slow?](/_build/pictures/gossip-stragglers.png)"
     )
     assert draw() == (image, before)
-    change(results, GOSSIP, {"method": "ADPSGD"}, lambda row: [{**row, "lost_ms": "50"}])
+    change(GOSSIP, {"method": "ADPSGD"}, lambda row: [{**row, "lost_ms": "50"}])
     assert draw()[1] != before
 
 
@@ -119,8 +122,8 @@ def test_a_row_that_changes_changes_its_picture(results, tmp_path):
         (lambda row: [{**row, "of_limit": "0.5"}], "no longer support: `PipeOptim` is faster"),
     ],
 )
-def test_a_page_raises_where_it_lacks_one_row(results, change_row, message):
-    change(results, PIPELINE, PIPEOPTIM, change_row)
+def test_a_page_raises_where_it_lacks_one_row(change, change_row, message):
+    change(PIPELINE, PIPEOPTIM, change_row)
     with pytest.raises(LookupError, match=message):
         rendered_pages.render(PAGES["pipelines"])
 
@@ -150,7 +153,7 @@ def test_a_page_raises_where_it_lacks_one_row(results, change_row, message):
         ),
     ],
 )
-def test_a_verdict_on_a_paper_fails_without_the_rows(results, name, where, changed, message):
+def test_a_verdict_on_a_paper_fails_without_the_rows(change, name, where, changed, message):
     page = (ROOT / "docs" / "explanation" / "papers.md").read_text()
     assert message in rendered_pages.render(page)
 
@@ -159,13 +162,13 @@ def test_a_verdict_on_a_paper_fails_without_the_rows(results, name, where, chang
             row | {key: " ".join([new] * len(row[key].split())) for key, new in changed.items()}
         ]
 
-    change(results, name, where, changed_row)
+    change(name, where, changed_row)
     with pytest.raises(LookupError, match=f"no longer support: .*{message}"):
         rendered_pages.render(page)
 
 
-def test_a_table_with_two_rows_in_one_place_raises(results):
-    change(results, GOSSIP, {"method": "ADPSGD"}, lambda row: [row, row])
+def test_a_table_with_two_rows_in_one_place_raises(change):
+    change(GOSSIP, {"method": "ADPSGD"}, lambda row: [row, row])
     with pytest.raises(LookupError, match=r"must have one row with .*ADPSGD.*got 2"):
         tables.pivot(GOSSIP, "lost_ms", "method", "case", part="stragglers")
 
@@ -176,19 +179,19 @@ def test_a_picture_without_rows_raises():
 
 
 @pytest.mark.slow  # draws every picture; `make docs` runs it too
-def test_all_rows_and_all_pictures_are_shown(results, tmp_path):
+def test_all_rows_and_all_pictures_are_shown(pictures):
     text = "".join(map(rendered_pages.render, PAGES.values()))
-    assert [path.name for path in results.iterdir() if path.name not in text] == []
+    assert [path.name for path in rows.RESULTS.iterdir() if path.name not in text] == []
     areas = ("gossip", "pipeline", "interlocking", "subnets", "compression", "ops")
     modules = {area: tables.importlib.import_module(f"benchmarks.{area}.picture") for area in areas}
     expected = {f"{area}-{each}.png" for area in areas for each in modules[area].PICTURES}
-    assert {path.name for path in (tmp_path / "pictures").iterdir()} == expected
+    assert {path.name for path in pictures.iterdir()} == expected
 
 
-def test_the_gains_in_the_readme_are_those_of_the_rows(results):
+def test_the_gains_in_the_readme_are_those_of_the_rows(change):
     text = (ROOT / "README.md").read_text()
     assert readme.with_gains(text) == text, "python docs/extensions/readme.py writes it again"
-    change(results, PIPELINE, PIPEOPTIM, lambda row: [{**row, "of_limit": "0.937"}])
+    change(PIPELINE, PIPEOPTIM, lambda row: [{**row, "of_limit": "0.937"}])
     assert "**0.94**" in readme.with_gains(text)
 
 
@@ -197,7 +200,7 @@ def test_a_readme_without_the_marks_is_refused():
         readme.with_gains("# pyparallel\n")
 
 
-def test_the_picture_of_the_gains_is_that_of_the_rows(results, tmp_path):
+def test_the_picture_of_the_gains_is_that_of_the_rows(change, tmp_path):
     def drawn_from(path):
         with Image.open(path) as image:
             return image.text["Rows"]
@@ -205,16 +208,18 @@ def test_the_picture_of_the_gains_is_that_of_the_rows(results, tmp_path):
     assert drawn_from(gains.PATH) == gains.digest(), (
         "python docs/extensions/readme.py draws it again"
     )
-    change(results, PIPELINE, PIPEOPTIM, lambda row: [{**row, "of_limit": "0.937"}])
+    change(PIPELINE, PIPEOPTIM, lambda row: [{**row, "of_limit": "0.937"}])
     assert drawn_from(gains.PATH) != gains.digest()
     gains.draw(tmp_path / "gains.png")
     assert drawn_from(tmp_path / "gains.png") == gains.digest()
 
 
-def test_rows_of_uncommitted_changes_are_said_to_be(results):
+def test_rows_of_uncommitted_changes_are_said_to_be(monkeypatch, tmp_path):
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+
     def measured(*commits):
         found = [{"torch": "2", "commit": commit} for commit in commits]
-        with (results / "some.csv").open("w", newline="") as file:
+        with (tmp_path / "some.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, ["torch", "commit"])
             writer.writeheader()
             writer.writerows(found)

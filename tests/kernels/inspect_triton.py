@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +142,6 @@ class Compilation:
 
 def _leaves(kind: str | tuple[str, ...]) -> tuple[str, ...]:
     return (kind,) if isinstance(kind, str) else tuple(kind)
-
-
-def find_problems(compilations: Iterable[Compilation]) -> list[str]:
-    """Compile each for one architecture, in turn; return a message per unmet requirement."""
-    return find_problems_of(zip(compilations, cycle(ARCHITECTURES), strict=False))
 
 
 def find_problems_of(pairs: Iterable[tuple[Compilation, str]]) -> list[str]:

@@ -3,75 +3,20 @@
 from typing import Any
 
 from pyparallel.kernels import sgd_step
-from tests.kernels.inspect_triton import Compilation, find_problems
-
-READ = ("param", "grad", "momentum_buffer", "messages")
-WRITTEN = ("param", "momentum_buffer", "prediction", "message")
+from tests.kernels.inspect_triton import Compilation
+from tests.kernels.steps import launch, launches
 
 
-def step(
-    param: str,
-    grad: str | None,
-    momentum_buffer: str | None,
-    *,
-    messages: tuple[str, ...] = (),
-    mix_after: bool = False,
-    prediction: str | None = None,
-    message: str | None = None,
-    scaled: bool = False,
-    counts: bool = False,
-    numel: str = "i32",
-) -> Compilation:
-    buffers = {"param": param, "grad": grad, "momentum_buffer": momentum_buffer}
-    buffers |= {"prediction": prediction, "message": message}
-    buffers |= {"messages": messages or None}
-    states = {"momentum_buffer"}
-    walked: dict[str, Any] = {name: kind for name, kind in buffers.items() if kind is not None}
-    wide = {name for name, kind in walked.items() if "*fp32" in kind}
-    # With messages the mass is on the device, and so are the values computed from it; with a
-    # GradScaler so are its scalars.
-    scalar = "*fp32" if messages else "fp32"
-    amp = {"found_inf": "*fp32"} if scaled else {}
-    amp |= {"nonfinite": "*fp64"} if counts else {}
-    floats = dict.fromkeys(("momentum", "share"), "fp32")
-    scalars = dict.fromkeys(("decay", "rate", "ahead_rate"), scalar)
-    scalars |= {"factor": "*fp32" if scaled else "fp32"}
-    coefficients = {"coefficients": "*fp32"} if messages else {}
-    given = {**walked, **amp, **floats, **scalars, **coefficients, "numel": numel}
-    optional = (*buffers, "nonfinite", "found_inf", "coefficients")
-    absent: dict[str, int | None] = {name: None for name in optional if name not in given}
-    flags = {"NUM_MESSAGES": len(messages), "MIX_AFTER": mix_after, "NESTEROV": 1}
-    return Compilation(
-        kernel="_sgd_step_kernel",
-        module="sgd_step",
-        signature=given,
-        constants={**absent, **flags, "BLOCK": sgd_step.BLOCK},
-        options=sgd_step.OPTIONS,
-        reads=tuple(name for name in READ if name in wide),
-        writes=tuple(name for name in WRITTEN if name in (wide if grad else wide - states)),
-        narrow=tuple(walked.keys() - wide),
+def step(*types: Any, **options: Any) -> Compilation:
+    return launch(
+        sgd_step,
+        ("momentum_buffer",),
+        types,
+        floats=("momentum", "share"),
+        scalars=("decay", "rate", "ahead_rate"),
+        flags={"NESTEROV": 1},
+        **options,
     )
 
 
-COMPILATIONS = [
-    step("*fp32", "*fp32", "*fp32"),
-    step("*fp32", "*bf16", None, prediction="*bf16", scaled=True, numel="i64"),
-    step("*bf16", None, "*bf16", message="*bf16"),
-    step("*bf16", "*bf16", "*bf16", message="*bf16"),
-    step("*fp32", "*fp32", "*fp32", messages=("*bf16",), prediction="*fp32", message="*bf16"),
-    step("*fp32", "*fp32", "*fp32", messages=("*fp32",) * 2, prediction="*bf16"),
-    step(
-        *("*fp32", "*fp32", "*fp32"),
-        messages=("*fp32",),
-        mix_after=True,
-        prediction="*fp32",
-        message="*bf16",
-        scaled=True,
-    ),
-    step("*fp32", "*fp32", "*fp32", counts=True),
-    step("*fp32", "*bf16", None, prediction="*bf16", scaled=True, counts=True),
-]
-
-
-def test_kernels_are_lean_and_move_16_bytes_of_fp32_at_a_time():
-    assert find_problems(COMPILATIONS) == []
+COMPILATIONS = launches(step, narrow=None)

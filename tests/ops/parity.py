@@ -4,9 +4,9 @@ import copy
 import importlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import cycle, islice, product
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from hypothesis import settings
 from torch.utils import _pytree as pytree
 
 from pyparallel import ops
-from tests.cases import pairwise
+from tests.cases import pairwise, slow
 from tests.csrc.emulated import emulated
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,15 +34,19 @@ class Implementation:
     """An implementation: how it is found (by op name), and the device of its tensors.
 
     Args:
+        cases: returns which rows of the product of some axes it is tested with.
         is_slow: it is interpreted or emulated, and tested with fewer cases.
         longest: the largest length that it is tested with.
+        num_messages: more than one launch takes.
     """
 
     name: str
     device: str
     find: Callable[[str], Callable[..., Any]]
+    cases: Callable[..., Iterable[tuple[Any, ...]]] = product
     is_slow: bool = False
     longest: int = LENGTHS[-1]
+    num_messages: int = 150
 
     def __str__(self) -> str:
         return self.name
@@ -51,9 +55,11 @@ class Implementation:
     def lengths(self) -> list[int]:
         return [numel for numel in LENGTHS if numel <= self.longest]
 
-    def cases(self, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Return the product of the axes; if slow, so few rows that any two values meet in one."""
-        return pairwise(*axes) if self.is_slow else list(product(*axes))
+
+def once(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return rows in which each value occurs, next to different ones of axes that are alike."""
+    turned = [islice(cycle(axis), turn, None) for turn, axis in enumerate(axes)]
+    return list(islice(zip(*turned, strict=False), max(map(len, axes))))
 
 
 def _dispatched(op: str) -> Callable[..., Any]:
@@ -65,9 +71,13 @@ def _launched(op: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"pyparallel.kernels.{file}"), op)
 
 
-COMPILED_CPU = Implementation("compiled-cpu", "cpu", _dispatched)
-INTERPRETED = Implementation("triton-interpreter", "cpu", _launched, is_slow=True, longest=4097)
-EMULATED_CUDA = Implementation("emulated-cuda", "cpu", emulated, is_slow=True, longest=32769)
+COMPILED_CPU = Implementation("compiled-cpu", "cpu", _dispatched, pairwise)
+INTERPRETED = Implementation(
+    "triton-interpreter", "cpu", _launched, once, is_slow=True, longest=4097, num_messages=20
+)
+EMULATED_CUDA = Implementation(
+    "emulated-cuda", "cpu", emulated, pairwise, is_slow=True, longest=32769
+)
 COMPILED_CUDA = Implementation("compiled-cuda", "cuda", _dispatched)
 TRITON = Implementation("triton", "cuda", _launched)
 
@@ -77,15 +87,21 @@ IMPLEMENTATIONS = [
     COMPILED_CPU,
     *([COMPILED_CUDA, TRITON] if torch.cuda.is_available() else [INTERPRETED, EMULATED_CUDA]),
 ]
-each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+WITH_EVERY_CASE = [
+    slow(replace(COMPILED_CPU, name="compiled-cpu, every case", cases=product)),
+    slow(replace(INTERPRETED, name="triton-interpreter, pairs", cases=pairwise)),
+]
+each_implementation = pytest.mark.parametrize(
+    "implementation", [*IMPLEMENTATIONS, *WITH_EVERY_CASE], ids=str
+)
 
 # Ops that are not element-wise have no Triton kernel.
 COMPILED = [each for each in IMPLEMENTATIONS if each not in (INTERPRETED, TRITON)]
 # The CUDA kernels: on a GPU, or under the emulator.
 ON_GPU = COMPILED[-1]
-each_compiled = pytest.mark.parametrize("implementation", COMPILED, ids=str)
+each_compiled = pytest.mark.parametrize("implementation", [*COMPILED, WITH_EVERY_CASE[0]], ids=str)
 
-fuzz = settings(deadline=None, max_examples=50)
+fuzz = settings(deadline=None, max_examples=20)
 
 
 def require_compiled(device: str) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pyparallel.ops import mix_
+from tests.cases import pairwise
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
@@ -98,14 +99,6 @@ def mixed(param: Tensor, around: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return z, mass
 
 
-def assert_close_by_roundings(
-    actual: Tensor, expected: Tensor, magnitude: Tensor, roundings: float
-) -> None:
-    """Check that they differ by at most this many roundings of fp32 at that magnitude."""
-    allowed = roundings * 2.0**-24 * magnitude.double().abs()
-    assert ((actual.double() - expected.double()).abs() <= allowed).all()
-
-
 class StepTests:
     """Tests of every optimizer step; a subclass names the op.
 
@@ -165,8 +158,8 @@ class StepTests:
     def test_many_messages_go_in_groups(self, implementation):
         # More than one launch on GPUs: grouping changes the last bits.
         for after in (False, True):
-            around = {"num_messages": 150, "out_dtypes": (FLOAT, FLOAT), "mix_after": after}
-            arguments = self.sample(1025, **around, counts=True)
+            around = {"num_messages": implementation.num_messages, "mix_after": after}
+            arguments = self.sample(1025, **around, out_dtypes=(FLOAT, FLOAT), counts=True)
             self.parity(implementation, arguments, rtol=1e-5, atol=1e-5)
 
     @each_implementation
@@ -183,12 +176,12 @@ class StepTests:
     @each_compiled
     def test_many_gradients_go_in_groups(self, implementation):
         # More than fit in one launch on GPUs, and several blocks of elements in a launch.
-        for step, lengths in ((7, (1, 7, 2, 3)), (64, (64, 13)), (40, (8,))):
+        rows = zip((7, 64, 40), ((1, 7, 2), (64, 13), (8,)), DTYPES, strict=True)
+        for step, lengths, dtype in rows:
             begins = range(0, 9000, step)
             spans = [(begin, begin + lengths[i % len(lengths)]) for i, begin in enumerate(begins)]
-            for dtype in DTYPES:
-                dtypes = FLOAT, dtype, FLOAT
-                self.parity(implementation, self.sample(9100, dtypes=dtypes, spans=spans))
+            dtypes = FLOAT, dtype, FLOAT
+            self.parity(implementation, self.sample(9100, dtypes=dtypes, spans=spans))
 
     @each_implementation
     def test_mixing_after_the_step(self, implementation):
@@ -201,7 +194,7 @@ class StepTests:
     @each_implementation
     def test_scalars_of_gradient_scaling(self, implementation):
         infinity = float("inf")
-        rows = implementation.cases([None, 1024.0, 3.7], [None, 0.0, 1.0, infinity], [0, 1], [0, 1])
+        rows = implementation.cases([None, 1024.0, 3.7], [1.0, None, 0.0, infinity], [0, 1], [0, 1])
         for scale, found, maximize, after in rows:
             around = {"grad_scale": scale, "found_inf": found, "mix_after": bool(after)}
             arguments = self.sample(1003, maximize=bool(maximize), counts=True, **around)
@@ -237,7 +230,7 @@ class StepTests:
         assert torch.equal(around["message"], own["param"].bfloat16())
 
     def test_elements_with_a_gradient_that_is_not_finite_are_left_out_and_counted(self):
-        rows = product(DTYPES, (0, 1), (False, True), (None, 2.0))
+        rows = pairwise(DTYPES, (0, 1), (False, True), (None, 2.0))
         for dtype, num_messages, after, scale in rows:
             scaling = {"grad_scale": scale, "num_messages": num_messages, "mix_after": after}
             own, around = self.buffers(5003, dtypes=(dtype, FLOAT, FLOAT)), []
@@ -366,6 +359,60 @@ class StepTests:
             ({"grad": torch.zeros(100)}, r"offsets must be None with one gradient, got \[0\]"),
             ({"offsets": None}, "offsets must have an entry for each of 1 gradients, got None"),
         ]
+        assert_refused(self.op, lambda: self.sample(100), rows)
+
+    def test_buffers_messages_and_outputs_that_do_not_fit_are_refused(self):
+        buffer, one = torch.zeros(200), torch.ones(1).double()
+        mixed = {"messages": [torch.zeros(100), torch.zeros(100).half()]}
+        rows = [
+            ({"param": torch.zeros(10, 10)}, r"param must be a contiguous 1-d .* \[10, 10\]"),
+            ({"messages": [torch.zeros(99)]}, r"messages\[0\] must be .* param's length"),
+            ({"messages": [torch.zeros(100)] * 2}, r"masses must be .* \[2\] on param's device"),
+            ({"messages": []}, r"masses must be .* shape \[0\] .* shape \[1\]"),
+            (
+                mixed | {"masses": torch.ones(2).double()},
+                "messages must have one dtype, got float32 and float16",
+            ),
+            ({"mass": torch.tensor(1.0)}, "mass must be a 0-d float64 tensor on param's device"),
+            ({"mass": one}, "mass must be a 0-d float64 tensor on param's device"),
+            ({"masses": torch.ones(1)}, "masses must be a contiguous float64"),
+            ({"prediction": torch.zeros(99)}, "prediction must be .* param's length"),
+            ({"message": torch.zeros(100).long()}, "message must be .* or float16"),
+            ({"message": buffer[::2]}, "message must be .* not contiguous"),
+            (
+                {"param": buffer[:100], "prediction": buffer[99:199]},
+                "prediction must not overlap param",
+            ),
+            (
+                {"grad": [buffer[:100]], "message": buffer[:100]},
+                r"message must not overlap grad\[0\], got 400",
+            ),
+            (
+                {"messages": [buffer[:100]], "message": buffer[:100]},
+                r"message must not overlap messages\[0\]",
+            ),
+            (
+                {"prediction": buffer[:100], "message": buffer[:100]},
+                "message must not overlap prediction",
+            ),
+            ({"lr": one}, r"lr must be a number, or a 0-d .* shape \[1\]"),
+            ({"horizon": one}, "horizon must be a number, or a 0-d"),
+        ]
+        assert_refused(self.op, lambda: self.sample(100), rows, dict.values)
+
+    def test_numbers_out_of_range_are_refused(self):
+        rows = [
+            ({"lr": -1e-3}, "lr must be at least 0, got -0.001"),
+            ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
+            ({"horizon": -1}, "horizon must be at least 0, got -1"),
+            ({"prediction": None, "horizon": 2}, "horizon must be 0 where no prediction .*, got 2"),
+            ({"masses": None}, "masses must be given with 1 messages, got None"),
+        ]
+        numbers = [double(number) for number in (0.0, -0.5, float("nan"), float("inf"))]
+        impossible = [{"mass": double(0.0), "masses": number.reshape(1)} for number in numbers]
+        impossible += [{"mass": each, "messages": [], "masses": None} for each in numbers]
+        error_text = "mass and masses must be at least 0 with a positive"
+        rows += [(changes, error_text) for changes in impossible]
         assert_refused(self.op, lambda: self.sample(100), rows)
 
     def test_scalars_of_another_kind_are_refused(self):

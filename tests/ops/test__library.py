@@ -19,6 +19,16 @@ import pyparallel
 from pyparallel import ops
 from pyparallel.ops import _library
 from tests.gpu.catalog import CASES
+from tests.ops import (
+    test_adamw_step,
+    test_mix,
+    test_mix_quantized,
+    test_pack_signs,
+    test_quantize,
+    test_random_k,
+    test_sgd_step,
+    test_top_k,
+)
 
 
 def numbers(count):
@@ -63,6 +73,33 @@ WRITERS = {
     "top_k": lambda residual: ops.top_k(numbers(64), 5, residual=residual),
     "random_k": lambda residual: ops.random_k(numbers(64), 5, seed=1, residual=residual),
 }  # fmt: skip
+
+
+def test_opcheck_finds_no_fault():
+    for case in CASES:
+        opcheck(case.op, case.sample(100))
+
+
+def opcheck(op, arguments):
+    torch.library.opcheck(getattr(torch.ops.pyparallel, op).default, tuple(arguments))
+
+
+@pytest.mark.slow  # the same ops, without what may be left out, and with more of it
+def test_opcheck_finds_no_fault_in_optional_arguments():
+    nothing = {"num_messages": 0, "out_dtypes": (None, None)}
+    spans = {"spans": [(0, 8), (50, 99)], "mix_after": True, "grad_scale": 4.0, "found_inf": 0.0}
+    for around in (nothing, spans, {"out_dtypes": (None, torch.float32)}):
+        opcheck("adamw_step_", test_adamw_step.sample(100, **around, counts=True).values())
+        opcheck("sgd_step_", test_sgd_step.sample(100, **around).values())
+        opcheck("sgd_step_", test_sgd_step.without_momentum(100, **around, counts=True).values())
+    opcheck("mix_", test_mix.sample(100, 0))
+    for num_messages, replicas in ((0, False), (3, True)):
+        opcheck("mix_quantized_", test_mix_quantized.sample(100, num_messages, replicas=replicas))
+    opcheck("top_k", test_top_k.sample(100, 7, kept=None))
+    opcheck("random_k", test_random_k.sample(1000, 100, residual_dtype=None))
+    opcheck("pack_signs", test_pack_signs.sample(3000, dtypes=(torch.float32, None)))
+    x, _ = test_quantize.sample(100)
+    opcheck("quantize", test_quantize.prepare(x, 4, "int", 32, None, None))
 
 
 @pytest.mark.parametrize("name", WRITERS)

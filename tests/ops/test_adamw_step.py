@@ -22,7 +22,6 @@ from tests.ops.steps import (
     FLOAT,
     SPANS,
     StepTests,
-    assert_close_by_roundings,
     in_spans,
     normals,
     surroundings,
@@ -107,39 +106,6 @@ def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, st
     parity(COMPILED_CPU, sample(numel, dtypes=dtypes, **options, **around))
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_one_step_agrees_with_torch_up_to_two_roundings(decoupled, weight_decay, maximize):
-    own = buffers(10_000)
-    theirs = {name: tensor.clone() for name, tensor in own.items()}
-    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    fused(
-        *([tensor] for tensor in theirs.values()),
-        [],
-        [torch.tensor(7.0)],
-        **ADAM,
-        weight_decay=weight_decay,
-        amsgrad=False,
-        maximize=maximize,
-    )
-    before = {name: tensor.clone() for name, tensor in own.items()}
-    options = {"decoupled": decoupled, "maximize": maximize}
-    adamw_step_(**own, **ADAM, weight_decay=weight_decay, step=7, **options)
-    # torch contracts into fused multiply-adds: one rounding less.
-    gradient = before["grad"].abs()
-    if not decoupled:
-        gradient += weight_decay * before["param"].abs()
-    mean = torch.maximum(before["exp_avg"].abs(), gradient)
-    assert_close_by_roundings(own["exp_avg"], theirs["exp_avg"], mean, 3)
-    assert_close_by_roundings(own["exp_avg_sq"], theirs["exp_avg_sq"], own["exp_avg_sq"], 4)
-    update = (own["param"] - before["param"]).abs() + mean * ADAM["lr"] / theirs[
-        "exp_avg_sq"
-    ].sqrt()
-    param = before["param"].abs() + 4 * update
-    assert_close_by_roundings(own["param"], theirs["param"], param, 2)
-
-
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("as_tensors", [False, True])
@@ -180,15 +146,6 @@ def test_steps_on_the_numerator():
     torch.testing.assert_close(own["exp_avg_sq"].double(), square, rtol=1e-6, atol=0.0)
 
 
-def test_the_ranks_mass_is_one_by_default():
-    own, around = buffers(1000), surroundings(1000, mass=1.0)
-    default = {name: tensor.clone() for name, tensor in own.items()}
-    adamw_step_(**own, **ADAM, weight_decay=0.1, step=7, **around)
-    del around["mass"]
-    adamw_step_(**default, **ADAM, weight_decay=0.1, step=7, **around)
-    assert all(torch.equal(own[name], default[name]) for name in BUFFERS)
-
-
 def test_without_decay_a_first_average_is_the_gradient_exactly():
     own = buffers(1000)
     own["exp_avg"].mul_(1e8)
@@ -196,84 +153,27 @@ def test_without_decay_a_first_average_is_the_gradient_exactly():
     assert torch.equal(own["exp_avg"], own["grad"])
 
 
-def test_opcheck():
-    op = torch.ops.pyparallel.adamw_step_.default
-    nothing = {"num_messages": 0, "out_dtypes": (None, None), "spans": []}
-    spans = {"spans": [(0, 8), (50, 99)], "mix_after": True, "decoupled": False}
-    scaling = {"grad_scale": 4.0, "found_inf": 0.0, "counts": True}
-    for around in ({}, nothing, spans | scaling, {"out_dtypes": (None, FLOAT)}):
-        torch.library.opcheck(op, tuple(sample(100, **around).values()))
-
-
-def test_bad_arguments_are_refused():
+def test_states_and_numbers_that_do_not_fit_are_refused():
     buffer = torch.zeros(200)
     rows = [
-        ({"param": torch.zeros(10, 10)}, r"param must be a contiguous 1-d .* \[10, 10\]"),
         ({"grad": [torch.zeros(100).double()]}, r"grad\[0\] must be .* float16 .* got float64"),
         ({"exp_avg": torch.zeros(99)}, "exp_avg must be .* param's length"),
         ({"exp_avg_sq": torch.zeros(200)[::2]}, "exp_avg_sq must be .* not contiguous"),
         ({"exp_avg_sq": torch.zeros(100).half()}, "exp_avg and exp_avg_sq must have one dt"),
-        ({"messages": [torch.zeros(99)]}, r"messages\[0\] must be .* param's length"),
-        ({"messages": [torch.zeros(100)] * 2}, r"masses must be .* \[2\] on param's device"),
-        ({"messages": []}, r"masses must be .* shape \[0\] .* shape \[1\]"),
-        (
-            {
-                "messages": [torch.zeros(100), torch.zeros(100).half()],
-                "masses": torch.ones(2).double(),
-            },
-            "messages must have one dtype, got float32 and float16",
-        ),
-        ({"mass": torch.tensor(1.0)}, "mass must be a 0-d float64 tensor on param"),
-        ({"masses": torch.ones(1)}, "masses must be a contiguous float64"),
-        ({"prediction": torch.zeros(99)}, "prediction must be .* param's length"),
-        ({"message": torch.zeros(100).long()}, "message must be .* or float16"),
-        (
-            {"param": buffer[:100], "prediction": buffer[99:199]},
-            "prediction must not overlap param",
-        ),
-        (
-            {"grad": [buffer[:100]], "message": buffer[:100]},
-            r"message must not overlap grad\[0\], got 400",
-        ),
         (
             {"exp_avg": buffer[:100], "prediction": buffer[50:150]},
             "prediction must not overlap exp_avg, got 200 bytes in common",
         ),
-        (
-            {"messages": [buffer[:100]], "message": buffer[:100]},
-            r"message must not overlap messages\[0\]",
-        ),
-        (
-            {"prediction": buffer[:100], "message": buffer[:100]},
-            "message must not overlap prediction",
-        ),
         ({"step": torch.ones(2).double()}, r"step must be a number, or a 0-d .* shape \[2\]"),
-        ({"lr": torch.ones(1).double()}, r"lr must be a number, or a 0-d .* shape \[1\]"),
     ]
     assert_refused(adamw_step_, lambda: sample(100), rows, dict.values)
-
-
-def test_numbers_out_of_range_are_refused():
     rows = [
-        ({"lr": -1e-3}, "lr must be at least 0, got -0.001"),
         ({"beta1": 1.0}, r"beta1 must be in \[0, 1\), got 1.0"),
         ({"beta2": -0.1}, r"beta2 must be in \[0, 1\), got -0.1"),
         ({"eps": -1e-8}, "eps must be at least 0, got -1e-08"),
-        ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
         ({"step": 0}, "step must be at least 1, got 0"),
-        ({"horizon": -1}, "horizon must be at least 0, got -1"),
-        ({"prediction": None, "horizon": 2}, "horizon must be 0 where no prediction .*, got 2"),
-        ({"masses": None}, "masses must be given with 1 messages, got None"),
     ]
     assert_refused(adamw_step_, lambda: sample(100), rows)
-
-
-def test_impossible_masses_are_refused():
-    numbers = [double(number) for number in (0.0, -0.5, float("nan"), float("inf"))]
-    changes = [{"mass": double(0.0), "masses": number.reshape(1)} for number in numbers]
-    changes += [{"mass": number, "messages": [], "masses": None} for number in numbers]
-    error_text = "mass and masses must be at least 0 with a positive"
-    assert_refused(adamw_step_, lambda: sample(100), [(change, error_text) for change in changes])
 
 
 def test_amsgrad_is_not_an_argument():

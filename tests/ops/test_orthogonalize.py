@@ -174,10 +174,6 @@ def test_threads_do_not_change_the_result():
     assert torch.equal(*results)
 
 
-def test_opcheck():
-    torch.library.opcheck(torch.ops.pyparallel.orthogonalize_.default, (sample((30, 4), (9, 2)),))
-
-
 def test_bad_matrices_are_refused():
     bad = [
         torch.zeros(5),

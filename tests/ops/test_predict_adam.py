@@ -92,10 +92,6 @@ def test_horizon_zero_gives_the_parameters():
     assert torch.equal(predict_adam(param, mean, square, **numbers, horizon=0), param)
 
 
-def test_opcheck():
-    torch.library.opcheck(torch.ops.pyparallel.predict_adam.default, sample(100))
-
-
 def test_bad_arguments_are_refused():
     def good():
         return dict(zip(NAMES, sample(100), strict=True))

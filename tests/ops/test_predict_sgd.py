@@ -86,10 +86,6 @@ def test_numbers_and_tensors_give_the_same_and_horizon_zero_gives_the_parameters
     assert torch.equal(in_place, expected)
 
 
-def test_opcheck():
-    torch.library.opcheck(torch.ops.pyparallel.predict_sgd.default, sample(100))
-
-
 def test_bad_arguments_are_refused():
     def good():
         return dict(zip(NAMES, sample(100), strict=True))

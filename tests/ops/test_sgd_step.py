@@ -22,7 +22,6 @@ from tests.ops.steps import (
     FLOAT,
     SPANS,
     StepTests,
-    assert_close_by_roundings,
     in_spans,
     normals,
     surroundings,
@@ -95,9 +94,10 @@ def test_inputs_and_outputs_without_momentum(implementation):
 def test_gradients_and_mixing_without_momentum(implementation):
     # Of more messages than one launch takes, those after the step are mixed apart.
     spans, infinite = ((3, 20), (20, 511), (600, 1003)), (None, 1.0)
-    for found_inf, after, count in implementation.cases(infinite, (False, True), (0, 1, 150)):
+    counts = 0, 1, implementation.num_messages
+    for found_inf, after, count in implementation.cases(infinite, (False, True), counts):
         around = {"spans": spans, "found_inf": found_inf, "mix_after": after, "counts": True}
-        tolerance = {"rtol": 1e-5, "atol": 1e-5} if count > 100 else {}
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if count > 1 else {}
         parity(implementation, without_momentum(1003, num_messages=count, **around), **tolerance)
 
 
@@ -126,20 +126,6 @@ def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, ne
     around = {"num_messages": num_messages, "message_dtype": message_dtype, "mix_after": nesterov}
     options = {"nesterov": nesterov, "spans": spans(numel)}
     parity(COMPILED_CPU, sample(numel, dtypes=dtypes, **options, **around))
-
-
-@pytest.mark.parametrize("options", [PLAIN, NESTEROV], ids=["plain", "nesterov"])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_one_step_agrees_with_torch_up_to_two_roundings(options, maximize):
-    own = buffers(10_000)
-    theirs = {name: tensor.clone() for name, tensor in own.items()}
-    flags = {"dampening": 0.0, "nesterov": False} | options | {"maximize": maximize}
-    torch._fused_sgd_(*([t] for t in theirs.values()), lr=1e-2, is_first_step=False, **flags)
-    magnitude = sum(tensor.abs() for tensor in own.values())
-    sgd_step_(**own, lr=1e-2, **flags)
-    # torch contracts into fused multiply-adds: fewer roundings.
-    assert_close_by_roundings(own["momentum_buffer"], theirs["momentum_buffer"], magnitude, 3)
-    assert_close_by_roundings(own["param"], theirs["param"], magnitude, 3)
 
 
 @pytest.mark.parametrize("options", [PLAIN, NESTEROV, {}], ids=["plain", "nesterov", "none"])
@@ -210,47 +196,20 @@ def test_rounds_between_steps_conserve_the_numerators():
     torch.testing.assert_close(ranks[0]["param"], ranks[1]["param"], rtol=0.0, atol=1e-6)
 
 
-def test_opcheck():
-    for arguments in (
-        sample(100),
-        without_momentum(100, num_messages=0, out_dtypes=(None, None)),
-        sample(100, out_dtypes=(None, FLOAT)),
-        sample(100, spans=[(0, 8), (50, 99)], mix_after=True, grad_scale=4.0, found_inf=0.0),
-        without_momentum(100, spans=[], counts=True),
-    ):
-        torch.library.opcheck(torch.ops.pyparallel.sgd_step_.default, tuple(arguments.values()))
-
-
-def test_bad_arguments_are_refused():
-    one, buffer = torch.ones(1).double(), torch.zeros(200)
+def test_states_and_numbers_that_do_not_fit_are_refused():
+    buffer = torch.zeros(200)
     rows = [
-        ({"param": torch.zeros(10, 10)}, r"param must be a contiguous 1-d .* \[10, 10\]"),
         ({"momentum_buffer": torch.zeros(99)}, "momentum_buffer must be .* param's length"),
         ({"momentum_buffer": None}, "momentum_buffer must be given where momentum is not 0, got N"),
-        ({"messages": [torch.zeros(99)]}, r"messages\[0\] must be .* param's length"),
-        ({"mass": one}, "mass must be a 0-d float64 tensor on param's device"),
-        ({"masses": torch.ones(2).double()}, r"masses must be .* \[1\] .* shape \[2\]"),
-        ({"prediction": torch.zeros(99)}, "prediction must be .* param's length"),
-        ({"message": buffer[::2]}, "message must be .* not contiguous"),
         (
             {"momentum_buffer": buffer[:100], "prediction": buffer[50:150]},
             "prediction must not overlap momentum_buffer, got 200 bytes in common",
         ),
-        ({"lr": one}, r"lr must be a number, or a 0-d .* shape \[1\]"),
-        ({"horizon": one}, "horizon must be a number, or a 0-d"),
     ]
     assert_refused(sgd_step_, lambda: sample(100), rows, dict.values)
-
-
-def test_inconsistent_hyperparameters_are_refused():
     rows = [
-        ({"lr": -1e-3}, "lr must be at least 0, got -0.001"),
         ({"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
-        ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
-        ({"horizon": -1}, "horizon must be at least 0, got -1"),
-        ({"prediction": None, "horizon": 2}, "horizon must be 0 where no prediction is given"),
         ({"nesterov": True, "momentum": 0.0}, "momentum must be over 0 with nesterov, got 0.0"),
         ({"nesterov": True}, "dampening must be 0 with nesterov, got 0.25"),
-        ({"masses": None}, "masses must be given with 1 messages, got None"),
     ]
     assert_refused(sgd_step_, lambda: sample(100), rows)

@@ -7,6 +7,7 @@ import torch
 
 import pyparallel.optim
 from pyparallel.optim import SGD, Adam
+from tests.cases import pairwise
 from tests.optim.pairs import ALL, Pair, errors_of_single_steps, make_parameters
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -22,7 +23,7 @@ ULPS = {"parameter": 4, "momentum_buffer": 2, "exp_avg": 2, "exp_avg_sq": 4, "st
 
 
 def test_a_float32_step_is_within_ulps_of_torchs_and_of_float64():
-    for (name, rule), decay, fused in product(RULES, (0.0, 0.1), (True, False)):
+    for (name, rule), decay, fused in pairwise(RULES, (0.0, 0.1), (True, False)):
         options = {"lr": 1e-2, "weight_decay": decay, "maximize": fused, **rule}
         errors = errors_of_single_steps(name, FLOAT, torch_options={"fused": fused}, **options)
         assert all(error <= ULPS[key] for key, error in errors.items()), (name, options, errors)
@@ -31,7 +32,7 @@ def test_a_float32_step_is_within_ulps_of_torchs_and_of_float64():
 
 
 def test_a_16_bit_step_rounds_correctly_and_is_torchs_fused_one():
-    for (name, rule), dtype, decay in product(RULES, (BFLOAT, HALF), (0.0, 0.1)):
+    for (name, rule), dtype, decay in pairwise(RULES, (BFLOAT, HALF), (0.0, 0.1)):
         options = {"lr": 1e-2, "weight_decay": decay, **rule}
         errors = errors_of_single_steps(name, dtype, torch_dtype=torch.float64, **options)
         assert max(errors.values()) <= 0.51, (name, dtype, options, errors)

@@ -16,6 +16,7 @@ from torch import nn
 from pyparallel import SubnetTrainer
 from pyparallel.comm import collectives
 from pyparallel.subnets import Central, Partition, ResetState, Sharded
+from tests.cases import slow
 from tests.subnets.helpers.masked import (
     MLP_LAYOUT,
     AdamW,
@@ -118,23 +119,6 @@ def sizes_of(units, num):
 # Without process groups.
 
 
-def test_subnets_partition_the_units_into_equal_sizes(subtests):
-    for num in [1, 2, 3, 4, 7]:
-        with subtests.test(str(num)):
-            cut_dims = Partition().cut_dims(smooth_mlp(7, 13))
-            for seed in range(3):
-                for round_index in range(20):
-                    draw = Partition(seed=seed).draw(cut_dims, round_index, num)
-                    for cut_dim in cut_dims:
-                        pieces = draw[cut_dim.name]
-                        assert len(pieces) == num
-                        assert torch.cat(pieces).sort().values.tolist() == list(
-                            range(cut_dim.units)
-                        )
-                        assert [len(piece) for piece in pieces] == sizes_of(cut_dim.units, num)
-                        assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
-
-
 def test_cut_dims_are_drawn_independently():
     rounds, num, units = 1500, 3, 6
     cut_dims = Partition().cut_dims(smooth_mlp(units, units))
@@ -168,45 +152,12 @@ def test_inner_entries_are_trained_as_often_as_expected(subtests):
             assert 0.6 < scores.square().mean() < 1.5
 
 
-def test_all_pairs_of_units_share_a_subnet_equally_often():
-    rounds, num, units = 1500, 4, 12
-    partition = Partition(seed=1)
-    cut_dims = partition.cut_dims(smooth_mlp(units, 4))
-    counts = torch.zeros(units, units)
-    for round_index in range(rounds):
-        for piece in partition.draw(cut_dims, round_index, num)["0"]:
-            counts[piece[:, None], piece] += 1
-    chance = (units // num - 1) / (units - 1)
-    deviation = math.sqrt(rounds * chance * (1 - chance))
-    apart = ~torch.eye(units, dtype=torch.bool)
-    assert ((counts[apart] - rounds * chance).abs() < 5 * deviation).all()
-
-
 def regularized():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 6), nn.ReLU(),
         nn.Linear(6, 3),
     ).double()  # fmt: skip
-
-
-def alone_is_plain(rank, rule):
-    plain = regularized()
-    optimizer = RULES[rule].make(plain.parameters())
-    trainer = SubnetTrainer(regularized(), RULES[rule].make, Partition(seed=9), 2)
-    torch.manual_seed(1)
-    train(plain, optimizer, range(7), rank)
-    torch.manual_seed(1)
-    train(trainer, trainer.optimizer, range(7), rank)
-    trainer.flush()
-    found, wanted = held(trainer), plain.state_dict()
-    return [key for key in wanted if not torch.equal(found[key], wanted[key])]
-
-
-def test_a_single_subnet_is_plain_training_bit_for_bit(subtests):
-    for rule in RULES:
-        with subtests.test(str(rule)):
-            assert alone_is_plain(0, rule) == []
 
 
 # Over gloo: every rank runs all cases in sequence; the tests check the results.
@@ -406,142 +357,120 @@ def memory(rank):
 def all_cases(rank):
     cases = [masked, steps_counted, many_rounds, evaluated, traffic, narrow_nets, carried, memory]
     found = {case.__name__: case(rank) for case in cases}
-    if dist.get_world_size() == 1:
-        found["alone_is_plain"] = {rule: alone_is_plain(rank, rule) for rule in RULES}
     widths = [(12, 12), (7, 13)]
     return found | {("one_round", each): one_round(rank, *each) for each in widths}
 
 
-@pytest.fixture(scope="module")
-def outcome(ranks):
-    """Return by number of ranks what each rank has found."""
-    return {size: ranks.run(size, all_cases) for size in (1, 2, 3)}
+@pytest.fixture(scope="module", params=[1, slow(2), 3], ids=str)
+def outcomes(ranks, request):
+    """Return what each rank has found, of one, two and three ranks."""
+    return ranks.run(request.param, all_cases)
 
 
-def test_a_single_subnet_is_plain_training_bit_for_bit_in_a_group_of_one(outcome):
-    assert outcome[1][0]["alone_is_plain"] == {"momentum": [], "adamw": []}
+def test_a_round_changes_the_diagonal_blocks_of_inner_weights_and_all_of_the_outer(outcomes):
+    for widths in [(12, 12), (7, 13)]:
+        model = smooth_mlp(*widths)
+        units = dict(zip(("0", "2"), widths, strict=True))
+        gathered = [rank["one_round", widths] for rank in outcomes]
+        trained = torch.zeros(model[2].weight.shape, dtype=torch.bool)
+        for kept, _ in gathered:
+            trained |= blocks_of(model, MLP_LAYOUT, kept, units)["2.weight"]
+        inner = [sizes_of(width, len(outcomes)) for width in widths]
+        assert trained.sum() == sum(a * b for a, b in zip(*inner, strict=True))
+        if widths == (12, 12):
+            assert len(outcomes) * trained.sum() == trained.numel()
+        for _, changed in gathered:
+            assert torch.equal(changed["2.weight"], trained)
+            assert all(each.all() for key, each in changed.items() if key != "2.weight")
 
 
-def test_a_round_changes_the_diagonal_blocks_of_inner_weights_and_all_of_the_outer(
-    outcome, subtests
-):
-    for ranks, widths in product(outcome.values(), [(12, 12), (7, 13)]):
-        with subtests.test(f"{len(ranks)} ranks, {widths}"):
-            model = smooth_mlp(*widths)
-            units = dict(zip(("0", "2"), widths, strict=True))
-            gathered = [rank["one_round", widths] for rank in ranks]
-            trained = torch.zeros(model[2].weight.shape, dtype=torch.bool)
-            for kept, _ in gathered:
-                trained |= blocks_of(model, MLP_LAYOUT, kept, units)["2.weight"]
-            inner = [sizes_of(width, len(ranks)) for width in widths]
-            assert trained.sum() == sum(a * b for a, b in zip(*inner, strict=True))
-            if widths == (12, 12):
-                assert len(ranks) * trained.sum() == trained.numel()
-            for _, changed in gathered:
-                assert torch.equal(changed["2.weight"], trained)
-                assert all(each.all() for key, each in changed.items() if key != "2.weight")
+def test_a_subnet_equals_the_full_model_with_the_other_units_masked(outcomes):
+    for gaps, size in (rank["masked"] for rank in outcomes):
+        assert size == len(outcomes)
+        assert {name for name, *_ in gaps} == set(MODELS)
+        for case, gap in gaps.items():
+            assert gap < 1e-12, case
+            assert gap == 0 or not case[2].endswith("elsewhere"), case
 
 
-def test_a_subnet_equals_the_full_model_with_the_other_units_masked(outcome, subtests):
-    for ranks in outcome.values():
-        with subtests.test(f"{len(ranks)} ranks"):
-            for gaps, size in (rank["masked"] for rank in ranks):
-                assert size == len(ranks)
-                assert {name for name, *_ in gaps} == set(MODELS)
-                for case, gap in gaps.items():
-                    assert gap < 1e-12, case
-                    assert gap == 0 or not case[2].endswith("elsewhere"), case
-
-
-def test_every_local_step_is_in_the_merged_model(outcome, subtests):
+def test_every_local_step_is_in_the_merged_model(outcomes):
     """Bugs of published code: the last step of an interval, and of an epoch, was dropped."""
-    for ranks in outcome.values():
-        with subtests.test(f"{len(ranks)} ranks"):
-            partition = Partition(seed=2)
-            model = smooth_mlp(7, 13)
-            cut_dims = partition.cut_dims(model)
-            units = {cut_dim.name: cut_dim.units for cut_dim in cut_dims}
-            for steps in range(1, 8):
-                wanted = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
-                for begin in range(0, steps, INTERVAL):
-                    draw = partition.draw(cut_dims, begin // INTERVAL, len(ranks))
-                    for rank in range(len(ranks)):
-                        kept = {name: pieces[rank] for name, pieces in draw.items()}
-                        for key, block in blocks_of(model, MLP_LAYOUT, kept, units).items():
-                            share = 1 / len(ranks) if block.all() and len(ranks) > 1 else 1
-                            wanted[key][block] += share * min(INTERVAL, steps - begin)
-                for rank in ranks:
-                    rounds, merged, rounds_in_all, models = rank["steps_counted"][steps]
-                    assert rounds == steps // INTERVAL
-                    assert (merged == steps - steps % INTERVAL).all()
-                    assert rounds_in_all == rounds + (steps % INTERVAL > 0)
-                    for counted in models:
-                        for key, value in wanted.items():
-                            torch.testing.assert_close(counted[key], value, rtol=1e-14, atol=0)
-                        outer = {key: value for key, value in counted.items() if key != "2.weight"}
-                        assert all((value == steps).all() for value in outer.values())
+    partition = Partition(seed=2)
+    model = smooth_mlp(7, 13)
+    cut_dims = partition.cut_dims(model)
+    units = {cut_dim.name: cut_dim.units for cut_dim in cut_dims}
+    for steps in range(1, 8):
+        wanted = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
+        for begin in range(0, steps, INTERVAL):
+            draw = partition.draw(cut_dims, begin // INTERVAL, len(outcomes))
+            for rank in range(len(outcomes)):
+                kept = {name: pieces[rank] for name, pieces in draw.items()}
+                for key, block in blocks_of(model, MLP_LAYOUT, kept, units).items():
+                    share = 1 / len(outcomes) if block.all() and len(outcomes) > 1 else 1
+                    wanted[key][block] += share * min(INTERVAL, steps - begin)
+        for rank in outcomes:
+            rounds, merged, rounds_in_all, models = rank["steps_counted"][steps]
+            assert rounds == steps // INTERVAL
+            assert (merged == steps - steps % INTERVAL).all()
+            assert rounds_in_all == rounds + (steps % INTERVAL > 0)
+            for counted in models:
+                for key, value in wanted.items():
+                    torch.testing.assert_close(counted[key], value, rtol=1e-14, atol=0)
+                outer = {key: value for key, value in counted.items() if key != "2.weight"}
+                assert all((value == steps).all() for value in outer.values())
 
 
-def test_every_unit_is_assigned_to_every_rank_and_to_one_in_a_round(outcome, subtests):
+def test_every_unit_is_assigned_to_every_rank_and_to_one_in_a_round(outcomes):
     """A bug of published code: without row offsets only a part of a matrix was ever trained."""
-    for ranks, (index, (widths, placement)) in product(outcome.values(), enumerate(PLACED)):
-        with subtests.test(f"{len(ranks)} ranks, {widths} {placement}"):
-            found = [rank["many_rounds"][index] for rank in ranks]
-            for name, units in zip(("0", "2"), widths, strict=True):
-                for pieces in zip(*([each[name] for each in had] for had, _ in found), strict=True):
-                    assert torch.cat(pieces).sort().values.tolist() == list(range(units))
-                    assert sorted(map(len, pieces)) == sorted(sizes_of(units, len(ranks)))
-                for had, _ in found:
-                    assert set(torch.cat([each[name] for each in had]).tolist()) == set(
-                        range(units)
-                    )
-            for _, counted in found:
-                inner = counted.pop("2.weight")
-                assert all((value == ROUNDS).all() for value in counted.values())
-                assert (inner > 0).all()
-                assert len(ranks) == 1 or (inner < ROUNDS).all()
+    for index, (widths, _) in enumerate(PLACED):
+        found = [rank["many_rounds"][index] for rank in outcomes]
+        for name, units in zip(("0", "2"), widths, strict=True):
+            for pieces in zip(*([each[name] for each in had] for had, _ in found), strict=True):
+                assert torch.cat(pieces).sort().values.tolist() == list(range(units))
+                assert sorted(map(len, pieces)) == sorted(sizes_of(units, len(outcomes)))
+            for had, _ in found:
+                assert set(torch.cat([each[name] for each in had]).tolist()) == set(range(units))
+        for _, counted in found:
+            inner = counted.pop("2.weight")
+            assert all((value == ROUNDS).all() for value in counted.values())
+            assert (inner > 0).all()
+            assert len(outcomes) == 1 or (inner < ROUNDS).all()
 
 
-def test_outputs_do_not_depend_on_the_batch(outcome):
-    for ranks in outcome.values():
-        for one_by_one, pairs, at_once in (rank["evaluated"] for rank in ranks):
-            torch.testing.assert_close(one_by_one, at_once, rtol=1e-13, atol=1e-13)
-            torch.testing.assert_close(pairs, at_once, rtol=1e-13, atol=1e-13)
-            assert torch.equal(at_once, ranks[0]["evaluated"][2])
+def test_outputs_do_not_depend_on_the_batch(outcomes):
+    for one_by_one, pairs, at_once in (rank["evaluated"] for rank in outcomes):
+        torch.testing.assert_close(one_by_one, at_once, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(pairs, at_once, rtol=1e-13, atol=1e-13)
+        assert torch.equal(at_once, outcomes[0]["evaluated"][2])
 
 
-def test_bytes_sent_match_the_formula_and_no_indices_are_sent(outcome, subtests):
-    for ranks, kind, place in product(
-        outcome.values(), ["sgd", "momentum", "adamw", "reset"], ["sharded", "central"]
-    ):
-        with subtests.test(f"{len(ranks)} ranks, {kind} {place}"):
-            num, hidden = len(ranks), 12
-            one_way = BYTES * (5 * hidden + hidden * hidden // num + hidden * 3)
-            copies = {"sgd": 1, "momentum": 2, "adamw": 3, "reset": 1}[kind]
-            partition = Partition(seed=8)
-            cut_dims = partition.cut_dims(smooth_mlp(hidden, hidden))
-            leaving = [
-                leaving_bytes(partition.draw(cut_dims, r, num), num, place) for r in range(3)
-            ]
-            sent = [rank["traffic"][place, kind][0] for rank in ranks]
-            # Merge of a round's units and scatter of the next's, including optimizer state.
-            assert sum(each[0] for each in sent) == leaving[0]
-            for at in (1, 2):
-                sent_in_round = sum(each[at] - each[at - 1] for each in sent)
-                assert sent_in_round == copies * (leaving[at - 1] + leaving[at])
-            for rank in ranks:
-                _, calls, payload = rank["traffic"][place, kind]
-                assert payload == one_way
-                check = ("_gather", 6 * 8)
-                kinds = [name for name, _ in calls]
-                assert kinds == ([] if num == 1 else ["_gather", *["all_to_all_single"] * 2] * 2)
-                assert all(call == check for call in calls if call[0] == "_gather")
-            ways = [
-                [size for name, size in r["traffic"][place, kind][1] if "all_to" in name]
-                for r in ranks
-            ]
-            totals = [sum(each) for each in zip(*ways, strict=True)]
-            assert totals == ([] if num == 1 else [copies * one_way] * 4)
+def test_bytes_sent_match_the_formula_and_no_indices_are_sent(outcomes):
+    for kind, place in product(("sgd", "momentum", "adamw", "reset"), ("sharded", "central")):
+        num, hidden = len(outcomes), 12
+        one_way = BYTES * (5 * hidden + hidden * hidden // num + hidden * 3)
+        copies = {"sgd": 1, "momentum": 2, "adamw": 3, "reset": 1}[kind]
+        partition = Partition(seed=8)
+        cut_dims = partition.cut_dims(smooth_mlp(hidden, hidden))
+        leaving = [leaving_bytes(partition.draw(cut_dims, r, num), num, place) for r in range(3)]
+        sent = [rank["traffic"][place, kind][0] for rank in outcomes]
+        # Merge of a round's units and scatter of the next's, including optimizer state.
+        assert sum(each[0] for each in sent) == leaving[0]
+        for at in (1, 2):
+            sent_in_round = sum(each[at] - each[at - 1] for each in sent)
+            assert sent_in_round == copies * (leaving[at - 1] + leaving[at])
+        for rank in outcomes:
+            _, calls, payload = rank["traffic"][place, kind]
+            assert payload == one_way
+            check = ("_gather", 6 * 8)
+            kinds = [name for name, _ in calls]
+            assert kinds == ([] if num == 1 else ["_gather", *["all_to_all_single"] * 2] * 2)
+            assert all(call == check for call in calls if call[0] == "_gather")
+        ways = [
+            [size for name, size in r["traffic"][place, kind][1] if "all_to" in name]
+            for r in outcomes
+        ]
+        totals = [sum(each) for each in zip(*ways, strict=True)]
+        assert totals == ([] if num == 1 else [copies * one_way] * 4)
 
 
 def leaving_bytes(draw, num, place):
@@ -562,57 +491,51 @@ def owner_of(row, num_rows, num, place):
     return next(o for o in range(num) if row < (o + 1) * num_rows // num)
 
 
-def test_without_merges_subnets_train_like_narrow_networks(outcome, subtests):
-    for ranks, rule in product(outcome.values(), RULES):
-        with subtests.test(f"{len(ranks)} ranks, {rule}"):
-            model = smooth_mlp(7, 13)
-            units = {"0": 7, "2": 13}
-            assert all(rank["narrow_nets"][rule] for rank in ranks)
-            for rank in ranks:
-                kept, weights, merged = rank["narrow_nets"][rule, "merged"]
-                for key, block in blocks_of(model, MLP_LAYOUT, kept, units).items():
-                    if key != "4.bias":
-                        assert torch.equal(merged[key][block], weights[key].flatten())
-            biases = [rank["narrow_nets"][rule, "merged"] for rank in ranks]
-            mean = sum(weights["4.bias"] for _, weights, _ in biases) / len(ranks)
-            for _, _, merged in biases:
-                torch.testing.assert_close(merged["4.bias"], mean, rtol=1e-14, atol=1e-16)
+def test_without_merges_subnets_train_like_narrow_networks(outcomes):
+    for rule in RULES:
+        model = smooth_mlp(7, 13)
+        units = {"0": 7, "2": 13}
+        assert all(rank["narrow_nets"][rule] for rank in outcomes)
+        for rank in outcomes:
+            kept, weights, merged = rank["narrow_nets"][rule, "merged"]
+            for key, block in blocks_of(model, MLP_LAYOUT, kept, units).items():
+                if key != "4.bias":
+                    assert torch.equal(merged[key][block], weights[key].flatten())
+        biases = [rank["narrow_nets"][rule, "merged"] for rank in outcomes]
+        mean = sum(weights["4.bias"] for _, weights, _ in biases) / len(outcomes)
+        for _, _, merged in biases:
+            torch.testing.assert_close(merged["4.bias"], mean, rtol=1e-14, atol=1e-16)
 
 
-def test_optimizer_state_moves_with_its_weight(outcome, subtests):
-    for ranks, (name_of_rule, rule) in product(outcome.values(), RULES.items()):
-        with subtests.test(f"{len(ranks)} ranks, {name_of_rule}"):
-            torch.manual_seed(0)
-            model = smooth_mlp(7, 13)
-            partition = Partition(seed=5)
-            draws = [partition.draw(partition.cut_dims(model), r, len(ranks)) for r in range(4)]
-            batches = [[batch_of(step, rank) for rank in range(len(ranks))] for step in range(11)]
-            state = train_together(model, MLP_LAYOUT, draws, batches, 3, rule)
-            for rank in ranks:
-                for key, weight in rank["carried"][name_of_rule][0].items():
-                    torch.testing.assert_close(
-                        weight, model.state_dict()[key], rtol=1e-12, atol=1e-12
-                    )
-            shards = [rank["carried"][name_of_rule][1] for rank in ranks]
-            for name, keys in shards[0].items():
-                assert set(keys) == set(rule.keys)
-                for key in keys:
-                    found = torch.cat([shard[name][key] for shard in shards])
-                    torch.testing.assert_close(found, state[name][key], rtol=1e-12, atol=1e-12)
-            assert len(shards[0]) == 5
+def test_optimizer_state_moves_with_its_weight(outcomes):
+    for name_of_rule, rule in RULES.items():
+        torch.manual_seed(0)
+        model = smooth_mlp(7, 13)
+        partition = Partition(seed=5)
+        draws = [partition.draw(partition.cut_dims(model), r, len(outcomes)) for r in range(4)]
+        batches = [[batch_of(step, rank) for rank in range(len(outcomes))] for step in range(11)]
+        state = train_together(model, MLP_LAYOUT, draws, batches, 3, rule)
+        for rank in outcomes:
+            for key, weight in rank["carried"][name_of_rule][0].items():
+                torch.testing.assert_close(weight, model.state_dict()[key], rtol=1e-12, atol=1e-12)
+        shards = [rank["carried"][name_of_rule][1] for rank in outcomes]
+        for name, keys in shards[0].items():
+            assert set(keys) == set(rule.keys)
+            for key in keys:
+                found = torch.cat([shard[name][key] for shard in shards])
+                torch.testing.assert_close(found, state[name][key], rtol=1e-12, atol=1e-12)
+        assert len(shards[0]) == 5
 
 
-def test_a_rank_holds_one_part_in_n_squared_of_inner_weights_and_no_module(outcome, subtests):
-    for ranks in outcome.values():
-        with subtests.test(f"{len(ranks)} ranks"):
-            num = len(ranks)
-            part = 12 * 12 // num**2
-            assert [rank["memory"] for rank in ranks] == [
-                {
-                    "weights": part,
-                    "state": [part, part],
-                    "storage": part,
-                    "rows": 12 * 12 // num,
-                    "module": BYTES,
-                }
-            ] * num
+def test_a_rank_holds_one_part_in_n_squared_of_inner_weights_and_no_module(outcomes):
+    num = len(outcomes)
+    part = 12 * 12 // num**2
+    assert [rank["memory"] for rank in outcomes] == [
+        {
+            "weights": part,
+            "state": [part, part],
+            "storage": part,
+            "rows": 12 * 12 // num,
+            "module": BYTES,
+        }
+    ] * num

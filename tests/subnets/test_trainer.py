@@ -22,6 +22,7 @@ from pyparallel.subnets import (
     Sharded,
     recalibrate,
 )
+from tests.cases import slow
 from tests.subnets.helpers.models import (
     RESIDUAL_RULES,
     TRANSFORMER_RULES,
@@ -33,6 +34,7 @@ from tests.subnets.helpers.models import (
     transformer,
 )
 from tests.subnets.helpers.training import batch_of, held, train
+from tests.workers import assert_equal_on_all_ranks, call_each
 
 MODELS = {
     "mlp": (lambda: mlp(7, 13), Partition(seed=5), (4, 5)),
@@ -107,38 +109,6 @@ def test_the_module_has_memory_only_inside_full_model():
         SubnetTrainer(model, sgd, partition, 2)
 
 
-class TwoStep(torch.optim.SGD):
-    """An optimizer whose step calls its parent's, whose hooks run too."""
-
-    def step(self, closure=None):
-        return super().step(closure)
-
-
-def test_a_step_inside_a_step_counts_once():
-    model, partition, shape = build("mlp")
-    trainer = SubnetTrainer(model, lambda p: TwoStep(p, lr=0.1), partition, 3)
-    train(trainer, trainer.optimizer, range(3), 0, shape)
-    assert trainer.round_index == 1
-
-
-def test_a_step_with_a_closure_counts_once():
-    model, partition, shape = build("mlp")
-    trainer = SubnetTrainer(model, sgd, partition, 2)
-
-    def closure():
-        trainer.optimizer.zero_grad()
-        loss = trainer(batch_of(0, 0, shape)[0]).square().mean()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        trainer.optimizer.step(closure)
-    assert trainer.round_index == 1
-    trainer.flush()
-    trainer.flush()
-    assert trainer.round_index == 2
-
-
 def test_after_close_nothing_is_merged():
     model, partition, shape = build("mlp")
     trainer = SubnetTrainer(model, sgd, partition, 1)
@@ -210,28 +180,29 @@ def test_bad_input_is_an_error(subtests):
                 SubnetTrainer(**arguments)
 
 
-# Several ranks: every rank runs all cases in sequence; the tests check the results.
+# On several ranks, and on one.
 
 
-def scatter_and_merge(rank, name, place):
-    """Return parameters changed by scatter and merge, with no steps and with learning rate 0."""
-    model, partition, shape = build(name)
-    before = {key: value.detach().clone() for key, value in model.named_parameters()}
-    if rank:  # rank 0's parameters are broadcast
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
+def scatter_and_merge_alone_change_nothing(rank):
+    """With no steps, and with learning rate 0."""
     last = dist.get_world_size() - 1
-    placement = {"sharded": Sharded(), "first": Central(0), "last": Central(last)}[place]
-    trainer = SubnetTrainer(model, frozen, partition, 2, placement=placement)
-    seen = [held(trainer)]
-    train(trainer, trainer.optimizer, range(5), rank, shape)
-    trainer.flush()
-    seen.append(held(trainer))
-    return [key for each in seen for key in before if not torch.equal(before[key], each[key])]
+    placements = {"sharded": Sharded(), "first": Central(0), "last": Central(last)}
+    for name, place in PLACED:
+        model, partition, shape = build(name)
+        before = {key: value.detach().clone() for key, value in model.named_parameters()}
+        if rank:  # rank 0's parameters are broadcast
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+        trainer = SubnetTrainer(model, frozen, partition, 2, placement=placements[place])
+        seen = [held(trainer)]
+        train(trainer, trainer.optimizer, range(5), rank, shape)
+        trainer.flush()
+        for after in (*seen, held(trainer)):
+            assert all(torch.equal(before[key], after[key]) for key in before), (name, place)
 
 
-def several_dtypes(rank):
+def every_dtype_is_sent_in_its_own_message(rank):
     torch.manual_seed(0)
     model = nn.Sequential(mlp().bfloat16(), nn.Softmax(-1), nn.Linear(3, 2))
     before = copy.deepcopy(model.state_dict())
@@ -239,26 +210,26 @@ def several_dtypes(rank):
     for _ in range(2):
         trainer.subnet[0](torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
         trainer.optimizer.step()
-    return same(held(trainer), before), trainer.round_index
+    assert same(held(trainer), before)
+    assert trainer.round_index == 2
 
 
-def averaged(rank):
-    """Return the given and the initial full model, and outputs of the full one and the subnets."""
+def averaged_outputs_are_the_mean_of_the_subnets(rank):
     model, partition, shape = build("one width")
     given = copy.deepcopy(model.state_dict())
     trainer = SubnetTrainer(model, sgd, partition, 3, scale=Averaged())
-    begun = held(trainer)
+    torch.testing.assert_close(held(trainer), dict(given), rtol=1e-15, atol=0)
     train(trainer, trainer.optimizer, range(6), rank, shape)
     inputs, _ = batch_of(0, 0, shape)
     with torch.no_grad():
         mean = trainer(inputs)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(mean)
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
         with trainer.full_model() as module:
-            return given, begun, module(inputs), mean / dist.get_world_size()
+            torch.testing.assert_close(module(inputs), mean, rtol=1e-12, atol=1e-14)
 
 
-def full_model_between_steps(rank):
+def entering_full_model_does_not_change_training(rank):
     results = []
     for look in (False, True):
         model, partition, shape = build("norms")
@@ -268,10 +239,12 @@ def full_model_between_steps(rank):
             if look and step in (1, 4):
                 seen = held(trainer)
         results.append(held(trainer))
-    return same(*results), same(seen, results[0]), trainer.round_index
+    assert same(*results)
+    assert not same(seen, results[0])
+    assert trainer.round_index == 2
 
 
-def resuming(rank):
+def resume(rank):
     results = []
     for resumes in (False, True):
         model, partition, shape = build("norms")
@@ -283,163 +256,90 @@ def resuming(rank):
             trainer.load_state_dict(state)
         train(trainer, trainer.optimizer, range(3, 6), rank, shape)
         results.append(held(trainer))
-    return same(*results)
+    assert same(*results)
 
 
-def reset_or_carried(rank):
-    found = []
-    for policy in (ResetState(), CarryState()):
+def optimizer_state_is_carried_or_reset(rank):
+    for policy, num_states in ((ResetState(), 0), (CarryState(), 6)):
         model, partition, shape = build("mlp")
         trainer = SubnetTrainer(model, adam, partition, 2, optimizer_state=policy)
         train(trainer, trainer.optimizer, range(2), rank, shape)
-        found.append(len(trainer.optimizer.state))
-    return found
+        assert len(trainer.optimizer.state) == num_states
 
 
-def measured_together(rank):
+def statistics_are_measured_by_all_ranks_together(rank):
     model, partition, shape = build("norms")
     trainer = SubnetTrainer(model, sgd, partition, 2)
     train(trainer, trainer.optimizer, range(3), rank, shape)
-    with trainer.full_model() as module:
-        recalibrate(module, [batch_of(step, rank, shape)[0] for step in range(rank + 1)])
+    batches = [
+        [batch_of(step, each, shape)[0] for step in range(each + 1)]
+        for each in range(dist.get_world_size())
+    ]
+    with trainer.full_model() as module, torch.no_grad():
+        recalibrate(module, batches[rank])
         linear, norm, _ = module[0]
-        found = [linear.weight, linear.bias, norm.running_mean, norm.running_var]
-        return [tensor.detach().clone() for tensor in found]
+        hidden = linear(torch.cat([batch for each in batches for batch in each]))
+        torch.testing.assert_close(norm.running_mean, hidden.mean(0), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(norm.running_var, hidden.var(0), rtol=1e-12, atol=1e-12)
 
 
-def error_of(function):
-    try:
-        function()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def unequal_steps(rank):
+def a_rank_without_batches_waits_in_flush_and_takes_part_in_merges(rank):
     model, partition, shape = build("mlp")
     trainer = SubnetTrainer(model, sgd, partition, 2)
     train(trainer, trainer.optimizer, range(7 if rank == 0 else 3), rank, shape)
     trainer.flush()
-    return trainer.round_index, held(trainer)
+    assert trainer.round_index == 4
+    assert_equal_on_all_ranks({key: value.tolist() for key, value in held(trainer).items()})
 
 
-def other_calls(rank):
+def different_calls_are_an_error_on_all_ranks(rank):
     trainer = SubnetTrainer(mlp().double(), sgd, Partition(), 2)
-    train(trainer, trainer.optimizer, range(1), rank, (4, 5))
 
     def step():
         train(trainer, trainer.optimizer, range(1), rank, (4, 5))
 
-    error_text = error_of((lambda: held(trainer)) if rank else step)
+    step()
+    sentence = (
+        r"^all ranks must make the same calls, got optimizer.step\(\) in round 0 after 2 steps on "
+        r"rank 0 and full_model\(\) in round 0 after 1 steps on rank 1; call"
+    )
+    with pytest.raises(DisagreementError, match=sentence):
+        held(trainer) if rank else step()
     step()  # rank 0 has tried to merge, and tries again
     trainer.flush()
-    return error_text, trainer.round_index
+    assert trainer.round_index == 1
 
 
-def state_of_some(rank):
+def optimizer_state_missing_on_some_ranks_is_an_error(rank):
     trainer = SubnetTrainer(mlp().double(), sgd, Partition(), 1)
     trainer.subnet[0].bias.requires_grad_(rank == 0)
-    return error_of(lambda: train(trainer, trainer.optimizer, range(1), rank, (4, 5)))
+    sentence = "state for the same parameters, got different ones on ranks 0 and 1"
+    with pytest.raises(DisagreementError, match=sentence):
+        train(trainer, trainer.optimizer, range(1), rank, (4, 5))
 
 
-def all_cases(rank):
-    cases = [full_model_between_steps, resuming, reset_or_carried]
-    cases += [measured_together, several_dtypes, averaged]
-    if dist.get_world_size() > 1:
-        cases += [unequal_steps, other_calls, state_of_some]
-    placed = {each: scatter_and_merge(rank, *each) for each in PLACED}
-    return placed | {case.__name__: case(rank) for case in cases}
+CASES = [
+    scatter_and_merge_alone_change_nothing,
+    every_dtype_is_sent_in_its_own_message,
+    averaged_outputs_are_the_mean_of_the_subnets,
+    entering_full_model_does_not_change_training,
+    optimizer_state_is_carried_or_reset,
+    statistics_are_measured_by_all_ranks_together,
+]
+WITH_OTHERS = [
+    a_rank_without_batches_waits_in_flush_and_takes_part_in_merges,
+    different_calls_are_an_error_on_all_ranks,
+    optimizer_state_missing_on_some_ranks_is_an_error,
+]
+each_size = pytest.mark.parametrize("num_ranks", [1, slow(2), 3])
 
 
-@pytest.fixture(scope="module")
-def outcome(ranks):
-    """Return by number of ranks what each rank has found."""
-    return {size: ranks.run(size, all_cases) for size in (1, 2, 3)}
+@each_size
+def test_cases(ranks, num_ranks):
+    cases = CASES if num_ranks == 1 else [*CASES, *WITH_OTHERS]
+    ranks.run(num_ranks, call_each, [(case,) for case in cases])
 
 
-def test_scatter_and_merge_alone_change_nothing(outcome, subtests):
-    for ranks, (name, place) in product(outcome.values(), PLACED):
-        with subtests.test(f"{len(ranks)} ranks, {name} {place}"):
-            assert [rank[name, place] for rank in ranks] == [[]] * len(ranks)
-
-
-def test_every_dtype_is_sent_in_its_own_message(outcome, subtests):
-    for ranks in outcome.values():
-        with subtests.test(f"{len(ranks)} ranks"):
-            assert [rank["several_dtypes"] for rank in ranks] == [(True, 2)] * len(ranks)
-
-
-def test_averaged_outputs_are_the_mean_of_the_subnets(outcome, subtests):
-    for ranks in outcome.values():
-        with subtests.test(f"{len(ranks)} ranks"):
-            for given, begun, of_whole, mean_of_subnets in (rank["averaged"] for rank in ranks):
-                torch.testing.assert_close(begun, given, rtol=1e-15, atol=0)
-                torch.testing.assert_close(of_whole, mean_of_subnets, rtol=1e-12, atol=1e-14)
-
-
-def test_entering_full_model_does_not_change_training(outcome, subtests):
-    for ranks in outcome.values():
-        with subtests.test(f"{len(ranks)} ranks"):
-            assert [rank["full_model_between_steps"] for rank in ranks] == [(True, False, 2)] * len(
-                ranks
-            )
-
-
-def test_a_run_resumes_bit_for_bit(outcome, subtests):
-    for ranks in outcome.values():
-        with subtests.test(f"{len(ranks)} ranks"):
-            assert [rank["resuming"] for rank in ranks] == [True] * len(ranks)
-
-
-def test_optimizer_state_is_carried_or_reset(outcome, subtests):
-    for ranks in outcome.values():
-        with subtests.test(f"{len(ranks)} ranks"):
-            assert [rank["reset_or_carried"] for rank in ranks] == [[0, 6]] * len(ranks)
-
-
-def test_statistics_are_measured_by_all_ranks_together(outcome, subtests):
-    for ranks in outcome.values():
-        with subtests.test(f"{len(ranks)} ranks"):
-            values = torch.cat(
-                [
-                    batch_of(step, rank, (4, 5))[0]
-                    for rank in range(len(ranks))
-                    for step in range(rank + 1)
-                ]
-            )
-            for rank in ranks:
-                weight, bias, mean, variance = rank["measured_together"]
-                hidden = values @ weight.T + bias
-                torch.testing.assert_close(mean, hidden.mean(0), rtol=1e-12, atol=1e-12)
-                torch.testing.assert_close(variance, hidden.var(0), rtol=1e-12, atol=1e-12)
-
-
-def test_a_rank_without_batches_waits_in_flush_and_takes_part_in_merges(outcome, subtests):
-    for ranks in list(outcome.values())[1:]:
-        with subtests.test(f"{len(ranks)} ranks"):
-            rounds, models = zip(*(rank["unequal_steps"] for rank in ranks), strict=True)
-            assert set(rounds) == {4}
-            assert all(same(model, models[0]) for model in models)
-
-
-def test_different_calls_are_an_error_on_all_ranks(outcome, subtests):
-    for ranks in list(outcome.values())[1:]:
-        with subtests.test(f"{len(ranks)} ranks"):
-            for rank in ranks:
-                error_text, rounds = rank["other_calls"]
-                assert error_text.startswith(
-                    "DisagreementError: all ranks must make the same calls, got optimizer.step() "
-                    "in round 0 after 2 steps on rank 0 and full_model() in round 0 after 1 steps "
-                    "on rank 1; call"
-                )
-                assert rounds == 1
-
-
-def test_optimizer_state_missing_on_some_ranks_is_an_error(outcome, subtests):
-    for ranks in list(outcome.values())[1:]:
-        with subtests.test(f"{len(ranks)} ranks"):
-            for rank in ranks:
-                assert (
-                    "optimizer state for the same parameters, got different ones on ranks 0 and 1"
-                    in rank["state_of_some"]
-                )
+@each_size
+def test_a_run_resumes_bit_for_bit(ranks, num_ranks):
+    ranks.run(num_ranks, resume)

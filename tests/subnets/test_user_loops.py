@@ -12,6 +12,7 @@ from pyparallel import SubnetTrainer
 from pyparallel.subnets import Partition, ResetState, SequentialChain
 from tests.subnets.helpers.models import mlp
 from tests.subnets.helpers.training import held
+from tests.workers import assert_equal_on_all_ranks, call_each
 
 
 def sgd(parameters):
@@ -153,7 +154,16 @@ SAME = [
 ]
 
 
-def frozen(rank):
+def variations_of_the_loop_train_the_same(rank):
+    expected = plain(rank)
+    assert_equal_on_all_ranks({key: value.tolist() for key, value in expected.items()})
+    for loop in SAME:
+        # Accumulation sums the halves of a batch in another order.
+        allowed = 1e-14 if loop is with_accumulation else 0
+        assert gap(loop(rank), expected) <= allowed, loop.__name__
+
+
+def frozen_parameters_are_cut_and_unchanged(rank):
     model = mlp(7, 13).double()
     model[2].weight.requires_grad_(False)
     model[4].bias.requires_grad_(False)
@@ -161,7 +171,7 @@ def frozen(rank):
     trainer = make(adamw, 1, module=model)
     train(trainer, range(4), rank)
     after = held(trainer)
-    return {key: torch.equal(before[key], after[key]) for key in before}
+    assert {k for k in before if torch.equal(before[k], after[k])} == {"2.weight", "4.bias"}
 
 
 class Tied(nn.Module):
@@ -178,40 +188,48 @@ class Tied(nn.Module):
         return self.net(letters @ self.letters.weight) * self.scale
 
 
-def tied(rank):
-    """Ranks with different numbers of steps, a tied parameter, and a 0-d one."""
+def ranks_count_their_own_steps_and_tied_parameters_stay_tied(rank):
+    """A tied parameter, and a 0-d one."""
     trainer = SubnetTrainer(Tied().double(), adamw, Partition({"net": SequentialChain()}), 2)
-    train(trainer, range(5 if rank == 0 else 2), rank)
+    steps = 5 if rank == 0 else 2
+    train(trainer, range(steps), rank)
     trainer.flush()
-    counts = {float(s["step"]) for s in trainer.optimizer.state.values()}
-    return counts, trainer.round_index, held(trainer)
+    assert {float(s["step"]) for s in trainer.optimizer.state.values()} == {steps}
+    assert trainer.round_index == 3
+    assert_equal_on_all_ranks({key: value.tolist() for key, value in held(trainer).items()})
 
 
-def of_dtype(rank, dtype):
-    model = mlp(7, 13).to(dtype)
-    model.register_buffer("mask", torch.tensor([True, False]))
-    model.register_buffer("places", torch.arange(3, dtype=torch.int16) + rank)
-    trainer = make(
-        lambda p: torch.optim.AdamW(p, eps=1e-4), 2, module=model
-    )  # 1e-8 is 0 in 16 bits
-    begun = held(trainer)
-    train(trainer, range(5), rank)
-    trainer.flush()
-    ended = held(trainer)
-    state = {v.dtype for s in trainer.optimizer.state.values() for k, v in s.items() if k != "step"}
-    return begun, ended, state
+def modules_of_any_dtype(rank):
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        model = mlp(7, 13).to(dtype)
+        model.register_buffer("mask", torch.tensor([True, False]))
+        model.register_buffer("places", torch.arange(3, dtype=torch.int16) + rank)
+        # The default eps, 1e-8, is 0 in 16 bits.
+        trainer = make(lambda p: torch.optim.AdamW(p, eps=1e-4), 2, module=model)
+        begun = held(trainer)
+        train(trainer, range(5), rank)
+        trainer.flush()
+        ended = held(trainer)
+        assert_equal_on_all_ranks({key: value.tolist() for key, value in ended.items()})
+        states = trainer.optimizer.state.values()
+        assert {v.dtype for s in states for k, v in s.items() if k != "step"} == {dtype}
+        assert ended.pop("mask").tolist() == [True, False]
+        assert ended.pop("places").tolist() == [0, 1, 2]
+        assert {value.dtype for value in ended.values()} == {dtype}
+        assert not any(torch.equal(value, begun[key]) for key, value in ended.items())
 
 
-def never_trained(rank):
+def rounds_without_steps_are_skipped_and_ranks_without_batches_take_part(rank):
     trainer = make()
     before = held(trainer)
     for _ in range(3):
         trainer.flush()
-    empty = trainer.round_index, gap(before, held(trainer))
+    assert trainer.round_index == gap(before, held(trainer)) == 0
     lazy = make(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     train(lazy, range(4 if rank == 0 else 0), rank)
     lazy.flush()
-    return empty, lazy.round_index, gap(before, held(lazy))
+    assert lazy.round_index == 2
+    assert gap(before, held(lazy)) > 0
 
 
 def in_a_part_of_the_group(rank):
@@ -223,42 +241,34 @@ def in_a_part_of_the_group(rank):
     return trainer.units, held(trainer)
 
 
-def copied(rank):
+def a_trainer_is_not_copied_but_its_subnet_is(rank):
     trainer = make()
-    found = []
+    sentence = "must not be copied or pickled: save its state_dict.., or copy the model inside"
     for function in (copy.copy, copy.deepcopy, pickle.dumps):
-        try:
+        with pytest.raises(TypeError, match=sentence):
             function(trainer)
-        except TypeError as error:
-            found.append(str(error))
-    narrow = copy.deepcopy(trainer.subnet)
-    return found, narrow(batch_of(0, rank)).shape
+    assert copy.deepcopy(trainer.subnet)(batch_of(0, rank)).shape == (8, 3)
 
 
-def with_first_state(rank):
-    """Return the smallest accumulator: all entries start at the initial value, on every rank."""
+def state_starts_at_the_optimizers_initial_value(rank):
+    """All entries, on every rank."""
     trainer = make(lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=2.0), 1)
-    lowest = []
     for step in range(4):
         train(trainer, [step], rank)
-        lowest += [float(state["sum"].min()) for state in trainer.optimizer.state.values()]
-    return min(lowest)
+        assert all(state["sum"].min() >= 2.0 for state in trainer.optimizer.state.values())
 
 
-def scheduled(rank):
-    rates = []
+def learning_rate_schedules_continue_through_merges(rank):
     for state in (None, ResetState()):
         trainer = make(adamw, 1, optimizer_state=state)
         schedule = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, gamma=0.5)
         for step in range(3):
             train(trainer, [step], rank)
             schedule.step()
-        rates.append(trainer.optimizer.param_groups[0]["lr"])
-    return rates
+        assert trainer.optimizer.param_groups[0]["lr"] == 0.00125
 
 
-def in_inference_mode(rank):
-    """Return the gap to a run that flushes and loads outside of inference mode."""
+def flush_and_loading_may_be_in_inference_mode(rank):
     found = []
     for mode in (True, False):
         trainer = make(adamw, 5)
@@ -271,69 +281,24 @@ def in_inference_mode(rank):
             trainer.load_state_dict(state)
         train(trainer, range(9, 15), rank)
         found.append(held(trainer))
-    return gap(*found)
+    assert gap(*found) == 0
 
 
-def all_cases(rank):
-    cases = [plain, *SAME, frozen, tied, never_trained, copied, with_first_state, scheduled]
-    cases.append(in_inference_mode)
-    found = {case.__name__: case(rank) for case in cases}
-    dtypes = [torch.float64, torch.bfloat16, torch.float16]
-    return found | {dtype: of_dtype(rank, dtype) for dtype in dtypes}
+CASES = [
+    variations_of_the_loop_train_the_same,
+    frozen_parameters_are_cut_and_unchanged,
+    ranks_count_their_own_steps_and_tied_parameters_stay_tied,
+    modules_of_any_dtype,
+    rounds_without_steps_are_skipped_and_ranks_without_batches_take_part,
+    a_trainer_is_not_copied_but_its_subnet_is,
+    state_starts_at_the_optimizers_initial_value,
+    learning_rate_schedules_continue_through_merges,
+    flush_and_loading_may_be_in_inference_mode,
+]
 
 
-@pytest.fixture(scope="module")
-def outcomes(ranks):
-    return ranks.run(2, all_cases)
-
-
-def test_variations_of_the_loop_train_the_same(outcomes, subtests):
-    for loop in [case.__name__ for case in SAME]:
-        with subtests.test(str(loop)):
-            for rank in outcomes:
-                # Accumulation sums the halves of a batch in another order.
-                assert gap(rank[loop], rank["plain"]) <= (
-                    1e-14 if loop == "with_accumulation" else 0
-                )
-            assert gap(outcomes[0]["plain"], outcomes[1]["plain"]) == 0
-
-
-def test_frozen_parameters_are_cut_and_unchanged(outcomes):
-    for rank in outcomes:
-        assert {key for key, same in rank["frozen"].items() if same} == {"2.weight", "4.bias"}
-
-
-def test_ranks_count_their_own_steps_and_tied_parameters_stay_tied(outcomes):
-    (first, *_), (second, *_) = (rank["tied"] for rank in outcomes)
-    assert (first, second) == ({5.0}, {2.0})
-    assert [rank["tied"][1] for rank in outcomes] == [3, 3]
-    assert gap(*(rank["tied"][2] for rank in outcomes)) == 0
-
-
-def test_modules_of_any_dtype(outcomes, subtests):
-    for dtype in [torch.float64, torch.bfloat16, torch.float16]:
-        with subtests.test(str(dtype)):
-            for rank in outcomes:
-                begun, ended, state = rank[dtype]
-                assert state == {dtype}
-                assert gap(ended, outcomes[0][dtype][1]) == 0
-                for key, value in ended.items():
-                    weighs = key not in {"mask", "places"}
-                    assert value.dtype == begun[key].dtype
-                    assert torch.equal(value, begun[key]) != weighs, key
-                assert ended["mask"].tolist() == [True, False]
-                assert ended["places"].tolist() == [0, 1, 2]
-                assert all(
-                    v.dtype == dtype for k, v in ended.items() if k not in {"mask", "places"}
-                )
-
-
-def test_rounds_without_steps_are_skipped_and_ranks_without_batches_take_part(outcomes):
-    for rank in outcomes:
-        empty, rounds, learned = rank["never_trained"]
-        assert empty == (0, 0)
-        assert rounds == 2
-        assert learned > 0
+def test_cases(ranks):
+    ranks.run(2, call_each, [(case,) for case in CASES])
 
 
 def test_parts_of_a_group_train_independently(ranks):
@@ -345,29 +310,3 @@ def test_parts_of_a_group_train_independently(ranks):
             )
         assert gap(pair[0][1], pair[1][1]) == 0
     assert gap(found[0][1], found[2][1]) > 0
-
-
-def test_a_trainer_is_not_copied_but_its_subnet_is(outcomes):
-    for rank in outcomes:
-        error_texts, shape = rank["copied"]
-        assert (
-            error_texts
-            == [
-                "SubnetTrainer must not be copied or pickled: save its state_dict(), or copy the "
-                "model inside full_model()"
-            ]
-            * 3
-        )
-        assert shape == (8, 3)
-
-
-def test_state_starts_at_the_optimizers_initial_value(outcomes):
-    assert all(rank["with_first_state"] >= 2.0 for rank in outcomes)
-
-
-def test_learning_rate_schedules_continue_through_merges(outcomes):
-    assert all(rank["scheduled"] == [0.00125, 0.00125] for rank in outcomes)
-
-
-def test_flush_and_loading_may_be_in_inference_mode(outcomes):
-    assert [rank["in_inference_mode"] for rank in outcomes] == [0, 0]

@@ -6,10 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.compression.compare import FIELDS, Run, columns_of, find_runs, perform
-from benchmarks.compression.picture import PICTURES
-from benchmarks.compression.table import by_compressor, markdown, verdict
+from benchmarks.compression.table import verdict
 from benchmarks.compression.training import TASKS, Outcome, dense_wire_bytes
-from benchmarks.harness.pictures import drawn
 from benchmarks.harness.tables import MEASURES
 from pyparallel.recommend import CANDIDATES
 
@@ -54,21 +52,6 @@ def test_goals_limit_how_much_worse_it_gets():
         ([float("nan")], 1, "**no**"),  # it diverged
     ]:
         assert verdict(found, MEASURES[measure]) == word, found
-
-
-def test_the_table_has_a_line_for_each_compressor_in_their_order(tmp_path):
-    rows = [
-        make_row("topk-ef", score=0.85), make_row("int8-ef"), make_row("fp32", score=0.905),
-        make_row("fp32", task=TEXT, score=2.0), make_row("sign-ef", task=TEXT, score=float("nan")),
-    ]  # fmt: skip
-    assert list(by_compressor(rows, "digits")) == ["fp32", "int8-ef", "topk-ef"]
-    lines = [line for line in markdown(rows).splitlines() if "`" in line]
-    assert [line.split("| ")[1].split(":")[0] for line in lines] == [
-        "fp32", "int8-ef", "topk-ef", "fp32", "sign-ef"
-    ]  # fmt: skip
-    assert "| -0.50 | yes" in lines[1]
-    assert "| -5.50 | **no**" in lines[2]
-    assert drawn(PICTURES, rows, tmp_path) == ["accuracy-digits", "accuracy-text"]
 
 
 def test_runs_are_of_the_chosen_tasks_and_compressors():

@@ -38,6 +38,7 @@ def fail_on_rank_one(rank):
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_run_with_its_error():
     with pytest.raises(RuntimeError, match=r"rank 1: [\s\S]*failure of rank 1"):
         run_on_loopback(2, 60, fail_on_rank_one)
@@ -56,6 +57,7 @@ def list_interfaces(rank):
     return sorted(os.listdir("/sys/class/net")), os.readlink("/proc/thread-self/ns/net")
 
 
+@pytest.mark.slow  # two runs of ranks
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("tc") is None,
     reason="limited links need root and iproute2's tc",

@@ -6,10 +6,7 @@ import pytest
 
 from benchmarks.gossip import compare
 from benchmarks.gossip.compare import FIELDS, Run
-from benchmarks.gossip.picture import PICTURES
-from benchmarks.gossip.table import by_algorithm, markdown
 from benchmarks.gossip.tasks import columns_of
-from benchmarks.harness.pictures import drawn
 from benchmarks.harness.tables import MEASURES, differences
 
 DIGITS, TEXT = MEASURES
@@ -35,16 +32,6 @@ def test_differences_are_by_seed_at_equal_numbers_of_steps():
     ours = [make_row(seed=0, score=0.81), make_row(seed=1, steps=9), make_row(seed=2)]
     assert differences(ours, exact, DIGITS) == pytest.approx([1])
     assert differences(ours[:1], exact, TEXT) == pytest.approx([1.25])
-
-
-def test_the_table_has_a_line_for_each_algorithm_the_baseline_first(tmp_path):
-    rows = [make_row(score=0.91), make_row(algorithm="allreduce"), make_row("text", score=2.0)]
-    assert list(by_algorithm(rows, "digits")) == ["allreduce", "sgp"]
-    lines = [line for line in markdown(rows).splitlines() if "`" in line]
-    assert [line.split("`")[1] for line in lines] == ["allreduce()", "sgp()", "sgp()"]
-    assert "| +1.00 |" in lines[1]
-    assert lines[2].split("|")[3].strip() == ""  # nothing to compare with
-    assert drawn(PICTURES, rows, tmp_path) == ["accuracy-digits", "text-losses"]
 
 
 @pytest.mark.slow  # two trainings of two processes

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.harness.pictures import drawn, main
 from benchmarks.harness.rows import RESULTS, read_rows, write_rows
 from benchmarks.harness.tables import where
+from tests.cases import slow_unless
 
 AREAS = {
     "gossip": {"steps": ["links-sleeping", "links-computing"], "stragglers": ["stragglers"],
@@ -18,7 +19,7 @@ AREAS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("area", AREAS)
+@pytest.mark.parametrize("area", slow_unless(["compression"], AREAS))
 def test_a_file_of_a_single_part_is_drawn(area, tmp_path):
     pictures = importlib.import_module(f"benchmarks.{area}.picture").PICTURES
     rows = read_rows(RESULTS / f"{area}-amd-epyc-2-threads.csv")

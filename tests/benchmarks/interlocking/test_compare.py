@@ -112,20 +112,6 @@ def test_windows_with_the_same_rule_and_heads_are_compared():
     assert series(["2 deep", "1"]) == [["1"], ["2 deep"]]
 
 
-def test_the_table_has_mean_spread_and_rates():
-    rows = [
-        make_row(4, 0, accuracy="0.97"), make_row(4, 1, accuracy="0.99"),
-        make_row(1, 0, accuracy="0.90"),
-        make_row(4, 0, rate=DIGITS.task.rates[0], loss=0.7),
-    ]  # fmt: skip
-    windows, rates = markdown(rows).split("\n\n")
-    assert "98.00% ± 1.41%" in windows
-    assert [line.split("|")[1].strip() for line in windows.splitlines()[2:]] == [
-        "window 1 (local)", "window 4 (end to end)",
-    ]  # fmt: skip
-    assert rates.splitlines()[2:] == ["| window 4 (end to end) | 0.7000 | 0.5000 |  |"]
-
-
 @pytest.mark.slow  # 5 seconds
 def test_a_few_updates_make_rows_a_table_and_a_picture(tmp_path, monkeypatch):
     path = tmp_path / "rows.csv"

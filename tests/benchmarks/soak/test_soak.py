@@ -50,6 +50,7 @@ def test_a_run_too_short_to_fit_has_no_rate_of_growth():
     assert not judge(found).problems
 
 
+@pytest.mark.slow  # 4000 steps
 def test_planted_leaks_of_this_process_are_found():
     kept, event = [], threading.Event()
 

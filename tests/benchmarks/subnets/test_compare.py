@@ -85,18 +85,3 @@ def test_time_to_the_baselines_final_accuracy():
     assert time_to_target(curve, 0.99, digits) is None
     falling = Curve([0, 1, 2], [0, 5, 9], [0, 10, 20], [8.0, 4.0, 3.0])
     assert time_to_target(falling, 3.95, text) == (1, 10)  # 1.3 % above it
-
-
-def test_the_table_marks_runs_that_miss_the_target():
-    common = {"task": "digits", "seed": "0", "options": "", "steps": "1", "seconds": "1",
-              "sent_bytes_of_rank": "4e6", "sent_bytes_of_all": "16e6",
-              "held_bytes_of_rank": "1e6", "at_seconds": "0 1", "at_steps": "0 1",
-              "at_sent_bytes_of_rank": "0 4e6"}  # fmt: skip
-    rows = [
-        {**common, "method": "DDP", "score": "0.97", "at_score": "0.1 0.97"},
-        {**common, "method": "SubnetTrainer", "score": "0.9", "at_score": "0.1 0.9"},
-    ]
-    lines = markdown(rows).splitlines()
-    assert "| 90.00% |" in lines[3]
-    assert "| 0 of 1 runs |" in lines[3]
-    assert "| 1.0 | 4.0 |" in lines[2]

@@ -1,7 +1,6 @@
 """The benchmark of sketches on quadratics: its curves, rows and picture."""
 
 import pytest
-import torch
 
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows
@@ -21,6 +20,7 @@ def find(name, problem):
     return next(each for each in sketch_methods(problem) if each.name == name)
 
 
+@pytest.mark.slow
 def test_gradient_descent_reaches_the_solution():
     problem = make_problem(3, 3)
     method = find("whole", problem)
@@ -47,6 +47,7 @@ def test_preconditioning_changes_the_step_size_and_not_the_limit():
     assert first.largest_step < second.largest_step
 
 
+@pytest.mark.slow
 def test_smaller_steps_come_closer_to_the_limit_but_not_to_the_solution():
     problem = make_problem(2, 3)
     for name in ("preconditioned", "heterogeneous"):

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from pyparallel.comm import DisagreementError
 from pyparallel.compression import (
@@ -24,8 +23,15 @@ from pyparallel.compression import (
     merge_states,
 )
 from pyparallel.compression.hooks.ddp import named_parameters
-from tests.compression.hooks.steps import CorruptScale, assert_equal_on_all_ranks, average
-from tests.workers import observe_ranks
+from tests.compression.hooks.steps import (
+    CorruptScale,
+    average,
+    check_nan,
+    each_policy,
+    flat_gradients,
+    gradients_of,
+)
+from tests.workers import assert_equal_on_all_ranks, call_each, observe_ranks
 
 SMALL_BUCKETS = 0.01  # MiB: several, rebuilt after the first step
 SPARSE = ErrorFeedback(TopK(0.01))
@@ -42,19 +48,17 @@ def wrap(model, **options):
     return DistributedDataParallel(model, **{"bucket_cap_mb": SMALL_BUCKETS, **options})
 
 
-def flat_gradients(model):
-    return torch.cat([parameter.grad.flatten().float() for parameter in model.parameters()])
+def start(compressor, model, nonfinite="raise", **options):
+    """Return the model in DDP with a hook, and the hook's state."""
+    ddp = wrap(model, **options)
+    state, hook = ddp_hook(compressor, ddp, nonfinite=nonfinite)
+    ddp.register_comm_hook(state, hook)
+    return ddp, state
 
 
 def batches(rank, count, dtype=torch.float32):
     generator = torch.Generator().manual_seed(100 + rank)
     return [torch.randn(4, 20, generator=generator).to(dtype) for _ in range(count)]
-
-
-def gradients_of(ddp, batch):
-    ddp.zero_grad()
-    ddp(batch).square().mean().backward()
-    return flat_gradients(ddp)
 
 
 def flat_residual(state, model):
@@ -63,9 +67,7 @@ def flat_residual(state, model):
 
 
 def compare_with_dense(rank, compressor, options, error, share):
-    dense, ddp = wrap(build()), wrap(build(), **options)
-    state, hook = ddp_hook(compressor, ddp)
-    ddp.register_comm_hook(state, hook)
+    dense, (ddp, state) = wrap(build()), start(compressor, build(), **options)
     expected = torch.zeros(sum(p.numel() for p in ddp.parameters()))
     for batch in batches(rank, 4):
         truth, got = gradients_of(dense, batch), gradients_of(ddp, batch)
@@ -93,9 +95,7 @@ def resume_bit_for_bit(rank):
     """With one bucket, a resumed run computes the same bits."""
     whole, halves = [], []
     for steps, collected in ((4, whole), (2, halves)):
-        ddp = wrap(build(), bucket_cap_mb=25)
-        state, hook = ddp_hook(SPARSE, ddp)
-        ddp.register_comm_hook(state, hook)
+        ddp, state = start(SPARSE, build(), bucket_cap_mb=25)
         collected += [gradients_of(ddp, batch) for batch in batches(rank, steps)]
     saved = copy.deepcopy(state.state_dict())
     ddp = wrap(build(), bucket_cap_mb=25)
@@ -133,8 +133,7 @@ def resize(rank):
 
 
 def accumulate(rank):
-    ddp, dense = wrap(build()), wrap(build())
-    ddp.register_comm_hook(*ddp_hook(Cast(), ddp))
+    dense, (ddp, _) = wrap(build()), start(Cast(), build())
     first, second = batches(rank, 2)
     for model in (ddp, dense):
         with model.no_sync():
@@ -144,61 +143,26 @@ def accumulate(rank):
 
 
 def train_low_precision(rank):
-    ddp = wrap(build(dtype=torch.bfloat16))
-    state, hook = ddp_hook(ErrorFeedback(Int8()), ddp)
-    ddp.register_comm_hook(state, hook)
+    ddp, _ = start(ErrorFeedback(Int8()), build(dtype=torch.bfloat16))
     got = [gradients_of(ddp, batch) for batch in batches(rank, 3, torch.bfloat16)]
     assert all(each.isfinite().all() for each in got)
     assert_equal_on_all_ranks(got[-1].tolist())
 
 
-def meet_nan(rank, compressor):
-    for policy in ("raise", "skip", "allow"):
-        meet_nan_by(rank, compressor, policy)
-
-
-def meet_nan_by(rank, compressor, policy):
-    """Rank 1 gets a nan in one step; a twin does not take that step, or with zeros on rank 1."""
-    found, twin = wrap(build()), wrap(build())
-    state, hook = ddp_hook(compressor, found, nonfinite=policy)
-    found.register_comm_hook(state, hook)
-    twin.register_comm_hook(*ddp_hook(compressor, twin, nonfinite="allow"))
-    good, bad, later = batches(rank, 3)
-    for each in (found, twin):
-        gradients_of(each, good)  # DDP rebuilds its buckets
-        gradients_of(each, later)
-    found.zero_grad()
-    loss = found(bad).square().mean() * (float("nan") if rank == 1 else 1.0)
-    if policy == "raise":
-        before = copy.deepcopy(state.state_dict())
-        with pytest.raises(NonFiniteError, match=r"from rank 1 in 4\.bias: ") as raised:
-            loss.backward()
-        assert_equal_on_all_ranks(str(raised.value))
-        assert same(state.state_dict()["parameters"], before["parameters"])
-        assert torch.equal(*(gradients_of(each, later) for each in (found, twin)))
-        return
-    loss.backward()
-    seen = flat_gradients(found)
-    if policy == "skip":
-        twin.zero_grad()
-        (twin(bad).square().mean() * (0.0 if rank == 1 else 1.0)).backward()
-        assert torch.equal(seen, flat_gradients(twin))
-        return
-    assert seen.isnan().any()
-    assert state.residual_norm < float("inf")
-    assert gradients_of(found, later).isfinite().all()
-
-
-def same(left, right):
-    pairs = zip(tree_leaves(left), tree_leaves(right), strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+def meet_nan(rank, compressor, policy):
+    check_nan(
+        rank,
+        lambda nonfinite: start(compressor, build(), nonfinite),
+        batches(rank, 3),
+        policy,
+        r"from rank 1 in 4\.bias: ",
+    )
 
 
 def name_what_is_not_finite(rank):
     """One parameter's gradient has an inf on rank 2, and another's on rank 0."""
     for compressor in (Int8(), Cast(accumulate=torch.bfloat16)):
-        ddp = wrap(build(), bucket_cap_mb=25)
-        ddp.register_comm_hook(*ddp_hook(compressor, ddp))
+        ddp, _ = start(compressor, build(), bucket_cap_mb=25)
         for bad_rank, place in ((2, 3), (0, 1)):
             if rank == bad_rank:
                 parameter = list(ddp.module.parameters())[place]
@@ -211,8 +175,7 @@ def name_what_is_not_finite(rank):
 
 def overflow_float16(rank):
     """Finite gradients of float16 whose sum is not: nobody's gradient is to blame."""
-    ddp = wrap(nn.Linear(1, 1))
-    ddp.register_comm_hook(*ddp_hook(Cast(torch.float16, accumulate=torch.float16), ddp))
+    ddp, _ = start(Cast(torch.float16, accumulate=torch.float16), nn.Linear(1, 1))
     with pytest.raises(NonFiniteError, match=r"means must be finite.*of finite gradients"):
         ddp(torch.full((1, 1), 1e6)).sum().backward()
 
@@ -255,8 +218,7 @@ def freeze(rank):
 
 
 def compute_in_doubles(rank):
-    ddp = wrap(build(dtype=torch.float64))
-    ddp.register_comm_hook(*ddp_hook(Int8(), ddp))
+    ddp, _ = start(Int8(), build(dtype=torch.float64))
     sentence = "supports float32, bfloat16 and float16 only, got torch.float64"
     with pytest.raises(ValueError, match=sentence):
         gradients_of(ddp, batches(rank, 1, torch.float64)[0])
@@ -274,8 +236,7 @@ class Corrupt(TopK):
 
 def send_garbage(rank):
     for compressor in (Corrupt(0.1), CorruptScale()):  # by an all-gather, and by an all-to-all
-        ddp = wrap(build(), bucket_cap_mb=25)
-        ddp.register_comm_hook(*ddp_hook(compressor, ddp))
+        ddp, _ = start(compressor, build(), bucket_cap_mb=25)
         with pytest.raises(CorruptMessageError, match="got a corrupt one from rank 1"):
             [gradients_of(ddp, batch) for batch in batches(rank, 3)]
 
@@ -305,8 +266,9 @@ def build_deep():
 
 def fail_alone(rank, pair):
     """One rank continues after its error; no message may meet a wrong one."""
-    ddp = wrap(build_deep(), bucket_cap_mb=1e-4, process_group=pair)
-    ddp.register_comm_hook(*ddp_hook(Failing(failing_ranks=(1,)), ddp))
+    ddp, _ = start(
+        Failing(failing_ranks=(1,)), build_deep(), bucket_cap_mb=1e-4, process_group=pair
+    )
     errors = []
     for batch in batches(rank, 5):
         try:
@@ -319,9 +281,8 @@ def fail_alone(rank, pair):
 
 
 def fail_alike(rank):
-    dense, ddp = wrap(build_deep()), wrap(build_deep(), bucket_cap_mb=1e-4)
-    state, hook = ddp_hook(Failing(failing_ranks=(0, 1, 2), error=NonFiniteError), ddp)
-    ddp.register_comm_hook(state, hook)
+    failing = Failing(failing_ranks=(0, 1, 2), error=NonFiniteError)
+    dense, (ddp, state) = wrap(build_deep()), start(failing, build_deep(), bucket_cap_mb=1e-4)
     errors, payloads = [], []
     for step, batch in enumerate(batches(rank, 5)):
         truth = gradients_of(dense, batch)
@@ -337,8 +298,8 @@ def fail_alike(rank):
 
 def in_a_part_of_the_group(rank):
     group = [dist.new_group([0, 1]), dist.new_group([2])][rank // 2]
-    dense, ddp = wrap(build(), process_group=group), wrap(build(), process_group=group)
-    ddp.register_comm_hook(*ddp_hook(Cast(), ddp))
+    dense = wrap(build(), process_group=group)
+    ddp, _ = start(Cast(), build(), process_group=group)
     (batch,) = batches(rank, 1)
     truth, got = gradients_of(dense, batch), gradients_of(ddp, batch)
     assert (got - truth).norm() < 0.01 * truth.norm()
@@ -349,26 +310,23 @@ def compile_(model):
 
 
 def handle_models(rank):
-    ddp = wrap(build())
-    state, hook = ddp_hook(SPARSE, ddp)
-    ddp.register_comm_hook(state, hook)
+    ddp, _ = start(SPARSE, build())
     gradients_of(copy.deepcopy(ddp), batches(rank, 1)[0])
     names = [name for name, _ in ddp.module.named_parameters()]
     for model in (ddp, compile_(ddp), wrap(compile_(build()))):
         assert [name for name, _ in named_parameters(model)] == names
     with pytest.raises(DisagreementError, match=r"an object such as Int8\(\).*TopK"):
         ddp_hook(TopK, ddp)
-    rare = wrap(nn.Embedding(4, 3, sparse=True))
-    rare.register_comm_hook(*ddp_hook(TopK(0.5), rare))
+    rare, _ = start(TopK(0.5), nn.Embedding(4, 3, sparse=True))
     with pytest.raises(ValueError, match="must be dense, got sparse ones of weight"):
         rare(torch.tensor([rank])).sum().backward()
 
 
 def residual_in_memory_order(rank):
     """The residual of a channels_last parameter is saved in the shape of its memory order."""
-    ddp, dense = (wrap(nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)) for _ in range(2))
-    state, hook = ddp_hook(ErrorFeedback(TopK(0.1)), ddp)
-    ddp.register_comm_hook(state, hook)
+    convolution = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    dense = wrap(copy.deepcopy(convolution))
+    ddp, state = start(ErrorFeedback(TopK(0.1)), convolution)
     batch = torch.randn(2, 3, 5, 5)
     for model in (ddp, dense):
         model(batch).mean().backward()  # linear in the weights
@@ -378,8 +336,7 @@ def residual_in_memory_order(rank):
 
 
 def leave(rank, pair):
-    ddp = wrap(build(), process_group=pair)
-    ddp.register_comm_hook(*ddp_hook(Int8(), ddp))
+    ddp, _ = start(Int8(), build(), process_group=pair)
     first, second = batches(rank, 2)
     gradients_of(ddp, first)
     if rank == 3:
@@ -394,16 +351,13 @@ def fail_in_pairs(rank):
     return fail_alone(rank, first) if rank < 2 else leave(rank, second)
 
 
-def test_gradients_are_means_over_ranks(ranks, subtests):
-    for row in COMPARED:
-        with subtests.test(str(row)):
-            ranks.run(3, compare_with_dense, *row)
+def test_gradients_are_means_over_ranks(ranks):
+    ranks.run(3, call_each, [(compare_with_dense, *row) for row in COMPARED])
 
 
-def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, subtests):
-    for compressor in POISONED:
-        with subtests.test(str(compressor)):
-            ranks.run(3, meet_nan, compressor)
+@each_policy(POISONED)
+def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, rows):
+    ranks.run(3, call_each, [(meet_nan, *row) for row in rows])
 
 
 CASES = [
@@ -413,10 +367,8 @@ CASES = [
 ]  # fmt: skip
 
 
-def test_cases(ranks, subtests):
-    for case in CASES:
-        with subtests.test(case.__name__):
-            ranks.run(3, case)
+def test_cases(ranks):
+    ranks.run(3, call_each, [(case,) for case in CASES])
 
 
 def test_no_bucket_is_sent_after_one_has_failed_and_a_rank_left_waiting_raises():

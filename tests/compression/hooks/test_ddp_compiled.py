@@ -3,14 +3,16 @@
 import copy
 import gc
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel.compression import Cast, ErrorFeedback, Int8, TopK, ddp_hook
 from pyparallel.compression.hooks.ddp_compiled import CustomOp, StepDetector
-from tests.compression.hooks.steps import assert_equal_on_all_ranks, average
-from tests.workers import run_ranks
+from tests.cases import slow
+from tests.compression.hooks.steps import average
+from tests.workers import assert_equal_on_all_ranks, call_each, run_ranks
 
 COMPRESSORS = [  # and the largest error of a step, relative to the norm of its gradients
     (Cast(), 4e-3),
@@ -71,13 +73,14 @@ def wrap(compressor, **options):
     return ddp, state
 
 
-def training(ddp, *, compiled):
-    """Return forward and backward; both inside of the compiled function, if compiled."""
+def training(ddp, compiled=None):
+    """Return forward and backward, of which "forward" alone or the whole "step" is compiled."""
+    forward = torch.compile(ddp, backend="aot_eager") if compiled == "forward" else ddp
 
     def step(batch):
-        ddp(batch).square().mean().backward()
+        forward(batch).square().mean().backward()
 
-    return torch.compile(step, backend="aot_eager") if compiled else step
+    return torch.compile(step, backend="aot_eager") if compiled == "step" else step
 
 
 def true_gradients(*given):
@@ -94,7 +97,7 @@ def compare_with_truth(rank, form):
     with torch._dynamo.config.patch(config):
         for compressor, error in cases:
             ddp, state = wrap(compressor, **options)
-            step = training(ddp, compiled=compiled)
+            step = training(ddp, compiled)
             expected, payloads = 0.0, set()
             for batch in batches(rank, 3):
                 truth = true_gradients(batch)
@@ -116,24 +119,21 @@ def compare_with_truth(rank, form):
     assert is_traced == (config is TRACED)
 
 
-FORMS = {  # by name: compressors, configuration, whether compiled, DDP's options
-    "buckets of a compiled forward": (
-        COMPRESSORS[3:4],
-        {"optimize_ddp": True},
-        True,
-        {"find_unused_parameters": True},
-    ),
-    "one by one": (COMPRESSORS, ONE_BY_ONE, False, {}),
-    "one by one, in a graph": ([COMPRESSORS[1], COMPRESSORS[3]], TRACED, True, {}),
+BUCKETS = {"find_unused_parameters": True}
+FORMS = {  # by name: compressors, configuration, what is compiled, DDP's options
+    "buckets of a compiled forward": (COMPRESSORS[3:4], {"optimize_ddp": True}, "forward", BUCKETS),
+    "buckets of a compiled step": (COMPRESSORS[3:4], {"optimize_ddp": True}, "step", BUCKETS),
+    "one by one": (COMPRESSORS, ONE_BY_ONE, None, {}),
+    "one by one, in a graph": (COMPRESSORS[3:4], TRACED, "step", {}),
 }
 
 
-def accumulate(rank, config, compiled):
+def accumulate(rank, config, compiled=None):
     first, second = batches(rank, 2)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(config):
         ddp, state = wrap(Cast())
-        step = training(ddp, compiled=compiled)
+        step = training(ddp, compiled)
         with ddp.no_sync():
             step(first)
         assert state.last_step.payload_bytes == 0
@@ -148,13 +148,13 @@ def change_of_form(rank):
     """Resume the residuals of buckets with gradients averaged one by one."""
     first, second = batches(rank, 2)
     ddp, state = wrap(ErrorFeedback(TopK(0.1)), find_unused_parameters=True)
-    training(ddp, compiled=False)(first)
+    training(ddp)(first)
     expected = true_gradients(first) - flat_gradients(ddp.module)
     saved = copy.deepcopy(state.state_dict())
     with torch._dynamo.config.patch(ONE_BY_ONE):
         ddp, state = wrap(ErrorFeedback(TopK(0.1)))
         state.load_state_dict(saved)
-        training(ddp, compiled=False)(second)
+        training(ddp)(second)
     expected += true_gradients(second) - flat_gradients(ddp.module)
     torch.testing.assert_close(average(flat_residual(state)), expected)
     assert expected.norm() > 0
@@ -162,22 +162,24 @@ def change_of_form(rank):
 
 def traced_cases(rank):
     compare_with_truth(rank, "one by one, in a graph")
-    accumulate(rank, TRACED, True)
+    accumulate(rank, TRACED, "step")
 
 
-def test_gradients_are_means_over_ranks(ranks, subtests):
-    for form in ("buckets of a compiled forward", "one by one"):
-        with subtests.test(form):
-            ranks.run(2, compare_with_truth, form)
-
-
-def test_no_sync_sends_nothing_and_residuals_survive_a_change_of_form(ranks):
-    ranks.run(2, accumulate, ONE_BY_ONE, False)
-    ranks.run(2, change_of_form)
+# In a compiled step Dynamo traces the hook's functions too, which takes long.
+@pytest.mark.parametrize(
+    "form",
+    ["buckets of a compiled forward", slow("buckets of a compiled step"), "one by one"],
+)
+def test_gradients_are_means_over_ranks(ranks, form):
+    ranks.run(2, compare_with_truth, form)
 
 
 def test_a_graph_of_forward_and_backward():
     run_ranks(2, traced_cases)  # compiled autograd stays on in a process
+
+
+def test_no_sync_sends_nothing_and_residuals_survive_a_change_of_form(ranks):
+    ranks.run(2, call_each, [(accumulate, ONE_BY_ONE), (change_of_form,)])
 
 
 def test_a_second_gradient_of_a_parameter_begins_a_step():

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._pytree import tree_leaves
 
 from pyparallel.comm import DisagreementError
 from pyparallel.compression import (
@@ -22,7 +21,16 @@ from pyparallel.compression import (
     fsdp_all_gather,
     fsdp_reduce_scatter,
 )
-from tests.compression.hooks.steps import CorruptScale, assert_equal_on_all_ranks, average
+from tests.compression.hooks.steps import (
+    CorruptScale,
+    average,
+    backward,
+    check_nan,
+    each_policy,
+    flat_gradients,
+    gradients_of,
+)
+from tests.workers import assert_equal_on_all_ranks, call_each
 
 SPARSE = ErrorFeedback(TopK(0.1))
 
@@ -52,20 +60,6 @@ def build(mesh=None, dtype=torch.float32, width=36, **options):
 def batches(rank, count, dtype=torch.float32):
     generator = torch.Generator().manual_seed(100 + rank)
     return [torch.randn(4, 5, 7, generator=generator).to(dtype) for _ in range(count)]
-
-
-def backward(model, batch):
-    model(batch).square().mean().backward()
-
-
-def gradients_of(model, batch):
-    model.zero_grad()
-    backward(model, batch)
-    return flat_gradients(model)
-
-
-def flat_gradients(model):
-    return torch.cat([p.grad.full_tensor().flatten().float() for p in model.parameters()])
 
 
 def relative(got, truth):
@@ -299,43 +293,12 @@ def send_garbage(rank):
             train(model, batches(rank, 3))
 
 
-def meet_nan(rank, compressor):
-    """A step with a nan on rank 1, by policy, and the same steps without what it must not leave."""
-    for policy in ("raise", "skip", "allow"):
-        meet_nan_by(rank, compressor, policy)
+def meet_nan(rank, compressor, policy):
+    def start(nonfinite):
+        model = build()
+        return model, compress_fsdp(model, gradients=compressor, nonfinite=nonfinite)
 
-
-def meet_nan_by(rank, compressor, policy):
-    good, bad, later = batches(rank, 3)
-    model, twin = build(), build()
-    state = compress_fsdp(model, gradients=compressor, nonfinite=policy)
-    compress_fsdp(twin, gradients=compressor, nonfinite="allow")
-    for each in (model, twin):
-        gradients_of(each, good)
-    factor = float("nan") if rank == 1 else 1.0
-    model.zero_grad()
-    loss = model(bad).square().mean() * factor
-    if policy == "raise":
-        before = copy.deepcopy(state.state_dict())
-        with pytest.raises(NonFiniteError, match="from rank 1 in ") as raised:
-            loss.backward()
-        assert_equal_on_all_ranks(str(raised.value))
-        for left, right in zip(
-            *map(tree_leaves, (copy.deepcopy(state.state_dict()), before)), strict=True
-        ):
-            assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
-        assert torch.equal(gradients_of(twin, later), gradients_of(model, later))
-        return
-    loss.backward()
-    seen = flat_gradients(model)
-    if policy == "skip":
-        twin.zero_grad()
-        (twin(bad).square().mean() * (0.0 if rank == 1 else 1.0)).backward()
-        assert torch.equal(seen, flat_gradients(twin))
-        return
-    assert seen.isnan().any()
-    assert state.residual_norm < float("inf")
-    assert gradients_of(model, later).isfinite().all()
+    check_nan(rank, start, batches(rank, 3), policy, "from rank 1 in ")
 
 
 def overflow_gradient_of(model, name):
@@ -358,31 +321,26 @@ def name_what_is_not_finite(rank):
             backward(model, batches(rank, 1)[0])
 
 
-def test_gradients_are_those_of_plain_fsdp(ranks, subtests):
-    for row in PLAIN_CASES:
-        with subtests.test(str(row)):
-            ranks.run(3, compare_with_plain, *row)
+def test_gradients_are_those_of_plain_fsdp(ranks):
+    ranks.run(3, call_each, [(compare_with_plain, *row) for row in PLAIN_CASES])
 
 
-def test_all_ranks_compute_with_the_same_parameters(ranks, subtests):
-    for row in GATHER_CASES:
-        with subtests.test(str(row)):
-            ranks.run(3, gather_parameters, *row)
+def test_all_ranks_compute_with_the_same_parameters(ranks):
+    ranks.run(3, call_each, [(gather_parameters, *row) for row in GATHER_CASES])
 
 
-def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, subtests):
-    for compressor in (ErrorFeedback(Int8()), SPARSE, Cast()):
-        with subtests.test(str(compressor)):
-            ranks.run(3, meet_nan, compressor)
+@each_policy([ErrorFeedback(Int8()), SPARSE, Cast()])
+def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, rows):
+    ranks.run(3, call_each, [(meet_nan, *row) for row in rows])
 
 
-CASES = [
-    *((1, be_alone), (3, resume), (3, serve_or_refuse), (3, send_garbage)),
-    *((3, name_what_is_not_finite), (4, accumulate), (4, hybrid), (4, subgroup)),
-]
+CASES = {
+    1: [be_alone],
+    3: [resume, serve_or_refuse, send_garbage, name_what_is_not_finite, accumulate],
+    4: [hybrid, subgroup],
+}
 
 
-def test_cases(ranks, subtests):
-    for num_ranks, case in CASES:
-        with subtests.test(case.__name__):
-            ranks.run(num_ranks, case)
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_cases(ranks, num_ranks):
+    ranks.run(num_ranks, call_each, [(case,) for case in CASES[num_ranks]])

@@ -1,7 +1,5 @@
 import copy
-import itertools
 import math
-from itertools import product
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.theory.contraction import contraction
-from pyparallel.comm import Run
 from pyparallel.compression import (
     AttachPoint,
     BufferLayout,
@@ -24,6 +21,7 @@ from pyparallel.compression import (
 )
 from pyparallel.compression.low_rank.matrices import Matrices
 from pyparallel.training import seal
+from tests.workers import call_each
 
 CPU = torch.device("cpu")
 SHAPES = [(40, 30), (30,), (30, 50), (40, 30), (3, 4), (40, 30), (16, 4, 3, 3), (7,)]
@@ -86,21 +84,6 @@ def test_warm_start_finds_the_best_low_rank():
     left = torch.linalg.svdvals(x.view(40, 30))[3:].norm() / x.norm()
     assert errors[0] > 1.02 * left
     assert errors[-1] == pytest.approx(float(left), rel=1e-3)
-
-
-def test_the_error_of_a_message_is_the_residual(subtests):
-    for dtype, tolerance in TOLERANCE.items():
-        with subtests.test(str(dtype)):
-            compressor, x = PowerSGD(2), draw(2, dtype)
-            state, residual = compressor.init(MODEL, CPU), draw(3)
-            expected = residual + x
-            message = compressor.compress(x, state, residual)
-            decoded = compressor.decompress(message, MODEL, torch.zeros(MODEL.numel))
-            assert error(decoded + residual, expected) < 1e-6
-            assert piece(residual, "p1").eq(0).all()
-            assert torch.equal(x, draw(2, dtype))
-            added = compressor.decompress(message, MODEL, x.clone(), accumulate=True)
-            assert error(added.float(), decoded + x) < tolerance
 
 
 def test_factors_are_float32(subtests):
@@ -171,29 +154,6 @@ def test_zeros_stay_zeros_and_keep_q():
     assert error(send(compressor, draw(7), state), send(compressor, draw(7), fresh)) < 1e-5
 
 
-def test_nan_and_inf_propagate_but_leave_no_trace(subtests):
-    for bad, dtype in product([math.nan, math.inf, -math.inf], TOLERANCE):
-        with subtests.test(f"{bad} {dtype}"):
-            compressor = ErrorFeedback(PowerSGD(2))
-            state = compressor.init(MODEL, CPU)
-            send(compressor, draw(8, dtype), state)
-            before = bases(state.inner[0])
-            x = draw(9, dtype)
-            piece(x, "p0")[3, 4] = bad
-            piece(x, "p1")[5] = bad
-            got, residual = send(compressor, x, state), state.entries["residual"]
-            assert piece(got, "p0").isnan().all()
-            assert not piece(got, "p1")[5].isfinite()
-            assert piece(got, "p3").isfinite().all()
-            assert residual.isfinite().all()
-            assert piece(residual, "p0").eq(0).all()
-            assert piece(residual, "p3").ne(0).any()
-            after = bases(state.inner[0])
-            torch.testing.assert_close(span(after["p0"]), span(before["p0"]), rtol=0, atol=1e-6)
-            assert not torch.allclose(span(after["p3"]), span(before["p3"]), atol=1e-3)
-            assert send(compressor, draw(10, dtype), state).isfinite().all()
-
-
 def test_an_out_of_another_length_is_rejected():
     compressor = PowerSGD(2)
     message = compressor.compress(draw(13), compressor.init(MODEL, CPU))
@@ -262,16 +222,8 @@ def assert_same_on_all_ranks(tensor, collectives):
     assert rows.eq(rows[0]).all()
 
 
-def full_rank_is_the_dense_mean(rank):
-    for dtype, tolerance in TOLERANCE.items():
-        x = draw(rank, dtype)
-        wanted = average(x.float())
-        FULL_RANK.mean_(x, FULL_RANK.init(MODEL, CPU), Collectives())
-        assert error(x, wanted) < tolerance
-
-
 def means_and_residuals_add_up(rank):
-    for compressor, dtype in itertools.product((PowerSGD(2), Together(2)), TOLERANCE):
+    for compressor, dtype in zip((PowerSGD(2), Together(2), PowerSGD(2)), TOLERANCE, strict=True):
         feedback, collectives = ErrorFeedback(compressor), Collectives()
         state = feedback.init(MODEL, CPU, rank)
         expected = torch.zeros(MODEL.numel, dtype=torch.float64)
@@ -306,7 +258,7 @@ def a_mean_of_equals_is_a_message(rank):
 
 
 def nan_of_one_rank_reaches_all_but_leaves_no_trace(rank):
-    for bad, dtype in itertools.product((math.nan, math.inf), TOLERANCE):
+    for bad, dtype in zip((math.nan, math.inf, -math.inf), TOLERANCE, strict=True):
         feedback, collectives = ErrorFeedback(PowerSGD(2)), Collectives()
         state = feedback.init(MODEL, CPU, rank)
         feedback.mean_(draw(rank, dtype), state, collectives)
@@ -357,14 +309,6 @@ def an_overflowing_sum_propagates_but_leaves_no_trace(rank):
     assert x.isfinite().all()
 
 
-def zeros_of_all_ranks_are_zeros(rank):
-    feedback = ErrorFeedback(PowerSGD(2))
-    state, x = feedback.init(MODEL, CPU, rank), torch.zeros(MODEL.numel)
-    feedback.mean_(x, state, Collectives())
-    assert x.eq(0).all()
-    assert state.entries["residual"].eq(0).all()
-
-
 def small_buffers_are_averaged(rank):
     for shapes in ([], [(0,)], [(1,)], [(1, 1)], [()], [(3,), (4,)]):
         layout = BufferLayout(tuple(Piece(str(index), shape) for index, shape in enumerate(shapes)))
@@ -375,28 +319,14 @@ def small_buffers_are_averaged(rank):
             torch.testing.assert_close(x, wanted)
 
 
-def a_subgroup_averages_alone(rank):
-    group = dist.new_group([0, 2])
-    if rank == 1:
-        return
-    collectives, x = Collectives(Run(group)), draw(rank)
-    wanted = average(x, group)
-    FULL_RANK.mean_(x, FULL_RANK.init(MODEL, CPU), collectives)
-    assert error(x, wanted) < 1e-5
-    assert_same_on_all_ranks(x, collectives)
-
-
 CASES = [
-    full_rank_is_the_dense_mean,
     means_and_residuals_add_up,
     two_small_all_reduces_are_sent,
     a_mean_of_equals_is_a_message,
     nan_of_one_rank_reaches_all_but_leaves_no_trace,
     values_rounded_to_inf_never_reach_the_residual,
     an_overflowing_sum_propagates_but_leaves_no_trace,
-    zeros_of_all_ranks_are_zeros,
     small_buffers_are_averaged,
-    a_subgroup_averages_alone,
 ]
 
 
@@ -471,15 +401,9 @@ def freeze(rank):
     assert all(p.grad.eq(0).all() for p in ours.parameters())
 
 
-def test_means_over_three_ranks(ranks, subtests):
-    for case in CASES:
-        with subtests.test(case.__name__):
-            ranks.run(3, case)
+def test_means_over_three_ranks(ranks):
+    ranks.run(3, call_each, [(case,) for case in CASES])
 
 
-def test_the_same_gradients_as_torch_from_the_same_q(ranks):
-    ranks.run(3, follow_torch)
-
-
-def test_zero_gradients_are_nan_with_torch_but_zero_here(ranks):
-    ranks.run(3, freeze)
+def test_the_same_gradients_as_torch_from_the_same_q_but_zero_for_zero(ranks):
+    ranks.run(3, call_each, [(follow_torch,), (freeze,)])

@@ -3,7 +3,7 @@ import torch
 
 from benchmarks.theory.contraction import contraction
 from pyparallel import ops
-from pyparallel.compression import BufferLayout, Fp8, Int4, Int8
+from pyparallel.compression import BufferLayout, Fp8, Int4, Int8, Sign, Ternary
 
 CPU = torch.device("cpu")
 LAYOUT = BufferLayout.flat(301)
@@ -59,7 +59,7 @@ def test_the_worst_block_loses_what_is_declared():
 
 
 def test_bad_settings_are_rejected(subtests):
-    for make in [Int8, Int4, Fp8]:
+    for make in [Int8, Int4, Fp8, Sign, Ternary]:
         with (
             subtests.test(str(make)),
             pytest.raises(ValueError, match="block_size must be a power of two from 32 to 4096"),

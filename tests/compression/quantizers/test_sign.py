@@ -30,8 +30,3 @@ def test_the_error_is_sent_later():
     x, residual = torch.tensor([3.0, 1.0]), torch.tensor([0.0, 0.5])
     assert decode(Sign(), x, residual).tolist() == [2.25, 2.25]
     assert residual.tolist() == [0.75, -0.75]
-
-
-def test_bad_settings_are_rejected():
-    with pytest.raises(ValueError, match="block_size must be a power of two from 32 to 4096"):
-        Sign(block_size=8)

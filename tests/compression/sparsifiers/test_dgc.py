@@ -18,11 +18,11 @@ from pyparallel.compression import (
     Collectives,
     CompressorState,
     ErrorFeedback,
-    StateStore,
     TopK,
     compress_fsdp,
     ddp_hook,
 )
+from tests.compression.means import send
 
 NAN, INF = float("nan"), float("inf")
 CPU = torch.device("cpu")
@@ -36,11 +36,6 @@ def draw(steps=NUM_STEPS, numel=NUMEL, seed=0):
 def start(compressor, numel=NUMEL):
     layout = BufferLayout.flat(numel)
     return layout, compressor.init(layout, CPU)
-
-
-def send(compressor, x, state):
-    message = compressor.compress(x, state)
-    return compressor.decompress(message, state.layout, torch.empty(x.shape))
 
 
 def run_sgd(gradients, **options):
@@ -131,47 +126,6 @@ def test_messages_follow_the_warm_up():
     _, state = start(compressor, 1000)
     lengths = [len(compressor.compress(x, state)[0]) for x in draw(6, 1000)]
     assert lengths == [398, 158, 63, 25, 10, 10]
-
-
-def test_non_finite_entries_are_sent_but_not_kept(subtests):
-    for bad, num_bad, options in product(
-        [NAN, INF, -INF], [1, 40], [{}, {"masking": False}, {"nesterov": True}]
-    ):
-        with subtests.test(f"{bad} {num_bad} {options}"):
-            compressor = DGC(0.1, **options)
-            _, state = start(compressor)
-            x = draw(1)[0]
-            x[:num_bad] = bad
-            sent = send(compressor, x, state)
-            assert not sent[:num_bad].isfinite().all()
-            assert sent[num_bad:].isfinite().all()
-            assert all(buffer.isfinite().all() for buffer in state.entries.values())
-            assert not state.entries["momentum"][:num_bad].any()
-            assert send(compressor, draw(1, seed=1)[0], state).isfinite().all()
-
-
-def test_state_is_saved_and_follows_parameters_into_other_buffers():
-    compressor = DGC(0.1, warm_up=8)
-    ab = BufferLayout.of([("a", torch.empty(20, 5)), ("b", torch.empty(200))])
-    ba = BufferLayout(ab.pieces[::-1])
-    store = StateStore(compressor, 0, 1)
-    for x in draw(3):
-        compressor.compress(x, store.of(ab, CPU))
-    saved = {key: each.clone() for key, each in store.of(ab, CPU).entries.items()}
-
-    resumed = StateStore(compressor, 0, 1)
-    resumed.load_state_dict(store.state_dict())
-    other = resumed.of(ba, CPU)
-    assert other.step == 3
-    for key in ("momentum", "residual"):
-        a, b = saved[key][:100], saved[key][100:]
-        assert torch.equal(other.entries[key], torch.cat([b, a])), key
-    x = draw(1, seed=5)[0]
-    again = StateStore(compressor, 0, 1)
-    again.load_state_dict(store.state_dict())
-    expected = compressor.compress(x, store.of(ab, CPU))
-    for mine, its in zip(compressor.compress(x, again.of(ab, CPU)), expected, strict=True):
-        assert torch.equal(mine, its)
 
 
 def test_options_out_of_range_are_rejected(subtests):

@@ -16,7 +16,7 @@ from pyparallel.compression import (
     StateStore,
 )
 from pyparallel.compression.hooks.fsdp_collectives import compressed_reduce_scatter
-from tests.compression.means import gradient
+from tests.compression.means import gradient, send
 
 NAN, INF = float("nan"), float("inf")
 CASES = [(1, 3), (2, 3), (7, 3), (50, 4), (1000, 4), (1000, 3), (1037, 3), (64, 1)]
@@ -24,11 +24,6 @@ CASES = [(1, 3), (2, 3), (7, 3), (50, 4), (1000, 4), (1000, 3), (1037, 3), (64, 
 
 def start(numel, rank=0):
     return CompressorState(BufferLayout.flat(numel), rank)
-
-
-def send(compressor, x, state, residual=None):
-    message = compressor.compress(x, state, residual)
-    return compressor.decompress(message, state.layout, torch.empty_like(x))
 
 
 def test_the_mean_of_the_sketches_of_a_buffer_is_the_buffer(subtests):

@@ -2,25 +2,18 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks.theory.contraction import contraction
 from pyparallel import ops
 from pyparallel.compression import (
     BufferLayout,
-    Collectives,
-    CompressorState,
     RandomK,
 )
-from tests.compression.means import CPU, gradient
+from pyparallel.recommend.profile import SingleRankCollectives
+from tests.compression.means import CPU, gradient, send
 
 NUMEL = 1000
 NAN, INF = float("nan"), float("inf")
-
-
-def send(compressor, x, state, residual=None):
-    message = compressor.compress(x, state, residual)
-    return compressor.decompress(message, state.layout, torch.empty_like(x))
 
 
 def start(compressor, numel=NUMEL, rank=0):
@@ -79,16 +72,7 @@ def test_run_length_must_be_positive(subtests):
             RandomK(0.1, run_length=run_length)
 
 
-def check_on_rank(rank):
-    collectives, x = Collectives(), gradient(rank, 0, NUMEL)
-    dense = x.clone()
-    dist.all_reduce(dense)
-    RandomK(1.0).mean_(x, CompressorState(BufferLayout.flat(NUMEL)), collectives)
-    assert torch.equal(x, dense / 3)
-    collectives.stats.payload_bytes = 0
-    RandomK(0.1).mean_(x, CompressorState(BufferLayout.flat(NUMEL)), collectives)
+def test_a_mean_sends_values_alone():
+    collectives = SingleRankCollectives(3)
+    RandomK(0.1).mean_(gradient(0, 0, NUMEL), start(RandomK(0.1)), collectives)
     assert collectives.stats.payload_bytes == 400
-
-
-def test_means_over_ranks(ranks):
-    ranks.run(3, check_on_rank)

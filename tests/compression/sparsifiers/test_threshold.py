@@ -10,8 +10,6 @@ from pyparallel.compression import (
     BufferLayout,
     Collectives,
     CompressorState,
-    CorruptMessageError,
-    ErrorFeedback,
     Threshold,
 )
 from tests.compression.means import gradient
@@ -47,23 +45,6 @@ def test_a_message_may_be_empty(subtests):
             assert not Threshold(100.0).decompress(message, state.layout, torch.ones(numel)).any()
 
 
-def test_small_entries_are_kept_until_they_are_large(subtests):
-    for dtype in [torch.float32, torch.bfloat16, torch.float16]:
-        with subtests.test(str(dtype)):
-            compressor = ErrorFeedback(Threshold(1.0))
-            state = compressor.init(BufferLayout.flat(NUMEL), torch.device("cpu"))
-            sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
-            for step in range(8):
-                x = (gradient(0, step, NUMEL) / 3).to(dtype)
-                message = compressor.compress(x, state)
-                assert message[0].dtype == dtype
-                compressor.decompress(message, state.layout, sent, accumulate=True)
-                given += x
-                assert state.entries["residual"].abs().max() < 1
-            torch.testing.assert_close(sent + state.entries["residual"], given, rtol=0, atol=1e-5)
-            assert sent.any()
-
-
 def test_float16_overflow_propagates_but_is_not_kept():
     x, residual = torch.full((4,), 6e4, dtype=torch.float16), torch.full((4,), 6e4)
     assert send(x, residual).isinf().all()
@@ -85,26 +66,13 @@ def test_it_needs_variable_lengths():
     assert "messages of fixed length" in Threshold(1.0).validation_error(AttachPoint.GOSSIP)
 
 
-class SpoilingCollectives(Collectives):
-    """Collectives in which rank 1 sends indices outside of any buffer."""
-
-    def all_gather_uneven(self, tensors):
-        values, indices = tensors
-        return super().all_gather_uneven([values, indices + 10**6 * (self.rank == 1)])
-
-
-def check_on_rank(rank):
-    x = gradient(rank, 0, NUMEL)
+def average_with_an_empty_message(rank):
+    x = gradient(rank, 0, NUMEL) if rank < 2 else torch.zeros(NUMEL)
     dense = x.clone()
     dist.all_reduce(dense)
     Threshold(1e-30).mean_(x, start(), Collectives())
     torch.testing.assert_close(x, dense / 3)
-    if rank == 2:
-        x.zero_()  # whose message is empty
-    Threshold(0.01).mean_(x, start(), Collectives())
-    with pytest.raises(CorruptMessageError, match="corrupt one from rank 1"):
-        Threshold(0.01).mean_(x, start(), SpoilingCollectives())
 
 
-def test_means_over_ranks(ranks):
-    ranks.run(3, check_on_rank)
+def test_a_rank_may_send_nothing(ranks):
+    ranks.run(3, average_with_an_empty_message)

@@ -20,7 +20,7 @@ from pyparallel.compression import (
     Threshold,
     TopK,
 )
-from tests.compression.means import CPU, gradient
+from tests.compression.means import CPU, gradient, send
 
 NUMEL = 1000
 NAN, INF = float("nan"), float("inf")
@@ -31,11 +31,6 @@ CHAINS = [Chain(first, second) for first in FIRSTS for second in SECONDS]
 
 def start(compressor, numel=NUMEL):
     return compressor.init(BufferLayout.flat(numel), CPU)
-
-
-def send(compressor, x, state, residual=None):
-    message = compressor.compress(x, state, residual)
-    return compressor.decompress(message, state.layout, torch.empty(len(x)))
 
 
 def test_messages_and_residual_add_up(subtests):
@@ -74,8 +69,8 @@ def test_properties_are_those_of_both():
     unbiased = Chain(RandomK(0.2), Int8(block_size=32, seed=0))
     assert unbiased.unbiased
     state, x = start(unbiased, 100), gradient(0, 0, 100)
-    draws = torch.stack([send(unbiased, x, state) for _ in range(1500)])
-    assert ((draws.mean(0) - x).abs() <= 5 * (2 * x.abs() + 0.1) / 1500**0.5).all()
+    draws = torch.stack([send(unbiased, x, state) for _ in range(400)])
+    assert ((draws.mean(0) - x).abs() <= 5 * (2 * x.abs() + 0.1) / 400**0.5).all()
     assert not Chain(TopK(0.2), Int8(seed=0)).unbiased
     assert not Chain(RandomK(0.2), Int8()).unbiased
     assert not Chain(Threshold(1.0), Int8()).fixed_length
@@ -92,15 +87,6 @@ def test_the_declared_contraction_holds():
         assert lost.square().sum() <= (1 - delta) * x.square().sum() * (1 + 1e-6)
     assert contraction(Chain(Threshold(1.0), Cast()), BufferLayout.flat(NUMEL)) is None
     assert contraction(Chain(TopK(0.1), Cast(torch.float16)), BufferLayout.flat(NUMEL)) is None
-
-
-def test_non_finite_entries_propagate_but_are_not_kept(subtests):
-    for bad, chain in product([NAN, INF], CHAINS):
-        with subtests.test(f"{bad} {chain}"):
-            x, residual = gradient(0, 0, NUMEL), gradient(0, 1, NUMEL)
-            x[3] = bad
-            assert not send(chain, x, start(chain), residual).isfinite().all()
-            assert residual.isfinite().all()
 
 
 def test_invalid_chains_are_rejected(subtests):

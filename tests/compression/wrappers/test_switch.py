@@ -5,8 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.theory.contraction import contraction
 from pyparallel.compression import (
@@ -23,15 +21,9 @@ from pyparallel.compression import (
     Switch,
     Threshold,
     TopK,
-    ddp_hook,
     merge_states,
 )
-from tests.compression.means import (
-    CPU,
-    gradient,
-    layout_of,
-    residual_of,
-)
+from tests.compression.means import CPU, gradient, layout_of, residual_of, send
 
 NUMEL = 200
 LAYOUT = layout_of(NUMEL)
@@ -55,11 +47,6 @@ ROWS = {
         }
     ),
 }
-
-
-def send(compressor, x, state):
-    message = compressor.compress(x, state)
-    return compressor.decompress(message, state.layout, torch.empty(len(x)))
 
 
 def test_each_compressor_is_active_from_its_step_on():
@@ -209,44 +196,3 @@ def test_invalid_schedules_of_compressors_are_rejected(subtests):
     ]:
         with subtests.test(str(compressors)), pytest.raises(ValueError, match=sentence):
             Switch(compressors)
-
-
-def test_repr_round_trips(subtests):
-    for name, row in ROWS.items():
-        with subtests.test(name):
-            assert eval(repr(row), {**globals(), "torch": torch}) == row
-            assert hash(eval(repr(row), {**globals(), "torch": torch})) == hash(row)
-
-
-def gradients_by_step(rank, state, hook, steps):
-    """Use a model in several buckets, which DDP rebuilds after its first step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.006)
-    ddp.register_comm_hook(state, hook)
-    found = []
-    for step in steps:
-        model.zero_grad()
-        ddp(gradient(rank, step, 320).view(10, 32)).square().mean().backward()
-        found.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
-    return torch.stack(found)
-
-
-def check_resuming_in_ddp(rank):
-    """Use compressors by entry, so that the result does not depend on the buckets."""
-    compressor = Switch({0: ErrorFeedback(Threshold(0.02)), 2: ErrorFeedback(Threshold(0.01))})
-    state, hook = ddp_hook(compressor)
-    straight = gradients_by_step(rank, state, hook, range(5))
-    for saved_at in (1, 2, 3):
-        first, hook = ddp_hook(compressor)
-        before = gradients_by_step(rank, first, hook, range(saved_at))
-        assert first.residual_norm > 0
-        then, hook = ddp_hook(compressor)
-        then.load_state_dict(first.state_dict())
-        after = gradients_by_step(rank, then, hook, range(saved_at, 5))
-        assert torch.equal(torch.cat([before, after]), straight), saved_at
-        assert then.residual_norm == pytest.approx(state.residual_norm)
-
-
-def test_a_run_resumes_in_ddp(ranks):
-    ranks.run(3, check_resuming_in_ddp)
