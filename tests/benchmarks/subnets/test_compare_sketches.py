@@ -1,6 +1,7 @@
 """The benchmark of sketches on quadratics: its curves, rows and picture."""
 
 import pytest
+import torch
 
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows
