@@ -62,14 +62,21 @@ def exchange(rank, header_group, kind, num_via_host):
     return seen, channel.bytes_sent > 0
 
 
+EXCHANGES = [
+    (False, P2PGroups, 0),
+    (True, P2PGroups, 0),
+    (True, Untagged, 4),
+    (False, Untagged, 0),  # all from the host's memory
+]
+
+
+def exchange_all(rank):
+    return [exchange(rank, *each) for each in EXCHANGES]
+
+
 def test_messages_of_any_length_arrive_in_order(ranks):
-    for case in (
-        (False, P2PGroups, 0),
-        (True, P2PGroups, 0),
-        (True, Untagged, 4),
-        (False, Untagged, 0),  # all from the host's memory
-    ):
-        assert ranks.run(2, exchange, *case) == [([True] * len(STREAMS), True)] * 2, case
+    arrived = [([True] * len(STREAMS), True)] * len(EXCHANGES)
+    assert ranks.run(2, exchange_all) == [arrived] * 2
 
 
 def leaves_before_the_peer_receives(rank, numel):
@@ -245,16 +252,18 @@ def test_an_abort_takes_the_place_of_a_message(ranks):
 
 def receive_after_the_peer_left(rank):
     """Post receives after the peer has left; its abort has arrived."""
-    channel = connect(rank)
+    channel, store = connect(rank), dist.group.WORLD.get_group_store()
     if rank == 0:
         channel.send(0, 0, torch.ones(3))
         channel.abort("rank 0 failed")
         channel.flush_abort()
         dist.destroy_process_group()
+        store.set("gone", "")
         return None
     channel.expect([0, 0])
     first = channel.recv().value.tolist()
-    time.sleep(1)
+    store.wait(["gone"])
+    time.sleep(0.1)
     channel.expect([0, 0])
     with pytest.raises(RemoteError) as caught:
         channel.recv()
@@ -307,9 +316,15 @@ def refuse(rank, header_group, kind):
     return values
 
 
+KINDS = [(False, P2PGroups), (True, P2PGroups), (True, Untagged)]
+
+
+def refuse_all(rank):
+    return [refuse(rank, *each) for each in KINDS]
+
+
 def test_a_refusal_is_a_message_after_which_others_follow(ranks):
-    for case in ((False, P2PGroups), (True, P2PGroups), (True, Untagged)):
-        assert ranks.run(2, refuse, *case) == [[0.0, 1.0, 2.0, 3.0]] * 2, case
+    assert ranks.run(2, refuse_all) == [[[0.0, 1.0, 2.0, 3.0]] * len(KINDS)] * 2
 
 
 def send_another_stream(rank):

@@ -264,12 +264,6 @@ def test_an_optimizer_can_have_its_own_rule():
     assert_equal(stage.parts(out), stage.predicted(3))
 
 
-def test_a_rule_can_be_a_separate_object():
-    stage = OneStage(partial(Adadelta, lr=0.25), Displacement(Beside()))
-    stage.step(gradients_of(stage))
-    assert_equal(stage.predicted(2), [each - 0.5 for each in stage.values()])
-
-
 class Subclass(SGD):
     def step(self, closure=None):
         super().step(closure)

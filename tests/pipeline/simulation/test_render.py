@@ -48,7 +48,7 @@ def test_actions_that_take_no_time_are_not_shown():
     assert grid(GPipe().actions(1, 1), forward=0, backward=0) == "rank 0"
 
 
-@pytest.mark.parametrize("sizes", [(4, 6, 2), (1, 1, 1), (33, 34, 33)])
+@pytest.mark.parametrize("sizes", [(4, 6, 2), (1, 1, 1), (33, 3, 33)])
 def test_the_picture_is_written(tmp_path, sizes):
     pytest.importorskip("matplotlib")
     picture = importlib.import_module("pyparallel.pipeline.simulation.picture")
