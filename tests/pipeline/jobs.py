@@ -232,6 +232,9 @@ FOUR_STAGES = [
     *(Case(each, bare_stage=True) for each in (PipeDream(), PipeOptim("consistent"))),
     Case(PipeMare(annealing=10)),
     Case(CORRECTED, "AdamW", torch.float32, correction=CORRECTIONS[0]),
+]
+# Every correction, which changes the updates of a stage on its own rank.
+ONE_PROCESS = [
     *(Case(each, MUON, correction=how) for each, how in zip(LATE[::2], CORRECTIONS, strict=True)),
     Case(XPipe("live"), num_microbatches=2, correction=CORRECTIONS[2]),
     Case(REPEATING[0], MUON, halving=True),
@@ -275,13 +278,14 @@ DEEP = (4, 4)
 CASES_OF: dict[Size, list[Case]] = {
     (1, 1): [Case(each, dtype=torch.float32) for each in OF_EACH_KIND],
     (2, 2): TWO_STAGES,
+    (4, 1): ONE_PROCESS,
     SHARED: FOUR_STAGES,
     DEEP: [Case(each) for each in OF_EACH_KIND],
 }
 EVERY_CASE_OF: dict[Size, list[Case]] = {
     (1, 1): [*CASES, *SINGLE_CASES, *ADAM_CASES, *LATE_CASES[:20]],
     (2, 2): [*CASES, *SINGLE_CASES, *LATE_CASES],
-    DEEP: [*FOUR_STAGES, *TWO_STAGES, *ADAM_CASES, *ODD_CASES, *LATE_CASES],
+    DEEP: [*FOUR_STAGES, *TWO_STAGES, *ONE_PROCESS, *ADAM_CASES, *ODD_CASES, *LATE_CASES],
 }
 OTHER_CASES_OF = {
     size: [case for case in cases if case not in CASES_OF[size]]

@@ -82,27 +82,6 @@ def test_the_convolutions_keep_the_size_of_the_image():
     assert module[:-2](value).shape == (2, 6, 5, 7)
 
 
-def test_a_convolutional_head_learns_what_no_linear_layer_on_the_mean_can():
-    # Horizontal and vertical stripes have the same mean.
-    torch.manual_seed(4)
-    signs = torch.randn(64, 1, 8, 1).sign().expand(-1, -1, -1, 8)
-    targets = torch.arange(64) % 2
-    images = torch.where(targets.view(-1, 1, 1, 1) == 1, signs, signs.transpose(2, 3)).contiguous()
-    head = ConvHead(2, (8, 8)).build(images)
-    optimizer = torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(head(images), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] > 0.5
-    assert losses[-1] < 0.1
-    head.eval()
-    assert (head(images).argmax(1) == targets).double().mean() > 0.95
-
-
 def test_logits_of_a_tied_head_are_products_with_the_embedding():
     embedding, value = nn.Embedding(7, 6), torch.randn(3, 4, 6)
     logits = TiedHead(embedding, nn.RMSNorm).build(value)(value, embedding.weight)

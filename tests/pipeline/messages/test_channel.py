@@ -10,9 +10,8 @@ import torch.distributed as dist
 from pyparallel.comm import Run
 from pyparallel.comm.errors import PeerError, RemoteError
 from pyparallel.pipeline.messages import Channel, P2PGroups
-from pyparallel.pipeline.messages.format import Header, Refusal, RefusalKind, describe
+from pyparallel.pipeline.messages.format import Refusal, RefusalKind
 from pyparallel.pipeline.messages.payloads import INLINE_BYTES
-from tests.pipeline.messages.headers import write_checksum
 from tests.workers import observe_ranks, run_ranks, store_barrier
 
 STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
@@ -341,54 +340,6 @@ def send_another_stream(rank):
 
 def test_another_stream_than_expected_is_refused(ranks):
     ranks.run(2, send_another_stream)
-
-
-def send_malformed(rank):
-    """Return what a receiver raises for headers that no channel writes; then one that it does."""
-    channel = connect(rank)
-    headers = [Header(0, 0, 0, describe(torch.ones(2))).to_tensor() for _ in range(5)]
-    headers[0][9] = 99  # the dtype
-    headers[1][12] = 2**45  # the size
-    headers[2][2] = 10**9  # how many messages it has received
-    headers[3][3] = -2 - len(RefusalKind)  # the count: no refusal of a kind
-    headers[4] = Header(0, 0, 10**9, refusal=REFUSAL).to_tensor()
-    for each in headers:
-        write_checksum(each)
-    if rank == 0:
-        works = [channel._isend(each, channel._send_group, 0) for each in headers]
-        channel.send(0, 1, torch.ones(3))
-        dist.barrier()
-        channel.abort("")
-        channel.flush_abort()
-        return len(works)
-    channel.expect([0] * 6)
-    errors = []
-    for _ in headers:
-        with pytest.raises(PeerError) as caught:
-            channel.recv()
-        errors.append(str(caught.value))
-    assert channel.recv().number == 1
-    dist.barrier()
-    with pytest.raises(PeerError, match="rank 0 has sent all messages that were expected, and"):
-        channel.recv()
-    channel.expect([0])
-    with pytest.raises(RemoteError, match="rank 0 failed and gave no reason"):
-        channel.recv()
-    return errors
-
-
-def test_a_malformed_header_is_an_error_that_names_its_sender(ranks):
-    _, errors = ranks.run(2, send_malformed)
-    found = [
-        "a tensor of dtype 99",
-        "bytes, more than this machine's memory",
-        "1000000000 messages",
-        "a count of -5",
-        "1000000000 messages",
-    ]
-    for error, what in zip(errors, found, strict=True):
-        assert error.startswith("rank 1: rank 0 must send the headers of this version"), error
-        assert what in error
 
 
 def abort_and_exit(rank):

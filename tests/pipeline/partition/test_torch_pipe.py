@@ -30,7 +30,6 @@ BATCHES = {  # what a step is given, of a tensor and another one that is added t
     "stage": lambda x, shift: x,
     "pipe": lambda x, shift: x,
     "pipe of a list": lambda x, shift: [x, shift],
-    "pipe of a tuple": lambda x, shift: (x, shift),
     "pipe of a dict": lambda x, shift: {"shift": shift, "x": x},
 }
 

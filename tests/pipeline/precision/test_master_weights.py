@@ -18,7 +18,6 @@ from pyparallel.pipeline import (
 )
 from tests.cases import slow
 from tests.pipeline import jobs, reference
-from tests.pipeline.every_schedule import FLUSHING
 from tests.pipeline.jobs import CORRECTED, DEEP, OF_EACH_KIND, Trained, train, train_on
 from tests.pipeline.models import EPS, SPLITS, build_calls, build_layers
 
@@ -105,19 +104,6 @@ def test_stages_train_like_float32_copies_in_plain_torch(
             wanted = expected(schedule, name)
             assert found.losses == wanted.losses
             torch.testing.assert_close(found.state, wanted.state, rtol=0, atol=0)
-
-
-def test_flushing_schedules_train_like_a_plain_loop():
-    model = nn.Sequential(*build_layers(BFLOAT))
-    optimizer = Masters(TORCHS["AdamW"], [p for p in model.parameters() if p.requires_grad])
-    with reference.one_thread():
-        for inputs, target in [*STREAMS[0], *STREAMS[1]]:
-            for x, y in zip(inputs.tensor_split(4), target.tensor_split(4), strict=True):
-                (mse_loss(model(x), y) * 0.25).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    wanted = expected(FLUSHING[0], "AdamW").state
-    torch.testing.assert_close(model.state_dict(), wanted, rtol=0, atol=0)
 
 
 def build(schedule, **options) -> PipelineTrainer:
