@@ -117,7 +117,7 @@ def _run_rank(
     os.dup2(log, 2)
     faulthandler.dump_traceback_later(time_limit, exit=True, file=sys.__stderr__)
     torch.set_num_threads(1)
-    _join_group(f"{folder}/store", rank, num_ranks, group_timeout)
+    _join_group(dist.FileStore(f"{folder}/store", num_ranks), rank, num_ranks, group_timeout)
     store_barrier()  # a rank that finishes at once must not exit while others connect
     try:
         _send(sender, function(rank, *arguments), None)
@@ -128,15 +128,11 @@ def _run_rank(
     dist.destroy_process_group()
 
 
-def _join_group(store: str, rank: int, num_ranks: int, group_timeout: float) -> None:
+def _join_group(store: dist.Store, rank: int, num_ranks: int, group_timeout: float) -> None:
     torch.manual_seed(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=group_timeout),
-    )
+    timeout = datetime.timedelta(seconds=group_timeout)
+    store.set_timeout(timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
 
 
 def store_barrier(name: str = "connected") -> None:
@@ -185,6 +181,8 @@ class RankPool:
         self._workers: list[tuple[Any, Any, Path]] = []
         self._num_runs = 0
         self._num_started = 0
+        # This process outlives all ranks. A FileStore, which polls, would make each group slow.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(
         self, num_ranks: int, function: Callable[..., Any], *arguments: Any, time_limit: float = 60
@@ -204,7 +202,7 @@ class RankPool:
         while len(self._workers) < num_ranks:
             self._start_worker()
         self._num_runs += 1
-        store = str(Path(self._folder.name, f"store-{self._num_runs}"))
+        store = self._store.port, f"run-{self._num_runs}"
         deadline = time.monotonic() + time_limit + 10
         workers = self._workers[:num_ranks]
         for rank, (pipe, _, _) in enumerate(workers):
@@ -270,14 +268,16 @@ def _serve(pipe: Any, log_path: str) -> None:
 
 
 def _run_on_own_group(
-    store: str,
+    store: tuple[int, str],
     rank: int,
     num_ranks: int,
     group_timeout: float,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> tuple[Any, str | None]:
-    _join_group(store, rank, num_ranks, group_timeout)
+    port, prefix = store
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    _join_group(dist.PrefixStore(prefix, client), rank, num_ranks, group_timeout)
     try:
         store_barrier()
         value, error_text = function(rank, *arguments), None

@@ -33,10 +33,15 @@ EVERY_SCHEDULE = [*FLUSHING, *STREAMING]
 KINDS = GPipe, ZeroBubble, PipeDream, PipeDream2BW, PipeMare, PipeOptim, XPipe
 
 
+def one_of_each_kind(schedules: Sequence[Schedule]) -> list[Schedule]:
+    """Return the first schedule of each kind."""
+    of_kinds = [[each for each in schedules if isinstance(each, kind)] for kind in KINDS]
+    return [each[0] for each in of_kinds if each]
+
+
 def one_of_each_kind_first(schedules: Sequence[Schedule]) -> pytest.MarkDecorator:
     """Parametrize a test by the first schedule of each kind, and as a slow test by the others."""
-    of_kinds = [[each for each in schedules if isinstance(each, kind)] for kind in KINDS]
-    first = [each[0] for each in of_kinds if each]
+    first = one_of_each_kind(schedules)
     others = [each for each in schedules if each not in first]
     slow = pytest.param(others, marks=pytest.mark.slow, id="others")
     return pytest.mark.parametrize("schedules", [pytest.param(first, id="one of each kind"), slow])

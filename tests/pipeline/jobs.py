@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,7 +31,11 @@ from pyparallel.pipeline import (
     ZeroBubble,
 )
 from tests.pipeline import reference
-from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING, STREAMING
+from tests.pipeline.every_schedule import (
+    EVERY_SCHEDULE,
+    STREAMING,
+    one_of_each_kind,
+)
 from tests.pipeline.models import (
     OPTIMIZERS,
     SPLIT_WITH_BARE_STAGE,
@@ -149,12 +153,6 @@ def train_case(case: Case, num_stages: int) -> Trained:
     )
 
 
-def stand_still(schedule: Schedule, num_stages: int) -> Trained:
-    """Train with a learning rate of 0, but with momentum to predict by."""
-    layers, streams = build_layers(torch.float32), [build_calls(2, 12, torch.float32)]
-    return train(schedule, layers, SPLITS[num_stages], OPTIMIZERS["resting"], streams)
-
-
 def watch(schedule: Schedule, num_stages: int) -> list[tuple[list[float], list[float]]]:
     """Return the multiples of the first weights that each layer's passes have read."""
     layers = build_watched_layers(num_stages)
@@ -178,6 +176,11 @@ def train_with_exact_predictions(schedule: Schedule, num_stages: int) -> Trained
 def train_sequentially(schedule: Schedule) -> reference.Trained:
     """Train without a pipeline, with as many updates."""
     single = PipeMare() if microbatches_per_update(schedule, 4) == 1 else GPipe()
+    return train_on_one_stage(single)
+
+
+@cache
+def train_on_one_stage(single: Schedule) -> reference.Trained:
     return reference.train_in_one_process(
         build_layers, [], mse_loss, OPTIMIZERS["momentum"], single, TWICE, 4
     )
@@ -197,6 +200,7 @@ def roll_downhill(schedule: Schedule, num_stages: int) -> Trained:
 
 
 # Every schedule with every optimizer, dtype, size, correction and prediction, but not all products.
+OF_EACH_KIND = one_of_each_kind(SCHEDULES)
 CASES = [Case(schedule) for schedule in SCHEDULES if schedule != CORRECTED]
 SINGLE_CASES = [Case(schedule, dtype=torch.float32) for schedule in SCHEDULES]
 CORRECTIONS = [
@@ -222,22 +226,27 @@ STARTS = [  # within a step, after one, and after a flush that comes after 3 ste
     XPipe("consistent", synchronous_updates=4),
     PipeOptim("live", synchronous_updates=14),
 ]
-DEEP_CASES = [
-    *CASES,
+# Every optimizer: what it does is the same on any number of stages.
+TWO_STAGES = [
+    *(Case(each) for each in OF_EACH_KIND if not isinstance(each, PREDICTING)),
     *(Case(each, "AdamW") for each in (ZeroBubble(), PipeOptim("live"), XPipe("live"))),
     *(Case(each, "groups", num_microbatches=2) for each in (XPipe("live"), PipeOptim("live"))),
-    *(Case(each, bare_stage=True) for each in (PipeDream(), PipeOptim("consistent"))),
-    Case(PipeMare(annealing=10)),
-    *(Case(each) for each in PREDICTED_2BW),
-    *(Case(each, "AdamW") for each in STARTS),
-    Case(CORRECTED, "AdamW", torch.float32, correction=CORRECTIONS[0]),
     Case(PipeOptim("live", Rollout(0.5)), dtype=torch.float32),
-    *(Case(each, MUON, correction=how) for each, how in zip(LATE[::2], CORRECTIONS, strict=True)),
-    Case(XPipe("live"), num_microbatches=2, correction=CORRECTIONS[2]),
-    Case(REPEATING[0], MUON, halving=True),
     Case(REPEATING[1], "Adadelta"),
     Case(PipeOptim("live"), "Lion, PredictedAdamW"),
     Case(PipeOptim("live"), "Muon, fused AdamW", torch.float32),
+]
+FOUR_STAGES = [
+    *CASES,
+    *(Case(each, bare_stage=True) for each in (PipeDream(), PipeOptim("consistent"))),
+    Case(PipeMare(annealing=10)),
+    Case(CORRECTED, "AdamW", torch.float32, correction=CORRECTIONS[0]),
+]
+# Every correction, which changes the updates of a stage on its own rank.
+ONE_PROCESS = [
+    *(Case(each, MUON, correction=how) for each, how in zip(LATE[::2], CORRECTIONS, strict=True)),
+    Case(XPipe("live"), num_microbatches=2, correction=CORRECTIONS[2]),
+    Case(REPEATING[0], MUON, halving=True),
 ]
 LATE_CASES = [
     *(Case(each, MUON) for each in LATE),
@@ -263,7 +272,6 @@ ODD_CASES = [
     *(Case(CORRECTED, name, torch.float32) for name in ("momentum", "AdamW")),
 ]  # fmt: skip
 WATCHED = [GPipe(), *(schedule for schedule in STREAMING if schedule != CORRECTED)]
-STILL = list(dict.fromkeys([*EVERY_SCHEDULE, *FLUSHING, CORRECTED]))
 EXACT = [
     PipeOptim("consistent"),
     PipeOptim("live"),
@@ -274,16 +282,15 @@ EXACT = [
 ROLLING = [PipeMare(), PipeOptim("live", Displacement(LastStep()))]
 
 Size = tuple[int, int]  # stages, ranks
+SHARED = (4, 2)
 DEEP = (4, 4)
 CASES_OF: dict[Size, list[Case]] = {
-    (1, 1): SINGLE_CASES,
-    (2, 2): [
-        single if single.is_plain or single.schedule == CORRECTED else Case(single.schedule)
-        for single in SINGLE_CASES
-    ],
-    (4, 2): CASES,
+    (1, 1): [Case(each, dtype=torch.float32) for each in OF_EACH_KIND],
+    (2, 2): TWO_STAGES,
+    (4, 1): ONE_PROCESS,
+    SHARED: FOUR_STAGES,
     (8, 1): [Case(each, num_microbatches=8) for each in (*PREDICTED_2BW, *STARTS[2:4])],
-    DEEP: DEEP_CASES,
+    DEEP: [Case(each) for each in OF_EACH_KIND],
 }
 EVERY_CASE_OF: dict[Size, list[Case]] = {
     (1, 1): [*CASES, *SINGLE_CASES, *ADAM_CASES, *LATE_CASES[:20]],
@@ -302,8 +309,12 @@ def work(rank: int, num_stages: int, job: Callable, subjects: Sequence) -> list:
 
 def run_on(ranks: RankPool, size: Size, job: Callable, subjects: Sequence) -> list[list]:
     """Return by subject, a case or a schedule, what a job returns on each rank."""
-    found = ranks.run(size[1], work, size[0], job, subjects, time_limit=300)
-    return [list(each) for each in zip(*found, strict=True)]
+    found: list[list] = []
+    for begin in range(0, len(subjects), 40):  # the threads of all groups of a run end with it
+        some = subjects[begin : begin + 40]
+        of_ranks = ranks.run(size[1], work, size[0], job, some, time_limit=300)
+        found += [list(each) for each in zip(*of_ranks, strict=True)]
+    return found
 
 
 def train_on(ranks: RankPool, size: Size, job: Callable, subjects: Sequence) -> list[Trained]:

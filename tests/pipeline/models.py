@@ -98,7 +98,6 @@ OPTIMIZERS = {
     "Muon, fused AdamW": partial(matrices_by, torch.optim.Muon, FusedAdamW),
     "Muon, PredictedAdamW": partial(matrices_by, torch.optim.Muon, PredictedAdamW),
     "Lion, PredictedAdamW": partial(matrices_by, LIONS[0], PredictedAdamW),
-    "resting": lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
 }
 
 
@@ -125,16 +124,16 @@ class Conv(nn.Module):
 
 
 class Fork(nn.Module):
-    """Returns a tuple of which one tensor has no gradient."""
+    """Returns a tuple with a mask, a tensor that is not used, and one that is detached."""
 
-    def forward(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return value, value > 0, value.tanh()
+    def forward(self, value: Tensor) -> tuple[Tensor, ...]:
+        return value, value > 0, value.tanh(), 2 * value, value.detach()
 
 
 class Join(nn.Module):
-    def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        value, positive, bent = values
-        return torch.where(positive, value, bent) + bent
+    def forward(self, values: tuple[Tensor, ...]) -> Tensor:
+        value, positive, bent, _, detached = values
+        return torch.where(positive, value, bent) + bent + 0.1 * detached
 
 
 def build_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:

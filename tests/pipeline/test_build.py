@@ -6,20 +6,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from pyparallel.pipeline import (
-    GPipe,
     Interlocking,
     LinearHead,
     PipelineTrainer,
     TiedHead,
 )
-from pyparallel.pipeline.arguments import TrainerArguments
-from pyparallel.pipeline.build import prepare_stages
-from pyparallel.pipeline.interlocking.runtime import InterlockingExecutor
-from pyparallel.pipeline.messages.stage_p2p import StageP2P
-from pyparallel.pipeline.runtime.executor import Executor
-from pyparallel.pipeline.runtime.loss import Criterion
-from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
-from pyparallel.pipeline.runtime.options import StageOptions
 
 TOKENS = torch.full((3, 5), 10)
 
@@ -171,33 +162,6 @@ def test_a_mistake_is_the_same_error_in_one_process(subtests):
             found = train(0, change)
             assert found.startswith("ValueError: ")
             assert message in found
-
-
-def test_the_executor_of_a_schedule():
-    criterion, options = Criterion(loss_fn, lambda microbatch: True), StageOptions()
-    layers = build_layers()
-    modules = [nn.Sequential(*layers[:2]), *layers[2:]]
-    splitter = MicrobatchSplitter(TOKENS, TOKENS, 0, 2)
-
-    def build_executor(schedule):
-        arguments = TrainerArguments(
-            layers, layers, [2, 3], loss_fn, sgd, schedule, 3, 2, 1, 0, None, None, 1, None, None,
-            {}, "raise", None, False,
-        )  # fmt: skip
-        p2p = StageP2P(arguments.shape, None)
-        prepared = prepare_stages(schedule, arguments, modules, p2p, splitter)
-        return prepared.finish(criterion, options)
-
-    with_heads = build_executor(Interlocking(2, LinearHead(11)))
-    assert isinstance(with_heads, InterlockingExecutor)
-    assert [stage.head is None for stage in with_heads.stages.values()] == [False, False, True]
-    assert Interlocking.needs_batch
-    plain = build_executor(GPipe())
-    assert type(plain) is Executor
-    assert not GPipe.needs_batch
-    for executor in (with_heads, plain):
-        criteria = [stage._criterion for stage in executor.stages.values()]
-        assert criteria == [None, None, criterion]
 
 
 def test_prepare_builds_the_stages_once():

@@ -13,7 +13,7 @@ SMALL = [
     for stages in range(1, 9)
     for ranks in range(1, stages + 1)
     if stages % ranks == 0
-    for microbatches in (*range(1, 9), 11, 16)
+    for microbatches in (1, 2, 3, 5, 8, 11)
 ]
 
 

@@ -19,7 +19,7 @@ from pyparallel.pipeline import (
     SpecTrain,
     XPipe,
 )
-from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING, STREAMING, run
+from tests.pipeline.every_schedule import EVERY_SCHEDULE, STREAMING, run
 from tests.pipeline.models import WIDTH, Conv, Matmul, build_calls, build_layers
 from tests.pipeline.reference import (
     Correction,
@@ -261,20 +261,6 @@ def plainly(schedule, streams, num_microbatches=4):
 
 def assert_equal(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_one_stage_is_plain_training(subtests):
-    for schedule in EVERY_SCHEDULE:
-        with subtests.test(schedule=schedule):
-            streams = [build_calls(3, samples=8)]
-            assert_equal(train(schedule, [], streams).state, plainly(schedule, streams))
-
-
-def test_four_flushed_stages_are_plain_training(subtests):
-    for schedule in FLUSHING:
-        with subtests.test(schedule=schedule):
-            streams = [build_calls(3, samples=9)]
-            assert_equal(train(schedule, [3, 6, 9], streams).state, plainly(schedule, streams))
 
 
 # SpecTrain's first variant predicts half a stage's index ahead even then; PipeMare anneals rates.

@@ -10,6 +10,7 @@ from pyparallel.pipeline import Interlocking, LinearHead, PipelineTrainer, sched
 from pyparallel.pipeline.runtime import loss, loss_weights
 from pyparallel.pipeline.schedules.schedule import Flushing
 from pyparallel.pipeline.schedules.streaming import Streaming
+from tests.pipeline.every_schedule import one_of_each_kind
 from tests.pipeline.models import as_on_gpus
 
 HEADS = tuple(LinearHead(4) for _ in range(3))
@@ -37,10 +38,8 @@ def test_the_host_reads_losses_alone_and_once_a_step_where_it_can(monkeypatch, s
             module, "host_values", lambda values: reads.append(1) or [1.0] * values.numel()
         )
     batch = torch.empty(8, 4, device="meta")
-    cases = zip(
-        [*schedules.EVERY_SCHEDULE, Interlocking(2, HEADS)], cycle(OPTIMIZERS), strict=False
-    )
-    for schedule, name in cases:
+    every = [*one_of_each_kind(schedules.EVERY_SCHEDULE), Interlocking(2, HEADS)]
+    for schedule, name in zip(every, cycle(OPTIMIZERS), strict=False):
         with subtests.test(schedule=schedule, optimizer=name):
             clipped = {} if isinstance(schedule, Interlocking) else {"max_norm": 1.0}
             trainer = build(schedule, OPTIMIZERS[name], "meta", **clipped)

@@ -27,7 +27,6 @@ from pyparallel.pipeline.interlocking.window import Farthest, Sum, Window
 
 HEAD = LinearHead(2)
 SIZES = [(stages, window) for stages in range(1, 7) for window in range(1, stages + 1)]
-NEVER = 10**9
 
 
 def learned(timeline):
@@ -189,44 +188,6 @@ def test_the_first_stage_is_not_delayed_in_the_step_of_the_delayed_loss():
             delays = delays_of(Interlocking(size, HEAD), shape, last_of_step, 1e4, steps=4)
             assert (delays[0, : 3 * count] <= 0).all(), (stages, size, count)
             assert delays[-1, last_of_step] == 1e4
-
-
-def first_delayed(stages, size, count, microbatch, ahead_of_next):
-    """Return the first delayed microbatch of each stage, if the last stage is slow once.
-
-    A forward is delayed by that of the previous stage, and by the backward before it in the order.
-    A backward is delayed by the forwards that its loss depends on, and by the delayed loss itself.
-    """
-    farthest = [min(s + size - 1, stages - 1) for s in range(stages)]
-    forward, learn = [NEVER] * stages, [NEVER] * (stages - 1) + [microbatch]
-    while True:
-        before = list(forward), list(learn)
-        for s in range(stages):
-            learn[s] = min(learn[s], forward[farthest[s]])
-            if farthest[s] == stages - 1:
-                learn[s] = min(learn[s], learn[-1])
-            next_in_order = learn[s] + farthest[s] - s + 1
-            next_step = (learn[s] // count + 1) * count
-            forward[s] = min(forward[s], next_in_order, next_step, *forward[max(0, s - 1) : s])
-            if size == 1 and s < stages - 1:
-                forward[s] = min(forward[s], forward[s + 1] + ahead_of_next)
-        if before == (forward, learn):
-            return learn
-
-
-@pytest.mark.parametrize("max_ahead", [1, 2])
-def test_the_delayed_microbatches_follow_from_the_order(max_ahead):
-    for (stages, size), count in product(SIZES, (1, 4)):
-        if max_ahead > 1 and size > 1:
-            continue
-        schedule = Interlocking(size, HEAD, max_ahead=max_ahead)
-        shape = PipelineShape(stages, count, stages)
-        for microbatch in (count, 2 * count - 1):
-            delayed = delays_of(schedule, shape, microbatch, 1e4, steps=8) > 5e3
-            found = np.where(delayed.any(axis=1), delayed.argmax(axis=1), NEVER)
-            expected = np.array(first_delayed(stages, size, count, microbatch, max_ahead * count))
-            expected[expected >= 8 * count] = NEVER
-            assert found.tolist() == expected.tolist(), (stages, size, count, microbatch)
 
 
 @pytest.mark.parametrize("max_ahead", [1, 3])

@@ -256,7 +256,11 @@ class WithExtraState(nn.Linear):
         self.extra = state
 
 
-def full_state_with(rank, extra):
+def full_states_with(rank, extras):
+    return [full_state_with(extra) for extra in extras]
+
+
+def full_state_with(extra):
     layers = [WithExtraState(4, 4), WithExtraState(4, 4)]
     layers[1].extra = extra
     trainer = PipelineTrainer(
@@ -269,22 +273,23 @@ def full_state_with(rank, extra):
         return str(error)
 
 
-@pytest.mark.parametrize(
-    "extra", [torch.tensor([1.0, 2.0]).half(), {"amax": [0.1, float("inf")], "on": True}, None]
-)
-def test_a_modules_extra_state_is_sent(extra, ranks):
-    first, second = ranks.run(2, full_state_with, extra)
-    assert second == {}
-    assert list(first) == [f"{i}.{n}" for i in (0, 1) for n in ("weight", "bias", "_extra_state")]
-    assert first["0._extra_state"] is None
-    got = first["1._extra_state"]
-    assert torch.equal(got, extra) if isinstance(extra, torch.Tensor) else got == extra
+SENT = [torch.tensor([1.0, 2.0]).half(), {"amax": [0.1, float("inf")], "on": True}, None]
+REFUSED = [(1, 2), b"bytes", {1: 2}, {"scale": torch.ones(2)}]
 
 
-@pytest.mark.parametrize("extra", [(1, 2), b"bytes", {1: 2}, {"scale": torch.ones(2)}])
-def test_an_extra_state_that_would_need_a_pickle_is_refused(extra, ranks):
-    first, second = ranks.run(2, full_state_with, extra)
-    assert first == second
+def test_a_modules_extra_state_is_sent(ranks):
+    names = [f"{i}.{name}" for i in (0, 1) for name in ("weight", "bias", "_extra_state")]
+    for extra, first, second in zip(SENT, *ranks.run(2, full_states_with, SENT), strict=True):
+        assert second == {}
+        assert list(first) == names
+        assert first["0._extra_state"] is None
+        got = first["1._extra_state"]
+        assert torch.equal(got, extra) if isinstance(extra, torch.Tensor) else got == extra
+
+
+def test_an_extra_state_that_would_need_a_pickle_is_refused(ranks):
     words = "rank 1: 1._extra_state must be a tensor or of JSON's types for full_state_dict(), got"
-    assert first.startswith(words)
-    assert first.endswith("; save sharded_state_dict()")
+    for first, second in zip(*ranks.run(2, full_states_with, REFUSED), strict=True):
+        assert first == second
+        assert first.startswith(words)
+        assert first.endswith("; save sharded_state_dict()")

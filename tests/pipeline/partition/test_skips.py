@@ -1,6 +1,8 @@
 """Tied weights and skip connections against the unsplit model."""
 
 import re
+from functools import cache
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -22,13 +24,16 @@ from pyparallel.pipeline import (
     Skippable,
     ZeroBubble,
 )
+from tests.cases import slow
 from tests.pipeline import reference
 from tests.pipeline.oracles import LastStep
 
 WORDS, WIDTH, NUM_MICROBATCHES = 7, 6, 4
 FLUSHING = [GPipe(), OneForwardOneBackward(), ZeroBubble(), Interleaved()]
+OPTIONS = [(None, 1), (0.1, 1), (0.1, 3)]  # the norm, and accumulated steps
+EVERY_CASE = [(schedule, *options) for schedule, options in product(FLUSHING, OPTIONS)]
+COVERING = [(each, *options) for each, options in zip(FLUSHING, cycle(OPTIONS), strict=False)]
 LAST_STEP = Displacement(LastStep())  # the ops take no float64
-NUM_RANKS = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 SPLITS = {1: [2, 5], 2: [3], 4: [1, 3, 5]}
 STREAMING = [  # with the norm that gradients are clipped to
     (PipeDream(), None),
@@ -121,6 +126,7 @@ def merge(outcomes):
     return losses, state, next(loss for *_, loss in outcomes if loss is not None)
 
 
+@cache
 def train_unsplit(max_norm, accumulated):
     model = Plain()
     optimizer, losses = sgd(model.parameters()), []
@@ -156,10 +162,10 @@ def train_on(ranks, num_ranks, cases):
     return list(zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("num_ranks", NUM_RANKS)
-def test_schedules_that_flush_train_as_the_unsplit_model(num_ranks, ranks, subtests):
-    options = (None, 1), (0.1, 1), (0.1, 3)  # norm, accumulated steps
-    cases = [(schedule, *each) for schedule in FLUSHING for each in options]
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"), [(2, COVERING), slow(1, EVERY_CASE), slow(4, EVERY_CASE)]
+)
+def test_schedules_that_flush_train_as_the_unsplit_model(num_ranks, cases, ranks, subtests):
     for case, outcomes in zip(cases, train_on(ranks, num_ranks, cases), strict=True):
         with subtests.test(str(case)):
             check_equal(merge(outcomes), train_unsplit(*case[1:]))
@@ -195,7 +201,7 @@ def build_reference_layers():
     return [Carried(layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
 
 
-@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+@pytest.mark.parametrize("num_ranks", [1, 2, slow(4)])
 def test_schedules_that_do_not_flush_carry_the_weight_that_the_first_stage_reads(
     num_ranks, ranks, subtests
 ):

@@ -29,7 +29,7 @@ SIZES = st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(1,
 EXACT = st.integers(0, 9)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SIZES, st.data())
 def test_no_split_is_better(sizes, data):
     num_layers, num_stages = sizes

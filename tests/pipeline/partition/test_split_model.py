@@ -178,6 +178,7 @@ def test_what_travels_between_layers_is_small():
     torch.testing.assert_close(positions, given["position_ids"])
 
 
+@pytest.mark.slow  # the compiler is loaded, for seconds
 def test_layers_compile_without_graph_breaks():
     layers, given = split_model(build_llama()), padded(build_ids())
     value = tuple(each.detach() for each in layers[0](build_ids(), **given))

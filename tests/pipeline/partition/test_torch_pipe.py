@@ -18,12 +18,20 @@ class Chain(nn.Module):
         self.first = nn.Linear(4, 4)
         self.second = nn.Linear(4, 2)
 
-    def forward(self, x):
-        return self.second(self.first(x).tanh())
+    def forward(self, x, shift=0):
+        return self.second((self.first(x) + shift).tanh())
 
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+BATCHES = {  # what a step is given, of a tensor and another one that is added to it inside
+    "stage": lambda x, shift: x,
+    "pipe": lambda x, shift: x,
+    "pipe of a list": lambda x, shift: [x, shift],
+    "pipe of a dict": lambda x, shift: {"shift": shift, "x": x},
+}
 
 
 def train(rank, kind):
@@ -31,12 +39,14 @@ def train(rank, kind):
     torch.manual_seed(0)
     model = Chain()
     whole = copy.deepcopy(model)
-    inputs, target = torch.randn(6, 4), torch.randn(6, 2)
-    if kind == "pipe":
+    x, shift, target = torch.randn(6, 4), torch.randn(6, 4), torch.randn(6, 2)
+    inputs, given = BATCHES[kind](x, shift), (x, shift) if " of a " in kind else (x,)
+    if kind.startswith("pipe"):
         points = {"second": SplitPoint.BEGINNING}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its tracing
-            stages = pipeline(model, mb_args=(torch.randn(2, 4),), split_spec=points)
+            example = tuple(each[:2] for each in given)
+            stages = pipeline(model, mb_args=example, split_spec=points)
     else:
         part = nn.Sequential(model.first, nn.Tanh()) if rank == 0 else model.second
         stages = PipelineStage(part, rank, 2, torch.device("cpu"))
@@ -45,13 +55,13 @@ def train(rank, kind):
     optimizer = sgd(whole.parameters())
     expected = []
     for _ in range(3):
-        loss = nn.functional.mse_loss(whole(inputs), target)
+        loss = nn.functional.mse_loss(whole(*given), target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
     state = trainer.full_state_dict()
-    if kind == "pipe":  # whose stages keep the names of the model
+    if kind.startswith("pipe"):  # whose stages keep the names of the model
         assert state.keys() == (whole.state_dict().keys() if rank == 0 else set())
         for name, value in state.items():
             torch.testing.assert_close(value, whole.state_dict()[name])
@@ -75,12 +85,12 @@ def test_stages_that_are_not_of_one_model_have_no_state_of_the_whole(ranks):
     assert first == second
 
 
-def train_both(rank):
-    return {kind: train(rank, kind) for kind in ("pipe", "stage")}
+def train_each(rank):
+    return {kind: train(rank, kind) for kind in BATCHES}
 
 
 def test_trains_as_the_unsplit_model(ranks):
-    for kind, (losses, expected) in ranks.run(2, train_both)[1].items():
+    for kind, (losses, expected) in ranks.run(2, train_each)[1].items():
         assert losses == pytest.approx(expected), kind
 
 

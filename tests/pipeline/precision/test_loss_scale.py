@@ -1,6 +1,8 @@
 """A loss scale for float16, against torch's GradScaler on the unsplit model."""
 
 import re
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -56,7 +58,14 @@ def scaler():
     return GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
 
 
-def train(rank, schedule, max_norm):
+CASES = list(product((GPipe(), OneForwardOneBackward(), ZeroBubble()), (None, MAX_NORM)))
+
+
+def train_all(rank):
+    return [train(*case) for case in CASES]
+
+
+def train(schedule, max_norm):
     """Return losses, the scale after each step, and the weights of this rank."""
     grad_scaler = scaler()
     trainer = PipelineTrainer(
@@ -72,6 +81,7 @@ def train(rank, schedule, max_norm):
     return losses, scales, {name: value.clone() for name, value in state.items()}, skipped
 
 
+@cache
 def train_unsplit(max_norm):
     model, grad_scaler = nn.Sequential(*build_layers()), scaler()
     optimizer, losses, scales = sgd(model.parameters()), [], []
@@ -94,20 +104,18 @@ def train_unsplit(max_norm):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_updates_and_scales_are_those_of_the_unsplit_model(num_ranks, ranks, subtests):
-    for schedule in (GPipe(), OneForwardOneBackward(), ZeroBubble()):
-        for max_norm in (None, MAX_NORM):
-            with subtests.test(f"{schedule} {max_norm}"):
-                args = schedule, max_norm
-                outcomes = [train(0, *args)] if num_ranks == 1 else ranks.run(2, train, *args)
-                losses, scales, weights = train_unsplit(max_norm)
-                assert scales == [1024, 2048, 2048, 1024, 1024, 2048, 1024, 1024]
-                state = {}
-                for _, each, part, skipped in outcomes:
-                    assert each == scales
-                    assert set(skipped) == {2}
-                    state |= part
-                assert outcomes[-1][0] == pytest.approx(losses, rel=1e-12)
-                torch.testing.assert_close(state, dict(weights), rtol=1e-12, atol=1e-12)
+    by_rank = [train_all(0)] if num_ranks == 1 else ranks.run(num_ranks, train_all)
+    for (schedule, max_norm), *outcomes in zip(CASES, *by_rank, strict=True):
+        with subtests.test(f"{schedule} {max_norm}"):
+            losses, scales, weights = train_unsplit(max_norm)
+            assert scales == [1024, 2048, 2048, 1024, 1024, 2048, 1024, 1024]
+            state = {}
+            for _, each, part, skipped in outcomes:
+                assert each == scales
+                assert set(skipped) == {2}
+                state |= part
+            assert outcomes[-1][0] == pytest.approx(losses, rel=1e-12)
+            torch.testing.assert_close(state, dict(weights), rtol=1e-12, atol=1e-12)
 
 
 def test_autocast_to_float16_trains():

@@ -16,9 +16,9 @@ from pyparallel.pipeline import (
     PipeOptim,
     UpdateErrorFeedback,
 )
+from tests.cases import slow
 from tests.pipeline import jobs, reference
-from tests.pipeline.every_schedule import FLUSHING, one_of_each_kind_first
-from tests.pipeline.jobs import CORRECTED, DEEP, Trained, train, train_on
+from tests.pipeline.jobs import CORRECTED, DEEP, OF_EACH_KIND, Trained, train, train_on
 from tests.pipeline.models import EPS, SPLITS, build_calls, build_layers
 
 BFLOAT = torch.bfloat16
@@ -84,28 +84,26 @@ def expected(schedule, name: str) -> reference.Trained:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@one_of_each_kind_first(SCHEDULES)
-def test_stages_train_like_float32_copies_in_plain_torch(schedules, name, ranks, subtests):
-    trained = train_on(ranks, DEEP, partial(train_with_masters, name=name), schedules)
+@pytest.mark.parametrize(
+    ("name", "schedules", "num_ranks"),
+    [
+        ("AdamW", OF_EACH_KIND, 1),
+        ("SGD", [PipeOptim()], 1),
+        *(slow(name, SCHEDULES, 4) for name in OPTIMIZERS),
+    ],
+)
+def test_stages_train_like_float32_copies_in_plain_torch(
+    name, schedules, num_ranks, ranks, subtests
+):
+    if num_ranks == 1:
+        trained = [train_with_masters(each, 4, name) for each in schedules]
+    else:
+        trained = train_on(ranks, DEEP, partial(train_with_masters, name=name), schedules)
     for schedule, found in zip(schedules, trained, strict=True):
         with subtests.test(schedule=schedule):
             wanted = expected(schedule, name)
             assert found.losses == wanted.losses
             torch.testing.assert_close(found.state, wanted.state, rtol=0, atol=0)
-
-
-def test_flushing_schedules_train_like_a_plain_loop():
-    model = nn.Sequential(*build_layers(BFLOAT))
-    optimizer = Masters(TORCHS["AdamW"], [p for p in model.parameters() if p.requires_grad])
-    with reference.one_thread():
-        for inputs, target in [*STREAMS[0], *STREAMS[1]]:
-            for x, y in zip(inputs.tensor_split(4), target.tensor_split(4), strict=True):
-                (mse_loss(model(x), y) * 0.25).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    wanted = expected(FLUSHING[0], "AdamW").state
-    torch.testing.assert_close(model.state_dict(), wanted, rtol=0, atol=0)
 
 
 def build(schedule, **options) -> PipelineTrainer:

@@ -109,17 +109,6 @@ def test_with_momentum_it_follows_the_momentum_buffer(subtests):
                 assert_close(stage.predicted(horizon), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_it_is_linear_in_the_horizon(subtests):
-    for make in [*EXACT, *MOMENTUM]:
-        with subtests.test(make=make):
-            stage = OneStage(make, Displacement())
-            for seed in range(2):
-                stage.step(gradients_of(stage, seed))
-            now, one, seven = stage.values(), stage.predicted(1), stage.predicted(7)
-            expected = [p + 7 * (q - p) for p, q in zip(now, one, strict=True)]
-            assert_close(seven, expected, rtol=1e-5, atol=5e-6)
-
-
 @pytest.mark.parametrize("centered", [False, True])
 def test_rmsprop_without_momentum_repeats_its_last_step(centered):
     make = partial(RMSprop, lr=0.01, alpha=0.5, centered=centered, eps=0.1, weight_decay=0.1)
@@ -262,12 +251,6 @@ def test_an_optimizer_can_have_its_own_rule():
     expected = stage.twin().step(gradients, 3)
     assert_close(stage.predicted(3), expected)
     assert_equal(stage.parts(out), stage.predicted(3))
-
-
-def test_a_rule_can_be_a_separate_object():
-    stage = OneStage(partial(Adadelta, lr=0.25), Displacement(Beside()))
-    stage.step(gradients_of(stage))
-    assert_equal(stage.predicted(2), [each - 0.5 for each in stage.values()])
 
 
 class Subclass(SGD):

@@ -13,7 +13,6 @@ from pyparallel.pipeline.prediction.flat_state import FlatState
 from pyparallel.training import FlatBuckets
 from tests.pipeline.prediction.predictors import (
     OneStage,
-    assert_close,
     assert_equal,
     assert_same_state,
     gradients_of,
@@ -101,14 +100,6 @@ def test_a_copy_of_the_state_is_independent(subtests):
             assert_same_state(copied, again)
             stage.optimizer.load_state_dict(copied)
             assert_same_state(stage.optimizer.state_dict(), again)
-
-
-def test_a_plain_optimizer_continues_from_the_state():
-    stage = trained(MAKERS[0])
-    gradients = gradients_of(stage, 3)
-    twin = stage.twin()
-    stage.step(gradients)
-    assert_close(twin.step(gradients), stage.values(), rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("schedule", [PipeOptim(), PipeMare(decay=0.5)], ids=repr)

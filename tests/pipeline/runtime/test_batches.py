@@ -1,7 +1,7 @@
 """Arguments by name, microbatches split by the caller, losses by token, and predictions."""
 
 import re
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from pyparallel.pipeline import (
     PipeOptim,
     ZeroBubble,
 )
+from tests.cases import slow
 from tests.pipeline import reference
 from tests.pipeline.oracles import LastStep
 from tests.pipeline.runtime.tokens import (
@@ -191,18 +192,22 @@ def stream(rank, schedules, num_stages):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_losses_by_token_follow_the_reference_with_explicit_history(ranks, subtests, num_ranks):
-    by_rank = ranks.run(num_ranks, stream, STREAMING, num_ranks)
+@cache
+def expected(schedule, num_stages):
+    return reference.train_in_one_process(
+        lambda: build_layers(partial(nn.Embedding, VOCAB, WIDTH)), SPLITS[num_stages],
+        cross_entropy, sgd, schedule, [[(ids, target) for ids, _, target in draw_batches()]],
+        NUM_MICROBATCHES, weigh=lambda target: count_tokens(target).item(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_stages", "num_ranks"), [(4, 2), slow(2, 2), slow(4, 4)])
+def test_losses_by_token_follow_the_reference(num_stages, num_ranks, ranks, subtests):
+    by_rank = ranks.run(num_ranks, stream, STREAMING, num_stages)
     twice = [schedule for schedule in STREAMING for _ in range(2)]
     for schedule, *found in zip(twice, *by_rank, strict=True):
         with subtests.test(str(schedule)):
-            wanted = reference.train_in_one_process(
-                lambda: build_layers(partial(nn.Embedding, VOCAB, WIDTH)), SPLITS[num_ranks],
-                cross_entropy, sgd, schedule,
-                [[(ids, target) for ids, _, target in draw_batches()]], NUM_MICROBATCHES,
-                weigh=lambda target: count_tokens(target).item(),
-            )  # fmt: skip
+            wanted = expected(schedule, num_stages)
             assert found[-1][0] == pytest.approx(wanted.losses, rel=1e-12)
             weights = {name: each for _, own in found for name, each in own.items()}
             close(weights, {name: wanted.state[name] for name in weights})

@@ -1,6 +1,7 @@
 """Models of which a part is frozen train as the unsplit model does, under every schedule."""
 
 from functools import cache, partial
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from pyparallel.pipeline import (
     StageError,
     XPipe,
 )
+from tests.cases import slow
 from tests.pipeline import reference
-from tests.pipeline.every_schedule import FLUSHING, one_of_each_kind_first
+from tests.pipeline.every_schedule import FLUSHING, one_of_each_kind
 from tests.pipeline.jobs import IN_ANY_DTYPE, train
 from tests.pipeline.models import OPTIMIZERS, SPLITS, WIDTH, build_calls, build_layers
 
@@ -29,6 +31,8 @@ TRAINED = {
     "the first layer": [0],  # gradients go through three stages without anything to train
     "adapters": [4, 10],  # in one layer of every second stage
 }
+EVERY_CASE = list(product(IN_ANY_DTYPE, TRAINED))
+COVERING = list(zip(one_of_each_kind(IN_ANY_DTYPE), cycle(TRAINED), strict=False))
 STREAMS = [build_calls(3, 13), build_calls(1, 12)]
 NUM_STAGES = 4
 
@@ -60,16 +64,15 @@ def norm_of(schedule):
     return None if schedule in FLUSHING else 0.3
 
 
-def split_and_train(rank, schedules):
+def split_and_train(rank, cases):
     """Return the state of each schedule and way of freezing."""
-    found = {}
-    for schedule in schedules:
-        for what in TRAINED:
-            found[schedule, what] = train(
-                schedule, build_frozen(what), SPLITS[NUM_STAGES], OPTIMIZERS["momentum"], STREAMS,
-                max_norm=norm_of(schedule),
-            ).state  # fmt: skip
-    return found
+    return [
+        train(
+            schedule, build_frozen(what), SPLITS[NUM_STAGES], OPTIMIZERS["momentum"], STREAMS,
+            max_norm=norm_of(schedule),
+        ).state
+        for schedule, what in cases
+    ]  # fmt: skip
 
 
 @cache
@@ -85,16 +88,17 @@ def train_whole(schedule, what):
     ).state  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
-@one_of_each_kind_first(IN_ANY_DTYPE)
-def test_the_trained_layers_alone_change(schedules, num_ranks, ranks, subtests):
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"), [(2, COVERING), slow(1, EVERY_CASE), slow(4, EVERY_CASE)]
+)
+def test_the_trained_layers_alone_change(num_ranks, cases, ranks, subtests):
     if num_ranks == 1:
-        of_ranks = [split_and_train(0, schedules)]
+        of_ranks = [split_and_train(0, cases)]
     else:
-        of_ranks = ranks.run(num_ranks, split_and_train, schedules)
-    for schedule, what in of_ranks[0]:
+        of_ranks = ranks.run(num_ranks, split_and_train, cases)
+    for (schedule, what), *states in zip(cases, *of_ranks, strict=True):
         with subtests.test(schedule=str(schedule), trained=what):
-            state = {k: v for each in of_ranks for k, v in each[schedule, what].items()}
+            state = {name: value for each in states for name, value in each.items()}
             wanted = train_whole(schedule, what)
             torch.testing.assert_close(state, wanted, rtol=1e-12, atol=1e-12)
             first = nn.Sequential(*build_frozen(what))

@@ -1,20 +1,12 @@
 """Batches that are lists, dicts and tuples, and short ones, against the unsplit model."""
 
-import copy
-import warnings
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import SplitPoint, pipeline
 
 from pyparallel.pipeline import (
-    GPipe,
-    Interlocking,
-    LinearHead,
     OneForwardOneBackward,
     PipelineTrainer,
-    Sum,
 )
 from tests.pipeline import reference
 from tests.pipeline.every_schedule import one_of_each_kind_first
@@ -161,61 +153,3 @@ def test_every_schedule_trains_on_lists_dicts_and_short_batches(schedules, ranks
             for found, wanted in zip(evaluated, wanted_evaluated, strict=True):
                 assert found == pytest.approx(wanted, rel=1e-12)
             torch.testing.assert_close({**first, **second}, weights, rtol=1e-12, atol=1e-12)
-
-
-def interlock(rank):
-    """Return the trainings on the batches as they are, and as one tensor each."""
-    given, packed = build_batches()
-    schedule = Interlocking(window=2, heads=LinearHead(2), losses=Sum())
-    layers = build_layers(FirstOfOneTensor)
-    return train(schedule, given, split=[4]), train(schedule, packed, split=[4], layers=layers)
-
-
-def test_interlocking_heads_take_lists_and_dicts(ranks):
-    for (losses, evaluated, weights), wanted in ranks.run(2, interlock):
-        assert losses == wanted[0]
-        assert evaluated == wanted[1]
-        for found, other in zip(weights.values(), wanted[2].values(), strict=True):
-            assert torch.equal(found, other)
-
-
-class Traced(nn.Module):
-    """A model of several arguments for torch's own split."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x, shift):
-        return self.second((self.first(x) + shift).tanh())
-
-
-def train_traced(rank):
-    """Return the losses of torch's stages and of the unsplit model, for lists, tuples and dicts."""
-    warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its tracing
-    generator = torch.Generator().manual_seed(3)
-    x, shift = torch.randn(2, 6, 4, generator=generator)
-    target = torch.randn(6, 2, generator=generator)
-    found = []
-    for inputs in ([x, shift], (x, shift), {"shift": shift, "x": x}):
-        torch.manual_seed(0)
-        model = Traced()
-        whole = copy.deepcopy(model)
-        args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
-        pipe = pipeline(model, (x[:2], shift[:2]), split_spec={"second": SplitPoint.BEGINNING})
-        trainer = PipelineTrainer(pipe, nn.functional.mse_loss, sgd, GPipe(), num_microbatches=3)
-        losses = [trainer.step(inputs, target) for _ in range(3)]
-        optimizer, wanted = sgd(whole.parameters()), []
-        for _ in range(3):
-            loss = nn.functional.mse_loss(whole(*args, **kwargs), target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            wanted.append(loss.item())
-        found.append((losses, wanted))
-    return found
-
-
-def test_torchs_stages_take_lists_tuples_and_dicts(ranks):
-    for losses, wanted in ranks.run(2, train_traced)[1]:
-        assert losses == pytest.approx(wanted)

@@ -73,20 +73,6 @@ def test_autocast_around_the_loop_casts_the_current_weights(schedule):
     assert torch.equal(*results)
 
 
-def test_an_optimizer_may_have_a_group_without_parameters():
-    def two_groups(parameters):
-        matrices = [p for p in parameters if p.dim() > 1]
-        rest = [p for p in parameters if p.dim() <= 1]
-        return torch.optim.AdamW([{"params": matrices}, {"params": rest, "weight_decay": 0.0}])
-
-    layers = [*linears(1), nn.LayerNorm(WIDTH)]
-    before = weights_of(layers)
-    trainer = build(layers, PipeOptim(), two_groups)
-    trainer.step(batch(), batch())
-    trainer.flush()
-    assert not torch.equal(weights_of(layers), before)
-
-
 def test_gradients_from_before_training_are_cleared():
     layers = linears(2)
     layers[0].weight.grad = torch.full((WIDTH, WIDTH), 1e3)

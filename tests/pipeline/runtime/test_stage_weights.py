@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.pipeline import Delayed, Live, NoPrediction, Predicted, Stashed
+from pyparallel.pipeline import Delayed, Live, Predicted, Stashed
 from pyparallel.pipeline.runtime.stage_weights import LiveWeights, StageWeights
 from pyparallel.training import FlatBuckets
 
@@ -187,14 +187,6 @@ def test_restarting_with_microbatches_in_flight_is_refused():
         layer(torch.ones(1, 1))
     with pytest.raises(RuntimeError, match=r"microbatches \[0\] are still in the pipeline"):
         weights.restart(Live())
-
-
-def test_schedules_without_prediction_refuse_to_predict():
-    layer = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    weight_predictor = NoPrediction().attach(optimizer, [FlatBuckets(layer.parameters(), 1 << 30)])
-    with pytest.raises(RuntimeError, match="horizon must be 0 without weight prediction, got 2"):
-        weight_predictor.predict(2, [])
 
 
 def test_live_weights_count_and_step():

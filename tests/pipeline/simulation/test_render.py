@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pyparallel.pipeline import Costs, GPipe, OneForwardOneBackward, ZeroBubble, draw, simulate
+from tests.cases import slow
 
 
 def grid(actions, *options, **costs):
@@ -48,7 +49,7 @@ def test_actions_that_take_no_time_are_not_shown():
     assert grid(GPipe().actions(1, 1), forward=0, backward=0) == "rank 0"
 
 
-@pytest.mark.parametrize("sizes", [(4, 6, 2), (1, 1, 1), (33, 34, 33)])
+@pytest.mark.parametrize("sizes", [(4, 6, 2), (1, 1, 1), slow((33, 34, 33))])
 def test_the_picture_is_written(tmp_path, sizes):
     pytest.importorskip("matplotlib")
     picture = importlib.import_module("pyparallel.pipeline.simulation.picture")
