@@ -3,6 +3,7 @@ import gc
 import inspect
 import re
 import weakref
+from functools import partial
 
 import pytest
 import torch
