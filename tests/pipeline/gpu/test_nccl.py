@@ -62,7 +62,7 @@ class FakeStage:
     def take_last_read(self):
         return None  # nothing is measured
 
-    def restart(self):
+    def restart(self, policy):
         pass
 
 
@@ -112,7 +112,7 @@ def enqueue(schedule, shape, monkeypatch, *, groups=None, lengths=lambda nr: 1 +
                 executor.barrier(0)
         executor.train(lambda rank: schedule.drain(shape, rank, STEPS), FakeSplitter())
         executor.barrier(0)
-        executor.restart()
+        executor.restart(schedule.versions(shape))
 
     with monkeypatch.context() as patch:
         patch.setattr(executors, "_UPDATES_VIA_HOST", 0)
