@@ -66,10 +66,10 @@ COMMON = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id
 MODELS = {"GPT-2": build_gpt2, "Llama": build_llama}
 
 
-def batches(seed: int) -> Iterator[Tensor]:
+def batches(seed: int, length: int = LENGTH) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     while True:
-        yield draw_windows(load_text()[0], BATCH, LENGTH, generator)
+        yield draw_windows(load_text()[0], BATCH, length, generator)
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:

@@ -26,6 +26,20 @@ def markdown(rows: Sequence[Row]) -> str:
     return markdown_table([*head, "against unsplit"], lines)
 
 
+def by_start(rows: Sequence[Row]) -> str:
+    """Return how far held-out loss is behind synchronous training, by the start; least to most."""
+    lines = []
+    for start, of_start in grouped([r for r in rows if r["start"] != "all"], "start").items():
+        cells = []
+        for clip in ("", "1.0"):
+            exact = {r["seed"]: r for r in rows if r["start"] == "all" and r["clip"] == clip}
+            own = [behind(r, exact[r["seed"]]) for r in of_start if r["clip"] == clip]
+            cells.append(f"{min(own):+.1f} to {max(own):+.1f} %")
+        lines.append([start, *cells])
+    lines.sort(key=lambda line: int(line[0]))
+    return markdown_table(["synchronous updates", "not clipped", "max_norm=1.0"], lines)
+
+
 def behind(row: Row, unsplit: Row) -> float:
     """Return by how many percent the held-out loss is above that of the unsplit model."""
     return 100 * (float(row["held_out_bits"]) / float(unsplit["held_out_bits"]) - 1)
