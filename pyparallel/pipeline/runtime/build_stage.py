@@ -100,7 +100,7 @@ def find_warm_up(scheduler_fn: SchedulerFactory | None) -> int:
     rule = 'synchronous_updates must be a number, not "warm-up",'
     if scheduler_fn is None:
         raise ValueError(f"{rule} without a scheduler_fn")
-    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+    optimizer = SGD([nn.Parameter(torch.zeros(1, device="cpu"))], lr=1.0, momentum=0.9)
     try:
         scheduler = scheduler_fn(optimizer)
         rates = [optimizer.param_groups[0]["lr"]]
