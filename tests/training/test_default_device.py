@@ -19,7 +19,7 @@ from pyparallel.subnets import Partition
 from tests.gossip.every_algorithm import COVERING, EVERY_ALGORITHM
 from tests.workers import call_each
 
-PACKAGE = Path(__file__).resolve().parents[1] / "pyparallel"
+PACKAGE = Path(__file__).resolve().parents[2] / "pyparallel"
 FACTORIES = {
     "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
     "randperm", "scalar_tensor", "tensor", "zeros",
