@@ -14,6 +14,7 @@ from benchmarks.harness.rows import (
     RESULTS,
     Row,
     RunRows,
+    commit,
     machine,
     print_rows,
     read_rows,
@@ -23,9 +24,24 @@ from benchmarks.harness.rows import (
 Parts = Mapping[str, Callable[[Any], Iterator[list[Row]]]]
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses to measure for the pages what no commit has."""
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        options = super().parse_args(*args, **kwargs)
+        measures = getattr(options, "seeds", None) != []
+        of_pages = options.out is None or options.out.resolve().parent == RESULTS.resolve()
+        if measures and of_pages and commit().endswith("-dirty"):
+            self.error(
+                f"rows of {RESULTS.name}/ must be of a commit, got uncommitted changes: commit "
+                "them, or pass --out"
+            )
+        return options
+
+
 def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """Return the argument parser of ``python -m benchmarks.<module>``, with ``--out``."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"python -m benchmarks.{module}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

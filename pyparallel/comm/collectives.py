@@ -184,7 +184,7 @@ class Collectives:
 def int64_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
     """Return numbers as (n,) int64; unlike with ``torch.tensor``, no host waits for a GPU."""
     if device.type == "cpu":
-        return torch.tensor(numbers, dtype=torch.int64)
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     on_device = torch.empty(len(numbers), dtype=torch.int64, device=device)
     for place, number in zip(on_device.unbind(), numbers, strict=True):
         place.fill_(number)

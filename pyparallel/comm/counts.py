@@ -110,7 +110,7 @@ def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
     """Return numbers as (n,) float64; the host does not wait for the device."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=torch.float64, device=device)
-    pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=True)
+    pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=True, device="cpu")
     return pinned.to(device, non_blocking=True)
 
 

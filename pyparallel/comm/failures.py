@@ -139,7 +139,7 @@ def _close(group: Any) -> None:
 
 def _post_receive(group: Any, index: int) -> Any | None:
     """Return the work of a receive for which nothing is sent; None if the connection is closed."""
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     try:
         work = post(group._get_backend(torch.device("cpu")).recv, [tensor], index, _TAG)
     except RuntimeError:

@@ -43,7 +43,7 @@ def raise_if_any_corrupt(corrupt_sender: int | None, collectives: Collectives) -
 
     All ranks must call it.
     """
-    own = torch.tensor([-1 if corrupt_sender is None else corrupt_sender])
+    own = torch.tensor([-1 if corrupt_sender is None else corrupt_sender], device="cpu")
     for (sender,) in collectives.all_gather(own).tolist():
         if sender >= 0:
             raise _corrupt_message_error(sender, "")

@@ -26,7 +26,9 @@ def raise_of_ranks(
     parameter that is not finite, or -1. The collectives are on the CPU.
     """
     with collectives.uncounted():
-        of_ranks = collectives.all_gather(torch.tensor(pieces, dtype=torch.int64)).tolist()
+        of_ranks = collectives.all_gather(
+            torch.tensor(pieces, dtype=torch.int64, device="cpu")
+        ).tolist()
     for rank, of_rank in enumerate(of_ranks):
         for layout, piece in zip(layouts, of_rank, strict=True):
             if piece >= 0:
@@ -111,7 +113,9 @@ class _LateVerdict:
     @classmethod
     def of(cls, of_ranks: Tensor, layout: BufferLayout, step: int | None) -> "_LateVerdict":
         """Start to copy the verdicts of all ranks to the host."""
-        on_host = torch.empty(of_ranks.shape, dtype=torch.int64, pin_memory=of_ranks.is_cuda)
+        on_host = torch.empty(
+            of_ranks.shape, dtype=torch.int64, pin_memory=of_ranks.is_cuda, device="cpu"
+        )
         on_host.copy_(of_ranks, non_blocking=True)
         copied = torch.Event(of_ranks.device) if of_ranks.is_cuda else None
         if copied is not None:

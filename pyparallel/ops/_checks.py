@@ -193,7 +193,7 @@ Number = float | int | Tensor
 def as_scalar(name: str, number: Number, model: Tensor) -> Tensor:
     """Return a 0-d float64 tensor; one on the model's device stays there and is not read."""
     if not isinstance(number, Tensor):
-        return torch.scalar_tensor(number, dtype=float64)
+        return torch.scalar_tensor(number, dtype=float64, device="cpu")
     check_scalar(name, number, model)
     return number if number.dtype == float64 else number.to(float64)
 

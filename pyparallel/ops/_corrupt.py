@@ -56,7 +56,7 @@ def _host_visible_zero(device: torch.device) -> tuple[Tensor, Tensor]:
         zero = torch.zeros((), dtype=torch.int64, device=device)
         return zero, zero
     with torch.cuda.device(device):
-        pinned = torch.zeros((), dtype=torch.int64, pin_memory=True)
+        pinned = torch.zeros((), dtype=torch.int64, pin_memory=True, device="cpu")
         return pinned, torch.as_tensor(_HostVisible(pinned), device=device)
 
 

@@ -159,7 +159,7 @@ class Ternary(Format):
     @override
     def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
         """Send the entries above a half; or each with its magnitude as the probability."""
-        threshold = torch.tensor(0.5) if random is None else _fraction(random)
+        threshold = torch.tensor(0.5, device="cpu") if random is None else _fraction(random)
         sign = torch.signbit(scaled).to(torch.uint8)
         return torch.where(threshold < scaled.abs(), 1 + sign, 0).to(torch.uint8)
 
@@ -200,7 +200,10 @@ class Natural(Format):
         magnitude = scaled.abs()
         bits = magnitude.view(torch.int32).long()
         if random is None:
-            rounded, threshold = bits + (1 << 22) - 1 + (bits >> 23 & 1), torch.tensor(0.5)
+            rounded, threshold = (
+                bits + (1 << 22) - 1 + (bits >> 23 & 1),
+                torch.tensor(0.5, device="cpu"),
+            )
         else:
             rounded, threshold = bits + (random << 7) + 64, _fraction(random)
         small = (threshold * 2.0**-80 < magnitude).long()

@@ -54,7 +54,7 @@ def as_offset(offset: int | Tensor, model: Tensor) -> Tensor:
     if not isinstance(offset, Tensor):
         if not isinstance(offset, int) or not 0 <= offset < 2**63:
             raise ValueError(f"offset must be an integer in [0, 2**63), got {offset!r}")
-        return torch.scalar_tensor(offset, dtype=torch.int64)
+        return torch.scalar_tensor(offset, dtype=torch.int64, device="cpu")
     fits = offset.dtype == torch.int64 and offset.dim() == 0
     if not (fits and (offset.is_cpu or offset.device == model.device)):
         raise ValueError(

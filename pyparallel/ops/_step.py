@@ -153,7 +153,7 @@ def take_masses(
     if masses is None:
         if messages:
             raise ValueError(f"masses must be given with {len(messages)} messages, got None")
-        masses = torch.empty(0, dtype=float64)
+        masses = torch.empty(0, dtype=float64, device="cpu")
     if mass is None:
         # Without messages it is only a scalar, which need not be on the device.
         mass = torch.scalar_tensor(1, dtype=float64, device=param.device if messages else None)

@@ -18,9 +18,9 @@ from .bucket import MASTER, STEP, Bucket, Gradients, Span
 from .validation import check_apart, check_options, check_parameters
 
 NO_LIMIT = 1 << 62
-_ZERO = torch.zeros((), dtype=torch.float64)
-_ONE = torch.ones((), dtype=torch.float64)
-_NO_MASSES = torch.empty(0, dtype=torch.float64)
+_ZERO = torch.zeros((), dtype=torch.float64, device="cpu")
+_ONE = torch.ones((), dtype=torch.float64, device="cpu")
+_NO_MASSES = torch.empty(0, dtype=torch.float64, device="cpu")
 
 Group = dict[str, Any]
 

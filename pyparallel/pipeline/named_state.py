@@ -153,11 +153,11 @@ def load_checkpoint(
             kept = saved[key]
             state[key] = None
             if isinstance(kept, TensorStorageMetadata):
-                state[key] = torch.empty(kept.size, dtype=kept.properties.dtype)
+                state[key] = torch.empty(kept.size, dtype=kept.properties.dtype, device="cpu")
         training.read_checkpoint(state, checkpoint_id)
         for each in stages:
             own = {f"model.{name}": value for name, value in each.module_state().items()}
-            zero = torch.zeros((), dtype=torch.float64)
+            zero = torch.zeros((), dtype=torch.float64, device="cpu")
             own.update((key, zero) for key in each.norm_keys() if key in state)
             training.check_like({key: state[key] for key in own}, own, "checkpoint_id")
             for optimizer in each.stage.optimizers:
@@ -176,7 +176,7 @@ def load_checkpoint(
             optimizer.load_state_dict(_optimizer_state(each, optimizer, state))
         for key, scheduler in each.schedulers():
             scheduler.load_state_dict(_scheduler_state(scheduler, state[key][0]))
-        zero = torch.zeros((), dtype=torch.float64)
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
         norms = [state.get(key, zero) for key in each.norm_keys()]
         each.stage.load_updates(state["updates"], torch.stack(norms) if norms else None)
     step: int = state["step"]

@@ -68,13 +68,13 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """
     tensors = [each for each in tensors if each.numel()]
     if not tensors:
-        return torch.ones((), dtype=torch.bool)
+        return torch.ones((), dtype=torch.bool, device="cpu")
     on_cpu = tensors[0].is_cpu
     norms = torch._foreach_norm(tensors, 2.0 if on_cpu else math.inf)
     are_finite = torch.stack([norm.float() for norm in norms]).isfinite().all()
     # The Euclidean norm, which is faster there, may overflow where no entry does.
     if on_cpu and not are_finite:
-        return torch.tensor(not any(map(count_nonfinite, tensors)))
+        return torch.tensor(not any(map(count_nonfinite, tensors)), device="cpu")
     return are_finite
 
 

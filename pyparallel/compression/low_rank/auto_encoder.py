@@ -71,7 +71,7 @@ class ConvAutoEncoder(AutoEncoder):
         """Draw normal weights that keep magnitudes from layer to layer (He et al., 2015)."""
         generator = torch.Generator().manual_seed(self.seed)
         layers = [
-            torch.randn(rows * columns, generator=generator, dtype=torch.float32)
+            torch.randn(rows * columns, generator=generator, dtype=torch.float32, device="cpu")
             * math.sqrt(2 / columns)
             for rows, columns in self._shapes
         ]

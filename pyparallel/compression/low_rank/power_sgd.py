@@ -143,7 +143,7 @@ class PowerSGD(Compressor):
             CompressorState(piece).seed(self.seed, shared=True)
         )
         shape = (batch.columns, batch.rank)
-        return torch.randn(shape, generator=generator, dtype=torch.float32)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _multiply(

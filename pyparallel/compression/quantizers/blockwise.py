@@ -60,7 +60,10 @@ class BlockwiseCompressor(Compressor):
         # A GPU counts corrupt entries, and a later message raises: the host does not wait.
         sends_verdict = x.device.type == "cpu" and not self.accepts_all
         if sends_verdict:
-            message = (*message, torch.tensor([-1 if corrupt_sender is None else corrupt_sender]))
+            message = (
+                *message,
+                torch.tensor([-1 if corrupt_sender is None else corrupt_sender], device="cpu"),
+            )
         gathered = self._gather(message, parts, collectives)
         if sends_verdict:
             for rank, (*_, corrupt) in enumerate(gathered):

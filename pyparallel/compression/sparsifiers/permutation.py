@@ -32,8 +32,8 @@ class Permutation:
         # manual_seed uses 32 bits of its argument.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{step}".encode()))
         shares = self.shares(layout.numel, num_ranks)
-        rotation = int(torch.randint(num_ranks, (), generator=generator))
-        runs = torch.randperm(shares.num_runs, generator=generator)
+        rotation = int(torch.randint(num_ranks, (), generator=generator, device="cpu"))
+        runs = torch.randperm(shares.num_runs, generator=generator, device="cpu")
         if device.type == "cuda":
             runs = runs.pin_memory()
         on_device = runs.to(device, non_blocking=True)

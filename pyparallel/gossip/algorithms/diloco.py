@@ -54,7 +54,7 @@ class DiLoCo(Algorithm):
 
     @override
     def config_fields(self) -> list[tuple[str, str]]:
-        outer = self.outer_optimizer([torch.zeros(1, requires_grad=True)])
+        outer = self.outer_optimizer([torch.zeros(1, requires_grad=True, device="cpu")])
         return [("algorithm", repr(self)), ("outer optimizer", repr(outer))]
 
     @override

@@ -113,7 +113,9 @@ class SlowMomentumAverager(PeriodicAverager):
 
     def _common_lr(self) -> float:
         """Broadcast rank 0's lr: schedules may differ if a rank has no batches or skips a step."""
-        lr = torch.tensor(float(self._optimizer.param_groups[0]["lr"]), dtype=torch.float64)
+        lr = torch.tensor(
+            float(self._optimizer.param_groups[0]["lr"]), dtype=torch.float64, device="cpu"
+        )
         lr = lr.to(self._before[0].device)
         self._collectives.broadcast_(lr, 0)
         return float(lr)

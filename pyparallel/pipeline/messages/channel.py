@@ -258,7 +258,7 @@ class Channel:
 
     def _recv_payload(self, header: Header, length: int) -> Tensor:
         if header.via_host:
-            payload = torch.empty(length, dtype=torch.uint8)
+            payload = torch.empty(length, dtype=torch.uint8, device="cpu")
             with self._peer_errors():
                 self._irecv(payload, self._recv_group, _VIA_HOST_TAG).wait()
             return payload.to(self._groups.device)

@@ -220,7 +220,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def _empty(capacity: int) -> Tensor:
-    return torch.empty(HEADER_WORDS + capacity // 8, dtype=torch.int64)
+    return torch.empty(HEADER_WORDS + capacity // 8, dtype=torch.int64, device="cpu")
 
 
 def detached(value: Value) -> Value:

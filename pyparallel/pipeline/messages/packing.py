@@ -12,7 +12,7 @@ def pack(value: Value) -> Tensor:
     """Return the payload of a value, uint8; a view if it is one contiguous tensor."""
     tensors = tensors_of(value)
     if not tensors:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     first = tensors[0].detach().resolve_conj().resolve_neg()
     length = sum(aligned(each.nbytes) for each in tensors)
     if len(tensors) == 1 and first.is_contiguous() and first.nbytes == length:

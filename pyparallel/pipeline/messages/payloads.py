@@ -82,7 +82,7 @@ class GlooPayloads(Payloads):
         pass  # the channel waits for each send's work
 
     def _post(self, stream: int, length: int, usual: bool) -> tuple[Tensor, Any]:
-        payload = torch.empty(length, dtype=torch.uint8)
+        payload = torch.empty(length, dtype=torch.uint8, device="cpu")
         return payload, post(self._recv_group.recv, [payload], self._peer, _tag(stream, usual))
 
 

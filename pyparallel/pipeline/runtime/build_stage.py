@@ -77,7 +77,7 @@ def _warn_of_delayed_attention(module: nn.Module, optimizers: Sequence[Optimizer
             warnings.warn(
                 f"{type(each).__name__} is trained by {type(adams[0]).__name__} on delayed "
                 "gradients from the first update, after which a GPT-2 has ended 12.6 % above its "
-                'loss: pass synchronous_updates="warm-up" to the schedule and max_norm=1.0 to the '
+                "loss: pass synchronous_updates=100 to the schedule and max_norm=1.0 to the "
                 'trainer, or train matrices by Muon (see "Choose a schedule" in the how-to guides)',
                 stacklevel=2,
             )
@@ -100,7 +100,7 @@ def find_warm_up(scheduler_fn: SchedulerFactory | None) -> int:
     rule = 'synchronous_updates must be a number, not "warm-up",'
     if scheduler_fn is None:
         raise ValueError(f"{rule} without a scheduler_fn")
-    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+    optimizer = SGD([nn.Parameter(torch.zeros(1, device="cpu"))], lr=1.0, momentum=0.9)
     try:
         scheduler = scheduler_fn(optimizer)
         rates = [optimizer.param_groups[0]["lr"]]

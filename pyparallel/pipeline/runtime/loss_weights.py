@@ -44,7 +44,7 @@ def compute_loss_weights(
 def host_values(tensor: Tensor) -> list[float]:
     """Return a tensor's elements; the host waits for its stream."""
     if tensor.is_cuda:
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         pinned.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

@@ -312,7 +312,7 @@ class Stage:
         check_like(plain_keys(state["module"]), own, f"{path}.module")
         check_like(state.get("updates", 0), self.num_updates, f"{path}.updates")
         if self.clipper is not None and "squared_norms" in state:
-            norms = torch.zeros(len(self.optimized), dtype=torch.float64)
+            norms = torch.zeros(len(self.optimized), dtype=torch.float64, device="cpu")
             check_like(state["squared_norms"], norms, f"{path}.squared_norms")
         check_training_state(self.optimizers, self.schedulers, state, path)
 

@@ -9,7 +9,7 @@ from .streaming import Streaming
 from .versions import Live, Versions, in_mode
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Nesterov(Streaming):
     """1F1B without flush, for an optimizer with a Nesterov-type correction of the delay.
 

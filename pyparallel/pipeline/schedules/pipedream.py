@@ -9,7 +9,7 @@ from .streaming import Streaming
 from .versions import Live, Stashed, Versions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PipeDream(Streaming):
     """1F1B without flush, each microbatch on one version per stage (Narayanan et al., SOSP 2019).
 

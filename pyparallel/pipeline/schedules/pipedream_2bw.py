@@ -11,7 +11,7 @@ from .streaming import Streaming
 from .versions import Delayed, Versions, in_mode
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PipeDream2BW(Streaming):
     """One update per step, and gradients with a staleness of one update on every stage.
 

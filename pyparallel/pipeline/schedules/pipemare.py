@@ -17,7 +17,7 @@ from .streaming import Streaming
 from .versions import Estimated, Live, Versions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PipeMare(Streaming):
     """1F1B without flush, forward and backward on live weights (Yang et al., MLSys 2021).
 

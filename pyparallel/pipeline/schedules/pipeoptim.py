@@ -11,7 +11,7 @@ from .streaming import Streaming
 from .versions import Predicted, Versions, in_mode
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PipeOptim(Streaming):
     """1F1B without flush, forwards on weights predicted by the optimizer's own rule.
 

@@ -12,7 +12,7 @@ from .streaming import Streaming
 from .versions import Predicted, Speculative, Stashed, Versions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SpecTrain(Streaming):
     """1F1B without flush, on weights predicted by momentum (Chen et al., arXiv 1809.02839).
 

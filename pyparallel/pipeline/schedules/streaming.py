@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Self
 
 from typing_extensions import override
@@ -15,7 +15,7 @@ from .shape import PipelineShape
 from .versions import SynchronousStart, Versions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Streaming(Schedule):
     """1F1B without a flush: the pipeline stays full between steps.
 
@@ -37,6 +37,13 @@ class Streaming(Schedule):
     def __post_init__(self) -> None:
         if self.synchronous_updates != "warm-up":
             check_integer("synchronous_updates", self.synchronous_updates, 0)
+
+    def __repr__(self) -> str:
+        """Return the options, the start only if there is one; of subclasses without a repr."""
+        names = [each.name for each in fields(self) if each.name != "synchronous_updates"]
+        names += ["synchronous_updates"] * bool(self.synchronous_updates)
+        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{type(self).__name__}({options})"
 
     @abstractmethod
     def streaming_versions(self, shape: PipelineShape) -> Versions:

@@ -11,7 +11,7 @@ from .streaming import Streaming
 from .versions import Predicted, Versions, in_mode
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class XPipe(Streaming):
     """1F1B without flush; the first microbatch of a step predicts the weights for all of them.
 

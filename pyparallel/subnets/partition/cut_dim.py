@@ -28,8 +28,8 @@ class Place:
         """Return the indices, int64, of the chosen units, ascending if these are."""
         if self.blocks == self.unit_size == 1:
             return chosen
-        blocks = torch.arange(self.blocks).view(-1, 1, 1) * units
-        within = torch.arange(self.unit_size)
+        blocks = torch.arange(self.blocks, device="cpu").view(-1, 1, 1) * units
+        within = torch.arange(self.unit_size, device="cpu")
         return ((blocks + chosen.view(1, -1, 1)) * self.unit_size + within).flatten()
 
     def length(self, units: int) -> int:

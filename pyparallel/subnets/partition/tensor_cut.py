@@ -68,7 +68,7 @@ def block_of(cut: TensorCut, indices: Mapping[int, Tensor], owned: range) -> Blo
     if 0 not in indices:
         span = slice(owned.start, owned.stop)
         return Block(span, (len(owned), *shape[1:]), indices)
-    bounds = torch.tensor([owned.start, owned.stop])
+    bounds = torch.tensor([owned.start, owned.stop], device="cpu")
     first, last = torch.searchsorted(indices[0], bounds).tolist()
     chosen = {**indices, 0: indices[0][first:last] - owned.start}
     return Block(slice(first, last), (last - first, *shape[1:]), chosen)

@@ -23,5 +23,5 @@ def draw_units(
     """
     # manual_seed uses 32 bits of its argument, and Python's hash differs between processes.
     number = zlib.crc32(f"{seed}/{round_index}/{name}".encode())
-    order = torch.randperm(units, generator=torch.Generator().manual_seed(number))
+    order = torch.randperm(units, generator=torch.Generator().manual_seed(number), device="cpu")
     return [piece.sort().values for piece in order.split(list(sizes(units, num_subnets)))]

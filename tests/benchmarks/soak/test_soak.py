@@ -99,7 +99,7 @@ def test_a_case_past_its_time_limit_fails():
 
 def test_unknown_cases_are_an_error(capsys):
     with pytest.raises(SystemExit):
-        parse(["--part", "rounds", "--only", "ADPSGD"])
+        parse(["--out", "rows.csv", "--part", "rounds", "--only", "ADPSGD"])
     assert "--only must begin the name of a case, got 'ADPSGD': Star" in capsys.readouterr().err
 
 

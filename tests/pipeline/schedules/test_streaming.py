@@ -137,7 +137,7 @@ def train_attention(optimizer_fn, schedule):
 
 
 def test_delayed_attention_under_adam_is_a_warning_that_names_the_options():
-    with pytest.warns(UserWarning, match='AdamW on delayed .* synchronous_updates="warm-up"'):
+    with pytest.warns(UserWarning, match="AdamW on delayed .* synchronous_updates=100 "):
         train_attention(AdamW, PipeOptim())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
