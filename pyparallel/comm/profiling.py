@@ -22,7 +22,7 @@ def post(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     if not profiler._is_profiler_enabled:
         return function(*arguments)
-    enable: Any = torch.autograd._enable_record_function  # type: ignore[attr-defined]
+    enable: Any = torch.autograd._enable_record_function  # type: ignore[attr-defined]  # re-exported
     enable(False)
     try:
         return function(*arguments)

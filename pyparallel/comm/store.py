@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 # The last is no public name, which mypy asks for.
-from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]  # re-exports
 
 from .errors import PeerError
 

@@ -15,7 +15,7 @@ from .quantizers import *  # noqa: F403  likewise
 from .sparsifiers import *  # noqa: F403  likewise
 from .state import CompressorState
 from .state_store import StateStore, merge_states
-from .wrappers import *  # noqa: F403
+from .wrappers import *  # noqa: F403  likewise
 
 if TYPE_CHECKING:
     from .hooks.fsdp import FSDPCompression, compress_fsdp, fsdp_all_gather, fsdp_reduce_scatter

@@ -129,9 +129,10 @@ class PipelineTrainer(Trainer):
             measure_gradient_norms=measure_gradient_norms,
         )  # fmt: skip
         agree(of_ranks, arguments.fields(), find_argument_error(arguments))
-        schedule = schedule.with_warm_up(partial(find_warm_up, scheduler_fn))
-        agree(of_ranks, [("schedule with the warm-up of scheduler_fn", repr(schedule))], None)
-        self._arguments = replace(arguments, schedule=schedule)
+        started = schedule.with_warm_up(partial(find_warm_up, scheduler_fn))
+        if started is not schedule:  # so on all ranks, whose schedules are equal
+            agree(of_ranks, [("schedule with the warm-up of scheduler_fn", repr(started))], None)
+        self._arguments = replace(arguments, schedule=started)
         self._open_run(process_group)
         self._built: Pipeline | None = None
         self._loss: float | None = None  # of the last step
