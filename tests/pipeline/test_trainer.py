@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LinearLR, StepLR
 
 from pyparallel.comm import DisagreementError
 from pyparallel.compression import TopK
@@ -284,6 +284,16 @@ def test_a_mistake_is_one_error_on_every_rank(ranks):
     for error, (name, (_, _, message)) in zip(first, MISTAKES.items(), strict=True):
         assert message in error, name
         assert re.match("rank(s 0-1| 0): ", error), name
+
+
+def warm_up_unequally(rank):
+    scheduler_fn = partial(LinearLR, total_iters=3 + rank)
+    with pytest.raises(DisagreementError, match="same schedule with the warm-up of scheduler_fn"):
+        build(PipeOptim(synchronous_updates="warm-up"), scheduler_fn=scheduler_fn)
+
+
+def test_ranks_whose_warm_ups_differ_are_an_error(ranks):
+    ranks.run(2, warm_up_unequally)
 
 
 class InDDP(nn.parallel.DistributedDataParallel):
