@@ -10,7 +10,6 @@ checkout's.
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -81,11 +80,10 @@ def write(found: dict[tuple[str, str], list[tuple[float, float]]], before: Path)
 
 def run_ranks(checkout: Path) -> dict[str, tuple[str, float]]:
     """Return unit and value of each case, measured in two new processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"PYTHONPATH": str(checkout), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    place |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    from benchmarks.harness.link import free_port
+
+    place = {"PYTHONPATH": str(checkout), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+    place |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, "--measure"], env={**os.environ, **place, "RANK": rank},

@@ -119,6 +119,15 @@ FAULTS = [
         "tests/gossip/push_sum",
     ),
     Fault(
+        "a fused step does not merge the compressed round in flight before its update",
+        "pyparallel/gossip/push_sum/buffer.py",
+        """        if merges:
+            self.merge()
+        step(""",
+        "        step(",
+        "tests/gossip/test_closures.py",
+    ),
+    Fault(
         "a round is merged without waiting for its messages",
         "pyparallel/gossip/push_sum/buffer.py",
         """        self.wait()

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import random
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -40,10 +41,17 @@ class Rendezvous:
 
 @contextmanager
 def loopback() -> Iterator[Rendezvous]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    yield Rendezvous("127.0.0.1", port, "lo")
+    yield Rendezvous("127.0.0.1", free_port(), "lo")
+
+
+def free_port() -> int:
+    """Return a port below those that the kernel gives to connections: it stays free until used."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(first // 2, first)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:  # nobody listens
+                return port
 
 
 @contextmanager

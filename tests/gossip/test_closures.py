@@ -84,8 +84,10 @@ def compare_with_closures(rank, cases):
     return found
 
 
-# Each algorithm with one optimizer, in turns.
-@pytest.mark.parametrize("cases", [CASES[::4] + CASES[9:10], slow(CASES)], ids=["covering", "all"])
+# Each algorithm with one optimizer, in turns, and compressed messages with a fused one.
+@pytest.mark.parametrize(
+    "cases", [[*CASES[::4], CASES[9], CASES[17]], slow(CASES)], ids=["covering", "all"]
+)
 def test_trajectories_with_a_closure_are_those_without_it(ranks, subtests, cases):
     for rank, found in enumerate(ranks.run(3, compare_with_closures, cases)):
         for label, (same, hides) in found.items():

@@ -4,7 +4,6 @@ import datetime
 import os
 import re
 import signal
-import socket
 import time
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.harness.link import free_port
 from pyparallel.pipeline import (
     GPipe,
     Interleaved,
@@ -94,12 +94,6 @@ def train(rank, num_ranks, schedule, victims, moment, port):
         die()
     trainer.flush()
     trainer.evaluate(batch, batch)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 CASES = {

@@ -107,6 +107,8 @@ class RoundBuffer(ABC):
         before the update, an error of ``merge`` means that the step has not been taken. ``sends``:
         ``send`` comes next.
         """
+        if merges:
+            self.merge()
         step(mass=self.weight)
 
     @torch.no_grad()
