@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyparallel import GossipDataParallel
 from pyparallel.comm import PeerError, Run, reports
 from pyparallel.comm.collectives import Collectives
+from pyparallel.comm.process_groups import create_group
 from pyparallel.compression import Cast, Int8, TopK, compress_fsdp, ddp_hook
 from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
@@ -38,7 +39,7 @@ def model():
 
 def new_group(ranks=range(NUM_RANKS)):
     """Return a group with the timeout of all ranks' group."""
-    return Run().within(ranks).group
+    return create_group(ranks, None)
 
 
 def loop(forward, optimizer, num_steps=1000, record_loss=None):

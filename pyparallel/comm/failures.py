@@ -29,6 +29,8 @@ _TAG = 2**31 - 2  # of receives for which nothing is sent; no payload of a gossi
 _OF_PEERS = re.compile(r"gloo|nccl|timed? ?out|connect|socket|broken pipe|store", re.IGNORECASE)
 # What a backend itself raises: a place in gloo, or a type of torch.distributed.
 _OF_BACKENDS = re.compile(r"gloo/|torch.distributed.Dist\w*Error")
+# What the operating system refuses to this process, also if gloo says it.
+_OF_THIS_RANK = re.compile(r"too many open files|cannot allocate memory|bad_alloc", re.IGNORECASE)
 _OF_TIMEOUTS = re.compile(r"timed? ?out", re.IGNORECASE)
 
 _kept: list[tuple[Tensor, Any]] = []  # receives for which nothing is sent: gloo has their memory
@@ -64,8 +66,9 @@ def peer_error(
     own = Report(place, waited_for)
     quoted = _quote(error)
     reports = reports or Reports(group)
-    if not _OF_PEERS.search(str(error)):
-        found = replace(own, failed=[me], how=quoted)
+    refused = _OF_THIS_RANK.search(str(error))
+    if refused or not _OF_PEERS.search(str(error)):
+        found = replace(own, failed=[me], how=refused[0] if refused else quoted)
         reports.publish(found)
         return _with(PeerError(f"{own.place}: {what} on this rank: {quoted}"), found)
     timed_out = _OF_TIMEOUTS.search(str(error)) is not None

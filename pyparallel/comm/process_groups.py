@@ -19,15 +19,14 @@ the GIL again, while Python finalizes.
 """
 
 import atexit
-import datetime
 import gc
+import hashlib
 import importlib
 import os
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,10 +35,15 @@ from torch.distributed import distributed_c10d
 
 from .store import store_of, timeout_of
 
-# Of each default group and list of ranks: how often a group of them was created, and the length of
-# torch's list of groups at the last time.
-_created: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, int]]]"
+# Of each default group and list of ranks: how many groups of them were created.
+_created: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]]"
 _created = weakref.WeakKeyDictionary()
+
+# Groups that this rank needs no more: those that it has not told the others, and those that it has,
+# with the keys in the store by which all members tell it.
+_given_back: "list[weakref.ref[dist.ProcessGroup]]" = []
+_announced: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]]"
+_announced = weakref.WeakKeyDictionary()
 
 importlib.import_module("torch.distributed.nn.functional")  # before any group exists: see above
 
@@ -120,79 +124,71 @@ def _check_split(parent: Any) -> None:
         )
 
 
+def give_back(groups: Sequence["weakref.ref[dist.ProcessGroup]"]) -> None:
+    """Have gloo groups destroyed once all their members have given them back.
+
+    Nothing waits for it: it is done where a later group is created. Until then a message that this
+    rank sent last can be received. Groups of NCCL stay until ``destroy_process_group()``, as their
+    members would have to destroy them together.
+    """
+    _given_back.extend(groups)
+
+
+def _announce() -> None:
+    """Tell the other members which groups this rank has given back."""
+    while _given_back:
+        group = _given_back.pop()()
+        if group is not None and _exists(group) and "nccl" not in dist.get_backend_config(group):
+            members = dist.get_process_group_ranks(group)
+            keys = [f"given back/{group.group_name}/{rank}" for rank in members]
+            store_of(None).set(keys[dist.get_rank(group)], "")
+            _announced[group] = keys
+
+
+def _destroy() -> None:
+    """Destroy the groups that all members have given back."""
+    for group, keys in list(_announced.items()):
+        exists = _exists(group)
+        if not exists or store_of(None).wait(keys, 0):
+            del _announced[group]
+            if exists:
+                dist.destroy_process_group(group)
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    return group in distributed_c10d._world.pg_names
+
+
 def _connect(
     ranks: Sequence[int], parent: Any, backend: str | None, for_p2p: bool
 ) -> dist.ProcessGroup:
     backend, timeout = backend or dist.get_backend_config(parent), timeout_of(parent)
-    # By its count alone, which torch names groups by, parts created at the same time share a name.
-    by_ranks = len(ranks) < dist.get_world_size() or _is_named_by_count()
-    with _same_name(ranks, timeout) if by_ranks else nullcontext():
+    _announce()
+    with _name(ranks):
         group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=timeout, backend=backend, use_local_synchronization=by_ranks
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
         )
     # A member that continues and fails would disconnect those still connecting (gloo), and NCCL
     # needs all ranks in a group's first call, while a gossip round may leave some out.
     if not (for_p2p and "nccl" in backend):
         dist.barrier(group)
+    _destroy()
     return group
 
 
-@cache
-def _is_named_by_count() -> bool:
-    """Return whether torch names a group by its ranks and the number of groups created so far.
-
-    So does torch 2.15, while 2.11 and 2.13 take the number of groups that there are.
-    """
-    names = []
-    for count in range(2):
-        with _group_count(count):
-            names.append(distributed_c10d._hash_ranks_to_str([0]))
-    return names[0] != names[1]
-
-
 @contextmanager
-def _group_count(count: int) -> Iterator[None]:
-    """Set torch's number of groups created so far, inside alone."""
-    world = distributed_c10d._world
-    before, world.group_count = world.group_count, count
+def _name(ranks: Sequence[int]) -> Iterator[None]:
+    """Have torch name the group that is created inside by its ranks and how many they had before.
+
+    torch's own name has a number of groups of this process, so ranks in unequal numbers of groups
+    would wait for each other under different names.
+    """
+    created = _created.setdefault(dist.group.WORLD, {})
+    times = created[tuple(ranks)] = created.get(tuple(ranks), 0) + 1
+    name = hashlib.sha1(f"pyparallel {ranks} {times}".encode(), usedforsecurity=False).hexdigest()
+    module: Any = distributed_c10d
+    before, module._hash_ranks_to_str = module._hash_ranks_to_str, lambda ranks: name
     try:
         yield
     finally:
-        world.group_count = before
-
-
-@contextmanager
-def _same_name(ranks: Sequence[int], timeout: datetime.timedelta) -> Iterator[None]:
-    """Have torch give the group of some ranks that is created inside the same new name on each.
-
-    With local synchronization torch names a group by its ranks and a number of groups. Ranks in
-    unequal numbers of groups would wait for each other under different names. Where it is the
-    number created so far, it is set to one that no other group gets. Where it is the number that
-    there are, the others get groups of one rank first, which are destroyed again.
-    """
-    world: Any = dist.group.WORLD
-    created = _created.setdefault(world, {})
-    times, last = created.get(tuple(ranks), (0, -1))
-    if _is_named_by_count():
-        with _group_count(10**9 + times):
-            yield
-        created[tuple(ranks)] = times + 1, last
-        return
-    here = len(distributed_c10d._world.pg_names)
-    store = store_of(None)
-    keys = [f"groups/{'-'.join(map(str, ranks))}/{times}/{rank}" for rank in ranks]
-    store.set(keys[ranks.index(dist.get_rank())], str(here))
-    if not store.wait(keys, timeout.total_seconds()):
-        raise RuntimeError("timed out waiting for its other ranks")
-    # Above the last number: its name may still be in use although other groups were destroyed.
-    number = max(last + 1, *(int(store.get(key) or 0) for key in keys))
-    padding = [
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        for _ in range(number - here)
-    ]
-    try:
-        yield
-        created[tuple(ranks)] = times + 1, number
-    finally:
-        for group in padding:
-            dist.destroy_process_group(group)
+        module._hash_ranks_to_str = before

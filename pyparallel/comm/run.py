@@ -1,5 +1,6 @@
 """The run of a trainer on this rank, which errors name and ranks compare."""
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from .counts import (
 )
 from .errors import PeerError, place_of
 from .failures import is_of_backend, peer_error
-from .process_groups import create_group, device_of
+from .process_groups import create_group, device_of, give_back
 from .reports import Reports
 from .stats import CommStats
 
@@ -69,6 +70,11 @@ class Run:
         self._is_closed = self._has_warned = False
         self._read_loss: list[Callable[[Tensor | float], None]] = []
         self.stats: CommStats = CommStats() if within is None else within.stats
+        # References, as a group that is held would outlive destroy_process_group().
+        self._groups: list[weakref.ref[dist.ProcessGroup]] = []
+        if within is None:
+            self._give_back = weakref.finalize(self, give_back, self._groups)
+            self._give_back.atexit = False
         if trainer is not None and within is None:
             Run._open.add(self)
 
@@ -87,7 +93,10 @@ class Run:
         counts = counts or StepCounts()
         if process_group is None and not dist.is_initialized():
             return cls(counts=counts)
-        group = cls(process_group).within(range(dist.get_world_size(process_group))).group
+        if Run._open:
+            gc.collect()  # trainers in reference cycles give their groups back
+        parent = cls(process_group)
+        group = parent._create_group(range(parent.size))
         own = max((each.trainer for each in Run._open if each.trainer is not None), default=-1) + 1
         number = torch.tensor(own, device=device_of(group))
         try:
@@ -95,7 +104,9 @@ class Run:
         except RuntimeError as error:
             what = "the trainer's number could not be agreed on"
             raise cls(group).error(what, error, step=None) from error
-        return cls(group, counts=counts, trainer=int(number))
+        run = cls(group, counts=counts, trainer=int(number))
+        run._groups.append(weakref.ref(group))
+        return run
 
     def within(
         self, members: Sequence[int], backend: str | None = None, *, for_p2p: bool = False
@@ -105,13 +116,19 @@ class Run:
         All members must call this with the same list, and no other rank may. Arguments are those of
         ``create_group``. Other ranks that would have to take part are a ValueError.
         """
+        group = self._create_group(members, backend, for_p2p=for_p2p)
+        self._root._groups.append(weakref.ref(group))
+        return Run(group, counts=self.counts, trainer=self.trainer, within=self)
+
+    def _create_group(
+        self, members: Sequence[int], backend: str | None = None, *, for_p2p: bool = False
+    ) -> dist.ProcessGroup:
         try:
-            group = create_group(members, self.group, backend, for_p2p=for_p2p)
+            return create_group(members, self.group, backend, for_p2p=for_p2p)
         except RuntimeError as error:
             what = f"a process group of ranks {list(members)} could not be created"
             suspects = list(map(self.global_rank, members))
             raise self.error(what, error, suspects=suspects, step=None) from error
-        return Run(group, counts=self.counts, trainer=self.trainer, within=self)
 
     @property
     def _root(self) -> "Run":
@@ -265,8 +282,9 @@ class Run:
         return self.place(None if fields[1] == ANY else int(fields[1]))
 
     def close(self) -> None:
-        """End the run: its trainer counts no more among this process's."""
+        """End the run: its trainer is no more among this process's, and gives its groups back."""
         self._is_closed, self._group = True, None
+        self._give_back()
         Run._open.discard(self)
 
     def _warn_of_forwards(self, values: str) -> None:

@@ -1,20 +1,27 @@
 """Groups within groups: every part has its own ranks, in any order of creation."""
 
 import os
+import resource
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from pyparallel import GossipDataParallel
+from pyparallel import GossipDataParallel, PipelineTrainer, SubnetTrainer
 from pyparallel.comm import Run, process_groups
 from pyparallel.comm.process_groups import create_group, device_of
+from pyparallel.compression import Int8, ddp_hook
 from pyparallel.gossip import SGP
 from pyparallel.gossip.algorithms.node_averager import counterparts_of, node_of
 from pyparallel.gossip.topology import Ring
+from pyparallel.pipeline import PipeOptim
 from pyparallel.pipeline.messages import P2PGroups
+from pyparallel.subnets import Partition
+from tests.cases import slow
 from tests.gossip.loops import batches, build_model, train
 from tests.workers import observe_ranks
 
@@ -24,8 +31,8 @@ def test_consecutive_ranks_form_a_node():
     assert [list(counterparts_of(rank, 3, 6)) for rank in (0, 4)] == [[0, 3], [1, 4]]
 
 
-def new_group(members, parent):
-    return Run(parent).within(members).group
+def new_run(members, parent):
+    return Run(parent).within(members)
 
 
 def sum_of_ranks(group):
@@ -40,10 +47,10 @@ def make_parts(rank, subgroup):
     sums = None
     if not subgroup or rank in subgroup:
         place, size = dist.get_rank(parent), dist.get_world_size(parent)
-        node = new_group(node_of(place, 2), parent)
-        others = new_group(counterparts_of(place, 2, size), parent)
-        again = new_group(node_of(place, 2), parent)
-        sums = [sum_of_ranks(group) for group in (node, others, again)]
+        node = new_run(node_of(place, 2), parent)
+        others = new_run(counterparts_of(place, 2, size), parent)
+        again = new_run(node_of(place, 2), parent)
+        sums = [sum_of_ranks(run.group) for run in (node, others, again)]
     return sums, sum_of_ranks(dist.new_group(range(dist.get_world_size())))
 
 
@@ -62,8 +69,8 @@ def test_a_subgroup_is_divided_without_the_others(ranks):
 
 def make_a_group_that_one_rank_is_not_in(rank):
     if rank < 2:
-        new_group([0, 1], None)
-    return sum_of_ranks(new_group(range(3), None))
+        new_run([0, 1], None)
+    return sum_of_ranks(new_run(range(3), None).group)
 
 
 def test_ranks_in_more_groups_than_others_can_create_one(ranks):
@@ -89,7 +96,7 @@ def trains_in_overlapping_groups(rank):
         if place == 2:
             wrapped.close()
         trainers.append(wrapped)
-    return numbers, sum_of_ranks(new_group(range(3), None))
+    return numbers, sum_of_ranks(new_run(range(3), None).group)
 
 
 def test_ranks_in_unequal_numbers_of_trainers_can_make_another(ranks):
@@ -112,7 +119,7 @@ def test_messages_of_a_gloo_trainer_carry_their_headers(ranks):
 def connect_to_a_dead_rank(rank):
     if rank == 2:
         os._exit(3)
-    new_group([0, 2] if rank == 0 else [1, 2], None)
+    new_run([0, 2] if rank == 0 else [1, 2], None)
 
 
 @pytest.mark.slow  # waits for a timeout
@@ -142,7 +149,7 @@ def test_overlapping_rounds_in_a_subgroup_do_not_affect_later_groups(ranks):
 
 
 def wait_for_a_silent_rank(rank):
-    group = new_group([0, 1], None)
+    group = create_group([0, 1], None)
     store = dist.group.WORLD.get_group_store()
     if rank == 0:
         with pytest.raises(RuntimeError, match="imed out"):
@@ -189,3 +196,83 @@ def test_the_device_of_a_group_is_that_of_its_backend(monkeypatch):
         monkeypatch.setattr(dist, "get_backend_config", lambda _, config=config: config)
         group.bound_device_id = bound
         assert device_of(group) == torch.device(wanted)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def make_gossip():
+    model = build_model()
+    optimizer = sgd(model.parameters())
+    trainer = GossipDataParallel(model, optimizer, SGP(Ring(2), overlap=1))
+    train(model, optimizer, list(batches(dist.get_rank(), 2)), forward=trainer)
+    return trainer
+
+
+def make_pipeline():
+    layers = [nn.Linear(4, 8), nn.Linear(8, 4)]
+    trainer = PipelineTrainer(layers, nn.functional.mse_loss, sgd, PipeOptim(), num_microbatches=2)
+    for _ in range(2):
+        trainer.step(torch.ones(4, 4), torch.ones(4, 4))
+    return trainer
+
+
+def make_subnets():
+    layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    trainer = SubnetTrainer(layers, sgd, Partition(), interval=1)
+    trainer(torch.ones(2, 4)).sum().backward()
+    trainer.optimizer.step()
+    return trainer
+
+
+def make_hook():
+    replica = DistributedDataParallel(nn.Linear(4, 4), process_group=PARENTS[-1])
+    replica.register_comm_hook(*ddp_hook(Int8(), replica))
+    for _ in range(2):
+        replica(torch.ones(2, 4)).sum().backward()
+
+
+PARENTS = []
+
+
+def make_many(rank, make, count):
+    """Return open descriptors and threads after each trainer, closed or dropped in turns."""
+    PARENTS.append(dist.group.WORLD)  # each DDP would hold another
+    found = []
+    for number in range(count):
+        trainer = make()
+        if trainer is not None and number % 2:
+            trainer.close()
+        del trainer
+        found.append([len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task")])
+    PARENTS.clear()
+    return found
+
+
+KINDS = [make_gossip, make_pipeline, make_subnets, make_hook]
+
+
+@pytest.mark.parametrize("count", [6, slow(300)])
+def test_trainers_give_their_groups_back(ranks, count):
+    for make in KINDS:
+        for found in ranks.run(2, make_many, make, count, time_limit=60 + count):
+            descriptors, threads = zip(*found[2:], strict=True)
+            assert set(descriptors) == {descriptors[0]}, make.__name__
+            assert max(threads) - min(threads) < 3, make.__name__  # a thread may be ending
+
+
+def run_out_of_descriptors(rank):
+    if rank == 0:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
+    make_gossip()
+
+
+def test_a_rank_that_may_open_no_file_says_so():
+    here, there = observe_ranks(2, run_out_of_descriptors, time_limit=40, group_timeout=5)
+    what = "a process group of ranks [0, 1] could not be created"
+    assert here.error.startswith(f"PeerError: rank 0: {what} on this rank: ")
+    assert "Too many open files" in here.error
+    failed = "rank 0 failed: Too many open files"
+    assert there.error.startswith(f"PeerError: rank 1: {what}: {failed} (")
