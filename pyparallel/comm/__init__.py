@@ -8,9 +8,9 @@ from .consistency import (
     first_difference,
     gather_json,
 )
-from .counts import ANY, StepCounts
+from .counts import ANY, Call, StepCounts
 from .errors import NonFiniteError, PeerError, RemoteError, without_traceback
-from .process_groups import check_group_exists, device_of, warn_if_alone
+from .process_groups import device_of, warn_if_alone
 from .run import Run
 from .stats import CommStats
 from .store import store_of, timeout_of
@@ -18,6 +18,7 @@ from .store import store_of, timeout_of
 __all__ = [
     "ANY",
     "ArgumentTypeError",
+    "Call",
     "Collectives",
     "CommStats",
     "DisagreementError",
@@ -27,7 +28,6 @@ __all__ = [
     "Run",
     "StepCounts",
     "check_consistent_across_ranks",
-    "check_group_exists",
     "device_of",
     "first_difference",
     "gather_json",

@@ -4,13 +4,14 @@ Ranks exchange JSON and never objects of Python: unpickling runs what another ra
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .counts import ANY, MASS, NUM_FIELDS, Call, describe_call, to_device
 from .errors import PeerError
 from .failures import peer_error
 from .process_groups import device_of
@@ -34,6 +35,7 @@ def check_consistent_across_ranks(
     config_fields: Sequence[tuple[str, str]],
     problem: str | TypeError | None,
     process_group: dist.ProcessGroup | None = None,
+    call: Call = Call.ARGUMENTS,
 ) -> None:
     """Raise the same error on all ranks if any has a problem or their configurations differ.
 
@@ -44,7 +46,8 @@ def check_consistent_across_ranks(
         problem: error message of this rank; a TypeError for a wrong type; or None.
 
     Raises:
-        DisagreementError: names the ranks and their problem, or the first field that differs.
+        DisagreementError: names the ranks and their problem, or the first field that differs, or
+            the calls of two ranks if one makes another call in the group.
         ArgumentTypeError: (a DisagreementError) every problem is a TypeError.
         PeerError: a rank died or did not call this within the process group's timeout.
     """
@@ -54,7 +57,7 @@ def check_consistent_across_ranks(
     if (num_bytes := len(json.dumps(own))) > _MAX_BYTES:  # an error on all ranks, with a reason
         text = f"config fields must be at most {_MAX_BYTES} bytes as JSON, got {num_bytes}"
         own = [text, False, []]
-    gathered = gather_json(own, process_group, "config fields", "arguments", _Arguments.parse)
+    gathered = gather_json(own, process_group, "config fields", "arguments", _Arguments.parse, call)
     problems = {rank: each.problem for rank, each in enumerate(gathered) if each.problem}
     if problems:
         raise error_of(problems)
@@ -90,6 +93,7 @@ def gather_json(
     content: str,
     subject: str,
     parse: Callable[[Any], Any] = lambda sent: sent,
+    call: Call = Call.ARGUMENTS,
 ) -> list[Any]:
     """Return a value, of JSON's types, of every rank of the group, all of which call this.
 
@@ -111,22 +115,47 @@ def gather_json(
         )
 
     try:
-        lengths = gather_rows(torch.tensor([len(encoded)], device=device), process_group)[:, 0]
-        for peer, length in enumerate(lengths.tolist()):
+        rows = gather_rows(row_of_call(call, [len(encoded)], device), process_group).tolist()
+        check_same_call(rows, {call}, process_group)
+        lengths = [int(row[MASS + 1]) for row in rows]
+        for peer, length in enumerate(lengths):
             if not 0 < length <= _MAX_BYTES:
                 raise bad_message(peer, f"a length of {length}, not 1 to {_MAX_BYTES}")
-        padded = torch.frombuffer(bytearray(encoded.ljust(int(lengths.max()))), dtype=torch.uint8)
-        rows = gather_rows(padded.to(device), process_group).cpu()
+        padded = torch.frombuffer(bytearray(encoded.ljust(max(lengths))), dtype=torch.uint8)
+        texts = gather_rows(padded.to(device), process_group).cpu()
     except RuntimeError as error:
         what = f"the comparison of all ranks' {subject} failed"
         raise peer_error(process_group, place, what, error) from error
     gathered = []
-    for peer, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
+    for peer, (text, length) in enumerate(zip(texts, lengths, strict=True)):
         try:
-            gathered.append(parse(json.loads(row[:length].numpy().tobytes())))
+            gathered.append(parse(json.loads(text[:length].numpy().tobytes())))
         except (ValueError, TypeError, RecursionError) as error:
             raise bad_message(peer, f"something else ({error})") from error
     return gathered
+
+
+def row_of_call(call: Call, numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Return the row of a call with at most 7 numbers, (8,) float64 on the device.
+
+    The first collective of every call has one, as an average has the header of its message, so that
+    what ranks send in different calls is of one length, and they see that the calls differ.
+    """
+    return to_device([call, *numbers, *[ANY] * (NUM_FIELDS - 1 - len(numbers))], device)
+
+
+def check_same_call(
+    rows: Sequence[Sequence[float]], calls: Set[float], process_group: dist.ProcessGroup | None
+) -> None:
+    """Raise a DisagreementError, the same on all ranks, if a row is not of one of some calls."""
+    for index, row in enumerate(rows):
+        if not all(each[MASS] in calls for each in (rows[0], row)) and row[MASS] != rows[0][MASS]:
+            group: Any = process_group or dist.group.WORLD
+            first, other = (dist.get_global_rank(group, each) for each in (0, index))
+            raise DisagreementError(
+                f"all ranks must make the same call, got {describe_call(rows[0])} on rank {first} "
+                f"and {describe_call(row)} on rank {other}; nothing has been changed"
+            )
 
 
 def gather_rows(row: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:

@@ -1,5 +1,6 @@
 """What a rank counts in its steps, and how ranks compare it."""
 
+import enum
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ from torch import Tensor
 ANY = -1
 """Of a round or a count: not compared."""
 
-# A row of 8 float64, which ranks compare and messages have as their header.
+# A row of 8 float64, which ranks compare and messages have as their header. In a row of a call, not
+# of a message or an average, the code of the call is in place of the mass.
 MASS, TRAINER, ROUND, LENGTH, STEPS, REPEATS, FORWARDS, NONFINITE = range(8)
 NUM_FIELDS = 8
 MUST_BE_EQUAL = {
@@ -32,6 +34,34 @@ MUST_BE_EQUAL = {
         "call optimizer.step() once after each forward and backward",
     ),
 }
+
+
+class Call(enum.IntEnum):
+    """The code of a call that all ranks make together."""
+
+    ARGUMENTS = -1
+    LOAD = -2
+    STEP = -3
+    FLUSH = -4
+    FULL_MODEL = -5
+    BACKWARD = -6
+
+
+_CALLS: dict[int, str] = {
+    Call.ARGUMENTS: "a comparison of all ranks' arguments",
+    Call.LOAD: "load_state_dict()",
+    Call.STEP: "optimizer.step()",
+    Call.FLUSH: "flush()",
+    Call.FULL_MODEL: "full_model()",
+    Call.BACKWARD: "backward()",
+}
+
+
+def describe_call(row: Sequence[float]) -> str:
+    """Return the call that a row of a rank is of."""
+    if row[MASS] >= 0:
+        return f"an average after {int(row[STEPS])} steps"
+    return _CALLS.get(int(row[MASS]), "another call")
 
 
 @dataclass

@@ -100,15 +100,6 @@ def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
-def check_group_exists() -> None:
-    """Raise a RuntimeError if the process groups are destroyed: no rank can be reached then."""
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "the process group must exist in every step, got one after destroy_process_group(); "
-            "call that after the last step, or close() a GossipDataParallel to step it alone"
-        )
-
-
 def _check_split(parent: Any) -> None:
     """Raise a ValueError if NCCL would split the communicator of all ranks, which waits for all."""
     world: Any = dist.group.WORLD

@@ -11,14 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .consistency import check_consistent_across_ranks, error_of, gather_rows
+from .consistency import (
+    check_consistent_across_ranks,
+    check_same_call,
+    error_of,
+    gather_rows,
+)
 from .counts import (
     ANY,
     FORWARDS,
+    MASS,
     MUST_BE_EQUAL,
     NONFINITE,
     STEPS,
     TRAINER,
+    Call,
     StepCounts,
     find_difference,
     format_number,
@@ -67,6 +74,9 @@ class Run:
             )
         self.counts = StepCounts(ANY) if counts is None else counts
         self.trainer, self._within = trainer, within
+        # A reference, as a group that is held would outlive destroy_process_group().
+        self._world = None if is_alone else weakref.ref(dist.group.WORLD)
+        self._interrupted: str | None = None  # what an interrupt has left half done
         self._is_closed = self._has_warned = False
         self._read_loss: list[Callable[[Tensor | float], None]] = []
         self.stats: CommStats = CommStats() if within is None else within.stats
@@ -142,6 +152,41 @@ class Run:
             raise RuntimeError("a trainer's process group must not be used after close()")
         return self._group
 
+    def check_usable(self) -> None:
+        """Raise a RuntimeError if no rank can be reached, or an interrupt has ended a step.
+
+        No rank can be reached once the process groups are destroyed, also if there are others now.
+        """
+        if self._world is not None:
+            world = self._world()
+            if world is None or world is not dist.group.WORLD:
+                raise RuntimeError(
+                    "the process group must exist in every step, got one after "
+                    "destroy_process_group(); call that after the last step, create the trainer "
+                    "again in another group, or close() a GossipDataParallel to step it alone"
+                )
+        if self._interrupted is not None:
+            raise RuntimeError(
+                f"a step must be completed on all ranks, got one after {self._interrupted}: ranks "
+                "may have unequal parameters; load a state on all of them, or create the trainer "
+                "again"
+            )
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Communicate inside; after an interrupt inside every later step is refused."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            self._interrupted = f"{type(interrupt).__name__} at {self.here}"
+            raise
+
+    def mend(self) -> None:
+        """Allow steps again: all ranks have loaded a state."""
+        self._interrupted = None
+
     @property
     def here(self) -> str:
         """Return this rank's place at the step it is in: "rank 0, trainer 1, step 12"."""
@@ -199,11 +244,14 @@ class Run:
             raise self.error(what, error, step=step) from error
 
     def agree(
-        self, config_fields: Sequence[tuple[str, str]], problem: str | TypeError | None
+        self,
+        config_fields: Sequence[tuple[str, str]],
+        problem: str | TypeError | None,
+        call: Call = Call.ARGUMENTS,
     ) -> None:
         """Do ``check_consistent_across_ranks`` in the group, whose ranks all call this."""
         if self.size > 1:
-            check_consistent_across_ranks(config_fields, problem, self.group)
+            check_consistent_across_ranks(config_fields, problem, self.group, call)
         elif problem:
             raise error_of({0: problem})
 
@@ -252,7 +300,11 @@ class Run:
         self.compare_all(rows.tolist())
 
     def compare_all(self, rows: Sequence[Sequence[float]]) -> None:
-        """Compare the rows of all ranks; a PeerError names the same two on all."""
+        """Compare the rows of all ranks; a PeerError names the same two on all.
+
+        A rank that makes another call than an average is a DisagreementError.
+        """
+        check_same_call(rows, {row[MASS] for row in rows if row[MASS] >= 0}, self.group)
         first = next((rank for rank, row in enumerate(rows) if row[STEPS] != ANY), 0)
         for rank, row in enumerate(rows):
             subject = f"the parameters that rank {self.global_rank(rank)} averages"

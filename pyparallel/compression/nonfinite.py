@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Collectives
+from ..comm.consistency import check_same_call, row_of_call
+from ..comm.counts import Call
 from ..comm.errors import NonFiniteError
 from ..training.nonfinite import NonFinitePolicy, first_nonfinite, is_finite, is_finite_on_device
 from .layout import BufferLayout
@@ -25,16 +27,17 @@ def raise_of_ranks(
     All ranks call it, with the ``layouts`` of buffers and, for each, the index of this rank's first
     parameter that is not finite, or -1. The collectives are on the CPU.
     """
-    with collectives.uncounted():
-        of_ranks = collectives.all_gather(
-            torch.tensor(pieces, dtype=torch.int64, device="cpu")
-        ).tolist()
-    for rank, of_rank in enumerate(of_ranks):
-        for layout, piece in zip(layouts, of_rank, strict=True):
-            if piece >= 0:
+    for layout, piece in zip(layouts, pieces, strict=True):
+        row = row_of_call(Call.BACKWARD, [piece], torch.device("cpu"))
+        with collectives.uncounted():
+            rows = collectives.all_gather(row).tolist()
+        check_same_call(rows, {Call.BACKWARD}, collectives.run.group)
+        for rank, (_, found, *_) in enumerate(rows):
+            if found >= 0:
+                name = layout.names[int(found)]
                 raise NonFiniteError(
-                    f"gradients must be finite, got nan or inf from rank {rank} in "
-                    f"{layout.names[piece]}: the compressor's state of that buffer is unchanged; "
+                    f"gradients must be finite, got nan or inf from rank {rank} in {name}: the "
+                    "compressor's state of that buffer is unchanged; "
                     "skip this optimizer step, or, with a GradScaler, which skips it, use "
                     'nonfinite="allow"'
                 )

@@ -4,6 +4,7 @@ import copy
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,6 +127,7 @@ class GossipState:
         for optimizer, saved in zip(self._optimizers, _as_list(values["optimizer"]), strict=True):
             optimizer.load_state_dict(saved)
         averager.load_state_dict(averagers_part(values["algorithm"]))
+        averager.run.mend()
 
     def load(self, checkpoint_id: str | os.PathLike[str], name: str = "gossip") -> None:
         """Load a folder of ``torch.distributed.checkpoint``; all ranks call it together.
@@ -143,9 +145,8 @@ class GossipState:
             training.read_checkpoint(state, checkpoint_id)
             return []
 
-        training.check_on_all_ranks(
-            check, lambda fields, text: check_consistent_across_ranks(fields, text, group)
-        )
+        agree = partial(check_consistent_across_ranks, process_group=group)
+        training.check_on_all_ranks(check, agree)
         self.load_state_dict(state[name])
 
     def _check_key(self, keys: list[str], argument: str) -> None:

@@ -110,7 +110,8 @@ class SteppedRounds:
     def _after_the_step(self) -> Iterator[None]:
         """Keep what a message says of its sender's gradients until the step is complete."""
         try:
-            yield
+            with self.run.interruptible():
+                yield
         except NonFiniteError as error:
             self._received_error = error
 

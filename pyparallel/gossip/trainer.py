@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..comm import Collectives, StepCounts, check_consistent_across_ranks, check_group_exists
+from ..comm import Collectives, StepCounts, check_consistent_across_ranks
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..training import ModelAverager, StepHooks, check_format, refuse_other_optimizers, seal
@@ -292,6 +292,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._preserve_saved_states()
         averager.load_state_dict(validation.averagers_part(state_dict))
         self._run.counts.reset()
+        self._run.mend()
         self._begin_new_step()
 
     @override
@@ -340,7 +341,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
     def _before_step(self, optimizer: Optimizer, has_gradients: bool) -> None:
         """Receive and merge, unless a fused optimizer does so in its pass."""
-        check_group_exists()
+        self._run.check_usable()
         self._buckets.check(p for group in self._joined.param_groups for p in group["params"])
         self._check_module()
         self._averager.restore_debiased()

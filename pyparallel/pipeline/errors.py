@@ -5,19 +5,24 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from ..comm import Run
+from ..comm import Call, Run
 from ..training.arguments import raise_problem
 from .messages.format import Refusal, RefusalKind
 from .messages.refusals import StepRefusedError, error_of_refusals
 
 
-def agree(run: Run, fields: Sequence[tuple[str, str]], problem: str | TypeError | None) -> None:
+def agree(
+    run: Run,
+    fields: Sequence[tuple[str, str]],
+    problem: str | TypeError | None,
+    call: Call = Call.ARGUMENTS,
+) -> None:
     """Raise a problem of any rank on all, or that their fields differ.
 
     Without a process group it is raised as it is, without the rank.
     """
     if dist.is_initialized():
-        run.agree(fields, problem)
+        run.agree(fields, problem, call)
     else:
         raise_problem(problem)
 

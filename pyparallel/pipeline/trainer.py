@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ..comm import Run, check_group_exists, warn_if_alone
+from ..comm import Run, warn_if_alone
 from ..comm.errors import place_of
 from ..compression import Compressor
 from ..training.trainer import Trainer
@@ -189,7 +189,7 @@ class PipelineTrainer(Trainer):
         of the file. ``spans`` of this rank may be those of several steps; None: ``self.spans``.
         """
         if self._run.size > 1:
-            check_group_exists()
+            self._run.check_usable()
         own = self.spans if spans is None else spans
         gathered = gather_spans(own, self._run)
         if self._run.group_rank == 0:
@@ -451,7 +451,7 @@ class PipelineTrainer(Trainer):
         if self._pipeline is not None:
             self._pipeline.errors.check_health()
         if by_ranks and self._run.size > 1:
-            check_group_exists()
+            self._run.check_usable()
 
     def _check_built(self, what: str) -> Pipeline:
         """Return the built stages; an error if there are none, or their gradients are pending."""

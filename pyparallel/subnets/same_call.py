@@ -1,25 +1,20 @@
 """The check before a merge that all ranks make the same call, with tensors that can be merged."""
 
-import enum
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import DisagreementError, NonFiniteError
+from ..comm import Call, DisagreementError, NonFiniteError, consistency
+from ..comm.counts import describe_call
 from ..training.nonfinite import is_finite_on_device
 from .subnet_parts import SubnetParts
 
+_MERGE = (Call.STEP, Call.FLUSH)
+_FOUND = 5  # the place of the first tensor with a nan or an inf, behind four numbers
+
 States = Mapping[str, Mapping[str, Tensor]]
-
-
-class Call(enum.IntEnum):
-    """The collective call that a rank makes."""
-
-    STEP = 0
-    FLUSH = 1
-    FULL_MODEL = 2
 
 
 def check_same_call(
@@ -37,25 +32,26 @@ def check_same_call(
     """
     tensors, collectives = parts.tensors, parts.collectives
     state, error = parts.hash_state(optimizer)
-    numbers = [call, round_index, state, steps, parts.hash_shared()]
+    numbers = [round_index, state, steps, parts.hash_shared()]
     device = next((each.device for each in tensors.values()), torch.device("cpu"))
     states = {} if error is not None else parts.carried_state(optimizer)
     found = torch.full((1,), -1, device=device)
     if finds_nonfinite:
         found = _first_nonfinite(tensors, states, device)
+    row = consistency.row_of_call(call, numbers, device)
+    row[_FOUND] = found[0]
     with collectives.uncounted():
-        gathered = collectives.all_gather(
-            torch.cat([torch.tensor(numbers, device=device), found])
-        ).tolist()
+        gathered = collectives.all_gather(row).tolist()
+    consistency.check_same_call(gathered, {*_MERGE, Call.FULL_MODEL}, collectives.run.group)
     if error is not None:
         raise error
     first = gathered[0]
     for rank, other in enumerate(gathered):
-        merges = [each[0] != Call.FULL_MODEL for each in (first, other)]
-        if merges[0] != merges[1] or first[1] != other[1]:
+        merges = [each[0] in _MERGE for each in (first, other)]
+        if not (all(merges) or first[0] == other[0]) or first[1] != other[1]:
             raise DisagreementError(
-                f"all ranks must make the same calls, got {_describe_call(first)} on rank 0 "
-                f"and {_describe_call(other)} on rank {rank}; call flush() on every rank when "
+                f"all ranks must make the same calls, got {_describe(first)} on rank 0 "
+                f"and {_describe(other)} on rank {rank}; call flush() on every rank when "
                 "its batches have run out, before full_model()"
             )
     if any(first[4] != other[4] for other in gathered):
@@ -69,20 +65,19 @@ def check_same_call(
                 "gradient, or use ResetState()"
             )
     for rank, other in enumerate(gathered):
-        if other[5] >= 0:
-            found_in = [name for name, _ in _merged(tensors, states)][other[5]]
+        if other[_FOUND] >= 0:
+            found_in = [name for name, _ in _merged(tensors, states)][int(other[_FOUND])]
             raise NonFiniteError(
                 f"parameters must be finite to be merged, got nan or inf from rank {rank} in "
-                f"{found_in} in round {first[1]}: nothing has been merged; resume all ranks from a "
-                "state_dict(), and use nonfinite='skip' to "
-                "leave out steps whose gradients are not finite"
+                f"{found_in} in round {int(first[1])}: nothing has been merged; resume all ranks "
+                "from a state_dict(), and use nonfinite='skip' to leave out steps whose gradients "
+                "are not finite"
             )
-    return [(other, since) for other, _, _, since, _, _ in gathered]
+    return [(int(row[0]), int(row[3])) for row in gathered]
 
 
-def _describe_call(numbers: list[int]) -> str:
-    call = {0: "optimizer.step()", 1: "flush()", 2: "full_model()"}[numbers[0]]
-    return f"{call} in round {numbers[1]} after {numbers[3]} steps"
+def _describe(row: list[float]) -> str:
+    return f"{describe_call(row)} in round {int(row[1])} after {int(row[3])} steps"
 
 
 def _first_nonfinite(parts: Mapping[str, Tensor], states: States, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import Collectives, Run, warn_if_alone
+from ..comm import Call, Collectives, Run, warn_if_alone
 from ..optim.finite_steps import FiniteSteps
 from ..training import seal
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
@@ -21,7 +21,7 @@ from .optimizer_state import CarryState, OptimizerState
 from .partition.partition import Partition
 from .partition.tensor_cut import find_cuts
 from .placement import Placement, Sharded
-from .same_call import Call, check_same_call
+from .same_call import check_same_call
 from .scale import Scale, Unscaled
 from .shards import ModelShards
 from .storage import allocate, release
@@ -210,6 +210,7 @@ class SubnetTrainer(Trainer):
         Returns when all ranks have called it. Does nothing if no rank has taken a step since.
         """
         self._check_open()
+        self._run.check_usable()
         is_last = False
         while not is_last:
             calls = self._check_same_call(Call.FLUSH)
@@ -274,6 +275,7 @@ class SubnetTrainer(Trainer):
         """
         own = self._collect_state()
         check_state(state_dict, own, self._shards, self.optimizer, self._run)
+        self._run.mend()
         self._round, self._steps = state_dict["round"], state_dict["steps"]
         self._parts.draw(self._round)
         self._shards.load_state_dict(state_dict["whole"])
@@ -313,14 +315,16 @@ class SubnetTrainer(Trainer):
         self._run.counts.count_step()
         before = self._collectives.stats.waiting_seconds
         if self._steps >= self._interval:  # above it after a failed merge, which is tried again
+            self._run.check_usable()
             self._check_same_call(Call.STEP)
             self._begin_round()
         self._waiting_seconds = self._collectives.stats.waiting_seconds - before
 
     def _begin_round(self) -> None:
-        self._parts.merge(self.optimizer, self._first_state, self._round + 1)
-        self._round += 1
-        self._steps = 0
+        with self._run.interruptible():
+            self._parts.merge(self.optimizer, self._first_state, self._round + 1)
+            self._round += 1
+            self._steps = 0
 
     def _check_same_call(self, call: Call) -> list[tuple[int, int]]:
         return check_same_call(

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..comm import Call
 from .arguments import require, summarize
 
 # What the optimizers of torch, and then a pipeline, keep in the shape of the parameter.
@@ -37,7 +38,7 @@ def modernize_saved(fields: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 def check_on_all_ranks(
     check: Callable[[], list[tuple[str, str]]],
-    agree: Callable[[list[tuple[str, str]], str | None], None],
+    agree: Callable[..., None],
 ) -> None:
     """Check this rank's state, and raise on all ranks alike if that of any cannot be loaded.
 
@@ -54,7 +55,7 @@ def check_on_all_ranks(
     except Exception as error:  # the state may be anything; `agree` raises it on all ranks
         reason = f"without {error}" if isinstance(error, KeyError) else f"{error}"
         problem = f"state_dict must be a whole result of state_dict(), got one {reason}"
-    agree(fields, problem)
+    agree(fields, problem, call=Call.LOAD)
 
 
 def read_metadata(checkpoint_id: str | os.PathLike[str]) -> dict[str, Any]:

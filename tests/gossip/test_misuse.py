@@ -8,12 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from pyparallel import GossipDataParallel
+from pyparallel.comm import Collectives
+from pyparallel.compression import Int8, ddp_hook
 from pyparallel.gossip import SGP, LocalSGD
 from pyparallel.gossip.topology import Complete, Ring
 from pyparallel.pipeline import GPipe, PipelineTrainer
+from pyparallel.subnets import Partition, SubnetTrainer
 from tests.gossip.every_algorithm import EVERY_ALGORITHM
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import ALGORITHMS, step, wrap
@@ -294,32 +298,76 @@ def test_a_process_without_a_group_is_an_error():
         GossipDataParallel(module, optimizer, SGP(Ring(2)))
 
 
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def steps_after_the_group(rank, folder):
     """Step each trainer after destroy_process_group(): none may train alone without a word."""
     kinds = ["sgp", "osgp-3", "localsgd", "adpsgd", "allreduce"]
     trained = [wrap(EVERY_ALGORITHM[kind](2), nn.Linear(4, 2)) for kind in kinds]
+    subnets = SubnetTrainer(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), sgd,
+                            Partition(), interval=1)  # fmt: skip
+    replica = DistributedDataParallel(nn.Linear(4, 2))
+    replica.register_comm_hook(*ddp_hook(Int8(), replica))
     pipeline = PipelineTrainer(
         [nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss,
-        lambda p: torch.optim.SGD(p, lr=0.1), GPipe(), num_microbatches=2, split=[1],
+        sgd, GPipe(), num_microbatches=2, split=[1],
     )  # fmt: skip
     batch = torch.ones(2, 4)
     steps = [functools.partial(step, *each) for each in trained]
     steps.append(lambda: pipeline.step(batch, batch))
+    steps.append(lambda: step(subnets, subnets.optimizer))
+    steps.append(lambda: replica(batch).sum().backward())
     for take in steps:
         take()
     dist.barrier()
     dist.destroy_process_group()
-    for take in steps:
-        with pytest.raises(RuntimeError, match=r"in every step, got one after destroy_process_gr"):
-            take()
+    join = {"init_method": f"file://{folder}/again", "rank": rank, "world_size": 2}
+    for again in (False, True):
+        if again:
+            dist.init_process_group("gloo", **join)  # the pool destroys it
+        for take in steps:
+            with pytest.raises(RuntimeError, match="in every step, got one after destroy_process"):
+                take()
     pipeline.state_dict()
     for model, optimizer in trained:
         model.state_dict()
         model.close()
         step(model.module, optimizer)
-    join = {"init_method": f"file://{folder}/again", "rank": rank, "world_size": 2}
-    dist.init_process_group("gloo", **join)  # the pool destroys it
 
 
 def test_a_step_after_the_process_group_is_an_error(ranks, tmp_path):
     ranks.run(2, steps_after_the_group, str(tmp_path))
+
+
+def is_interrupted_in_an_average(rank, name):
+    """Rank 0 is interrupted while it waits for an average, and goes on."""
+    model, optimizer = wrap(EVERY_ALGORITHM[name](2), nn.Linear(4, 2))
+    state = copy.deepcopy(model.algorithm_state_dict())
+    wait = Collectives.all_reduce_
+
+    def interrupted(*args):
+        wait(*args)
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        step(model, optimizer)
+    if rank == 0:
+        Collectives.all_reduce_ = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            step(model, optimizer)
+        Collectives.all_reduce_ = wait
+        found = model._run.counts.steps
+        text = f"got one after KeyboardInterrupt at rank 0, step {found}: ranks may have unequal p"
+        with pytest.raises(RuntimeError, match=text):
+            step(model, optimizer)
+    else:
+        step(model, optimizer)
+    model.load_algorithm_state_dict(state)
+    for _ in range(4):
+        step(model, optimizer)
+
+
+def test_after_an_interrupt_in_an_average_a_state_must_be_loaded(ranks):
+    ranks.run(2, is_interrupted_in_an_average, "diloco")

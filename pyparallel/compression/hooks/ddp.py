@@ -143,7 +143,8 @@ class GradientCompression:
         """Average the gradients (numel,) of a bucket over ranks in the background, in place."""
         try:
             self._start()
-        except DisagreementError as error:  # on all ranks, which keep their own gradients
+            self._reducer.collectives.run.check_usable()
+        except (DisagreementError, RuntimeError) as error:  # on all ranks: each keeps its gradients
             end_of_backward.raise_at_end_of_backward(error)
             unchanged: Future[Tensor] = Future(devices=[gradients.device] * gradients.is_cuda)
             unchanged.set_result(gradients)

@@ -1,6 +1,7 @@
 """Compressed gradients and parameters in FSDP2: a custom reduce-scatter and all-gather."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -132,7 +133,7 @@ class FSDPCompression:
         """
         check_on_all_ranks(
             lambda: self._check_state(state),
-            lambda fields, text: check_consistent_across_ranks(fields, text, self._group),
+            partial(check_consistent_across_ranks, process_group=self._group),
         )
         for place, mine in self._places.items():
             for name, each in mine.items():

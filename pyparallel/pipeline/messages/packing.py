@@ -32,7 +32,11 @@ def pack_behind(header: Tensor, value: Value) -> None:
     for each in tensors_of(value):
         plain = each.is_cpu and each.is_contiguous() and not (each.is_conj() or each.is_neg())
         tensor = each if plain else each.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        assert begin + tensor.nbytes <= end, "a header has room for its payload"
+        if begin + tensor.nbytes > end:  # also without assertions: memory would be overwritten
+            raise ValueError(
+                f"a payload must fit behind its header, got {tensor.nbytes} bytes for room of "
+                f"{end - begin}"
+            )
         ctypes.memmove(begin, tensor.data_ptr(), tensor.nbytes)
         begin += aligned(tensor.nbytes)
 
