@@ -1,6 +1,7 @@
 """Checks of a rank's module and optimizer before any communication."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -175,6 +176,22 @@ def _find_tensor_error(parameters: NamedParameters) -> str | None:
         if parameter.dtype not in FLOAT_DTYPES:
             return (
                 f"parameters must be float32, bfloat16 or float16, got {name} of {parameter.dtype}"
+            )
+    return _find_overlap(parameters)
+
+
+def _find_overlap(parameters: NamedParameters) -> str | None:
+    """Return that two parameters share a part of their memory, which flat buffers would not."""
+    spans = [
+        (p.data_ptr(), p.data_ptr() + p.nbytes, name)
+        for name, p in parameters
+        if p.numel() and p.is_contiguous() and not p.is_meta
+    ]
+    for (_, end, name), (begin, _, other) in pairwise(sorted(spans)):
+        if begin < end:
+            return (
+                f"parameters must not share memory, got {name} and {other}, which overlap: use one "
+                "parameter in both places"
             )
     return None
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..comm import Call, Collectives, Run, warn_if_alone
 from ..optim.finite_steps import FiniteSteps
-from ..training import seal
+from ..training import seal, uncompiled
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.other_optimizers import refuse_other_optimizers
 from ..training.step_hook import StepHook
@@ -106,6 +106,7 @@ class SubnetTrainer(Trainer):
         placement = Sharded() if placement is None else placement
         scale = Unscaled() if scale is None else scale
         optimizer_state = CarryState() if optimizer_state is None else optimizer_state
+        module = uncompiled(module) if isinstance(module, nn.Module) else module
         run = Run(process_group)
         policies: dict[str, Any] = {
             "partition": partition, "interval": interval, "placement": placement,

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .. import training
@@ -162,8 +161,6 @@ def _find_parameter_error(parameters: Sequence[tuple[str, nn.Parameter]]) -> str
     if not any(parameter.requires_grad for _, parameter in parameters):
         return "module must have parameters that require gradients, got none"
     for name, parameter in parameters:
-        if is_lazy(parameter):
-            return f"parameters must have shapes, got {name}, which is lazy; run the module once"
         if parameter.layout != torch.strided or not parameter.is_floating_point():
             return (
                 f"parameters must be dense and floating-point, got {name} of {parameter.dtype} "
@@ -190,8 +187,6 @@ def _describe_cut_dim(cut_dim: CutDim) -> str:
 
 
 def _describe(tensor: Tensor) -> str:
-    if is_lazy(tensor):
-        return "lazy"
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {tensor.device.type}"
     return f"{text} frozen" if frozen else text

@@ -5,18 +5,27 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .arguments import check_type, find_ddp_error
-from .checkpointing import uncompiled
+from .checkpointing import plain_name, uncompiled
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 def check_module(module: Any) -> None:
-    """Raise a TypeError unless an argument is a plain module, compiled or not."""
+    """Raise a TypeError unless an argument is a plain module, compiled or not.
+
+    A ValueError: it has parameters or buffers that are lazy.
+    """
     check_type("module", module, nn.Module, "a torch.nn.Module")
     if error := find_ddp_error("module", uncompiled(module)):
         raise error
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"module must have shapes, got {plain_name(name)}, which is lazy; run it once"
+            )
 
 
 def find_device_error(

@@ -67,6 +67,12 @@ def own_trainable(model, rank):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def overlapping(rank):
+    values = torch.ones(8)
+    parts = {"first": nn.Parameter(values[:6]), "second": nn.Parameter(values[2:])}
+    return nn.ParameterDict(parts)
+
+
 class Failing(Broken):
     """Raises an IndexError on every rank."""
 
@@ -160,7 +166,11 @@ MISTAKES = {
     ),
     "a lazy module": (
         lambda rank: nn.LazyLinear(2) if rank == 1 else linear(rank), own, RING,
-        "rank 1: RuntimeError: .* uninitialized",
+        "rank 1: module must have shapes, got weight, which is lazy; run it once",
+    ),
+    "overlapping views": (
+        overlapping, own, RING,
+        "ranks 0-1: parameters must not share memory, got first and second, which overlap: use on",
     ),
     "another device": (
         lambda rank: nn.Linear(4, 2, device="meta"), own, RING,

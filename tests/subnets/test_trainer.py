@@ -180,6 +180,13 @@ def test_bad_input_is_an_error(subtests):
                 SubnetTrainer(**arguments)
 
 
+def test_a_compiled_module_is_its_module():
+    compiled = torch.compile(mlp(), backend="eager")
+    trainer = SubnetTrainer(compiled, sgd, Partition(), interval=2)
+    with trainer.full_model() as module:
+        assert type(module) is nn.Sequential
+
+
 # On several ranks, and on one.
 
 

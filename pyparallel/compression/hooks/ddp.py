@@ -264,6 +264,12 @@ class GradientCompression:
     def _layout(self, parameters: list[Tensor]) -> BufferLayout:
         key = tuple(id(parameter) for parameter in parameters)
         if key not in self._layouts:
+            for each in parameters:
+                if each.is_complex():
+                    raise ValueError(
+                        "gradients must be of real numbers to be compressed, got those of "
+                        f"{self._name(each)} of {each.dtype}: use torch.view_as_real in the module"
+                    )
             named = ((self._name(each), _in_memory_order(each)) for each in parameters)
             self._layouts[key] = BufferLayout.of(named)
         return self._layouts[key]

@@ -320,6 +320,11 @@ def handle_models(rank):
     rare, _ = start(TopK(0.5), nn.Embedding(4, 3, sparse=True))
     with pytest.raises(ValueError, match="must be dense, got sparse ones of weight"):
         rare(torch.tensor([rank])).sum().backward()
+    waves, _ = start(Int8(), nn.Linear(2, 2, dtype=torch.complex64))
+    with pytest.raises(
+        ValueError, match="real numbers to be compressed, got those of"
+    ):
+        waves(torch.ones(2, dtype=torch.complex64)).abs().sum().backward()
 
 
 def residual_in_memory_order(rank):
