@@ -321,9 +321,7 @@ def handle_models(rank):
     with pytest.raises(ValueError, match="must be dense, got sparse ones of weight"):
         rare(torch.tensor([rank])).sum().backward()
     waves, _ = start(Int8(), nn.Linear(2, 2, dtype=torch.complex64))
-    with pytest.raises(
-        ValueError, match="real numbers to be compressed, got those of"
-    ):
+    with pytest.raises(ValueError, match="real numbers to be compressed, got those of"):
         waves(torch.ones(2, dtype=torch.complex64)).abs().sum().backward()
 
 
