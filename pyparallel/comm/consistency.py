@@ -117,11 +117,11 @@ def gather_json(
     try:
         rows = gather_rows(row_of_call(call, [len(encoded)], device), process_group).tolist()
         check_same_call(rows, {call}, process_group)
-        lengths = [int(row[MASS + 1]) for row in rows]
+        lengths = [row[MASS + 1] for row in rows]
         for peer, length in enumerate(lengths):
             if not 0 < length <= _MAX_BYTES:
-                raise bad_message(peer, f"a length of {length}, not 1 to {_MAX_BYTES}")
-        padded = torch.frombuffer(bytearray(encoded.ljust(max(lengths))), dtype=torch.uint8)
+                raise bad_message(peer, f"a length of {length:.0f}, not 1 to {_MAX_BYTES}")
+        padded = torch.frombuffer(bytearray(encoded.ljust(int(max(lengths)))), dtype=torch.uint8)
         texts = gather_rows(padded.to(device), process_group).cpu()
     except RuntimeError as error:
         what = f"the comparison of all ranks' {subject} failed"
@@ -129,7 +129,7 @@ def gather_json(
     gathered = []
     for peer, (text, length) in enumerate(zip(texts, lengths, strict=True)):
         try:
-            gathered.append(parse(json.loads(text[:length].numpy().tobytes())))
+            gathered.append(parse(json.loads(text[: int(length)].numpy().tobytes())))
         except (ValueError, TypeError, RecursionError) as error:
             raise bad_message(peer, f"something else ({error})") from error
     return gathered
@@ -138,8 +138,7 @@ def gather_json(
 def row_of_call(call: Call, numbers: Sequence[float], device: torch.device) -> Tensor:
     """Return the row of a call with at most 7 numbers, (8,) float64 on the device.
 
-    The first collective of every call has one, as an average has the header of its message, so that
-    what ranks send in different calls is of one length, and they see that the calls differ.
+    The first collective of a call sends it: as long as an average's, so that different calls meet.
     """
     return to_device([call, *numbers, *[ANY] * (NUM_FIELDS - 1 - len(numbers))], device)
 

@@ -47,21 +47,16 @@ class Call(enum.IntEnum):
     BACKWARD = -6
 
 
-_CALLS: dict[int, str] = {
-    Call.ARGUMENTS: "a comparison of all ranks' arguments",
-    Call.LOAD: "load_state_dict()",
-    Call.STEP: "optimizer.step()",
-    Call.FLUSH: "flush()",
-    Call.FULL_MODEL: "full_model()",
-    Call.BACKWARD: "backward()",
-}
+_ARGUMENTS = "a comparison of all ranks' arguments"
+_OTHERS = "load_state_dict()", "optimizer.step()", "flush()", "full_model()", "backward()"
+_NAMES: dict[float, str] = dict(zip(Call, (_ARGUMENTS, *_OTHERS), strict=True))
 
 
 def describe_call(row: Sequence[float]) -> str:
     """Return the call that a row of a rank is of."""
     if row[MASS] >= 0:
-        return f"an average after {int(row[STEPS])} steps"
-    return _CALLS.get(int(row[MASS]), "another call")
+        return f"an average after {row[STEPS]:g} steps"
+    return _NAMES.get(row[MASS], "another call")
 
 
 @dataclass

@@ -89,7 +89,18 @@ def create_group(
     parent: Any = process_group or dist.group.WORLD
     _check_split(parent)
     ranks = [dist.get_global_rank(parent, member) for member in members]
-    return _connect(ranks, parent, backend, for_p2p)
+    backend = backend or dist.get_backend_config(parent)
+    _announce()
+    with _name(ranks):
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=timeout_of(parent), backend=backend, use_local_synchronization=True
+        )
+    # A member that continues and fails would disconnect those still connecting (gloo), and NCCL
+    # needs all ranks in a group's first call, while a gossip round may leave some out.
+    if not (for_p2p and "nccl" in backend):
+        dist.barrier(group)
+    _destroy()
+    return group
 
 
 def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
@@ -116,10 +127,9 @@ def _check_split(parent: Any) -> None:
 
 
 def give_back(groups: Sequence["weakref.ref[dist.ProcessGroup]"]) -> None:
-    """Have gloo groups destroyed once all their members have given them back.
+    """Have gloo groups destroyed where later ones are created, once all members gave them back.
 
-    Nothing waits for it: it is done where a later group is created. Until then a message that this
-    rank sent last can be received. Groups of NCCL stay until ``destroy_process_group()``, as their
+    Until then a message that this rank sent last can be received. Groups of NCCL stay, as their
     members would have to destroy them together.
     """
     _given_back.extend(groups)
@@ -139,32 +149,12 @@ def _announce() -> None:
 def _destroy() -> None:
     """Destroy the groups that all members have given back."""
     for group, keys in list(_announced.items()):
-        exists = _exists(group)
-        if not exists or store_of(None).wait(keys, 0):
-            del _announced[group]
-            if exists:
-                dist.destroy_process_group(group)
+        if _exists(group) and store_of(None).wait(keys, 0):
+            dist.destroy_process_group(group)
 
 
 def _exists(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_names
-
-
-def _connect(
-    ranks: Sequence[int], parent: Any, backend: str | None, for_p2p: bool
-) -> dist.ProcessGroup:
-    backend, timeout = backend or dist.get_backend_config(parent), timeout_of(parent)
-    _announce()
-    with _name(ranks):
-        group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
-        )
-    # A member that continues and fails would disconnect those still connecting (gloo), and NCCL
-    # needs all ranks in a group's first call, while a gossip round may leave some out.
-    if not (for_p2p and "nccl" in backend):
-        dist.barrier(group)
-    _destroy()
-    return group
 
 
 @contextmanager

@@ -50,6 +50,7 @@ class Run:
     Attributes:
         rank, group_rank: the global rank of this process, and that in the group, of ``size``.
         stats: bytes sent and seconds waited for training, in all groups of the trainer.
+        read_loss: called with the loss of each batch that the user records.
     """
 
     _open: ClassVar["weakref.WeakSet[Run]"] = weakref.WeakSet()  # trainers of this process
@@ -78,7 +79,7 @@ class Run:
         self._world = None if is_alone else weakref.ref(dist.group.WORLD)
         self._interrupted: str | None = None  # what an interrupt has left half done
         self._is_closed = self._has_warned = False
-        self._read_loss: list[Callable[[Tensor | float], None]] = []
+        self.read_loss: list[Callable[[Tensor | float], None]] = []
         self.stats: CommStats = CommStats() if within is None else within.stats
         # References, as a group that is held would outlive destroy_process_group().
         self._groups: list[weakref.ref[dist.ProcessGroup]] = []
@@ -153,23 +154,17 @@ class Run:
         return self._group
 
     def check_usable(self) -> None:
-        """Raise a RuntimeError if no rank can be reached, or an interrupt has ended a step.
-
-        No rank can be reached once the process groups are destroyed, also if there are others now.
-        """
-        if self._world is not None:
-            world = self._world()
-            if world is None or world is not dist.group.WORLD:
-                raise RuntimeError(
-                    "the process group must exist in every step, got one after "
-                    "destroy_process_group(); call that after the last step, create the trainer "
-                    "again in another group, or close() a GossipDataParallel to step it alone"
-                )
+        """Raise a RuntimeError if the groups were destroyed, or an interrupt has ended a step."""
+        if self._world is not None and dist.group.WORLD is not (self._world() or self):
+            raise RuntimeError(
+                "the process group must exist in every step, got one after destroy_process_group();"
+                " call that after the last step, create the trainer again in another group, or "
+                "close() a GossipDataParallel to step it alone"
+            )
         if self._interrupted is not None:
             raise RuntimeError(
-                f"a step must be completed on all ranks, got one after {self._interrupted}: ranks "
-                "may have unequal parameters; load a state on all of them, or create the trainer "
-                "again"
+                f"a step must end on all ranks, got one after {self._interrupted}: ranks may have "
+                "unequal parameters; load a state on all of them, or create the trainer again"
             )
 
     @contextmanager
@@ -177,10 +172,9 @@ class Run:
         """Communicate inside; after an interrupt inside every later step is refused."""
         try:
             yield
-        except Exception:
-            raise
-        except BaseException as interrupt:
-            self._interrupted = f"{type(interrupt).__name__} at {self.here}"
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._interrupted = f"{type(error).__name__} at {self.here}"
             raise
 
     def mend(self) -> None:
@@ -254,15 +248,6 @@ class Run:
             check_consistent_across_ranks(config_fields, problem, self.group, call)
         elif problem:
             raise error_of({0: problem})
-
-    def on_loss(self, read: Callable[[Tensor | float], None]) -> None:
-        """Have a function called with the loss of each batch that the user records."""
-        self._read_loss.append(read)
-
-    def record_loss(self, loss: Tensor | float) -> None:
-        """Call the functions of ``on_loss``; without any nothing happens."""
-        for read in self._read_loss:
-            read(loss)
 
     def barrier(self) -> None:
         """Return once all ranks of the group have called it; with NCCL once it is queued."""

@@ -187,7 +187,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         ``LeaderSGD`` needs it, a number or a tensor of one element, in every step; all other
         algorithms accept and ignore it.
         """
-        self._run.record_loss(loss)
+        for read in self._run.read_loss:
+            read(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which steps do not communicate.

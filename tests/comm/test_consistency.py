@@ -1,6 +1,7 @@
 """Consistency checks: the same error on every rank, or none."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -81,6 +82,7 @@ def test_a_group_of_one_rank_is_consistent(ranks):
 
 
 MALFORMED = [  # the length that a rank sends, and its bytes
+    (math.nan, b""),
     (2**48, b""),
     (-1, b""),
     (0, b""),
@@ -102,9 +104,10 @@ def send_malformed(rank):
     for length, encoded in MALFORMED:
         try:
             if rank == 1:
-                lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-                dist.all_gather(lengths, torch.tensor([length]))
-                longest = max(length, int(lengths[0]))
+                row = torch.tensor([-1.0, length, 0, 0, 0, 0, 0, 0], dtype=torch.float64)
+                rows = [torch.empty_like(row) for _ in range(2)]
+                dist.all_gather(rows, row)
+                longest = max(length, int(rows[0][1]))
                 if 0 < length < 2**40:
                     padded = torch.frombuffer(bytearray(encoded.ljust(longest)), dtype=torch.uint8)
                     dist.all_gather([torch.empty_like(padded) for _ in range(2)], padded)

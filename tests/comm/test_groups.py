@@ -3,6 +3,7 @@
 import os
 import resource
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -174,12 +175,16 @@ def test_some_ranks_alone_cannot_split_the_communicator_of_all(monkeypatch):
         group=SimpleNamespace(WORLD=world),
         get_world_size=lambda group=None: 2 if group == "pair" else 4,
         get_global_rank=lambda group, rank: rank,
+        get_backend_config=lambda group: "nccl",
+        new_group=lambda *_, **__: "connected",
+        barrier=lambda group: None,
     )
     monkeypatch.setattr(process_groups, "dist", fake)
+    monkeypatch.setattr(process_groups, "timeout_of", lambda group: None)
+    monkeypatch.setattr(process_groups, "_name", lambda ranks: nullcontext())
     message = "process_group must have all ranks if .* got one of 2 of 4 ranks: leave out device_id"
     with pytest.raises(ValueError, match=message):
         create_group([0, 1], "pair")
-    monkeypatch.setattr(process_groups, "_connect", lambda *_: "connected")
     assert create_group([0, 1], None) == "connected"  # the others make their own in the same call
     backend.supports_splitting = False
     assert create_group([0, 1], "pair") == "connected"

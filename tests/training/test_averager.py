@@ -94,14 +94,6 @@ def test_no_sync_nests_and_ends_with_an_exception():
     assert run.counts.synchronizes
 
 
-def test_losses_are_read_by_those_who_asked():
-    run, seen = Run(), []
-    run.record_loss(1.0)
-    run.on_loss(seen.append)
-    run.record_loss(2.0)
-    assert seen == [2.0]
-
-
 def test_around_another_one_it_does_what_that_does():
     inner = Recording([torch.zeros(2)])
     outer = ModelAverager(inner.buffers, inner=inner)

@@ -190,7 +190,7 @@ class LeaderAverager(ModelAverager):
         self._leaders = [leader for leader in (self._global, self._local) if leader]
         self._pull = PullAtGradient(buckets, optimizer)
         self._losses = MeanLoss(self.buffers[0].device)
-        run.on_loss(self._losses.record)
+        run.read_loss.append(self._losses.record)
         self._steps = 0
         self._updates = 0
 

@@ -188,7 +188,8 @@ def train_quadratic(rank, algorithm, losses):
     for step_losses in losses:
         gradient = torch.tensor(CURVATURE) * (torch.cat(parameters).detach() - CENTERS[rank])
         parameters[0].grad, parameters[1].grad = gradient[:2].clone(), gradient[2:].clone()
-        averager.run.record_loss(float(step_losses[rank]))
+        for read in averager.run.read_loss:
+            read(float(step_losses[rank]))
         take_step(averager, optimizer)
         scheduler.step()
         history.append(torch.cat(parameters).detach().numpy().copy())

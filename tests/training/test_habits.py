@@ -29,7 +29,7 @@ from pyparallel.subnets import Partition
 from tests.cases import slow
 from tests.gossip.every_algorithm import COVERING, EVERY_ALGORITHM
 
-PACKAGE = Path(__file__).resolve().parents[1] / "pyparallel"
+PACKAGE = Path(__file__).resolve().parents[2] / "pyparallel"
 FACTORIES = {
     "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
     "randperm", "scalar_tensor", "tensor", "zeros",
