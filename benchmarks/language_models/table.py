@@ -1,29 +1,50 @@
-"""The table of the rows that ``benchmarks.language_models.bench`` measures."""
+"""The tables of the rows of language models."""
 
+import statistics
 from collections.abc import Sequence
 
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import grouped, markdown_table
 
-UNSPLIT = "unsplit"
-ORDER = [UNSPLIT, "OneForwardOneBackward", "PipeOptim"]
+EXACT = "OneForwardOneBackward"
+ORDER = [EXACT, "PipeOptim", "PipeDream2BW"]
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    head = ["", "parameters", "training, bits per byte", "held-out, bits per byte"]
+    """Return held-out loss of each at its best rate, least to most of the seeds, and seconds."""
+    head = ["", "rate", "held-out, bits per byte", "against synchronous", "ms for an update"]
     lines = []
-    for name, of_model in grouped(rows, "model").items():
-        own = grouped(of_model, "schedule", ORDER)
-        for (row,) in own.values():
-            tie = ", tied" if row["tied"] == "True" else ""
-            lines.append([
-                f"{name}{tie}, {shown(row)}",
-                f"{int(row['parameters']) / 1e6:.1f} M",
-                f"{float(row['training_bits']):.4f}",
-                f"{float(row['held_out_bits']):.4f}",
-                f"{behind(row, own[UNSPLIT][0]):+.3f} %",
-            ])  # fmt: skip
-    return markdown_table([*head, "against unsplit"], lines)
+    for model, of_model in grouped(rows, "model").items():
+        for optimizer, of_pair in grouped(of_model, "optimizer").items():
+            exact: dict[str, Row] = {}
+            for schedule, of_schedule in grouped(of_pair, "schedule", ORDER).items():
+                for ranks, of_case in grouped(of_schedule, "ranks").items():
+                    own = best(of_case)
+                    exact = own if schedule == EXACT else exact
+                    name = f"{model}, {optimizer}, `{schedule}`, {ranks} ranks"
+                    lines.append([name, *cells_of(own, exact)])
+    return markdown_table(head, lines)
+
+
+def cells_of(own: dict[str, Row], exact: dict[str, Row]) -> list[str]:
+    bits = [float(row["held_out_bits"]) for row in own.values()]
+    gaps = [behind(row, exact[seed]) for seed, row in own.items() if seed in exact]
+    times = [1e3 * float(row["seconds"]) / int(row["steps"]) for row in own.values()]
+    return [
+        own[min(own)]["rate"],
+        f"{min(bits):.3f} to {max(bits):.3f}",
+        f"{min(gaps):+.2f} to {max(gaps):+.2f} %" if gaps else "",
+        f"{statistics.median(times):.0f}",
+    ]
+
+
+def best(rows: Sequence[Row]) -> dict[str, Row]:
+    """Return the rows, by seed, of the rate with the least mean of held-out loss."""
+    of_rates = grouped(rows, "rate").values()
+    found = min(
+        of_rates, key=lambda rows: statistics.fmean(float(r["held_out_bits"]) for r in rows)
+    )
+    return {row["seed"]: row for row in found}
 
 
 def by_start(rows: Sequence[Row]) -> str:
@@ -40,12 +61,6 @@ def by_start(rows: Sequence[Row]) -> str:
     return markdown_table(["synchronous updates", "not clipped", "max_norm=1.0"], lines)
 
 
-def behind(row: Row, unsplit: Row) -> float:
-    """Return by how many percent the held-out loss is above that of the unsplit model."""
-    return 100 * (float(row["held_out_bits"]) / float(unsplit["held_out_bits"]) - 1)
-
-
-def shown(row: Row) -> str:
-    if row["schedule"] == UNSPLIT:
-        return f"a plain loop, {row['threads']} threads"
-    return f"`{row['schedule']}()`, {row['ranks']} ranks"
+def behind(row: Row, exact: Row) -> float:
+    """Return by how many percent the held-out loss is above that of synchronous updates."""
+    return 100 * (float(row["held_out_bits"]) / float(exact["held_out_bits"]) - 1)

@@ -3,18 +3,21 @@
 * ``rounds``: 20,000 PushSum rounds over gloo at 3 and 4 ranks, on irregular graphs too, dense and
   compressed: the total mass must stay what it was.
 * ``steps``: 5,000 steps of every trainer on 2 ranks, with plain DDP and FSDP2 as controls.
+* ``made``: 300 trainers of each kind, one after another in one process that may open 1,024 files,
+  with two steps each; half of them are closed, the others dropped.
 * ``faults``: a rank of every trainer is killed, stopped, slowed, cut off, or leaves; all others
   must end soon after the process group's timeout, with an error that names it (`faults/plan.py` has
   the trials, `faults/judge.py` the requirements and columns).
 * ``restarts``: a rank of a pipeline is killed at a random moment, and all start again from the last
   checkpoint: the others must end with one message, and the run go on bit for bit (`restarts.py`).
 
-In the first two, memory, file descriptors and threads must be flat: after a warm-up of 40 % of the
-steps no file descriptor and no thread is added, and resident memory rises by less than 100 kB in
-1,000 steps, by lines fitted to both halves of its samples, of which the smaller slope counts: a
-single jump is no leak. The table has the rank that grows most. Rows go to
-``benchmarks/results/soak-<machine>.csv``, where they replace those of the same cases. The exit
-status is 1 if a case failed. Ranks that exceed a case's time limit print their stacks and end.
+In the first three, memory, file descriptors and threads must be flat: after a warm-up of 40 % of
+the steps no file descriptor and no thread is added, and resident memory rises by less than 100 kB
+in 1,000 steps (of which ``made`` has too few), by lines fitted to both halves of its samples, of
+which the smaller slope counts: a single jump is no leak. The table has the rank that grows most.
+Rows go to ``benchmarks/results/soak-<machine>.csv``, where they replace those of the same cases.
+The exit status is 1 if a case failed. Ranks that exceed a case's time limit print their stacks and
+end.
 
 Rows of trials go to ``benchmarks/results/faults-<machine>.csv``, and those of restarts to
 ``restarts-<machine>.csv``. A seed draws victims and moments.
@@ -67,6 +70,9 @@ PARTS = {
     "steps": Part(
         {case: (trainers.ranks_of(case),) for case in trainers.STARTS}, 5_000, trainers.run
     ),
+    "made": Part(
+        {case: (trainers.ranks_of(case),) for case in trainers.STARTS}, 300, trainers.make
+    ),
 }
 
 
@@ -110,7 +116,7 @@ def record(
 
 
 def watch_growth(options: argparse.Namespace) -> list[str]:
-    """Run the cases of the first two parts; return those that are not flat."""
+    """Run the cases of the first three parts; return those that are not flat."""
     print(f"{'part':<7} {'case':<34} {'ranks':>5} {'steps':>6} {'RSS kB, early, late':>20} "
           f"{'per 1,000':>9} {'fds':>7} {'threads':>7} {'w off':>8} {'w z off':>8} verdict",
           flush=True)  # fmt: skip

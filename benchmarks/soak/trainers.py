@@ -1,6 +1,7 @@
 """Every trainer with a small model, as an object that takes steps: what they hold."""
 
 import hashlib
+import resource
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
@@ -18,6 +19,7 @@ from benchmarks.soak.watch import Sample, watch
 from pyparallel import GossipDataParallel, PipelineTrainer, compression, gossip, optim, pipeline
 from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching, Ring
 from pyparallel.subnets import Partition, SubnetTrainer
+from pyparallel.training.trainer import Trainer
 
 WIDTH, BATCH, MICROBATCHES = 32, 8, 4
 SMALL_BUCKETS = 0.005  # MiB: two or three buckets
@@ -186,6 +188,25 @@ def run(rank: int, case: str, steps: int) -> tuple[list[Sample], dict[str, float
     samples = watch(lambda index: running.step(), steps)
     running.finish()
     return samples, {}
+
+
+def make(rank: int, case: str, count: int) -> tuple[list[Sample], dict[str, float]]:
+    """Make trainers, one after another, of which every other one is closed, and the rest dropped.
+
+    Descriptors have the usual limit of a process.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+
+    def make_one(index: int) -> None:
+        running = STARTS[case]()
+        running.step()
+        running.step()
+        if index % 2 and isinstance(running.trainer, Trainer):
+            running.finish()
+            running.trainer.close()
+
+    return watch(make_one, count), {}
 
 
 def checksum(tensors: list[Any]) -> str:

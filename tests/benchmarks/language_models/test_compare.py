@@ -1,0 +1,20 @@
+"""The comparison of language models in pipelines: one update of each schedule is that of all."""
+
+import pytest
+
+from benchmarks.language_models.compare import SCHEDULES, Run, perform
+from benchmarks.language_models.table import markdown
+
+
+@pytest.mark.slow  # imports transformers in each rank
+def test_the_first_updates_are_synchronous():
+    rows = []
+    for schedule in SCHEDULES:
+        run = Run("GPT-2", "AdamW", schedule, "2", "0.001", 0, steps=10)
+        rows.append(perform(run) | run._asdict())
+    first = [row["losses"].split()[0] for row in rows]
+    assert len(set(first)) == 1  # by the initial weights
+    assert int(rows[0]["parameters"]) > 10_000_000
+    assert rows[0]["losses"] != rows[1]["losses"]
+    table = markdown([{name: str(value) for name, value in row.items()} for row in rows])
+    assert table.count("+0.00 to +0.00 %") == 1
