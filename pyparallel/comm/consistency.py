@@ -46,8 +46,8 @@ def check_consistent_across_ranks(
         problem: error message of this rank; a TypeError for a wrong type; or None.
 
     Raises:
-        DisagreementError: names the ranks and their problem, or the first field that differs, or
-            the calls of two ranks if one makes another call in the group.
+        DisagreementError: names the ranks and their problem, the first field that differs, or what
+            another rank calls instead.
         ArgumentTypeError: (a DisagreementError) every problem is a TypeError.
         PeerError: a rank died or did not call this within the process group's timeout.
     """
@@ -136,10 +136,7 @@ def gather_json(
 
 
 def row_of_call(call: Call, numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Return the row of a call with at most 7 numbers, (8,) float64 on the device.
-
-    The first collective of a call sends it: as long as an average's, so that different calls meet.
-    """
+    """Return what a call sends first, up to 7 numbers: (8,) float64, as an average's row."""
     return to_device([call, *numbers, *[ANY] * (NUM_FIELDS - 1 - len(numbers))], device)
 
 
@@ -148,7 +145,7 @@ def check_same_call(
 ) -> None:
     """Raise a DisagreementError, the same on all ranks, if a row is not of one of some calls."""
     for index, row in enumerate(rows):
-        if not all(each[MASS] in calls for each in (rows[0], row)) and row[MASS] != rows[0][MASS]:
+        if row[MASS] != rows[0][MASS] and not {row[MASS], rows[0][MASS]} <= calls:
             group: Any = process_group or dist.group.WORLD
             first, other = (dist.get_global_rank(group, each) for each in (0, index))
             raise DisagreementError(

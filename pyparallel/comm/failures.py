@@ -7,6 +7,7 @@ connections because of it. Gloo tells which connections are closed.
 """
 
 import datetime
+import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -66,11 +67,11 @@ def peer_error(
     own = Report(place, waited_for)
     quoted = _quote(error)
     reports = reports or Reports(group)
-    refused = _OF_THIS_RANK.search(str(error))
+    refused = _refused(str(error))
     if refused or not _OF_PEERS.search(str(error)):
-        found = replace(own, failed=[me], how=refused[0] if refused else quoted)
+        found = replace(own, failed=[me], how=refused or quoted)
         reports.publish(found)
-        return _with(PeerError(f"{own.place}: {what} on this rank: {quoted}"), found)
+        return _with(PeerError(f"{own.place}: {what} on this rank: {refused or quoted}"), found)
     timed_out = _OF_TIMEOUTS.search(str(error)) is not None
     closed = set() if timed_out else _closed_of(group, members, me)  # a timeout closes them all
     timeout = timeout_of(process_group).total_seconds()
@@ -88,6 +89,17 @@ def is_of_backend(error: RuntimeError) -> bool:
     """Return whether torch's communication has raised an error, and not the user's code."""
     of_torch = _OF_BACKENDS.search(f"{type(error)} {error}") is not None
     return of_torch and not isinstance(error, PeerError)
+
+
+def _refused(text: str) -> str | None:
+    """Return what the operating system has refused to this process, by an error's text, or None."""
+    if found := _OF_THIS_RANK.search(text):
+        return found[0]
+    try:
+        os.close(os.dup(1))
+    except OSError as error:  # gloo may say that an address cannot be resolved
+        return error.strerror
+    return None
 
 
 def _with(error: PeerError, found: Report, silent: str = "", otherwise: str = "") -> PeerError:

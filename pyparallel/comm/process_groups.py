@@ -15,7 +15,6 @@ the GIL again, while Python finalizes.
   in which it is released.
 * A thread that completes a future holds the future's callbacks for a moment after those who wait
   for it go on; see ``once`` in ``compression/hooks/comm_worker.py``.
-* If a script never calls ``destroy_process_group()``, it is called at exit.
 """
 
 import atexit
@@ -36,20 +35,18 @@ from torch.distributed import distributed_c10d
 from .store import store_of, timeout_of
 
 # Of each default group and list of ranks: how many groups of them were created.
-_created: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]]"
-_created = weakref.WeakKeyDictionary()
+_created = weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]]()
 
 # Groups that this rank needs no more: those that it has not told the others, and those that it has,
 # with the keys in the store by which all members tell it.
 _given_back: "list[weakref.ref[dist.ProcessGroup]]" = []
-_announced: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]]"
-_announced = weakref.WeakKeyDictionary()
+_announced = weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]]()
 
 importlib.import_module("torch.distributed.nn.functional")  # before any group exists: see above
 
 
 @atexit.register
-def _destroy_gloo_group() -> None:
+def _destroy_gloo_group() -> None:  # of a script that never calls destroy_process_group()
     gc.collect()
     # A group without gloo needs no teardown; destroying it here could wait for a dead rank.
     if dist.is_initialized() and "gloo" in dist.get_backend_config():

@@ -75,7 +75,6 @@ class Run:
             )
         self.counts = StepCounts(ANY) if counts is None else counts
         self.trainer, self._within = trainer, within
-        # A reference, as a group that is held would outlive destroy_process_group().
         self._world = None if is_alone else weakref.ref(dist.group.WORLD)
         self._interrupted: str | None = None  # what an interrupt has left half done
         self._is_closed = self._has_warned = False
@@ -138,7 +137,7 @@ class Run:
             return create_group(members, self.group, backend, for_p2p=for_p2p)
         except RuntimeError as error:
             what = f"a process group of ranks {list(members)} could not be created"
-            suspects = list(map(self.global_rank, members))
+            suspects = map(self.global_rank, members)
             raise self.error(what, error, suspects=suspects, step=None) from error
 
     @property

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel import GossipDataParallel, PipelineTrainer, SubnetTrainer
-from pyparallel.comm import Run, process_groups
+from pyparallel.comm import Run, process_groups, store_of
 from pyparallel.comm.process_groups import create_group, device_of
 from pyparallel.compression import Int8, ddp_hook
 from pyparallel.gossip import SGP
@@ -268,16 +268,19 @@ def test_trainers_give_their_groups_back(ranks, count):
 
 
 def run_out_of_descriptors(rank):
-    if rank == 0:
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
-    make_gossip()
+    dist.barrier()
+    store_of(None).get("connect")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft if rank else 3, hard))
+    try:
+        Run.open(None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_rank_that_may_open_no_file_says_so():
-    here, there = observe_ranks(2, run_out_of_descriptors, time_limit=40, group_timeout=5)
+def test_a_rank_that_may_open_no_file_says_so(ranks):
+    here, there = ranks.observe(2, run_out_of_descriptors, group_timeout=5)
     what = "a process group of ranks [0, 1] could not be created"
-    assert here.error.startswith(f"PeerError: rank 0: {what} on this rank: ")
-    assert "Too many open files" in here.error
+    assert here.error == f"PeerError: rank 0: {what} on this rank: Too many open files"
     failed = "rank 0 failed: Too many open files"
     assert there.error.startswith(f"PeerError: rank 1: {what}: {failed} (")

@@ -461,7 +461,7 @@ def test_bytes_sent_match_the_formula_and_no_indices_are_sent(outcomes):
         for rank in outcomes:
             _, calls, payload = rank["traffic"][place, kind]
             assert payload == one_way
-            check = ("_gather", 6 * 8)
+            check = ("_gather", 8 * 8)
             kinds = [name for name, _ in calls]
             assert kinds == ([] if num == 1 else ["_gather", *["all_to_all_single"] * 2] * 2)
             assert all(call == check for call in calls if call[0] == "_gather")
