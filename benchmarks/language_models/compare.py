@@ -13,7 +13,6 @@ Rows go to ``benchmarks/results/language-models.csv``; those that are there are 
 """
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -23,8 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from benchmarks.harness.learning_rate import decayed
@@ -32,9 +30,17 @@ from benchmarks.harness.libraries import load
 from benchmarks.harness.program import compare
 from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import RESULTS, Row, RunRows, as_text, machine, shorten
-from benchmarks.language_models.table import markdown
+from benchmarks.language_models.bench import (
+    BATCH,
+    BITS_PER_NAT,
+    COMMON,
+    MODELS,
+    batches,
+    next_token_loss,
+)
+from benchmarks.language_models.table import by_depth
 from benchmarks.pipeline.tasks import load_text
-from examples.data import cut_windows, draw_windows
+from examples.data import cut_windows
 from pyparallel import pipeline
 
 FIELDS = [
@@ -42,8 +48,7 @@ FIELDS = [
     "microbatches", "batch", "length", "steps", "training_bits", "held_out_bits", "losses",
     "seconds", "machine", "torch", "transformers", "commit",
 ]  # fmt: skip
-BITS_PER_NAT = 1 / math.log(2)
-BATCH, LENGTH, HELD_OUT = 8, 64, 128  # windows, bytes of a window, held-out windows
+LENGTH, HELD_OUT = 64, 128  # bytes of a window, held-out windows
 STEPS, WARM_UP = 1000, 0.1
 RATES = ["0.0005", "0.001", "0.002"]
 OPTIMIZERS = ["AdamW", "Muon"]
@@ -90,36 +95,6 @@ def schedule_of(run: Run) -> tuple[pipeline.Schedule, int]:
     return schedule, int(run.ranks)
 
 
-def build_gpt2() -> nn.Module:
-    transformers = load("transformers")
-    sizes = {"n_positions": LENGTH, "n_embd": 384, "n_layer": 6, "n_head": 6}
-    undropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # for equal losses
-    config = transformers.GPT2Config(**COMMON, **sizes, **undropped)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def build_llama() -> nn.Module:
-    transformers = load("transformers")
-    sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6}
-    others = {"num_attention_heads": 6, "max_position_embeddings": LENGTH}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, **sizes, **others))
-
-
-COMMON = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-MODELS = {"GPT-2": build_gpt2, "Llama": build_llama}
-
-
-def batches(seed: int, length: int = LENGTH) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield draw_windows(load_text()[0], BATCH, length, generator)
-
-
-def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the cross-entropy of each byte but the first of a window, in nats."""
-    return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
 def optimizers_of(
     name: str, rate: float, parameters: Sequence[nn.Parameter]
 ) -> Optimizer | list[Optimizer]:
@@ -135,7 +110,7 @@ def optimizers_of(
 
 def train(rank: int, run: Run) -> Row | None:
     torch.manual_seed(run.seed)
-    model: Any = MODELS[run.model]()
+    model: Any = MODELS[run.model](LENGTH)
     schedule, microbatches = schedule_of(run)
     trainer = pipeline.PipelineTrainer(
         pipeline.split_model(model),
@@ -150,7 +125,7 @@ def train(rank: int, run: Run) -> Row | None:
     load_text()
     dist.barrier()
     begin = time.perf_counter()
-    losses = [trainer.step(ids, target=ids) for ids in islice(batches(run.seed), run.steps)]
+    losses = [trainer.step(ids, target=ids) for ids in islice(batches(run.seed, LENGTH), run.steps)]
     trainer.flush()
     seconds = time.perf_counter() - begin
     held_out = cut_windows(load_text()[1], HELD_OUT, LENGTH)
@@ -185,7 +160,7 @@ def main() -> None:
     chosen = {"models": list(MODELS), "optimizers": OPTIMIZERS, "schedules": SCHEDULES}
     chosen |= {"ranks": [*map(str, SPLITS)], "rates": RATES}
     module = "language_models.compare"
-    compare(module, __doc__, rows, find_runs, perform, markdown, range(3), **chosen)
+    compare(module, __doc__, rows, find_runs, perform, by_depth, range(3), **chosen)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,11 @@ from benchmarks.harness.learning_rate import decayed
 from benchmarks.harness.libraries import load
 from benchmarks.harness.program import compare
 from benchmarks.harness.rows import RESULTS, Row, RunRows
-from benchmarks.language_models.compare import (
+from benchmarks.language_models.bench import (
     BATCH,
     BITS_PER_NAT,
     COMMON,
+    RATE,
     WARM_UP,
     batches,
     next_token_loss,
@@ -45,7 +46,7 @@ FIELDS = [
     "schedule", "start", "clip", "seed", "rate", "parameters", "batch", "length", "steps",
     "held_out_bits", "torch", "transformers", "commit",
 ]  # fmt: skip
-LENGTH, HELD_OUT, STEPS, RATE = 64, 64, 200, 1e-3
+LENGTH, HELD_OUT, STEPS = 64, 64, 200
 STARTS = [0, 10, 20, 50, 100]
 SPLIT = [3]  # the embedding and two of four blocks
 

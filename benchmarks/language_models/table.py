@@ -6,11 +6,43 @@ from collections.abc import Sequence
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import grouped, markdown_table
 
-EXACT = "OneForwardOneBackward"
-ORDER = [EXACT, "PipeOptim", "PipeDream2BW"]
+UNSPLIT = "unsplit"
+SYNCHRONOUS = "OneForwardOneBackward"
+ORDER = [UNSPLIT, SYNCHRONOUS, "PipeOptim", "PipeDream2BW"]
 
 
 def markdown(rows: Sequence[Row]) -> str:
+    head = ["", "parameters", "training, bits per byte", "held-out, bits per byte"]
+    lines = []
+    for name, of_model in grouped(rows, "model").items():
+        own = grouped(of_model, "schedule", ORDER)
+        for (row,) in own.values():
+            tie = ", tied" if row["tied"] == "True" else ""
+            lines.append([
+                f"{name}{tie}, {shown(row)}",
+                f"{int(row['parameters']) / 1e6:.1f} M",
+                f"{float(row['training_bits']):.4f}",
+                f"{float(row['held_out_bits']):.4f}",
+                f"{behind(row, own[UNSPLIT][0]):+.3f} %",
+            ])  # fmt: skip
+    return markdown_table([*head, "against unsplit"], lines)
+
+
+def by_start(rows: Sequence[Row]) -> str:
+    """Return how far held-out loss is behind synchronous training, by the start; least to most."""
+    lines = []
+    for start, of_start in grouped([r for r in rows if r["start"] != "all"], "start").items():
+        cells = []
+        for clip in ("", "1.0"):
+            exact = {r["seed"]: r for r in rows if r["start"] == "all" and r["clip"] == clip}
+            own = [behind(r, exact[r["seed"]]) for r in of_start if r["clip"] == clip]
+            cells.append(f"{min(own):+.1f} to {max(own):+.1f} %")
+        lines.append([start, *cells])
+    lines.sort(key=lambda line: int(line[0]))
+    return markdown_table(["synchronous updates", "not clipped", "max_norm=1.0"], lines)
+
+
+def by_depth(rows: Sequence[Row]) -> str:
     """Return held-out loss of each at its best rate, least to most of the seeds, and seconds."""
     head = ["", "rate", "held-out, bits per byte", "against synchronous", "ms for an update"]
     lines = []
@@ -20,7 +52,7 @@ def markdown(rows: Sequence[Row]) -> str:
             for schedule, of_schedule in grouped(of_pair, "schedule", ORDER).items():
                 for ranks, of_case in grouped(of_schedule, "ranks").items():
                     own = best(of_case)
-                    exact = own if schedule == EXACT else exact
+                    exact = own if schedule == SYNCHRONOUS else exact
                     name = f"{model}, {optimizer}, `{schedule}`, {ranks} ranks"
                     lines.append([name, *cells_of(own, exact)])
     return markdown_table(head, lines)
@@ -47,20 +79,12 @@ def best(rows: Sequence[Row]) -> dict[str, Row]:
     return {row["seed"]: row for row in found}
 
 
-def by_start(rows: Sequence[Row]) -> str:
-    """Return how far held-out loss is behind synchronous training, by the start; least to most."""
-    lines = []
-    for start, of_start in grouped([r for r in rows if r["start"] != "all"], "start").items():
-        cells = []
-        for clip in ("", "1.0"):
-            exact = {r["seed"]: r for r in rows if r["start"] == "all" and r["clip"] == clip}
-            own = [behind(r, exact[r["seed"]]) for r in of_start if r["clip"] == clip]
-            cells.append(f"{min(own):+.1f} to {max(own):+.1f} %")
-        lines.append([start, *cells])
-    lines.sort(key=lambda line: int(line[0]))
-    return markdown_table(["synchronous updates", "not clipped", "max_norm=1.0"], lines)
-
-
 def behind(row: Row, exact: Row) -> float:
-    """Return by how many percent the held-out loss is above that of synchronous updates."""
+    """Return by how many percent the held-out loss is above that of synchronous training."""
     return 100 * (float(row["held_out_bits"]) / float(exact["held_out_bits"]) - 1)
+
+
+def shown(row: Row) -> str:
+    if row["schedule"] == UNSPLIT:
+        return f"a plain loop, {row['threads']} threads"
+    return f"`{row['schedule']}()`, {row['ranks']} ranks"

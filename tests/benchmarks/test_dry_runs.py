@@ -31,7 +31,7 @@ PROGRAMS = {
     "interlocking": ["bench", "compare"],
     "compression": ["bench", "compare"],
     "subnets": ["compare", "compare_sketches"],
-    "language_models": ["compare", "start"],
+    "language_models": ["bench", "compare", "start"],
     "tiles": ["in_flight", "sweep"],
 }
 NAMES = [".".join(filter(None, [area, each])) for area, of in PROGRAMS.items() for each in of]

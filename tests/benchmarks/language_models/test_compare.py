@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.language_models.compare import SCHEDULES, Run, perform
-from benchmarks.language_models.table import markdown
+from benchmarks.language_models.table import by_depth
 
 
 @pytest.mark.slow  # imports transformers in each rank
@@ -16,5 +16,5 @@ def test_the_first_updates_are_synchronous():
     assert len(set(first)) == 1  # by the initial weights
     assert int(rows[0]["parameters"]) > 10_000_000
     assert rows[0]["losses"] != rows[1]["losses"]
-    table = markdown([{name: str(value) for name, value in row.items()} for row in rows])
+    table = by_depth([{name: str(value) for name, value in row.items()} for row in rows])
     assert table.count("+0.00 to +0.00 %") == 1
