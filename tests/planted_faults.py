@@ -103,6 +103,35 @@ FAULTS = [
         "if True:",
         "tests/comm/test_profiling.py",
     ),
+    # Process groups and calls
+    Fault(
+        "a group is destroyed while other ranks need it",
+        "pyparallel/comm/process_groups.py",
+        "if _exists(group) and store_of(None).wait(keys, 0):",
+        "if _exists(group):",
+        "tests/comm/test_groups.py",
+    ),
+    Fault(
+        "a trainer keeps its groups after close()",
+        "pyparallel/comm/run.py",
+        "        self._give_back()\n",
+        "",
+        "tests/comm/test_groups.py",
+    ),
+    Fault(
+        "different calls meet unnoticed",
+        "pyparallel/comm/consistency.py",
+        "        check_same_call(rows, {call}, process_group)\n",
+        "",
+        "tests/comm/test_one_sided_calls.py",
+    ),
+    Fault(
+        "training goes on after an interrupt inside an average",
+        "pyparallel/comm/run.py",
+        "if not isinstance(error, Exception):",
+        "if False:",
+        "tests/gossip/test_misuse.py",
+    ),
     # Gossip
     Fault(
         "a sender keeps the mass that it sends",

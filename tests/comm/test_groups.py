@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel import GossipDataParallel, PipelineTrainer, SubnetTrainer
@@ -286,3 +287,21 @@ def test_a_rank_that_may_open_no_file_says_so(ranks):
     assert here.error == f"PeerError: rank 0: {what} on this rank: Too many open files"
     failed = "rank 0 failed: Too many open files"
     assert there.error.startswith(f"PeerError: rank 1: {what}: {failed} (")
+
+
+def give_groups_back_one_after_the_other(rank):
+    """Return how many groups this rank has while one rank, and after both, gave nine back."""
+    runs, found = [Run.open(None) for _ in range(9)], []
+    for turn in (0, 1):
+        if rank == turn:
+            for run in runs:
+                run.close()
+        Run.open(None)
+        found.append(len(distributed_c10d._world.pg_names))
+        dist.barrier()
+    return found
+
+
+def test_a_group_is_destroyed_once_all_its_ranks_have_given_it_back(ranks):
+    before = 1 + 9 + 1  # the default group, the nine, and the one that was made after them
+    assert ranks.run(2, give_groups_back_one_after_the_other) == [[before, before + 1 - 9 - 1]] * 2
