@@ -137,6 +137,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             self._preserve_saved_states()  # buffers such as BatchNorm's are about to change
         if self.training and torch.is_grad_enabled():
             self._rounds.see_forward(counts=is_eager)
+            if is_eager and self._buckets.first_has_moved:  # else the forward may fail on dtypes
+                self._buckets.check([])
         averager.restore_debiased()
         if averager.traits.has_equal_batches:
             self._rounds.joined.before_forward()

@@ -103,6 +103,11 @@ class FlatBuckets:
                 "would not be averaged; close() and wrap again"
             )
 
+    @property
+    def first_has_moved(self) -> bool:
+        """Whether the first parameter is no view of the buffers, as after ``module.double()``."""
+        return self.parameters[0].data_ptr() != self._addresses[0]
+
     def find_moved(self) -> int | None:
         """Return the index of the first parameter that is no view of the buffers, or None."""
         for index, (parameter, address) in enumerate(

@@ -91,7 +91,8 @@ def replaces_parameters(rank):
             optimizer.step()
     model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
     model.module.double()
-    for use in (optimizer.step, model.consensus_distance, model.consensus().__enter__):
+    forward = functools.partial(model, torch.ones(2, 4))
+    for use in (forward, optimizer.step, model.consensus_distance, model.consensus().__enter__):
         with pytest.raises(RuntimeError, match="parameters must stay views of their flat buffers"):
             use()
 
