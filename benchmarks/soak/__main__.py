@@ -70,9 +70,7 @@ PARTS = {
     "steps": Part(
         {case: (trainers.ranks_of(case),) for case in trainers.STARTS}, 5_000, trainers.run
     ),
-    "made": Part(
-        {case: (trainers.ranks_of(case),) for case in trainers.STARTS}, 300, trainers.make
-    ),
+    "made": Part({case: (trainers.ranks_of(case),) for case in trainers.KINDS}, 300, trainers.make),
 }
 
 

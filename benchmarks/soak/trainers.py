@@ -183,6 +183,13 @@ STARTS: dict[str, Start] = {
 }
 
 
+# A trainer of each kind, as they differ in their process groups.
+KINDS = [
+    "SGP, overlap=1", "ADPSGD", "DiLoCo", "Hierarchical", "PipeOptim", "Interlocking(1)",
+    "SubnetTrainer", "ddp_hook, Int8", "compress_fsdp, Int8",
+]  # fmt: skip
+
+
 def run(rank: int, case: str, steps: int) -> tuple[list[Sample], dict[str, float]]:
     running = STARTS[case]()
     samples = watch(lambda index: running.step(), steps)
@@ -202,8 +209,10 @@ def make(rank: int, case: str, count: int) -> tuple[list[Sample], dict[str, floa
         running = STARTS[case]()
         running.step()
         running.step()
-        if index % 2 and isinstance(running.trainer, Trainer):
+        closes = index % 2 and isinstance(running.trainer, Trainer)
+        if closes or case == "ADPSGD":  # whose ranks wait for answers of those that go on
             running.finish()
+        if closes:
             running.trainer.close()
 
     return watch(make_one, count), {}
