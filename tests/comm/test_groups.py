@@ -282,7 +282,7 @@ def run_out_of_descriptors(rank):
 
 
 def test_a_rank_that_may_open_no_file_says_so(ranks):
-    here, there = ranks.observe(2, run_out_of_descriptors, group_timeout=5)
+    here, there = ranks.observe(2, run_out_of_descriptors, group_timeout=2)
     what = "a process group of ranks [0, 1] could not be created"
     assert here.error == f"PeerError: rank 0: {what} on this rank: Too many open files"
     failed = "rank 0 failed: Too many open files"

@@ -289,10 +289,11 @@ SLOW = {"sys.settrace", "sys.setprofile", "cProfile", "torch.profiler", "much ga
 
 
 def covering():
-    """Return, for each trainer, another default device and one of the fast habits, in turns."""
+    """Return another default device for each trainer, and for those of two ranks fast habits."""
     first = "another default device"
     rest = cycle([habit for habit in HABITS if habit != first and habit not in SLOW])
-    return {name: [first, next(rest)] for name in TRAINERS}
+    on_two = [name for name, (num_ranks, *_) in TRAINERS.items() if num_ranks == 2]
+    return {name: [first] + [next(rest) for _ in range(2 * (name in on_two))] for name in TRAINERS}
 
 
 @pytest.mark.parametrize(
