@@ -135,10 +135,10 @@ def test_no_op_keeps_memory(subtests):
         for _ in range(20):
             run(written)
         before = bytes_in_use()
-        for _ in range(500):
+        for _ in range(1500):
             run(written)
-        with subtests.test(name):
-            assert bytes_in_use() - before < 500 * 16  # the smallest allocation has 32 bytes
+        with subtests.test(name):  # the smallest allocation has 32 bytes; others' may have 8 KiB
+            assert bytes_in_use() - before < 1500 * 16
 
 
 @pytest.mark.parametrize("name", WRITERS)
