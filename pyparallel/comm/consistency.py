@@ -150,7 +150,7 @@ def check_same_call(
             first, other = (dist.get_global_rank(group, each) for each in (0, index))
             raise DisagreementError(
                 f"all ranks must make the same call, got {describe_call(rows[0])} on rank {first} "
-                f"and {describe_call(row)} on rank {other}; nothing has been changed"
+                f"and {describe_call(row)} on rank {other}; nothing was loaded or averaged"
             )
 
 

@@ -60,8 +60,7 @@ def test_both_calls_are_named_on_both_ranks(ranks, subtests):
             calls = ["load_state_dict()", name][:: -1 if loader else 1]
             with subtests.test(make.__name__, loader=loader):
                 outcomes = ranks.observe(2, load_on_one, make, loader, group_timeout=10)
-                text = (
-                    f"got {calls[0]} on rank 0 and {calls[1]} on rank 1; nothing has been changed"
-                )
-                expected = f"DisagreementError: all ranks must make the same call, {text}"
+                got = f"got {calls[0]} on rank 0 and {calls[1]} on rank 1"
+                rule = "DisagreementError: all ranks must make the same call"
+                expected = f"{rule}, {got}; nothing was loaded or averaged"
                 assert [each.error for each in outcomes] == [expected] * 2
