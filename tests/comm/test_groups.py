@@ -264,10 +264,10 @@ def test_trainers_give_their_groups_back(ranks, makes, count):
     """Those that were closed or dropped are destroyed several at a time."""
     for make in makes:
         for found in ranks.run(2, make_many, make, count, time_limit=60 + count):
-            middle, end = found[count // 2 : -count // 4], found[-count // 4 :]
-            for index in range(2):  # descriptors, threads
-                most, later = (max(each[index] for each in part) for part in (middle, end))
-                assert later <= most + 2 * index, make.__name__  # a thread may be ending
+            descriptors, threads = (max(each) for each in zip(*found, strict=True))
+            groups = 20  # are there at most, each with five descriptors and three threads
+            assert descriptors < found[0][0] + 5 * groups, make.__name__
+            assert threads < found[0][1] + 3 * groups, make.__name__
 
 
 def run_out_of_descriptors(rank):
