@@ -2,12 +2,20 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
-from benchmarks.harness.tables import Measure, differences, grouped, markdown_table, values, where
+from benchmarks.harness.tables import (
+    Measure,
+    differences,
+    grouped,
+    markdown_table,
+    mean,
+    values,
+    where,
+)
 from benchmarks.pipeline.tasks import TASKS, Task
 
 BASELINE = "gpipe"
@@ -102,6 +110,53 @@ def _cell(rows: Sequence[Row], baseline: Sequence[Row], measure: Measure) -> str
     if len(found) < len(rows):
         parts.append(f"{len(rows) - len(found)} of {len(rows)} diverged")
     return " ".join(parts)
+
+
+def by_model(rows: Sequence[Row]) -> str:
+    """Return for each model the held-out losses at the best rates, and PipeOptim's rivals."""
+    names = [name for name in ORDER if where(rows, schedule=name)]
+    found = {
+        task: {name: at_best_rate(where(own, schedule=name)) for name in names}
+        for task, own in grouped(rows, "task").items()
+    }
+    lines = []
+    for task, by_schedule in found.items():
+        means = {name: mean(own, HELD_OUT.field) for name, own in by_schedule.items()}
+        best = min(means.values())
+        cells = [
+            f"{'**' * (mean == best)}{mean:.4f}{'**' * (mean == best)} at {own[0]['rate']}"
+            for mean, own in zip(means.values(), by_schedule.values(), strict=True)
+        ]
+        lines.append([task, *cells])
+    return markdown_table(["held-out loss, at the best rate", *names], lines) + "\n" + rivals(found)
+
+
+def rivals(found: Mapping[str, Mapping[str, Sequence[Row]]]) -> str:
+    """Return against whom PipeOptim has the lower loss: models by the mean, and single seeds."""
+    lines = []
+    for rival in (name for name in next(iter(found.values())) if name != "pipeoptim"):
+        pairs = [(own["pipeoptim"], own[rival]) for own in found.values()]
+        gaps = [
+            100 * (mean(own, HELD_OUT.field) / mean(other, HELD_OUT.field) - 1)
+            for own, other in pairs
+        ]
+        seeds = [
+            float(ours["held_out_loss"]) < float(theirs["held_out_loss"])
+            for pair in pairs
+            for ours, theirs in zip(*pair, strict=True)
+        ]
+        spread = f"{statistics.median(gaps):+.1f} % ({min(gaps):+.1f} to {max(gaps):+.1f})"
+        wins = sum(gap < 0 for gap in gaps)
+        lines.append([rival, f"{wins} of {len(gaps)}", f"{sum(seeds)} of {len(seeds)}", spread])
+    head = ["PipeOptim against", "models with a lower loss", "seeds", "loss, median of models"]
+    return markdown_table(head, lines)
+
+
+def at_best_rate(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the rate that the first seed has chosen, by seed."""
+    first = [row for row in rows if row["seed"] == min(each["seed"] for each in rows)]
+    best = min(first, key=lambda row: float(row["held_out_loss"]))
+    return sorted(where(rows, rate=best["rate"]), key=lambda row: row["seed"])
 
 
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}  # of the column ``optimizer``

@@ -58,9 +58,13 @@ class Digits(Task):
     def build(self) -> nn.Sequential:
         return digits_net()
 
+    def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return training images and labels, then the held-out ones."""
+        return load_images()
+
     def batches(self, seed: int) -> Iterator[Batch]:
         """Yield batches of reshuffled epochs; a remainder is carried over to the next epoch."""
-        images, labels, _, _ = load_images()
+        images, labels, _, _ = self.load()
         generator = torch.Generator().manual_seed(seed)
         order = torch.empty(0, dtype=torch.long)
         while True:
@@ -71,16 +75,13 @@ class Digits(Task):
 
     def held_out(self) -> Batch:
         """Return the last fifth of a fixed shuffle."""
-        return load_images()[2:]
+        return self.load()[2:]
 
     def accuracy(self, model: nn.Module) -> float | None:
         return accuracy(model, *self.held_out())
 
 
-@cache
-def load_images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return training images and labels, then the held-out ones."""
-    return load_digits()
+load_images = cache(load_digits)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ PROGRAMS = {
     "harness": ["build"],
     "ops": ["calls", "overlap"],
     "gossip": ["bench", "compare", "rates"],
-    "pipeline": ["bench", "compare", "optimizers", "clock", "parts"],
+    "pipeline": ["bench", "compare", "optimizers", "clock", "paper", "parts"],
     "interlocking": ["bench", "compare"],
     "compression": ["bench", "compare"],
     "subnets": ["compare", "compare_sketches"],
