@@ -1,15 +1,18 @@
-"""``python -m benchmarks.pipeline.clock [--updates 1000]``.
+"""``python -m benchmarks.pipeline.clock [--updates 1000] [--seeds 0 1 2]``.
 
-Held-out loss against seconds, on two gloo ranks that compute, one thread each: ``PipeOptim`` and
-the fastest of torch's schedules, each with AdamW and with Muon for the matrices of the blocks, in
-turns of 50 updates within one run. A byte transformer; every update is from 16 windows of 64 bytes:
-one microbatch of ``PipeOptim``, four or eight of torch's schedules. The rates are those that
-``benchmarks.pipeline.optimizers --stages 2`` has chosen, by one rule, for ``GPipe`` and
+Held-out loss after equal seconds, on two gloo ranks that compute, one thread each: ``PipeOptim``
+and the fastest of torch's schedules, each with AdamW and with Muon for the matrices of the blocks,
+in turns within one run. Torch's trains for 1,000 updates, 50 in a turn; ``PipeOptim``, with the
+same optimizer, for as many as it does in that time by a measurement before the race, and its
+learning rate warms up and decays over those. A byte transformer; every update is from 16 windows of
+64 bytes: one microbatch of ``PipeOptim``, four or eight of torch's schedules. The rates are those
+that ``benchmarks.pipeline.optimizers --stages 2`` has chosen, by one rule, for ``GPipe`` and
 ``PipeOptim``. Evaluations are not in the seconds; the flush of ``PipeOptim`` before each one is.
 
 Rows go to ``benchmarks/results/pipeline-clock-<machine>.csv``.
 """
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +29,7 @@ from benchmarks.harness.program import make_parser, save
 from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import RESULTS, Row, stamp
 from benchmarks.harness.turns import largest, take_turns, timed
+from benchmarks.pipeline import table
 from benchmarks.pipeline.optimizers import (
     IN_TWO,
     MAKERS,
@@ -48,7 +52,7 @@ NUM_RANKS = 2
 MICROBATCHES = 4, 8  # of torch's schedules
 PER_STEP = 5  # microbatches of ours, each with an update
 NUM_PROBED = 20  # updates, to find torch's fastest schedule
-TURN = 50  # updates
+TURN = 50  # updates of torch's schedules
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Entry:
     optimizer: str  # a key of ``MAKERS``
     rate: float  # the highest of the schedule
     microbatches: int = 1
+    turn: int = TURN  # updates
 
     @property
     def name(self) -> str:
@@ -118,34 +123,32 @@ def start(entry: Entry, updates: int, seed: int) -> Training:
     return Training(train, layers, [layer for each in stages for layer in range(*edges[each])])
 
 
-def find_fastest(rank: int, candidates: Sequence[Entry]) -> list[float]:
-    """Return the seconds of each candidate on the slowest rank, the least of three turns."""
+def measure(rank: int, candidates: Sequence[Entry]) -> list[float]:
+    """Return the seconds of an update of each on the slowest rank, the median of five turns."""
     runs = {
         place: partial(timed, start(each, NUM_PROBED, 0).train, NUM_PROBED)
         for place, each in enumerate(candidates)
     }
-    seconds = take_turns(runs, turns=3, warm_up=0, before=dist.barrier)
-    return largest([min(times) for times in seconds.values()])
+    seconds = take_turns(runs, turns=5, warm_up=1, before=dist.barrier)
+    return largest([statistics.median(times) / NUM_PROBED for times in seconds.values()])
 
 
-def race(rank: int, entries: Sequence[Entry], updates: int, seed: int) -> list[list[tuple]]:
+def race(rank: int, entries: Sequence[Entry], turns: int, seed: int) -> list[list[tuple]]:
     """Return (updates, seconds on the slowest rank, held-out bits) after each turn, by entry."""
-    trainings = [start(each, updates, seed) for each in entries]
+    trainings = [start(each, turns * each.turn, seed) for each in entries]
     whole = IN_TWO.build()
     points: list[list[tuple]] = [
         [(0, 0.0, evaluate(rank, training, whole))] for training in trainings
     ]
 
-    def run(training: Training, of_entry: list[tuple]) -> None:
+    def run(place: int) -> None:
+        turn, training, of_entry = entries[place].turn, trainings[place], points[place]
         done, seconds, _ = of_entry[-1]
-        (taken,) = largest([timed(training.train, TURN)])
-        bits = evaluate(rank, training, whole)
-        of_entry.append((done + TURN, seconds + taken, bits))
+        (taken,) = largest([timed(training.train, turn)])
+        of_entry.append((done + turn, seconds + taken, evaluate(rank, training, whole)))
 
-    runs = {
-        place: partial(run, *pair) for place, pair in enumerate(zip(trainings, points, strict=True))
-    }
-    take_turns(runs, turns=updates // TURN, warm_up=0, before=dist.barrier)
+    runs = {place: partial(run, place) for place in range(len(entries))}
+    take_turns(runs, turns, warm_up=0, before=dist.barrier)
     return points
 
 
@@ -190,7 +193,7 @@ def rows_of(
 def main() -> None:
     parser = make_parser("pipeline.clock", __doc__)
     parser.add_argument("--updates", type=int, default=1000, help="a multiple of 50")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
     rows = Rows(RESULTS / "pipeline-optimizers.csv")
     rates = {
@@ -201,21 +204,22 @@ def main() -> None:
         for optimizer in MAKERS
     }
     candidates = [Entry(peer, "adamw", 1e-3, count) for peer in PEERS for count in MICROBATCHES]
-    found = run_on_loopback(NUM_RANKS, 300, find_fastest, candidates)[0]
+    found = run_on_loopback(NUM_RANKS, 300, measure, candidates)[0]
     for candidate, seconds in zip(candidates, found, strict=True):
-        print(f"{candidate.name}, {candidate.microbatches}: {seconds / NUM_PROBED * 1e3:.1f} ms")
+        print(f"{candidate.name}, {candidate.microbatches}: {seconds * 1e3:.1f} ms")
     fastest = candidates[min(range(len(found)), key=found.__getitem__)]
-    entries = [
-        *(Entry(None, each, rates[OURS, each]) for each in MAKERS),
-        *(replace(fastest, optimizer=each, rate=rates["GPipe", each]) for each in MAKERS),
-    ]
+    ours = [Entry(None, each, rates[OURS, each]) for each in MAKERS]
+    theirs = [replace(fastest, optimizer=each, rate=rates["GPipe", each]) for each in MAKERS]
+    seconds = run_on_loopback(NUM_RANKS, 300, measure, [*ours, *theirs])[0]
+    for place, entry in enumerate(ours):
+        steps = TURN * seconds[len(ours) + place] / seconds[place] / PER_STEP
+        ours[place] = replace(entry, turn=PER_STEP * round(steps))
     measured: list[Row] = []
     for seed in options.seeds:
-        points = run_on_loopback(NUM_RANKS, 1800, race, entries, options.updates, seed)[0]
-        measured += rows_of(entries, points, seed)
-    for row in measured:
-        if row["updates"] == options.updates:
-            print(*(row[name] for name in FIELDS[:8]))
+        arguments = [*ours, *theirs], options.updates // TURN, seed
+        points = run_on_loopback(NUM_RANKS, 1800, race, *arguments)[0]
+        measured += rows_of(arguments[0], points, seed)
+    print(table.race([{name: str(value) for name, value in row.items()} for row in measured]))
     save(measured, "pipeline-clock", FIELDS, options.out)
 
 

@@ -1,9 +1,7 @@
 """The tables of ``benchmarks.pipeline.compare``, ``optimizers`` and ``clock``."""
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
@@ -256,33 +254,31 @@ def behind(rows: Sequence[Row], baseline: Sequence[Row]) -> float:
 
 
 def race(rows: Sequence[Row]) -> str:
-    """Return the end of each training on the clock, and the time to the worst end of all."""
+    """Return the end of each training on the clock, and how far ours is from torch's, by seed."""
     trainings: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         names = "system", "optimizer", "rate", "microbatches"
         trainings.setdefault(tuple(row[name] for name in names), []).append(row)
-    updates = rows[-1]["updates"]
-    worst = max(bits(row) for row in where(rows, updates=updates))
-    head = ["", "rate", "microbatches an update", "ms an update", "bits at the end"]
+    ends = {
+        names: [own[-1] for own in grouped(found, "seed").values()]  # of each seed
+        for names, found in trainings.items()
+    }
+    theirs = {names[1]: own for names, own in ends.items() if names[0] != "PipeOptim"}
+    head = ["", "rate", "microbatches an update", "updates", "seconds"]
+    head += [
+        "bits at the end (least to greatest)",
+        "against torch with the same optimizer, by seed",
+    ]
     lines = []
-    for (system, optimizer, *columns), own in trainings.items():
-        ends = where(own, updates=updates)
-        seconds = statistics.fmean(float(row["seconds"]) for row in ends)
-        times = [reached(own, row["seed"], worst) for row in ends]
+    for (system, optimizer, *columns), own in ends.items():
+        found = [bits(row) for row in own]
+        gaps = [behind([row], [other]) for row, other in zip(own, theirs[optimizer], strict=True)]
         lines.append([
             f"{system}, {OPTIMIZERS[optimizer]}",
             *columns,
-            f"{1e3 * seconds / int(updates):.1f}",
-            f"{mean_bits(ends):.3f}",
-            f"{statistics.fmean(times):.0f}",
+            own[0]["updates"],
+            f"{mean(own, 'seconds'):.1f}",
+            f"{statistics.fmean(found):.3f} ({min(found):.3f} to {max(found):.3f})",
+            ", ".join(f"{gap:+.1f} %" for gap in gaps) if system == "PipeOptim" else "",
         ])  # fmt: skip
-    return markdown_table([*head, f"seconds to {worst:.3f} bits"], lines)
-
-
-def reached(rows: Sequence[Row], seed: str, target: float) -> float:
-    """Return the seconds to a loss, between evaluations linear; infinite if it is not reached."""
-    curve = [(float(row["seconds"]), bits(row)) for row in where(rows, seed=seed)]
-    for (before, high), (after, low) in pairwise(curve):
-        if low <= target:
-            return before + (after - before) * (high - target) / (high - low)
-    return math.inf
+    return markdown_table(head, lines)

@@ -19,7 +19,6 @@ from benchmarks.pipeline.optimizers import (
     perform,
     search,
 )
-from benchmarks.pipeline.table import reached
 
 RUN = Run(4, "muon", "PipeOptim", "error feedback", 0.006, 2)
 
@@ -99,12 +98,3 @@ def test_every_contestant_is_searched_once():
     assert len(contestants) == len(set(contestants)) == 13
     assert search(rows, 4, "adamw", contestants).keys() == set(contestants)
     assert every_contestant(2, ["error feedback"]) == [("GPipe", "none"), ("PipeOptim", "none")]
-
-
-def test_the_time_to_a_loss_is_between_evaluations():
-    rows = [
-        {"seed": "0", "seconds": str(2 * step), "held_out_bits": str(4 - step)} for step in range(3)
-    ]
-    assert reached(rows, "0", 2.5) == 3.0
-    assert reached(rows, "0", 2.0) == 4.0
-    assert reached(rows, "0", 1.0) == math.inf
