@@ -57,11 +57,12 @@ def take_sample(step: int) -> Sample:
     return Sample(step, rss_kb, fds, threads)
 
 
-def judge(samples: Sequence[Sample]) -> Report:
+def judge(samples: Sequence[Sample], slack: int = 0) -> Report:
     """Return the report of samples of one process.
 
-    After the warm-up, file descriptors and threads must not become more (medians of the first and
-    the last third), and resident memory must grow by less than ``BOUND_KB`` in 1,000 steps.
+    After the warm-up, file descriptors and threads must not become more, but for ``slack`` (medians
+    of the first and the last third), and resident memory must grow by less than ``BOUND_KB`` in
+    1,000 steps.
     """
     steps = samples[-1].step
     kept = [each for each in samples if each.step >= WARM_UP * steps]
@@ -70,7 +71,7 @@ def judge(samples: Sequence[Sample]) -> Report:
     problems = [
         f"{name} grew from {getattr(early, name)} to {getattr(late, name)}"
         for name in ("fds", "threads")
-        if getattr(late, name) > getattr(early, name)
+        if getattr(late, name) > getattr(early, name) + slack
     ]
     growth = None
     if kept[-1].step - kept[0].step >= SHORTEST:
