@@ -16,7 +16,6 @@ from benchmarks.harness.rows import read_rows
 from benchmarks.interlocking import bench as interlocking
 from benchmarks.interlocking.sleeping import end_to_end, every_window
 from benchmarks.pipeline import bench as pipeline
-from benchmarks.pipeline import parts
 from benchmarks.pipeline.systems.ours import OURS
 from benchmarks.pipeline.systems.peers import DEEP_PEERS, PEERS
 from pyparallel.recommend import CANDIDATES
@@ -27,7 +26,7 @@ PROGRAMS = {
     "harness": ["build"],
     "ops": ["calls", "overlap"],
     "gossip": ["bench", "compare", "rates"],
-    "pipeline": ["bench", "compare", "optimizers", "clock", "paper", "parts"],
+    "pipeline": ["bench", "compare", "optimizers", "clock", "paper"],
     "interlocking": ["bench", "compare"],
     "compression": ["bench", "compare"],
     "subnets": ["compare", "compare_sketches"],
@@ -113,18 +112,6 @@ def test_pipeline(tmp_path):
     assert ratio_is["PipeOptim"] == "speed of the fastest of torch's"
     copies = {row["system"]: row["weight_copies"] for row in rows["bubbles"]}
     assert (copies["PipeDream"], copies["PipeOptim"]) == ("3 2 1", "2 2 1")
-
-
-@pytest.mark.slow
-def test_parts_of_a_microbatch(tmp_path):
-    path = tmp_path / "rows.csv"
-    command = [sys.executable, "-m", "benchmarks.pipeline.parts", "--dry-run", "--out", str(path)]
-    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=200, check=True)
-    rows = read_rows(path)
-    assert list(rows[0]) == parts.FIELDS
-    assert {row["part"] for row in rows} == {*parts.PARTS, parts.WHOLE}
-    used = [row for row in rows if row["system"] == "PipeOptim" and row["stage"] == "0"]
-    assert all(float(row["median_ms"]) > 0 for row in used)
 
 
 @pytest.mark.slow
