@@ -79,7 +79,7 @@ test: $(VENV)/installed-AUTO $(VENV)/tools
 	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(ARGS)
 
 test-slow: $(VENV)/installed-$(TEST_CUDA) $(VENV)/tools
-	$(BIN)/python -m pytest -m slow $(IN_PARALLEL) $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not docs" $(IN_PARALLEL) $(ARGS)
 
 check: $(VENV)/installed-AUTO $(VENV)/tools
 	$(BIN)/ruff check .
@@ -115,7 +115,7 @@ soak: $(VENV)/installed-AUTO
 # The blocks of the pages run first; then warnings are errors: a name that does not exist, or a
 # number without a row, breaks the build. The README's gains are written from the rows too.
 docs: $(VENV)/installed-AUTO $(VENV)/tools
-	$(BIN)/python -m pytest -q -k "not commands_of_a_page and not faults" tests/docs
+	$(BIN)/python -m pytest -q -m docs $(IN_PARALLEL) tests/docs
 	$(BIN)/python docs/extensions/readme.py
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html $(ARGS)
 	@echo "open docs/_build/html/index.html"

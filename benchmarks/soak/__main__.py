@@ -24,7 +24,7 @@ Rows of trials go to ``benchmarks/results/faults-<machine>.csv``, and those of r
 ``restarts-<machine>.csv``. A seed draws victims and moments.
 Links are cut between network namespaces; where a machine refuses those, the rows say skipped.
 
-``--dry-run`` takes 60 steps, which show that all runs, and that descriptors and threads are flat;
+``--dry-run`` takes 20 steps, which show that all runs, and that descriptors and threads are flat;
 of each fault, one trial; of restarts, two.
 """
 
@@ -185,7 +185,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def soak(options: argparse.Namespace) -> Iterator[Row]:
     for name in filter(PARTS.__contains__, options.part):
         part = PARTS[name]
-        count, wanted = 60 if options.dry_run else part.steps, tuple(options.only or [""])
+        count, wanted = 20 if options.dry_run else part.steps, tuple(options.only or [""])
         for case in filter(lambda case: case.startswith(wanted), part.cases):
             for num_ranks in part.cases[case]:
                 yield run_case(name, case, num_ranks, count, SECONDS)

@@ -178,7 +178,8 @@ def test_a_picture_without_rows_raises():
         tables.picture("gossip", "stragglers", "gossip-accuracy")
 
 
-@pytest.mark.slow  # draws every picture; `make docs` runs it too
+@pytest.mark.slow  # draws every picture
+@pytest.mark.docs
 def test_all_rows_and_all_pictures_are_shown(pictures):
     text = "".join(map(rendered_pages.render, PAGES.values()))
     assert [path.name for path in rows.RESULTS.iterdir() if path.name not in text] == []

@@ -125,7 +125,8 @@ def test_the_python_of_the_readme_runs_and_learns(ranks, subtests, tmp_path):
     run_and_check([README], ranks, subtests, tmp_path)
 
 
-@pytest.mark.slow  # `make docs` runs it too, before the site is built
+@pytest.mark.slow
+@pytest.mark.docs
 def test_the_python_of_every_page_runs_and_learns(ranks, subtests, tmp_path):
     assert len(WITH_PYTHON) > 15
     run_and_check(WITH_PYTHON, ranks, subtests, tmp_path)

@@ -18,12 +18,9 @@ pytestmark = pytest.mark.slow  # test_examples.py has short runs
 
 def test_digits_are_learned_as_well_as_by_all_reduce(tmp_path, subtests):
     for script, arguments in [
-        ("gossip.py", []),
         ("gossip.py", ["--algorithm", "osgp"]),
-        ("gossip.py", ["--topology", "ring"]),
         ("subnets.py", []),
         ("ddp_compression.py", []),
-        ("ddp_compression.py", ["--compressor", "powersgd"]),
     ]:
         with subtests.test(script, arguments=arguments):
             result, rows = run_example(script, 4, "--out", tmp_path, *arguments)
@@ -35,23 +32,20 @@ def test_digits_are_learned_as_well_as_by_all_reduce(tmp_path, subtests):
             assert min(exact, ours) > 95
             assert abs(exact - ours) <= 2
             exact, ours = numbers(rows["kB a rank sends per step"])
-            topology_that_sends_more = "ring" in arguments
-            assert topology_that_sends_more or ours < 0.8 * exact
-
-
-def test_a_gan_learns_as_well_as_by_all_reduce(tmp_path, subtests):
-    for algorithm in ("sgp", "osgp", "localsgd"):
-        with subtests.test(algorithm):
-            _, rows = run_example("gan.py", 4, "--algorithm", algorithm, "--out", tmp_path)
-            untrained, exact, ours = numbers(rows["distance to held-out digits"])
-            assert untrained > 10
-            assert max(exact, ours) < 3
-            exact, ours = numbers(rows["kB a rank sends per step"])
             assert ours < 0.8 * exact
 
 
+def test_a_gan_learns_as_well_as_by_all_reduce(tmp_path):
+    _, rows = run_example("gan.py", 4, "--algorithm", "osgp", "--out", tmp_path)
+    untrained, exact, ours = numbers(rows["distance to held-out digits"])
+    assert untrained > 10
+    assert max(exact, ours) < 3
+    exact, ours = numbers(rows["kB a rank sends per step"])
+    assert ours < 0.8 * exact
+
+
 def test_the_text_is_learned_as_well_as_by_a_pipeline_that_empties(tmp_path, subtests):
-    for schedule, copies in [("pipeoptim", "2 1"), ("pipedream", "2 1"), ("interlocking", "1 1")]:
+    for schedule, copies in [("pipeoptim", "2 1"), ("interlocking", "1 1")]:
         with subtests.test(schedule):
             _, rows = run_example("pipeline.py", 2, "--schedule", schedule, "--out", tmp_path)
             untrained, exact, ours = numbers(rows["held-out bits per byte"])
