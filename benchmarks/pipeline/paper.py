@@ -16,7 +16,7 @@ One process holds all stages: the weights that a microbatch reads depend only on
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -27,9 +27,9 @@ from typing_extensions import override
 
 from benchmarks.harness.libraries import load
 from benchmarks.harness.program import compare
-from benchmarks.harness.rows import RESULTS, RunRows
+from benchmarks.harness.rows import RESULTS, Row, RunRows
 from benchmarks.pipeline.compare import CONTESTANTS
-from benchmarks.pipeline.table import by_model
+from benchmarks.pipeline.table import by_model, rivals_of_pipeoptim
 from benchmarks.pipeline.tasks import (
     FIELDS,
     Batch,
@@ -235,10 +235,14 @@ def find_runs(options: argparse.Namespace) -> Iterator[Run]:
                 yield Run(task, name, CONTESTANTS[name], best * task.main_rate, seed)
 
 
+def tables(rows: Sequence[Row]) -> str:
+    return f"{by_model(rows)}\n{rivals_of_pipeoptim(rows)}"
+
+
 def main() -> None:
     rows = RunRows(RESULTS / "pipeline-paper.csv", FIELDS, num_keys=4)
     choices = {"models": list(MODELS), "schedules": SCHEDULES}
-    compare("pipeline.paper", __doc__, rows, find_runs, perform, by_model, [0, 1, 2], **choices)
+    compare("pipeline.paper", __doc__, rows, find_runs, perform, tables, [0, 1, 2], **choices)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The tables of ``benchmarks.pipeline.compare``, ``optimizers`` and ``clock``."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
@@ -11,6 +11,7 @@ from benchmarks.harness.tables import (
     grouped,
     markdown_table,
     mean,
+    of,
     values,
     where,
 )
@@ -111,50 +112,55 @@ def _cell(rows: Sequence[Row], baseline: Sequence[Row], measure: Measure) -> str
 
 
 def by_model(rows: Sequence[Row]) -> str:
-    """Return for each model the held-out losses at the best rates, and PipeOptim's rivals."""
-    names = [name for name in ORDER if where(rows, schedule=name)]
-    found = {
-        task: {name: at_best_rate(where(own, schedule=name)) for name in names}
-        for task, own in grouped(rows, "task").items()
-    }
+    """Return for each model the mean held-out loss of each schedule, at its best rate."""
+    found = at_best_rates(rows)
     lines = []
     for task, by_schedule in found.items():
-        means = {name: mean(own, HELD_OUT.field) for name, own in by_schedule.items()}
-        best = min(means.values())
-        cells = [
-            f"{'**' * (mean == best)}{mean:.4f}{'**' * (mean == best)} at {own[0]['rate']}"
-            for mean, own in zip(means.values(), by_schedule.values(), strict=True)
-        ]
+        best = min(mean(own, HELD_OUT.field) for own in by_schedule.values())
+        cells = []
+        for own in by_schedule.values():
+            loss = mean(own, HELD_OUT.field)
+            mark = "**" if loss == best else ""
+            cells.append(f"{mark}{loss:.4f}{mark} at {own[0]['rate']}")
         lines.append([task, *cells])
-    return markdown_table(["held-out loss, at the best rate", *names], lines) + "\n" + rivals(found)
+    head = ["held-out loss at the best rate", *next(iter(found.values()), [])]
+    return markdown_table(head, lines)
 
 
-def rivals(found: Mapping[str, Mapping[str, Sequence[Row]]]) -> str:
+def rivals_of_pipeoptim(rows: Sequence[Row]) -> str:
     """Return against whom PipeOptim has the lower loss: models by the mean, and single seeds."""
+    found = at_best_rates(rows)
     lines = []
-    for rival in (name for name in next(iter(found.values())) if name != "pipeoptim"):
+    for rival in (name for name in next(iter(found.values()), []) if name != "pipeoptim"):
         pairs = [(own["pipeoptim"], own[rival]) for own in found.values()]
         gaps = [
-            100 * (mean(own, HELD_OUT.field) / mean(other, HELD_OUT.field) - 1)
-            for own, other in pairs
+            HELD_OUT.difference(*(mean(each, HELD_OUT.field) for each in pair)) for pair in pairs
         ]
         seeds = [
-            float(ours["held_out_loss"]) < float(theirs["held_out_loss"])
+            float(ours[HELD_OUT.field]) < float(theirs[HELD_OUT.field])
             for pair in pairs
             for ours, theirs in zip(*pair, strict=True)
         ]
         spread = f"{statistics.median(gaps):+.1f} % ({min(gaps):+.1f} to {max(gaps):+.1f})"
         wins = sum(gap < 0 for gap in gaps)
         lines.append([rival, f"{wins} of {len(gaps)}", f"{sum(seeds)} of {len(seeds)}", spread])
-    head = ["PipeOptim against", "models with a lower loss", "seeds", "loss, median of models"]
+    head = ["PipeOptim against", "models with a lower loss", "runs", "loss, median of models"]
     return markdown_table(head, lines)
 
 
-def at_best_rate(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the rate that the first seed has chosen, by seed."""
-    first = [row for row in rows if row["seed"] == min(each["seed"] for each in rows)]
-    best = min(first, key=lambda row: float(row["held_out_loss"]))
-    return sorted(where(rows, rate=best["rate"]), key=lambda row: row["seed"])
+def at_best_rates(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
+    """Return the rows of the rate that the first seed has chosen, by model and schedule.
+
+    Models that not all schedules have trained are left out.
+    """
+    found: dict[str, dict[str, list[Row]]] = {}
+    for task, of_task in grouped(rows, "task").items():
+        for name, own in grouped(of_task, "schedule", ORDER).items():
+            first = where(own, seed=min(row["seed"] for row in own))
+            best = min(first, key=lambda row: float(row[HELD_OUT.field]))
+            at_best = sorted(where(own, rate=best["rate"]), key=lambda row: row["seed"])
+            found.setdefault(task, {})[name] = at_best
+    return {task: own for task, own in found.items() if len(own) == len(of(rows, "schedule"))}
 
 
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}  # of the column ``optimizer``

@@ -8,8 +8,7 @@ import torch
 
 from benchmarks.harness.rows import RunRows
 from benchmarks.pipeline.compare import CONTESTANTS
-from benchmarks.pipeline.paper import MODELS, SCHEDULES, Rule, find_runs
-from benchmarks.pipeline.table import by_model
+from benchmarks.pipeline.paper import MODELS, SCHEDULES, Rule, find_runs, tables
 from benchmarks.pipeline.tasks import FIELDS, train
 
 LSTM = "LSTM, rule"
@@ -47,7 +46,7 @@ def test_rates_are_searched_until_the_best_is_within_then_the_seeds_follow(tmp_p
     assert trained["gpipe"] == [*first, (4, 0), (8, 0), (16, 0), (8, 1), (8, 2)]
     assert trained["pipedream"] == [*first, (1, 1), (1, 2)]
     assert trained["2bw"] == [*first, (0.25, 0), (0.125, 0), (0.25, 1), (0.25, 2)]
-    lines = by_model(list(rows.read().values())).splitlines()
+    lines = tables(list(rows.read().values())).splitlines()
     assert lines[2].startswith(f"| {LSTM} | 1.0000 at 0.032 |")
     assert lines[2].endswith(" | **0.9000** at 0.004 |")
     assert lines[-1] == "| xpipe | 1 of 1 | 3 of 3 | -10.0 % (-10.0 to -10.0) |"
