@@ -185,10 +185,16 @@ class RankPool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(
-        self, num_ranks: int, function: Callable[..., Any], *arguments: Any, time_limit: float = 60
+        self,
+        num_ranks: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        time_limit: float = 60,
+        group_timeout: float = 20,
     ) -> list[Any]:
         """Return function(rank, *arguments) of each rank of a gloo group; all must succeed."""
-        return _values(self.observe(num_ranks, function, *arguments, time_limit=time_limit))
+        limits = {"time_limit": time_limit, "group_timeout": group_timeout}
+        return _values(self.observe(num_ranks, function, *arguments, **limits))
 
     def observe(
         self,

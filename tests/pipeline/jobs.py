@@ -312,7 +312,9 @@ def run_on(ranks: RankPool, size: Size, job: Callable, subjects: Sequence) -> li
     found: list[list] = []
     for begin in range(0, len(subjects), 40):  # the threads of all groups of a run end with it
         some = subjects[begin : begin + 40]
-        of_ranks = ranks.run(size[1], work, size[0], job, some, time_limit=300)
+        # A rank may compile for long while the others wait.
+        limits = {"time_limit": 300, "group_timeout": 90}
+        of_ranks = ranks.run(size[1], work, size[0], job, some, **limits)
         found += [list(each) for each in zip(*of_ranks, strict=True)]
     return found
 
