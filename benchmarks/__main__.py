@@ -1,7 +1,7 @@
 """``python -m benchmarks [--ops mix] [--sizes 16 20 25] [--turns 40]``: measure, print, record.
 
-Rows go to ``benchmarks/results/<machine>.csv`` after every case, replacing those of its op and
-size. ``python -m benchmarks.ops.picture FILE.csv`` draws them.
+Rows go to ``benchmarks/results/<machine>.csv`` after every case, replacing those of its op, case
+and size. ``python -m benchmarks.ops.picture FILE.csv`` draws them.
 """
 
 import argparse
@@ -17,14 +17,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness.measure import FIELDS, Case, measure, print_header, print_rows
-from benchmarks.harness.rows import RESULTS, Row, machine, replace_rows
-from pyparallel import ops
+from benchmarks.harness.rows import RESULTS, machine, replace_rows
 
 # The trainers' benchmarks run processes, and are programs of their own.
 OPS = sorted(
-    path.stem
-    for path in Path(ops.__file__).parent.glob("*.py")
-    if Path(__file__).with_name("ops").joinpath(f"bench_{path.stem}.py").exists()
+    path.stem.removeprefix("bench_") for path in Path(__file__).with_name("ops").glob("bench_*.py")
 )
 # By device, what matters most first: a deadline may cut the rest.
 SIZES = {"cpu": [16, 20, 25], "cuda": [27, 24, 20, 30]}
@@ -34,7 +31,7 @@ LARGEST_WITH_PEERS = 2**27
 ONE_PASS = {"adamw_step", "mix", "predict_adam", "predict_sgd", "quantize", "sgd_step"}
 
 
-def cases(device: str, sizes: list[int], names: list[str]) -> Iterator[Case]:
+def cases(device: str, sizes: list[int], names: list[str], *, peers: bool = True) -> Iterator[Case]:
     for numel in sizes:
         large = numel > LARGEST_WITH_PEERS
         for name in names:
@@ -42,7 +39,7 @@ def cases(device: str, sizes: list[int], names: list[str]) -> Iterator[Case]:
                 continue
             bench = importlib.import_module(f"benchmarks.ops.bench_{name}")
             for case in bench.cases(device, [numel]):
-                providers = case.providers[: 1 if large else None]
+                providers = case.providers[: None if peers and not large else 1]
                 yield replace(case, providers=providers)
 
 
@@ -51,6 +48,7 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, help="measured in this order")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--sizes", nargs="+", type=int, help="exponents of two, in this order")
+    parser.add_argument("--no-peers", action="store_true", help="measure ours and the copy alone")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=math.inf, help="then no case is begun")
     parser.add_argument("--longest-call", type=float, help="seconds; what takes longer runs once")
@@ -63,13 +61,11 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     print(f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads\n")
     print_header()
-    rows: dict[tuple[str, int], list[Row]] = {}
-    path, failed, late = options.out or RESULTS / f"{machine()}.csv", [], ""
-    for case in cases(options.device, sizes, options.ops):
+    path, count, failed, late = options.out or RESULTS / f"{machine()}.csv", 0, [], ""
+    for case in cases(options.device, sizes, options.ops, peers=not options.no_peers):
         if time.monotonic() > deadline:
             late = f"; out of time: not measured from {case.op}, {case.name}, {case.numel:,} on"
             break
-        of_op = rows.setdefault((case.op, case.numel), [])
         try:
             measured = measure(case, options.turns, longest)
         except Exception:
@@ -77,12 +73,12 @@ def main() -> None:
             failed.append(f"{case.op}, {case.name}, {case.numel:,}")
             continue
         print_rows(measured)
-        of_op += measured
-        replace_rows(of_op, path, FIELDS, key=("op", "numel"))
+        count += len(measured)
+        replace_rows(measured, path, FIELDS, key=("op", "case", "numel"))
         if options.device == "cpu":
             torch._dynamo.reset()
     print(f"\npictures: python -m benchmarks.ops.picture {path}")
-    print(f"{sum(map(len, rows.values()))} rows: {path}{late}")
+    print(f"{count} rows: {path}{late}")
     if failed:
         sys.exit("failed: " + "; ".join(failed))
 

@@ -31,7 +31,7 @@ from benchmarks.harness.commands import Step, run_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
-MACHINE = "from benchmarks.harness.rows import machine; print(machine())"
+MACHINE = "from benchmarks.harness.rows import commit, machine; print(machine(), commit())"
 SECONDS_OF_PART = 560
 CUDA_TESTS = "compiled-cuda or on_cuda or philox"
 MEMORY_TESTS = "compiled-cuda and (unaligned or corrupt) or on_cuda"
@@ -40,6 +40,7 @@ OPS = {
     "steps": ["mix", "adamw_step", "predict_adam", "sgd_step", "predict_sgd"],
     "codes": ["quantize", "pack_signs", "mix_quantized", "quantize_difference"],
     "entries": ["top_k", "random_k", "orthogonalize"],
+    "hooks": ["hooks"],
 }
 SIZES = ["27"], ["30", "24", "20"]  # of the first part and of the second
 # Two ranks of one GPU; with more multiprocessors each, they may wait for each other's forever.
@@ -51,10 +52,10 @@ def pytest(out: Path, name: str, *arguments: str, workers: int = 0) -> list[str]
 
     Warnings are no errors: a missing library warns at import, which must not fail every file.
     """
-    quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-W", "default", "--tb=short"]
-    outcomes = ["--maxfail=30", f"--junitxml={out / name}.xml"]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
+    report = ["-v", "-W", "default", "--tb=short", f"--junitxml={out / name}.xml"]
     parallel = ["-n", str(workers), "--dist", "worksteal"] if workers else []
-    return ["-m", "pytest", *quiet, *outcomes, *parallel, *arguments]
+    return ["-m", "pytest", *plugins, *report, *parallel, *arguments]
 
 
 def bench(name: str, device: str, rows: Path, *options: str) -> list[str]:
@@ -70,13 +71,15 @@ def overlap(ranks: int, rows: Path, *options: str) -> list[str]:
 def plan(out: Path, rows: Path) -> list[list[Step]]:
     """Return the steps of both parts.
 
-    Rows come before Triton's tests: those compile for minutes, and may use up their part.
+    Ours and the copy are measured first, which takes seconds; peers compile for minutes, as do
+    Triton's tests, and may use up their part.
     """
     workers = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
     folders = ("pipeline", "compression", "gossip", "subnets")
     found = [path for folder in folders for path in (ROOT / "tests" / folder).rglob("*gpu*.py")]
     trainers = ["tests/gpu/test_training.py", *(str(path.relative_to(ROOT)) for path in found)]
     nccl = {"LD_PRELOAD": library} if (library := os.environ.get("PYPARALLEL_NCCL")) else {}
+    nccl |= SHARED_GPU
     large, sizes = (["--turns", "15", "--sizes", *exponents] for exponents in SIZES)
     build = Step("build", ["-m", "benchmarks.harness.build"], 150)
 
@@ -86,22 +89,25 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
     first = [
         build,
         Step("doctor", ["-m", "pyparallel", "doctor"], 30),
-        test("tests-cuda", 60, "tests/ops", "-k", CUDA_TESTS, workers=workers),
+        *(
+            Step(f"bench-{name}", bench(name, "cuda", rows, *large, "--no-peers"), 40)
+            for name in OPS
+        ),
+        test("tests-cuda", 90, "tests/ops", "-k", CUDA_TESTS, workers=workers),
         test("tests-device", 60, "tests/gpu/test_ops.py", workers=min(4, workers)),
-        Step("bench-steps", bench("steps", "cuda", rows, *large), 75),
         Step("overlap-1", overlap(1, rows, "--device", "cuda"), 45),
-        Step("bench-codes", bench("codes", "cuda", rows, *large), 75),
-        Step("bench-entries", bench("entries", "cuda", rows, *large), 60),
         test("tests-training", 90, *trainers),
+        test("symmetric-memory", 60, "tests/gpu/test_symmetric_memory.py", optional=True),
+        test("nccl", 90, "tests/gpu/test_two_ranks.py", environment=nccl, optional=True),
+        Step("overlap-2", overlap(2, rows, "--device", "cuda"), 45, (), nccl, True),
+        *(Step(f"peers-{name}", bench(name, "cuda", rows, *large), 75) for name in OPS),
         test("tests-triton", 110, "tests/ops", "-k", "triton", workers=workers),
-        Step("overlap-2", overlap(2, rows, "--device", "cuda"), 45, (), SHARED_GPU | nccl, True),
     ]
     second = [
         build,
         Step("sweep", ["-m", "benchmarks.tiles.sweep", "--out", str(out)], 120),
         *(Step(f"sizes-{name}", bench(name, "cuda", rows, *sizes), 90) for name in OPS),
         test("tests-large", 60, "tests/gpu/test_large.py"),
-        test("symmetric-memory", 60, "tests/gpu/test_symmetric_memory.py", optional=True),
     ]
     memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else an access beyond a tensor hits another
     if tool := shutil.which("compute-sanitizer"):
@@ -130,8 +136,11 @@ def dry_plan(out: Path, rows: Path) -> list[list[Step]]:
         "tests-triton": pytest(out, "tests-triton", *triton),
         "overlap-2": overlap(2, rows, "--device", "cpu", "--numel", "4096", *few),
     }
-    for step, exponent in (("bench", "12"), ("sizes", "13")):
-        little = ["--sizes", exponent, *few]
+    for step, *little in (
+        ("bench", "--sizes", "12", *few, "--no-peers"),
+        ("peers", "--sizes", "12", *few),
+        ("sizes", "--sizes", "13", *few),
+    ):
         on_cpu |= {f"{step}-{name}": bench(name, "cpu", rows, *little) for name in OPS}
     left_out = {"overlap-1", "memcheck", "racecheck", "sweep"}  # gloo sends nothing to itself
     plain = {"TORCHDYNAMO_DISABLE": "1"}
@@ -154,6 +163,11 @@ def choose(parts: Sequence[Sequence[Step]], part: int | None, only: str) -> list
     if unknown:
         sys.exit(f"make gpu: --only must name steps, got {unknown[0]!r}; steps: {', '.join(steps)}")
     return [step for step in steps.values() if not words or step.name.startswith(words)]
+
+
+def carried() -> list[str]:
+    """Return the caller's folders of packages, which a machine without a network may need."""
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def sees_gpu(python: Path | str) -> bool:
@@ -204,11 +218,12 @@ def main() -> None:
     else:
         python = find_python()
     os.environ["PATH"] = path_with_tools(python)
-    os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *carried()])
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu.log").unlink(missing_ok=True)  # of an earlier run; rows are replaced one by one
     ask = subprocess.run([python, "-c", MACHINE], stdout=subprocess.PIPE, text=True, check=False)
-    rows = out / f"{ask.stdout.strip() or 'gpu'}.csv"
+    name, os.environ["PYPARALLEL_COMMIT"] = ask.stdout.split() or ("gpu", "unknown")
+    rows = out / f"{name}.csv"
     steps = choose(parts(out, rows), options.part, options.only)
     limit = options.seconds or SECONDS_OF_PART * (2 if options.part is None else 1)
     failed, _ = run_steps(steps, python, out, limit - (time.monotonic() - begin))

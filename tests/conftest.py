@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,18 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def lost_gpu() -> Iterator[None]:
+    """End a process whose GPU a kernel's error has made unusable; xdist starts another worker."""
+    yield
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(f"this process can no longer use the GPU: {error}", file=sys.__stderr__)
+            os._exit(1)
 
 
 @pytest.fixture(scope="session")

@@ -184,5 +184,8 @@ def commit() -> str:
         return named
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     root = Path(__file__).parent
-    answer = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    try:
+        answer = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"  # a machine with a GPU may have no git
     return answer.stdout.strip() or "unknown"

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.harness.measure import Case, Provider, compile_reference, sweep
+from benchmarks.harness.measure import Case, Provider, compile_reference, name_of, sweep
 from pyparallel.ops import dequantize, quantize
 from pyparallel.ops._formats import find_format
 from pyparallel.ops.quantize import SMALLEST, dequantize_reference, quantize_reference
@@ -10,11 +10,13 @@ from pyparallel.ops.quantize import SMALLEST, dequantize_reference, quantize_ref
 BLOCK_SIZE = 256
 SEED = 1
 ENCODINGS = [
-    # bits, format, with a residual, rounded stochastically
+    # bits, format, with a residual, rounded stochastically, dtype of x if not float32
     (8, "int", True, False),
     (8, "int", True, True),
     (8, "int", False, False),
     (8, "int", False, True),
+    (8, "int", False, False, torch.bfloat16),
+    (8, "int", False, True, torch.bfloat16),
     (4, "int", True, True),
     (8, "e4m3", True, True),
     (8, "e4m3", False, False),
@@ -33,8 +35,8 @@ DECODINGS = [
 ]
 
 
-def make_encoding(device, numel, bits, format, feeds_back, stochastic) -> Case:
-    x = torch.randn(numel, device=device)
+def make_encoding(device, numel, bits, format, feeds_back, stochastic, dtype=torch.float32) -> Case:
+    x = torch.randn(numel, device=device).to(dtype)
     residual = torch.randn(numel, device=device) / 100 if feeds_back else None
     seed = SEED if stochastic else None
     kind = {"bits": bits, "format": format, "block_size": BLOCK_SIZE}
@@ -58,7 +60,8 @@ def make_encoding(device, numel, bits, format, feeds_back, stochastic) -> Case:
     ]
     name = f"{format}{bits}" if format == "int" else format
     name += (" + residual" if feeds_back else "") + (" stochastic" if stochastic else "")
-    num_bytes = 4 * numel + codes.nbytes + scales.nbytes + (8 * numel if feeds_back else 0)
+    name += f" from {name_of(dtype)[0]}" if dtype != torch.float32 else ""
+    num_bytes = x.nbytes + codes.nbytes + scales.nbytes + (8 * numel if feeds_back else 0)
     return Case("quantize", name, numel, num_bytes, providers, device)
 
 

@@ -55,9 +55,9 @@ def given(rank, step, device):
     return [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
 
 
-def averaged(compressor, rank, device, steps):
+def averaged(compressor, rank, device, steps, group=None):
     """Return the gradients after the last step of DDP with the hook of a compressor."""
-    ddp = DistributedDataParallel(Given().to(device))
+    ddp = DistributedDataParallel(Given().to(device), process_group=group)
     ddp.register_comm_hook(*ddp_hook(compressor, ddp))
     for step in range(steps):
         ddp.zero_grad()

@@ -80,11 +80,12 @@ def train_over_gloo(rank):
     for name, (schedule, options) in CASES.items():
         if name != "Interlocking":
             for device in ("cuda", "cpu"):
-                losses[name, device] = losses_over_gloo(device, schedule, **options)
+                losses[name, device] = losses_of_ranks(device, schedule, **options)
     return losses
 
 
-def losses_over_gloo(device, schedule, **options):
+def losses_of_ranks(device, schedule, **options):
+    """Return the losses of the steps of two ranks, over gloo if no process group is given."""
     layers = [each.to(device) for each in build_layers()]
     trainer = PipelineTrainer(
         layers, nn.functional.mse_loss, OPTIMIZERS["torch"], schedule,
