@@ -43,19 +43,29 @@ PYPARALLEL_HOST_DEVICE bool is_corrupt_scale(float scale) {
   return scale < 0 || same_bits<uint32_t>(scale) == kInfinityBits;
 }
 
-// (random + 0.5) / 65536, for 16 random bits.
+// (random + 0.5) / 65536, for 16 random bits: from 128 on, floats are 1 / 65536 apart.
 template <typename Float, typename Bits>
 PYPARALLEL_HOST_DEVICE Float random_fraction(Bits random) {
-  return same_bits<Float>(random << 7 | 0x3f800040u) - 1.0f;
+  return same_bits<Float>(random | 0x43000000u) - (128.0f - 0x1p-17f);
 }
 
 // Added to magnitudes below 2^22, this leaves no bits for a fraction.
 constexpr float kNoFraction = 0x1.8p23f;
 
+// The value rounded down, plus kNoFraction.
+template <typename Float>
+PYPARALLEL_HOST_DEVICE Float shift_down(Float value) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rd(value, kNoFraction);
+#else
+  const Float nearest = value + kNoFraction;
+  return nearest - kNoFraction > value ? nearest - 1.0f : nearest;
+#endif
+}
+
 template <typename Float>
 PYPARALLEL_HOST_DEVICE Float round_down(Float value) {
-  const Float nearest = (value + kNoFraction) - kNoFraction;
-  return nearest > value ? nearest - 1.0f : nearest;
+  return shift_down(value) - kNoFraction;
 }
 
 template <typename Float>
@@ -103,9 +113,9 @@ struct Integers : Scaled {
 
   template <typename Bits, typename Float>
   static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float scaled, Bits random) {
-    const Float whole = round_down(scaled + random_fraction<Float>(random));
-    const Float number = at_least(at_most(whole, kLargest), -kLargest);
-    return {same_bits<Bits>(number + kNoFraction) & kMask, number};
+    const Float whole = shift_down(scaled + random_fraction<Float>(random));
+    const Float shifted = at_least(at_most(whole, kNoFraction + kLargest), kNoFraction - kLargest);
+    return {same_bits<Bits>(shifted) & kMask, shifted - kNoFraction};
   }
 
   template <typename Float, typename Bits>

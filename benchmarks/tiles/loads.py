@@ -145,7 +145,7 @@ class _State:
 def find_loads(kernel: list[Instruction]) -> Loads:
     """Follow all paths through a kernel."""
     order = {instruction.address: i for i, instruction in enumerate(kernel)}
-    ends = _ends_of_branches(kernel)
+    ends = ends_of_branches(kernel)
     states: dict[int, _State] = {0: _State(fresh={})}
     late: set[int] = set()
     most, waiting = 0, [0]
@@ -162,7 +162,7 @@ def find_loads(kernel: list[Instruction]) -> Loads:
             if after.used:
                 late.add(index)
             after.add(instruction)
-        for following in _followers(kernel, index, order, ends):
+        for following in followers(kernel, index, order, ends):
             if following not in states:
                 states[following] = _State()
                 states[following].merge(after)
@@ -173,7 +173,7 @@ def find_loads(kernel: list[Instruction]) -> Loads:
     return Loads(most, [kernel[i] for i in sorted(late)], [kernel[i] for i in sorted(in_branch)])
 
 
-def _ends_of_branches(kernel: list[Instruction]) -> dict[int, set[int]]:
+def ends_of_branches(kernel: list[Instruction]) -> dict[int, set[int]]:
     """Return where the threads of a divergent branch meet again, by the address of each BSYNC."""
     opened: list[tuple[int, str, int]] = []
     for instruction in kernel:
@@ -190,7 +190,7 @@ def _ends_of_branches(kernel: list[Instruction]) -> dict[int, set[int]]:
     return ends
 
 
-def _followers(
+def followers(
     kernel: list[Instruction], index: int, order: dict[int, int], ends: dict[int, set[int]]
 ) -> Iterator[int]:
     instruction = kernel[index]

@@ -19,6 +19,11 @@ inline cpu::Lanes round_down(cpu::Lanes value) {
 }
 
 template <>
+inline cpu::Lanes shift_down(cpu::Lanes value) {
+  return _mm256_floor_ps(value) + kNoFraction;
+}
+
+template <>
 inline cpu::Lanes at_most(cpu::Lanes value, float limit) {
   return _mm256_min_ps(value, _mm256_set1_ps(limit));
 }

@@ -25,7 +25,8 @@ struct Draws {
         seed(static_cast<uint64_t>(seed.value_or(0))),
         offset(offset) {}
 
-  // Of a thread; they depend on no buffer, so a kernel draws them while its loads are in flight.
+  // Of a thread; they depend on no buffer: a kernel draws them in the branch of its loads, while
+  // these are in flight. Behind it, the compiler uses what was loaded before it draws.
   __device__ __forceinline__ PhiloxWords words(const Place<>& place) const {
     if (!stochastic) return {};
     return philox_of_group(place.begin / kPerThread, offset.get(), seed);
@@ -34,8 +35,10 @@ struct Draws {
 
 // The largest among the threads of a quantized block, `group` of them: 4 to 512, a power of two.
 __device__ __forceinline__ uint32_t max_of_group(uint32_t value, int group) {
-  for (int distance = min(group, kWarp) / 2; distance > 0; distance /= 2) {
-    value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  // Without branches: beyond a group's threads, each looks at itself.
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2) {
+    value = max(value, __shfl_xor_sync(0xffffffffu, value, distance & (group - 1)));
   }
   if (group <= kWarp) return value;
   __shared__ uint32_t largest[kThreads / kWarp];
@@ -43,16 +46,14 @@ __device__ __forceinline__ uint32_t max_of_group(uint32_t value, int group) {
   if (threadIdx.x % kWarp == 0) largest[warp] = value;
   __syncthreads();
   const int first = warp / num_warps * num_warps;
+#pragma unroll 1
   for (int i = 0; i < num_warps; ++i) value = max(value, largest[first + i]);
   return value;
 }
 
-template <typename Format>
-__device__ __forceinline__ Coded<float, uint32_t> encode(float sum, const BlockScale& scale,
-                                                         bool stochastic, uint32_t random) {
-  if (!scale.is_live) return {0u, 0.0f};
-  const float scaled = sum * scale.inverse;
-  return stochastic ? Format::encode(scaled, random) : Format::template encode<uint32_t>(scaled);
+// Whether a thread is the first of its quantized block.
+__device__ __forceinline__ bool is_first_of_group(int group) {
+  return (threadIdx.x & (group - 1)) == 0;
 }
 
 // The scale of the thread's block, which one of its threads stores.
@@ -68,24 +69,35 @@ __device__ __forceinline__ BlockScale scale_of_group(const float (&values)[kPerT
   }
   const int group = (1 << shift) / kPerThread;
   const BlockScale scale = block_scale<Format>(max_of_group(largest, group));
-  if (place.exists(0) && threadIdx.x % group == 0) scales[place.begin >> shift] = scale.scale;
+  if (place.exists(0) && is_first_of_group(group)) scales[place.begin >> shift] = scale.scale;
   return scale;
 }
 
-// Stores the codes, and returns what they decode to.
+// Stores the codes, and returns what they decode to. Zeros, as past the end, have the code zero.
 template <typename Format>
 __device__ __forceinline__ void encode_and_store(const float (&values)[kPerThread],
                                                  const BlockScale& scale, bool stochastic,
                                                  const PhiloxWords& words, uint8_t* codes,
                                                  const Place<>& place,
                                                  float (&decoded)[kPerThread]) {
-  uint32_t coded_values[kPerThread];
+  uint32_t coded_values[kPerThread] = {};
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const auto coded = encode<Format>(values[i], scale, stochastic, philox_bits(words, i));
-    coded_values[i] = place.exists(i) ? coded.code : 0u;
-    decoded[i] = coded.number * scale.scale;
+  for (int i = 0; i < kPerThread; ++i) decoded[i] = 0.0f;
+  const auto encode_all = [&](const auto& encode) {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const Coded<float, uint32_t> coded = encode(values[i] * scale.inverse, i);
+      coded_values[i] = coded.code;
+      decoded[i] = coded.number;
+    }
+  };
+  if (scale.is_live && stochastic) {
+    encode_all([&](float scaled, int i) { return Format::encode(scaled, philox_bits(words, i)); });
+  } else if (scale.is_live) {
+    encode_all([](float scaled, int) { return Format::template encode<uint32_t>(scaled); });
   }
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) decoded[i] = decoded[i] * scale.scale;
   store_codes<Format>(coded_values, codes, place);
 }
 
@@ -101,6 +113,7 @@ __device__ __forceinline__ uint64_t sum_of_group(uint64_t value, int group) {
   __syncthreads();
   const int first = warp / num_warps * num_warps;
   value = 0;
+#pragma unroll 1
   for (int i = 0; i < num_warps; ++i) value += sums[first + i];
   return value;
 }
@@ -124,7 +137,7 @@ __device__ __forceinline__ void fit_scale(const float (&values)[kPerThread],
   for (int i = 0; i < kPerThread; ++i) {
     if (decoded[i] != 0.0f) decoded[i] = copysignf(fitted, decoded[i]);
   }
-  if (place.exists(0) && threadIdx.x % group == 0) scales[place.begin >> shift] = fitted;
+  if (place.exists(0) && is_first_of_group(group)) scales[place.begin >> shift] = fitted;
 }
 
 }  // namespace pyparallel::cuda

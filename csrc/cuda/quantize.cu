@@ -28,11 +28,12 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<Format, Residual>)
                     uint8_t* codes, float* scales, bool aligned) {
   const Place<> place = place_of_thread(numel, aligned);
   Packet<> own, kept;
+  PhiloxWords words;
   in_one_branch(place, [&](const Place<>& place) {
     own = load_packet(x, place);
     if constexpr (!std::is_void_v<Residual>) kept = load_packet(residual, place);
+    words = draws.words(place);
   });
-  const PhiloxWords words = draws.words(place);
   float sums[kPerThread];
   unpack<X, DefaultTile>(own, sums);
   if constexpr (!std::is_void_v<Residual>) {

@@ -20,11 +20,12 @@ __global__ void __launch_bounds__(kThreads, 2)
                                Draws draws, uint8_t* codes, float* scales, bool aligned) {
   const Place<> place = place_of_thread(numel, aligned);
   Packet<> own_packet, copy_packet;
+  PhiloxWords words;
   in_one_branch(place, [&](const Place<>& place) {
     own_packet = load_packet(z, place);
     copy_packet = load_packet(replica, place);
+    words = draws.words(place);
   });
-  const PhiloxWords words = draws.words(place);
   const float factor = static_cast<float>(ratio.get());
   float own[kPerThread], copy[kPerThread], differences[kPerThread], decoded[kPerThread];
   unpack<Z, DefaultTile>(own_packet, own);
