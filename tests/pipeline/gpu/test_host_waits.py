@@ -40,10 +40,13 @@ def build(schedule, optimizer_fn, device, **options):
 def reads(monkeypatch):
     """Reads of losses on the host, on the meta device, where any other read of a tensor raises."""
     found = []
+
+    def host_values(*copies):
+        found.append(LOSSES)
+        return [1.0] * sum(each._tensor.numel() for each in copies)
+
     for module in (loss, loss_weights):
-        monkeypatch.setattr(
-            module, "host_values", lambda values: found.append(LOSSES) or [1.0] * values.numel()
-        )
+        monkeypatch.setattr(module, "host_values", host_values)
     # Torch's fused optimizers have kernels for this device, too.
     monkeypatch.setattr(
         import_module("torch.optim.adam"), "_device_dtype_check_for_fused", lambda *_: None
@@ -90,6 +93,35 @@ def test_no_schedule_waits_for_each_loss_with_fused_adam(name, reads, subtests):
             assert [trainer.step(batch, batch) for _ in range(3)] == [1.0] * 3
             assert reads == [LOSSES] * 3
             trainer.flush()
+
+
+@pytest.mark.parametrize("schedule", [schedules.OneForwardOneBackward(), schedules.PipeOptim()])
+def test_each_loss_is_copied_before_its_backward_and_read_after_all(schedule, monkeypatch):
+    """So the host waits for the last loss, and not for the backwards and updates behind it."""
+    order = []
+
+    class Recorded(loss.HostCopy):
+        def __init__(self, tensor):
+            order.append("copy")
+            super().__init__(tensor)
+
+    def recording(name, function):
+        def run(*arguments):
+            order.append(name)
+            return function(*arguments)
+
+        return run
+
+    monkeypatch.setattr(loss, "HostCopy", Recorded)
+    monkeypatch.setattr(loss, "host_values", recording("read", loss.host_values))
+    monkeypatch.setattr(torch.autograd, "backward", recording("backward", torch.autograd.backward))
+    with as_on_gpus():
+        layers = [nn.Linear(4, 4)]
+        trainer = PipelineTrainer(
+            layers, nn.functional.mse_loss, optim.AdamW, schedule, num_microbatches=3, split=()
+        )
+    trainer.step(torch.ones(6, 4), torch.ones(6, 4))
+    assert order == [*["copy", "backward"] * 3, "read"]
 
 
 def test_losses_that_are_checked_late_are_reported_alike():
