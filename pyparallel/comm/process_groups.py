@@ -1,19 +1,15 @@
-"""Process groups: groups within a group, a barrier with a clear error, and teardown.
+"""Process groups: groups within a group, and teardown.
 
-Teardown must let no thread of a gloo group outlive the interpreter. A gloo worker thread that drops
-a tensor must take the GIL. If the interpreter is already finalizing, the thread is unwound inside a
-``noexcept`` function, and a run with correct results ends with "terminate called without an active
-exception". The threads are joined when the last reference to the group is dropped, so nothing may
-keep one after ``destroy_process_group()``, and the last reference must be Python's, in the main
-thread: C++ would join the threads while holding the GIL, and another thread joins them, and takes
-the GIL again, while Python finalizes.
+No thread of a gloo group may outlive the interpreter: one that drops a tensor, for which it takes
+the GIL, would end a run with correct results with "terminate called without an active exception".
+The threads are joined when the last reference to the group is dropped. So nothing may keep one
+after ``destroy_process_group()``, and the last must be Python's, in the main thread: C++ would join
+while holding the GIL, and another thread takes the GIL again, while Python finalizes.
 
-* ``torch.distributed.nn`` takes ``group=dist.group.WORLD`` as default arguments. Imported after
+* ``torch.distributed.nn`` takes ``group=dist.group.WORLD`` as default arguments: imported after
   ``init_process_group`` (creating an optimizer is enough), its functions hold the group until exit.
-  Imported here, before any group exists, they hold None.
 * DistributedDataParallel holds the group in C++ too: see ``AllReduceAverager.close``.
-* A thread that completes a future holds the future's callbacks for a moment after those who wait
-  for it go on; see ``once`` in ``compression/hooks/comm_worker.py``.
+* A future's callbacks outlive a wait for it: see ``once`` in ``compression/hooks/comm_worker.py``.
 """
 
 import atexit
@@ -40,6 +36,9 @@ _created = weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]]()
 # with the keys in the store by which all members tell it.
 _given_back: "list[weakref.ref[dist.ProcessGroup]]" = []
 _announced = weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]]()
+
+# The most thread blocks of an NCCL kernel, which has an SM for each; NCCL_MAX_CTAS overrides both.
+_CTAS, _P2P_CTAS = 16, 8
 
 importlib.import_module("torch.distributed.nn.functional")  # before any group exists: see above
 
@@ -73,27 +72,31 @@ def create_group(
     """Return a process group of some ranks of another one, with its backend and timeout.
 
     All members must call this with the same list, and no other rank may. Disjoint parts of a group
-    can be created at the same time, each by its own members. Ranks outside ``process_group`` are
-    not involved.
+    can be created at the same time, each by its own members.
 
     ``members`` are ranks within ``process_group``, ascending, including this one. ``for_p2p``:
     sends and receives alone, so that no collective connects the members of an NCCL group, for which
     it would have another communicator. A member that died or did not connect within the timeout is
-    torch's RuntimeError; gloo waits five times as long for one that died after it had published its
-    address.
+    torch's RuntimeError; gloo waits five times as long for one that had published its address.
     """
     parent: Any = process_group or dist.group.WORLD
     _check_split(parent)
     ranks = [dist.get_global_rank(parent, member) for member in members]
     backend = backend or dist.get_backend_config(parent)
     _announce()
+    timeout, is_nccl = timeout_of(parent), "nccl" in backend
+    options: Any = None
+    if is_nccl:  # messages begin beside kernels that fill the GPU, and leave it most SMs
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.max_ctas = _P2P_CTAS if for_p2p else _CTAS
+        options._timeout = timeout  # torch warns of another one
     with _name(ranks):
         group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=timeout_of(parent), backend=backend, use_local_synchronization=True
+            ranks, timeout, backend, pg_options=options, use_local_synchronization=True
         )
     # A member that continues and fails would disconnect those still connecting (gloo), and NCCL
     # needs all ranks in a group's first call, while a gossip round may leave some out.
-    if not (for_p2p and "nccl" in backend):
+    if not (for_p2p and is_nccl):
         dist.barrier(group)
     _destroy()
     return group

@@ -5,7 +5,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -126,15 +126,13 @@ class Run:
         All members must call this with the same list, and no other rank may. Arguments are those of
         ``create_group``. Other ranks that would have to take part are a ValueError.
         """
-        group = self._create_group(members, backend, for_p2p=for_p2p)
+        group = self._create_group(members, backend=backend, for_p2p=for_p2p)
         self._root._groups.append(weakref.ref(group))
         return Run(group, counts=self.counts, trainer=self.trainer, within=self)
 
-    def _create_group(
-        self, members: Sequence[int], backend: str | None = None, *, for_p2p: bool = False
-    ) -> dist.ProcessGroup:
+    def _create_group(self, members: Sequence[int], **options: Any) -> dist.ProcessGroup:
         try:
-            return create_group(members, self.group, backend, for_p2p=for_p2p)
+            return create_group(members, self.group, **options)
         except RuntimeError as error:
             what = f"a process group of ranks {list(members)} could not be created"
             suspects = map(self.global_rank, members)

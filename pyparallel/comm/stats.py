@@ -28,9 +28,8 @@ class CommStats:
 
     def count(self, tensor: Tensor, times: float) -> None:
         """Add a tensor that is sent ``times`` times."""
-        num_bytes = tensor.numel() * tensor.element_size()
-        self.payload_bytes += num_bytes
-        self.wire_bytes += num_bytes * times
+        self.payload_bytes += tensor.nbytes
+        self.wire_bytes += tensor.nbytes * times
 
     def count_bytes(self, num_bytes: float) -> None:
         """Add bytes that were sent."""

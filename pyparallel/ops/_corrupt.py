@@ -50,6 +50,7 @@ class _HostVisible:
         }
 
 
+@torch.inference_mode(False)  # decodes outside of it write to the counter, too
 def _host_visible_zero(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a 0-d int64 zero as a tensor on the host and as one on the device: the same memory."""
     if device.type != "cuda":

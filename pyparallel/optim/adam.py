@@ -25,9 +25,8 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         params: of float32, bfloat16 or float16.
         lr: a tensor is not read on the host.
         amsgrad, differentiable: must be False; a ValueError names ``torch.optim.Adam``.
-        foreach: without effect, the step is always fused.
-        fused, capturable: keep step counts on the parameters' device, ``capturable`` for CUDA
-            graphs.
+        foreach, fused, capturable: without effect. The step is always fused, and step counts are
+            on the parameters' device, as torch's with ``fused=True``.
         master_weights: step 16-bit parameters in float32 copies, with all state in float32, and
             write them rounded in the same pass; as in apex. Other parameters have no copies.
     """
@@ -65,7 +64,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     @property
     @override
     def skips_on_device(self) -> bool:
-        return all(group["capturable"] or group.get("fused") for group in self.param_groups)
+        return True
 
     @override
     def _end_step(self, bucket: Bucket, group: Group, found_inf: Tensor | None) -> None:
@@ -88,7 +87,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
                 beta1,
                 beta2,
                 group["eps"],
-                as_double(counts[span.first]),
+                as_double(counts[span.first]).clamp(min=1),  # 0 if all steps were skipped
                 horizon,
                 part(out, span),
             )

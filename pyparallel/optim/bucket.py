@@ -80,7 +80,8 @@ class Bucket:
         self._views: dict[str, list[Tensor]] = {}
         self._entered: dict[str, list[Tensor | None]] = {}  # what the optimizer has of each
         self._spans: list[Span] | None = None
-        self._version = 0
+        self._known: list[tuple[float, int]] = []  # equal where step counts are, as far as known
+        self._version = -1  # of the counts that these are of
         self._versions: list[int] | None = None  # of the parameters that the masters follow
 
     def is_in_place(self) -> bool:
@@ -192,22 +193,32 @@ class Bucket:
         They are taken back instead where ``found_inf`` is given, if it is not 0.
         """
         counts = self._flat[STEP]
-        if counts._version != self._version:  # edited by others
-            self._spans = None
         one = 1 if found_inf is None else -(found_inf != 0).to(counts)
-        if len(self._stepped) < len(self.parameters):
+        known = self._known_counts()
+        if len(self._stepped) < len(known):
+            stepped = set(self._stepped)
+            has = [index in stepped for index in range(len(known))]
+            # Of pageable memory, which a copy that does not block has read when it returns.
+            one = torch.tensor(has, device="cpu").to(counts, non_blocking=True) * one
+            pairs = zip(known, has, strict=True)
+            if found_inf is None:
+                self._known = [(count + plus, kind) for (count, kind), plus in pairs]
+            else:  # the host does not know whether they are taken back
+                kinds: dict[Any, int] = {}
+                self._known = [(0, kinds.setdefault(each, len(kinds))) for each in pairs]
             self._spans = None
-            has = torch.zeros_like(counts)
-            has[self._stepped] = 1
-            one = has * one
         counts += one
         self._version = counts._version
 
     def spans(self) -> list[Span]:
-        """Return the spans of parameters that have had equally many steps."""
-        counts = self._flat[STEP]
-        if self._spans is None or counts._version != self._version:
-            self._spans, self._version = self.split(counts.tolist()), counts._version
+        """Return the spans of parameters that have had equally many steps.
+
+        The host reads the counts only after others have written them. Those of parameters that had
+        a gradient in different steps of which some may have been skipped are taken for unequal.
+        """
+        known = self._known_counts()
+        if self._spans is None:
+            self._spans = self.split(known)
         return self._spans
 
     def step_count(self, span: Span) -> Tensor:
@@ -227,8 +238,9 @@ class Bucket:
     def _allocate(self, name: str, found: list[Tensor | None]) -> None:
         self._entered[name] = [None] * len(found)
         if name == STEP:
-            counts = torch.zeros(len(found), dtype=torch.float32, device=self._place())
+            counts = torch.zeros(len(found), dtype=torch.float32, device=self.values.device)
             self._flat[name] = counts
+            self._known, self._version = [(0, 0)] * len(found), counts._version
             self._views[name] = [counts[index] for index in range(len(found))]
             return
         dtype = next((entry.dtype for entry in found if entry is not None), None)
@@ -239,14 +251,16 @@ class Bucket:
             for parameter, offset in zip(self.parameters, self.offsets, strict=True)
         ]
 
+    def _known_counts(self) -> list[tuple[float, int]]:
+        """Return what is known of the step counts, after a read if others have written them."""
+        counts = self._flat[STEP]
+        if counts._version != self._version:
+            self._known = [(count, 0) for count in counts.tolist()]
+            self._version, self._spans = counts._version, None
+        return self._known
+
     def _parameter_versions(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]
-
-    def _place(self) -> torch.device:
-        """Return where step counts are: where torch's optimizers have them."""
-        group = self._optimizer.param_groups[self.group]
-        on_device = group.get("capturable") or group.get("fused")
-        return self.values.device if on_device else torch.device("cpu")
 
     @torch.no_grad()
     def _take(self, name: str, index: int, found: Any) -> None:

@@ -136,12 +136,20 @@ def waits_for_gpu(groups: P2PGroups | None, device: torch.device) -> bool:
 
 
 def _can_skip_on_device(arguments: TrainerArguments, prepared: PreparedStages, run: Run) -> bool:
-    can = all(isinstance(o, FusedOptimizer) and o.skips_on_device for o in prepared.optimizers)
+    can = all(map(_skips_on_device, prepared.optimizers))
     # Both would take a skipped update for one of 0.
     repeats_updates = isinstance(arguments.schedule.prediction, LastUpdate)
     can = can and arguments.correction is None and not repeats_updates
     own = torch.tensor([int(can)], device=device_for([], run))
     return bool(Collectives(run).all_gather(own).all())
+
+
+def _skips_on_device(optimizer: Optimizer) -> bool:
+    """Return whether a GPU's ``found_inf`` skips an optimizer's step without a wait of the host."""
+    if isinstance(optimizer, FusedOptimizer):
+        return optimizer.skips_on_device
+    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    return is_adam and all(group["fused"] for group in optimizer.param_groups)
 
 
 @singledispatch

@@ -166,8 +166,13 @@ def test_a_subgroup_has_the_timeout_of_its_parent(ranks):
     assert [outcome.error for outcome in outcomes] == [None, None]
 
 
-def test_some_ranks_alone_cannot_split_the_communicator_of_all(monkeypatch):
-    """As after init_process_group(device_id=...) with NCCL, where the others would have to call."""
+@pytest.fixture
+def fake_nccl(monkeypatch):
+    """What creates groups, as with NCCL and four ranks: each group is its arguments."""
+
+    def options(**given):
+        return SimpleNamespace(config=SimpleNamespace(), **given)
+
     backend = SimpleNamespace(supports_splitting=True)
     world = SimpleNamespace(
         bound_device_id=torch.device("cuda", 0), _get_backend=lambda device: backend
@@ -177,18 +182,32 @@ def test_some_ranks_alone_cannot_split_the_communicator_of_all(monkeypatch):
         get_world_size=lambda group=None: 2 if group == "pair" else 4,
         get_global_rank=lambda group, rank: rank,
         get_backend_config=lambda group: "nccl",
-        new_group=lambda *_, **__: "connected",
+        new_group=lambda ranks, timeout, backend, pg_options, **_: (backend, pg_options),
         barrier=lambda group: None,
+        ProcessGroupNCCL=SimpleNamespace(Options=options),
     )
     monkeypatch.setattr(process_groups, "dist", fake)
-    monkeypatch.setattr(process_groups, "timeout_of", lambda group: None)
+    monkeypatch.setattr(process_groups, "timeout_of", lambda group: "its timeout")
     monkeypatch.setattr(process_groups, "_name", lambda ranks: nullcontext())
+    return backend
+
+
+def test_some_ranks_alone_cannot_split_the_communicator_of_all(fake_nccl):
+    """As after init_process_group(device_id=...) with NCCL, where the others would have to call."""
     message = "process_group must have all ranks if .* got one of 2 of 4 ranks: leave out device_id"
     with pytest.raises(ValueError, match=message):
         create_group([0, 1], "pair")
-    assert create_group([0, 1], None) == "connected"  # the others make their own in the same call
-    backend.supports_splitting = False
-    assert create_group([0, 1], "pair") == "connected"
+    assert create_group([0, 1], None)  # the others make their own in the same call
+    fake_nccl.supports_splitting = False
+    assert create_group([0, 1], "pair")
+
+
+def test_groups_of_nccl_have_priority_and_few_thread_blocks(fake_nccl):
+    for for_p2p, max_ctas in ((False, 16), (True, 8)):
+        backend, options = create_group([0, 1], None, for_p2p=for_p2p)
+        assert (backend, options.is_high_priority_stream) == ("nccl", True)
+        assert (options.config.max_ctas, options._timeout) == (max_ctas, "its timeout")
+    assert create_group([0, 1], None, "gloo", for_p2p=True) == ("gloo", None)
 
 
 def test_the_device_of_a_group_is_that_of_its_backend(monkeypatch):

@@ -122,3 +122,15 @@ def test_only_the_thread_that_asked_keeps_quiet():
         thread.start()
         thread.join()
     assert len(errors) == 1
+
+
+def test_the_first_decode_may_run_in_inference_mode():
+    """Later decodes write to the same counter outside of the mode."""
+    spoiled, count = calls(spoiled=True)[0]
+    with torch.inference_mode():
+        run(spoiled)
+    with pytest.raises(RuntimeError, match=CORRUPT.format(count)):
+        run(spoiled)
+    counter = _corrupt.corrupt_counter(None, torch.empty(0, device=DEVICE))
+    assert not counter.is_inference()
+    counter.add_(0)

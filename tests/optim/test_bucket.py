@@ -87,6 +87,28 @@ def test_missing_gradients_leave_no_state():
         pair.check()
 
 
+def test_steps_skipped_on_the_device_with_missing_gradients():
+    """The host does not know which counts are equal, and steps none with the count of another."""
+    pair = Pair("Adam", lr=1e-2, torch_options={"fused": True})
+    rows = [((1,), 0), ((2,), 1), ((), 0), ((1,), 1), ((2,), 1), ((0, 4), 0), ((), 1), ((3,), 0)]
+    for missing, found_inf in rows:
+        for each in pair.both:
+            each.found_inf = torch.tensor(float(found_inf))
+        pair.step(missing)
+        pair.check()
+
+
+def test_all_steps_skipped():
+    """Nothing is predicted from counts and moments that are 0."""
+    pair = Pair("AdamW", torch_options={"fused": True})
+    for each in pair.both:
+        each.found_inf = torch.ones(())
+    pair.step()
+    ahead = torch.empty_like(pair.ours._weights[0].buffers[0])
+    pair.ours.predict_bucket(0, 2, ahead)
+    assert torch.equal(ahead, pair.ours._weights[0].buffers[0])
+
+
 def test_gradients_of_any_strides():
     transposed = nn.Parameter(torch.randn(5, 4).t())
     image = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))

@@ -306,13 +306,13 @@ def skip_on_device(rank, cases):
     return [[skip_updates(*case, late) for late in (False, True)] for case in cases]
 
 
-def skip_updates(schedule, max_norm, late):
+def skip_updates(schedule, max_norm, optimizer_fn, late):
     torch.manual_seed(0)
     last = dist.get_world_size() - 1
     layers = build_layers(torch.float32)
     with as_on_gpus(late):
         trainer = PipelineTrainer(
-            layers, mse_loss, partial(AdamW, lr=0.1, capturable=True), schedule,
+            layers, mse_loss, optimizer_fn, schedule,
             num_microbatches=NUM_MICROBATCHES, split=SPLIT_OF[last + 1], max_norm=max_norm,
         )  # fmt: skip
     batches = build_calls(4, 13, torch.float32)
@@ -335,11 +335,12 @@ ON_DEVICE = [
 ]
 
 
-CLIPPED = [(PipeOptim(), 0.1), (PipeDream2BW(), 0.1)]
-COVERING = [(PipeDream(), None), (XPipe(), None), *CLIPPED]
+OURS, TORCHS = partial(AdamW, lr=0.1), partial(torch.optim.AdamW, lr=0.1, fused=True)
+CLIPPED = [(PipeOptim(), 0.1, OURS), (PipeDream2BW(), 0.1, OURS), (PipeOptim(), 0.1, TORCHS)]
+COVERING = [(PipeDream(), None, OURS), (XPipe(), None, OURS), (PipeDream(), None, TORCHS), *CLIPPED]
 
 
-@pytest.mark.parametrize("cases", [COVERING, slow([*product(ON_DEVICE, [None])])])
+@pytest.mark.parametrize("cases", [COVERING, slow([*product(ON_DEVICE, [None], [OURS, TORCHS])])])
 def test_updates_are_skipped_alike_on_the_device(cases, ranks, subtests):
     of_ranks = ranks.run(2, skip_on_device, cases, time_limit=90)
     for index, case in enumerate(cases):

@@ -52,7 +52,8 @@ class AdamRule(FlatRule):
             return
         mean, square = (state[name] for name in self.state_names(group))
         beta1, beta2 = group["betas"]
-        numbers = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "step": state["step"]}
+        step = state["step"].clamp(min=1)  # 0 if all steps were skipped on the device
+        numbers = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "step": step}
         rate = learning_rate(group)
         predict_adam(weights, mean, square, lr=rate, horizon=horizon, out=out, **numbers)
 

@@ -23,11 +23,13 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def squared_norms(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Return the sum of the squares of each gradient's elements: (n,), float64, on ``device``."""
-    squares = torch.zeros(len(gradients), dtype=torch.float64, device=device)
-    for square, gradient in zip(squares.unbind(), gradients, strict=True):
-        if gradient is not None:
-            square.copy_(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
-    return squares
+    known = [each for each in gradients if each is not None]
+    if not known:
+        return torch.zeros(len(gradients), dtype=torch.float64, device=device)
+    norms = iter(torch._foreach_norm(known, dtype=torch.float64))
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    each_norm = [zero if each is None else next(norms).to(device) for each in gradients]
+    return torch.stack(each_norm).square()
 
 
 def device_for(gradients: Sequence[Tensor], run: Run) -> torch.device:
@@ -42,9 +44,16 @@ def _scale_(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None
     """Scale gradients in place by ``max_norm`` over the root of ``total``, if that is below 1."""
     ratio = max_norm / (total.sqrt() + 1e-6)
     scale = torch.where(ratio < 1.0, ratio, 1.0)
-    factor = scale.item() if scale.is_cpu else scale  # on a GPU the host would wait
+    if scale.is_cpu:
+        factor = scale.item()
+        for gradient in gradients:
+            gradient.mul_(factor)
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
-        gradient.mul_(factor)
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, alike in by_dtype.items():  # without a wait of the host, and in few kernels
+        torch._foreach_mul_(alike, scale.to(dtype))
 
 
 class LossScale:

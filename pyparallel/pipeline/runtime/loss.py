@@ -14,7 +14,7 @@ from ..messages.format import Refusal, RefusalKind
 from ..messages.refusals import refusal_of
 from ..schedules.schedule import Schedule
 from ..schedules.shape import PipelineShape
-from .loss_weights import host_values
+from .loss_weights import HostCopy, host_values
 from .microbatches import MicrobatchSplitter
 from .options import StageOptions
 
@@ -23,9 +23,9 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass
 class _Reported:
-    """A 0-d, detached loss in the next report, which must be finite if weights learn from it."""
+    """A 0-d loss in the next report, which must be finite if weights learn from it."""
 
-    loss: Tensor
+    loss: HostCopy
     share: float
     microbatch: int
     must_be_finite: bool
@@ -65,7 +65,7 @@ class Criterion:
                 "though the output does: leave out detach(), item() and no_grad()"
             )
         if not defers_check:
-            self._values += host_values(loss.detach())
+            self._values += host_values(self._reported[-1].loss)
             if not math.isfinite(self._values[-1]):
                 return _non_finite(microbatch, self._values[-1], splitter)
         if not self.shares_update(microbatch):
@@ -91,7 +91,7 @@ class Criterion:
             what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ValueError(f"loss_fn must return a 0-d tensor, got one {what}")
         share = splitter.share(microbatch)
-        self._reported.append(_Reported(loss.detach(), share, microbatch, must_be_finite))
+        self._reported.append(_Reported(HostCopy(loss.detach()), share, microbatch, must_be_finite))
         return loss
 
     def find_non_finite(self, splitter: MicrobatchSplitter) -> Refusal | None:
@@ -99,10 +99,10 @@ class Criterion:
 
         The host waits for the losses, all at once.
         """
-        if not any(each.must_be_finite for each in self._reported[len(self._values) :]):
+        unknown = self._reported[len(self._values) :]
+        if not any(each.must_be_finite for each in unknown):
             return None
-        unknown = [each.loss.double() for each in self._reported[len(self._values) :]]
-        self._values += host_values(torch.stack(unknown))
+        self._values += host_values(*(each.loss for each in unknown))
         for each, value in zip(self._reported, self._values, strict=True):
             if each.must_be_finite and not math.isfinite(value):
                 return _non_finite(each.microbatch, value, splitter)
@@ -117,8 +117,9 @@ class Criterion:
         shares = [each.share for each in reported]
         if len(values) == len(reported):
             return sum(map(operator.mul, values, shares), 0.0)
-        losses = [each.loss.double() * each.share for each in reported]
-        return host_values(torch.stack(losses).sum())[0]
+        values = host_values(*(each.loss for each in reported))
+        products = list(map(operator.mul, values, shares))
+        return float(torch.tensor(products, dtype=torch.float64, device="cpu").sum())
 
 
 def shares_update_fn(schedule: Schedule, shape: PipelineShape) -> Callable[[int], bool]:

@@ -32,7 +32,8 @@ def compute_loss_weights(
     tensors = [each for each in found if isinstance(each, Tensor)]
     if tensors:
         device = tensors[0].device
-        known = iter(host_values(torch.stack([each.double().to(device) for each in tensors])))
+        stacked = torch.stack([each.double().to(device) for each in tensors])
+        known = iter(host_values(HostCopy(stacked)))
         found = [next(known) if isinstance(each, Tensor) else each for each in found]
     weights = [float(each) for each in found]
     for microbatch, weight in enumerate(weights, first):
@@ -41,17 +42,28 @@ def compute_loss_weights(
     return weights
 
 
-def host_values(tensor: Tensor) -> list[float]:
-    """Return a tensor's elements; the host waits for its stream."""
-    if tensor.is_cuda:
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
-        pinned.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        event.synchronize()
-        tensor = pinned
-    values: list[float] = tensor.view(-1).tolist()
-    return values
+class HostCopy:
+    """A copy of a tensor in the host's memory, enqueued at once behind what computes the tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._event = tensor, None  # of a GPU when the copy is done
+        if tensor.is_cuda:
+            shape, dtype = tensor.shape, tensor.dtype
+            self._tensor = torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def values(self) -> list[float]:
+        """Return the elements; the host waits for the copy, and for no later work."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._tensor.view(-1).tolist()
+        return values
+
+
+def host_values(*copies: HostCopy) -> list[float]:
+    """Return the elements of copies, one after the other; the host waits for them all at once."""
+    return [value for copy in copies for value in copy.values()]
 
 
 def _error(microbatch: int, what: str) -> str:

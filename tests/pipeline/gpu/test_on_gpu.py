@@ -30,6 +30,7 @@ CASES = {
 }
 OPTIMIZERS = {
     "torch": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "torch, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
     "pyparallel": lambda parameters: optim.AdamW(parameters, lr=0.01),
 }
 

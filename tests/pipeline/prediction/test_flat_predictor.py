@@ -46,6 +46,14 @@ def test_parameters_that_missed_a_step_are_predicted_with_their_own_step_count(c
     assert_close(stage.predicted(2), stage.twin().step(gradients, 2), rtol=1e-5, atol=2e-6)
 
 
+def test_nothing_is_predicted_from_steps_that_were_all_skipped(calls):
+    stage = OneStage(partial(Adam, lr=0.01, fused=True), Displacement())
+    stage.optimizer.found_inf = torch.ones(())
+    stage.step(gradients_of(stage))
+    assert_equal(stage.predicted(2), stage.values())
+    assert calls
+
+
 def test_step_counts_are_read_again_after_loading(calls):
     stage = OneStage(partial(Adam, lr=0.01), Displacement())
     gradients = gradients_of(stage)

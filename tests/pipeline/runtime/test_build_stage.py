@@ -424,7 +424,7 @@ def test_what_repeats_updates_has_the_host_skip_them(options, expected):
     # On the device a skipped update would be an update of 0.
     schedule = PipeOptim(prediction=options.pop("prediction", Displacement()))
     with as_on_gpus():
-        trainer = build(schedule, partial(FusedAdamW, capturable=True), **options)
+        trainer = build(schedule, FusedAdamW, **options)
     assert {stage.options.sends_found_inf for stage in trainer.stages} == {expected}
 
 

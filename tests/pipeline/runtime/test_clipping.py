@@ -28,6 +28,7 @@ from pyparallel.pipeline import (
 )
 from pyparallel.pipeline.runtime.clipping import LastNormClipper, clip_grad_norm_
 from tests.cases import slow_unless
+from tests.ops.op_counter import OpCounter
 from tests.pipeline import jobs, models, reference
 from tests.pipeline.jobs import PREDICTING
 from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls
@@ -38,6 +39,15 @@ def build_layers():
     torch.manual_seed(0)
     hidden = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()]
     return [*hidden, nn.Linear(8, 8), nn.Linear(8, 2)]
+
+
+def test_the_kernels_of_clipping_do_not_grow_with_the_number_of_gradients():
+    dtypes = [torch.float32] * 40 + [torch.bfloat16] * 2
+    gradients = [torch.ones(3, dtype=dtype, device="meta") for dtype in dtypes]
+    of_each = "linalg_vector_norm", "pow", "copy_", "mul_"
+    with OpCounter(*of_each, "_foreach_norm", "stack", "_foreach_mul_") as ops:
+        clip_grad_norm_(gradients, 1.0, Run(None))
+    assert ops.calls == {"_foreach_norm": 1, "stack": 1, "pow": 1, "_foreach_mul_": 2}
 
 
 def sgd(parameters):
