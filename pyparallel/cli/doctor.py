@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ _TOOLS = ("c++", "nvcc", "cmake", "ninja")
 _PACKAGES = ("torch", "triton", "numpy")
 _PLAIN = "PyTorch"
 _EVENT_LOOP = "compiled event loop"
+_LAZY = "{}: pipelines send new shapes through the host, with EAGER over NCCL"
 # Medians of speedup_of_ours over the rows "torch ops" in benchmarks/results/amd-epyc-2-threads.csv;
 # the references, which run without the library, are no faster than torch's separate ops there.
 SPEEDUPS = {"quantize": 5.4, "pack_signs": 10.6, "mix_quantized": 4.2}
@@ -106,6 +108,9 @@ def _devices() -> Iterator[tuple[str, str]]:
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         yield str(device), _run_on(device)
+    if torch.cuda.device_count():
+        loading = os.environ.get("CUDA_MODULE_LOADING", "LAZY")
+        yield "CUDA_MODULE_LOADING", loading if loading == "EAGER" else _LAZY.format(loading)
 
 
 def _run_on(device: torch.device) -> str:

@@ -145,11 +145,24 @@ def test_a_kernel_runs_on_every_device(monkeypatch):
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(doctor.torch.cuda, "get_device_name", lambda index: "card")
     monkeypatch.setattr(doctor.torch, "device", lambda kind, index: f"cpu:{index}")
-    assert section(report(), "devices") == ["cpu:0  mix_ runs", "cpu:1  mix_ runs"]
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    assert devices() == {
+        "cpu:0": "mix_ runs",
+        "cpu:1": "mix_ runs",
+        "CUDA_MODULE_LOADING": (
+            "LAZY: pipelines send new shapes through the host, with EAGER over NCCL"
+        ),
+    }
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
     monkeypatch.setattr(doctor.ops, "mix_", lambda *arguments: None)
-    assert section(report(), "devices")[1] == "cpu:1  mix_ gives 0.0, not 0.5"
+    assert devices()["cpu:1"] == "mix_ gives 0.0, not 0.5"
+    assert devices()["CUDA_MODULE_LOADING"] == "EAGER"
     monkeypatch.setattr(doctor.torch, "device", lambda kind, index: f"none:{index}")
-    assert section(report(), "devices")[0].startswith("none:0  mix_ fails: RuntimeError: ")
+    assert devices()["none:0"].startswith("mix_ fails: RuntimeError: ")
+
+
+def devices():
+    return dict(line.split(maxsplit=1) for line in section(report(), "devices"))
 
 
 def test_packages_that_are_not_installed(monkeypatch):

@@ -1,5 +1,6 @@
 """Values sent between stages: as messages between ranks, as detached tensors within a rank."""
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -13,10 +14,14 @@ from ..schedules.shape import PipelineShape
 from .channel import Channel, P2PMessage
 from .codec import Codec
 from .endpoints import Destinations, Endpoint, StreamKind, destinations_of
-from .format import NO_BATCH, BatchMeta, Refusal, Value, cut_failure, detached
+from .format import NO_BATCH, BatchMeta, Refusal, Value, cut_failure, describe, detached
 from .groups import P2PGroups
 from .refusals import StepRefusedError
 
+# CUDA loads a kernel when it runs first, as for new shapes, and may wait for all that run: a send
+# would be one, if the peer's host received it only after more work. So values of new shapes travel
+# through the host where others do over NCCL, or all at first if kernels are loaded eagerly.
+_UPDATES_VIA_HOST = 2  # of each stage, after the first value of its shapes
 _BARRIER_STREAM = -1  # of the empty messages of a barrier
 
 
@@ -26,12 +31,10 @@ class StageP2P:
     Every rank derives from its neighbors' actions what they will send, and in which order.
 
     Attributes:
-        via_host: send values from the host's memory where they would travel over NCCL.
         batch: that the value received last is of, if it is of a peer's forward.
         waited: seconds for messages of each kind; None: of barriers.
     """
 
-    via_host = True
     batch = NO_BATCH
 
     def __init__(
@@ -45,6 +48,10 @@ class StageP2P:
         codecs = {StreamKind.ACTIVATIONS: activation_codec, StreamKind.GRADIENTS: gradient_codec}
         self._codecs = {kind: codec for kind, codec in codecs.items() if codec is not None}
         self._rank = 0 if groups is None else groups.rank
+        self._num_updates = 0
+        self._first_sent: dict[object, int] = {None: 0}  # by stream and shapes: updates before it
+        loads_eagerly = os.environ.get("CUDA_MODULE_LOADING") == "EAGER"
+        self._sees_shapes = groups is not None and groups.headers is not None and not loads_eagerly
         self.waited: defaultdict[StreamKind | None, float] = defaultdict(float)
         self._run = None if groups is None else groups.payloads[0]
         neighbors = {
@@ -118,7 +125,12 @@ class StageP2P:
         if codec is not None and not isinstance(value, Refusal):
             value = codec.encode(value, endpoint, number)
         channel = self._channels[peer]
-        channel.send(endpoint.stream, number, value, via_host=self.via_host, batch=batch)
+        via_host = self._goes_via_host(endpoint.stream, value)
+        channel.send(endpoint.stream, number, value, via_host=via_host, batch=batch)
+
+    def count_update(self) -> None:
+        """Count an update of a stage of this rank: all kernels of earlier values have run then."""
+        self._num_updates += 1
 
     def recv(self, endpoint: Endpoint, number: int) -> Value | Refusal:
         """Wait for the value of a number from another stage, and return it.
@@ -197,6 +209,13 @@ class StageP2P:
             channel.flush_abort()
         if self._run is not None:
             self._run.reports().end_agreement(waits=waits)
+
+    def _goes_via_host(self, stream: int, value: Value | Refusal) -> bool:
+        key = None
+        if self._sees_shapes and not isinstance(value, Refusal):
+            key = stream, describe(value)
+        first = self._first_sent.setdefault(key, self._num_updates)
+        return self._num_updates < first + _UPDATES_VIA_HOST * len(self._shape.stages(self._rank))
 
     def _recv_barrier(self, channel: Channel) -> Refusal | None:
         """Receive until the barrier's message, and return its refusal; keep the values before."""

@@ -30,11 +30,6 @@ _DESCRIPTIONS = {
 }
 
 
-# A rank's first messages travel through the host. CUDA loads a kernel when it runs first, and may
-# wait for all that run: a send would be one, if the peer's host received it only after more work.
-_UPDATES_VIA_HOST = 2  # of each stage
-
-
 class StageError(RuntimeError):
     """A failure of a stage or the death of a rank, with the same message on every rank.
 
@@ -81,7 +76,6 @@ class Executor:
         self.refusals: list[Refusal] = []  # besides those of stages
         self._shape = shape
         self._p2p = p2p
-        self._num_updates = 0
         self._rank = rank
 
     def train(
@@ -108,8 +102,7 @@ class Executor:
                 self.telemetry.measure_gradient(self.stages[action.stage])
             output = self.train_action(action, inputs, splitter)
             if action.kind is Kind.UPDATE:
-                self._num_updates += 1
-                self._p2p.via_host = self._num_updates < _UPDATES_VIA_HOST * len(self.stages)
+                self._p2p.count_update()
             return output
 
         def expect() -> None:

@@ -1,6 +1,7 @@
 """Pipelines on a model of NCCL's streams: what ranks enqueue always completes."""
 
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from pyparallel.pipeline import (
     ZeroBubble,
 )
 from pyparallel.pipeline.interlocking.runtime import InterlockingExecutor
-from pyparallel.pipeline.messages import P2PGroups
+from pyparallel.pipeline.messages import P2PGroups, stage_p2p
 from pyparallel.pipeline.messages import channel as p2p_channel
+from pyparallel.pipeline.messages.endpoints import Endpoint, StreamKind
 from pyparallel.pipeline.messages.format import NO_BATCH
 from pyparallel.pipeline.messages.payloads import NcclPayloads
 from pyparallel.pipeline.messages.stage_p2p import StageP2P
-from pyparallel.pipeline.runtime import executor as executors
 from pyparallel.pipeline.runtime.executor import Executor
 from pyparallel.pipeline.runtime.options import StageOptions
 from pyparallel.pipeline.schedules.schedule import Flushing
@@ -93,7 +94,6 @@ def enqueue(schedule, shape, monkeypatch, *, groups=None, lengths=lambda nr: 1 +
         p2p = StageP2P(
             shape, connected or P2PGroups.connect(Group(world, None, "nccl"), META, is_ring=is_ring)
         )
-        p2p.via_host = False
         last = shape.num_stages - 1
         stages = {s: FakeStage(s, world, lengths, s < last) for s in shape.stages(rank)}
         if isinstance(schedule, Interlocking):
@@ -115,12 +115,40 @@ def enqueue(schedule, shape, monkeypatch, *, groups=None, lengths=lambda nr: 1 +
         executor.restart(schedule.versions(shape))
 
     with monkeypatch.context() as patch:
-        patch.setattr(executors, "_UPDATES_VIA_HOST", 0)
+        patch.setattr(stage_p2p, "_UPDATES_VIA_HOST", 0)
         patch.setattr(dist, "get_rank", rank_of)
         patch.setattr(dist, "get_world_size", lambda group=None: shape.num_ranks)
         patch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
         world.run(run)
     return world
+
+
+@pytest.mark.parametrize(("loading", "is_new"), [("LAZY", True), ("EAGER", False)])
+def test_values_of_new_shapes_travel_through_the_host(loading, is_new, monkeypatch):
+    """Until two updates of each stage later, as kernels may be loaded for them."""
+    sent = []
+    channel = SimpleNamespace(send=lambda *message, via_host, batch: sent.append(via_host))
+    monkeypatch.setattr(stage_p2p, "Channel", lambda *_: channel)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", loading)
+    groups = SimpleNamespace(rank=0, payloads=[None], headers="a group of gloo")
+    p2p = StageP2P(PipelineShape(4, 2, 2), groups)  # two stages on this rank
+
+    def sends(length):
+        sent.clear()
+        for stage in (1, 3):
+            p2p.send(Endpoint(stage, StreamKind.ACTIVATIONS), 0, torch.ones(length))
+        return sent[:]
+
+    for _ in range(4):
+        assert sends(5) == [True, True]
+        p2p.count_update()
+    assert sends(5) == [False, False]
+    p2p.send(Endpoint(1, StreamKind.ACTIVATIONS), 0, torch.ones(3))
+    for _ in range(4):
+        assert sent.pop() is is_new
+        p2p.count_update()
+        p2p.send(Endpoint(1, StreamKind.ACTIVATIONS), 0, torch.ones(3))
+    assert [sent.pop(), *sends(3)] == [False, False, is_new]
 
 
 def check(schedule, shape, monkeypatch):
