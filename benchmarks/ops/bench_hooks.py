@@ -4,6 +4,8 @@ Every call begins with a copy of the gradients into the bucket, which is counted
 them by their mean.
 """
 
+import atexit
+
 import torch
 import torch.distributed as dist
 
@@ -70,6 +72,7 @@ def join_group_of_one(device: str) -> None:
     if not dist.is_initialized():
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(dist.destroy_process_group)
 
 
 cases = sweep((make_case, [(name,) for name in COMPRESSORS]))
