@@ -29,9 +29,9 @@ class Row:
     """A kernel, ``blocks`` of which fit on a multiprocessor.
 
     Args:
-        bytes_loaded, bytes_stored: of a thread, before it uses what it loads and in all; the step's
-            dtypes are known at run time only, so its loads are those of float32, and its stores
-            those of every dtype together.
+        bytes_loaded, bytes_stored: of a thread, before it uses what it loads and in all; of dtypes
+            that are known at run time only, loads are those of float32, and stores those of every
+            dtype together.
         kib_in_flight: of all threads of the multiprocessor, before they use what they load.
     """
 

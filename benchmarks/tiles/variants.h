@@ -39,6 +39,14 @@ struct Buffers {
   }
 };
 
+template <typename T>
+Stream stream(const Buffers& buffers, int i) {
+  Stream stream;
+  stream.data = buffers.at[i];
+  stream.dtype = sizeof(T) == 4 ? ScalarType::Float : ScalarType::BFloat16;
+  return stream;
+}
+
 template <typename Shape, typename Z, typename Message>
 struct Mix {
   static constexpr int kBytes = 2 * sizeof(Z) + sizeof(Message);
@@ -67,10 +75,11 @@ struct PredictAdam {
   template <typename Launch>
   static void run(const Buffers& buffers, const Launch& launch) {
     const PredictAdamScalars scalars = predict_adam_scalars(1e-3, 0.9, 0.999, 1e-8, 10, 3);
-    launch(map_kernel<Shape, AdamElement, PredictAdamScalars, Out, Param, State, State>,
-           AdamElement{}, scalars, static_cast<const PredictAdamScalars*>(nullptr), buffers.numel,
-           true, buffers.get<Out>(4), buffers.get<const Param>(0), buffers.get<const State>(2),
-           buffers.get<const State>(3));
+    const MapStreams<3> streams{
+        {stream<Param>(buffers, 0), stream<State>(buffers, 2), stream<State>(buffers, 3)},
+        stream<Out>(buffers, 4)};
+    launch(map_kernel<Shape, AdamElement, PredictAdamScalars, 3>, AdamElement{}, scalars,
+           static_cast<const PredictAdamScalars*>(nullptr), buffers.numel, true, streams);
   }
 };
 
@@ -78,14 +87,6 @@ struct PredictAdam {
 template <typename Shape, typename Own, typename Rest>
 struct Step {
   static constexpr int kBytes = 6 * sizeof(Own) + 2 * sizeof(Rest);
-
-  template <typename T>
-  static Stream stream(const Buffers& buffers, int i) {
-    Stream stream;
-    stream.data = buffers.at[i];
-    stream.dtype = sizeof(T) == 4 ? ScalarType::Float : ScalarType::BFloat16;
-    return stream;
-  }
 
   template <typename Launch>
   static void run(const Buffers& buffers, const Launch& launch) {

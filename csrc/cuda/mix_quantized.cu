@@ -4,13 +4,12 @@
 
 #include <algorithm>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "cuda/codes.h"
 #include "cuda/launch.h"
 #include "cuda/mix_masses.h"
-#include "float_types.h"
+#include "cuda/packet.h"
 #include "message_arguments.h"
 
 namespace pyparallel::cuda {
@@ -22,17 +21,23 @@ struct Messages {
   const uint8_t* codes[kMaxMessages];
   const float* scales[kMaxMessages];
   void* replicas[kMaxMessages];
+
+  __device__ Stream replica(int j, ScalarType dtype) const {
+    Stream stream;
+    stream.data = replicas[j];
+    stream.dtype = dtype;
+    return stream;
+  }
 };
 
 // COUNT messages known at compile time are all loaded before the first use, like z; COUNT = 0 means
-// `count`, loaded two at a time, or one with its replica. Replica is void without replicas.
-template <typename Format, typename Z, typename Replica, int COUNT>
+// `count`, loaded two at a time, or one with its replica, which has z's dtype.
+template <typename Format, bool HAS_REPLICAS, int COUNT>
 __global__ void __launch_bounds__(kThreads, 2)
-    mix_quantized_kernel(Z* z, double* weight, const __grid_constant__ Messages messages,
+    mix_quantized_kernel(Stream z, double* weight, const __grid_constant__ Messages messages,
                          const double* masses, int count, int readers, int64_t numel, int shift,
                          int64_t* corrupt, bool aligned) {
-  constexpr bool kHasReplicas = !std::is_void_v<Replica>;
-  constexpr int kBatch = COUNT ? COUNT : kHasReplicas ? 1 : 2;
+  constexpr int kBatch = COUNT ? COUNT : HAS_REPLICAS ? 1 : 2;
   const int num_messages = COUNT ? COUNT : count;
   const Place<> place = place_of_thread(numel, aligned);
 
@@ -45,8 +50,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (!COUNT && first + j >= num_messages) break;
       codes[j] = load_codes<Format>(messages.codes[first + j], place);
       if (place.exists(0)) scales[j] = messages.scales[first + j][place.begin >> shift];
-      if constexpr (kHasReplicas) {
-        kept[j] = load_packet(static_cast<const Replica*>(messages.replicas[first + j]), place);
+      if constexpr (HAS_REPLICAS) {
+        kept[j] = load_packet(messages.replicas[first + j], z.dtype, place);
       }
     }
   };
@@ -61,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (place.rest == 0) return;
 
   float own[kPerThread], delta[kPerThread];
-  unpack<Z, DefaultTile>(own_packet, own);
+  unpack(own_packet, z.dtype, own);
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) delta[i] = mix_nothing<float>();
   int found = 0;
@@ -73,44 +78,51 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int j = 0; j < kBatch; ++j) {
       if (!COUNT && first + j >= num_messages) break;
       const float scale = scales[j], coefficient = coefficients[first + j];
-      float sums[kPerThread];
+      const auto is_corrupt = [&](int i) {
+        return is_corrupt_scale(scale) || is_corrupt_code<Format>(codes[j].get(i));
+      };
 #pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {
-        const uint32_t code = codes[j].get(i);
-        const bool is_corrupt = is_corrupt_scale(scale) || is_corrupt_code<Format>(code);
-        found += is_corrupt && place.exists(i);
-        if constexpr (kHasReplicas) {
-          const float old = kept[j].template get<Replica>(i);
-          const float sum = add_code<Format>(old, code, scale);
-          sums[i] = is_corrupt ? old : static_cast<float>(static_cast<Replica>(sum));
-          if (coefficient != 0) {
-            delta[i] = mix_add_message(delta[i], own[i], sums[i], coefficient);
-          }
-        } else if (coefficient != 0) {
-          delta[i] = is_corrupt ? mix_add_message(delta[i], own[i], own[i], coefficient)
-                                : mix_add_code<Format>(delta[i], own[i], code, scale, coefficient);
+      for (int i = 0; i < kPerThread; ++i) found += is_corrupt(i) && place.exists(i);
+      if constexpr (HAS_REPLICAS) {
+        float sums[kPerThread];
+        unpack(kept[j], z.dtype, sums);
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) {
+          if (!is_corrupt(i)) sums[i] = add_code<Format>(sums[i], codes[j].get(i), scale);
         }
-      }
-      if constexpr (kHasReplicas) {
-        store_values(sums, static_cast<Replica*>(messages.replicas[first + j]), place);
+        kept[j] = pack<DefaultTile>(sums, z.dtype);
+        store_packet(kept[j], messages.replica(first + j, z.dtype), place);
+        unpack(kept[j], z.dtype, sums);
+        if (coefficient == 0) continue;
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) {
+          delta[i] = mix_add_message(delta[i], own[i], sums[i], coefficient);
+        }
+      } else if (coefficient != 0) {
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) {
+          delta[i] = is_corrupt(i) ? mix_add_message(delta[i], own[i], own[i], coefficient)
+                                   : mix_add_code<Format>(delta[i], own[i], codes[j].get(i), scale,
+                                                          coefficient);
+        }
       }
     }
   }
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) own[i] = mix_apply(own[i], delta[i]);
-  store_values(own, z, place);
+  store_packet(pack<DefaultTile>(own, z.dtype), z, place);
   count_corrupt(corrupt, found);
   update.finish(weight, masses, num_messages);
 }
 
-// `replicas` is null without replicas; then Replica is void.
-template <typename Format, typename Z, typename Replica>
+// `replicas` is null without replicas.
+template <typename Format, bool HAS_REPLICAS>
 void mix_group(const Tensor& z, const Tensor& weight, const Tensor* codes, const Tensor* scales,
                const Tensor* replicas, const double* masses, int count, int64_t block_size,
                const Tensor& corrupt) {
   const cudaStream_t stream = current_stream(z);
-  Z* own = z.mutable_data_ptr<Z>();
-  bool aligned = is_aligned(own);
+  const Stream own(z);
+  bool aligned = is_aligned(own.data);
   Messages messages{};
   for (int j = 0; j < count; ++j) {
     messages.codes[j] = static_cast<const uint8_t*>(codes[j].const_data_ptr());
@@ -121,9 +133,9 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* codes, const
   double* total = weight.mutable_data_ptr<double>();
   const int readers = z.numel() > 0 ? readers_of(total) : -1;
   if (z.numel() > 0) {
-    const auto kernel = count == 1   ? mix_quantized_kernel<Format, Z, Replica, 1>
-                        : count == 2 ? mix_quantized_kernel<Format, Z, Replica, 2>
-                                     : mix_quantized_kernel<Format, Z, Replica, 0>;
+    const auto kernel = count == 1   ? mix_quantized_kernel<Format, HAS_REPLICAS, 1>
+                        : count == 2 ? mix_quantized_kernel<Format, HAS_REPLICAS, 2>
+                                     : mix_quantized_kernel<Format, HAS_REPLICAS, 0>;
     launch(kernel, num_blocks(z.numel()), kThreads, stream, own, total, messages, masses, count,
            readers, z.numel(), shift_of(block_size), corrupt.mutable_data_ptr<int64_t>(), aligned);
   }
@@ -138,19 +150,16 @@ void mix_quantized_cuda(Tensor z, Tensor weight, std::vector<Tensor> codes,
   if (codes.empty()) return;
   const DeviceGuard guard(z.get_device_index());
   with_format_of_differences(bits, format, [&](auto kind) {
-    with_float_type(z.scalar_type(), [&](auto type) {
-      using Format = decltype(kind);
-      using Z = decltype(type);
-      const auto mix = replicas.empty() ? mix_group<Format, Z, void> : mix_group<Format, Z, Z>;
-      // PushSum is associative: mixing in groups gives the average of all.
-      const int num_messages = static_cast<int>(codes.size());
-      for (int first = 0; first < num_messages; first += kMaxMessages) {
-        mix(z, weight, codes.data() + first, scales.data() + first,
-            replicas.empty() ? nullptr : replicas.data() + first,
-            masses.const_data_ptr<double>() + first, std::min(kMaxMessages, num_messages - first),
-            block_size, corrupt);
-      }
-    });
+    using Format = decltype(kind);
+    const auto mix = replicas.empty() ? mix_group<Format, false> : mix_group<Format, true>;
+    // PushSum is associative: mixing in groups gives the average of all.
+    const int num_messages = static_cast<int>(codes.size());
+    for (int first = 0; first < num_messages; first += kMaxMessages) {
+      mix(z, weight, codes.data() + first, scales.data() + first,
+          replicas.empty() ? nullptr : replicas.data() + first,
+          masses.const_data_ptr<double>() + first, std::min(kMaxMessages, num_messages - first),
+          block_size, corrupt);
+    }
   });
 }
 

@@ -74,4 +74,25 @@ __device__ __forceinline__ void store_and_round(float (&values)[Shape::kEach], c
   if (stream.dtype != ScalarType::Float) unpack(packet, stream.dtype, values);
 }
 
+// One element, of a scattered access.
+__device__ __forceinline__ float read_element(const Stream& stream, int64_t i) {
+  if (stream.dtype == ScalarType::Float) return static_cast<const float*>(stream.data)[i];
+  if (stream.dtype == ScalarType::BFloat16) {
+    return static_cast<float>(static_cast<const torch::headeronly::BFloat16*>(stream.data)[i]);
+  }
+  return static_cast<float>(static_cast<const torch::headeronly::Half*>(stream.data)[i]);
+}
+
+__device__ __forceinline__ void write_element(float value, const Stream& stream, int64_t i) {
+  if (stream.dtype == ScalarType::Float) {
+    static_cast<float*>(stream.data)[i] = value;
+  } else if (stream.dtype == ScalarType::BFloat16) {
+    using torch::headeronly::BFloat16;
+    static_cast<BFloat16*>(stream.data)[i] = static_cast<BFloat16>(value);
+  } else {
+    using torch::headeronly::Half;
+    static_cast<Half*>(stream.data)[i] = static_cast<Half>(value);
+  }
+}
+
 }  // namespace pyparallel::cuda

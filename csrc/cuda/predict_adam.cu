@@ -4,7 +4,6 @@
 
 #include "cuda/map.h"
 #include "cuda/scalar.h"
-#include "float_types.h"
 #include "step_arguments.h"
 
 namespace pyparallel::cuda {
@@ -39,13 +38,7 @@ void predict_adam_cuda(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, Tensor l
   const DeviceGuard guard(param.get_device_index());
   const PredictAdamInputs inputs{
       Scalar<double>(lr), Scalar<double>(step), Scalar<double>(horizon), beta1, beta2, eps};
-  with_float_types(
-      [&](auto own, auto state, auto result) {
-        launch_map(PredictAdamElement{}, inputs, param, out.mutable_data_ptr<decltype(result)>(),
-                   param.const_data_ptr<decltype(own)>(), exp_avg.const_data_ptr<decltype(state)>(),
-                   exp_avg_sq.const_data_ptr<decltype(state)>());
-      },
-      param, exp_avg, out);
+  launch_map(PredictAdamElement{}, inputs, out, param, exp_avg, exp_avg_sq);
 }
 
 }  // namespace

@@ -4,7 +4,6 @@
 
 #include "cuda/map.h"
 #include "cuda/scalar.h"
-#include "float_types.h"
 #include "step_arguments.h"
 
 namespace pyparallel::cuda {
@@ -31,13 +30,7 @@ void predict_sgd_cuda(Tensor param, Tensor momentum_buffer, Tensor lr, Tensor ho
   check_predict_sgd_arguments(param, momentum_buffer, lr, horizon, out);
   const DeviceGuard guard(param.get_device_index());
   const PredictSgdInputs inputs{Scalar<double>(lr), Scalar<double>(horizon)};
-  with_float_types(
-      [&](auto own, auto state, auto result) {
-        launch_map(PredictSgdElement{}, inputs, param, out.mutable_data_ptr<decltype(result)>(),
-                   param.const_data_ptr<decltype(own)>(),
-                   momentum_buffer.const_data_ptr<decltype(state)>());
-      },
-      param, momentum_buffer, out);
+  launch_map(PredictSgdElement{}, inputs, out, param, momentum_buffer);
 }
 
 }  // namespace

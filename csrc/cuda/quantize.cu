@@ -4,11 +4,11 @@
 
 #include <optional>
 #include <string>
-#include <type_traits>
 
 #include "cuda/codes.h"
 #include "cuda/encode.h"
 #include "cuda/launch.h"
+#include "cuda/packet.h"
 #include "float_types.h"
 #include "message_arguments.h"
 
@@ -16,84 +16,73 @@ namespace pyparallel::cuda {
 namespace {
 
 // The blocks of a multiprocessor: as many as need no spills, for each has its loads in flight.
-template <typename Format, typename Residual>
-constexpr int kQuantizeBlocks = std::is_void_v<Residual> ? 4
-                                : Format::kHasScales     ? 3
-                                                         : 2;
+template <typename Format, bool HAS_RESIDUAL>
+constexpr int kQuantizeBlocks = !HAS_RESIDUAL        ? 4
+                                : Format::kHasScales ? 3
+                                                     : 2;
 
-// Residual is void without a residual.
-template <typename Format, typename X, typename Residual>
-__global__ void __launch_bounds__(kThreads, kQuantizeBlocks<Format, Residual>)
-    quantize_kernel(const X* x, Residual* residual, int64_t numel, int shift, Draws draws,
+template <typename Format, typename X, bool HAS_RESIDUAL>
+__global__ void __launch_bounds__(kThreads, kQuantizeBlocks<Format, HAS_RESIDUAL>)
+    quantize_kernel(const X* x, Stream residual, int64_t numel, int shift, Draws draws,
                     uint8_t* codes, float* scales, bool aligned) {
   const Place<> place = place_of_thread(numel, aligned);
   Packet<> own, kept;
   PhiloxWords words;
   in_one_branch(place, [&](const Place<>& place) {
     own = load_packet(x, place);
-    if constexpr (!std::is_void_v<Residual>) kept = load_packet(residual, place);
+    if constexpr (HAS_RESIDUAL) kept = load_packet(residual, place);
     words = draws.words(place);
   });
-  float sums[kPerThread];
+  float sums[kPerThread], lost[kPerThread];
   unpack<X, DefaultTile>(own, sums);
-  if constexpr (!std::is_void_v<Residual>) {
+  if constexpr (HAS_RESIDUAL) {
+    unpack(kept, residual.dtype, lost);
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] + kept.get<Residual>(i);
+    for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] + lost[i];
   }
   const BlockScale scale = scale_of_group<Format>(sums, place, shift, scales);
   float decoded[kPerThread];
   encode_and_store<Format>(sums, scale, draws.stochastic, words, codes, place, decoded);
-  if constexpr (!std::is_void_v<Residual>) {
+  if constexpr (HAS_RESIDUAL) {
     if (Format::kFitsScale) fit_scale(sums, scale, place, shift, scales, decoded);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const float error = sums[i] - decoded[i];
       const bool changes = Format::kHasScales || is_finite<uint32_t>(error);
-      sums[i] = changes ? error : kept.get<Residual>(i);
+      sums[i] = changes ? error : lost[i];
     }
-    if (scale.is_finite || !Format::kHasScales) store_values(sums, residual, place);
+    if (scale.is_finite || !Format::kHasScales) {
+      store_packet(pack<DefaultTile>(sums, residual.dtype), residual, place);
+    }
   }
-}
-
-template <typename Format, typename X, typename Residual>
-void launch_quantize(const Tensor& x, Residual* residual, int64_t block_size, const Draws& draws,
-                     const Tensor& codes, const Tensor& scales) {
-  if (x.numel() == 0) return;
-  const X* source = x.const_data_ptr<X>();
-  uint8_t* target = static_cast<uint8_t*>(codes.mutable_data_ptr());
-  const bool aligned = is_aligned(source) && is_aligned(residual) && is_aligned(target);
-  launch(quantize_kernel<Format, X, Residual>, num_blocks(x.numel()), kThreads, current_stream(x),
-         source, residual, x.numel(), shift_of(block_size), draws, target,
-         scales.mutable_data_ptr<float>(), aligned);
 }
 
 void quantize_cuda(Tensor x, int64_t bits, FormatName format, int64_t block_size,
                    std::optional<Tensor> residual, std::optional<int64_t> seed, Tensor offset,
                    Tensor codes, Tensor scales) {
   check_quantize_arguments(x, bits, format, block_size, residual, offset, codes, scales);
+  if (x.numel() == 0) return;
   const DeviceGuard guard(x.get_device_index());
   const Draws draws(seed, offset);
+  const Stream lost = residual ? Stream(*residual) : Stream();
+  uint8_t* target = static_cast<uint8_t*>(codes.mutable_data_ptr());
   with_format(bits, format, [&](auto kind) {
     using Format = decltype(kind);
     with_float_type(x.scalar_type(), [&](auto own) {
       using X = decltype(own);
-      if (!residual) {
-        launch_quantize<Format, X, void>(x, nullptr, block_size, draws, codes, scales);
-        return;
-      }
-      with_float_type(residual->scalar_type(), [&](auto lost) {
-        using Residual = decltype(lost);
-        launch_quantize<Format, X>(x, residual->mutable_data_ptr<Residual>(), block_size, draws,
-                                   codes, scales);
-      });
+      const X* source = x.const_data_ptr<X>();
+      launch(residual ? quantize_kernel<Format, X, true> : quantize_kernel<Format, X, false>,
+             num_blocks(x.numel()), kThreads, current_stream(x), source, lost, x.numel(),
+             shift_of(block_size), draws, target, scales.mutable_data_ptr<float>(),
+             is_aligned(source) && is_aligned(lost.data) && is_aligned(target));
     });
   });
 }
 
-template <typename Format, typename Out, bool ACCUMULATE>
+template <typename Format, bool ACCUMULATE>
 __global__ void __launch_bounds__(kThreads, 2)
-    dequantize_kernel(const uint8_t* codes, const float* scales, int64_t numel, int shift, Out* out,
-                      int64_t* corrupt, bool aligned) {
+    dequantize_kernel(const uint8_t* codes, const float* scales, int64_t numel, int shift,
+                      Stream out, int64_t* corrupt, bool aligned) {
   const Place<> place = place_of_thread(numel, aligned);
   if (place.rest == 0) return;
   const float scale = Format::kHasScales ? scales[place.begin >> shift] : 1.0f;
@@ -103,12 +92,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     loaded = load_codes<Format>(codes, place);
     if (ACCUMULATE) old = load_packet(out, place);
   });
-  float result[kPerThread];
+  float result[kPerThread] = {};
+  if (ACCUMULATE) unpack(old, out.dtype, result);
   int found = 0;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const uint32_t code = loaded.get(i);
-    result[i] = ACCUMULATE ? old.get<Out>(i) : 0.0f;
     if (is_corrupt_scale(scale) || is_corrupt_code<Format>(code)) {
       found += place.exists(i);
     } else {
@@ -116,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       result[i] = ACCUMULATE ? result[i] + entry : entry;
     }
   }
-  store_values(result, out, place);
+  store_packet(pack<DefaultTile>(result, out.dtype), out, place);
   count_corrupt(corrupt, found);
 }
 
@@ -126,17 +115,13 @@ void dequantize_cuda(Tensor codes, Tensor scales, int64_t bits, FormatName forma
   if (out.numel() == 0) return;
   const DeviceGuard guard(out.get_device_index());
   const uint8_t* source = static_cast<const uint8_t*>(codes.const_data_ptr());
+  const Stream target(out);
   with_format(bits, format, [&](auto kind) {
     using Format = decltype(kind);
-    with_float_type(out.scalar_type(), [&](auto type) {
-      using Out = decltype(type);
-      Out* target = out.mutable_data_ptr<Out>();
-      launch(
-          accumulate ? dequantize_kernel<Format, Out, true> : dequantize_kernel<Format, Out, false>,
-          num_blocks(out.numel()), kThreads, current_stream(out), source,
-          scales.const_data_ptr<float>(), out.numel(), shift_of(block_size), target,
-          corrupt.mutable_data_ptr<int64_t>(), is_aligned(source) && is_aligned(target));
-    });
+    launch(accumulate ? dequantize_kernel<Format, true> : dequantize_kernel<Format, false>,
+           num_blocks(out.numel()), kThreads, current_stream(out), source,
+           scales.const_data_ptr<float>(), out.numel(), shift_of(block_size), target,
+           corrupt.mutable_data_ptr<int64_t>(), is_aligned(source) && is_aligned(target.data));
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include <array>
 
+#include "cuda/packet.h"
 #include "cuda/scalar.h"
 #include "cuda/scan.h"
 #include "float_types.h"
@@ -261,16 +262,20 @@ __global__ void __launch_bounds__(kThreads)
 // The entries' residuals are kept aside until the pass over all elements is done. Entries that do
 // not ascend may be in the wrong block and are skipped.
 // By default ptxas aims at three resident blocks, and spills.
-template <typename X, typename Residual, typename Index>
+template <typename X, typename Index>
 __global__ void __launch_bounds__(kThreads, 2)
-    send_kernel(const X* x, Residual* residual, int64_t numel, bool aligned, const Index* indices,
+    send_kernel(const X* x, Stream residual, int64_t numel, bool aligned, const Index* indices,
                 const int64_t* first_entries, X* values) {
   const int64_t block_begin = blockIdx.x * kPerBlock;
-  const int64_t begin = block_begin + threadIdx.x * kPerThread;
-  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
-  const bool whole = aligned && present == kPerThread;
+  const Place<> place = place_of_thread(numel, aligned);
+  Packet<> own_packet, kept_packet;
+  in_one_branch(place, [&](const Place<>& place) {
+    own_packet = load_packet(x, place);
+    kept_packet = load_packet(residual, place);
+  });
   float own[kPerThread], kept[kPerThread];
-  load_floats(x + begin, residual + begin, whole, present, own, kept);
+  unpack<X, DefaultTile>(own_packet, own);
+  unpack(kept_packet, residual.dtype, kept);
 
   __shared__ float remains[kPerBlock];
   const int64_t block_end = min(block_begin + kPerBlock, numel);
@@ -281,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int64_t at = indices[first + j];
     if (at < block_begin || at >= block_end) continue;
     const float accumulated =
-        random_k_accumulate(static_cast<float>(x[at]), static_cast<float>(residual[at]));
+        random_k_accumulate(static_cast<float>(x[at]), read_element(residual, at));
     const X value = static_cast<X>(accumulated);
     values[first + j] = value;
     remains[j] = random_k_remain(accumulated, static_cast<float>(value));
@@ -289,29 +294,29 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) kept[i] = random_k_accumulate(own[i], kept[i]);
-  store_floats(residual + begin, whole, present, kept);
+  store_packet(pack<DefaultTile>(kept, residual.dtype), residual, place);
   __syncthreads();
   for (int j = threadIdx.x; j < count; j += kThreads) {
     const int64_t at = indices[first + j];
     if (at < block_begin || at >= block_end) continue;
-    residual[at] = static_cast<Residual>(remains[j]);
+    write_element(remains[j], residual, at);
   }
 }
 
-template <typename X, typename Residual, typename Index>
+template <typename X, typename Index>
 void send(const Tensor& x, const Tensor& residual, const Tensor& indices, const Tensor& values) {
   if (x.numel() == 0) return;
   const cudaStream_t stream = current_stream(x);
   const X* own = x.const_data_ptr<X>();
-  Residual* kept = residual.mutable_data_ptr<Residual>();
+  const Stream kept(residual);
   const Index* at = indices.const_data_ptr<Index>();
   const int64_t num_bounds = num_blocks(x.numel()) + 1;
   const Tensor first_entries = torch::stable::new_empty(indices, {num_bounds}, ScalarType::Long);
   launch(find_entries_kernel<Index>, blocks_of_threads(num_bounds), kThreads, stream, at,
          indices.numel(), num_bounds, first_entries.mutable_data_ptr<int64_t>());
-  launch(send_kernel<X, Residual, Index>, num_blocks(x.numel()), kThreads, stream, own, kept,
-         x.numel(), is_aligned(own) && is_aligned(kept), at,
-         first_entries.const_data_ptr<int64_t>(), values.mutable_data_ptr<X>());
+  launch(send_kernel<X, Index>, num_blocks(x.numel()), kThreads, stream, own, kept, x.numel(),
+         is_aligned(own) && is_aligned(kept.data), at, first_entries.const_data_ptr<int64_t>(),
+         values.mutable_data_ptr<X>());
 }
 
 template <typename X, typename Index>
@@ -330,9 +335,7 @@ void random_k_cuda(Tensor x, Tensor indices, std::optional<Tensor> residual, Ten
     with_float_type(x.scalar_type(), [&](auto type) {
       using X = decltype(type);
       if (!residual) return gather<X, Index>(x, indices, values);
-      with_float_type(residual->scalar_type(), [&](auto kept) {
-        send<X, decltype(kept), Index>(x, *residual, indices, values);
-      });
+      send<X, Index>(x, *residual, indices, values);
     });
   });
 }

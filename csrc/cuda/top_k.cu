@@ -5,6 +5,7 @@
 
 #include <optional>
 
+#include "cuda/packet.h"
 #include "cuda/top_k_kernels.h"
 #include "float_types.h"
 #include "sparse_arguments.h"
@@ -146,9 +147,9 @@ __device__ void add_atomically(Dense* target, float value) {
   } while (before != expected);
 }
 
-template <typename Dense, typename Value, typename Index>
+template <typename Dense, typename Index>
 __global__ void __launch_bounds__(kThreads)
-    scatter_add_kernel(Dense* dense, int64_t numel, const Value* values, const Index* indices,
+    scatter_add_kernel(Dense* dense, int64_t numel, Stream values, const Index* indices,
                        int64_t count, unsigned long long* corrupt) {
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (i >= count) return;
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(kThreads)
   if (is_corrupt_index(index, numel, i > 0, previous)) {
     atomicAdd(corrupt, 1ull);
   } else {
-    add_atomically(dense + index, static_cast<float>(values[i]));
+    add_atomically(dense + index, read_element(values, i));
   }
 }
 
@@ -165,15 +166,12 @@ void scatter_add(const Tensor& dense, const Tensor& values, const Index* indices
                  const Tensor& corrupt) {
   const int64_t count = values.numel();
   auto* counter = reinterpret_cast<unsigned long long*>(corrupt.mutable_data_ptr<int64_t>());
-  with_float_types(
-      [&](auto target, auto source) {
-        using Dense = decltype(target);
-        using Value = decltype(source);
-        launch(scatter_add_kernel<Dense, Value, Index>, (count + kThreads - 1) / kThreads, kThreads,
-               current_stream(dense), dense.mutable_data_ptr<Dense>(), dense.numel(),
-               values.const_data_ptr<Value>(), indices, count, counter);
-      },
-      dense, values);
+  with_float_type(dense.scalar_type(), [&](auto target) {
+    using Dense = decltype(target);
+    launch(scatter_add_kernel<Dense, Index>, (count + kThreads - 1) / kThreads, kThreads,
+           current_stream(dense), dense.mutable_data_ptr<Dense>(), dense.numel(), Stream(values),
+           indices, count, counter);
+  });
 }
 
 void scatter_add_cuda(Tensor dense, Tensor values, Tensor indices, Tensor corrupt) {
