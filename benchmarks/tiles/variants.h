@@ -96,14 +96,14 @@ struct Step {
     streams.states[1] = stream<Own>(buffers, 3);
     streams.prediction = stream<Rest>(buffers, 4);
     streams.end = buffers.numel;
-    GradRanges grads{};
+    GradRanges<kFewRanges> grads{};
     grads.data[0] = buffers.at[1];
     grads.begins[1] = buffers.numel;
     grads.count = 1;
     grads.dtype = stream<Rest>(buffers, 1).dtype;
     const AdamwOptions options{0.9, 0.999, 1e-8, 0.01, true, false};
     const AdamwStep rule = make_adamw_step(options, {1e-3, 3, 1, 1, 1, false}, 10);
-    launch(step_kernel<Shape, AdamwStep, false>, streams, grads, rule,
+    launch(step_kernel<Shape, AdamwStep, GradRanges<kFewRanges>, false>, streams, grads, rule,
            static_cast<const StepNumbers<AdamwStep>*>(nullptr));
   }
 };

@@ -10,13 +10,17 @@
 // Gradients in tensors of their own, each of which covers a range of the flat buffers.
 namespace pyparallel::cuda {
 
-constexpr int kMaxRanges = 128;  // of one launch: they are passed in the kernel's arguments
+// Of one launch: they are passed in the kernel's arguments, all of which are copied at each launch.
+constexpr int kFewRanges = 128, kMostRanges = 1900;
 
 // Adjacent ranges: j has the elements from begins[j] to begins[j + 1], and a gradient unless
 // data[j] is null.
+template <int CAPACITY>
 struct GradRanges {
-  const void* data[kMaxRanges];
-  int64_t begins[kMaxRanges + 1];
+  static constexpr int kCapacity = CAPACITY;
+
+  const void* data[CAPACITY];
+  int64_t begins[CAPACITY + 1];
   int count = 0;
   ScalarType dtype = ScalarType::Float;
 };
@@ -30,7 +34,8 @@ struct Gradient {
 
 // The range of an element: bisection finds that of the block's first, the same for all threads,
 // from which it is little further.
-__device__ __forceinline__ int find_range(const GradRanges& ranges, int64_t block_begin) {
+template <typename Ranges>
+__device__ __forceinline__ int find_range(const Ranges& ranges, int64_t block_begin) {
   int low = 0, high = ranges.count - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
@@ -43,15 +48,15 @@ __device__ __forceinline__ int find_range(const GradRanges& ranges, int64_t bloc
   return low;
 }
 
-__device__ __forceinline__ int find_range_after(const GradRanges& ranges, int range,
-                                                int64_t element) {
+template <typename Ranges>
+__device__ __forceinline__ int find_range_after(const Ranges& ranges, int range, int64_t element) {
   while (range + 1 < ranges.count && ranges.begins[range + 1] <= element) ++range;
   return range;
 }
 
 // Neighbors from several ranges, one by one.
-template <typename Run>
-__device__ __forceinline__ Gradient<Run> gather_gradient(const GradRanges& ranges, int range,
+template <typename Run, typename Ranges>
+__device__ __forceinline__ Gradient<Run> gather_gradient(const Ranges& ranges, int range,
                                                          const Place<Run>& place) {
   Gradient<Run> gradient;
 #pragma unroll
@@ -72,8 +77,8 @@ __device__ __forceinline__ Gradient<Run> gather_gradient(const GradRanges& range
   return gradient;
 }
 
-template <typename Run>
-__device__ __forceinline__ Gradient<Run> load_run(const GradRanges& ranges, int range,
+template <typename Run, typename Ranges>
+__device__ __forceinline__ Gradient<Run> load_run(const Ranges& ranges, int range,
                                                   const Place<Run>& place) {
   if (ranges.begins[range + 1] < place.begin + place.count()) {
     return gather_gradient(ranges, range, place);
@@ -87,8 +92,8 @@ __device__ __forceinline__ Gradient<Run> load_run(const GradRanges& ranges, int 
   return {load_packet(data, ranges.dtype, there), data == nullptr ? 0 : ~0u};
 }
 
-template <typename Shape>
-__device__ __forceinline__ Gradient<Shape> load_gradient(const GradRanges& ranges,
+template <typename Shape, typename Ranges>
+__device__ __forceinline__ Gradient<Shape> load_gradient(const Ranges& ranges,
                                                          const Place<Shape>& place) {
   using Run = Tile<Shape::kThreads, Shape::kRun, Shape::kRun>;
   Gradient<Shape> gradient;
@@ -129,19 +134,9 @@ class GradTable {
   template <typename Launch>
   void for_each_launch(const Launch& launch) const {
     size_t first = 0;
-    for (int64_t begin = 0, end = 0; begin < numel_; begin = end) {
-      const size_t last = std::min(first + kMaxRanges, ranges_.size());
-      GradRanges part{};
-      part.dtype = dtype_;
-      part.count = static_cast<int>(last - first);
-      for (size_t j = first; j < last; ++j) {
-        part.data[j - first] = ranges_[j].data;
-        part.begins[j - first] = ranges_[j].begin;
-      }
-      part.begins[part.count] = last < ranges_.size() ? ranges_[last].begin : numel_;
-      end = last < ranges_.size() ? ranges_[last].begin / kPerThread * kPerThread : numel_;
-      launch(part, begin, end);
-      for (first = last - 1; ranges_[first].begin > end;) --first;
+    for (int64_t begin = 0; begin < numel_;) {
+      begin = ranges_.size() - first <= kFewRanges ? launch_part<kFewRanges>(launch, begin, first)
+                                                   : launch_part<kMostRanges>(launch, begin, first);
     }
   }
 
@@ -150,6 +145,26 @@ class GradTable {
     const void* data;
     int64_t begin;
   };
+
+  // Launches for the elements from `begin` on, in the ranges from `first` on, which becomes that of
+  // the next part; returns where this one ends.
+  template <int CAPACITY, typename Launch>
+  int64_t launch_part(const Launch& launch, int64_t begin, size_t& first) const {
+    const size_t last = std::min(first + CAPACITY, ranges_.size());
+    GradRanges<CAPACITY> part{};
+    part.dtype = dtype_;
+    part.count = static_cast<int>(last - first);
+    for (size_t j = first; j < last; ++j) {
+      part.data[j - first] = ranges_[j].data;
+      part.begins[j - first] = ranges_[j].begin;
+    }
+    part.begins[part.count] = last < ranges_.size() ? ranges_[last].begin : numel_;
+    const int64_t end =
+        last < ranges_.size() ? ranges_[last].begin / kPerThread * kPerThread : numel_;
+    launch(part, begin, end);
+    for (first = last - 1; ranges_[first].begin > end;) --first;
+    return end;
+  }
 
   int64_t numel_;
   ScalarType dtype_ = ScalarType::Float;

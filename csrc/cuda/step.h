@@ -2,6 +2,8 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <type_traits>
+
 #include "cuda/mix_cuda.h"
 #include "cuda/scalar.h"
 #include "cuda/step_kernel.h"
@@ -92,9 +94,9 @@ inline int mix_earlier_messages(const StepTensors& tensors) {
 template <typename MakeRule>
 void launch_step(const StepTensors& tensors, const StepInputs& inputs, const MakeRule& make_rule) {
   using Rule = decltype(make_rule(StepScalars{}));
-  static_assert(
-      sizeof(StepStreams<Rule>) + sizeof(GradRanges) + sizeof(Rule) + sizeof(void*) <= 4096,
-      "the kernel's arguments fit in what CUDA takes before version 12.1");
+  constexpr size_t kOthers = sizeof(StepStreams<Rule>) + sizeof(Rule) + sizeof(void*);
+  static_assert(kOthers + sizeof(GradRanges<kMostRanges>) <= 32764,
+                "the kernel's arguments fit in what CUDA takes from version 12.1 on");
   const cudaStream_t stream = current_stream(tensors.param);
   const int first = tensors.mix_after ? 0 : mix_earlier_messages(tensors);
   auto streams = step_streams<Rule>(tensors, first);
@@ -111,11 +113,12 @@ void launch_step(const StepTensors& tensors, const StepInputs& inputs, const Mak
   } else {
     on_host = make_rule(inputs.scalars(inputs.mass.value, inputs.mass.value));
   }
-  GradTable(tensors).for_each_launch([&](const GradRanges& ranges, int64_t begin, int64_t end) {
+  GradTable(tensors).for_each_launch([&](const auto& ranges, int64_t begin, int64_t end) {
+    using Ranges = std::decay_t<decltype(ranges)>;
     streams.begin = begin;
     streams.end = end;
-    const auto kernel = streams.num_messages > 0 ? step_kernel<DefaultTile, Rule, true>
-                                                 : step_kernel<DefaultTile, Rule, false>;
+    const auto kernel = streams.num_messages > 0 ? step_kernel<DefaultTile, Rule, Ranges, true>
+                                                 : step_kernel<DefaultTile, Rule, Ranges, false>;
     launch(kernel, num_blocks(end - begin), kThreads, stream, streams, ranges, on_host, on_device);
   });
 }

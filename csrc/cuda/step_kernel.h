@@ -81,10 +81,10 @@ __device__ __forceinline__ unsigned leave_out_nonfinite(const float (&grad)[EACH
 // All loads are issued before the first use. Where MIXES, messages that are mixed in before are
 // loaded with the parameters and used before the rest is loaded, and those that are mixed in after
 // come last: with all at once, too many registers would be taken.
-template <typename Shape, typename Rule, bool MIXES>
+template <typename Shape, typename Rule, typename Ranges, bool MIXES>
 __global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
     step_kernel(const __grid_constant__ StepStreams<Rule> streams,
-                const __grid_constant__ GradRanges grads, Rule on_host,
+                const __grid_constant__ Ranges grads, Rule on_host,
                 const StepNumbers<Rule>* on_device) {
   constexpr int kNumStates = Rule::kNumStates, kEach = Shape::kEach;
   Place<Shape> place = place_of_thread<Shape>(streams.end - streams.begin, streams.aligned);

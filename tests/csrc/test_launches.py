@@ -65,6 +65,7 @@ def _calls(new):
     sgd = {"lr": 0.1, "momentum": 0.9}
     adam = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "step": 3}
     decayed = {**adam, "weight_decay": 0.1}
+    grads = {"grad": [new(5) for _ in range(1000)], "offsets": list(range(0, 5000, 5))}
     mixed = {"mass": number, "messages": [half], "masses": masses, "message": half}
     return {
         "mix_": lambda: ops.mix_(x, number, [y], masses),
@@ -73,6 +74,9 @@ def _calls(new):
         "sgd_step_, message": lambda: ops.sgd_step_(x, y, z, **sgd, **mixed),
         "adamw_step_": lambda: ops.adamw_step_(x, y, z, square, **decayed),
         "adamw_step_, message": lambda: ops.adamw_step_(x, y, z, square, **decayed, **mixed),
+        "adamw_step_, 1000 gradients": lambda: ops.adamw_step_(
+            x, exp_avg=z, exp_avg_sq=square, **grads, **decayed
+        ),
         "predict_sgd": lambda: ops.predict_sgd(x, y, lr=0.1, horizon=2),
         "predict_adam": lambda: ops.predict_adam(x, y, z, **adam, horizon=2),
         "quantize": lambda: ops.quantize(x, residual=y, seed=1),
@@ -100,6 +104,7 @@ EXPECTED = {
     "sgd_step_, message": (2, 0),
     "adamw_step_": (1, 0),
     "adamw_step_, message": (2, 0),
+    "adamw_step_, 1000 gradients": (1, 0),
     "predict_sgd": (1, 0),
     "predict_adam": (1, 0),
     "quantize": (1, 0),
