@@ -43,14 +43,29 @@ struct AdamwOptions {
   bool decoupled, maximize;
 };
 
+// The last step that was taken if this one is skipped, which the caller has counted.
+PYPARALLEL_HOST_DEVICE double adam_taken(double step) { return fmax(step - 1, 1.0); }
+
+// Of the step, or of the prediction, whose moments are those of the last step that was taken.
+PYPARALLEL_HOST_DEVICE PredictAdamScalars adamw_step_scalars(const AdamwOptions& options,
+                                                             const StepScalars& scalars,
+                                                             bool predicts,
+                                                             const AdamCorrections& at_step,
+                                                             const AdamCorrections& at_taken) {
+  const double mass = predicts ? scalars.mass_after : scalars.mass;
+  const double horizon = predicts ? scalars.horizon : 1;
+  const bool earlier = predicts && scalars.skipped;
+  const AdamCorrections corrections = earlier ? at_taken : at_step;
+  return predict_adam_scalars(scalars.lr / mass, options.eps, corrections, horizon);
+}
+
 PYPARALLEL_HOST_DEVICE AdamwStep make_adamw_step(const AdamwOptions& options,
-                                                 const StepScalars& scalars, double step) {
+                                                 const StepScalars& scalars,
+                                                 const PredictAdamScalars& next,
+                                                 const PredictAdamScalars& ahead) {
   // Interpolate from the nearer operand: with beta1 = 0 the average must be exactly the gradient.
   const double share = 1 - options.beta1;
   const bool from_average = share < 0.5;
-  // The moments are those of the last step that was taken.
-  const double taken = scalars.skipped ? fmax(step - 1, 1.0) : step;
-  const double rate = scalars.lr / scalars.mass, rate_after = scalars.lr / scalars.mass_after;
   return {grad_factor(options.maximize, scalars.grad_scale),
           options.decoupled ? static_cast<float>(1 - scalars.lr * options.weight_decay) : 1.0f,
           static_cast<float>(options.weight_decay * scalars.mass),
@@ -59,9 +74,23 @@ PYPARALLEL_HOST_DEVICE AdamwStep make_adamw_step(const AdamwOptions& options,
           static_cast<float>(1 - options.beta2),
           from_average,
           options.decoupled,
-          predict_adam_scalars(rate, options.beta1, options.beta2, options.eps, step, 1),
-          predict_adam_scalars(rate_after, options.beta1, options.beta2, options.eps, taken,
-                               scalars.horizon)};
+          next,
+          ahead};
+}
+
+PYPARALLEL_HOST_DEVICE AdamwStep make_adamw_step(const AdamwOptions& options,
+                                                 const StepScalars& scalars,
+                                                 const AdamCorrections& at_step,
+                                                 const AdamCorrections& at_taken) {
+  return make_adamw_step(options, scalars,
+                         adamw_step_scalars(options, scalars, false, at_step, at_taken),
+                         adamw_step_scalars(options, scalars, true, at_step, at_taken));
+}
+
+PYPARALLEL_HOST_DEVICE AdamwStep make_adamw_step(const AdamwOptions& options,
+                                                 const StepScalars& scalars, double step) {
+  return make_adamw_step(options, scalars, adam_corrections(options.beta1, options.beta2, step),
+                         adam_corrections(options.beta1, options.beta2, adam_taken(step)));
 }
 
 }  // namespace pyparallel

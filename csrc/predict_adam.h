@@ -13,12 +13,20 @@ struct PredictAdamScalars {
   float step_size, eps;
 };
 
-PYPARALLEL_HOST_DEVICE PredictAdamScalars predict_adam_scalars(double lr, double beta1,
-                                                               double beta2, double eps,
-                                                               double step, double horizon) {
-  const double correction = sqrt(1 - pow(beta2, step));
-  return {static_cast<float>(lr * horizon / (1 - pow(beta1, step)) * correction),
-          static_cast<float>(eps * correction)};
+// Of the two moments, which begin at zero.
+struct AdamCorrections {
+  double first, second;  // 1 - beta1^step, sqrt(1 - beta2^step)
+};
+
+PYPARALLEL_HOST_DEVICE AdamCorrections adam_corrections(double beta1, double beta2, double step) {
+  return {1 - pow(beta1, step), sqrt(1 - pow(beta2, step))};
+}
+
+PYPARALLEL_HOST_DEVICE PredictAdamScalars predict_adam_scalars(double lr, double eps,
+                                                               const AdamCorrections& corrections,
+                                                               double horizon) {
+  return {static_cast<float>(lr * horizon / corrections.first * corrections.second),
+          static_cast<float>(eps * corrections.second)};
 }
 
 template <typename Float, typename Sqrt>

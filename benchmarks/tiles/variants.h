@@ -74,7 +74,8 @@ struct PredictAdam {
 
   template <typename Launch>
   static void run(const Buffers& buffers, const Launch& launch) {
-    const PredictAdamScalars scalars = predict_adam_scalars(1e-3, 0.9, 0.999, 1e-8, 10, 3);
+    const PredictAdamScalars scalars =
+        predict_adam_scalars(1e-3, 1e-8, adam_corrections(0.9, 0.999, 10), 3);
     const MapStreams<3> streams{
         {stream<Param>(buffers, 0), stream<State>(buffers, 2), stream<State>(buffers, 3)},
         stream<Out>(buffers, 4)};

@@ -13,8 +13,9 @@ void predict_adam_cpu(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, Tensor lr
                       double beta2, double eps, Tensor step, Tensor horizon, Tensor out) {
   check_predict_adam_arguments(param, exp_avg, exp_avg_sq, lr, step, horizon, out);
   const auto scalars =
-      predict_adam_scalars(*lr.const_data_ptr<double>(), beta1, beta2, eps,
-                           *step.const_data_ptr<double>(), *horizon.const_data_ptr<double>());
+      predict_adam_scalars(*lr.const_data_ptr<double>(), eps,
+                           adam_corrections(beta1, beta2, *step.const_data_ptr<double>()),
+                           *horizon.const_data_ptr<double>());
   const auto element = [&scalars](Lanes own, Lanes mean, Lanes square) {
     return predict_adam(own, mean, square, scalars, SquareRoot{});
   };

@@ -13,8 +13,6 @@
 // Encoding of a thread's neighbors as codes, with a scale for each block of neighboring threads.
 namespace pyparallel::cuda {
 
-constexpr int kWarp = 32;
-
 struct Draws {
   bool stochastic;
   uint64_t seed;

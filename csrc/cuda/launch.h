@@ -9,6 +9,7 @@
 // NCCL's blocks out), each thread processing kPerThread elements with 16-byte accesses.
 namespace pyparallel::cuda {
 
+constexpr int kWarp = 32;
 constexpr int kThreads = 512;
 constexpr int kPerThread = 8;
 constexpr int64_t kPerBlock = int64_t{kThreads} * kPerThread;

@@ -12,7 +12,6 @@
 namespace pyparallel::cuda {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 static_assert(kPartialSums == kWarp * kPerThread, "a thread keeps eight of the partial sums");
 static_assert(kNeighbors == kPerThread, "a word is the signs of a thread's neighbors");

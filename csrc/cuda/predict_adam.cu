@@ -20,7 +20,8 @@ struct PredictAdamInputs {
   bool any_on_device() const { return lr.on_device || step.on_device || horizon.on_device; }
 
   PYPARALLEL_HOST_DEVICE PredictAdamScalars scalars() const {
-    return predict_adam_scalars(lr.get(), beta1, beta2, eps, step.get(), horizon.get());
+    return predict_adam_scalars(lr.get(), eps, adam_corrections(beta1, beta2, step.get()),
+                                horizon.get());
   }
 };
 

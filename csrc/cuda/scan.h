@@ -6,7 +6,6 @@
 
 namespace pyparallel::cuda {
 
-constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 
 // The exclusive prefix sum of this thread, and the sum of all threads. Every thread of a block of

@@ -17,6 +17,8 @@ struct MakeSgdStep {
   PYPARALLEL_HOST_DEVICE SgdStep operator()(const StepScalars& scalars) const {
     return make_sgd_step(options, scalars);
   }
+
+  __device__ SgdStep on_warp(const StepScalars& scalars) const { return (*this)(scalars); }
 };
 
 void sgd_step_cuda(Tensor param, std::vector<Tensor> grads, std::vector<int64_t> offsets,
@@ -30,8 +32,8 @@ void sgd_step_cuda(Tensor param, std::vector<Tensor> grads, std::vector<int64_t>
                       mix_after, grad_scale, found_inf, nonfinite, prediction, message};
   if (momentum_buffer) tensors.states.push_back(*momentum_buffer);
   check_sgd_step_arguments(tensors, momentum, lr, horizon);
-  step_on_cuda(tensors, lr, horizon,
-               MakeSgdStep{{momentum, dampening, weight_decay, nesterov, maximize}});
+  step_on_cuda<SgdStep>(tensors, lr, horizon,
+                        MakeSgdStep{{momentum, dampening, weight_decay, nesterov, maximize}});
 }
 
 }  // namespace

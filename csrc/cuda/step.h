@@ -39,16 +39,25 @@ struct StepInputs {
   }
 };
 
-// `MakeRule` makes the rule from the scalars. The messages' masses are added to the rank's own.
+// `MakeRule` makes the rule from the scalars, by a whole warp: divisions and powers of doubles take
+// a thread long. The messages' masses are added to the rank's own.
 template <typename MakeRule, typename Rule>
 __global__ void step_numbers_kernel(StepInputs inputs, MakeRule make_rule, double* mass_after,
                                     const double* masses, int count, StepNumbers<Rule>* numbers) {
+  const int lane = threadIdx.x;
   const double before = inputs.mass.get();
   double total = before;
+#pragma unroll 1
   for (int j = 0; j < count; ++j) total += masses[j];
-  for (int j = 0; j < count; ++j) numbers->coefficients[j] = mix_coefficient(masses[j], total);
+#pragma unroll 1
+  for (int j = lane; j < count; j += kWarp) {
+    numbers->coefficients[j] = mix_coefficient(masses[j], total);
+  }
   const StepScalars scalars = inputs.scalars(before, total);
-  numbers->rule = make_rule(scalars);
+  const Rule rule = make_rule.on_warp(scalars);
+  __syncwarp();  // the mass is read by all lanes before it is written
+  if (lane > 0) return;
+  numbers->rule = rule;
   numbers->skipped = scalars.skipped;
   if (count > 0) *mass_after = total;
 }
@@ -89,11 +98,10 @@ inline int mix_earlier_messages(const StepTensors& tensors) {
   return earlier;
 }
 
-// A launch for each table of gradients (most often one), preceded by one of a single thread if a
+// A launch for each table of gradients (most often one), preceded by one of a single warp if a
 // scalar is on the device.
-template <typename MakeRule>
+template <typename Rule, typename MakeRule>
 void launch_step(const StepTensors& tensors, const StepInputs& inputs, const MakeRule& make_rule) {
-  using Rule = decltype(make_rule(StepScalars{}));
   constexpr size_t kOthers = sizeof(StepStreams<Rule>) + sizeof(Rule) + sizeof(void*);
   static_assert(kOthers + sizeof(GradRanges<kMostRanges>) <= 32764,
                 "the kernel's arguments fit in what CUDA takes from version 12.1 on");
@@ -107,10 +115,10 @@ void launch_step(const StepTensors& tensors, const StepInputs& inputs, const Mak
     scratch = torch::stable::new_empty(tensors.param, {int64_t{sizeof(StepNumbers<Rule>)}},
                                        ScalarType::Byte);
     on_device = static_cast<StepNumbers<Rule>*>(scratch.mutable_data_ptr());
-    launch(step_numbers_kernel<MakeRule, Rule>, 1, 1, stream, inputs, make_rule,
+    launch(step_numbers_kernel<MakeRule, Rule>, 1, kWarp, stream, inputs, make_rule,
            tensors.mass.mutable_data_ptr<double>(), tensors.masses.const_data_ptr<double>() + first,
            streams.num_messages, on_device);
-  } else {
+  } else if constexpr (std::is_invocable_v<MakeRule, StepScalars>) {
     on_host = make_rule(inputs.scalars(inputs.mass.value, inputs.mass.value));
   }
   GradTable(tensors).for_each_launch([&](const auto& ranges, int64_t begin, int64_t end) {
@@ -125,7 +133,7 @@ void launch_step(const StepTensors& tensors, const StepInputs& inputs, const Mak
 
 // More messages than fit in a launch's arguments are mixed in between two: the step's, and one
 // without gradients for what follows from the mixed parameters.
-template <typename MakeRule>
+template <typename Rule, typename MakeRule>
 void step_then_mix(const StepTensors& tensors, const StepInputs& inputs,
                    const MakeRule& make_rule) {
   StepTensors before = tensors, after = tensors;
@@ -136,25 +144,25 @@ void step_then_mix(const StepTensors& tensors, const StepInputs& inputs,
   }
   before.messages.clear();
   before.prediction.reset();
-  launch_step(before, inputs, make_rule);
+  launch_step<Rule>(before, inputs, make_rule);
   mix_cuda(tensors.param, tensors.mass, tensors.messages, tensors.masses);
   after.grads.clear();
   after.nonfinite.reset();
   after.messages.clear();
   after.message.reset();
-  launch_step(after, inputs, make_rule);
+  launch_step<Rule>(after, inputs, make_rule);
 }
 
-template <typename MakeRule>
+template <typename Rule, typename MakeRule>
 void step_on_cuda(StepTensors tensors, const Tensor& lr, const Tensor& horizon,
                   const MakeRule& make_rule) {
   const DeviceGuard guard(tensors.param.get_device_index());
   const StepInputs inputs(tensors, lr, horizon);
   if (!inputs.found_inf.on_device && inputs.found_inf.value != 0) tensors.grads.clear();
   if (tensors.mix_after && tensors.messages.size() > kMaxStepMessages) {
-    step_then_mix(tensors, inputs, make_rule);
+    step_then_mix<Rule>(tensors, inputs, make_rule);
   } else {
-    launch_step(tensors, inputs, make_rule);
+    launch_step<Rule>(tensors, inputs, make_rule);
   }
 }
 

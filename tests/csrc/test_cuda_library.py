@@ -17,7 +17,7 @@ from tests.kernels.inspect_triton import ARCHITECTURES, MachineCode, find_waste,
 NATIVE = Path(pyparallel.__file__).parent / "_native"
 LIBRARIES = ["cpu", pytest.param("cuda", marks=pytest.mark.slow)]
 # They process no buffer, so 16-byte accesses are not required.
-ONE_THREAD = {"add_masses_kernel", "scalars_kernel", "step_numbers_kernel"}
+ONE_WARP = {"add_masses_kernel", "scalars_kernel", "step_numbers_kernel"}
 # Besides floats they access codes, eight or four bytes per thread.
 ONE_WAY = {"quantize_kernel", "dequantize_kernel"}
 # They access scattered entries, or the few numbers of each block.
@@ -95,7 +95,7 @@ def test_no_kernel_wastes_registers_or_spills(kernels):
 
 @pytest.mark.slow
 def test_every_element_kernel_moves_16_bytes_at_a_time(kernels):
-    streaming = [code for code in kernels if short_name(code.name) not in ONE_THREAD | NARROW]
+    streaming = [code for code in kernels if short_name(code.name) not in ONE_WARP | NARROW]
     assert {short_name(code.name) for code in streaming} >= {"mix_kernel"}
     ways = [(short_name(c.name), [c.wide_load_bytes, c.wide_store_bytes]) for c in streaming]
     assert [way for way in ways if sum(way[1]) == 0] == []
@@ -138,8 +138,22 @@ def test_the_pass_that_stores_acc_in_the_residual_writes_16_bytes_at_a_time(kern
 
 
 @pytest.mark.slow
+def test_a_few_operations_on_doubles_make_the_numbers_of_a_step():
+    # The whole pass waits for them. Powers are the host's, unless the step itself is on the device.
+    counts = {}
+    for name, code in disassemble(find_library("cuda"), "sm_90").items():
+        if short_name(name) == "step_numbers_kernel":
+            doubles = [each for each in code if re.match("D(ADD|MUL|FMA|SETP)|.*64H", each.opcode)]
+            counts[readable_name(name)[1]] = len(doubles)
+    limits = {"MakeSgdStep, SgdStep": 60, "MakeAdamwStep, AdamwStep": 60}
+    limits["MakeAdamwStepOnDevice, AdamwStep"] = 200
+    assert counts.keys() == limits.keys()
+    assert {name: count for name, count in counts.items() if count > limits[name]} == {}
+
+
+@pytest.mark.slow
 def test_the_exceptions_exist(kernels):
-    assert {short_name(code.name) for code in kernels} >= ONE_THREAD | ONE_WAY | NARROW | READERS
+    assert {short_name(code.name) for code in kernels} >= ONE_WARP | ONE_WAY | NARROW | READERS
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

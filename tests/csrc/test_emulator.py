@@ -1,6 +1,7 @@
 """The emulator that runs CUDA kernels on the CPU."""
 
 import subprocess
+from itertools import product
 
 import pytest
 import torch
@@ -37,8 +38,10 @@ def test_a_barrier_not_reached_by_all_threads_is_reported():
 
 def test_scalars_on_the_host_are_kernel_arguments(monkeypatch):
     monkeypatch.setenv("EMULATED_SCALARS_ON_HOST", "1")
-    for found_inf in (None, 0.0, 1.0):
-        around = {"num_messages": 0, "grad_scale": 4.0, "found_inf": found_inf, "counts": True}
+    # With messages a kernel makes the step's numbers, of which the powers come from the host.
+    for found_inf, num_messages in product((None, 0.0, 1.0), (0, 3)):
+        around = {"num_messages": num_messages, "grad_scale": 4.0, "found_inf": found_inf}
+        around["counts"] = True
         for step in (test_adamw_step, test_sgd_step):
             step.parity(EMULATED_CUDA, step.sample(1003, **around))
 
