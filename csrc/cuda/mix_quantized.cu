@@ -63,7 +63,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   __shared__ float coefficients[kMaxMessages];
   share_coefficients(weight, masses, num_messages, coefficients);
   const WeightUpdate update(readers);
-  if (place.rest == 0) return;
 
   float own[kPerThread], delta[kPerThread];
   unpack(own_packet, z.dtype, own);
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           if (!is_corrupt(i)) sums[i] = add_code<Format>(sums[i], codes[j].get(i), scale);
         }
         kept[j] = pack<DefaultTile>(sums, z.dtype);
-        store_packet(kept[j], messages.replica(first + j, z.dtype), place);
+        store_together(kept[j], messages.replica(first + j, z.dtype), place);
         unpack(kept[j], z.dtype, sums);
         if (coefficient == 0) continue;
 #pragma unroll
@@ -110,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) own[i] = mix_apply(own[i], delta[i]);
-  store_packet(pack<DefaultTile>(own, z.dtype), z, place);
+  store_together(pack<DefaultTile>(own, z.dtype), z, place);
   count_corrupt(corrupt, found);
   update.finish(weight, masses, num_messages);
 }

@@ -198,22 +198,22 @@ __global__ void __launch_bounds__(kThreads)
     unpack_signs_kernel(const uint8_t* words, const float* scales, int block_bits, bool accumulate,
                         Out* out, int64_t numel, bool aligned, unsigned long long* corrupt) {
   const Place<> place = place_of_thread(numel, aligned);
-  if (place.rest == 0) return;
-  const unsigned word = words[place.begin / kPerThread];
-  const float scale = scales[place.begin >> block_bits];
+  const bool exists = place.rest > 0;
+  const unsigned word = exists ? words[place.begin / kPerThread] : 0;
+  const float scale = exists ? scales[place.begin >> block_bits] : 0.0f;
   Packet<> old{};
   if (accumulate) old = load_packet(out, place);
   const bool is_corrupt = is_corrupt_sign_scale(scale);
   if (is_corrupt) atomicAdd(corrupt, static_cast<unsigned long long>(place.count()));
-  if (is_corrupt && accumulate) return;
 
   float values[kPerThread];
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    const float value = is_corrupt ? 0.0f : word >> i & 1 ? scale : -scale;
-    values[i] = accumulate ? old.get<Out>(i) + value : value;
+    const float before = accumulate ? old.get<Out>(i) : 0.0f;
+    const float value = word >> i & 1 ? scale : -scale;
+    values[i] = is_corrupt ? before : accumulate ? before + value : value;
   }
-  store_values(values, out, place);
+  store_together(cuda::pack<Out, DefaultTile>(values), out, place);
 }
 
 void unpack_signs_cuda(Tensor words, Tensor scales, int64_t block_size, bool accumulate, Tensor out,

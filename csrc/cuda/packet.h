@@ -65,12 +65,22 @@ __device__ __forceinline__ void store_packet(const Packet<Shape>& packet, const 
   }
 }
 
+template <typename Shape>
+__device__ __forceinline__ void store_together(const Packet<Shape>& packet, const Stream& stream,
+                                               const Place<Shape>& place) {
+  if (stream.dtype == ScalarType::Float) {
+    store_together(packet, static_cast<uint32_t*>(stream.data), place);
+  } else {
+    store_packet(packet, static_cast<uint16_t*>(stream.data), place);
+  }
+}
+
 // Stores the values, and replaces them by the rounded ones in the buffer.
 template <typename Shape>
 __device__ __forceinline__ void store_and_round(float (&values)[Shape::kEach], const Stream& stream,
                                                 const Place<Shape>& place) {
   const Packet<Shape> packet = pack<Shape>(values, stream.dtype);
-  store_packet(packet, stream, place);
+  store_together(packet, stream, place);
   if (stream.dtype != ScalarType::Float) unpack(packet, stream.dtype, values);
 }
 

@@ -51,8 +51,12 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<Format, HAS_RESIDUAL
       const bool changes = Format::kHasScales || is_finite<uint32_t>(error);
       sums[i] = changes ? error : lost[i];
     }
-    if (scale.is_finite || !Format::kHasScales) {
-      store_packet(pack<DefaultTile>(sums, residual.dtype), residual, place);
+    const Packet<> rest = pack<DefaultTile>(sums, residual.dtype);
+    const bool changes = scale.is_finite || !Format::kHasScales;
+    if (__all_sync(~0u, changes)) {
+      store_together(rest, residual, place);
+    } else if (changes) {
+      store_packet(rest, residual, place);
     }
   }
 }
@@ -84,8 +88,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     dequantize_kernel(const uint8_t* codes, const float* scales, int64_t numel, int shift,
                       Stream out, int64_t* corrupt, bool aligned) {
   const Place<> place = place_of_thread(numel, aligned);
-  if (place.rest == 0) return;
-  const float scale = Format::kHasScales ? scales[place.begin >> shift] : 1.0f;
+  const bool has_scale = Format::kHasScales && place.rest > 0;
+  const float scale = has_scale ? scales[place.begin >> shift] : 1.0f;
   Packet<> old{};
   Codes<Format> loaded;
   in_one_branch(place, [&](const Place<>& place) {
@@ -105,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       result[i] = ACCUMULATE ? result[i] + entry : entry;
     }
   }
-  store_packet(pack<DefaultTile>(result, out.dtype), out, place);
+  store_together(pack<DefaultTile>(result, out.dtype), out, place);
   count_corrupt(corrupt, found);
 }
 

@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     copy[i] = static_cast<float>(static_cast<Z>(copy[i] + decoded[i]));
     own[i] = retain_residual(own[i], copy[i], factor);
   }
-  store_values(copy, replica, place);
-  store_values(own, z, place);
+  store_together(pack<Z, DefaultTile>(copy), replica, place);
+  store_together(pack<Z, DefaultTile>(own), z, place);
 }
 
 void quantize_difference_cuda(Tensor z, Tensor replica, Tensor ratio, int64_t bits,

@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) kept[i] = random_k_accumulate(own[i], kept[i]);
-  store_packet(pack<DefaultTile>(kept, residual.dtype), residual, place);
+  store_together(pack<DefaultTile>(kept, residual.dtype), residual, place);
   __syncthreads();
   for (int j = threadIdx.x; j < count; j += kThreads) {
     const int64_t at = indices[first + j];

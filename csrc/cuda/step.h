@@ -125,9 +125,10 @@ void launch_step(const StepTensors& tensors, const StepInputs& inputs, const Mak
     using Ranges = std::decay_t<decltype(ranges)>;
     streams.begin = begin;
     streams.end = end;
-    const auto kernel = streams.num_messages > 0 ? step_kernel<DefaultTile, Rule, Ranges, true>
-                                                 : step_kernel<DefaultTile, Rule, Ranges, false>;
-    launch(kernel, num_blocks(end - begin), kThreads, stream, streams, ranges, on_host, on_device);
+    const auto kernel = streams.num_messages > 0 ? step_kernel<StepTile, Rule, Ranges, true>
+                                                 : step_kernel<StepTile, Rule, Ranges, false>;
+    launch(kernel, num_blocks<StepTile>(end - begin), StepTile::kThreads, stream, streams, ranges,
+           on_host, on_device);
   });
 }
 

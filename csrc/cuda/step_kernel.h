@@ -139,13 +139,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
   }
   if (streams.mix_after) {
     if (streams.message.data) {
-      store_packet(pack<Shape>(param, streams.message.dtype), streams.message, place);
+      store_together(pack<Shape>(param, streams.message.dtype), streams.message, place);
     }
     if (MIXES) mix_messages(streams, place, load_first(), on_device->coefficients, param);
   }
   store_and_round(param, streams.param, place);
   if (streams.message.data && !streams.mix_after) {
-    store_packet(pack<Shape>(param, streams.message.dtype), streams.message, place);
+    store_together(pack<Shape>(param, streams.message.dtype), streams.message, place);
   }
   if (!streams.prediction.data) return;
   // Read again: values that only the prediction needs would occupy registers since the step.
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
     for (int k = 0; k < kNumStates; ++k) mine[k] = states[k][i];
     param[i] = later.predict(param[i], mine, SquareRoot{});
   }
-  store_packet(pack<Shape>(param, streams.prediction.dtype), streams.prediction, place);
+  store_together(pack<Shape>(param, streams.prediction.dtype), streams.prediction, place);
 }
 
 }  // namespace pyparallel::cuda

@@ -40,7 +40,8 @@ struct Sum {
   }
 };
 
-// acc = x + residual; the residual becomes acc, so every element may be read only once.
+// acc = x + residual; the residual becomes acc, so every element may be read only once, and by all
+// threads of a block together.
 template <typename X, typename Kept>
 struct Accumulate {
   const X* x;
@@ -50,7 +51,10 @@ struct Accumulate {
 
   __device__ void load(int64_t begin, bool whole, int count, float* acc) const {
     Sum<X, Kept>{x, residual}.load(begin, whole, count, acc);
-    store_floats(residual + begin, whole, count, acc);
+    float values[kPerThread];
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) values[i] = acc[i];
+    store_together(pack<Kept, DefaultTile>(values), residual + begin, Place<>{0, count, whole});
   }
 };
 
