@@ -23,6 +23,7 @@ from benchmarks.harness.rows import RESULTS, machine, replace_rows
 OPS = sorted(
     path.stem.removeprefix("bench_") for path in Path(__file__).with_name("ops").glob("bench_*.py")
 )
+HOOKS = "hooks"
 # By device, what matters most first: a deadline may cut the rest.
 SIZES = {"cpu": [16, 20, 25], "cuda": [27, 24, 20, 30]}
 LONGEST_CALL = {"cpu": math.inf, "cuda": 0.5}
@@ -37,7 +38,8 @@ def cases(device: str, sizes: list[int], names: list[str], *, peers: bool = True
         for name in names:
             if large and name not in ONE_PASS:
                 continue
-            bench = importlib.import_module(f"benchmarks.ops.bench_{name}")
+            module = f"bench_{name}" if name in OPS else name
+            bench = importlib.import_module(f"benchmarks.ops.{module}")
             for case in bench.cases(device, [numel]):
                 providers = case.providers[: None if peers and not large else 1]
                 yield replace(case, providers=providers)
@@ -45,7 +47,13 @@ def cases(device: str, sizes: list[int], names: list[str], *, peers: bool = True
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, help="measured in this order")
+    parser.add_argument(
+        "--ops",
+        nargs="+",
+        choices=[*OPS, HOOKS],
+        default=OPS,
+        help="measured in this order; hooks: the local work of DDP hooks",
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--sizes", nargs="+", type=int, help="exponents of two, in this order")
     parser.add_argument("--no-peers", action="store_true", help="measure ours and the copy alone")

@@ -21,6 +21,8 @@ FIELDS = [
     "of_copy", "speedup_of_ours", "threads", "torch", "commit",
 ]  # fmt: skip
 
+CYCLES_ASLEEP = 1_000_000  # half a millisecond
+
 
 @dataclass(frozen=True)
 class Provider:
@@ -143,9 +145,13 @@ def replayed(provider: Provider, case: Case) -> Provider:
 
 
 def time_once(run: Callable[[], object], device: str, repeats: int = 1) -> float:
-    """Return the seconds of one call (the mean of several), including the device's work."""
+    """Return the seconds of one call (the mean of several): on a GPU, of the GPU's work.
+
+    The GPU sleeps until the host has enqueued calls: it would wait for the first one otherwise.
+    """
     if device == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(CYCLES_ASLEEP)
         begin.record()
         for _ in range(repeats):
             run()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from benchmarks.__main__ import OPS
+from benchmarks.__main__ import HOOKS, OPS
 from benchmarks.harness import build
 from benchmarks.harness.commands import Step, run_steps
 from benchmarks.harness.pictures import drawn
@@ -75,7 +75,7 @@ def test_the_dry_run_runs_every_step_and_measures_every_op(tmp_path):
         assert f"== {step.name}{' (optional)' * step.optional}: exit 0" in log
     (path,) = tmp_path.glob("*.csv")
     rows = read_rows(path)
-    assert {row["op"] for row in rows} >= {*OPS, "overlap"}
+    assert {row["op"] for row in rows} >= {*OPS, HOOKS, "overlap"}
     assert {row["numel"] for row in rows if row["op"] == "mix"} == {"4096", "8192"}
     assert drawn(PICTURES, rows, tmp_path) == ["mixing", "compressing"]
 
@@ -169,10 +169,10 @@ def test_the_plan_names_steps_once_and_measures_every_op(tmp_path):
         names = [step.name for step in part]
         assert len(names) == len(set(names))
         assert names[0] == "build"  # a fresh machine keeps no build
-    assert sorted(op for ops in gpu.OPS.values() for op in ops) == OPS
+    assert sorted(op for ops in gpu.OPS.values() for op in ops) == sorted([*OPS, HOOKS])
     # Whatever the first steps take, the rows of the largest size are measured.
     names = [step.name for step in first]
-    until = names.index("bench-entries") + 1
+    until = names.index("bench-hooks") + 1
     assert sum(step.seconds for step in first[:until]) <= gpu.SECONDS_OF_PART
     chosen = gpu.choose([first, second], None, "build,sizes")
     assert [step.name for step in chosen] == ["build", *(f"sizes-{name}" for name in gpu.OPS)]
@@ -181,11 +181,11 @@ def test_the_plan_names_steps_once_and_measures_every_op(tmp_path):
         gpu.choose([first, second], 1, "build,x")
 
 
-def test_another_nccl_is_loaded_in_one_step_only(tmp_path, monkeypatch):
+def test_another_nccl_is_loaded_only_where_ranks_share_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PYPARALLEL_NCCL", "/a/libnccl.so.2")
     parts = gpu.plan(tmp_path, tmp_path / "rows.csv")
     loading = [step.name for part in parts for step in part if "LD_PRELOAD" in step.environment]
-    assert loading == ["overlap-2"]
+    assert loading == ["nccl", "overlap-2"]
 
 
 @pytest.mark.slow
