@@ -75,13 +75,14 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def lost_gpu() -> Iterator[None]:
+def lost_gpu(pytestconfig: pytest.Config) -> Iterator[None]:
     """End a process whose GPU a kernel's error has made unusable; xdist starts another worker."""
     yield
     if torch.cuda.is_initialized():
         try:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # raises again what a kernel has raised before
         except RuntimeError as error:
+            pytestconfig.pluginmanager.getplugin("capturemanager").suspend_global_capture()
             print(f"this process can no longer use the GPU: {error}", file=sys.__stderr__)
             os._exit(1)
 

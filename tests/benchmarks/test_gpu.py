@@ -16,8 +16,9 @@ from benchmarks.__main__ import HOOKS, OPS
 from benchmarks.harness import build
 from benchmarks.harness.commands import Step, run_steps
 from benchmarks.harness.pictures import drawn
-from benchmarks.harness.rows import read_rows
+from benchmarks.harness.rows import commit, read_rows
 from benchmarks.ops.picture import PICTURES
+from tests.gpu import test_large
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ["benchmarks", "csrc", "kernels", "pyparallel", "tests"]
@@ -179,6 +180,49 @@ def test_the_plan_names_steps_once_and_measures_every_op(tmp_path):
     assert gpu.choose([first, second], 2, "") == second
     with pytest.raises(SystemExit, match="--only must name steps, got 'x'; steps: build, doctor"):
         gpu.choose([first, second], 1, "build,x")
+
+
+LOSES_THE_GPU = """
+import pytest, torch
+
+def raise_error():
+    raise torch.AcceleratorError("an illegal memory access was encountered")
+
+@pytest.mark.parametrize("number", range(8))
+def test_number(number):
+    if number == 3:
+        torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, raise_error
+"""
+
+
+@pytest.mark.slow
+def test_an_error_that_a_gpu_keeps_costs_one_test(tmp_path):
+    (tmp_path / "test_lost.py").write_text(LOSES_THE_GPU)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-n", "1", "test_lost.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True
+    )
+    # The one that lost the GPU has passed before its process ended.
+    assert "1 failed, 8 passed" in done.stdout, done.stdout + done.stderr
+    assert "can no longer use the GPU: an illegal memory access" in done.stderr
+
+
+def test_a_machine_may_have_no_git(monkeypatch):
+    monkeypatch.delenv("PYPARALLEL_COMMIT", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert commit.__wrapped__() == "unknown"
+
+
+def test_nearly_all_large_cases_fit_in_80_gigabytes(monkeypatch):
+    monkeypatch.setattr(test_large, "memory", lambda: 79.6 * 2**30)
+    skipped = []
+    for case in test_large.BY_ELEMENTS:
+        try:
+            test_large.skip_beyond_the_memory(test_large.bytes_of(case))
+        except pytest.skip.Exception as reason:
+            skipped.append(f"{case.op}: {reason}")
+    assert skipped == []
 
 
 def test_another_nccl_is_loaded_only_where_ranks_share_a_gpu(tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ from tests.gpu.catalog import CASES, DEVICE, moved, tensors
 
 TAIL = 2**16
 BEGIN = 2**31 if DEVICE.type == "cuda" else 2**18
-NUMEL = BEGIN + TAIL
+NUMEL, NUMEL_ON_GPU = BEGIN + TAIL, 2**31 + TAIL
+BY_ELEMENTS = [case for case in CASES if case.by_elements]
 MARGIN = 2 * 2**30  # bytes, of the context and of a kernel's scratch
 
 
@@ -23,6 +24,10 @@ def memory() -> float:
 def skip_beyond_the_memory(num_bytes):
     if num_bytes + MARGIN > memory():
         pytest.skip(f"needs {num_bytes / 2**30:.0f} GiB of memory")
+
+
+def bytes_of(case):
+    return sum(each.nbytes for each in tensors(case.sample(TAIL))) * (NUMEL_ON_GPU // TAIL)
 
 
 def at_the_end(tensor):
@@ -37,12 +42,10 @@ def at_the_end(tensor):
     return whole
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.by_elements], ids=lambda case: case.op
-)
+@pytest.mark.parametrize("case", BY_ELEMENTS, ids=lambda case: case.op)
 def test_elements_beyond_2_31_are_computed(case):
+    skip_beyond_the_memory(bytes_of(case))
     tail = case.sample(TAIL)
-    skip_beyond_the_memory(sum(each.nbytes for each in tensors(tail)) * (NUMEL // TAIL))
     whole = pytree.tree_map_only(torch.Tensor, at_the_end, tail)
     case.run(whole)
     ends = pytree.tree_map(

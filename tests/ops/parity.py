@@ -87,10 +87,10 @@ IMPLEMENTATIONS = [
     COMPILED_CPU,
     *([COMPILED_CUDA, TRITON] if torch.cuda.is_available() else [INTERPRETED, EMULATED_CUDA]),
 ]
-WITH_EVERY_CASE = [
-    slow(replace(COMPILED_CPU, name="compiled-cpu, every case", cases=product)),
-    slow(replace(INTERPRETED, name="triton-interpreter, pairs", cases=pairwise)),
-]
+WITH_EVERY_CASE = [slow(replace(COMPILED_CPU, name="compiled-cpu, every case", cases=product))]
+if INTERPRETED in IMPLEMENTATIONS:
+    pairs = replace(INTERPRETED, name="triton-interpreter, pairs", cases=pairwise)
+    WITH_EVERY_CASE.append(slow(pairs))
 each_implementation = pytest.mark.parametrize(
     "implementation", [*IMPLEMENTATIONS, *WITH_EVERY_CASE], ids=str
 )
