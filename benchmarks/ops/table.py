@@ -35,12 +35,13 @@ def markdown(rows: Sequence[Row]) -> str:
     for case in largest_cases([row for row in rows if row["of_copy"]]):
         ours, peer = case[0], best_peer(case)
         op = ours["op"] if ours["op"] in ops.__all__ else f"{ours['op']}_"
-        times = (f"{float(ours[name]):.{n}f}" for name, n in (("median_ms", 1), ("of_copy", 2)))
+        op = "a DDP hook" if ours["op"] == "hooks" else f"`{op}`"
+        times = f"{float(ours['median_ms']):.3g}", f"{float(ours['of_copy']):.2f}"
         best = ["", ""]
         if peer:
             name = peer["provider"].replace("topk and its kin", "topk and the ops it needs")
             best = [f"{float(peer['speedup_of_ours']):.3g}x", name]
-        lines.append([f"`{op}`", ours["case"], *times, *best])
+        lines.append([op, ours["case"], *times, *best])
     return markdown_table(head, lines)
 
 

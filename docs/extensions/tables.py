@@ -23,6 +23,7 @@ from benchmarks.harness.tables import of
 
 PICTURES = Path(__file__).resolve().parents[1] / "_build" / "pictures"
 MACHINES = {
+    "nvidia-h200": "an NVIDIA H200",
     "amd-epyc-2-threads": "two threads of an AMD EPYC",
     "intel-r-xeon-r-processor-2-threads": "two threads of an Intel Xeon",
 }
