@@ -36,7 +36,8 @@ def markdown(rows: Sequence[Row]) -> str:
         ours, peer = case[0], best_peer(case)
         op = ours["op"] if ours["op"] in ops.__all__ else f"{ours['op']}_"
         op = "a DDP hook" if ours["op"] == "hooks" else f"`{op}`"
-        times = f"{float(ours['median_ms']):.3g}", f"{float(ours['of_copy']):.2f}"
+        ms, of_copy = float(ours["median_ms"]), float(ours["of_copy"])
+        times = f"{ms:.{1 if ms > 10 else 3}f}", f"{of_copy:.2f}"
         best = ["", ""]
         if peer:
             name = peer["provider"].replace("topk and its kin", "topk and the ops it needs")
