@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..comm import Collectives, DisagreementError, Run
@@ -19,7 +19,6 @@ from ..training import (
     ModelAverager,
     check_on_all_ranks,
     join_buckets,
-    plain_name,
     summarize,
     wrong_type,
 )
@@ -79,22 +78,6 @@ def find_validation_error(
         or _find_list_error(module, optimizers)
         or _find_ownership_error(module, parameters, optimizers)
     )
-
-
-def describe(module: nn.Module) -> list[tuple[str, str]]:
-    """Return the config fields of a module that ``check_consistent_across_ranks`` compares."""
-    parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
-    config_fields = [
-        ("number of parameters", str(len(parameters))),
-        ("number of buffers", str(len(buffers))),
-        ("device", ", ".join(sorted({each.device.type for _, each in [*parameters, *buffers]}))),
-    ]
-    for kind, named in (("parameter", parameters), ("buffer", buffers)):
-        config_fields += [
-            (f"{kind} {index}", f"{plain_name(name)} {_describe_tensor(tensor)}")
-            for index, (name, tensor) in enumerate(named)
-        ]
-    return config_fields
 
 
 def lay_out(module: nn.Module, optimizers: Sequence[Optimizer], cap_bytes: int) -> FlatBuckets:
@@ -157,16 +140,6 @@ def check_states_together(
             f"the push-sum masses of all ranks' states must sum to {num_ranks}, the number of "
             f"ranks, got {total.item()}: load the files of one step on all ranks"
         )
-
-
-def _describe_tensor(tensor: Tensor) -> str:
-    text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    # Flat buffers keep the memory format of a dense tensor, such as channels_last.
-    if tensor.layout == torch.strided and not tensor.is_contiguous():
-        text += f" with strides {list(tensor.stride())}"
-    return (
-        text if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else f"{text} frozen"
-    )
 
 
 def _find_tensor_error(parameters: NamedParameters) -> str | None:

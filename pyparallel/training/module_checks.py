@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .arguments import check_type, find_ddp_error
@@ -53,4 +54,30 @@ def find_master_weights_error(optimizer: object, name: str) -> str | None:
     return (
         f"{name} must have master_weights=False, got True: parameters are averaged with other "
         "ranks', not their float32 copies; train float32 parameters inside torch.autocast"
+    )
+
+
+def describe_module(module: nn.Module) -> list[tuple[str, str]]:
+    """Return the config fields of a module that ``check_consistent_across_ranks`` compares."""
+    parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
+    config_fields = [
+        ("number of parameters", str(len(parameters))),
+        ("number of buffers", str(len(buffers))),
+        ("device", ", ".join(sorted({each.device.type for _, each in [*parameters, *buffers]}))),
+    ]
+    for kind, named in (("parameter", parameters), ("buffer", buffers)):
+        config_fields += [
+            (f"{kind} {index}", f"{plain_name(name)} {_describe_tensor(tensor)}")
+            for index, (name, tensor) in enumerate(named)
+        ]
+    return config_fields
+
+
+def _describe_tensor(tensor: Tensor) -> str:
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    # Flat buffers keep the memory format of a dense tensor, such as channels_last.
+    if tensor.layout == torch.strided and not tensor.is_contiguous():
+        text += f" with strides {list(tensor.stride())}"
+    return (
+        text if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else f"{text} frozen"
     )

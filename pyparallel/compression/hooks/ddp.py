@@ -16,6 +16,7 @@ from ...comm.errors import NonFiniteError, PeerError
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, uncompiled, wrong_type
 from ...training.arguments import raise_problem
+from ...training.module_checks import describe_module
 from ...training.nonfinite import NonFinitePolicy, find_policy_error
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
@@ -238,6 +239,8 @@ class GradientCompression:
                 problem = str(error)
         fields = [("compressor", repr(self._compressor)), ("nonfinite", str(self._nonfinite))]
         fields.append(("number of messages of state", steps))
+        if self._model is not None:  # DDP compares no buffers, which it broadcasts in each forward
+            fields += describe_module(_inside_ddp(self._model))
         run = Run(self._group, counts=self._counts)
         run.agree(fields, problem)
         own = run.within(range(run.size))
@@ -331,7 +334,8 @@ def ddp_hook(
     Args:
         compressor: the compressor of all gradients, the same on all ranks.
         model: the module inside DDP, or DDP itself. Its parameter names are the keys of the saved
-            state and are matched by ``PerParameter``. None: parameters are numbered.
+            state and are matched by ``PerParameter``; the ranks compare names and shapes of its
+            parameters and buffers. None: parameters are numbered, and nothing of it is compared.
         process_group: DDP's process group; None: that of the model if it is DDP itself, else the
             default group.
 
@@ -356,9 +360,12 @@ def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Te
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return parameters with their names in the module inside DDP, compiled or not."""
+    return [(plain_name(name), each) for name, each in _inside_ddp(model).named_parameters()]
+
+
+def _inside_ddp(model: nn.Module) -> nn.Module:
     model = uncompiled(model)
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return [(plain_name(name), each) for name, each in inner.named_parameters()]
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _in_memory_order(parameter: Tensor) -> Tensor:

@@ -200,6 +200,17 @@ def disagree(rank):
             ddp_hook(wrong, build())
 
 
+def differ_in_buffers(rank):
+    """DDP takes such a model, and would broadcast other buffers than the ranks expect."""
+    model = build()
+    if rank == 1:
+        model[0].register_buffer("steps", torch.zeros(3))
+    sentence = "same number of buffers, got 0 on rank 0 and 1 on rank 1"
+    for each in (model, DistributedDataParallel(model)):
+        with pytest.raises(DisagreementError, match=sentence):
+            ddp_hook(Int8(), each)
+
+
 def freeze(rank):
     """A frozen layer has no gradient, and the others' are those of plain DDP."""
     found = []
@@ -364,7 +375,8 @@ def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, r
 
 
 CASES = [
-    resume_bit_for_bit, resize, accumulate, train_low_precision, register_twice, disagree, freeze,
+    resume_bit_for_bit, resize, accumulate, train_low_precision, register_twice, disagree,
+    differ_in_buffers, freeze,
     compute_in_doubles, fail_alike, in_a_part_of_the_group, handle_models, residual_in_memory_order,
     name_what_is_not_finite, overflow_float16, send_garbage,
 ]  # fmt: skip
