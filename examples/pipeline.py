@@ -34,16 +34,20 @@ SCHEDULES = {
 def train(name, schedule, options, text, held_out):
     """Return a column of the table, the loss before, the losses, the weights and the spans."""
     torch.manual_seed(options.seed)
+    layers = build_transformer(context=128, width=64, num_layers=4, num_heads=4).to(text.device)
+    stages = max(2, dist.get_world_size())
     trainer = PipelineTrainer(
-        build_transformer(context=128, width=64, num_layers=4, num_heads=4).to(text.device),
+        layers,
         lambda output, target: byte_loss(output, target) / math.log(2),  # bits per byte
         lambda parameters: optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.99)),  # fused
         schedule,
         num_microbatches=4,
-        num_stages=max(2, dist.get_world_size()),
+        num_stages=stages,
+        # Without a split, measured times decide which layers a rank holds.
+        split=[stage * len(layers) // stages for stage in range(1, stages)],
         scheduler_fn=lambda optimizer: LinearLR(optimizer, 0.02, total_iters=50),  # warm-up
         max_norm=None if name == "interlocking" else 1.0,  # several losses have no one gradient
-    )  # measured times decide which layers a rank holds; split=[3] would say it
+    )
     before = trainer.evaluate(*held_out)
 
     generator = torch.Generator().manual_seed(options.seed)

@@ -45,14 +45,13 @@ def test_a_gan_learns_as_well_as_by_all_reduce(tmp_path):
 
 
 def test_the_text_is_learned_as_well_as_by_a_pipeline_that_empties(tmp_path, subtests):
-    # The split is by measured times: on busy cores a local head may be after another layer.
-    for schedule, copies, gap in [("pipeoptim", "2 1", 0.15), ("interlocking", "1 1", 0.25)]:
+    for schedule, copies in [("pipeoptim", "2 1"), ("interlocking", "1 1")]:
         with subtests.test(schedule):
             _, rows = run_example("pipeline.py", 2, "--schedule", schedule, "--out", tmp_path)
             untrained, exact, ours = numbers(rows["held-out bits per byte"])
             assert 7.5 < untrained < 8.5
             assert exact < 3.5
-            assert ours < exact + gap
+            assert ours < exact + 0.15
             assert rows["weight copies by stage"] == ["1 1", copies]
 
 
