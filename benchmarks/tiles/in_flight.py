@@ -69,7 +69,7 @@ def find_rows(library: Path) -> list[Row]:
         stored = sum(each.num_bytes for each in instructions if each.is_streaming_store)
         usages = (threads, registers, spilled, shared, blocks)
         moved = (loads.bytes_in_flight, stored, blocks * threads * loads.bytes_in_flight / 1024)
-        rows.append(Row(kernel, types.removeprefix("Tile<512, 8, 8>, "), *usages, *moved))
+        rows.append(Row(kernel, re.sub(r"^Tile<\d+, 8, 8>, ", "", types), *usages, *moved))
     return sorted(rows, key=lambda row: (row.kernel, row.types))
 
 

@@ -208,10 +208,12 @@ __device__ __forceinline__ void store_together(const Packet<Shape>& packet, T* b
       T* target = buffer + place.begin - (odd ? 4 : 0);  // of an odd lane: 4 after the even one's
       store_words<16>(target, first);
       store_words<16>(target + 8, second);
-      return;
+    } else {
+      store_packet(packet, buffer, Place<Shape>{place.begin, place.rest, false});
     }
+  } else {
+    store_packet(packet, buffer, place);
   }
-  store_packet(packet, buffer, place);
 }
 
 template <typename T, typename Shape>

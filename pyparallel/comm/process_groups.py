@@ -71,8 +71,7 @@ def create_group(
 ) -> dist.ProcessGroup:
     """Return a process group of some ranks of another one, with its backend and timeout.
 
-    All members must call this with the same list, and no other rank may. Disjoint parts of a group
-    can be created at the same time, each by its own members.
+    All members, and no other rank, must call this with the same list; disjoint parts at any time.
 
     ``members`` are ranks within ``process_group``, ascending, including this one. ``for_p2p``:
     sends and receives alone, so that no collective connects the members of an NCCL group, for which

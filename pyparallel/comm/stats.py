@@ -28,8 +28,9 @@ class CommStats:
 
     def count(self, tensor: Tensor, times: float) -> None:
         """Add a tensor that is sent ``times`` times."""
-        self.payload_bytes += tensor.nbytes
-        self.wire_bytes += tensor.nbytes * times
+        num_bytes = tensor.numel() * tensor.element_size()  # a sparse tensor has no nbytes
+        self.payload_bytes += num_bytes
+        self.wire_bytes += num_bytes * times
 
     def count_bytes(self, num_bytes: float) -> None:
         """Add bytes that were sent."""
