@@ -16,9 +16,15 @@ struct MessagePointers {
 };
 
 // The threads of a multiprocessor: as many as need no spills, for each has its loads in flight.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kMixThreadsOfFloat = 1024;  // its division of doubles takes more registers
+#else
+constexpr int kMixThreadsOfFloat = 1536;
+#endif
 template <typename Z, typename Message, int COUNT>
 constexpr int kMixThreads = COUNT != 1                                     ? 1024
                             : sizeof(Z) == 2 && std::is_same_v<Z, Message> ? 2048
+                            : sizeof(Z) == 4                               ? kMixThreadsOfFloat
                                                                            : 1536;
 
 // COUNT messages known at compile time are all loaded before the first use, like z; COUNT = 0 means

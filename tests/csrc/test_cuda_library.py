@@ -94,6 +94,20 @@ def test_no_kernel_wastes_registers_or_spills(kernels):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+def test_no_kernel_uses_the_predicate_of_a_minimum(architecture):
+    # That of VIMNMX.RELU, as ptxas 13.0 used it, was wrong on an H200.
+    found = [
+        f"{short_name(name)}: {each.opcode} {each.operands}"
+        for name, code in disassemble(find_library("cuda"), architecture).items()
+        for each in code
+        if each.opcode.startswith("VIMNMX")
+        and re.match(r"R\w+, (U?P[0-6]|P?T, U?P[0-6])", each.operands)
+    ]
+    assert found == []
+
+
+@pytest.mark.slow
 def test_every_element_kernel_moves_16_bytes_at_a_time(kernels):
     streaming = [code for code in kernels if short_name(code.name) not in ONE_WARP | NARROW]
     assert {short_name(code.name) for code in streaming} >= {"mix_kernel"}
