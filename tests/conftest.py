@@ -78,11 +78,12 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
 def lost_gpu(pytestconfig: pytest.Config) -> Iterator[None]:
     """End a process whose GPU a kernel's error has made unusable; xdist starts another worker."""
     yield
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         try:
             torch.cuda.synchronize()  # raises again what a kernel has raised before
         except RuntimeError as error:
-            pytestconfig.pluginmanager.getplugin("capturemanager").suspend_global_capture()
+            if capture := pytestconfig.pluginmanager.getplugin("capturemanager"):
+                capture.suspend_global_capture()
             print(f"this process can no longer use the GPU: {error}", file=sys.__stderr__)
             os._exit(1)
 

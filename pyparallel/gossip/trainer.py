@@ -16,7 +16,6 @@ from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..training import ModelAverager, StepHooks, check_format, refuse_other_optimizers, seal
 from ..training.arguments import find_error
-from ..training.module_checks import describe_module
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.trainer import Trainer
 from . import consensus, validation
@@ -401,7 +400,7 @@ def _collect_config(
         config_fields = [
             *algorithm.config_fields(),
             ("bucket_cap_mb", str(cap)),
-            *describe_module(module),
+            *validation.describe(module),
             *validation.describe_groups(module, optimizers),
         ]
         error_text = validation.find_validation_error(module, optimizers, process_group)

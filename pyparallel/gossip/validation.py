@@ -19,6 +19,7 @@ from ..training import (
     ModelAverager,
     check_on_all_ranks,
     join_buckets,
+    plain_name,
     summarize,
     wrong_type,
 )
@@ -26,6 +27,7 @@ from ..training.arguments import check_type, is_number
 from ..training.module_checks import (
     NamedParameters,
     check_module,
+    describe_tensor,
     find_device_error,
     find_master_weights_error,
 )
@@ -78,6 +80,22 @@ def find_validation_error(
         or _find_list_error(module, optimizers)
         or _find_ownership_error(module, parameters, optimizers)
     )
+
+
+def describe(module: nn.Module) -> list[tuple[str, str]]:
+    """Return the config fields of a module that ``check_consistent_across_ranks`` compares."""
+    parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
+    config_fields = [
+        ("number of parameters", str(len(parameters))),
+        ("number of buffers", str(len(buffers))),
+        ("device", ", ".join(sorted({each.device.type for _, each in [*parameters, *buffers]}))),
+    ]
+    for kind, named in (("parameter", parameters), ("buffer", buffers)):
+        config_fields += [
+            (f"{kind} {index}", f"{plain_name(name)} {describe_tensor(tensor)}")
+            for index, (name, tensor) in enumerate(named)
+        ]
+    return config_fields
 
 
 def lay_out(module: nn.Module, optimizers: Sequence[Optimizer], cap_bytes: int) -> FlatBuckets:

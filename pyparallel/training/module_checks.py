@@ -57,23 +57,8 @@ def find_master_weights_error(optimizer: object, name: str) -> str | None:
     )
 
 
-def describe_module(module: nn.Module) -> list[tuple[str, str]]:
-    """Return the config fields of a module that ``check_consistent_across_ranks`` compares."""
-    parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
-    config_fields = [
-        ("number of parameters", str(len(parameters))),
-        ("number of buffers", str(len(buffers))),
-        ("device", ", ".join(sorted({each.device.type for _, each in [*parameters, *buffers]}))),
-    ]
-    for kind, named in (("parameter", parameters), ("buffer", buffers)):
-        config_fields += [
-            (f"{kind} {index}", f"{plain_name(name)} {_describe_tensor(tensor)}")
-            for index, (name, tensor) in enumerate(named)
-        ]
-    return config_fields
-
-
-def _describe_tensor(tensor: Tensor) -> str:
+def describe_tensor(tensor: Tensor) -> str:
+    """Return a tensor's dtype and shape, its strides if they matter, and whether it is frozen."""
     text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     # Flat buffers keep the memory format of a dense tensor, such as channels_last.
     if tensor.layout == torch.strided and not tensor.is_contiguous():

@@ -16,7 +16,7 @@ from ...comm.errors import NonFiniteError, PeerError
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, uncompiled, wrong_type
 from ...training.arguments import raise_problem
-from ...training.module_checks import describe_module
+from ...training.module_checks import describe_tensor
 from ...training.nonfinite import NonFinitePolicy, find_policy_error
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
@@ -239,8 +239,7 @@ class GradientCompression:
                 problem = str(error)
         fields = [("compressor", repr(self._compressor)), ("nonfinite", str(self._nonfinite))]
         fields.append(("number of messages of state", steps))
-        if self._model is not None:  # DDP compares no buffers, which it broadcasts in each forward
-            fields += describe_module(_inside_ddp(self._model))
+        fields += _describe_sent_buffers(self._model)
         run = Run(self._group, counts=self._counts)
         run.agree(fields, problem)
         own = run.within(range(run.size))
@@ -334,8 +333,8 @@ def ddp_hook(
     Args:
         compressor: the compressor of all gradients, the same on all ranks.
         model: the module inside DDP, or DDP itself. Its parameter names are the keys of the saved
-            state and are matched by ``PerParameter``; the ranks compare names and shapes of its
-            parameters and buffers. None: parameters are numbered, and nothing of it is compared.
+            state and are matched by ``PerParameter``. Of DDP itself the ranks compare the buffers
+            that it broadcasts. None: parameters are numbered.
         process_group: DDP's process group; None: that of the model if it is DDP itself, else the
             default group.
 
@@ -360,12 +359,25 @@ def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Te
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return parameters with their names in the module inside DDP, compiled or not."""
-    return [(plain_name(name), each) for name, each in _inside_ddp(model).named_parameters()]
-
-
-def _inside_ddp(model: nn.Module) -> nn.Module:
     model = uncompiled(model)
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return [(plain_name(name), each) for name, each in inner.named_parameters()]
+
+
+def _describe_sent_buffers(model: nn.Module | None) -> list[tuple[str, str]]:
+    """Return config fields of the buffers that DDP broadcasts in a forward, and never compares."""
+    ddp = uncompiled(model) if isinstance(model, nn.Module) else None
+    if not isinstance(ddp, nn.parallel.DistributedDataParallel):
+        return []
+    if not getattr(ddp, "forward_sync_buffers", ddp.broadcast_buffers):
+        return []
+    named = [
+        f"{plain_name(name)} {describe_tensor(buffer)}"
+        for name, buffer in ddp.module.named_buffers()
+        if name not in ddp.parameters_to_ignore
+    ]
+    fields = [("number of buffers", str(len(named)))]
+    return [*fields, *((f"buffer {index}", text) for index, text in enumerate(named))]
 
 
 def _in_memory_order(parameter: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 import torch.distributed as dist
 
 from ...comm import PeerError
@@ -21,7 +22,7 @@ from .refusals import StepRefusedError
 # CUDA loads a kernel when it runs first, as for new shapes, and may wait for all that run: a send
 # would be one, if the peer's host received it only after more work. So values of new shapes travel
 # through the host where others do over NCCL, or all at first if kernels are loaded eagerly.
-_UPDATES_VIA_HOST = 2  # of each stage, after the first value of its shapes
+_UPDATES_VIA_HOST = 2  # for each stage of the pipeline: so many values may be in flight
 _BARRIER_STREAM = -1  # of the empty messages of a barrier
 
 
@@ -213,9 +214,10 @@ class StageP2P:
     def _goes_via_host(self, stream: int, value: Value | Refusal) -> bool:
         key = None
         if self._sees_shapes and not isinstance(value, Refusal):
-            key = stream, describe(value)
+            # An evaluation runs no backward, whose kernels would be new in training.
+            key = stream, describe(value), torch.is_grad_enabled()
         first = self._first_sent.setdefault(key, self._num_updates)
-        return self._num_updates < first + _UPDATES_VIA_HOST * len(self._shape.stages(self._rank))
+        return self._num_updates < first + _UPDATES_VIA_HOST * self._shape.num_stages
 
     def _recv_barrier(self, channel: Channel) -> Refusal | None:
         """Receive until the barrier's message, and return its refusal; keep the values before."""

@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -206,9 +207,14 @@ def differ_in_buffers(rank):
     if rank == 1:
         model[0].register_buffer("steps", torch.zeros(3))
     sentence = "same number of buffers, got 0 on rank 0 and 1 on rank 1"
-    for each in (model, DistributedDataParallel(model)):
-        with pytest.raises(DisagreementError, match=sentence):
-            ddp_hook(Int8(), each)
+    with pytest.raises(DisagreementError, match=sentence):
+        ddp_hook(Int8(), DistributedDataParallel(model))
+    with warnings.catch_warnings():  # torch 2.13 has another name for the argument
+        warnings.simplefilter("ignore", FutureWarning)
+        ddp_hook(Int8(), DistributedDataParallel(model, broadcast_buffers=False))
+    names = ["0.steps"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    ddp_hook(Int8(), DistributedDataParallel(model))
 
 
 def freeze(rank):

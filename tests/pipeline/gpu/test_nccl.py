@@ -125,7 +125,7 @@ def enqueue(schedule, shape, monkeypatch, *, groups=None, lengths=lambda nr: 1 +
 
 @pytest.mark.parametrize(("loading", "is_new"), [("LAZY", True), ("EAGER", False)])
 def test_values_of_new_shapes_travel_through_the_host(loading, is_new, monkeypatch):
-    """Until two updates of each stage later, as kernels may be loaded for them."""
+    """Until two updates for each stage later, as kernels may be loaded for them."""
     sent = []
     channel = SimpleNamespace(send=lambda *message, via_host, batch: sent.append(via_host))
     monkeypatch.setattr(stage_p2p, "Channel", lambda *_: channel)
@@ -139,12 +139,14 @@ def test_values_of_new_shapes_travel_through_the_host(loading, is_new, monkeypat
             p2p.send(Endpoint(stage, StreamKind.ACTIVATIONS), 0, torch.ones(length))
         return sent[:]
 
-    for _ in range(4):
+    with torch.no_grad():  # an evaluation, without the kernels of a backward
+        assert sends(5) == [True, True]
+    for _ in range(8):
         assert sends(5) == [True, True]
         p2p.count_update()
     assert sends(5) == [False, False]
     p2p.send(Endpoint(1, StreamKind.ACTIVATIONS), 0, torch.ones(3))
-    for _ in range(4):
+    for _ in range(8):
         assert sent.pop() is is_new
         p2p.count_update()
         p2p.send(Endpoint(1, StreamKind.ACTIVATIONS), 0, torch.ones(3))
