@@ -13,6 +13,7 @@ from pyparallel.pipeline.prediction.flat_predictor import FlatWeightPredictor
 from pyparallel.pipeline.runtime import loss, loss_weights
 from pyparallel.pipeline.schedules.schedule import Flushing
 from pyparallel.pipeline.schedules.streaming import Streaming
+from tests.cases import slow
 from tests.pipeline.every_schedule import one_of_each_kind
 from tests.pipeline.models import as_on_gpus
 
@@ -77,9 +78,14 @@ def test_the_host_reads_losses_alone_and_once_a_step_where_it_can(reads, subtest
 
 
 @pytest.mark.parametrize("name", ["fused AdamW", "pyparallel.optim.AdamW"])
-def test_no_schedule_waits_for_each_loss_with_fused_adam(name, reads, subtests):
+@pytest.mark.parametrize(
+    "every",
+    [[schedules.OneForwardOneBackward(), schedules.PipeOptim()], slow(schedules.EVERY_SCHEDULE)],
+    ids=["two schedules", "every schedule"],
+)
+def test_no_schedule_waits_for_each_loss_with_fused_adam(name, every, reads, subtests):
     batch = torch.empty(8, 4, device="meta")
-    for schedule in schedules.EVERY_SCHEDULE:
+    for schedule in every:
         with subtests.test(schedule=schedule):
             reads.clear()
             trainer = build(schedule, OPTIMIZERS[name], "meta", max_norm=1.0)
