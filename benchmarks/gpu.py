@@ -10,7 +10,7 @@ CUDA, an environment is created that sees its packages and installs only pyparal
 environment of ``make train`` is used, with the torch of constraints.txt.
 
 NCCL from 2.30 on lets two ranks share a GPU: ``PYPARALLEL_NCCL=libnccl.so.2 make gpu`` loads that
-library in the step which tries it. ``make gpu ARGS=--dry-run`` runs the steps on the CPU with
+library in the steps that try it. ``make gpu ARGS=--dry-run`` runs the steps on the CPU with
 little data, to test them.
 """
 
@@ -165,11 +165,6 @@ def choose(parts: Sequence[Sequence[Step]], part: int | None, only: str) -> list
     return [step for step in steps.values() if not words or step.name.startswith(words)]
 
 
-def carried() -> list[str]:
-    """Return the caller's folders of packages, which a machine without a network may need."""
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-
-
 def sees_gpu(python: Path | str) -> bool:
     ask = subprocess.run([python, "-c", SEES_GPU], stderr=subprocess.DEVNULL, check=False)
     return ask.returncode == 0
@@ -218,7 +213,7 @@ def main() -> None:
     else:
         python = find_python()
     os.environ["PATH"] = path_with_tools(python)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *carried()])
+    os.environ["PYTHONPATH"] = str(ROOT)
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu.log").unlink(missing_ok=True)  # of an earlier run; rows are replaced one by one
     ask = subprocess.run([python, "-c", MACHINE], stdout=subprocess.PIPE, text=True, check=False)

@@ -19,7 +19,6 @@ from ..training import (
     ModelAverager,
     check_on_all_ranks,
     join_buckets,
-    plain_name,
     summarize,
     wrong_type,
 )
@@ -27,7 +26,7 @@ from ..training.arguments import check_type, is_number
 from ..training.module_checks import (
     NamedParameters,
     check_module,
-    describe_tensor,
+    describe_tensors,
     find_device_error,
     find_master_weights_error,
 )
@@ -90,12 +89,8 @@ def describe(module: nn.Module) -> list[tuple[str, str]]:
         ("number of buffers", str(len(buffers))),
         ("device", ", ".join(sorted({each.device.type for _, each in [*parameters, *buffers]}))),
     ]
-    for kind, named in (("parameter", parameters), ("buffer", buffers)):
-        config_fields += [
-            (f"{kind} {index}", f"{plain_name(name)} {describe_tensor(tensor)}")
-            for index, (name, tensor) in enumerate(named)
-        ]
-    return config_fields
+    config_fields += describe_tensors("parameter", parameters)
+    return config_fields + describe_tensors("buffer", buffers)
 
 
 def lay_out(module: nn.Module, optimizers: Sequence[Optimizer], cap_bytes: int) -> FlatBuckets:

@@ -57,8 +57,15 @@ def find_master_weights_error(optimizer: object, name: str) -> str | None:
     )
 
 
-def describe_tensor(tensor: Tensor) -> str:
-    """Return a tensor's dtype and shape, its strides if they matter, and whether it is frozen."""
+def describe_tensors(kind: str, named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, str]]:
+    """Return a config field of each tensor, for ``check_consistent_across_ranks``."""
+    return [
+        (f"{kind} {index}", f"{plain_name(name)} {_describe_tensor(tensor)}")
+        for index, (name, tensor) in enumerate(named)
+    ]
+
+
+def _describe_tensor(tensor: Tensor) -> str:
     text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     # Flat buffers keep the memory format of a dense tensor, such as channels_last.
     if tensor.layout == torch.strided and not tensor.is_contiguous():

@@ -215,7 +215,7 @@ def test_a_machine_may_have_no_git(monkeypatch):
     assert commit.__wrapped__() == "unknown"
 
 
-def test_nearly_all_large_cases_fit_in_80_gigabytes(monkeypatch):
+def test_all_large_cases_by_elements_fit_in_80_gigabytes(monkeypatch):
     monkeypatch.setattr(test_large, "memory", lambda: 79.6 * 2**30)
     skipped = []
     for case in test_large.BY_ELEMENTS:

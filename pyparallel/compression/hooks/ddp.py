@@ -16,7 +16,7 @@ from ...comm.errors import NonFiniteError, PeerError
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, uncompiled, wrong_type
 from ...training.arguments import raise_problem
-from ...training.module_checks import describe_tensor
+from ...training.module_checks import describe_tensors
 from ...training.nonfinite import NonFinitePolicy, find_policy_error
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
@@ -371,13 +371,8 @@ def _describe_sent_buffers(model: nn.Module | None) -> list[tuple[str, str]]:
         return []
     if not getattr(ddp, "forward_sync_buffers", ddp.broadcast_buffers):
         return []
-    named = [
-        f"{plain_name(name)} {describe_tensor(buffer)}"
-        for name, buffer in ddp.module.named_buffers()
-        if name not in ddp.parameters_to_ignore
-    ]
-    fields = [("number of buffers", str(len(named)))]
-    return [*fields, *((f"buffer {index}", text) for index, text in enumerate(named))]
+    named = [each for each in ddp.module.named_buffers() if each[0] not in ddp.parameters_to_ignore]
+    return [("number of buffers", str(len(named))), *describe_tensors("buffer", named)]
 
 
 def _in_memory_order(parameter: Tensor) -> Tensor:

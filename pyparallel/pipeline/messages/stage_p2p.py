@@ -130,7 +130,7 @@ class StageP2P:
         channel.send(endpoint.stream, number, value, via_host=via_host, batch=batch)
 
     def count_update(self) -> None:
-        """Count an update of a stage of this rank: all kernels of earlier values have run then."""
+        """Count an update of a stage of this rank."""
         self._num_updates += 1
 
     def recv(self, endpoint: Endpoint, number: int) -> Value | Refusal:
