@@ -162,6 +162,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         * ``rank/bytes_sent``: for training, so far, excluding ``consensus`` and checks;
         * ``rank/waiting_seconds``: for which the host has waited for other ranks in the last step:
           from the end of the step before, so in backward too. On NCCL streams wait instead;
+        * ``rank/hidden_seconds``: for which a thread has waited so far, beside the training, for
+          outer steps with a delay;
         * ``rank/staleness``: how many steps old the messages merged last were, 0 without overlap;
         * ``rank/push_sum_weight``: 1 for algorithms without PushSum;
         * ``rank/steps`` that were completed since the trainer was created, and of these the
@@ -174,6 +176,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         found: dict[str, float | Tensor] = {
             "rank/bytes_sent": self.bytes_sent,
             "rank/waiting_seconds": self._rounds.waiting_seconds,
+            "rank/hidden_seconds": status.hidden_seconds,
             "rank/staleness": status.staleness,
             "rank/push_sum_weight": status.weight,
             "rank/steps": self._rounds.num_steps,
@@ -220,11 +223,13 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def consensus(self) -> Iterator[nn.Module]:
         """Load the exact average of all ranks into the module inside the context; restore it after.
 
-        Parameters are averaged with the push-sum weights, including messages in flight;
+        Parameters are averaged with the push-sum weights, including messages in flight; of DiLoCo
+        and NoLoCo they are those after the last outer step, as in the papers' evaluations;
         floating-point buffers (such as BatchNorm statistics) without weights. Frozen parameters
         are equal on all ranks and stay as they are. All ranks must enter it together.
         """
-        merged, weight = self._merged_buckets()
+        self._check_mergeable()
+        merged, weight = self._averager.as_evaluated()
         buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
         collectives = Collectives(self._run)
         averages = consensus.average(merged, weight, collectives)
@@ -239,7 +244,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
         The same number on all ranks, which must call it together.
         """
-        return consensus.distance(*self._merged_buckets(), Collectives(self._run))
+        self._check_mergeable()
+        return consensus.distance(*self._averager.as_merged(), Collectives(self._run))
 
     def flush(self) -> None:
         """Complete all communication in flight, after the last step, on all ranks together."""
@@ -375,11 +381,10 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             state.preserve()
         self._saved_states.clear()
 
-    def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
+    def _check_mergeable(self) -> None:
         self._averager.restore_debiased()
         self._buckets.check(())
         self._check_equal_steps()
-        return self._averager.as_merged()
 
 
 def _collect_config(

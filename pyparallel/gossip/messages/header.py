@@ -72,15 +72,23 @@ class MessageHeaders:
             self._raise_counted(masses.device)
         return RoundHeaders(self, expected, masses)
 
-    def gather(self, collectives: Collectives, round_index: int, device: torch.device) -> None:
+    def gather(
+        self,
+        collectives: Collectives,
+        round_index: int,
+        device: torch.device,
+        row: Tensor | None = None,
+    ) -> None:
         """Compare this rank's header with those of all ranks, before they average exactly.
+
+        ``row`` is ``Run.row`` of when the average began, if that is not now.
 
         On the CPU headers that differ are a PeerError, of the same pair on all ranks. On other
         devices an invalid header is counted, and a later call raises.
         """
         if device.type != "cpu":
             self._raise_counted(device)
-        row = self.run.row(device, round_index)
+        row = self.run.row(device, round_index) if row is None else row
         with collectives.uncounted():
             rows = collectives.all_gather(row)
         if device.type == "cpu":
