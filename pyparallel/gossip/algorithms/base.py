@@ -16,6 +16,8 @@ from ...training import FlatBuckets, ModelAverager, has_methods, wrong_type
 from ..topology import Topology
 from ..topology.base import check_topology
 
+TRANSPORT = "transport"  # a config field that is no part of states
+
 
 class Algorithm(ABC):
     """The immutable configuration of a gossip algorithm; a subclass is a frozen dataclass."""

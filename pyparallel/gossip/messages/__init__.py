@@ -3,6 +3,7 @@
 from .exchange import NeighborExchange, PendingExchange, Received, Round, Transfer
 from .flags import Flags
 from .header import MessageHeaders
+from .symmetric_memory import SymmetricMemoryExchange
 
 __all__ = [
     "Flags",
@@ -11,5 +12,6 @@ __all__ = [
     "PendingExchange",
     "Received",
     "Round",
+    "SymmetricMemoryExchange",
     "Transfer",
 ]

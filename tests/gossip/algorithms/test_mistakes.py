@@ -44,6 +44,10 @@ WRONG_TYPES = [
     (lambda: SGP(nx.cycle_graph(4)), TOPOLOGY + r".*; FromGraph\(graph\) takes a networkx graph$"),
     (lambda: DPSGD("ring"), TOPOLOGY + "'ring'$"),
     (lambda: OSGP(4), TOPOLOGY + "4$"),
+    (
+        lambda: SGP(Ring(2), transport="nccl"),
+        "transport must be .process_group. or .symmetric_memory., got .nccl.$",
+    ),
     (lambda: OSGP(Ring(2), biased=1), "biased must be True or False, got 1"),
     (lambda: ADPSGD(Ring), TOPOLOGY + "the class Ring"),
     (lambda: NoLoCo(RandomMatching), TOPOLOGY + "the class RandomMatching"),
