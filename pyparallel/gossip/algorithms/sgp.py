@@ -98,10 +98,10 @@ class SGP(OnTopology):
             feedback and ranks still reach consensus. An aggressive one needs smaller shares: use
             ``Lazy``, which lists suitable factors. Memory: as many copies of the parameters as
             `Replicas` documents.
-        transport: "process_group", or "symmetric_memory" between the GPUs of one node: receivers
-            copy messages out of the sender's memory by copy engines, beside kernels that fill the
-            GPU. Memory: one more copy of the parameters, unless compressed. Results are the same,
-            and a state may go on with another one.
+        transport: "process_group", or "symmetric_memory" between the GPUs of one node, where
+            receivers copy messages out of the sender's memory without NCCL's kernels; it has not
+            run on GPUs yet. Memory: one more copy of the parameters at most. Results are the same,
+            and a run may resume with the other one.
     """
 
     overlap: int = 0

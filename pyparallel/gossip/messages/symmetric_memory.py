@@ -85,12 +85,14 @@ class SymmetricMemoryExchange(NeighborExchange):
             fields.append(("node with transport='symmetric_memory'", socket.gethostname()))
             rule = "parameters must be on a GPU with transport='symmetric_memory'"
             require(device.type == "cuda", rule, device.type, "leave transport out")
-        with raising_on_all_ranks(self.run.agree, "transport='symmetric_memory' failed: "):
+        what = "transport='symmetric_memory' failed: "
+        with raising_on_all_ranks(self.run.agree, what):
             from torch._C._distributed_c10d import _SymmetricMemory  # not in every build of torch
 
             # Not from a memory pool, of which several tensors would have the same signals.
             own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
-            group: Any = self.run.group or dist.group.WORLD
+        group: Any = self.run.group or dist.group.WORLD
+        with raising_on_all_ranks(self.run.agree, what):
             handle = _SymmetricMemory.rendezvous(own, group.group_name)
         return SharedMemory(own, handle, round(timeout_of(group).total_seconds() * 1000))
 
@@ -99,12 +101,15 @@ class SymmetricMemoryExchange(NeighborExchange):
         assert not self._unread, "a round must be waited for before the next one"
         transfers = [*receives, *sends]
         works: list[Any] = []
+        written: dict[int, Tensor] = {}  # by address
         try:
-            for number, (peer, parts) in enumerate(groupby(sends, _BY_PEER)):
+            for peer, parts in groupby(sends, _BY_PEER):
                 for each, place in self._places(self.rank, peer, parts):
-                    is_there = place.data_ptr() == each.tensor.data_ptr()
-                    if each.is_header or not (number or is_there):  # one message for all
+                    address = place.data_ptr()
+                    if address not in written and address != each.tensor.data_ptr():
                         place.copy_(each.tensor)
+                    message = written.setdefault(address, each.tensor)
+                    assert message is each.tensor, "all receivers must get the same message"
                 self._unread.append(peer)
             _, handle, timeout_ms = self._memory
             for peer in self._unread:
