@@ -4,18 +4,22 @@ Ranks are threads, a rank's other stream is a thread of its own, and a stand-in 
 has signals that really block. On GPUs: ``tests/gpu/test_symmetric_memory.py``.
 """
 
+import copy
 import random
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pyparallel import optim
 from pyparallel.comm import PeerError
 from pyparallel.compression import BufferLayout, Int8, TopK
+from pyparallel.gossip import SGP, GossipState
 from pyparallel.gossip.messages import SymmetricMemoryExchange
 from pyparallel.gossip.messages.symmetric_memory import SharedMemory
 from pyparallel.gossip.push_sum.compressed_buffer import CompressedBuffer
@@ -23,6 +27,8 @@ from pyparallel.gossip.push_sum.dense_buffer import DenseBuffer
 from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import Complete, DirectedExponential, OnePeerExponential, Ring
 from tests.gossip.graphs import StarWithChords
+from tests.gossip.loops import batches, flat, start
+from tests.gossip.loops import train as train_model
 from tests.local_transport import LocalRun, run_threads
 
 TOPOLOGIES = [Ring(4), OnePeerExponential(4), DirectedExponential(5), Complete(3)]
@@ -224,3 +230,57 @@ def test_a_lost_rank_is_an_error_after_the_timeout(without_reports):
     for overlap in (0, 1):
         with pytest.raises(PeerError, match=sentence):
             train(Ring(2), overlap, node=Node(2, timeout_ms=200), ends=[1])
+
+
+class ProcessHandle:
+    """A handle between processes: memory is in files, and a signal is a count in the store."""
+
+    def __init__(self, folder, window, num_bytes):
+        self.place, self.num_bytes, self.rank = f"{folder}/{window}", num_bytes, dist.get_rank()
+        self.store, self.awaited = dist.distributed_c10d._get_default_store(), Counter()
+        self.own = self.get_buffer(self.rank, (num_bytes,), torch.uint8)
+
+    def get_buffer(self, rank, sizes, dtype):
+        return torch.from_file(f"{self.place}-{rank}", True, self.num_bytes, dtype=dtype)
+
+    def put_signal(self, dst_rank, channel, timeout_ms):
+        self.store.add(f"{self.place}/{self.rank}/{dst_rank}/{channel}", 1)
+
+    def wait_signal(self, src_rank, channel, timeout_ms):
+        key = f"{self.place}/{src_rank}/{self.rank}/{channel}"
+        self.awaited[key] += 1
+        while self.store.add(key, 0) < self.awaited[key]:
+            time.sleep(0.0005)
+
+
+def resume_with(rank, folder, *transports):
+    """Return the parameters of a trainer that is saved and resumed with another transport."""
+    windows = iter(range(100))
+
+    def share(self, num_bytes, device):
+        handle = ProcessHandle(folder, next(windows), num_bytes)
+        dist.barrier()
+        return SharedMemory(handle.own, handle, 20_000)
+
+    saved, data = None, list(batches(rank, 6))
+    with mock.patch.object(SymmetricMemoryExchange, "share", share):
+        for part, transport in enumerate(transports):
+            algorithm = SGP(Ring(2), overlap=1, transport=transport)
+            _, optimizer, trainer = start(algorithm, optim.AdamW, cap=0.0002)
+            state = GossipState(trainer, optimizer)
+            if saved is not None:
+                state.load_state_dict(saved)
+            train_model(trainer, optimizer, data[3 * part :][:3])
+            saved = copy.deepcopy(state.state_dict())
+        trainer.flush()
+        return [flat(trainer)], trainer.bytes_sent
+
+
+def test_a_trainer_resumes_with_another_transport(ranks, tmp_path):
+    shared, group = "symmetric_memory", "process_group"
+    expected = ranks.run(2, resume_with, "", group, group)
+    for number, transports in enumerate([(shared, group), (group, shared)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert_equal(ranks.run(2, resume_with, str(folder), *transports), expected)
+        assert any(folder.iterdir())  # the memory was used
