@@ -97,7 +97,7 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
         test("tests-device", 60, "tests/gpu/test_ops.py", workers=min(4, workers)),
         Step("overlap-1", overlap(1, rows, "--device", "cuda"), 45),
         test("tests-training", 90, *trainers),
-        test("symmetric-memory", 60, "tests/gpu/test_symmetric_memory.py", optional=True),
+        test("symmetric-memory", 90, "tests/gpu/test_symmetric_memory.py", optional=True),
         test("nccl", 90, "tests/gpu/test_two_ranks.py", environment=nccl, optional=True),
         Step("overlap-2", overlap(2, rows, "--device", "cuda"), 45, (), nccl, True),
         *(Step(f"peers-{name}", bench(name, "cuda", rows, *large), 75) for name in OPS),

@@ -134,6 +134,13 @@ FAULTS = [
     ),
     # Gossip
     Fault(
+        "a message is written again before all have read it",
+        "pyparallel/gossip/messages/symmetric_memory.py",
+        "self._memory.handle.wait_signal(self._unread.pop(0), _READ, self._memory.timeout_ms)",
+        "self._unread.pop(0)",
+        "tests/gossip/messages/test_symmetric_memory.py",
+    ),
+    Fault(
         "a sender keeps the mass that it sends",
         "pyparallel/gossip/push_sum/dense_buffer.py",
         "self.weight -= total_mass(masses)",

@@ -19,7 +19,7 @@ from ..training.arguments import find_error
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.trainer import Trainer
 from . import consensus, validation
-from .algorithms.base import Algorithm, JoinedOptimizers, find_algorithm_error
+from .algorithms.base import TRANSPORT, Algorithm, JoinedOptimizers, find_algorithm_error
 from .module_wrapper import ModuleWrapper
 from .rounds import SteppedRounds
 
@@ -78,13 +78,14 @@ class GossipDataParallel(Trainer, ModuleWrapper):
                 "torch.distributed.init_process_group first"
             )
         super().__init__()
-        self.config_fields, error_text = _collect_config(
+        compared, error_text = _collect_config(
             module, optimizer, algorithm, process_group, bucket_cap_mb, nonfinite
         )
+        self.config_fields = [each for each in compared if each[0] != TRANSPORT]
         # Not saved: states have the classes themselves, and a run may go on with another policy.
         classes = ("optimizers", _describe_optimizers(optimizer))
         policy = ("nonfinite", str(nonfinite))
-        config_fields = [classes, *self.config_fields, policy]
+        config_fields = [classes, *compared, policy]
         check_consistent_across_ranks(config_fields, error_text, process_group)
         self._wrap(module)
         self.algorithm = algorithm

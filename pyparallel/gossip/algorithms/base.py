@@ -19,6 +19,8 @@ from ...training.arguments import check_in, check_integer, require
 from ..topology import Topology
 from ..topology.base import check_topology
 
+TRANSPORT = "transport"  # a config field that is no part of states
+
 
 class Algorithm(ABC):
     """The immutable configuration of a gossip algorithm; a subclass is a frozen dataclass."""

@@ -4,6 +4,7 @@ from .averages import AllRanks, Pairs
 from .exchange import NeighborExchange, PendingExchange, Received, Round, Transfer
 from .flags import Flags
 from .header import MessageHeaders
+from .symmetric_memory import SymmetricMemoryExchange
 
 __all__ = [
     "AllRanks",
@@ -14,5 +15,6 @@ __all__ = [
     "PendingExchange",
     "Received",
     "Round",
+    "SymmetricMemoryExchange",
     "Transfer",
 ]
