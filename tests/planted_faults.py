@@ -216,6 +216,20 @@ FAULTS = [
         "tests/gossip/algorithms/test_periodic.py",
     ),
     Fault(
+        "an outer step with a delay loses what a rank learned meanwhile",
+        "pyparallel/gossip/algorithms/periodic.py",
+        "each.copy_(torch.lerp(new, each.float(), mix) if mix else new)",
+        "each.copy_(new)",
+        "tests/gossip/algorithms/test_streaming.py",
+    ),
+    Fault(
+        "a state is saved without what is in flight",
+        "pyparallel/gossip/algorithms/periodic.py",
+        "            each.load_in_flight(in_flight)\n",
+        "            each.load_in_flight(None)\n",
+        "tests/gossip/algorithms/test_streaming.py",
+    ),
+    Fault(
         "AD-PSGD's active rank takes the whole difference",
         "pyparallel/gossip/algorithms/pair_messages.py",
         "alpha=-0.5",

@@ -161,6 +161,10 @@ STARTS: dict[str, Start] = {
     "LocalSGD": partial(averaging, lambda n: gossip.LocalSGD(interval=5)),
     "SlowMo": partial(averaging, lambda n: gossip.SlowMo(overlapped(n), interval=5)),
     "DiLoCo": partial(averaging, lambda n: gossip.DiLoCo(interval=5)),
+    "DiLoCo, delay=2, Int8": partial(
+        averaging,
+        lambda n: gossip.DiLoCo(5, fragments=2, delay=2, compressor=compression.Int8()),
+    ),
     "LeaderSGD": partial(
         averaging, lambda n: gossip.LeaderSGD(n // 2, interval=5, global_interval=5)
     ),

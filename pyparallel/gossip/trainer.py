@@ -161,6 +161,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         Nothing is exchanged, unless ``consensus_distance``. On a GPU the host waits for the weight.
 
         * ``rank/bytes_sent``: for training, so far, excluding ``consensus`` and checks;
+        * ``rank/bits_per_parameter``: of these, for each parameter and completed step;
         * ``rank/waiting_seconds``: for which the host has waited for other ranks in the last step:
           from the end of the step before, so in backward too. On NCCL streams wait instead;
         * ``rank/hidden_seconds``: for which a thread has waited so far, beside the training, for
@@ -173,14 +174,16 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
         With ``consensus_distance=True`` it is among them, and all ranks must call this together.
         """
-        status = self._averager.status
+        status, num_steps = self._averager.status, self._rounds.num_steps
+        num_parameters = sum(each.numel() for each in self._buckets.parameters)
         found: dict[str, float | Tensor] = {
             "rank/bytes_sent": self.bytes_sent,
+            "rank/bits_per_parameter": 8 * self.bytes_sent / (num_parameters * max(1, num_steps)),
             "rank/waiting_seconds": self._rounds.waiting_seconds,
             "rank/hidden_seconds": status.hidden_seconds,
             "rank/staleness": status.staleness,
             "rank/push_sum_weight": status.weight,
-            "rank/steps": self._rounds.num_steps,
+            "rank/steps": num_steps,
             "rank/skipped_steps": self._rounds.finite_steps.num_skipped,
         }
         if consensus_distance:
