@@ -189,8 +189,8 @@ STARTS: dict[str, Start] = {
 
 # A trainer of each kind, as they differ in their process groups.
 KINDS = [
-    "SGP, overlap=1", "ADPSGD", "DiLoCo", "Hierarchical", "PipeOptim", "Interlocking(1)",
-    "SubnetTrainer", "ddp_hook, Int8", "compress_fsdp, Int8",
+    "SGP, overlap=1", "ADPSGD", "DiLoCo, delay=2, Int8", "Hierarchical", "PipeOptim",
+    "Interlocking(1)", "SubnetTrainer", "ddp_hook, Int8", "compress_fsdp, Int8",
 ]  # fmt: skip
 
 
