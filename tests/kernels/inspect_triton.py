@@ -24,8 +24,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 # Four blocks of 512 threads, a full multiprocessor, would leave 32; two saturate the memory.
 MAX_REGISTERS = 64
 REGISTERS = 2**16  # of a multiprocessor
-MAX_THREADS = 1024  # of a block
-BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*i8": 1, "*u8": 1, "*i32": 4, "*i64": 8}
+BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -162,10 +161,8 @@ def find_problems_of(pairs: Iterable[tuple[Compilation, str]]) -> list[str]:
 
 def _find_lone_block(compilation: Compilation, code: MachineCode) -> list[str]:
     """Return a message if a multiprocessor has room for one block only, which waits alone."""
-    threads = compilation.threads
-    taken = threads * (-(-code.registers // 8) * 8)
-    # The largest blocks of a message, whose entries share a scale, need all threads of a block.
-    if threads < MAX_THREADS and taken > REGISTERS // 2:
+    taken = compilation.threads * (-(-code.registers // 8) * 8)
+    if taken > REGISTERS // 2:
         return [f"{taken} of {REGISTERS} registers for one block"]
     return []
 
