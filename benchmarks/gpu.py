@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
 MACHINE = "from benchmarks.harness.rows import commit, machine; print(machine(), commit())"
 SECONDS_OF_PART = 560
-CUDA_TESTS = "compiled-cuda or on_cuda or philox"
+CUDA_TESTS = "compiled-cuda or on_cuda"
 MEMORY_TESTS = "compiled-cuda and (unaligned or corrupt) or on_cuda"
 # Each in a process of its own: an error of a kernel ends all that comes after it in its process.
 OPS = {
