@@ -136,6 +136,8 @@ def messages(numel: int) -> list[Call]:
              lambda: torch.quantize_per_channel(blocks, *channels)),
         Call("dequantize", lambda: ops.dequantize(codes, scales, **kind, **decoded),
              "dequantize", lambda: torch.dequantize(encoded)),
+        Call("dequantize_sum",
+             lambda: ops.dequantize_sum(codes[None], scales[None], **kind, **decoded)),
         Call("pack_signs", lambda: ops.pack_signs(z, **block, residual=residual)),
         Call("unpack_signs", lambda: ops.unpack_signs(words, signs, **block, **decoded)),
     ]  # fmt: skip

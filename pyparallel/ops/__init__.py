@@ -20,7 +20,7 @@ from .orthogonalize import orthogonalize_
 from .pack_signs import pack_signs, unpack_signs
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
-from .quantize import dequantize, quantize
+from .quantize import dequantize, dequantize_sum, quantize
 from .quantize_difference import quantize_difference_
 from .random_k import random_k, random_k_indices
 from .sgd_step import sgd_step_
@@ -32,6 +32,7 @@ __all__ = [
     "Backend",
     "adamw_step_",
     "dequantize",
+    "dequantize_sum",
     "implementation",
     "mix_",
     "mix_quantized_",

@@ -57,6 +57,7 @@ def _calls(new):
     masses = new(1, dtype=torch.float64)
     half = new(NUMEL, dtype=torch.bfloat16)
     codes, scales = new(NUMEL, dtype=torch.int8), new(20)
+    several, factors = new((8, NUMEL), dtype=torch.int8), new((8, 20))
     words, mean = new(625, dtype=torch.uint8), new(5)
     places, few = new(50, dtype=torch.int32), new(50)
     hint, square = new(()), new(NUMEL)
@@ -81,6 +82,7 @@ def _calls(new):
         "predict_adam": lambda: ops.predict_adam(x, y, z, **adam, horizon=2),
         "quantize": lambda: ops.quantize(x, residual=y, seed=1),
         "dequantize": lambda: ops.dequantize(codes, scales, **code, numel=NUMEL),
+        "dequantize_sum": lambda: ops.dequantize_sum(several, factors, **code, numel=NUMEL),
         "quantize_difference_": lambda: ops.quantize_difference_(x, y, 1.0),
         "pack_signs": lambda: ops.pack_signs(x, residual=y),
         "unpack_signs": lambda: ops.unpack_signs(words, mean, numel=NUMEL),
@@ -109,6 +111,7 @@ EXPECTED = {
     "predict_adam": (1, 0),
     "quantize": (1, 0),
     "dequantize": (1, 0),
+    "dequantize_sum": (1, 0),
     "quantize_difference_": (1, 0),
     "pack_signs": (1, 0),
     "unpack_signs": (1, 0),
