@@ -138,6 +138,8 @@ def messages(numel: int) -> list[Call]:
              "dequantize", lambda: torch.dequantize(encoded)),
         Call("dequantize_sum",
              lambda: ops.dequantize_sum(codes[None], scales[None], **kind, **decoded)),
+        Call("add_or_clear_", lambda: ops.add_or_clear_(z, residual, times=0.0),
+             "add_", lambda: z.add_(residual, alpha=0.0)),
         Call("pack_signs", lambda: ops.pack_signs(z, **block, residual=residual)),
         Call("unpack_signs", lambda: ops.unpack_signs(words, signs, **block, **decoded)),
     ]  # fmt: skip

@@ -14,6 +14,7 @@ messages, whose corruption is a RuntimeError; on a GPU that of earlier messages 
 from ._checks import FLOAT_DTYPES
 from ._library import Backend, load_native, load_triton, names, warn_importer
 from .adamw_step import adamw_step_
+from .add_or_clear import add_or_clear_
 from .mix import mix_
 from .mix_quantized import mix_quantized_
 from .orthogonalize import orthogonalize_
@@ -31,6 +32,7 @@ __all__ = [
     "FLOAT_DTYPES",
     "Backend",
     "adamw_step_",
+    "add_or_clear_",
     "dequantize",
     "dequantize_sum",
     "implementation",

@@ -60,7 +60,7 @@ def _calls(new):
     several, factors = new((8, NUMEL), dtype=torch.int8), new((8, 20))
     words, mean = new(625, dtype=torch.uint8), new(5)
     places, few = new(50, dtype=torch.int32), new(50)
-    hint, square = new(()), new(NUMEL)
+    hint, square, flag = new(()), new(NUMEL), new((), dtype=torch.bool)
     matrices, tall = [new(1250, 4), new(3, 100, 2)], new(6000, 4)
     code = {"bits": 8, "format": "int"}
     sgd = {"lr": 0.1, "momentum": 0.9}
@@ -86,6 +86,8 @@ def _calls(new):
         "quantize_difference_": lambda: ops.quantize_difference_(x, y, 1.0),
         "pack_signs": lambda: ops.pack_signs(x, residual=y),
         "unpack_signs": lambda: ops.unpack_signs(words, mean, numel=NUMEL),
+        "add_or_clear_": lambda: ops.add_or_clear_(x, y, clear=flag),
+        "add_or_clear_, flag": lambda: ops.add_or_clear_(x, clear=flag),
         "top_k": lambda: ops.top_k(x, 50, threshold=hint),
         "top_k, residual": lambda: ops.top_k(x, 50, residual=y, threshold=hint),
         "top_k, 16-bit residual": lambda: ops.top_k(x, 50, residual=half, threshold=hint),
@@ -115,6 +117,8 @@ EXPECTED = {
     "quantize_difference_": (1, 0),
     "pack_signs": (1, 0),
     "unpack_signs": (1, 0),
+    "add_or_clear_": (1, 0),
+    "add_or_clear_, flag": (1, 0),
     "top_k": (6, 0),
     "top_k, residual": (6, 0),
     "top_k, 16-bit residual": (7, 0),

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pyparallel.ops.adamw_step import adamw_step_reference
+from pyparallel.ops.add_or_clear import add_or_clear_reference
 from pyparallel.ops.mix import mix_reference
 from pyparallel.ops.mix_quantized import mix_quantized_reference
 from pyparallel.ops.orthogonalize import orthogonalize_reference
@@ -29,6 +30,7 @@ from pyparallel.ops.sgd_step import sgd_step_reference
 from pyparallel.ops.top_k import scatter_add_reference, top_k_reference
 from tests.ops import (
     test_adamw_step,
+    test_add_or_clear,
     test_mix,
     test_mix_quantized,
     test_orthogonalize,
@@ -138,6 +140,7 @@ CASES = [
         quantize_difference_reference,
         lambda numel: test_quantize_difference.prepare(*test_quantize_difference.sample(numel)),
     ),
+    OpCase("add_or_clear_", add_or_clear_reference, test_add_or_clear.sample),
     OpCase("pack_signs", pack_signs_reference, test_pack_signs.sample),
     OpCase("unpack_signs", unpack_signs_reference, test_pack_signs.sample_message),
     OpCase(
