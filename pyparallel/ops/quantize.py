@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._checks import check_block_size, check_buffer, check_like, describe, num_blocks, output
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
-from ._formats import CORRUPT, check_message, decode_message, find_format
+from ._formats import CORRUPT, Format, check_message, decode_message, find_format
 from ._library import checked, define
 from ._philox import as_offset, as_seed, random_bits
 
@@ -230,7 +230,8 @@ def dequantize(
     counted.
 
     Args:
-        codes, scales: as returned by ``quantize``.
+        codes, scales: as returned by ``quantize``; or (rows, ...), of as many whole blocks each,
+            which may lie apart, as in received bytes; the last rows may be longer than n.
         bits, format, block_size: as given to it.
         numel: n, the number of entries.
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
@@ -242,7 +243,10 @@ def dequantize(
     kind = find_format(bits, format)
     check_block_size(block_size)
     out = output(out, numel, accumulate, codes.device)
-    check_message("codes", codes, "scales", scales, kind, block_size, numel, out.device)
+    if codes.dim() == 2:
+        _check_rows_of_message(codes, scales, kind, block_size, out)
+    else:
+        check_message("codes", codes, "scales", scales, kind, block_size, numel, out.device)
     counter = corrupt_counter(corrupt, out)
     _dequantize_checked(codes, scales, bits, format, block_size, accumulate, out, counter)
     stop_if_corrupt(corrupt, counter, CORRUPT)
@@ -289,6 +293,18 @@ def dequantize_sum(
     _dequantize_sum_checked(codes, scales, bits, format, block_size, float(divisor), out, counter)
     stop_if_corrupt(corrupt, counter, CORRUPT)
     return out
+
+
+def _check_rows_of_message(
+    codes: Tensor, scales: Tensor, kind: Format, block_size: int, out: Tensor
+) -> None:
+    """Raise unless a message in rows has whole blocks in each, and an entry for each of out's."""
+    entries = codes.shape[1] * 8 // kind.bits
+    if entries % block_size or codes.shape[0] * entries < out.numel() or not entries:
+        rule = f"rows of whole blocks of {block_size} entries, {out.numel()} in all"
+        raise ValueError(f"codes must be {rule}, got {describe(codes)}")
+    _check_rows("codes", codes, kind.dtype, codes, kind.num_codes(entries), out)
+    _check_rows("scales", scales, torch.float32, codes, kind.num_scales(entries, block_size), out)
 
 
 def _check_rows(

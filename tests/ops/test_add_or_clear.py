@@ -38,9 +38,9 @@ def test_dtypes_and_flags(implementation):
 
 
 def test_what_would_overflow_stays_and_a_flag_clears():
-    x, y = torch.tensor([1.0, 3e38, -3e38]), torch.tensor([0.5, 1e38, 1.0])
+    x, y = torch.tensor([1.0, 3e38, -3e38, 2.0]), torch.tensor([0.5, 1e38, -3e38, torch.nan])
     assert add_or_clear_(x, y, times=4, clear=FLAGS[1]) is x
-    assert x.tolist() == [3.0, *torch.tensor([3e38, -3e38]).tolist()]
+    assert x.tolist() == [3.0, *torch.tensor([3e38, -3e38]).tolist(), 2.0]
     x[1] = torch.nan
     assert not add_or_clear_(x, clear=FLAGS[2]).any()
 
