@@ -24,6 +24,7 @@ from .predict_sgd import predict_sgd
 from .quantize import dequantize, dequantize_sum, quantize
 from .quantize_difference import quantize_difference_
 from .random_k import random_k, random_k_indices
+from .screen_headers import screen_headers
 from .sgd_step import sgd_step_
 from .top_k import scatter_add_, top_k
 
@@ -48,6 +49,7 @@ __all__ = [
     "random_k",
     "random_k_indices",
     "scatter_add_",
+    "screen_headers",
     "sgd_step_",
     "top_k",
     "unpack_signs",

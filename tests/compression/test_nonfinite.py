@@ -110,9 +110,3 @@ def test_the_host_waits_for_nothing(subtests):
     for policy in ("skip", "allow"):
         with subtests.test(policy):
             NonFiniteCheck(policy).apply_(x, LAYOUT, SingleRankCollectives(3), 0)
-    with subtests.test("raise"):
-        assert (
-            TopK(0.5)
-            .mean_of_finite_(x, TopK(0.5).init(LAYOUT, x.device), SingleRankCollectives(3))
-            .is_meta
-        )

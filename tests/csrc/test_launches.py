@@ -62,6 +62,8 @@ def _calls(new):
     places, few = new(50, dtype=torch.int32), new(50)
     hint, square, flag = new(()), new(NUMEL), new((), dtype=torch.bool)
     matrices, tall = [new(1250, 4), new(3, 100, 2)], new(6000, 4)
+    headers, counted = new((4, 8), dtype=torch.float64), new((), dtype=torch.int64)
+    expected = torch.zeros(4, 8, dtype=torch.float64, device="cpu")
     code = {"bits": 8, "format": "int"}
     sgd = {"lr": 0.1, "momentum": 0.9}
     adam = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "step": 3}
@@ -88,6 +90,7 @@ def _calls(new):
         "unpack_signs": lambda: ops.unpack_signs(words, mean, numel=NUMEL),
         "add_or_clear_": lambda: ops.add_or_clear_(x, y, clear=flag),
         "add_or_clear_, flag": lambda: ops.add_or_clear_(x, clear=flag),
+        "screen_headers": lambda: ops.screen_headers(headers, expected, counter=counted),
         "top_k": lambda: ops.top_k(x, 50, threshold=hint),
         "top_k, residual": lambda: ops.top_k(x, 50, residual=y, threshold=hint),
         "top_k, 16-bit residual": lambda: ops.top_k(x, 50, residual=half, threshold=hint),
@@ -119,6 +122,7 @@ EXPECTED = {
     "unpack_signs": (1, 0),
     "add_or_clear_": (1, 0),
     "add_or_clear_, flag": (1, 0),
+    "screen_headers": (1, 0),
     "top_k": (6, 0),
     "top_k, residual": (6, 0),
     "top_k, 16-bit residual": (7, 0),

@@ -26,6 +26,7 @@ from pyparallel.ops.quantize import (
 )
 from pyparallel.ops.quantize_difference import quantize_difference_reference
 from pyparallel.ops.random_k import random_k_indices_reference, random_k_reference
+from pyparallel.ops.screen_headers import screen_headers_reference
 from pyparallel.ops.sgd_step import sgd_step_reference
 from pyparallel.ops.top_k import scatter_add_reference, top_k_reference
 from tests.ops import (
@@ -40,6 +41,7 @@ from tests.ops import (
     test_quantize,
     test_quantize_difference,
     test_random_k,
+    test_screen_headers,
     test_sgd_step,
     test_top_k,
 )
@@ -141,6 +143,12 @@ CASES = [
         lambda numel: test_quantize_difference.prepare(*test_quantize_difference.sample(numel)),
     ),
     OpCase("add_or_clear_", add_or_clear_reference, test_add_or_clear.sample),
+    OpCase(
+        "screen_headers",
+        screen_headers_reference,
+        lambda numel: test_screen_headers.sample(min(numel, 40)),
+        by_elements=False,
+    ),
     OpCase("pack_signs", pack_signs_reference, test_pack_signs.sample),
     OpCase("unpack_signs", unpack_signs_reference, test_pack_signs.sample_message),
     OpCase(

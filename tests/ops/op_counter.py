@@ -26,7 +26,7 @@ class OpCounter(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty"}
+ALLOCATIONS = {"lift_fresh", "empty", "empty_like", "empty_strided", "new_empty"}
 # Which arguments an op writes without reading them, and which it reads and writes in few places.
 WRITTEN = {
     "zero_": ["self"],
