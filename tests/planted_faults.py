@@ -64,8 +64,8 @@ FAULTS = [
     Fault(
         "the error of encoding a mean is accumulated once instead of once for each rank",
         "pyparallel/compression/quantizers/blockwise.py",
-        "accumulate_residual(residual[mine], lost, collectives.size)",
-        "accumulate_residual(residual[mine], lost, 1)",
+        "add_or_clear_(residual[mine], lost, times=collectives.size)",
+        "add_or_clear_(residual[mine], lost, times=1)",
         "tests/compression/quantizers/test_blockwise.py",
     ),
     Fault(

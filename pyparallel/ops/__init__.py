@@ -14,15 +14,17 @@ messages, whose corruption is a RuntimeError; on a GPU that of earlier messages 
 from ._checks import FLOAT_DTYPES
 from ._library import Backend, load_native, load_triton, names, warn_importer
 from .adamw_step import adamw_step_
+from .add_or_clear import add_or_clear_
 from .mix import mix_
 from .mix_quantized import mix_quantized_
 from .orthogonalize import orthogonalize_
 from .pack_signs import pack_signs, unpack_signs
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
-from .quantize import dequantize, quantize
+from .quantize import dequantize, dequantize_sum, quantize
 from .quantize_difference import quantize_difference_
 from .random_k import random_k, random_k_indices
+from .screen_headers import screen_headers
 from .sgd_step import sgd_step_
 from .top_k import scatter_add_, top_k
 
@@ -31,7 +33,9 @@ __all__ = [
     "FLOAT_DTYPES",
     "Backend",
     "adamw_step_",
+    "add_or_clear_",
     "dequantize",
+    "dequantize_sum",
     "implementation",
     "mix_",
     "mix_quantized_",
@@ -45,6 +49,7 @@ __all__ = [
     "random_k",
     "random_k_indices",
     "scatter_add_",
+    "screen_headers",
     "sgd_step_",
     "top_k",
     "unpack_signs",

@@ -1,11 +1,16 @@
-"""``quantize`` and ``dequantize``: messages of 8, 4 or 2 bits per entry, with a scale per block."""
+"""``quantize``, ``dequantize`` and ``dequantize_sum``: 8, 4 or 2 bits an entry, scales of blocks.
+
+A message is in one piece, (codes,) and (scales,), or, for what calls the unchecked ops, in rows,
+(rows, codes) and (rows, scales), of as many whole blocks each; they may lie apart, and the last may
+be longer than the message.
+"""
 
 import torch
 from torch import Tensor
 
-from ._checks import check_block_size, check_buffer, check_like, num_blocks, output
+from ._checks import check_block_size, check_buffer, check_like, describe, num_blocks, output
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
-from ._formats import CORRUPT, check_message, decode_message, find_format
+from ._formats import CORRUPT, Format, check_message, decode_message, find_format
 from ._library import checked, define
 from ._philox import as_offset, as_seed, random_bits
 
@@ -29,7 +34,7 @@ def quantize_reference(
     random = None if seed is None else random_bits(numel, seed % 2**64, offset, x.device)
     if not kind.has_scales:
         each = kind.encode(sums, random)
-        codes.copy_(kind.pack(each))
+        _store(kind.pack(each), codes)
         if residual is not None:
             rest = sums - kind.decode(each)
             residual.copy_(torch.where(rest.isfinite(), rest, residual.float()))
@@ -49,14 +54,23 @@ def quantize_reference(
     if random is not None:
         random = torch.nn.functional.pad(random, (0, padding)).view(-1, block_size)
     each = torch.where(is_live[:, None], kind.encode(scaled, random), 0)
-    codes.copy_(kind.pack(each.flatten()[:numel]))
+    _store(kind.pack(each.flatten()[:numel]), codes)
     if residual is not None:
         scale = kind.fit_scale(scale, scaled, each)
-    scales.copy_(torch.where(is_finite, scale, float("nan")))
+    _store(torch.where(is_finite, scale, float("nan")), scales)
     if residual is not None:
         rest = (blocks - kind.decode(each) * scale[:, None]).flatten()[:numel]
         keeps = is_finite.repeat_interleave(block_size)[:numel]
         residual.copy_(torch.where(keeps, rest, residual.float()))
+
+
+def _store(flat: Tensor, target: Tensor) -> None:
+    """Write the codes or scales of a message in one piece, or to its rows."""
+    if target.dim() == 1:
+        target.copy_(flat)
+    else:
+        for row, part in zip(target, flat.split(target.size(1)), strict=False):
+            row[: part.numel()].copy_(part)
 
 
 def dequantize_reference(
@@ -70,13 +84,39 @@ def dequantize_reference(
     corrupt: Tensor,
 ) -> None:
     """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
-    kind = find_format(bits, format)
-    values, is_corrupt = decode_message(codes, scales, kind, block_size, out.numel())
+    kind, numel = find_format(bits, format), out.numel()
+    codes = codes.reshape(-1)[: kind.num_codes(numel)]
+    scales = scales.reshape(-1)[: kind.num_scales(numel, block_size)]
+    values, is_corrupt = decode_message(codes, scales, kind, block_size, numel)
     refuse_or_count(is_corrupt, corrupt, CORRUPT)
     if accumulate:
         out.copy_(torch.where(is_corrupt, out.float(), out.float() + values))
     else:
         out.copy_(torch.where(is_corrupt, 0.0, values))
+
+
+def dequantize_sum_reference(
+    codes: Tensor,
+    scales: Tensor,
+    bits: int,
+    format: str,
+    block_size: int,
+    divisor: float,
+    out: Tensor,
+    corrupt: Tensor,
+) -> None:
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
+    kind, numel = find_format(bits, format), out.numel()
+    messages = [
+        decode_message(*message, kind, block_size, numel)
+        for message in zip(codes, scales, strict=True)
+    ]
+    for _, is_corrupt in messages:
+        refuse_or_count(is_corrupt, corrupt, CORRUPT)
+    total = torch.zeros_like(out, dtype=torch.float32)
+    for values, is_corrupt in messages:
+        total = torch.where(is_corrupt, total, total + values)
+    out.copy_(total / torch.full_like(total, divisor))
 
 
 quantize_unchecked = define(
@@ -91,6 +131,12 @@ dequantize_unchecked = define(
     dequantize_reference,
 )
 _dequantize_checked = checked(dequantize_unchecked)
+dequantize_sum_unchecked = define(
+    "dequantize_sum(Tensor codes, Tensor scales, int bits, str format, int block_size, "
+    "float divisor, Tensor(a!) out, Tensor(b!) corrupt) -> ()",
+    dequantize_sum_reference,
+)
+_dequantize_sum_checked = checked(dequantize_sum_unchecked)
 
 
 def quantize(
@@ -184,7 +230,8 @@ def dequantize(
     counted.
 
     Args:
-        codes, scales: as returned by ``quantize``.
+        codes, scales: as returned by ``quantize``; or (rows, ...), of as many whole blocks each,
+            which may lie apart, as in received bytes; the last rows may be longer than n.
         bits, format, block_size: as given to it.
         numel: n, the number of entries.
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
@@ -196,8 +243,78 @@ def dequantize(
     kind = find_format(bits, format)
     check_block_size(block_size)
     out = output(out, numel, accumulate, codes.device)
-    check_message("codes", codes, "scales", scales, kind, block_size, numel, out.device)
+    if codes.dim() == 2:
+        _check_rows_of_message(codes, scales, kind, block_size, out)
+    else:
+        check_message("codes", codes, "scales", scales, kind, block_size, numel, out.device)
     counter = corrupt_counter(corrupt, out)
     _dequantize_checked(codes, scales, bits, format, block_size, accumulate, out, counter)
     stop_if_corrupt(corrupt, counter, CORRUPT)
     return out
+
+
+def dequantize_sum(
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    bits: int,
+    format: str = "int",
+    block_size: int = 256,
+    numel: int,
+    divisor: float = 1.0,
+    out: Tensor | None = None,
+    corrupt: Tensor | None = None,
+) -> Tensor:
+    """Decode several messages of ``quantize`` and add them up in one pass, such as for a mean.
+
+    Entries are added in float32, those of the first message first, and divided by ``divisor``: to
+    the bit what ``dequantize(accumulate=True)`` of one message after the other gives in a float32
+    buffer of zeros. Messages are not trusted, as for ``dequantize``: the CPU rejects all if one is
+    corrupt.
+
+    Args:
+        codes: (messages, codes of n entries) with a message's codes in each row, at least one; rows
+            may lie apart, as in received bytes.
+        scales: (messages, ceil(n / block_size)) float32, or (messages, 0) for "natural"; likewise.
+        bits, format, block_size: as given to ``quantize``.
+        numel: n, the number of entries.
+        divisor: what the sum is divided by, not 0, such as the number of messages.
+        out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
+        corrupt: as for ``dequantize``.
+    """
+    kind = find_format(bits, format)
+    check_block_size(block_size)
+    if divisor == 0:
+        raise ValueError(f"divisor must not be 0, got {divisor}")
+    out = output(out, numel, False, codes.device)
+    _check_rows("codes", codes, kind.dtype, codes, kind.num_codes(numel), out)
+    _check_rows("scales", scales, torch.float32, codes, kind.num_scales(numel, block_size), out)
+    counter = corrupt_counter(corrupt, out)
+    _dequantize_sum_checked(codes, scales, bits, format, block_size, float(divisor), out, counter)
+    stop_if_corrupt(corrupt, counter, CORRUPT)
+    return out
+
+
+def _check_rows_of_message(
+    codes: Tensor, scales: Tensor, kind: Format, block_size: int, out: Tensor
+) -> None:
+    """Raise unless a message in rows has whole blocks in each, and an entry for each of out's."""
+    entries = codes.shape[1] * 8 // kind.bits
+    if entries % block_size or codes.shape[0] * entries < out.numel() or not entries:
+        rule = f"rows of whole blocks of {block_size} entries, {out.numel()} in all"
+        raise ValueError(f"codes must be {rule}, got {describe(codes)}")
+    _check_rows("codes", codes, kind.dtype, codes, kind.num_codes(entries), out)
+    _check_rows("scales", scales, torch.float32, codes, kind.num_scales(entries, block_size), out)
+
+
+def _check_rows(
+    name: str, tensor: Tensor, dtype: torch.dtype, codes: Tensor, length: int, out: Tensor
+) -> None:
+    """Raise unless a tensor has a row of this dtype and length for each message, at least one."""
+    count = codes.shape[0] if codes.dim() == 2 and codes.shape[0] else 1
+    fits = tensor.dtype == dtype and tensor.shape == (count, length)
+    rows_fit = fits and (length < 2 or tensor.stride(1) == 1) and tensor.stride(0) >= length
+    if not (rows_fit and tensor.device == out.device):
+        kind = str(dtype).removeprefix("torch.")
+        rule = f"a row of {length} {kind} for each message on {out.device}"
+        raise ValueError(f"{name} must have {rule}, got {describe(tensor)}")

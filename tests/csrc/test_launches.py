@@ -57,10 +57,13 @@ def _calls(new):
     masses = new(1, dtype=torch.float64)
     half = new(NUMEL, dtype=torch.bfloat16)
     codes, scales = new(NUMEL, dtype=torch.int8), new(20)
+    several, factors = new((8, NUMEL), dtype=torch.int8), new((8, 20))
     words, mean = new(625, dtype=torch.uint8), new(5)
     places, few = new(50, dtype=torch.int32), new(50)
-    hint, square = new(()), new(NUMEL)
+    hint, square, flag = new(()), new(NUMEL), new((), dtype=torch.bool)
     matrices, tall = [new(1250, 4), new(3, 100, 2)], new(6000, 4)
+    headers, counted = new((4, 8), dtype=torch.float64), new((), dtype=torch.int64)
+    expected = torch.zeros(4, 8, dtype=torch.float64, device="cpu")
     code = {"bits": 8, "format": "int"}
     sgd = {"lr": 0.1, "momentum": 0.9}
     adam = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "step": 3}
@@ -81,9 +84,13 @@ def _calls(new):
         "predict_adam": lambda: ops.predict_adam(x, y, z, **adam, horizon=2),
         "quantize": lambda: ops.quantize(x, residual=y, seed=1),
         "dequantize": lambda: ops.dequantize(codes, scales, **code, numel=NUMEL),
+        "dequantize_sum": lambda: ops.dequantize_sum(several, factors, **code, numel=NUMEL),
         "quantize_difference_": lambda: ops.quantize_difference_(x, y, 1.0),
         "pack_signs": lambda: ops.pack_signs(x, residual=y),
         "unpack_signs": lambda: ops.unpack_signs(words, mean, numel=NUMEL),
+        "add_or_clear_": lambda: ops.add_or_clear_(x, y, clear=flag),
+        "add_or_clear_, flag": lambda: ops.add_or_clear_(x, clear=flag),
+        "screen_headers": lambda: ops.screen_headers(headers, expected, counter=counted),
         "top_k": lambda: ops.top_k(x, 50, threshold=hint),
         "top_k, residual": lambda: ops.top_k(x, 50, residual=y, threshold=hint),
         "top_k, 16-bit residual": lambda: ops.top_k(x, 50, residual=half, threshold=hint),
@@ -109,9 +116,13 @@ EXPECTED = {
     "predict_adam": (1, 0),
     "quantize": (1, 0),
     "dequantize": (1, 0),
+    "dequantize_sum": (1, 0),
     "quantize_difference_": (1, 0),
     "pack_signs": (1, 0),
     "unpack_signs": (1, 0),
+    "add_or_clear_": (1, 0),
+    "add_or_clear_, flag": (1, 0),
+    "screen_headers": (1, 0),
     "top_k": (6, 0),
     "top_k, residual": (6, 0),
     "top_k, 16-bit residual": (7, 0),

@@ -1,4 +1,4 @@
-"""``quantize`` and ``dequantize``: samples for the parity harness, and tests of these ops alone."""
+"""``quantize``, ``dequantize``, ``dequantize_sum``: samples for the parity harness, and tests."""
 
 from itertools import cycle, product
 
@@ -7,14 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyparallel.ops import dequantize, quantize
+from pyparallel.ops import dequantize, dequantize_sum, quantize
 from pyparallel.ops._formats import find_format
 from pyparallel.ops._philox import as_seed
-from pyparallel.ops.quantize import dequantize_reference, quantize_reference
+from pyparallel.ops.quantize import (
+    dequantize_reference,
+    dequantize_sum_reference,
+    quantize_reference,
+)
 from tests.ops.parity import (
     COMPILED,
     COMPILED_CPU,
     DTYPES,
+    ON_GPU,
     assert_parity,
     assert_refused,
     each_compiled,
@@ -171,6 +176,93 @@ def test_compiled_cpu_decodes_anything(numel, dtype, kind, block_size, accumulat
     codes, scales = message(numel, *kind, block_size, seed=numel)
     out = sample(numel, dtype=dtype)[0]
     decode_parity(COMPILED_CPU, kind, codes, scales, block_size, accumulate, out)
+
+
+def in_rows(num_rows, entries, kind, block_size, extra=16):
+    """Return codes and scales, (rows, ...), that follow each other in rows of bytes, all 85."""
+    form = find_format(*kind)
+    num_codes = form.num_codes(entries)
+    begin = -(-num_codes // 16) * 16
+    end = begin + 4 * form.num_scales(entries, block_size)
+    rows = torch.full((num_rows, end + extra), 85, dtype=torch.uint8)
+    return rows[:, :num_codes].view(form.dtype), rows[:, begin:end].view(torch.float32)
+
+
+def sum_sample(numel, kind=(8, "int"), count=3, dtype=torch.float32, block_size=64, extra=16):
+    """Return arguments of dequantize_sum: messages whose codes and scales share rows of bytes."""
+    codes, scales = in_rows(count, numel, kind, block_size, extra)
+    for index in range(count):
+        x = (index + 1) * sample(numel + index)[0][index:]
+        one = quantize(x, **named(kind), block_size=block_size)
+        codes[index], scales[index] = one
+    out = torch.full((numel,), 7.0, dtype=dtype)
+    return codes, scales, *kind, block_size, float(count), out, torch.zeros((), dtype=torch.int64)
+
+
+@each_compiled
+def test_sums_of_messages(implementation):
+    rows = implementation.cases(DTYPES, FORMATS, [1, 3, 4, 9], [0, 7, 1025, 20_001], [16, 4])
+    for dtype, kind, count, numel, extra in rows:  # rows that are aligned, and that are not
+        arguments = sum_sample(numel, kind, count, dtype, extra=extra)
+        assert_parity(implementation, "dequantize_sum", dequantize_sum_reference, arguments)
+
+
+@each_format
+def test_a_sum_has_the_bits_of_one_message_after_the_other(kind):
+    for numel, count in ((1, 1), (1000, 5), (40_001, 3)):
+        codes, scales, *_ = sum_sample(numel, kind, count)
+        options = {**named(kind), "block_size": 64, "numel": numel}
+        total = torch.zeros(numel)
+        for message in zip(codes, scales.contiguous(), strict=True):
+            dequantize(*message, **options, out=total, accumulate=True)
+        total.div_(count)
+        assert torch.equal(dequantize_sum(codes, scales, **options, divisor=count), total)
+
+
+@each_format
+def test_a_sum_refuses_a_corrupt_message_on_the_cpu_and_a_gpu_leaves_it_out(kind):
+    for wrong, wrong_scales, count in corrupt_messages(kind):
+        right, right_scales = message(101, *kind, 32)
+        codes, scales = torch.stack([right, wrong]), torch.stack([right_scales, wrong_scales])
+        options = {**named(kind), "block_size": 32, "numel": 101}
+        arguments = codes, scales, *kind, 32, 1.0, torch.full((101,), 5.0), torch.tensor(1000)
+        if count and not torch.cuda.is_available():
+            with pytest.raises(RuntimeError, match="codes and scales must be what quantize emits"):
+                dequantize_sum(codes, scales, **options, out=arguments[-2])
+            assert torch.equal(arguments[-2], torch.full((101,), 5.0))
+        arguments = [each.to(ON_GPU.device) if isinstance(each, torch.Tensor) else each
+                     for each in arguments]  # fmt: skip
+        ON_GPU.find("dequantize_sum")(*arguments)
+        expected = torch.zeros(101, device=ON_GPU.device)
+        for index in range(2):
+            each = [tensor[index] for tensor in arguments[:2]]
+            counter = torch.zeros_like(arguments[-1])
+            ON_GPU.find("dequantize")(*each, *kind, 32, True, expected, counter)
+        assert int(arguments[-1]) == 1000 + count
+        assert torch.equal(arguments[-2], expected)
+
+
+@each_compiled
+def test_messages_in_rows(implementation):
+    """Each row is as a message of its own would be, but for the draws, which go on."""
+    cases = implementation.cases(
+        FORMATS, [None, *DTYPES[:2]], SEEDS, [0, 1000, 4096, 5001], [16, 4]
+    )
+    for kind, residual_dtype, seed, numel, extra in cases:
+        x, residual = sample(numel, residual_dtype=residual_dtype)
+        *head, _, _ = prepare(x, *kind, 64, residual, seed)
+        codes, scales = in_rows(3, 1728, kind, 64, extra)
+        assert_parity(implementation, "quantize", quantize_reference, (*head, codes, scales))
+        quantize_reference(*head, codes, scales)
+        one_piece = prepare(x, *kind, 64, sample(numel, residual_dtype=residual_dtype)[1], seed)
+        quantize_reference(*one_piece)
+        size = one_piece[-2].numel()
+        assert torch.equal(codes.reshape(-1)[:size], one_piece[-2])
+        decode_parity(implementation, kind, codes, scales, 64, numel % 2 == 0, torch.ones(numel))
+    with pytest.raises(RuntimeError, match="codes: expected rows of whole blocks"):
+        COMPILED_CPU.find("quantize")(*head, codes[:, 1:], scales)
+    with pytest.raises(RuntimeError, match="scales: expected as many rows as codes"):
+        COMPILED_CPU.find("quantize")(*head, codes, scales[1:])
 
 
 @each_format

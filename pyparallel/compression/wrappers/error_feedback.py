@@ -83,3 +83,11 @@ class ErrorFeedback(Composed):
     ) -> None:
         check_no_residual(residual)
         self.compressor.mean_(x, state.inner[0], collectives, state.entries[RESIDUAL])
+
+    @override
+    def mean_of_finite_(
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
+    ) -> Tensor:
+        check_no_residual(residual)
+        entries = state.entries[RESIDUAL]
+        return self.compressor.mean_of_finite_(x, state.inner[0], collectives, entries)
