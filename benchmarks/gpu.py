@@ -37,8 +37,8 @@ CUDA_TESTS = "compiled-cuda or on_cuda"
 MEMORY_TESTS = "compiled-cuda and (unaligned or corrupt) or on_cuda"
 # Each in a process of its own: an error of a kernel ends all that comes after it in its process.
 OPS = {
-    "steps": ["mix", "screen_headers", "adamw_step", "predict_adam", "sgd_step", "predict_sgd"],
-    "codes": ["quantize", "pack_signs", "mix_quantized", "quantize_difference", "add_or_clear"],
+    "steps": ["mix", "adamw_step", "predict_adam", "sgd_step", "predict_sgd"],
+    "codes": ["quantize", "pack_signs", "mix_quantized", "quantize_difference"],
     "entries": ["top_k", "random_k", "orthogonalize"],
     "hooks": ["hooks"],
 }

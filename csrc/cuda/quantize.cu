@@ -30,9 +30,6 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<Format, HAS_RESIDUAL
     quantize_kernel(const X* x, Stream residual, int64_t numel, int shift, Draws draws,
                     uint8_t* codes, float* scales, Rows rows, bool aligned) {
   const Place<> place = place_of_thread(numel, aligned);
-  const int64_t row = rows.row(place.begin >> shift);
-  codes += row * rows.code_gap;
-  scales += row * rows.scale_gap;
   Packet<> own, kept;
   PhiloxWords words;
   in_one_branch(place, [&](const Place<>& place) {
@@ -47,6 +44,9 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<Format, HAS_RESIDUAL
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] + lost[i];
   }
+  const int64_t row = rows.row(place.begin >> shift);
+  codes += row * rows.code_gap;
+  scales += row * rows.scale_gap;
   const BlockScale scale = scale_of_group<Format>(sums, place, shift, scales);
   float decoded[kPerThread];
   encode_and_store<Format>(sums, scale, draws.stochastic, words, codes, place, decoded);

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -117,11 +116,7 @@ class Collectives:
         return list(zip(*self.all_gather_rows(tensors), strict=True))
 
     def all_gather_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Gather flat tensors, each of one length on all ranks; return (size, n) of each.
-
-        Several tensors are sent as one, of bytes, in which their rows lie apart. The host waits for
-        nothing on NCCL.
-        """
+        """Gather tensors (n,), of one length on all ranks each, as one; return (size, n) each."""
         if len(tensors) == 1:
             return [self.all_gather(tensors[0])]
         kinds = [(each.numel(), each.dtype) for each in tensors]
@@ -130,7 +125,6 @@ class Collectives:
         packed = tensors[0].new_zeros(packed_bytes(kinds), dtype=torch.uint8)
         for part, each in zip(unpack(packed, kinds), tensors, strict=True):
             part.copy_(each)
-        for each in tensors:
             self.stats.count(each, self.size - 1)
         with self.uncounted():
             return unpack(self.all_gather(packed), kinds)
@@ -188,19 +182,13 @@ def int64_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
     return on_device
 
 
-Kinds = Sequence[tuple[int, torch.dtype]]
-"""The length and dtype of tensors that are sent as one, of bytes."""
-
-
-def packed_bytes(kinds: Kinds) -> int:
-    """Return how many bytes hold flat tensors, each followed by those that align the next."""
+def packed_bytes(kinds: Sequence[tuple[int, torch.dtype]]) -> int:
+    """Return how many bytes hold flat tensors of these lengths and dtypes, each aligned."""
     return sum(-(-length * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for length, dtype in kinds)
 
 
-def unpack(packed: Tensor, kinds: Kinds) -> list[Tensor]:
+def unpack(packed: Tensor, kinds: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
     """Return views (..., length) of the tensors in bytes (..., packed_bytes), uint8."""
-    begins = accumulate((packed_bytes([kind]) for kind in kinds), initial=0)
-    return [
-        packed[..., begin : begin + length * dtype.itemsize].view(dtype)
-        for begin, (length, dtype) in zip(begins, kinds, strict=False)
-    ]
+    parts = packed.split([packed_bytes([kind]) for kind in kinds], dim=-1)
+    pairs = zip(parts, kinds, strict=True)
+    return [part[..., : length * dtype.itemsize].view(dtype) for part, (length, dtype) in pairs]

@@ -28,11 +28,7 @@ class CommStats:
 
     def count(self, tensor: Tensor, times: float) -> None:
         """Add a tensor that is sent ``times`` times."""
-        # A sparse tensor has no nbytes.
-        self.count_message(tensor.numel() * tensor.element_size(), times)
-
-    def count_message(self, num_bytes: int, times: float) -> None:
-        """Add a message of so many bytes that is sent ``times`` times."""
+        num_bytes = tensor.numel() * tensor.element_size()  # a sparse tensor has no nbytes
         self.payload_bytes += num_bytes
         self.wire_bytes += num_bytes * times
 

@@ -14,8 +14,7 @@ messages, whose corruption is a RuntimeError; on a GPU that of earlier messages 
 from ._checks import FLOAT_DTYPES
 from ._library import Backend, load_native, load_triton, names, warn_importer
 from .adamw_step import adamw_step_
-from .add_or_clear import add_or_clear_
-from .mix import mix_
+from .mix import add_or_clear_, mix_, screen_headers
 from .mix_quantized import mix_quantized_
 from .orthogonalize import orthogonalize_
 from .pack_signs import pack_signs, unpack_signs
@@ -24,7 +23,6 @@ from .predict_sgd import predict_sgd
 from .quantize import dequantize, dequantize_sum, quantize
 from .quantize_difference import quantize_difference_
 from .random_k import random_k, random_k_indices
-from .screen_headers import screen_headers
 from .sgd_step import sgd_step_
 from .top_k import scatter_add_, top_k
 

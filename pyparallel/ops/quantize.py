@@ -1,16 +1,22 @@
 """``quantize``, ``dequantize`` and ``dequantize_sum``: 8, 4 or 2 bits an entry, scales of blocks.
 
-A message is in one piece, (codes,) and (scales,), or, for what calls the unchecked ops, in rows,
-(rows, codes) and (rows, scales), of as many whole blocks each; they may lie apart, and the last may
-be longer than the message.
+A message is in one piece, (codes,) and (scales,), or in rows, (rows, codes) and (rows, scales), of
+as many whole blocks each, which may lie apart; the last ones may be longer than the message.
 """
 
 import torch
 from torch import Tensor
 
-from ._checks import check_block_size, check_buffer, check_like, describe, num_blocks, output
+from ._checks import check_block_size, check_buffer, check_like, num_blocks, output
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
-from ._formats import CORRUPT, Format, check_message, decode_message, find_format
+from ._formats import (
+    CORRUPT,
+    check_message,
+    check_message_in_rows,
+    check_messages,
+    decode_message,
+    find_format,
+)
 from ._library import checked, define
 from ._philox import as_offset, as_seed, random_bits
 
@@ -224,14 +230,12 @@ def dequantize(
 
     Messages are not trusted. An entry is corrupt if its code is one that ``quantize`` never emits
     (-128, or -8 of 4 bits; an inf or a nan of the float formats; 3 of "ternary"; -0 or -nan of
-    "natural"), or if its block's scale is
-    negative or infinite. The CPU rejects the whole message before anything is written. Elsewhere,
-    without a host synchronization, a corrupt entry is written as 0, or adds nothing, and is
-    counted.
+    "natural"), or if its block's scale is negative or infinite. The CPU rejects the whole message
+    before anything is written. Elsewhere, without a host synchronization, a corrupt entry is
+    written as 0, or adds nothing, and is counted.
 
     Args:
-        codes, scales: as returned by ``quantize``; or (rows, ...), of as many whole blocks each,
-            which may lie apart, as in received bytes; the last rows may be longer than n.
+        codes, scales: as returned by ``quantize``; or in rows, as in received bytes.
         bits, format, block_size: as given to it.
         numel: n, the number of entries.
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
@@ -244,7 +248,7 @@ def dequantize(
     check_block_size(block_size)
     out = output(out, numel, accumulate, codes.device)
     if codes.dim() == 2:
-        _check_rows_of_message(codes, scales, kind, block_size, out)
+        check_message_in_rows(codes, scales, kind, block_size, numel, out.device)
     else:
         check_message("codes", codes, "scales", scales, kind, block_size, numel, out.device)
     counter = corrupt_counter(corrupt, out)
@@ -287,34 +291,8 @@ def dequantize_sum(
     if divisor == 0:
         raise ValueError(f"divisor must not be 0, got {divisor}")
     out = output(out, numel, False, codes.device)
-    _check_rows("codes", codes, kind.dtype, codes, kind.num_codes(numel), out)
-    _check_rows("scales", scales, torch.float32, codes, kind.num_scales(numel, block_size), out)
+    check_messages(codes, scales, kind, block_size, numel, out.device)
     counter = corrupt_counter(corrupt, out)
     _dequantize_sum_checked(codes, scales, bits, format, block_size, float(divisor), out, counter)
     stop_if_corrupt(corrupt, counter, CORRUPT)
     return out
-
-
-def _check_rows_of_message(
-    codes: Tensor, scales: Tensor, kind: Format, block_size: int, out: Tensor
-) -> None:
-    """Raise unless a message in rows has whole blocks in each, and an entry for each of out's."""
-    entries = codes.shape[1] * 8 // kind.bits
-    if entries % block_size or codes.shape[0] * entries < out.numel() or not entries:
-        rule = f"rows of whole blocks of {block_size} entries, {out.numel()} in all"
-        raise ValueError(f"codes must be {rule}, got {describe(codes)}")
-    _check_rows("codes", codes, kind.dtype, codes, kind.num_codes(entries), out)
-    _check_rows("scales", scales, torch.float32, codes, kind.num_scales(entries, block_size), out)
-
-
-def _check_rows(
-    name: str, tensor: Tensor, dtype: torch.dtype, codes: Tensor, length: int, out: Tensor
-) -> None:
-    """Raise unless a tensor has a row of this dtype and length for each message, at least one."""
-    count = codes.shape[0] if codes.dim() == 2 and codes.shape[0] else 1
-    fits = tensor.dtype == dtype and tensor.shape == (count, length)
-    rows_fit = fits and (length < 2 or tensor.stride(1) == 1) and tensor.stride(0) >= length
-    if not (rows_fit and tensor.device == out.device):
-        kind = str(dtype).removeprefix("torch.")
-        rule = f"a row of {length} {kind} for each message on {out.device}"
-        raise ValueError(f"{name} must have {rule}, got {describe(tensor)}")

@@ -12,8 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pyparallel.ops.adamw_step import adamw_step_reference
-from pyparallel.ops.add_or_clear import add_or_clear_reference
-from pyparallel.ops.mix import mix_reference
+from pyparallel.ops.mix import add_or_clear_reference, mix_reference, screen_headers_reference
 from pyparallel.ops.mix_quantized import mix_quantized_reference
 from pyparallel.ops.orthogonalize import orthogonalize_reference
 from pyparallel.ops.pack_signs import pack_signs_reference, unpack_signs_reference
@@ -26,12 +25,10 @@ from pyparallel.ops.quantize import (
 )
 from pyparallel.ops.quantize_difference import quantize_difference_reference
 from pyparallel.ops.random_k import random_k_indices_reference, random_k_reference
-from pyparallel.ops.screen_headers import screen_headers_reference
 from pyparallel.ops.sgd_step import sgd_step_reference
 from pyparallel.ops.top_k import scatter_add_reference, top_k_reference
 from tests.ops import (
     test_adamw_step,
-    test_add_or_clear,
     test_mix,
     test_mix_quantized,
     test_orthogonalize,
@@ -41,7 +38,6 @@ from tests.ops import (
     test_quantize,
     test_quantize_difference,
     test_random_k,
-    test_screen_headers,
     test_sgd_step,
     test_top_k,
 )
@@ -142,11 +138,11 @@ CASES = [
         quantize_difference_reference,
         lambda numel: test_quantize_difference.prepare(*test_quantize_difference.sample(numel)),
     ),
-    OpCase("add_or_clear_", add_or_clear_reference, test_add_or_clear.sample),
+    OpCase("add_or_clear_", add_or_clear_reference, test_mix.sample_sum),
     OpCase(
         "screen_headers",
         screen_headers_reference,
-        lambda numel: test_screen_headers.sample(min(numel, 40)),
+        lambda numel: test_mix.sample_headers(min(numel, 40)),
         by_elements=False,
     ),
     OpCase("pack_signs", pack_signs_reference, test_pack_signs.sample),

@@ -514,6 +514,34 @@ def test_bad_arguments_of_quantize_are_refused():
     assert_refused(quantize, good, rows, direct)
 
 
+def test_bad_rows_are_refused():
+    def good():
+        codes, scales, *others, out, _ = sum_sample(128)
+        found = dict(zip(("bits", "format", "block_size", "divisor"), others, strict=True))
+        return {"codes": codes, "scales": scales, **found, "numel": 128, "out": out}
+
+    def direct(arguments):
+        *first, _, out = arguments.values()
+        return *first, out, torch.zeros((), dtype=torch.int64)
+
+    codes, scales = torch.zeros(3, 129).char(), torch.zeros(3, 2)
+    rows = [
+        ({"codes": codes}, r"codes must be int8 of shape \[3, 128\] with .* got .* \[3, 129\]"),
+        ({"codes": codes[:0, 1:]}, r"codes must be int8 of shape \[1, 128\]"),
+        ({"codes": codes.T.contiguous().T[:, 1:]}, "codes must be int8 .* not contiguous"),
+        ({"codes": codes[:1, 1:].expand(3, -1)}, "codes must be int8 .* not contiguous"),
+        ({"scales": scales[1:]}, r"scales must be float32 of shape \[3, 2\]"),
+        ({"divisor": 0.0}, "divisor must not be 0, got 0"),
+    ]
+    assert_refused(dequantize_sum, good, rows, direct)
+    rows = [
+        ({"codes": codes}, "codes must be rows of whole blocks of 64 entries, 128 in all, got"),
+        ({"numel": 500, "out": None}, "codes must be rows of .* 500 in all, got"),
+        ({"scales": scales[:, 1:]}, r"scales must be float32 of shape \[3, 2\]"),
+    ]
+    assert_refused(lambda divisor, **each: dequantize(**each), good, rows)
+
+
 def test_bad_arguments_of_dequantize_are_refused():
     def good():
         counter = torch.zeros((), dtype=torch.int64)

@@ -139,7 +139,8 @@ class BlockwiseCompressor(Compressor):
                 last.copy_(self._drop_nonfinite_(x.numel(), rows[-1], residual))
         for of_ranks, dtype in zip(lengths, self.dtypes, strict=True):
             kept = of_ranks[collectives.rank] / max(1, sum(of_ranks))
-            collectives.stats.count_message(sum(of_ranks) * dtype.itemsize, 1 - kept)
+            num_bytes = sum(of_ranks) * dtype.itemsize
+            collectives.stats.count(packed.view(-1)[:num_bytes], 1 - kept)
         with collectives.uncounted():
             received = collectives.all_to_all(packed.view(-1), [width] * size, [width] * size)
         tensors = unpack(received.view(size, width), kinds)

@@ -92,10 +92,11 @@ class Quantizer(BlockwiseCompressor):
     def _decode_mean(
         self, received: list[Tensor], layout: BufferLayout, num_ranks: int
     ) -> tuple[Tensor, int | None]:
+        codes, scales = received
         sizes: dict[str, Any] = {"numel": layout.numel, "divisor": num_ranks}
         try:
             with refusing_corrupt():
-                return ops.dequantize_sum(*received, **self._kind, **sizes), None
+                return ops.dequantize_sum(codes, scales, **self._kind, **sizes), None
         except CorruptMessageError:  # one by one, to find the sender
             return super()._decode_mean(received, layout, num_ranks)
 
@@ -104,9 +105,10 @@ class Quantizer(BlockwiseCompressor):
         if x.numel() == 0 or max(parts.lengths) % self.block_size:  # a part alone, and its block
             super()._decode(gathered, parts, x)
             return
+        codes, scales = gathered
         try:
             with refusing_corrupt():
-                ops.dequantize(*gathered, **self._kind, numel=x.numel(), out=x)
+                ops.dequantize(codes, scales, **self._kind, numel=x.numel(), out=x)
         except CorruptMessageError:  # one by one, to name the sender
             super()._decode(gathered, parts, x)
 

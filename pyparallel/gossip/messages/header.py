@@ -18,7 +18,7 @@ from ...comm.errors import NonFiniteError, PeerError
 from ...comm.run import Run
 from ...ops import screen_headers
 from ...ops._corrupt import CorruptCounter
-from ...ops.screen_headers import FORWARDS_UNIT, NONFINITE_UNIT
+from ...ops.mix import FORWARDS_UNIT, NONFINITE_UNIT
 
 # Of regular topologies, where masses are the senders' shares. Shares that are multiples of 2**-40
 # add up without rounding; those of a user's own topology may drift by 2**-53 in each addition,
