@@ -79,7 +79,7 @@ def train_with_counted_payloads(rank, schedules):
 
 def test_on_the_host_payloads_live_while_the_schedule_has_their_microbatches_in_flight(ranks):
     # Activations until their backward, as a stage's inputs are views of them, and a gradient. On a
-    # GPU memory returns later, when its work is done: autograd frees it, so no ring can reuse it.
+    # GPU memory returns later, when its work is done.
     expected = {
         GPipe(): [1, 8 + 1, 8],
         OneForwardOneBackward(): [1, 2 + 1, 1],
