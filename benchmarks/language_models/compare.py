@@ -5,7 +5,7 @@ embedding tied to the head, and Llama, each of 10 million parameters, from rando
 gloo: in two stages and in four, a rank with one thread each. 1,000 updates of AdamW, or of Muon for
 the matrices of the blocks and AdamW for the rest, each from 8 windows of 64 bytes of Python's
 standard library; gradients are clipped, the learning rate warms up over the first tenth and decays
-as a cosine, and the streaming schedules begin with a tenth of synchronous updates. All runs of a
+as a cosine, and the streaming schedules begin with a tenth of synchronous updates, or three. All runs of a
 seed have the same initial weights and batches. ``OneForwardOneBackward``, whose updates are those
 of the unsplit model, has rows of two stages only.
 
@@ -51,6 +51,7 @@ FIELDS = [
 LENGTH, HELD_OUT = 64, 128  # bytes of a window, held-out windows
 STEPS, WARM_UP = 1000, 0.1
 RATES = ["0.0005", "0.001", "0.002"]
+STARTS = ["100", "300"]
 OPTIMIZERS = ["AdamW", "Muon"]
 SPLITS = {2: [4], 4: [2, 4, 6]}  # layer 0 is the embedding, the last the head; six blocks
 SCHEDULES = ["OneForwardOneBackward", "PipeOptim", "PipeDream2BW"]
@@ -65,22 +66,21 @@ class Run(NamedTuple):
     ranks: str
     rate: str
     seed: int
+    start: str  # synchronous updates
     steps: int = STEPS
 
     @property
     def key(self) -> tuple[str, ...]:
         return tuple(map(str, self[:-1]))
 
-    @property
-    def start(self) -> int:
-        return 0 if self.schedule == "OneForwardOneBackward" else self.steps // 10
-
 
 def find_runs(options: argparse.Namespace) -> Iterator[Run]:
     chosen = options.models, options.optimizers, options.schedules, options.ranks, options.rates
-    for seed, run in product(options.seeds, (Run(*each, seed=0) for each in product(*chosen))):
-        if run.ranks == "2" or run.schedule != "OneForwardOneBackward":
-            yield run._replace(seed=seed)
+    for seed, run in product(options.seeds, product(*chosen)):
+        if run[2] != "OneForwardOneBackward":
+            yield from (Run(*run, seed=seed, start=each) for each in options.starts)
+        elif run[3] == "2":
+            yield Run(*run, seed=seed, start="0")
 
 
 def schedule_of(run: Run) -> tuple[pipeline.Schedule, int]:
@@ -88,10 +88,10 @@ def schedule_of(run: Run) -> tuple[pipeline.Schedule, int]:
     if run.schedule == "OneForwardOneBackward":
         return pipeline.OneForwardOneBackward(), 4
     if run.schedule == "PipeOptim":
-        return pipeline.PipeOptim(synchronous_updates=run.start), 1
+        return pipeline.PipeOptim(synchronous_updates=int(run.start)), 1
     # With as many microbatches as stages every stage is one update late.
     prediction = pipeline.Displacement()
-    schedule = pipeline.PipeDream2BW(prediction=prediction, synchronous_updates=run.start)
+    schedule = pipeline.PipeDream2BW(prediction=prediction, synchronous_updates=int(run.start))
     return schedule, int(run.ranks)
 
 
@@ -134,7 +134,6 @@ def train(rank: int, run: Run) -> Row | None:
         return None
     bits = [loss * BITS_PER_NAT for loss in losses if loss is not None]
     return {
-        "start": run.start,
         "parameters": sum(each.numel() for each in model.parameters()),
         "tied": model.get_input_embeddings().weight is model.get_output_embeddings().weight,
         "microbatches": microbatches,
@@ -156,9 +155,9 @@ def perform(run: Run) -> Row:
 
 
 def main() -> None:
-    rows = RunRows(RESULTS / "language-models.csv", FIELDS, num_keys=6)
+    rows = RunRows(RESULTS / "language-models.csv", FIELDS, num_keys=7)
     chosen = {"models": list(MODELS), "optimizers": OPTIMIZERS, "schedules": SCHEDULES}
-    chosen |= {"ranks": [*map(str, SPLITS)], "rates": RATES}
+    chosen |= {"ranks": [*map(str, SPLITS)], "rates": RATES, "starts": STARTS}
     module = "language_models.compare"
     compare(module, __doc__, rows, find_runs, perform, by_depth, range(3), **chosen)
 

@@ -63,8 +63,9 @@ class NonFiniteCheck:
 
     "raise": on the CPU all ranks raise, before anything of the buffer is sent or its state is
     written, which takes a pass and an all-gather of a number. On a GPU the host must not wait: the
-    buffer counts as zeros, as for "skip", and all ranks raise in the next step. "skip": the buffer
-    counts as zeros in the mean; no rank is told. "allow": nothing is read.
+    buffer counts as zeros, as for "skip", and all ranks raise in the next step; a residual may be
+    lost (``Compressor.mean_of_finite_``). "skip": the buffer counts as zeros in the mean; no rank
+    is told. "allow": nothing is read.
     """
 
     def __init__(self, policy: NonFinitePolicy) -> None:

@@ -318,7 +318,9 @@ def ddp_hook(
       skipped step is lost. Costs a pass over the gradients, and an all-gather of a number for each
       bucket; ``Cast(accumulate=dtype)`` reads its means instead, the same on all ranks, and sends
       nothing. On a GPU the host does not wait: the rank's bucket counts as zeros, and all ranks
-      raise when the next backward pass begins.
+      raise when the next backward pass begins. With `TopK`, `Sign` and the quantizers with scales
+      the encoder finds the nan, which costs no pass; that rank's residual of the bucket becomes 0,
+      and a sum with the residual that overflows counts too.
     * "skip": such a bucket of a rank counts as zeros in the mean, which is still divided by the
       number of ranks; no rank is told. With error feedback its residual is sent as usual. Costs a
       pass.

@@ -64,7 +64,7 @@ class BlockwiseCompressor(Compressor):
         """Average as `Compressor.mean_of_finite_`: scales show a nan or an inf."""
         if not self.has_scales or x.numel() == 0:
             return super().mean_of_finite_(x, state, collectives, residual)
-        return self._mean_(x, state, collectives, residual, drops=True)[-1].view(-1)
+        return self._mean_(x, state, collectives, residual, drops=True)
 
     def _mean_(
         self,
@@ -74,20 +74,18 @@ class BlockwiseCompressor(Compressor):
         residual: Residual,
         *,
         drops: bool,
-    ) -> list[Tensor]:
-        """Average as ``mean_``, or with ``drops`` as ``mean_of_finite_``.
-
-        Return what was received: a row for each rank, of each tensor of a message and, with
-        ``drops``, whether it was dropped.
-        """
+    ) -> Tensor:
+        """Average as ``mean_``, or with ``drops`` as ``mean_of_finite_``; return what that does."""
         parts = Parts.of(self, x.numel(), collectives.size)
         mine = parts.slices[collectives.rank]
         received = self._scatter(x, state, collectives, residual, parts, drops=drops)
         lost = None
         if residual is not None:
             lost = torch.zeros(mine.stop - mine.start, dtype=torch.float32, device=x.device)
-        of_mean, rows = _state_of_part(state, mine), received[:-1] if drops else received
-        message, corrupt_sender = self._average(rows, of_mean, collectives, lost)
+        of_ranks = received.pop().flatten().clone() if drops else x.new_empty(0)
+        of_mean = _state_of_part(state, mine)
+        message, corrupt_sender = self._average(received, of_mean, collectives, lost)
+        del received  # its memory is used again
         if residual is not None and lost is not None:
             add_or_clear_(residual[mine], lost, times=collectives.size)
         # A GPU counts corrupt entries, and a later message raises: the host does not wait.
@@ -105,7 +103,7 @@ class BlockwiseCompressor(Compressor):
                         raise CorruptMessageError(f"refused by rank {rank}")
         with collectives.stats.decoding():
             self._decode(gathered, parts, x)
-        return received
+        return of_ranks
 
     def _scatter(
         self,
