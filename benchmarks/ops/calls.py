@@ -146,12 +146,15 @@ def entries(numel: int) -> list[Call]:
     x, residual, dense = (torch.randn(numel) for _ in range(3))
     k = numel // 16
     values, indices = ops.top_k(x, k)
+    of_chunks = ops.top_k_chunks(x)
     matrix = torch.randn(numel // 4, 4)
     return [
         Call("top_k", lambda: ops.top_k(x, k, residual=residual),
              "topk", lambda: torch.topk(x, k)),
         Call("scatter_add_", lambda: ops.scatter_add_(dense, values, indices),
              "index_add_", lambda: dense.index_add_(0, indices, values)),
+        Call("top_k_chunks", lambda: ops.top_k_chunks(x, residual=residual)),
+        Call("scatter_chunks", lambda: ops.scatter_chunks(*of_chunks, numel=numel, out=dense)),
         Call("random_k_indices", lambda: ops.random_k_indices(numel, k, seed=1),
              "randperm", lambda: torch.randperm(numel)[:k]),
         Call("random_k", lambda: ops.random_k(x, k, seed=1, residual=residual),

@@ -24,7 +24,7 @@ from .quantize import dequantize, quantize
 from .quantize_difference import quantize_difference_
 from .random_k import random_k, random_k_indices
 from .sgd_step import sgd_step_
-from .top_k import scatter_add_, top_k
+from .top_k import scatter_add_, scatter_chunks, top_k, top_k_chunks
 
 __all__ = [
     "BACKENDS",
@@ -45,8 +45,10 @@ __all__ = [
     "random_k",
     "random_k_indices",
     "scatter_add_",
+    "scatter_chunks",
     "sgd_step_",
     "top_k",
+    "top_k_chunks",
     "unpack_signs",
 ]
 

@@ -7,6 +7,7 @@ from ..compression import (
     QSGD,
     Cast,
     Chain,
+    ChunkTopK,
     Compressor,
     ErrorFeedback,
     Fp8,
@@ -58,6 +59,7 @@ CANDIDATES = (
     Candidate("powersgd-ef", ErrorFeedback(PowerSGD())),
     Candidate("topk-ef", ErrorFeedback(TopK(0.01))),
     Candidate("topk-int8-ef", ErrorFeedback(Chain(TopK(0.01), Int8()))),
+    Candidate("chunk-topk-ef", ErrorFeedback(ChunkTopK())),
     Candidate("topk-weights-ef", PerParameter({"*weight": ErrorFeedback(TopK(0.01)), "*": Cast()})),
     Candidate(
         "bf16-then-topk-ef",

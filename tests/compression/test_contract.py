@@ -14,6 +14,7 @@ from pyparallel.compression import (
     BufferLayout,
     Cast,
     Chain,
+    ChunkTopK,
     CorruptMessageError,
     ErrorFeedback,
     Int8,
@@ -328,6 +329,9 @@ NEVER_SENT = [  # a compressor, and what makes a message of its shapes that it n
     (Threshold(0.5), lambda values, indices: (values, indices.flip(0))),
     (Threshold(0.5), lambda values, indices: (values, indices + LAYOUT.numel)),
     (Threshold(0.5), lambda values, indices: (values, indices - LAYOUT.numel)),
+    (ChunkTopK(16, chunk=256), lambda values, indices: (values, indices.flip(0))),
+    (ChunkTopK(16, chunk=256), lambda values, indices: (values, indices | 8 << 4)),  # repeated
+    (ChunkTopK(16, chunk=256), lambda values, indices: (values, indices + 1)),
     (CHAIN, lambda codes, scales, indices: (codes, scales, indices.flip(0))),
     (CHAIN, lambda codes, scales, indices: (codes, scales - torch.inf, indices)),
     (BY_NAME, lambda lengths, *rest: (lengths + 1, *rest)),

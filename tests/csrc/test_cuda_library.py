@@ -30,6 +30,7 @@ NARROW = {
     "gather_kernel",
     "mark_runs_kernel",
     "scatter_add_kernel",
+    "scatter_chunks_kernel",
     "write_kernel",
 }
 # They read all of a buffer, and write a few numbers or the entries found.

@@ -60,6 +60,7 @@ def _calls(new):
     words, mean = new(625, dtype=torch.uint8), new(5)
     places, few = new(50, dtype=torch.int32), new(50)
     hint, square = new(()), new(NUMEL)
+    of_chunks = new(128), new(192, dtype=torch.uint8)
     matrices, tall = [new(1250, 4), new(3, 100, 2)], new(6000, 4)
     code = {"bits": 8, "format": "int"}
     sgd = {"lr": 0.1, "momentum": 0.9}
@@ -88,6 +89,8 @@ def _calls(new):
         "top_k, residual": lambda: ops.top_k(x, 50, residual=y, threshold=hint),
         "top_k, 16-bit residual": lambda: ops.top_k(x, 50, residual=half, threshold=hint),
         "scatter_add_": lambda: ops.scatter_add_(x, few, places),
+        "top_k_chunks": lambda: ops.top_k_chunks(x, residual=y),
+        "scatter_chunks": lambda: ops.scatter_chunks(*of_chunks, numel=NUMEL),
         "random_k_indices": lambda: ops.random_k_indices(NUMEL, 50, seed=1, device="cuda"),
         "random_k": lambda: ops.random_k(x, 50, seed=1),
         "random_k, residual": lambda: ops.random_k(x, 50, seed=1, residual=y),
@@ -116,6 +119,8 @@ EXPECTED = {
     "top_k, residual": (6, 0),
     "top_k, 16-bit residual": (7, 0),
     "scatter_add_": (1, 0),
+    "top_k_chunks": (1, 0),
+    "scatter_chunks": (1, 0),
     "random_k_indices": (3, 0),
     "random_k": (4, 0),
     "random_k, residual": (5, 0),

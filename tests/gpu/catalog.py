@@ -22,7 +22,12 @@ from pyparallel.ops.quantize import dequantize_reference, quantize_reference
 from pyparallel.ops.quantize_difference import quantize_difference_reference
 from pyparallel.ops.random_k import random_k_indices_reference, random_k_reference
 from pyparallel.ops.sgd_step import sgd_step_reference
-from pyparallel.ops.top_k import scatter_add_reference, top_k_reference
+from pyparallel.ops.top_k import (
+    scatter_add_reference,
+    scatter_chunks_reference,
+    top_k_chunks_reference,
+    top_k_reference,
+)
 from tests.ops import (
     test_adamw_step,
     test_mix,
@@ -150,6 +155,10 @@ CASES = [
         scatter_add_reference,
         lambda numel: test_top_k.message(numel, numel // 8),
         by_elements=False,
+    ),
+    OpCase("top_k_chunks", top_k_chunks_reference, test_top_k.sample_chunks, by_elements=False),
+    OpCase(
+        "scatter_chunks", scatter_chunks_reference, test_top_k.message_of_chunks, by_elements=False
     ),
     OpCase(
         "orthogonalize_",
