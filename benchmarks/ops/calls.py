@@ -120,6 +120,7 @@ def messages(numel: int) -> list[Call]:
     kind: dict[str, Any] = {"bits": 8, **block}
     codes, scales = ops.quantize(z, **kind)
     words, signs = ops.pack_signs(z, **block)
+    bins, means = ops.quantize_statistical(z)
     blocks = z.view(-1, BLOCK_SIZE)
     channels = scales.double(), torch.zeros(len(scales), dtype=torch.int64), 0, torch.qint8
     encoded = torch.quantize_per_channel(blocks, *channels)
@@ -138,6 +139,8 @@ def messages(numel: int) -> list[Call]:
              "dequantize", lambda: torch.dequantize(encoded)),
         Call("pack_signs", lambda: ops.pack_signs(z, **block, residual=residual)),
         Call("unpack_signs", lambda: ops.unpack_signs(words, signs, **block, **decoded)),
+        Call("quantize_statistical", lambda: ops.quantize_statistical(z, residual=residual)),
+        Call("dequantize_statistical", lambda: ops.dequantize_statistical(bins, means, **decoded)),
     ]  # fmt: skip
 
 

@@ -14,9 +14,11 @@ from benchmarks.ops.table import best_peer, largest_cases
 
 COMPRESSION = (
     "orthogonalize",
+    "dequantize_statistical",
     "pack_signs",
     "quantize",
     "quantize_difference",
+    "quantize_statistical",
     "random_k",
     "scatter_add",
     "scatter_chunks",

@@ -13,8 +13,6 @@
 // The largest entries of one chunk, which fits the L1 cache.
 namespace pyparallel::cpu {
 
-typedef int32_t LaneInts __attribute__((vector_size(32)));
-
 inline LaneInts magnitude_of(Lanes acc) { return reinterpret_cast<LaneInts>(acc) & 0x7fffffff; }
 
 inline LaneInts largest_of(LaneInts a, LaneInts b) { return a > b ? a : b; }

@@ -17,7 +17,12 @@ from .adamw_step import adamw_step_
 from .mix import mix_
 from .mix_quantized import mix_quantized_
 from .orthogonalize import orthogonalize_
-from .pack_signs import pack_signs, unpack_signs
+from .pack_signs import (
+    dequantize_statistical,
+    pack_signs,
+    quantize_statistical,
+    unpack_signs,
+)
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
 from .quantize import dequantize, quantize
@@ -32,6 +37,7 @@ __all__ = [
     "Backend",
     "adamw_step_",
     "dequantize",
+    "dequantize_statistical",
     "implementation",
     "mix_",
     "mix_quantized_",
@@ -42,6 +48,7 @@ __all__ = [
     "predict_sgd",
     "quantize",
     "quantize_difference_",
+    "quantize_statistical",
     "random_k",
     "random_k_indices",
     "scatter_add_",

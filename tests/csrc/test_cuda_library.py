@@ -19,7 +19,11 @@ LIBRARIES = ["cpu", pytest.param("cuda", marks=pytest.mark.slow)]
 # They process no buffer, so 16-byte accesses are not required.
 ONE_WARP = {"add_masses_kernel", "scalars_kernel", "step_numbers_kernel"}
 # Besides floats they access codes, eight or four bytes per thread.
-ONE_WAY = {"quantize_kernel", "dequantize_kernel"}
+ONE_WAY = {
+    "quantize_kernel",
+    "dequantize_kernel",
+    "dequantize_statistical_kernel",
+}
 # They access scattered entries, or the few numbers of each block.
 NARROW = {
     "begin_kernel",

@@ -57,8 +57,10 @@ def _calls(new):
     masses = new(1, dtype=torch.float64)
     half = new(NUMEL, dtype=torch.bfloat16)
     codes, scales = new(NUMEL, dtype=torch.int8), new(20)
+    pairs = new(1250, dtype=torch.uint8)
     words, mean = new(625, dtype=torch.uint8), new(5)
     places, few = new(50, dtype=torch.int32), new(50)
+    means = new(8)
     hint, square = new(()), new(NUMEL)
     of_chunks = new(128), new(192, dtype=torch.uint8)
     matrices, tall = [new(1250, 4), new(3, 100, 2)], new(6000, 4)
@@ -85,6 +87,8 @@ def _calls(new):
         "quantize_difference_": lambda: ops.quantize_difference_(x, y, 1.0),
         "pack_signs": lambda: ops.pack_signs(x, residual=y),
         "unpack_signs": lambda: ops.unpack_signs(words, mean, numel=NUMEL),
+        "quantize_statistical": lambda: ops.quantize_statistical(x, residual=y),
+        "dequantize_statistical": lambda: ops.dequantize_statistical(pairs, means, numel=NUMEL),
         "top_k": lambda: ops.top_k(x, 50, threshold=hint),
         "top_k, residual": lambda: ops.top_k(x, 50, residual=y, threshold=hint),
         "top_k, 16-bit residual": lambda: ops.top_k(x, 50, residual=half, threshold=hint),
@@ -115,6 +119,8 @@ EXPECTED = {
     "quantize_difference_": (1, 0),
     "pack_signs": (1, 0),
     "unpack_signs": (1, 0),
+    "quantize_statistical": (1, 0),
+    "dequantize_statistical": (1, 0),
     "top_k": (6, 0),
     "top_k, residual": (6, 0),
     "top_k, 16-bit residual": (7, 0),

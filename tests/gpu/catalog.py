@@ -15,7 +15,12 @@ from pyparallel.ops.adamw_step import adamw_step_reference
 from pyparallel.ops.mix import mix_reference
 from pyparallel.ops.mix_quantized import mix_quantized_reference
 from pyparallel.ops.orthogonalize import orthogonalize_reference
-from pyparallel.ops.pack_signs import pack_signs_reference, unpack_signs_reference
+from pyparallel.ops.pack_signs import (
+    dequantize_statistical_reference,
+    pack_signs_reference,
+    quantize_statistical_reference,
+    unpack_signs_reference,
+)
 from pyparallel.ops.predict_adam import predict_adam_reference
 from pyparallel.ops.predict_sgd import predict_sgd_reference
 from pyparallel.ops.quantize import dequantize_reference, quantize_reference
@@ -132,6 +137,10 @@ CASES = [
     ),
     OpCase("pack_signs", pack_signs_reference, test_pack_signs.sample),
     OpCase("unpack_signs", unpack_signs_reference, test_pack_signs.sample_message),
+    OpCase("quantize_statistical", quantize_statistical_reference, test_pack_signs.sample_bins),
+    OpCase(
+        "dequantize_statistical", dequantize_statistical_reference, test_pack_signs.message_of_bins
+    ),
     OpCase(
         "random_k_indices",
         random_k_indices_reference,

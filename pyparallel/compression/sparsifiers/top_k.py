@@ -53,9 +53,9 @@ class TopK(IndexSparsifier):
 class ChunkTopK(Sparsifier):
     """The largest magnitudes of each chunk of a buffer (SparseLoCo, arXiv 2508.15706).
 
-    An index within a chunk takes 12 bits, and a value 32, or fewer in a `Chain`. The rest is lost
-    without ``ErrorFeedback(ChunkTopK())``. Chunks are consecutive entries of the flat buffer; the
-    paper's are squares of 64 by 64 entries of a matrix.
+    An index within a chunk takes 12 bits, so that an entry sent takes 14 with ``Chain(ChunkTopK(),
+    Statistical())``, and 64 with `TopK`. The rest is lost without error feedback. Chunks are
+    neighbors in the flat buffer; the paper's are squares of 64 by 64 entries of a matrix.
 
     Args:
         k: entries of a chunk that are sent, from 1 to ``chunk``; all of a last chunk that has
