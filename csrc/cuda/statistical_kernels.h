@@ -181,12 +181,12 @@ __global__ void __launch_bounds__(kThreads)
   const int index = static_cast<int>(threadIdx.x) * kPerThread >> block_bits;
   const bool is_left_out = place.rest > 0 && is_corrupt[index];
   if (is_left_out) atomicAdd(corrupt, static_cast<unsigned long long>(place.count()));
+  const int table = index < num_tables ? index * kBins : 0;  // past the end: any
   float values[kPerThread];
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    const float mean = place.exists(i) ? own[index * kBins + loaded.get(i)] : 0.0f;
-    const float before = accumulate ? old.get<Out>(i) : 0.0f;
-    values[i] = is_left_out ? before : accumulate ? before + mean : mean;
+    const float mean = is_left_out ? 0.0f : own[table + static_cast<int>(loaded.get(i))];
+    values[i] = accumulate ? old.get<Out>(i) + mean : mean;
   }
   store_together(cuda::pack<Out, DefaultTile>(values), out, place);
 }

@@ -61,7 +61,7 @@ CANDIDATES = (
     Candidate("powersgd-ef", ErrorFeedback(PowerSGD())),
     Candidate("topk-ef", ErrorFeedback(TopK(0.01))),
     Candidate("topk-int8-ef", ErrorFeedback(Chain(TopK(0.01), Int8()))),
-    Candidate("sparseloco", ErrorFeedback(Chain(ChunkTopK(), Statistical()))),
+    Candidate("sparseloco", ErrorFeedback(Chain(ChunkTopK(), Statistical()), decay=0.95)),
     Candidate("topk-weights-ef", PerParameter({"*weight": ErrorFeedback(TopK(0.01)), "*": Cast()})),
     Candidate(
         "bf16-then-topk-ef",

@@ -251,6 +251,19 @@ def test_the_largest_numbers_do_not_spoil_a_residual(subtests):
                 assert residual.isfinite().all()
 
 
+def test_error_feedback_multiplies_the_residual_by_its_decay(subtests):
+    for row, decay in product(WITH_FEEDBACK, [0.0, 0.9, 1.0]):
+        with subtests.test(f"{row} {decay}"):
+            wrapped = ErrorFeedback(row.compressor, decay=decay)
+            state, plain = wrapped.init(LAYOUT, CPU), row.compressor.init(LAYOUT, CPU)
+            residual = torch.zeros(LAYOUT.numel)
+            for step in range(4):
+                message = wrapped.compress(draw(step), state)
+                residual *= decay
+                assert is_same(message, row.compressor.compress(draw(step), plain, residual))
+                assert torch.equal(state.entries["residual"], residual)
+
+
 def noise(tensor, seed):
     """Return random bytes of the same length."""
     size = tensor.numel() * tensor.element_size()
