@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
 MACHINE = "from benchmarks.harness.rows import commit, machine; print(machine(), commit())"
 SECONDS_OF_PART = 560
-CUDA_TESTS = "compiled-cuda or on_cuda or philox"
+CUDA_TESTS = "compiled-cuda or on_cuda"
 MEMORY_TESTS = "compiled-cuda and (unaligned or corrupt) or on_cuda"
 # Each in a process of its own: an error of a kernel ends all that comes after it in its process.
 OPS = {
@@ -97,7 +97,7 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
         test("tests-device", 60, "tests/gpu/test_ops.py", workers=min(4, workers)),
         Step("overlap-1", overlap(1, rows, "--device", "cuda"), 45),
         test("tests-training", 90, *trainers),
-        test("symmetric-memory", 60, "tests/gpu/test_symmetric_memory.py", optional=True),
+        test("symmetric-memory", 90, "tests/gpu/test_symmetric_memory.py", optional=True),
         test("nccl", 90, "tests/gpu/test_two_ranks.py", environment=nccl, optional=True),
         Step("overlap-2", overlap(2, rows, "--device", "cuda"), 45, (), nccl, True),
         *(Step(f"peers-{name}", bench(name, "cuda", rows, *large), 75) for name in OPS),

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "host_device.h"
 #include "pack_signs.h"
 #include "quantize.h"
 #include "statistical.h"
@@ -13,8 +14,8 @@
 #include "tensor_checks.h"
 
 // Argument checks of the compiled ops on messages with one scale for each block of neighbors:
-// `quantize`, `dequantize`, `quantize_difference_`, `mix_quantized_`, `pack_signs`, `unpack_signs`,
-// or with a table: `quantize_statistical`, `dequantize_statistical`.
+// `quantize`, `dequantize`, `dequantize_sum`, `quantize_difference_`, `mix_quantized_`,
+// `pack_signs`, `unpack_signs`, or with a table: `quantize_statistical`, `dequantize_statistical`.
 namespace pyparallel {
 
 // The name of a format, as an argument of an op. Not std::string itself: torch's conversion of one
@@ -91,14 +92,15 @@ inline void check_format_of_differences(int64_t bits, const std::string& format,
   check_block_size(block_size);
 }
 
+inline ScalarType dtype_of_codes(int64_t bits, const std::string& format) {
+  return bits == 8 && format == "int" ? ScalarType::Char : ScalarType::Byte;
+}
+
 // A message with as many entries as the model; its format has been checked.
 inline void check_codes(const Tensor& codes, const Tensor& scales, int64_t bits,
                         const std::string& format, int64_t block_size, const Tensor& model) {
   const int64_t numel = model.numel();
-  const bool is_signed = bits == 8 && format == "int";
-  require(is_flat(codes, is_signed ? ScalarType::Char : ScalarType::Byte,
-                  num_scales(numel, 8 / bits), model),
-          "codes",
+  require(is_flat(codes, dtype_of_codes(bits, format), num_scales(numel, 8 / bits), model), "codes",
           "a contiguous tensor of the format's codes for every entry on the buffers' device");
   if (format == "natural") {
     require(is_flat(scales, ScalarType::Float, 0, model), "scales",
@@ -106,6 +108,50 @@ inline void check_codes(const Tensor& codes, const Tensor& scales, int64_t bits,
   } else {
     check_scales(scales, block_size, model);
   }
+}
+
+// A matrix whose rows may lie apart.
+inline bool has_rows(const Tensor& tensor, ScalarType dtype, const Tensor& model) {
+  return tensor.scalar_type() == dtype && tensor.dim() == 2 && on_same_device(tensor, model) &&
+         (tensor.size(1) <= 1 || tensor.stride(1) == 1) &&
+         (tensor.size(0) <= 1 || tensor.stride(0) >= tensor.size(1));
+}
+
+// Where the codes and scales of a block lie: those of a message in one piece follow each other,
+// those of one in rows, of as many blocks each, but for the gaps between the rows.
+struct Rows {
+  int64_t blocks = 0;                   // of a row; 0: one piece
+  int64_t code_gap = 0, scale_gap = 0;  // in bytes; in floats
+
+  Rows() = default;
+  Rows(const Tensor& codes, const Tensor& scales, int64_t bits, int64_t block_size) {
+    if (codes.dim() < 2) return;
+    blocks = codes.size(1) * 8 / bits / block_size;
+    code_gap = codes.stride(0) - codes.size(1);
+    scale_gap = scales.stride(0) - scales.size(1);
+  }
+
+  // Of a block, of which a buffer has less than 2^32.
+  PYPARALLEL_HOST_DEVICE int64_t row(int64_t block) const {
+    return blocks > 0 ? static_cast<uint32_t>(block) / static_cast<uint32_t>(blocks) : 0;
+  }
+};
+
+// A message in one piece, or in rows.
+inline void check_message(const Tensor& codes, const Tensor& scales, int64_t bits,
+                          const std::string& format, int64_t block_size, const Tensor& model) {
+  if (codes.dim() != 2) {
+    check_codes(codes, scales, bits, format, block_size, model);
+    return;
+  }
+  const int64_t blocks = codes.size(1) * 8 / bits / block_size, rows = codes.size(0);
+  require(has_rows(codes, dtype_of_codes(bits, format), model) && blocks > 0 &&
+              blocks * block_size * bits == 8 * codes.size(1) &&
+              rows * blocks * block_size >= model.numel(),
+          "codes", "rows of whole blocks for every entry on the buffers' device");
+  require(has_rows(scales, ScalarType::Float, model) && scales.size(0) == rows &&
+              scales.size(1) == (format == "natural" ? 0 : blocks),
+          "scales", "as many rows as codes, with a float32 per block on the buffers' device");
 }
 
 inline void check_quantize_arguments(const Tensor& x, int64_t bits, const std::string& format,
@@ -116,7 +162,7 @@ inline void check_quantize_arguments(const Tensor& x, int64_t bits, const std::s
   check_format(bits, format, block_size);
   if (residual) check_like("residual", *residual, x);
   check_offset(offset, x);
-  check_codes(codes, scales, bits, format, block_size, x);
+  check_message(codes, scales, bits, format, block_size, x);
 }
 
 inline void check_dequantize_arguments(const Tensor& codes, const Tensor& scales, int64_t bits,
@@ -124,7 +170,24 @@ inline void check_dequantize_arguments(const Tensor& codes, const Tensor& scales
                                        const Tensor& out, const Tensor& corrupt) {
   check_format(bits, format, block_size);
   check_buffer("out", out);
-  check_codes(codes, scales, bits, format, block_size, out);
+  check_message(codes, scales, bits, format, block_size, out);
+  check_corrupt(corrupt, out);
+}
+
+inline void check_dequantize_sum_arguments(const Tensor& codes, const Tensor& scales, int64_t bits,
+                                           const std::string& format, int64_t block_size,
+                                           double divisor, const Tensor& out,
+                                           const Tensor& corrupt) {
+  check_format(bits, format, block_size);
+  check_buffer("out", out);
+  const int64_t numel = out.numel();
+  require(has_rows(codes, dtype_of_codes(bits, format), out) && codes.size(0) > 0 &&
+              codes.size(1) == num_scales(numel, 8 / bits),
+          "codes", "a row of the format's codes for each message on the buffers' device");
+  require(has_rows(scales, ScalarType::Float, out) && scales.size(0) == codes.size(0) &&
+              scales.size(1) == (format == "natural" ? 0 : num_scales(numel, block_size)),
+          "scales", "a row of float32 for each message, one per block, on the buffers' device");
+  require(divisor != 0, "divisor", "a number other than 0");
   check_corrupt(corrupt, out);
 }
 

@@ -256,7 +256,7 @@ LIMITS = {
     "classes above 300 lines": 2,
     "files of 300 lines and more": 10,
     "isinstance(schedule, ...) outside schedules/": 0,
-    "members of ModelAverager": 16,
+    "members of ModelAverager": 17,
     "methods that only forward": 35,
     "files that write a gossip round out": 1,
 }

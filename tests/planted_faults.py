@@ -64,8 +64,8 @@ FAULTS = [
     Fault(
         "the error of encoding a mean is accumulated once instead of once for each rank",
         "pyparallel/compression/quantizers/blockwise.py",
-        "accumulate_residual(residual[mine], lost, collectives.size)",
-        "accumulate_residual(residual[mine], lost, 1)",
+        "add_or_clear_(residual[mine], lost, times=collectives.size)",
+        "add_or_clear_(residual[mine], lost, times=1)",
         "tests/compression/quantizers/test_blockwise.py",
     ),
     Fault(
@@ -133,6 +133,13 @@ FAULTS = [
         "tests/gossip/test_misuse.py",
     ),
     # Gossip
+    Fault(
+        "a message is written again before all have read it",
+        "pyparallel/gossip/messages/symmetric_memory.py",
+        "self._memory.handle.wait_signal(self._unread.pop(0), _READ, self._memory.timeout_ms)",
+        "self._unread.pop(0)",
+        "tests/gossip/messages/test_symmetric_memory.py",
+    ),
     Fault(
         "a sender keeps the mass that it sends",
         "pyparallel/gossip/push_sum/dense_buffer.py",
@@ -207,6 +214,20 @@ FAULTS = [
         "x.sub_(u",
         "x.add_(u",
         "tests/gossip/algorithms/test_periodic.py",
+    ),
+    Fault(
+        "an outer step with a delay loses what a rank learned meanwhile",
+        "pyparallel/gossip/algorithms/periodic.py",
+        "each.copy_(torch.lerp(new, each.float(), mix) if mix else new)",
+        "each.copy_(new)",
+        "tests/gossip/algorithms/test_streaming.py",
+    ),
+    Fault(
+        "a state is saved without what is in flight",
+        "pyparallel/gossip/algorithms/periodic.py",
+        "            each.load_in_flight(in_flight)\n",
+        "            each.load_in_flight(None)\n",
+        "tests/gossip/algorithms/test_streaming.py",
     ),
     Fault(
         "AD-PSGD's active rank takes the whole difference",

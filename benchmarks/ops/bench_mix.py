@@ -1,10 +1,15 @@
-"""``mix_`` against torch: ``mul_`` + ``add_``, ``lerp_`` (one message only) and torch.compile."""
+"""``mix_``, ``add_or_clear_`` and ``screen_headers`` against torch's ops and torch.compile."""
 
 import torch
 
 from benchmarks.harness.measure import Case, Provider, compile_reference, name_of, sweep
-from pyparallel.ops import mix_
-from pyparallel.ops.mix import mix_reference
+from pyparallel.ops import add_or_clear_, mix_, screen_headers
+from pyparallel.ops.mix import (
+    NUM_COLUMNS,
+    add_or_clear_reference,
+    mix_reference,
+    screen_headers_reference,
+)
 
 CASES = [
     # dtype of z, dtype of the messages, how many
@@ -13,6 +18,8 @@ CASES = [
     (torch.float32, torch.bfloat16, 1),
     (torch.bfloat16, torch.bfloat16, 1),
 ]
+NUM_HEADERS = 4  # of a round with four neighbors, at every size
+TIMES = 8.0
 
 
 def make_case(device, numel, dtype, message_dtype, num_messages) -> Case:
@@ -49,4 +56,48 @@ def make_case(device, numel, dtype, message_dtype, num_messages) -> Case:
     return Case("mix", name, numel, num_bytes, providers, device)
 
 
-cases = sweep((make_case, CASES))
+def make_sum(device, numel) -> Case:
+    x, y = (torch.randn(numel, device=device) / 1e6 for _ in range(2))
+    compiled = compile_reference(add_or_clear_reference, device)
+
+    def separate_ops() -> None:
+        total = torch.add(x, y, alpha=TIMES)
+        torch.where(total.isfinite(), total, x, out=x)
+
+    providers = [
+        Provider("pyparallel", lambda: add_or_clear_(x, y, times=TIMES)),
+        Provider("torch ops", separate_ops),
+        Provider("torch.compile of reference", lambda: compiled(x, y, TIMES, None)),
+    ]
+    return Case("add_or_clear", "float32 + float32", numel, 12 * numel, providers, device)
+
+
+def make_flag(device, numel) -> Case:
+    """Return a case in which the flag is not set: it is all that must be read."""
+    x = torch.randn(numel, device=device)
+    clear = torch.zeros((), dtype=torch.bool, device=device)
+    providers = [
+        Provider("pyparallel", lambda: add_or_clear_(x, clear=clear)),
+        Provider("torch masked_fill_", lambda: x.masked_fill_(clear, 0.0)),
+    ]
+    return Case("add_or_clear", "flag not set", numel, 1, providers, device)
+
+
+def make_screen(device, numel) -> Case:
+    expected = torch.ones(NUM_HEADERS, NUM_COLUMNS, dtype=torch.float64)
+    expected[:, 0] = 0
+    rows = torch.ones_like(expected, device=device)
+    masses = torch.empty(NUM_HEADERS, dtype=torch.float64, device=device)
+    counter = torch.zeros((), dtype=torch.int64, device=device)
+
+    def separate_ops() -> None:
+        screen_headers_reference(rows, expected, masses, counter)
+
+    providers = [
+        Provider("pyparallel", lambda: screen_headers(rows, expected, counter=counter)),
+        Provider("torch ops", separate_ops, captured=False),
+    ]
+    return Case("screen_headers", "4 headers", numel, rows.nbytes, providers, device)
+
+
+cases = sweep((make_case, CASES), (make_sum, [()]), (make_flag, [()]), (make_screen, [()]))

@@ -1,11 +1,16 @@
-"""``quantize`` and ``dequantize`` against torch's separate ops, and torch.compile of references."""
+"""``quantize`` and its inverses against torch's separate ops, and torch.compile of references."""
 
 import torch
 
 from benchmarks.harness.measure import Case, Provider, compile_reference, name_of, sweep
-from pyparallel.ops import dequantize, quantize
+from pyparallel.ops import dequantize, dequantize_sum, quantize
 from pyparallel.ops._formats import find_format
-from pyparallel.ops.quantize import SMALLEST, dequantize_reference, quantize_reference
+from pyparallel.ops.quantize import (
+    SMALLEST,
+    dequantize_reference,
+    dequantize_sum_reference,
+    quantize_reference,
+)
 
 BLOCK_SIZE = 256
 SEED = 1
@@ -131,4 +136,41 @@ def make_decoding(device, numel, bits, format, accumulate) -> Case:
     return Case("quantize", name, numel, num_bytes, providers, device)
 
 
-cases = sweep((make_encoding, ENCODINGS), (make_decoding, DECODINGS))
+def make_sum(device, numel, bits, format, count) -> Case:
+    """Return the mean of messages of as many ranks."""
+    kind = {"bits": bits, "format": format, "block_size": BLOCK_SIZE}
+    messages = [quantize(torch.randn(numel, device=device), **kind) for _ in range(count)]
+    codes, scales = (torch.stack(parts) for parts in zip(*messages, strict=True))
+    out, values = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+    corrupt = torch.zeros((), dtype=torch.int64, device=device)
+    compiled = compile_reference(dequantize_sum_reference, device)
+    options = {**kind, "numel": numel, "corrupt": corrupt, "out": out}
+
+    def ours() -> None:
+        dequantize_sum(codes, scales, divisor=count, **options)
+
+    def one_by_one() -> None:
+        out.zero_()
+        for message in messages:
+            dequantize(*message, accumulate=True, **options)
+        out.div_(count)
+
+    def separate_ops() -> None:
+        blocks = find_format(bits, format).decode(codes.view(torch.uint8))
+        blocks = blocks.view(count, -1, BLOCK_SIZE) * scales[..., None]
+        torch.sum(blocks, dim=0, out=values.view(-1, BLOCK_SIZE)).div_(count)
+
+    def compiled_reference() -> None:
+        compiled(codes, scales, bits, format, BLOCK_SIZE, float(count), out, corrupt)
+
+    providers = [
+        Provider("pyparallel", ours),
+        Provider("pyparallel dequantize, one by one", one_by_one),
+        Provider("torch ops", separate_ops),
+        Provider("torch.compile of reference", compiled_reference),
+    ]
+    num_bytes = codes.nbytes + scales.nbytes + out.nbytes
+    return Case("quantize", f"sum of {count} {format}{bits}", numel, num_bytes, providers, device)
+
+
+cases = sweep((make_encoding, ENCODINGS), (make_decoding, DECODINGS), (make_sum, [(8, "int", 8)]))

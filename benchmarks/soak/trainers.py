@@ -161,6 +161,10 @@ STARTS: dict[str, Start] = {
     "LocalSGD": partial(averaging, lambda n: gossip.LocalSGD(interval=5)),
     "SlowMo": partial(averaging, lambda n: gossip.SlowMo(overlapped(n), interval=5)),
     "DiLoCo": partial(averaging, lambda n: gossip.DiLoCo(interval=5)),
+    "DiLoCo, delay=2, Int8": partial(
+        averaging,
+        lambda n: gossip.DiLoCo(5, fragments=2, delay=2, compressor=compression.Int8()),
+    ),
     "LeaderSGD": partial(
         averaging, lambda n: gossip.LeaderSGD(n // 2, interval=5, global_interval=5)
     ),
@@ -185,8 +189,8 @@ STARTS: dict[str, Start] = {
 
 # A trainer of each kind, as they differ in their process groups.
 KINDS = [
-    "SGP, overlap=1", "ADPSGD", "DiLoCo", "Hierarchical", "PipeOptim", "Interlocking(1)",
-    "SubnetTrainer", "ddp_hook, Int8", "compress_fsdp, Int8",
+    "SGP, overlap=1", "ADPSGD", "DiLoCo, delay=2, Int8", "Hierarchical", "PipeOptim",
+    "Interlocking(1)", "SubnetTrainer", "ddp_hook, Int8", "compress_fsdp, Int8",
 ]  # fmt: skip
 
 

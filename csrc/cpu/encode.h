@@ -237,7 +237,7 @@ inline void prefetch(const void* data, int64_t item_size, int64_t begin, int64_t
 template <typename Format, typename Buffers>
 void encode_tile(const Buffers& buffers, int64_t begin, int64_t end, int64_t numel,
                  int64_t block_size, const std::optional<PhiloxLanes>& philox, uint8_t* codes,
-                 bool stream, Tile& tile) {
+                 const Rows& rows, bool stream, Tile& tile) {
   for (int64_t i = begin; i < end; i += block_size) {
     const int64_t count = std::min(block_size, end - i), place = i - begin;
     const uint32_t largest_bits = buffers.load(i, count, tile.values + place);
@@ -248,14 +248,17 @@ void encode_tile(const Buffers& buffers, int64_t begin, int64_t end, int64_t num
     const int64_t next = i + end - begin;
     buffers.prefetch(next, std::min(next + count, numel));
     buffers.template encode<Format>(i, count, tile.scales[place / block_size], philox,
-                                    tile.values + place, codes, stream);
+                                    tile.values + place,
+                                    codes + rows.row(i / block_size) * rows.code_gap, stream);
   }
 }
 
 template <typename Format, typename Buffers>
 void encode_buffers(const Buffers& buffers, int64_t numel, int64_t block_size,
-                    const std::optional<PhiloxLanes>& philox, uint8_t* codes, float* scales) {
+                    const std::optional<PhiloxLanes>& philox, uint8_t* codes, float* scales,
+                    const Rows& rows) {
   const bool stream = reinterpret_cast<uintptr_t>(codes) % sizeof(Bytes) == 0 &&
+                      rows.code_gap % static_cast<int64_t>(sizeof(Bytes)) == 0 &&
                       num_code_bytes<Format>(numel) >= kStreamBytes;
   const int64_t size = std::max(kTile, block_size);
   torch::stable::parallel_for(
@@ -263,11 +266,12 @@ void encode_buffers(const Buffers& buffers, int64_t numel, int64_t block_size,
         Tile tile;
         for (int64_t begin = first * size; begin < std::min(last * size, numel); begin += size) {
           const int64_t end = std::min(begin + size, numel);
-          encode_tile<Format>(buffers, begin, end, numel, block_size, philox, codes, stream, tile);
+          encode_tile<Format>(buffers, begin, end, numel, block_size, philox, codes, rows, stream,
+                              tile);
           if (!Format::kHasScales) continue;
-          float* target = scales + begin / block_size;
+          const int64_t block = begin / block_size;
           for (int64_t i = 0; i < num_blocks(end - begin, block_size); ++i) {
-            target[i] = tile.scales[i].scale;
+            scales[block + i + rows.row(block + i) * rows.scale_gap] = tile.scales[i].scale;
           }
         }
         end_streaming();
@@ -281,9 +285,9 @@ void encode_message(const Buffers& buffers, int64_t numel, int64_t block_size,
                     const Tensor& scales) {
   std::optional<PhiloxLanes> philox;
   if (seed) philox.emplace(*seed, *offset.const_data_ptr<int64_t>());
-  encode_buffers<Format>(buffers, numel, block_size, philox,
-                         static_cast<uint8_t*>(codes.mutable_data_ptr()),
-                         scales.mutable_data_ptr<float>());
+  encode_buffers<Format>(
+      buffers, numel, block_size, philox, static_cast<uint8_t*>(codes.mutable_data_ptr()),
+      scales.mutable_data_ptr<float>(), Rows(codes, scales, Format::kBits, block_size));
 }
 
 }  // namespace pyparallel::cpu

@@ -132,15 +132,18 @@ void decode_block(const uint8_t* codes, float scale, Out* out, int64_t begin, in
 }
 
 template <typename Format, typename Out, typename Combine>
-void dequantize_buffers(const uint8_t* codes, const float* scales, int64_t block_size, Out* out,
-                        int64_t numel, bool stream, const Combine& combine) {
+void dequantize_buffers(const uint8_t* codes, const float* scales, const Rows& rows,
+                        int64_t block_size, Out* out, int64_t numel, bool stream,
+                        const Combine& combine) {
   const int64_t grain = std::max(int64_t{1}, kGrain / block_size);
   torch::stable::parallel_for(
       0, num_blocks(numel, block_size), grain, [&](int64_t first, int64_t last) {
         for (int64_t block = first; block < last; ++block) {
           const int64_t begin = block * block_size, end = std::min(begin + block_size, numel);
-          const float scale = Format::kHasScales ? scales[block] : 1.0f;
-          decode_block<Format>(codes, scale, out, begin, end, stream, combine);
+          const int64_t row = rows.row(block);
+          const float scale = Format::kHasScales ? scales[block + row * rows.scale_gap] : 1.0f;
+          decode_block<Format>(codes + row * rows.code_gap, scale, out, begin, end, stream,
+                               combine);
         }
         end_streaming();
       });
@@ -152,9 +155,15 @@ void dequantize_cpu(Tensor codes, Tensor scales, int64_t bits, FormatName format
   const uint8_t* code = static_cast<const uint8_t*>(codes.const_data_ptr());
   const float* scale = scales.const_data_ptr<float>();
   const int64_t numel = out.numel();
+  const Rows rows(codes, scales, bits, block_size);
+  const int64_t in_row = rows.blocks > 0 ? rows.blocks * block_size : numel;
   with_format(bits, format, [&](auto kind) {
     using Format = decltype(kind);
-    refuse_corrupt<Format>(code, scale, numel, block_size);
+    for (int64_t row = 0, begin = 0; begin < numel; ++row, begin += in_row) {
+      refuse_corrupt<Format>(code + num_code_bytes<Format>(begin) + row * rows.code_gap,
+                             scale + row * (rows.blocks + rows.scale_gap),
+                             std::min(in_row, numel - begin), block_size);
+    }
     with_float_type(out.scalar_type(), [&](auto type) {
       using Out = decltype(type);
       Out* target = out.mutable_data_ptr<Out>();
@@ -163,11 +172,86 @@ void dequantize_cpu(Tensor codes, Tensor scales, int64_t bits, FormatName format
         const auto add = [](Lanes entries, const Out* old, int64_t count) {
           return (count == kLanes ? load_lanes(old) : load_some_lanes(old, count)) + entries;
         };
-        dequantize_buffers<Format>(code, scale, block_size, target, numel, false, add);
+        dequantize_buffers<Format>(code, scale, rows, block_size, target, numel, false, add);
       } else {
         const auto overwrite = [](Lanes entries, const Out*, int64_t) { return entries; };
-        dequantize_buffers<Format>(code, scale, block_size, target, numel, stream, overwrite);
+        dequantize_buffers<Format>(code, scale, rows, block_size, target, numel, stream, overwrite);
       }
+    });
+  });
+}
+
+// Messages of the same entries, one after the other.
+struct Messages {
+  const uint8_t* codes;
+  const float* scales;
+  int64_t count, code_stride, scale_stride;
+
+  Messages(const Tensor& codes, const Tensor& scales)
+      : codes(static_cast<const uint8_t*>(codes.const_data_ptr())),
+        scales(scales.const_data_ptr<float>()),
+        count(codes.size(0)),
+        code_stride(codes.stride(0)),
+        scale_stride(scales.stride(0)) {}
+
+  // The sums of VECTORS vectors of entries of a block from entry i on, of which load(codes, i)
+  // returns the codes: several at a time, so that their additions do not wait for each other.
+  template <typename Format, int VECTORS, typename Load>
+  void add_up(int64_t block, int64_t i, float* sums, const Load& load) const {
+    Lanes totals[VECTORS] = {};
+    for (int64_t j = 0; j < count; ++j) {
+      const float scale = Format::kHasScales ? scales[j * scale_stride + block] : 1.0f;
+      const uint8_t* own = codes + j * code_stride;
+      for (int v = 0; v < VECTORS; ++v) {
+        const LaneBits bits = load(own, i + v * kLanes);
+        totals[v] = totals[v] + Format::template decode<Lanes>(bits) * scale;
+      }
+    }
+    for (int v = 0; v < VECTORS; ++v) store_lanes(totals[v], sums + v * kLanes);
+  }
+};
+
+template <typename Format, typename Out>
+void sum_messages(const Messages& messages, int64_t block_size, float divisor, Out* out,
+                  int64_t numel) {
+  const bool stream = is_streamed(out, numel);
+  const int64_t grain = std::max(int64_t{1}, kGrain / block_size / messages.count);
+  torch::stable::parallel_for(
+      0, num_blocks(numel, block_size), grain, [&](int64_t first, int64_t last) {
+        alignas(sizeof(Lanes)) float sums[kMaxBlock];
+        for (int64_t block = first; block < last; ++block) {
+          const int64_t begin = block * block_size, end = std::min(begin + block_size, numel);
+          int64_t i = begin;
+          for (; i + kChunk <= end; i += kChunk) {
+            messages.add_up<Format, kVectors>(block, i, sums + (i - begin), load_codes<Format>);
+          }
+          for (; i < end; i += kLanes) {
+            messages.add_up<Format, 1>(
+                block, i, sums + (i - begin), [end](const uint8_t* codes, int64_t i) {
+                  return i + kLanes <= end ? load_codes<Format>(codes, i)
+                                           : load_some_codes<Format>(codes, i, end - i);
+                });
+          }
+          const auto at = [&](int64_t i) { return load_lanes(sums + (i - begin)) / divisor; };
+          write_range(begin, end, stream, out, at, [&](int64_t i, int64_t) { return at(i); });
+        }
+        end_streaming();
+      });
+}
+
+void dequantize_sum_cpu(Tensor codes, Tensor scales, int64_t bits, FormatName format,
+                        int64_t block_size, double divisor, Tensor out, Tensor corrupt) {
+  check_dequantize_sum_arguments(codes, scales, bits, format, block_size, divisor, out, corrupt);
+  const Messages messages(codes, scales);
+  with_format(bits, format, [&](auto kind) {
+    using Format = decltype(kind);
+    for (int64_t j = 0; j < messages.count; ++j) {
+      refuse_corrupt<Format>(messages.codes + j * messages.code_stride,
+                             messages.scales + j * messages.scale_stride, out.numel(), block_size);
+    }
+    with_float_type(out.scalar_type(), [&](auto type) {
+      sum_messages<Format>(messages, block_size, static_cast<float>(divisor),
+                           out.mutable_data_ptr<decltype(type)>(), out.numel());
     });
   });
 }
@@ -178,4 +262,5 @@ void dequantize_cpu(Tensor codes, Tensor scales, int64_t bits, FormatName format
 STABLE_TORCH_LIBRARY_IMPL(pyparallel, CPU, library) {
   library.impl("quantize", TORCH_BOX(&pyparallel::cpu::quantize_cpu));
   library.impl("dequantize", TORCH_BOX(&pyparallel::cpu::dequantize_cpu));
+  library.impl("dequantize_sum", TORCH_BOX(&pyparallel::cpu::dequantize_sum_cpu));
 }

@@ -43,7 +43,8 @@ class Table {
     const __m256i places = reinterpret_cast<__m256i>(codes);
     if constexpr (BITS == 2) return _mm256_permutevar8x32_ps(low_, places);
     if constexpr (BITS == 4) {
-      const __m256 is_high = _mm256_castsi256_ps(_mm256_slli_epi32(places, 28));  // bit 3, as a sign
+      const __m256 is_high =
+          _mm256_castsi256_ps(_mm256_slli_epi32(places, 28));  // bit 3, as a sign
       return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low_, places),
                               _mm256_permutevar8x32_ps(high_, places), is_high);
     }
@@ -87,8 +88,7 @@ class BinnedBlock {
     find_codes(find_statistics(kUnits / largest));
     write_codes(codes);
     for (int bin = 0; bin < kBins; ++bin) {
-      table[bin] =
-          mean_of_bin(sums_[bin], counts_[bin], bin, kBins, bins_, largest / kUnits);
+      table[bin] = mean_of_bin(sums_[bin], counts_[bin], bin, kBins, bins_, largest / kUnits);
     }
     return true;
   }

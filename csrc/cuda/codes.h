@@ -60,10 +60,7 @@ __device__ __forceinline__ void store_codes(const uint32_t (&values)[kPerThread]
 }
 
 __device__ __forceinline__ void count_corrupt(int64_t* corrupt, int found) {
-  if (found) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(corrupt),
-              static_cast<unsigned long long>(found));
-  }
+  add_to_counter(corrupt, found);
 }
 
 // The base-2 logarithm of block_size, a power of two.

@@ -69,6 +69,14 @@ __device__ __forceinline__ Place<Shape> place_of_thread(int64_t numel, bool alig
   return {begin, rest, aligned && Shape::offset(Shape::kEach - 1) < rest};
 }
 
+// A counter is of the host's memory, for it to read: it is accessed only if there is something.
+__device__ __forceinline__ void add_to_counter(int64_t* counter, int64_t found) {
+  if (found) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(counter),
+              static_cast<unsigned long long>(found));
+  }
+}
+
 // Calls function(place) in a branch for whole accesses and one for others, so that several loads of
 // it are issued together.
 template <typename Shape, typename Function>

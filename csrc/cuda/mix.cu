@@ -3,11 +3,16 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cstring>
+#include <optional>
 #include <vector>
 
+#include "add_or_clear.h"
 #include "cuda/mix_cuda.h"
 #include "cuda/mix_kernel.h"
+#include "cuda/packet.h"
 #include "float_types.h"
+#include "screen_headers.h"
 #include "step_arguments.h"
 
 namespace pyparallel::cuda {
@@ -40,6 +45,77 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* messages, co
   if (readers < 0) launch_add_masses(total, masses, count, stream);
 }
 
+// `y` is null if there is nothing to add: the kernel then reads the flag and, if it is not set, is
+// over.
+__global__ void __launch_bounds__(kThreads, 2)
+    add_or_clear_kernel(Stream x, Stream y, float times, const bool* clear, int64_t numel,
+                        bool aligned) {
+  const bool clears = clear != nullptr && *clear;
+  if (!clears && y.data == nullptr) return;
+  const Place<> place = place_of_thread(numel, aligned);
+  Packet<> result{};
+  if (!clears) {
+    Packet<> own, other;
+    in_one_branch(place, [&](const Place<>& place) {
+      own = load_packet(x, place);
+      other = load_packet(y, place);
+    });
+    float before[kPerThread], added[kPerThread], sums[kPerThread];
+    unpack(own, x.dtype, before);
+    unpack(other, y.dtype, added);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) sums[i] = add_times(before[i], added[i], times);
+    result = pack<DefaultTile>(sums, x.dtype);
+    unpack(result, x.dtype, sums);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (!is_finite<uint32_t>(sums[i])) sums[i] = before[i];
+    }
+    result = pack<DefaultTile>(sums, x.dtype);
+  }
+  store_together(result, x, place);
+}
+
+void add_or_clear_cuda(Tensor x, std::optional<Tensor> y, double times,
+                       std::optional<Tensor> clear) {
+  check_add_or_clear_arguments(x, y, clear);
+  if (x.numel() == 0 || (!y && !clear)) return;
+  const DeviceGuard guard(x.get_device_index());
+  const Stream own(x), other = y ? Stream(*y) : Stream();
+  const bool* flag = clear ? static_cast<const bool*>(clear->const_data_ptr()) : nullptr;
+  launch(add_or_clear_kernel, num_blocks(x.numel()), kThreads, current_stream(x), own, other,
+         static_cast<float>(times), flag, x.numel(),
+         is_aligned(own.data) && is_aligned(other.data));
+}
+
+// What is expected of a warp's rows, passed in the kernel's arguments: nothing is copied before.
+struct Expected {
+  double rows[kWarp][kColumns];
+};
+
+__global__ void screen_headers_kernel(const double* rows, const __grid_constant__ Expected expected,
+                                      int count, double* masses, int64_t* counter) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i >= count) return;
+  int64_t found = 0;
+  masses[i] = screen_row(rows + i * kColumns, expected.rows[i], found);
+  add_to_counter(counter, found);
+}
+
+void screen_headers_cuda(Tensor rows, Tensor expected, Tensor masses, Tensor counter) {
+  check_screen_headers_arguments(rows, expected, masses, counter);
+  if (rows.size(0) == 0) return;
+  const DeviceGuard guard(rows.get_device_index());
+  const double *row = rows.const_data_ptr<double>(), *wanted = expected.const_data_ptr<double>();
+  for (int64_t first = 0; first < rows.size(0); first += kWarp) {
+    const int count = static_cast<int>(std::min<int64_t>(kWarp, rows.size(0) - first));
+    Expected some;
+    std::memcpy(some.rows, wanted + first * kColumns, count * sizeof some.rows[0]);
+    launch(screen_headers_kernel, 1, kWarp, current_stream(rows), row + first * kColumns, some,
+           count, masses.mutable_data_ptr<double>() + first, counter.mutable_data_ptr<int64_t>());
+  }
+}
+
 }  // namespace
 
 void launch_add_masses(double* weight, const double* masses, int count, cudaStream_t stream) {
@@ -67,4 +143,6 @@ void mix_cuda(Tensor z, Tensor weight, std::vector<Tensor> messages, Tensor mass
 
 STABLE_TORCH_LIBRARY_IMPL(pyparallel, CUDA, library) {
   library.impl("mix_", TORCH_BOX(&pyparallel::cuda::mix_cuda));
+  library.impl("add_or_clear_", TORCH_BOX(&pyparallel::cuda::add_or_clear_cuda));
+  library.impl("screen_headers", TORCH_BOX(&pyparallel::cuda::screen_headers_cuda));
 }

@@ -21,10 +21,14 @@ constexpr int kQuantizeBlocks = !HAS_RESIDUAL        ? 4
                                 : Format::kHasScales ? 3
                                                      : 2;
 
+bool are_aligned(const void* codes, const Rows& rows) {
+  return is_aligned(codes) && rows.code_gap % 16 == 0;
+}
+
 template <typename Format, typename X, bool HAS_RESIDUAL>
 __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<Format, HAS_RESIDUAL>)
     quantize_kernel(const X* x, Stream residual, int64_t numel, int shift, Draws draws,
-                    uint8_t* codes, float* scales, bool aligned) {
+                    uint8_t* codes, float* scales, Rows rows, bool aligned) {
   const Place<> place = place_of_thread(numel, aligned);
   Packet<> own, kept;
   PhiloxWords words;
@@ -40,6 +44,9 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<Format, HAS_RESIDUAL
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] + lost[i];
   }
+  const int64_t row = rows.row(place.begin >> shift);
+  codes += row * rows.code_gap;
+  scales += row * rows.scale_gap;
   const BlockScale scale = scale_of_group<Format>(sums, place, shift, scales);
   float decoded[kPerThread];
   encode_and_store<Format>(sums, scale, draws.stochastic, words, codes, place, decoded);
@@ -70,6 +77,7 @@ void quantize_cuda(Tensor x, int64_t bits, FormatName format, int64_t block_size
   const Draws draws(seed, offset);
   const Stream lost = residual ? Stream(*residual) : Stream();
   uint8_t* target = static_cast<uint8_t*>(codes.mutable_data_ptr());
+  const Rows rows(codes, scales, bits, block_size);
   with_format(bits, format, [&](auto kind) {
     using Format = decltype(kind);
     with_float_type(x.scalar_type(), [&](auto own) {
@@ -77,19 +85,21 @@ void quantize_cuda(Tensor x, int64_t bits, FormatName format, int64_t block_size
       const X* source = x.const_data_ptr<X>();
       launch(residual ? quantize_kernel<Format, X, true> : quantize_kernel<Format, X, false>,
              num_blocks(x.numel()), kThreads, current_stream(x), source, lost, x.numel(),
-             shift_of(block_size), draws, target, scales.mutable_data_ptr<float>(),
-             is_aligned(source) && is_aligned(lost.data) && is_aligned(target));
+             shift_of(block_size), draws, target, scales.mutable_data_ptr<float>(), rows,
+             is_aligned(source) && is_aligned(lost.data) && are_aligned(target, rows));
     });
   });
 }
 
 template <typename Format, bool ACCUMULATE>
 __global__ void __launch_bounds__(kThreads, 2)
-    dequantize_kernel(const uint8_t* codes, const float* scales, int64_t numel, int shift,
-                      Stream out, int64_t* corrupt, bool aligned) {
+    dequantize_kernel(const uint8_t* codes, const float* scales, Rows rows, int64_t numel,
+                      int shift, Stream out, int64_t* corrupt, bool aligned) {
   const Place<> place = place_of_thread(numel, aligned);
+  const int64_t block = place.begin >> shift, row = rows.row(block);
+  codes += row * rows.code_gap;
   const bool has_scale = Format::kHasScales && place.rest > 0;
-  const float scale = has_scale ? scales[place.begin >> shift] : 1.0f;
+  const float scale = has_scale ? scales[block + row * rows.scale_gap] : 1.0f;
   Packet<> old{};
   Codes<Format> loaded;
   in_one_branch(place, [&](const Place<>& place) {
@@ -120,12 +130,81 @@ void dequantize_cuda(Tensor codes, Tensor scales, int64_t bits, FormatName forma
   const DeviceGuard guard(out.get_device_index());
   const uint8_t* source = static_cast<const uint8_t*>(codes.const_data_ptr());
   const Stream target(out);
+  const Rows rows(codes, scales, bits, block_size);
   with_format(bits, format, [&](auto kind) {
     using Format = decltype(kind);
     launch(accumulate ? dequantize_kernel<Format, true> : dequantize_kernel<Format, false>,
            num_blocks(out.numel()), kThreads, current_stream(out), source,
-           scales.const_data_ptr<float>(), out.numel(), shift_of(block_size), target,
-           corrupt.mutable_data_ptr<int64_t>(), is_aligned(source) && is_aligned(target.data));
+           scales.const_data_ptr<float>(), rows, out.numel(), shift_of(block_size), target,
+           corrupt.mutable_data_ptr<int64_t>(),
+           are_aligned(source, rows) && is_aligned(target.data));
+  });
+}
+
+struct Messages {
+  const uint8_t* codes;
+  const float* scales;
+  int64_t count, code_stride, scale_stride;
+};
+
+// Several messages are loaded before the first is used.
+template <typename Format>
+__global__ void __launch_bounds__(kThreads, 2)
+    dequantize_sum_kernel(Messages messages, int64_t numel, int shift, float divisor, Stream out,
+                          int64_t* corrupt, bool aligned) {
+  constexpr int kBatch = 4;
+  const Place<> place = place_of_thread(numel, aligned);
+  float sums[kPerThread] = {};
+  int found = 0;
+  for (int64_t first = 0; first < messages.count; first += kBatch) {
+    Codes<Format> loaded[kBatch];
+    float scales[kBatch];
+    in_one_branch(place, [&](const Place<>& place) {
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (first + j >= messages.count) break;
+        const uint8_t* codes = messages.codes + (first + j) * messages.code_stride;
+        loaded[j] = load_codes<Format>(codes, place);
+        const float* factors = messages.scales + (first + j) * messages.scale_stride;
+        const bool has_scale = Format::kHasScales && place.exists(0);
+        scales[j] = has_scale ? factors[place.begin >> shift] : 1.0f;
+      }
+    });
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (first + j >= messages.count) break;
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {
+        const uint32_t code = loaded[j].get(i);
+        if (is_corrupt_scale(scales[j]) || is_corrupt_code<Format>(code)) {
+          found += place.exists(i);
+        } else {
+          sums[i] = sums[i] + Format::template decode<float>(code) * scales[j];
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] / divisor;
+  store_together(pack<DefaultTile>(sums, out.dtype), out, place);
+  count_corrupt(corrupt, found);
+}
+
+void dequantize_sum_cuda(Tensor codes, Tensor scales, int64_t bits, FormatName format,
+                         int64_t block_size, double divisor, Tensor out, Tensor corrupt) {
+  check_dequantize_sum_arguments(codes, scales, bits, format, block_size, divisor, out, corrupt);
+  if (out.numel() == 0) return;
+  const DeviceGuard guard(out.get_device_index());
+  const Messages messages{static_cast<const uint8_t*>(codes.const_data_ptr()),
+                          scales.const_data_ptr<float>(), codes.size(0), codes.stride(0),
+                          scales.stride(0)};
+  const Stream target(out);
+  const bool aligned = is_aligned(messages.codes) && is_aligned(target.data) &&
+                       (messages.count == 1 || messages.code_stride % 16 == 0);
+  with_format(bits, format, [&](auto kind) {
+    launch(dequantize_sum_kernel<decltype(kind)>, num_blocks(out.numel()), kThreads,
+           current_stream(out), messages, out.numel(), shift_of(block_size),
+           static_cast<float>(divisor), target, corrupt.mutable_data_ptr<int64_t>(), aligned);
   });
 }
 
@@ -135,4 +214,5 @@ void dequantize_cuda(Tensor codes, Tensor scales, int64_t bits, FormatName forma
 STABLE_TORCH_LIBRARY_IMPL(pyparallel, CUDA, library) {
   library.impl("quantize", TORCH_BOX(&pyparallel::cuda::quantize_cuda));
   library.impl("dequantize", TORCH_BOX(&pyparallel::cuda::dequantize_cuda));
+  library.impl("dequantize_sum", TORCH_BOX(&pyparallel::cuda::dequantize_sum_cuda));
 }

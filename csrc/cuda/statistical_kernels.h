@@ -23,8 +23,8 @@ __device__ __forceinline__ void add_to_bins(const int (&units)[kPerThread],
                                             BinTotals<BITS>& totals) {
   constexpr int kBins = BinCodes<BITS>::kBins;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  int(&sums)[kBins] = totals.sums[warp];
-  int(&counts)[kBins] = totals.counts[warp];
+  int (&sums)[kBins] = totals.sums[warp];
+  int (&counts)[kBins] = totals.counts[warp];
   if constexpr (BITS == 8) {
     for (int bin = lane; bin < kBins; bin += kWarp) sums[bin] = counts[bin] = 0;
     __syncwarp();

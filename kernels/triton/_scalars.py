@@ -1,6 +1,5 @@
 """Scalars passed as kernel arguments, or read on the device."""
 
-import torch
 from torch import Tensor
 
 import triton
@@ -22,10 +21,3 @@ def read(number):
     """Return the value of such an argument."""
     # In the interpreter a float argument is a Python float, without a dtype.
     return tl.load(number) if hasattr(number, "dtype") and number.dtype.is_ptr() else number
-
-
-def on_device(number: Tensor, device: torch.device) -> Tensor:
-    """Return a 0-d tensor on the device; copied by a kernel, which a graph can capture."""
-    if number.device == device:
-        return number
-    return torch.full((), number.item(), dtype=number.dtype, device=device)

@@ -9,18 +9,22 @@ import triton.language as tl
 from ._register import register
 from ._scalars import argument, read
 from ._step import (
-    find_nonfinite,
+    BLOCK,
+    OPTIONS,
+    PART,
+    count_nonfinite,
+    find_grads,
+    find_rows,
     grad_factor,
+    grad_table,
     load,
+    load_grad,
+    load_grads,
     mix_messages,
     settle,
-    spans,
     store_rounded,
     take_messages,
 )
-
-BLOCK = 2048  # four elements per thread: eight, as elsewhere, would take too many registers
-OPTIONS = {"num_warps": 16, "maxnreg": 64, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -31,13 +35,13 @@ def _ahead(own, mean, square, step_size, eps):
 
 @triton.jit
 def _step(
-    values, grad, states, nonfinite, numbers, offsets, mask,
+    values, gradient, states, nonfinite, numbers, offsets, stepped,
     FROM_AVERAGE: tl.constexpr, DECOUPLED: tl.constexpr,
 ):  # fmt: skip
     before, old_mean, old_square = values
     exp_avg, exp_avg_sq = states
     factor, decay, pull, beta2, share, eps, step_size = numbers
-    scaled = read(factor) * load(grad, offsets, mask)
+    scaled = read(factor) * gradient
     decayed, gradient = before, scaled
     if DECOUPLED:
         decayed = before * read(decay)
@@ -46,21 +50,24 @@ def _step(
     base = old_mean if FROM_AVERAGE else gradient
     mean = base + pull * (gradient - old_mean)
     square = beta2 * old_square + share * gradient * gradient
+    stored = stepped
     if nonfinite is not None:
-        found = find_nonfinite(scaled, nonfinite, mask)
-        mean = tl.where(found, old_mean, mean)
-        square = tl.where(found, old_square, square)
+        stepped = count_nonfinite(scaled, nonfinite, stepped)
+    if stepped is not None:
+        mean = tl.where(stepped, mean, old_mean)
+        square = tl.where(stepped, square, old_square)
     own = _ahead(decayed, mean, square, read(step_size), read(eps))
-    if nonfinite is not None:
-        own = tl.where(found, before, own)
-    mean = store_rounded(mean, exp_avg, offsets, mask)
-    square = store_rounded(square, exp_avg_sq, offsets, mask)
+    if stepped is not None:
+        own = tl.where(stepped, own, before)
+    mean = store_rounded(mean, exp_avg, offsets, stored)
+    square = store_rounded(square, exp_avg_sq, offsets, stored)
     return own, mean, square
 
 
 @triton.jit
 def _adamw_step_block(
-    param, grad, states, mixing, outputs, numbers, ahead_size, found_inf, offsets, mask,
+    param, gradient, has, stepped, states, mixing, outputs, numbers, ahead_size, found_inf,
+    offsets, mask,
     NUM_MESSAGES: tl.constexpr, MIX_AFTER: tl.constexpr,
     FROM_AVERAGE: tl.constexpr, DECOUPLED: tl.constexpr,
 ):  # fmt: skip
@@ -71,9 +78,9 @@ def _adamw_step_block(
         own = mix_messages(own, mixing, offsets, mask, NUM_MESSAGES)
     mean = load(exp_avg, offsets, mask)
     square = load(exp_avg_sq, offsets, mask)
-    if grad is not None and (found_inf is None or read(found_inf) == 0):
+    if has and (found_inf is None or read(found_inf) == 0):
         own, mean, square = _step(
-            (own, mean, square), grad, states, nonfinite, numbers, offsets, mask,
+            (own, mean, square), gradient, states, nonfinite, numbers, offsets, stepped,
             FROM_AVERAGE, DECOUPLED,
         )  # fmt: skip
     own = settle(own, param, mixing, message, offsets, mask, NUM_MESSAGES, MIX_AFTER)
@@ -86,6 +93,8 @@ def _adamw_step_block(
 def _adamw_step_kernel(
     param,
     grad,
+    table,
+    num_rows,
     exp_avg,
     exp_avg_sq,
     messages,
@@ -108,24 +117,31 @@ def _adamw_step_kernel(
     FROM_AVERAGE: tl.constexpr,
     DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,
 ):
     states, mixing = (exp_avg, exp_avg_sq), (messages, coefficients)
     outputs = (nonfinite, prediction, message)
     numbers = (factor, decay, pull, beta2, share, eps, step_size)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
-    offsets = begin + tl.arange(0, BLOCK)
-    # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
-    if begin + BLOCK <= numel:
+    row = find_rows(table, num_rows, begin)
+    # Only unmasked accesses become 16 bytes wide, so full blocks of one row have their own branch.
+    if tl.load(row + 2) >= begin + BLOCK:
+        offsets = begin + tl.arange(0, BLOCK)
+        address = find_grads(row, grad, begin)
         _adamw_step_block(
-            param, grad, states, mixing, outputs, numbers, ahead_size, found_inf, offsets, None,
+            param, load_grad(address, grad, BLOCK), address != 0, None, states, mixing, outputs,
+            numbers, ahead_size, found_inf, offsets, None,
             NUM_MESSAGES, MIX_AFTER, FROM_AVERAGE, DECOUPLED,
         )  # fmt: skip
     else:
-        mask = offsets < numel
-        _adamw_step_block(
-            param, grad, states, mixing, outputs, numbers, ahead_size, found_inf, offsets, mask,
-            NUM_MESSAGES, MIX_AFTER, FROM_AVERAGE, DECOUPLED,
-        )  # fmt: skip
+        for first in range(begin, tl.minimum(begin + BLOCK, numel), PART):
+            offsets = first + tl.arange(0, PART)
+            addresses = find_grads(find_rows(table, num_rows, offsets), grad, offsets)
+            _adamw_step_block(
+                param, load_grads(addresses, grad), True, addresses != 0, states, mixing, outputs,
+                numbers, ahead_size, found_inf, offsets, offsets < numel,
+                NUM_MESSAGES, MIX_AFTER, FROM_AVERAGE, DECOUPLED,
+            )  # fmt: skip
 
 
 def adamw_step_(
@@ -176,27 +192,28 @@ def adamw_step_(
             argument(ahead_size),
             None if found_inf is None else argument(found_inf),
         )
-        for span, grad in spans(param, grads, offsets):
-            numel = span.stop - span.start
-            _adamw_step_kernel[(triton.cdiv(numel, BLOCK),)](
-                param[span],
-                grad,
-                exp_avg[span],
-                exp_avg_sq[span],
-                tuple(each[span] for each in incoming) or None,
-                nonfinite,
-                None if prediction is None else prediction[span],
-                None if message is None else message[span],
-                *numbers,
-                coefficients,
-                numel,
-                NUM_MESSAGES=len(incoming),
-                MIX_AFTER=mix_after,
-                FROM_AVERAGE=from_average,
-                DECOUPLED=decoupled,
-                BLOCK=BLOCK,
-                **OPTIONS,
-            )
+        if param.numel() == 0:
+            return
+        _adamw_step_kernel[(triton.cdiv(param.numel(), BLOCK),)](
+            param,
+            *grad_table(param, grads, offsets),
+            exp_avg,
+            exp_avg_sq,
+            incoming or None,
+            nonfinite,
+            prediction,
+            message,
+            *numbers,
+            coefficients,
+            param.numel(),
+            NUM_MESSAGES=len(incoming),
+            MIX_AFTER=mix_after,
+            FROM_AVERAGE=from_average,
+            DECOUPLED=decoupled,
+            BLOCK=BLOCK,
+            PART=PART,
+            **OPTIONS,
+        )
 
 
 register("adamw_step_", adamw_step_)

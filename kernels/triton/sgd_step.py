@@ -9,43 +9,50 @@ import triton.language as tl
 from ._register import register
 from ._scalars import argument, read
 from ._step import (
-    find_nonfinite,
+    BLOCK,
+    OPTIONS,
+    PART,
+    count_nonfinite,
+    find_grads,
+    find_rows,
     grad_factor,
+    grad_table,
     load,
+    load_grad,
+    load_grads,
     mix_messages,
     settle,
-    spans,
     store_rounded,
     take_messages,
 )
 
-BLOCK = 2048  # four elements per thread: eight, as elsewhere, would take too many registers
-OPTIONS = {"num_warps": 16, "maxnreg": 64, "enable_fp_fusion": False}
-
 
 @triton.jit
 def _step(
-    before, old_velocity, grad, momentum_buffer, nonfinite, numbers, offsets, mask,
+    before, old_velocity, gradient, momentum_buffer, nonfinite, numbers, offsets, stepped,
     NESTEROV: tl.constexpr,
 ):  # fmt: skip
     factor, decay, momentum, share, rate = numbers
-    scaled = read(factor) * load(grad, offsets, mask)
+    scaled = read(factor) * gradient
     gradient = scaled + read(decay) * before
     velocity = momentum * old_velocity + share * gradient
     update = gradient + momentum * velocity if NESTEROV else velocity
     own = before - read(rate) * update
+    stored = stepped
     if nonfinite is not None:
-        found = find_nonfinite(scaled, nonfinite, mask)
-        own = tl.where(found, before, own)
-        velocity = tl.where(found, old_velocity, velocity)
+        stepped = count_nonfinite(scaled, nonfinite, stepped)
+    if stepped is not None:
+        own = tl.where(stepped, own, before)
+        velocity = tl.where(stepped, velocity, old_velocity)
     if momentum_buffer is not None:
-        velocity = store_rounded(velocity, momentum_buffer, offsets, mask)
+        velocity = store_rounded(velocity, momentum_buffer, offsets, stored)
     return own, velocity
 
 
 @triton.jit
 def _sgd_step_block(
-    param, grad, momentum_buffer, mixing, outputs, numbers, ahead_rate, found_inf, offsets, mask,
+    param, gradient, has, stepped, momentum_buffer, mixing, outputs, numbers, ahead_rate,
+    found_inf, offsets, mask,
     NUM_MESSAGES: tl.constexpr, MIX_AFTER: tl.constexpr, NESTEROV: tl.constexpr,
 ):  # fmt: skip
     nonfinite, prediction, message = outputs
@@ -55,9 +62,9 @@ def _sgd_step_block(
     velocity = tl.zeros_like(own)
     if momentum_buffer is not None:
         velocity = load(momentum_buffer, offsets, mask)
-    if grad is not None and (found_inf is None or read(found_inf) == 0):
+    if has and (found_inf is None or read(found_inf) == 0):
         own, velocity = _step(
-            own, velocity, grad, momentum_buffer, nonfinite, numbers, offsets, mask, NESTEROV
+            own, velocity, gradient, momentum_buffer, nonfinite, numbers, offsets, stepped, NESTEROV
         )
     own = settle(own, param, mixing, message, offsets, mask, NUM_MESSAGES, MIX_AFTER)
     if prediction is not None:
@@ -68,6 +75,8 @@ def _sgd_step_block(
 def _sgd_step_kernel(
     param,
     grad,
+    table,
+    num_rows,
     momentum_buffer,
     messages,
     nonfinite,
@@ -86,22 +95,30 @@ def _sgd_step_kernel(
     MIX_AFTER: tl.constexpr,
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,
 ):
     mixing, outputs = (messages, coefficients), (nonfinite, prediction, message)
     numbers = (factor, decay, momentum, share, rate)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
-    offsets = begin + tl.arange(0, BLOCK)
-    # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
-    if begin + BLOCK <= numel:
+    row = find_rows(table, num_rows, begin)
+    # Only unmasked accesses become 16 bytes wide, so full blocks of one row have their own branch.
+    if tl.load(row + 2) >= begin + BLOCK:
+        offsets = begin + tl.arange(0, BLOCK)
+        address = find_grads(row, grad, begin)
         _sgd_step_block(
-            param, grad, momentum_buffer, mixing, outputs, numbers, ahead_rate, found_inf,
-            offsets, None, NUM_MESSAGES, MIX_AFTER, NESTEROV,
+            param, load_grad(address, grad, BLOCK), address != 0, None, momentum_buffer, mixing,
+            outputs, numbers, ahead_rate, found_inf, offsets, None,
+            NUM_MESSAGES, MIX_AFTER, NESTEROV,
         )  # fmt: skip
     else:
-        _sgd_step_block(
-            param, grad, momentum_buffer, mixing, outputs, numbers, ahead_rate, found_inf,
-            offsets, offsets < numel, NUM_MESSAGES, MIX_AFTER, NESTEROV,
-        )  # fmt: skip
+        for first in range(begin, tl.minimum(begin + BLOCK, numel), PART):
+            offsets = first + tl.arange(0, PART)
+            addresses = find_grads(find_rows(table, num_rows, offsets), grad, offsets)
+            _sgd_step_block(
+                param, load_grads(addresses, grad), True, addresses != 0, momentum_buffer, mixing,
+                outputs, numbers, ahead_rate, found_inf, offsets, offsets < numel,
+                NUM_MESSAGES, MIX_AFTER, NESTEROV,
+            )  # fmt: skip
 
 
 def sgd_step_(
@@ -140,25 +157,26 @@ def sgd_step_(
             argument(lr / mass * horizon),
             None if found_inf is None else argument(found_inf),
         )
-        for span, grad in spans(param, grads, offsets):
-            numel = span.stop - span.start
-            _sgd_step_kernel[(triton.cdiv(numel, BLOCK),)](
-                param[span],
-                grad,
-                None if momentum_buffer is None else momentum_buffer[span],
-                tuple(each[span] for each in incoming) or None,
-                nonfinite,
-                None if prediction is None else prediction[span],
-                None if message is None else message[span],
-                *numbers,
-                coefficients,
-                numel,
-                NUM_MESSAGES=len(incoming),
-                MIX_AFTER=mix_after,
-                NESTEROV=nesterov,
-                BLOCK=BLOCK,
-                **OPTIONS,
-            )
+        if param.numel() == 0:
+            return
+        _sgd_step_kernel[(triton.cdiv(param.numel(), BLOCK),)](
+            param,
+            *grad_table(param, grads, offsets),
+            momentum_buffer,
+            incoming or None,
+            nonfinite,
+            prediction,
+            message,
+            *numbers,
+            coefficients,
+            param.numel(),
+            NUM_MESSAGES=len(incoming),
+            MIX_AFTER=mix_after,
+            NESTEROV=nesterov,
+            BLOCK=BLOCK,
+            PART=PART,
+            **OPTIONS,
+        )
 
 
 register("sgd_step_", sgd_step_)

@@ -79,9 +79,11 @@ def _cost(name: str) -> str:
         return "schedules are simulated in plain Python, slower; training is the same"
     if not torch.cuda.is_available():
         return "no cost without a GPU"
-    if name == "Triton":
-        return "GPU ops run as in the table; pip install triton"
-    return "GPU ops run as in the table"
+    kernels = sorted(set().union(*(backend.ops for backend in ops.BACKENDS["cuda"])))
+    if name == "compiled CUDA" and kernels:
+        return f"{', '.join(kernels)} run in Triton on GPUs, other ops in {_PLAIN}, in more passes"
+    install = "; pip install triton" if name == "Triton" else ""
+    return f"GPU ops run as in the table{install}"
 
 
 def _is_worth_building(missing: Iterable[str]) -> bool:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from .consistency import all_gather_single as _gather
 from .run import Run
 from .stats import CommStats
 
-_ALIGNMENT = 16  # bytes, of the widest loads of kernels
+_ALIGNMENT = 32  # bytes, of the widest loads of kernels
 _MIN_GATHERED = 1  # elements: gloo has hung on empty collectives, so at least one is sent
 
 
@@ -113,30 +112,22 @@ class Collectives:
         return gathered.view(self.size, tensor.numel())
 
     def all_gather_each(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Gather flat tensors, each of one length on all ranks; return one tuple per rank.
+        """Gather as ``all_gather_rows``; return one tuple per rank."""
+        return list(zip(*self.all_gather_rows(tensors), strict=True))
 
-        Several tensors are sent as one, of bytes. The host waits for nothing on NCCL.
-        """
+    def all_gather_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Gather tensors (n,), of one length on all ranks each, as one; return (size, n) each."""
         if len(tensors) == 1:
-            return [(row,) for row in self.all_gather(tensors[0])]
-        ends = list(accumulate(_aligned(each) for each in tensors))
-        if not ends[-1]:
-            return [tuple(tensors)] * self.size
-        packed = tensors[0].new_zeros(ends[-1], dtype=torch.uint8)
-        parts = [
-            (end - _aligned(each), each.numel() * each.element_size(), each.dtype)
-            for end, each in zip(ends, tensors, strict=True)
-        ]
-        for (begin, length, _), each in zip(parts, tensors, strict=True):
-            packed[begin : begin + length].copy_(each.view(torch.uint8))
-        for each in tensors:
+            return [self.all_gather(tensors[0])]
+        kinds = [(each.numel(), each.dtype) for each in tensors]
+        if not packed_bytes(kinds):
+            return [each.expand(self.size, -1) for each in tensors]
+        packed = tensors[0].new_zeros(packed_bytes(kinds), dtype=torch.uint8)
+        for part, each in zip(unpack(packed, kinds), tensors, strict=True):
+            part.copy_(each)
             self.stats.count(each, self.size - 1)
         with self.uncounted():
-            rows = self.all_gather(packed)
-        return [
-            tuple(row[begin : begin + length].view(dtype) for begin, length, dtype in parts)
-            for row in rows
-        ]
+            return unpack(self.all_gather(packed), kinds)
 
     def all_gather_uneven(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """Gather flat tensors of different lengths; return one tuple per rank.
@@ -191,6 +182,13 @@ def int64_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
     return on_device
 
 
-def _aligned(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, rounded up so that another can follow."""
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+def packed_bytes(kinds: Sequence[tuple[int, torch.dtype]]) -> int:
+    """Return how many bytes hold flat tensors of these lengths and dtypes, each aligned."""
+    return sum(-(-length * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for length, dtype in kinds)
+
+
+def unpack(packed: Tensor, kinds: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+    """Return views (..., length) of the tensors in bytes (..., packed_bytes), uint8."""
+    parts = packed.split([packed_bytes([kind]) for kind in kinds], dim=-1)
+    pairs = zip(parts, kinds, strict=True)
+    return [part[..., : length * dtype.itemsize].view(dtype) for part, (length, dtype) in pairs]

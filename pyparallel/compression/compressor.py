@@ -1,13 +1,16 @@
 """The compressor interface: encode and decode a flat buffer, and average it over ranks."""
 
 import abc
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor
 
 from ..comm.collectives import Collectives
+from ..ops import add_or_clear_
 from ..training.arguments import wrong_type
+from ..training.nonfinite import is_finite_on_device
 from .corrupt_messages import with_sender
 from .layout import BufferLayout
 from .residual import Residual
@@ -116,11 +119,36 @@ class Compressor(abc.ABC):
         else:
             messages = collectives.all_gather_uneven(message)
         with collectives.stats.decoding():
-            total = x.zero_() if x.dtype == torch.float32 else torch.zeros_like(x).float()
-            for sender, each in enumerate(messages):
-                with with_sender(sender):
-                    self.decompress(each, state.layout, total, accumulate=True)
-            x.copy_(total.div_(collectives.size))
+            self._add_up_(messages, state.layout, x, divisor=collectives.size)
+
+    def mean_of_finite_(
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
+    ) -> Tensor:
+        """Average as ``mean_``, but let the buffer of a rank with a nan or an inf count as zeros.
+
+        No host waits. Return which ranks' buffers these are, (ranks,), on x's device. Here x is
+        read once more; override it where the message shows it. The message is then dropped, and
+        the residual, of which the encoder has changed what it cannot restore, becomes 0.
+        """
+        is_bad = is_finite_on_device(x).logical_not()
+        add_or_clear_(x, clear=is_bad)
+        with collectives.uncounted():
+            of_ranks = collectives.all_gather(is_bad.long().view(1)).view(-1)
+        self.mean_(x, state, collectives, residual)
+        return of_ranks
+
+    def _add_up_(
+        self, messages: Sequence[Message], layout: BufferLayout, x: Tensor, *, divisor: int
+    ) -> None:
+        """Replace x by the sum of all ranks' messages over ``divisor``."""
+        total = x.zero_() if x.dtype == torch.float32 else torch.zeros_like(x).float()
+        for sender, each in enumerate(messages):
+            with with_sender(sender):
+                self.decompress(each, layout, total, accumulate=True)
+        if divisor != 1:
+            total.div_(divisor)
+        if total is not x:
+            x.copy_(total)
 
 
 def not_a_compressor(compressor: object, name: str = "compressor") -> TypeError | None:

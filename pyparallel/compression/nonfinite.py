@@ -1,6 +1,6 @@
 """Gradients with a nan or an inf: how they are found, and what the ranks do about them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,11 @@ from ..comm.collectives import Collectives
 from ..comm.consistency import check_same_call, row_of_call
 from ..comm.counts import Call
 from ..comm.errors import NonFiniteError
+from ..ops import add_or_clear_
 from ..training.nonfinite import NonFinitePolicy, first_nonfinite, is_finite, is_finite_on_device
+from .compressor import Compressor
 from .layout import BufferLayout
+from .state import CompressorState
 
 
 def first_nonfinite_part(x: Tensor, layout: BufferLayout) -> int:
@@ -85,27 +88,64 @@ class NonFiniteCheck:
         elif not is_finite(x):
             x.zero_()
 
+    def mean_(
+        self,
+        compressor: Compressor,
+        x: Tensor,
+        layout: BufferLayout,
+        state_of: Callable[[], CompressorState],
+        collectives: Collectives,
+        step: int | None,
+    ) -> None:
+        """Replace gradients (numel,) by their mean over ranks, under the policy.
+
+        As ``apply_`` and the compressor's ``mean_``, but that a GPU need not read what the encoder
+        reads anyway: see ``Compressor.mean_of_finite_``.
+        """
+        if self.policy != "raise" or x.device.type == "cpu" or x.numel() == 0:
+            self.apply_(x, layout, collectives, step)
+            compressor.mean_(x, state_of(), collectives)
+            return
+        self._raise_earlier(x, step)
+        of_ranks = compressor.mean_of_finite_(x, state_of(), collectives)
+        self._raise_later(of_ranks, layout, step)
+
     def _apply_on_device_(
         self, x: Tensor, layout: BufferLayout, collectives: Collectives, step: int | None
     ) -> None:
         is_bad = is_finite_on_device(x).logical_not()
-        x.masked_fill_(is_bad, 0.0)
-        if self.policy != "raise" or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        add_or_clear_(x, clear=is_bad)
+        if self.policy != "raise" or _is_captured(x):
+            return
+        self._raise_earlier(x, step)
+        with collectives.uncounted():
+            of_ranks = collectives.all_gather(is_bad.long().view(1)).view(-1)
+        self._raise_later(of_ranks, layout, step)
+
+    def _raise_earlier(self, x: Tensor, step: int | None) -> None:
+        """Raise for buffers of earlier steps."""
+        if _is_captured(x):
             return
         earlier = [each for each in self._late if each.step != step]
         self._late = [each for each in self._late if each.step == step]
         for verdict in earlier:
             verdict.raise_if_found()
-        with collectives.uncounted():
-            of_ranks = collectives.all_gather(is_bad.long().view(1)).view(-1)
-        self._late.append(_LateVerdict.of(of_ranks, layout, step))
+
+    def _raise_later(self, of_ranks: Tensor, layout: BufferLayout, step: int | None) -> None:
+        if not _is_captured(of_ranks):
+            self._late.append(_LateVerdict.of(of_ranks, layout, step))
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Return whether a CUDA graph is captured, whose replays no host reads."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)
 class _LateVerdict:
     """Which ranks' buffers were not finite, on its way from a GPU to the host.
 
-    ``of_ranks``, (ranks,) int64 in pinned memory, has a 1 for each such rank once ``copied``.
+    ``of_ranks``, (ranks,) in pinned memory, is not 0 for each such rank once ``copied``.
     """
 
     of_ranks: Tensor
@@ -117,7 +157,7 @@ class _LateVerdict:
     def of(cls, of_ranks: Tensor, layout: BufferLayout, step: int | None) -> "_LateVerdict":
         """Start to copy the verdicts of all ranks to the host."""
         on_host = torch.empty(
-            of_ranks.shape, dtype=torch.int64, pin_memory=of_ranks.is_cuda, device="cpu"
+            of_ranks.shape, dtype=of_ranks.dtype, pin_memory=of_ranks.is_cuda, device="cpu"
         )
         on_host.copy_(of_ranks, non_blocking=True)
         copied = torch.Event(of_ranks.device) if of_ranks.is_cuda else None

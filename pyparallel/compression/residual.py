@@ -20,12 +20,6 @@ def update_residual(residual: Tensor, total: Tensor, decoded: Tensor) -> None:
     torch.where(lost.isfinite(), lost, residual, out=residual)
 
 
-def accumulate_residual(residual: Tensor, lost: Tensor, times: int) -> None:
-    """Add ``times * lost`` to the residual; entries that would overflow stay as they are."""
-    total = torch.add(residual, lost, alpha=times)
-    torch.where(total.isfinite(), total, residual, out=residual)
-
-
 def clear_non_finite(buffer: Tensor, largest: Tensor) -> None:
     """Set non-finite entries of a buffer to 0 after the largest entries were sent.
 

@@ -19,7 +19,7 @@ from ..training.arguments import find_error
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.trainer import Trainer
 from . import consensus, validation
-from .algorithms.base import Algorithm, JoinedOptimizers, find_algorithm_error
+from .algorithms.base import TRANSPORT, Algorithm, JoinedOptimizers, find_algorithm_error
 from .module_wrapper import ModuleWrapper
 from .rounds import SteppedRounds
 
@@ -78,13 +78,14 @@ class GossipDataParallel(Trainer, ModuleWrapper):
                 "torch.distributed.init_process_group first"
             )
         super().__init__()
-        self.config_fields, error_text = _collect_config(
+        compared, error_text = _collect_config(
             module, optimizer, algorithm, process_group, bucket_cap_mb, nonfinite
         )
+        self.config_fields = [each for each in compared if each[0] != TRANSPORT]
         # Not saved: states have the classes themselves, and a run may go on with another policy.
         classes = ("optimizers", _describe_optimizers(optimizer))
         policy = ("nonfinite", str(nonfinite))
-        config_fields = [classes, *self.config_fields, policy]
+        config_fields = [classes, *compared, policy]
         check_consistent_across_ranks(config_fields, error_text, process_group)
         self._wrap(module)
         self.algorithm = algorithm
@@ -160,8 +161,11 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         Nothing is exchanged, unless ``consensus_distance``. On a GPU the host waits for the weight.
 
         * ``rank/bytes_sent``: for training, so far, excluding ``consensus`` and checks;
+        * ``rank/bits_per_parameter``: of these, for each parameter and completed step;
         * ``rank/waiting_seconds``: for which the host has waited for other ranks in the last step:
           from the end of the step before, so in backward too. On NCCL streams wait instead;
+        * ``rank/hidden_seconds``: for which a thread has waited so far, beside the training, for
+          outer steps with a delay;
         * ``rank/staleness``: how many steps old the messages merged last were, 0 without overlap;
         * ``rank/push_sum_weight``: 1 for algorithms without PushSum;
         * ``rank/steps`` that were completed since the trainer was created, and of these the
@@ -170,13 +174,16 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
         With ``consensus_distance=True`` it is among them, and all ranks must call this together.
         """
-        status = self._averager.status
+        status, num_steps = self._averager.status, self._rounds.num_steps
+        num_parameters = sum(each.numel() for each in self._buckets.parameters)
         found: dict[str, float | Tensor] = {
             "rank/bytes_sent": self.bytes_sent,
+            "rank/bits_per_parameter": 8 * self.bytes_sent / (num_parameters * max(1, num_steps)),
             "rank/waiting_seconds": self._rounds.waiting_seconds,
+            "rank/hidden_seconds": status.hidden_seconds,
             "rank/staleness": status.staleness,
             "rank/push_sum_weight": status.weight,
-            "rank/steps": self._rounds.num_steps,
+            "rank/steps": num_steps,
             "rank/skipped_steps": self._rounds.finite_steps.num_skipped,
         }
         if consensus_distance:
@@ -220,11 +227,13 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def consensus(self) -> Iterator[nn.Module]:
         """Load the exact average of all ranks into the module inside the context; restore it after.
 
-        Parameters are averaged with the push-sum weights, including messages in flight;
+        Parameters are averaged with the push-sum weights, including messages in flight; of DiLoCo
+        and NoLoCo they are those after the last outer step, as in the papers' evaluations;
         floating-point buffers (such as BatchNorm statistics) without weights. Frozen parameters
         are equal on all ranks and stay as they are. All ranks must enter it together.
         """
-        merged, weight = self._merged_buckets()
+        self._check_mergeable()
+        merged, weight = self._averager.as_evaluated()
         buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
         collectives = Collectives(self._run)
         averages = consensus.average(merged, weight, collectives)
@@ -239,7 +248,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
         The same number on all ranks, which must call it together.
         """
-        return consensus.distance(*self._merged_buckets(), Collectives(self._run))
+        self._check_mergeable()
+        return consensus.distance(*self._averager.as_merged(), Collectives(self._run))
 
     def flush(self) -> None:
         """Complete all communication in flight, after the last step, on all ranks together."""
@@ -375,11 +385,10 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             state.preserve()
         self._saved_states.clear()
 
-    def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
+    def _check_mergeable(self) -> None:
         self._averager.restore_debiased()
         self._buckets.check(())
         self._check_equal_steps()
-        return self._averager.as_merged()
 
 
 def _collect_config(

@@ -14,7 +14,7 @@ messages, whose corruption is a RuntimeError; on a GPU that of earlier messages 
 from ._checks import FLOAT_DTYPES
 from ._library import Backend, load_native, load_triton, names, warn_importer
 from .adamw_step import adamw_step_
-from .mix import mix_
+from .mix import add_or_clear_, mix_, screen_headers
 from .mix_quantized import mix_quantized_
 from .orthogonalize import orthogonalize_
 from .pack_signs import (
@@ -25,7 +25,7 @@ from .pack_signs import (
 )
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
-from .quantize import dequantize, quantize
+from .quantize import dequantize, dequantize_sum, quantize
 from .quantize_difference import quantize_difference_
 from .random_k import random_k, random_k_indices
 from .sgd_step import sgd_step_
@@ -36,8 +36,10 @@ __all__ = [
     "FLOAT_DTYPES",
     "Backend",
     "adamw_step_",
+    "add_or_clear_",
     "dequantize",
     "dequantize_statistical",
+    "dequantize_sum",
     "implementation",
     "mix_",
     "mix_quantized_",
@@ -53,6 +55,7 @@ __all__ = [
     "random_k_indices",
     "scatter_add_",
     "scatter_chunks",
+    "screen_headers",
     "sgd_step_",
     "top_k",
     "top_k_chunks",

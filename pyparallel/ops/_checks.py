@@ -174,6 +174,17 @@ def check_tensor(
         raise ValueError(f"{name} must be a {rule} on {where or device}, got {describe(tensor)}")
 
 
+def check_rows(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, int], device: torch.device
+) -> None:
+    """Raise unless the tensor is of this dtype, shape and device; its rows may lie apart."""
+    fits = tensor.dtype == dtype and tensor.shape == shape and tensor.device == device
+    if not (fits and (shape[1] < 2 or tensor.stride(1) == 1) and tensor.stride(0) >= shape[1]):
+        kind = str(dtype).removeprefix("torch.")
+        rule = f"{kind} of shape {list(shape)} with contiguous rows on {device}"
+        raise ValueError(f"{name} must be {rule}, got {describe(tensor)}")
+
+
 def output(out: Tensor | None, numel: int, accumulate: bool, device: torch.device) -> Tensor:
     """Return the buffer that an op decodes into: the one given, or a new one of float32."""
     check_at_least("numel", numel, 0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ._checks import check_tensor, num_blocks
+from ._checks import check_rows, check_tensor, describe, num_blocks
 
 CORRUPT = "codes and scales must be what quantize emits, got a corrupt message"
 
@@ -259,9 +259,28 @@ def check_message(
     device: torch.device,
 ) -> None:
     """Raise unless the message has the dtypes, lengths and device of ``numel`` entries."""
-    blocks = kind.num_scales(numel, block_size)
     check_tensor(codes_name, codes, kind.dtype, (kind.num_codes(numel),), device)
-    check_tensor(scales_name, scales, torch.float32, (blocks,), device)
+    check_tensor(scales_name, scales, torch.float32, (kind.num_scales(numel, block_size),), device)
+
+
+def check_message_in_rows(
+    codes: Tensor, scales: Tensor, kind: Format, block_size: int, numel: int, device: torch.device
+) -> None:
+    """Raise unless each row has as many whole blocks, and all have ``numel`` entries."""
+    entries = codes.shape[1] * 8 // kind.bits
+    if not entries or entries % block_size or numel > codes.shape[0] * entries:
+        rule = f"codes must be rows of whole blocks of {block_size} entries, {numel} in all"
+        raise ValueError(f"{rule}, got {describe(codes)}")
+    check_messages(codes, scales, kind, block_size, entries, device)
+
+
+def check_messages(
+    codes: Tensor, scales: Tensor, kind: Format, block_size: int, numel: int, device: torch.device
+) -> None:
+    """Raise unless each row of codes and scales, which may lie apart, is a message."""
+    shape = max(1, len(codes)), kind.num_scales(numel, block_size)
+    check_rows("codes", codes, kind.dtype, (shape[0], kind.num_codes(numel)), device)
+    check_rows("scales", scales, torch.float32, shape, device)
 
 
 def decode_message(

@@ -1,11 +1,22 @@
-"""``quantize`` and ``dequantize``: messages of 8, 4 or 2 bits per entry, with a scale per block."""
+"""``quantize``, ``dequantize`` and ``dequantize_sum``: 8, 4 or 2 bits an entry, scales of blocks.
+
+A message is in one piece, (codes,) and (scales,), or in rows, (rows, codes) and (rows, scales), of
+as many whole blocks each, which may lie apart; the last ones may be longer than the message.
+"""
 
 import torch
 from torch import Tensor
 
 from ._checks import check_block_size, check_buffer, check_like, num_blocks, output
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
-from ._formats import CORRUPT, check_message, decode_message, find_format
+from ._formats import (
+    CORRUPT,
+    check_message,
+    check_message_in_rows,
+    check_messages,
+    decode_message,
+    find_format,
+)
 from ._library import checked, define
 from ._philox import as_offset, as_seed, random_bits
 
@@ -29,7 +40,7 @@ def quantize_reference(
     random = None if seed is None else random_bits(numel, seed % 2**64, offset, x.device)
     if not kind.has_scales:
         each = kind.encode(sums, random)
-        codes.copy_(kind.pack(each))
+        _store(kind.pack(each), codes)
         if residual is not None:
             rest = sums - kind.decode(each)
             residual.copy_(torch.where(rest.isfinite(), rest, residual.float()))
@@ -49,14 +60,23 @@ def quantize_reference(
     if random is not None:
         random = torch.nn.functional.pad(random, (0, padding)).view(-1, block_size)
     each = torch.where(is_live[:, None], kind.encode(scaled, random), 0)
-    codes.copy_(kind.pack(each.flatten()[:numel]))
+    _store(kind.pack(each.flatten()[:numel]), codes)
     if residual is not None:
         scale = kind.fit_scale(scale, scaled, each)
-    scales.copy_(torch.where(is_finite, scale, float("nan")))
+    _store(torch.where(is_finite, scale, float("nan")), scales)
     if residual is not None:
         rest = (blocks - kind.decode(each) * scale[:, None]).flatten()[:numel]
         keeps = is_finite.repeat_interleave(block_size)[:numel]
         residual.copy_(torch.where(keeps, rest, residual.float()))
+
+
+def _store(flat: Tensor, target: Tensor) -> None:
+    """Write the codes or scales of a message in one piece, or to its rows."""
+    if target.dim() == 1:
+        target.copy_(flat)
+    else:
+        for row, part in zip(target, flat.split(target.size(1)), strict=False):
+            row[: part.numel()].copy_(part)
 
 
 def dequantize_reference(
@@ -70,13 +90,39 @@ def dequantize_reference(
     corrupt: Tensor,
 ) -> None:
     """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
-    kind = find_format(bits, format)
-    values, is_corrupt = decode_message(codes, scales, kind, block_size, out.numel())
+    kind, numel = find_format(bits, format), out.numel()
+    codes = codes.reshape(-1)[: kind.num_codes(numel)]
+    scales = scales.reshape(-1)[: kind.num_scales(numel, block_size)]
+    values, is_corrupt = decode_message(codes, scales, kind, block_size, numel)
     refuse_or_count(is_corrupt, corrupt, CORRUPT)
     if accumulate:
         out.copy_(torch.where(is_corrupt, out.float(), out.float() + values))
     else:
         out.copy_(torch.where(is_corrupt, 0.0, values))
+
+
+def dequantize_sum_reference(
+    codes: Tensor,
+    scales: Tensor,
+    bits: int,
+    format: str,
+    block_size: int,
+    divisor: float,
+    out: Tensor,
+    corrupt: Tensor,
+) -> None:
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
+    kind, numel = find_format(bits, format), out.numel()
+    messages = [
+        decode_message(*message, kind, block_size, numel)
+        for message in zip(codes, scales, strict=True)
+    ]
+    for _, is_corrupt in messages:
+        refuse_or_count(is_corrupt, corrupt, CORRUPT)
+    total = torch.zeros_like(out, dtype=torch.float32)
+    for values, is_corrupt in messages:
+        total = torch.where(is_corrupt, total, total + values)
+    out.copy_(total / torch.full_like(total, divisor))
 
 
 quantize_unchecked = define(
@@ -91,6 +137,12 @@ dequantize_unchecked = define(
     dequantize_reference,
 )
 _dequantize_checked = checked(dequantize_unchecked)
+dequantize_sum_unchecked = define(
+    "dequantize_sum(Tensor codes, Tensor scales, int bits, str format, int block_size, "
+    "float divisor, Tensor(a!) out, Tensor(b!) corrupt) -> ()",
+    dequantize_sum_reference,
+)
+_dequantize_sum_checked = checked(dequantize_sum_unchecked)
 
 
 def quantize(
@@ -178,13 +230,12 @@ def dequantize(
 
     Messages are not trusted. An entry is corrupt if its code is one that ``quantize`` never emits
     (-128, or -8 of 4 bits; an inf or a nan of the float formats; 3 of "ternary"; -0 or -nan of
-    "natural"), or if its block's scale is
-    negative or infinite. The CPU rejects the whole message before anything is written. Elsewhere,
-    without a host synchronization, a corrupt entry is written as 0, or adds nothing, and is
-    counted.
+    "natural"), or if its block's scale is negative or infinite. The CPU rejects the whole message
+    before anything is written. Elsewhere, without a host synchronization, a corrupt entry is
+    written as 0, or adds nothing, and is counted.
 
     Args:
-        codes, scales: as returned by ``quantize``.
+        codes, scales: as returned by ``quantize``; or in rows, as in received bytes.
         bits, format, block_size: as given to it.
         numel: n, the number of entries.
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
@@ -196,8 +247,52 @@ def dequantize(
     kind = find_format(bits, format)
     check_block_size(block_size)
     out = output(out, numel, accumulate, codes.device)
-    check_message("codes", codes, "scales", scales, kind, block_size, numel, out.device)
+    if codes.dim() == 2:
+        check_message_in_rows(codes, scales, kind, block_size, numel, out.device)
+    else:
+        check_message("codes", codes, "scales", scales, kind, block_size, numel, out.device)
     counter = corrupt_counter(corrupt, out)
     _dequantize_checked(codes, scales, bits, format, block_size, accumulate, out, counter)
+    stop_if_corrupt(corrupt, counter, CORRUPT)
+    return out
+
+
+def dequantize_sum(
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    bits: int,
+    format: str = "int",
+    block_size: int = 256,
+    numel: int,
+    divisor: float = 1.0,
+    out: Tensor | None = None,
+    corrupt: Tensor | None = None,
+) -> Tensor:
+    """Decode several messages of ``quantize`` and add them up in one pass, such as for a mean.
+
+    Entries are added in float32, those of the first message first, and divided by ``divisor``: to
+    the bit what ``dequantize(accumulate=True)`` of one message after the other gives in a float32
+    buffer of zeros. Messages are not trusted, as for ``dequantize``: the CPU rejects all if one is
+    corrupt.
+
+    Args:
+        codes: (messages, codes of n entries) with a message's codes in each row, at least one; rows
+            may lie apart, as in received bytes.
+        scales: (messages, ceil(n / block_size)) float32, or (messages, 0) for "natural"; likewise.
+        bits, format, block_size: as given to ``quantize``.
+        numel: n, the number of entries.
+        divisor: what the sum is divided by, not 0, such as the number of messages.
+        out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
+        corrupt: as for ``dequantize``.
+    """
+    kind = find_format(bits, format)
+    check_block_size(block_size)
+    if divisor == 0:
+        raise ValueError(f"divisor must not be 0, got {divisor}")
+    out = output(out, numel, False, codes.device)
+    check_messages(codes, scales, kind, block_size, numel, out.device)
+    counter = corrupt_counter(corrupt, out)
+    _dequantize_sum_checked(codes, scales, bits, format, block_size, float(divisor), out, counter)
     stop_if_corrupt(corrupt, counter, CORRUPT)
     return out

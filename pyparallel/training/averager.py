@@ -38,11 +38,13 @@ class Status(NamedTuple):
         weight: push-sum weight, 0-d float64; 1 for algorithms without PushSum.
         staleness: steps between sending and merging of the messages merged last; 0: none late.
         in_flight: messages are in flight that the next step may receive.
+        hidden_seconds: for which a thread has waited for other ranks, beside the training.
     """
 
     weight: Tensor
     staleness: int = 0
     in_flight: bool = False
+    hidden_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,13 @@ class ModelAverager:
         Called by all ranks together; changes nothing. The tensors may be the live ones.
         """
         return (self.buffers, self._weight) if self.inner is None else self.inner.as_merged()
+
+    def as_evaluated(self) -> tuple[list[Tensor], Tensor]:
+        """Return the buffers and the weight whose average is evaluated and saved.
+
+        As ``as_merged``, unless the algorithm's outer steps make a better model than the ranks'.
+        """
+        return self.as_merged()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state beyond parameters and optimizer that a bitwise equal resume needs.

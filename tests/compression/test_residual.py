@@ -1,7 +1,6 @@
 import torch
 
 from pyparallel.compression.residual import (
-    accumulate_residual,
     add_residual,
     clear_non_finite,
     update_residual,
@@ -42,9 +41,3 @@ def test_the_old_residual_stays_where_a_message_is_not_finite():
     residual = torch.tensor([0.5, 0.5, 0.5])
     update_residual(residual, torch.tensor([NAN, INF, 1.0]), torch.tensor([NAN, INF, 0.75]))
     assert residual.tolist() == [0.5, 0.5, 0.25]
-
-
-def test_an_accumulated_residual_stays_finite():
-    residual = torch.tensor([1.0, 3e38, -3e38, 2.0])
-    accumulate_residual(residual, torch.tensor([0.5, 1e38, -3e38, NAN]), 4)
-    assert residual.tolist() == [3.0, torch.tensor(3e38).item(), torch.tensor(-3e38).item(), 2.0]

@@ -17,12 +17,13 @@ from tests.kernels.inspect_triton import ARCHITECTURES, MachineCode, find_waste,
 NATIVE = Path(pyparallel.__file__).parent / "_native"
 LIBRARIES = ["cpu", pytest.param("cuda", marks=pytest.mark.slow)]
 # They process no buffer, so 16-byte accesses are not required.
-ONE_WARP = {"add_masses_kernel", "scalars_kernel", "step_numbers_kernel"}
+ONE_WARP = {"add_masses_kernel", "scalars_kernel", "screen_headers_kernel", "step_numbers_kernel"}
 # Besides floats they access codes, eight or four bytes per thread.
 ONE_WAY = {
     "quantize_kernel",
     "dequantize_kernel",
     "dequantize_statistical_kernel",
+    "dequantize_sum_kernel",
 }
 # They access scattered entries, or the few numbers of each block.
 NARROW = {
@@ -43,6 +44,7 @@ READERS = {"collect_kernel", "gram_kernel", "histogram_kernel"}
 IN_BATCHES = {
     r"mix_kernel<.*, 0>": "more than two messages do not fit in the registers: two at a time",
     r"mix_quantized_kernel<.*, 0>": "the same",
+    r"dequantize_sum_kernel<.*>": "four messages at a time",
     r"pack_signs_kernel<.*, 0>": "the chunks of a long block do not fit, and are read twice",
     r"pack_signs_kernel<.*, 4>": "nor does the residual of four chunks beside them",
     r"step_kernel<.*, true>": "messages are mixed in before the rest is loaded, or after",

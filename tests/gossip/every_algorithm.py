@@ -2,7 +2,7 @@
 
 import torch
 
-from pyparallel.compression import Int8, TopK
+from pyparallel.compression import ErrorFeedback, Int8, TopK
 from pyparallel.gossip import (
     ADPSGD,
     DPSGD,
@@ -48,6 +48,9 @@ EVERY_ALGORITHM = {
     "slowmo": lambda n: SlowMo(SGP(OnePeerExponential(n), overlap=1), interval=4, momentum=0.4),
     "diloco": lambda n: DiLoCo(interval=3),
     "diloco-adam": lambda n: DiLoCo(interval=2, outer_optimizer=outer_adam),
+    "diloco-streamed": lambda n: DiLoCo(
+        4, fragments=2, delay=3, compressor=ErrorFeedback(TopK(0.2))
+    ),
     "noloco": lambda n: NoLoCo(RandomMatching(n), interval=2),
     "leadersgd": lambda n: LeaderSGD(ranks_per_node=2, interval=2, global_interval=4),
     "leadersgd-code": lambda n: LeaderSGD(2, interval=2, global_interval=4, local_pull=0.1),
@@ -63,8 +66,8 @@ NONDETERMINISTIC = {"adpsgd"}
 DETERMINISTIC = [name for name in EVERY_ALGORITHM if name not in NONDETERMINISTIC]
 # One of each kind of average, order and message: what fast tests take.
 COVERING = [
-    "sgp-star", "sgp-overlap-3", "osgp-3", "sgp-overlap-3-top-k", "slowmo", "diloco-adam", "noloco",
-    "leadersgd", "leadersgd-code", "hierarchical-star", "allreduce",
+    "sgp-star", "sgp-overlap-3", "osgp-3", "sgp-overlap-3-top-k", "slowmo", "diloco-streamed",
+    "noloco", "leadersgd", "leadersgd-code", "hierarchical-star", "allreduce",
 ]  # fmt: skip
 # Of these a few, for what is decided before an average is taken.
 FEW = ["sgp-star", "slowmo", "leadersgd", "hierarchical-star", "allreduce"]

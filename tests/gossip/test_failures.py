@@ -112,6 +112,14 @@ MISTAKES = {
         linear, own, (RING, SGP(Complete(2))),
         r"same algorithm, got SGP\(topology=Ring\(2\), .* on rank 0 and .*Complete\(2\).* rank 1",
     ),
+    "other transport": (
+        linear, own, (RING, SGP(Ring(2), transport="symmetric_memory")),
+        "same transport, got process_group on rank 0 and symmetric_memory on rank 1",
+    ),
+    "symmetric memory on the CPU": (
+        linear, own, SGP(Ring(2), transport="symmetric_memory"),
+        "parameters must be on a GPU with transport='symmetric_memory', got cpu; leave tra",
+    ),
     "other shape": (
         on_rank_one(torch.zeros(4)), own, RING,
         r"same parameter 0, got scale float32 \[3\] on rank 0 and scale float32 \[4\] on rank 1",

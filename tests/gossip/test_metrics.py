@@ -14,7 +14,8 @@ from tests.gossip.every_algorithm import EVERY_ALGORITHM
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import build_model, flat, start, step, wrap
 
-NAMES = {"bytes_sent", "waiting_seconds", "staleness", "push_sum_weight", "steps", "skipped_steps"}
+NAMES = {"bytes_sent", "waiting_seconds", "hidden_seconds", "staleness", "push_sum_weight"}
+NAMES |= {"bits_per_parameter", "steps", "skipped_steps"}
 HEADER_BYTES = 64
 MESSAGE_BYTES = 4 * 4 * 64  # of loops.build_model: four parameters, each padded to 64 elements
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pyparallel.ops.adamw_step import adamw_step_reference
-from pyparallel.ops.mix import mix_reference
+from pyparallel.ops.mix import add_or_clear_reference, mix_reference, screen_headers_reference
 from pyparallel.ops.mix_quantized import mix_quantized_reference
 from pyparallel.ops.orthogonalize import orthogonalize_reference
 from pyparallel.ops.pack_signs import (
@@ -23,7 +23,11 @@ from pyparallel.ops.pack_signs import (
 )
 from pyparallel.ops.predict_adam import predict_adam_reference
 from pyparallel.ops.predict_sgd import predict_sgd_reference
-from pyparallel.ops.quantize import dequantize_reference, quantize_reference
+from pyparallel.ops.quantize import (
+    dequantize_reference,
+    dequantize_sum_reference,
+    quantize_reference,
+)
 from pyparallel.ops.quantize_difference import quantize_difference_reference
 from pyparallel.ops.random_k import random_k_indices_reference, random_k_reference
 from pyparallel.ops.sgd_step import sgd_step_reference
@@ -107,6 +111,14 @@ def _dequantize(numel: int) -> tuple[Any, ...]:
     return codes, scales, *INT8, True, torch.ones(numel), torch.zeros((), dtype=torch.int64)
 
 
+def _dequantize_sum(numel: int) -> tuple[Any, ...]:
+    messages = [test_quantize.message(numel + each, *INT8) for each in range(3)]
+    codes, scales = zip(*messages, strict=True)
+    codes = torch.stack([each[:numel] for each in codes])
+    scales = torch.stack([each[: -(-numel // 256)] for each in scales])
+    return codes, scales, *INT8, 3.0, torch.ones(numel), torch.zeros((), dtype=torch.int64)
+
+
 CASES = [
     OpCase("mix_", mix_reference, lambda numel: test_mix.sample(numel, 2)),
     OpCase(
@@ -127,6 +139,7 @@ CASES = [
         ),
     ),
     OpCase("dequantize", dequantize_reference, _dequantize),
+    OpCase("dequantize_sum", dequantize_sum_reference, _dequantize_sum),
     OpCase(
         "mix_quantized_", mix_quantized_reference, lambda numel: test_mix_quantized.sample(numel, 2)
     ),
@@ -134,6 +147,13 @@ CASES = [
         "quantize_difference_",
         quantize_difference_reference,
         lambda numel: test_quantize_difference.prepare(*test_quantize_difference.sample(numel)),
+    ),
+    OpCase("add_or_clear_", add_or_clear_reference, test_mix.sample_sum),
+    OpCase(
+        "screen_headers",
+        screen_headers_reference,
+        lambda numel: test_mix.sample_headers(min(numel, 40)),
+        by_elements=False,
     ),
     OpCase("pack_signs", pack_signs_reference, test_pack_signs.sample),
     OpCase("unpack_signs", unpack_signs_reference, test_pack_signs.sample_message),

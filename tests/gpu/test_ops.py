@@ -1,5 +1,7 @@
 """What tests of single calls do not show: streams, CUDA graphs, a host that does not wait."""
 
+import re
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from tests.gpu.catalog import (
 )
 
 NUMEL = 5003
+OF_MESSAGES = [case.op for case in CASES if re.search("quantize|signs", case.op)]
 # Of a peer in the benchmark that has the public calls.
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.op)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
@@ -76,6 +79,16 @@ def test_unaligned_and_empty_tensors(case):
         )
         case.run(arguments)
         case.check(arguments, source, f"{numel} elements")
+
+
+@pytest.mark.parametrize("op", OF_MESSAGES)
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_torchs_ops_give_the_same_where_nvcc_is_missing(op):
+    (case,) = (case for case in CASES if case.op == op)
+    source = case.sample(NUMEL)
+    arguments = moved(source, DEVICE)
+    case.reference(*arguments)
+    case.check(arguments, source, "by torch's ops on the device")
 
 
 def public_calls():

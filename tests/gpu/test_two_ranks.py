@@ -4,6 +4,7 @@ NCCL from 2.30 on lets ranks share a GPU: ``make gpu`` says how.
 """
 
 import copy
+import functools
 import os
 import sys
 
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyparallel.gossip import GossipDataParallel
+from pyparallel.gossip import SGP, GossipDataParallel
+from pyparallel.gossip.topology import Ring
 from tests.gossip.every_algorithm import EVERY_ALGORITHM
 from tests.gpu.test_training import FIXED, averaged
 from tests.pipeline.gpu.test_on_gpu import CASES, losses_of_ranks
@@ -30,6 +32,7 @@ WITHOUT_ORDER = {"adpsgd"}
 def nccl_group(rank):
     """Return the group of all ranks over NCCL; this rank uses its own GPU, or the only one."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # of ranks that share a GPU
     return dist.new_group(backend="nccl")
 
 
@@ -63,13 +66,19 @@ def compare(runs):
 
 
 def compare_gossip(rank):
-    return compare(
-        {
-            name: lambda device, group, make=make: gossip(rank, make, device, group)
-            for name, make in EVERY_ALGORITHM.items()
-            if name not in WITHOUT_ORDER and not name.startswith(NODES_OF_TWO)
-        }
-    )
+    def run(make, device, group):
+        return gossip(rank, make, device, group)
+
+    def through_symmetric_memory(device, group):
+        transport = "symmetric_memory" if device == "cuda" else "process_group"
+        return run(lambda n: SGP(Ring(n), overlap=1, transport=transport), device, group)
+
+    runs = {
+        name: functools.partial(run, make)
+        for name, make in EVERY_ALGORITHM.items()
+        if name not in WITHOUT_ORDER and not name.startswith(NODES_OF_TWO)
+    }
+    return compare(runs | {"sgp through symmetric memory": through_symmetric_memory})
 
 
 def compare_hooks(rank):

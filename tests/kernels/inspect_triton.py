@@ -24,8 +24,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 # Four blocks of 512 threads, a full multiprocessor, would leave 32; two saturate the memory.
 MAX_REGISTERS = 64
 REGISTERS = 2**16  # of a multiprocessor
-MAX_THREADS = 1024  # of a block
-BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*i8": 1, "*u8": 1, "*i32": 4, "*i64": 8}
+BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,12 @@ def _run(command: list[str | Path], **options: Any) -> str:
     return process.stdout
 
 
-def find_waste(code: MachineCode, stack: int = 0) -> list[str]:
+def find_waste(code: MachineCode) -> list[str]:
     """Return a message for each excess of registers or spills."""
     found = []
     if code.registers > MAX_REGISTERS:
         found.append(f"{code.registers} registers, more than {MAX_REGISTERS}")
-    if code.stack > stack or code.local:
+    if code.stack or code.local:
         found.append(f"spills: {code.stack} bytes of stack, {code.local} of local memory")
     return found
 
@@ -109,7 +108,6 @@ class Compilation:
         constants: the constexpr arguments, BLOCK among them where buffers are walked.
         options: the launcher's.
         reads, writes: the arguments that are walked in blocks, by 16-byte accesses if aligned.
-        stack: how many bytes of a thread may be spilled.
         narrow: those that are walked by smaller ones, because a thread has too few elements.
     """
 
@@ -122,7 +120,6 @@ class Compilation:
     writes: tuple[str, ...] = ()
     narrow: tuple[str, ...] = ()
     aligned: bool = True
-    stack: int = 0
 
     def __str__(self) -> str:
         types = [str(self.signature[name]) for name in self.reads]
@@ -153,7 +150,7 @@ def find_problems_of(pairs: Iterable[tuple[Compilation, str]]) -> list[str]:
             jobs, _compilers().map(_compile, *zip(*jobs, strict=True)), strict=True
         )
         for problem in [
-            *find_waste(code, compilation.stack),
+            *find_waste(code),
             *_find_lone_block(compilation, code),
             *_find_narrow_accesses(compilation, code),
         ]
@@ -162,10 +159,8 @@ def find_problems_of(pairs: Iterable[tuple[Compilation, str]]) -> list[str]:
 
 def _find_lone_block(compilation: Compilation, code: MachineCode) -> list[str]:
     """Return a message if a multiprocessor has room for one block only, which waits alone."""
-    threads = compilation.threads
-    taken = threads * (-(-code.registers // 8) * 8)
-    # The largest blocks of a message, whose entries share a scale, need all threads of a block.
-    if threads < MAX_THREADS and taken > REGISTERS // 2:
+    taken = compilation.threads * (-(-code.registers // 8) * 8)
+    if taken > REGISTERS // 2:
         return [f"{taken} of {REGISTERS} registers for one block"]
     return []
 

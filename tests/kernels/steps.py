@@ -10,7 +10,7 @@ from tests.kernels.inspect_triton import Compilation
 def launch(
     module: ModuleType,
     states: Sequence[str],
-    types: tuple[str, str | None, str | None],
+    types: tuple[str, str, str | None],
     *,
     floats: Sequence[str],
     scalars: Sequence[str],
@@ -22,7 +22,6 @@ def launch(
     scaled: bool = False,
     counts: bool = False,
     numel: str = "i32",
-    stack: int = 0,
 ) -> Compilation:
     """Return a launch of a step's kernel; the types are of parameters, gradient and states."""
     param, grad, state = types
@@ -39,24 +38,21 @@ def launch(
     numbers |= dict.fromkeys(scalars, "*fp32" if messages else "fp32")
     numbers |= {"factor": "*fp32" if scaled else "fp32"}
     coefficients = {"coefficients": "*fp32"} if messages else {}
-    given = {**walked, **amp, **numbers, **coefficients, "numel": numel}
+    table = {"table": "*i64", "num_rows": "i32"}
+    given = {**walked, **amp, **numbers, **coefficients, **table, "numel": numel}
     optional = (*buffers, "nonfinite", "found_inf", "coefficients")
     absent: dict[str, int | None] = {name: None for name in optional if name not in given}
     flags = {"NUM_MESSAGES": len(messages), "MIX_AFTER": mix_after, **flags}
     name = module.__name__.rpartition(".")[2]
-    stepped = wide if grad else wide - set(states)
     return Compilation(
         kernel=f"_{name}_kernel",
         module=name,
         signature=given,
-        constants={**absent, **flags, "BLOCK": module.BLOCK},
+        constants={**absent, **flags, "BLOCK": module.BLOCK, "PART": module.PART},
         options=module.OPTIONS,
         reads=tuple(name for name in ("param", "grad", *states, "messages") if name in wide),
-        writes=tuple(
-            name for name in ("param", *states, "prediction", "message") if name in stepped
-        ),
+        writes=tuple(name for name in ("param", *states, "prediction", "message") if name in wide),
         narrow=tuple(walked.keys() - wide),
-        stack=stack,
     )
 
 
@@ -66,7 +62,7 @@ def launches(step: Callable[..., Compilation], narrow: str | None) -> list[Compi
     return [
         step("*fp32", "*fp32", "*fp32"),
         step("*fp32", "*bf16", narrow, prediction="*bf16", scaled=True, numel="i64"),
-        step("*bf16", None, "*bf16", message="*bf16"),
+        step("*bf16", "*fp16", "*bf16", message="*bf16"),
         step("*bf16", "*bf16", "*bf16", message="*bf16"),
         step("*fp32", "*fp32", "*fp32", messages=("*bf16",), prediction="*fp32", message="*bf16"),
         step("*fp32", "*fp32", "*fp32", messages=("*fp32",) * 2, prediction="*bf16"),

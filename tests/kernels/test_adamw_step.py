@@ -7,7 +7,7 @@ from tests.kernels.inspect_triton import Compilation
 from tests.kernels.steps import launch, launches
 
 
-def step(*types: Any, scaled: bool = False, counts: bool = False, **options: Any) -> Compilation:
+def step(*types: Any, scaled: bool = False, **options: Any) -> Compilation:
     return launch(
         adamw_step,
         ("exp_avg", "exp_avg_sq"),
@@ -16,9 +16,6 @@ def step(*types: Any, scaled: bool = False, counts: bool = False, **options: Any
         scalars=("decay", "eps", "step_size", "ahead_size"),
         flags={"FROM_AVERAGE": 1, "DECOUPLED": not scaled},
         scaled=scaled,
-        counts=counts,
-        # What an element keeps if its gradient is not finite waits for the step: some of it there.
-        stack=32 if counts else 0,
         **options,
     )
 

@@ -1,13 +1,8 @@
 """Philox: the published test vectors, and the layout shared by all implementations."""
 
-from itertools import product
-
 import pytest
 import torch
-import triton
-import triton.language as tl
 
-from pyparallel.kernels import _philox
 from pyparallel.ops._philox import as_offset, as_seed, philox, random_bits
 
 ONES = "ffffffff ffffffff ffffffff ffffffff"
@@ -41,22 +36,6 @@ def test_elements_use_their_half_of_their_word():
         assert bits.shape == (50,)
         assert bits[element] == whole[1] >> 16, f"{offset}"  # the upper half of word 1
         assert bits[element - 1] == whole[1] & 0xFFFF, f"{offset}"
-
-
-@triton.jit
-def _bits_kernel(out, begin, seed, offset, NUMEL: tl.constexpr):  # noqa: N803  Triton's way
-    bits = _philox.random_bits(begin.to(tl.int64), seed, tl.load(offset), NUMEL)
-    tl.store(out + tl.arange(0, NUMEL), bits)
-
-
-def test_triton_draws_the_same():
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for seed, offset in product((0, 5, 2**40 + 1, 2**64 - 1), (0, 2**33 + 7)):
-        out = torch.empty(1024, dtype=torch.int32, device=device)
-        where = torch.tensor(offset, device=device)
-        _bits_kernel[(1,)](out, 64, as_seed(seed), where, NUMEL=1024)
-        expected = random_bits(1088, seed, where, out.device)[64:]
-        assert torch.equal(out.long(), expected), f"seed {seed}, offset {offset}"
 
 
 def test_bits_are_uniform():

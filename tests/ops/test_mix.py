@@ -1,4 +1,4 @@
-"""``mix_``: samples for the parity harness, and tests of this op alone."""
+"""``mix_``, ``screen_headers``, ``add_or_clear_``: samples for the parity harness, and tests."""
 
 from itertools import product
 
@@ -9,13 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from pyparallel.ops import mix_
-from pyparallel.ops.mix import mix_reference
+from pyparallel.ops import add_or_clear_, mix_, screen_headers
+from pyparallel.ops.mix import (
+    FORWARDS_UNIT,
+    NONFINITE_UNIT,
+    add_or_clear_reference,
+    mix_reference,
+    screen_headers_reference,
+)
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
     assert_parity,
     assert_refused,
+    each_compiled,
     each_implementation,
     fuzz,
 )
@@ -154,3 +161,121 @@ def test_impossible_masses_are_refused():
     error_text = "weight and masses must be at least 0 with a positive"
     masses = [torch.tensor([mass]).double() for mass in (0.0, -0.5, float("nan"), float("inf"))]
     assert_refused(mix_, good, [({"masses": mass}, error_text) for mass in masses])
+
+
+EXPECTED = [0.0, 3.0, 7.0, 4096.0, 12.0, 0.0, 14.0, 2.0]
+HEADER = [0.5, *EXPECTED[1:7], 0.0]
+
+
+def sample_headers(num_rows):
+    """Return arguments of the op: rows of which most differ in a column or two."""
+    rows, expected = (torch.tensor([row] * num_rows, dtype=torch.float64).view(-1, 8)
+                      for row in (HEADER, EXPECTED))  # fmt: skip
+    values = torch.tensor([-1.0, 0, 2, 1e300, torch.nan, torch.inf, -0.0, 14], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(num_rows)
+    for table in (rows, expected):
+        for _ in range(2):
+            place = torch.randint(8, (num_rows, 2), generator=generator)
+            changed = torch.arange(num_rows) % 5 > 1
+            table[changed, place[changed, 0]] = values[place[changed, 1]]
+    masses = torch.full((num_rows,), 7.0, dtype=torch.float64)
+    return rows, expected, masses, torch.tensor(5)
+
+
+@each_compiled
+def test_headers(implementation):
+    for num_rows in (0, 1, 2, 31, 33, 1000):
+        arguments = sample_headers(num_rows)
+        assert_parity(implementation, "screen_headers", screen_headers_reference, arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mass", "counted"),
+    [
+        ({}, 0.5, 0),
+        ({0: 2.0}, 2.0, 0),
+        *(({column: 99.0}, 0.0, 1) for column in range(1, 6)),
+        *(({column: -1.0}, 0.5, 0) for column in range(1, 7)),
+        *(({0: mass}, 0.0, 1) for mass in (0.0, 2.5, torch.nan)),
+        ({6: 99.0}, 0.5, FORWARDS_UNIT),
+        ({7: 3.0}, 0.5, NONFINITE_UNIT),
+        ({1: 99.0, 6: 15.0, 7: torch.nan}, 0.0, 1 + NONFINITE_UNIT + FORWARDS_UNIT),
+    ],
+)
+def test_which_headers_fit(changes, mass, counted):
+    rows, expected = (torch.tensor([row, row], dtype=torch.float64) for row in (HEADER, EXPECTED))
+    for column, value in changes.items():
+        rows[1, column] = value
+    counter = torch.tensor(10)
+    assert screen_headers(rows, expected, counter=counter).tolist() == [0.5, mass]
+    assert int(counter) == 10 + counted
+
+
+def test_bad_arguments_of_headers_are_refused():
+    def good():
+        rows, expected, _, counter = sample_headers(3)
+        return {"rows": rows, "expected": expected, "counter": counter}
+
+    def direct(arguments):
+        rows, expected, counter = arguments.values()
+        return rows, expected, torch.zeros(3, dtype=torch.float64), counter
+
+    doubles = {"dtype": torch.float64}
+    rows = [
+        ({"rows": torch.zeros(8, **doubles)}, r"rows must be \(k, 8\) float64, got .* \[8\]"),
+        ({"rows": torch.zeros(3, 7, **doubles)}, r"rows must be a contiguous float64 .* \[3, 8\]"),
+        ({"rows": torch.zeros(3, 8)}, "rows must be a contiguous float64"),
+        ({"expected": torch.zeros(2, 8, **doubles)}, r"expected must be .* \[3, 8\] on cpu"),
+        ({"counter": torch.zeros(1).long()}, "counter must be a 0-d int64 tensor on rows's device"),
+    ]
+    assert_refused(screen_headers, good, rows, direct)
+
+
+FLAGS = [None, torch.tensor(False), torch.tensor(True)]
+
+
+def sample_sum(numel, *, dtypes=(torch.float32, torch.float32), times=3.0, clear=None):
+    """Return arguments of the op: sums that are finite, that overflow, inf and nan."""
+    generator = torch.Generator().manual_seed(numel)
+    x, y = (torch.randn(numel, generator=generator) for _ in range(2))
+    x[3::7], y[3::7] = 3e38, 1e38
+    x[5::11], y[8::11], x[2::13] = torch.inf, torch.nan, 6e4
+    return x.to(dtypes[0]), y.to(dtypes[1]), times, clear
+
+
+@each_compiled
+def test_lengths_of_sums(implementation):
+    for numel in implementation.lengths:
+        assert_parity(implementation, "add_or_clear_", add_or_clear_reference, sample_sum(numel))
+
+
+@each_compiled
+def test_dtypes_and_flags_of_sums(implementation):
+    for *dtypes, clear, has_y in implementation.cases(DTYPES, DTYPES, FLAGS, [False, True]):
+        x, y, *others = sample_sum(5003, dtypes=dtypes, clear=clear)
+        arguments = x, y if has_y else None, *others
+        assert_parity(implementation, "add_or_clear_", add_or_clear_reference, arguments)
+
+
+def test_what_would_overflow_stays_and_a_flag_clears():
+    x, y = torch.tensor([1.0, 3e38, -3e38, 2.0]), torch.tensor([0.5, 1e38, -3e38, torch.nan])
+    assert add_or_clear_(x, y, times=4, clear=FLAGS[1]) is x
+    assert x.tolist() == [3.0, *torch.tensor([3e38, -3e38]).tolist(), 2.0]
+    x[1] = torch.nan
+    assert not add_or_clear_(x, clear=FLAGS[2]).any()
+
+
+def test_bad_arguments_of_sums_are_refused():
+    def good():
+        return {"x": torch.zeros(10), "y": torch.ones(10), "times": 1.0, "clear": FLAGS[1]}
+
+    shared = torch.zeros(11)
+    rows = [
+        ({"x": torch.zeros(2, 5)}, r"x must be a contiguous 1-d .* \[2, 5\]"),
+        ({"y": torch.zeros(9)}, "y must be .* x's length"),
+        ({"clear": torch.zeros(1).bool()}, "clear must be a 0-d bool tensor on x's device"),
+        ({"clear": torch.tensor(1)}, "clear must be a 0-d bool .* got int64"),
+        ({"x": shared[1:], "y": shared[:10]}, "x must not overlap y, got 36 bytes"),
+    ]
+    assert_refused(add_or_clear_, good, rows[:-1], dict.values)
+    assert_refused(add_or_clear_, good, rows[-1:])

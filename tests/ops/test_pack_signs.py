@@ -30,7 +30,6 @@ from tests.ops.parity import (
     assert_parity,
     assert_refused,
     each_compiled,
-    each_implementation,
     fuzz,
 )
 
@@ -67,7 +66,7 @@ def parity_of_inverse(implementation, arguments):
     assert_parity(implementation, "unpack_signs", unpack_signs_reference, arguments)
 
 
-@each_implementation
+@each_compiled
 def test_lengths(implementation):
     for numel in implementation.lengths:
         parity(implementation, sample(numel))
@@ -76,7 +75,7 @@ def test_lengths(implementation):
             parity_of_inverse(implementation, sample_message(numel, accumulate=accumulate))
 
 
-@each_implementation
+@each_compiled
 def test_block_sizes(implementation):
     lengths = (17, 4096, 4999, 8192 + 8)
     some = zip(BLOCK_SIZES, cycle(lengths[2:]))
@@ -85,25 +84,25 @@ def test_block_sizes(implementation):
         parity_of_inverse(implementation, sample_message(numel, block_size=block_size))
 
 
-@each_implementation
+@each_compiled
 def test_dtypes(implementation):
     for *dtypes, block_size in implementation.cases(DTYPES, [None, *DTYPES], [64, 1024, 2048]):
         parity(implementation, sample(5003, block_size=block_size, dtypes=dtypes))
 
 
-@each_implementation
+@each_compiled
 def test_dtypes_of_the_inverse(implementation):
     for dtype, accumulate in product(DTYPES, (False, True)):
         parity_of_inverse(implementation, sample_message(5003, dtype=dtype, accumulate=accumulate))
 
 
-@each_implementation
+@each_compiled
 def test_magnitudes(implementation):
     for scale in (0.0, 1e-44, 1e-39, 1e-30, 1e30, 1e37, math.inf, math.nan):
         parity(implementation, sample(3000, scale=scale))
 
 
-@each_implementation
+@each_compiled
 def test_special_elements(implementation):
     for special in SPECIAL:
         x, *rest = sample(3000, block_size=128)
@@ -112,7 +111,7 @@ def test_special_elements(implementation):
         parity(implementation, (torch.full_like(x, special), *rest))
 
 
-@each_implementation
+@each_compiled
 def test_special_scales(implementation):
     for scale in (0.0, -0.0, 1e-45, math.nan):
         words, scales, *rest = sample_message(3000)
@@ -120,7 +119,7 @@ def test_special_scales(implementation):
         parity_of_inverse(implementation, (words, scales, *rest))
 
 
-@each_implementation
+@each_compiled
 def test_unaligned_buffers(implementation):
     x, block_size, residual, words, scales = sample(5003)
     parity(implementation, (x[1:], block_size, residual[1:], words, scales))

@@ -1,24 +1,28 @@
-"""``quantize`` and ``dequantize``: samples for the parity harness, and tests of these ops alone."""
+"""``quantize``, ``dequantize``, ``dequantize_sum``: samples for the parity harness, and tests."""
 
 from itertools import cycle, product
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyparallel.ops import dequantize, quantize
+from pyparallel.ops import dequantize, dequantize_sum, quantize
 from pyparallel.ops._formats import find_format
 from pyparallel.ops._philox import as_seed
-from pyparallel.ops.quantize import dequantize_reference, quantize_reference
+from pyparallel.ops.quantize import (
+    dequantize_reference,
+    dequantize_sum_reference,
+    quantize_reference,
+)
 from tests.ops.parity import (
+    COMPILED,
     COMPILED_CPU,
     DTYPES,
-    IMPLEMENTATIONS,
+    ON_GPU,
     assert_parity,
     assert_refused,
-    each_implementation,
+    each_compiled,
     fuzz,
     require_compiled,
 )
@@ -51,14 +55,14 @@ def quantize_parity(implementation, *arguments):
     assert_parity(implementation, "quantize", quantize_reference, prepare(*arguments))
 
 
-@each_implementation
+@each_compiled
 def test_lengths(implementation):
     for numel, (bits, format) in product(implementation.lengths, PACKED):
         x, residual = sample(numel)
         quantize_parity(implementation, x, bits, format, 256, residual, 2**63 + 5, 2**33 + 1)
 
 
-@each_implementation
+@each_compiled
 def test_dtypes(implementation):
     rows = implementation.cases(DTYPES, [None, *DTYPES], FORMATS, SEEDS)
     for dtype, residual_dtype, kind, seed in rows:
@@ -66,7 +70,7 @@ def test_dtypes(implementation):
         quantize_parity(implementation, x, *kind, 128, residual, seed)
 
 
-@each_implementation
+@each_compiled
 def test_block_sizes(implementation):
     rows = product(BLOCK_SIZES, FORMATS)
     for block_size, kind in zip(BLOCK_SIZES, cycle(FORMATS)) if implementation.is_slow else rows:
@@ -89,7 +93,7 @@ def special_blocks():
     return torch.cat(rows)
 
 
-@each_implementation
+@each_compiled
 def test_special_blocks(implementation):
     x = special_blocks()
     for kind, seed in product(FORMATS, SEEDS):
@@ -127,14 +131,14 @@ def decode_parity(implementation, kind, codes, scales, block_size, accumulate, o
     assert_parity(implementation, "dequantize", dequantize_reference, arguments)
 
 
-@each_implementation
+@each_compiled
 def test_decoding_lengths(implementation):
     for numel, kind in product(implementation.lengths, PACKED):
         codes, scales = message(numel, *kind)
         decode_parity(implementation, kind, codes, scales, 256, True, sample(numel + 1)[0][1:])
 
 
-@each_implementation
+@each_compiled
 def test_decoding_dtypes_and_blocks(implementation):
     rows = implementation.cases(DTYPES, FORMATS, [32, 1024, 4096], [False, True])
     for dtype, kind, block_size, accumulate in rows:
@@ -150,7 +154,7 @@ def is_emitted(kind, codes):
     return ~corrupt.view(codes.numel(), -1).any(dim=1)
 
 
-@each_implementation
+@each_compiled
 def test_every_code_is_decoded(implementation):
     for kind in FORMATS:
         codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
@@ -172,6 +176,93 @@ def test_compiled_cpu_decodes_anything(numel, dtype, kind, block_size, accumulat
     codes, scales = message(numel, *kind, block_size, seed=numel)
     out = sample(numel, dtype=dtype)[0]
     decode_parity(COMPILED_CPU, kind, codes, scales, block_size, accumulate, out)
+
+
+def in_rows(num_rows, entries, kind, block_size, extra=16):
+    """Return codes and scales, (rows, ...), that follow each other in rows of bytes, all 85."""
+    form = find_format(*kind)
+    num_codes = form.num_codes(entries)
+    begin = -(-num_codes // 16) * 16
+    end = begin + 4 * form.num_scales(entries, block_size)
+    rows = torch.full((num_rows, end + extra), 85, dtype=torch.uint8)
+    return rows[:, :num_codes].view(form.dtype), rows[:, begin:end].view(torch.float32)
+
+
+def sum_sample(numel, kind=(8, "int"), count=3, dtype=torch.float32, block_size=64, extra=16):
+    """Return arguments of dequantize_sum: messages whose codes and scales share rows of bytes."""
+    codes, scales = in_rows(count, numel, kind, block_size, extra)
+    for index in range(count):
+        x = (index + 1) * sample(numel + index)[0][index:]
+        one = quantize(x, **named(kind), block_size=block_size)
+        codes[index], scales[index] = one
+    out = torch.full((numel,), 7.0, dtype=dtype)
+    return codes, scales, *kind, block_size, float(count), out, torch.zeros((), dtype=torch.int64)
+
+
+@each_compiled
+def test_sums_of_messages(implementation):
+    rows = implementation.cases(DTYPES, FORMATS, [1, 3, 4, 9], [0, 7, 1025, 20_001], [16, 4])
+    for dtype, kind, count, numel, extra in rows:  # rows that are aligned, and that are not
+        arguments = sum_sample(numel, kind, count, dtype, extra=extra)
+        assert_parity(implementation, "dequantize_sum", dequantize_sum_reference, arguments)
+
+
+@each_format
+def test_a_sum_has_the_bits_of_one_message_after_the_other(kind):
+    for numel, count in ((1, 1), (1000, 5), (40_001, 3)):
+        codes, scales, *_ = sum_sample(numel, kind, count)
+        options = {**named(kind), "block_size": 64, "numel": numel}
+        total = torch.zeros(numel)
+        for message in zip(codes, scales.contiguous(), strict=True):
+            dequantize(*message, **options, out=total, accumulate=True)
+        total.div_(count)
+        assert torch.equal(dequantize_sum(codes, scales, **options, divisor=count), total)
+
+
+@each_format
+def test_a_sum_refuses_a_corrupt_message_on_the_cpu_and_a_gpu_leaves_it_out(kind):
+    for wrong, wrong_scales, count in corrupt_messages(kind):
+        right, right_scales = message(101, *kind, 32)
+        codes, scales = torch.stack([right, wrong]), torch.stack([right_scales, wrong_scales])
+        options = {**named(kind), "block_size": 32, "numel": 101}
+        arguments = codes, scales, *kind, 32, 1.0, torch.full((101,), 5.0), torch.tensor(1000)
+        if count and not torch.cuda.is_available():
+            with pytest.raises(RuntimeError, match="codes and scales must be what quantize emits"):
+                dequantize_sum(codes, scales, **options, out=arguments[-2])
+            assert torch.equal(arguments[-2], torch.full((101,), 5.0))
+        arguments = [each.to(ON_GPU.device) if isinstance(each, torch.Tensor) else each
+                     for each in arguments]  # fmt: skip
+        ON_GPU.find("dequantize_sum")(*arguments)
+        expected = torch.zeros(101, device=ON_GPU.device)
+        for index in range(2):
+            each = [tensor[index] for tensor in arguments[:2]]
+            counter = torch.zeros_like(arguments[-1])
+            ON_GPU.find("dequantize")(*each, *kind, 32, True, expected, counter)
+        assert int(arguments[-1]) == 1000 + count
+        assert torch.equal(arguments[-2], expected)
+
+
+@each_compiled
+def test_messages_in_rows(implementation):
+    """Each row is as a message of its own would be, but for the draws, which go on."""
+    cases = implementation.cases(
+        FORMATS, [None, *DTYPES[:2]], SEEDS, [0, 1000, 4096, 5001], [16, 4]
+    )
+    for kind, residual_dtype, seed, numel, extra in cases:
+        x, residual = sample(numel, residual_dtype=residual_dtype)
+        *head, _, _ = prepare(x, *kind, 64, residual, seed)
+        codes, scales = in_rows(3, 1728, kind, 64, extra)
+        assert_parity(implementation, "quantize", quantize_reference, (*head, codes, scales))
+        quantize_reference(*head, codes, scales)
+        one_piece = prepare(x, *kind, 64, sample(numel, residual_dtype=residual_dtype)[1], seed)
+        quantize_reference(*one_piece)
+        size = one_piece[-2].numel()
+        assert torch.equal(codes.reshape(-1)[:size], one_piece[-2])
+        decode_parity(implementation, kind, codes, scales, 64, numel % 2 == 0, torch.ones(numel))
+    with pytest.raises(RuntimeError, match="codes: expected rows of whole blocks"):
+        COMPILED_CPU.find("quantize")(*head, codes[:, 1:], scales)
+    with pytest.raises(RuntimeError, match="scales: expected as many rows as codes"):
+        COMPILED_CPU.find("quantize")(*head, codes, scales[1:])
 
 
 @each_format
@@ -343,7 +434,7 @@ def test_the_cpu_refuses_a_corrupt_message_without_writing(kind):
         assert torch.equal(out, torch.full((101,), 5.0))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:], ids=str)
+@pytest.mark.parametrize("implementation", COMPILED[1:], ids=str)
 @each_format
 def test_gpus_skip_and_count_corrupt_entries(implementation, kind):
     form = find_format(*kind)
@@ -352,8 +443,7 @@ def test_gpus_skip_and_count_corrupt_entries(implementation, kind):
         arguments = codes, scales, *kind, 32, accumulate, out, counter
         device = implementation.device
         arguments = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
-        with np.errstate(all="ignore"):  # numpy in the interpreter warns of inf
-            implementation.find("dequantize")(*arguments)
+        implementation.find("dequantize")(*arguments)
         assert int(arguments[-1]) == 1000 + count
         each = form.unpack(codes, 101)
         scale = (scales if kind in SCALED else torch.ones(4)).repeat_interleave(32)[:101]
@@ -422,6 +512,34 @@ def test_bad_arguments_of_quantize_are_refused():
         ),
     ]
     assert_refused(quantize, good, rows, direct)
+
+
+def test_bad_rows_are_refused():
+    def good():
+        codes, scales, *others, out, _ = sum_sample(128)
+        found = dict(zip(("bits", "format", "block_size", "divisor"), others, strict=True))
+        return {"codes": codes, "scales": scales, **found, "numel": 128, "out": out}
+
+    def direct(arguments):
+        *first, _, out = arguments.values()
+        return *first, out, torch.zeros((), dtype=torch.int64)
+
+    codes, scales = torch.zeros(3, 129).char(), torch.zeros(3, 2)
+    rows = [
+        ({"codes": codes}, r"codes must be int8 of shape \[3, 128\] with .* got .* \[3, 129\]"),
+        ({"codes": codes[:0, 1:]}, r"codes must be int8 of shape \[1, 128\]"),
+        ({"codes": codes.T.contiguous().T[:, 1:]}, "codes must be int8 .* not contiguous"),
+        ({"codes": codes[:1, 1:].expand(3, -1)}, "codes must be int8 .* not contiguous"),
+        ({"scales": scales[1:]}, r"scales must be float32 of shape \[3, 2\]"),
+        ({"divisor": 0.0}, "divisor must not be 0, got 0"),
+    ]
+    assert_refused(dequantize_sum, good, rows, direct)
+    rows = [
+        ({"codes": codes}, "codes must be rows of whole blocks of 64 entries, 128 in all, got"),
+        ({"numel": 500, "out": None}, "codes must be rows of .* 500 in all, got"),
+        ({"scales": scales[:, 1:]}, r"scales must be float32 of shape \[3, 2\]"),
+    ]
+    assert_refused(lambda divisor, **each: dequantize(**each), good, rows)
 
 
 def test_bad_arguments_of_dequantize_are_refused():

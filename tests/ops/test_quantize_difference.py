@@ -18,7 +18,7 @@ from tests.ops.parity import (
     assert_parity,
     assert_refused,
     double,
-    each_implementation,
+    each_compiled,
     fuzz,
 )
 
@@ -47,26 +47,26 @@ def parity(implementation, *arguments):
     assert_parity(implementation, "quantize_difference_", reference, prepare(*arguments))
 
 
-@each_implementation
+@each_compiled
 def test_lengths(implementation):
     for numel, kind in product(implementation.lengths, FORMATS[:2]):
         parity(implementation, *sample(numel), kind, 256, 2**63 + 5, 2**33 + 1)
 
 
-@each_implementation
+@each_compiled
 def test_dtypes_formats_and_seeds(implementation):
     for dtype, kind, seed in implementation.cases(DTYPES, FORMATS, SEEDS):
         parity(implementation, *sample(2003, dtype=dtype), kind, 128, seed)
 
 
-@each_implementation
+@each_compiled
 def test_block_sizes(implementation):
     rows = product(BLOCK_SIZES, FORMATS)
     for block_size, kind in zip(BLOCK_SIZES, cycle(FORMATS)) if implementation.is_slow else rows:
         parity(implementation, *sample(9001), kind, block_size)
 
 
-@each_implementation
+@each_compiled
 def test_zero_tiny_huge_infinite_and_nan_differences(implementation):
     z, replica = sample(32 * 8 + 5)
     z[:32] = replica[:32]

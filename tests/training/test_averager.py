@@ -116,6 +116,7 @@ def test_around_another_one_every_method_is_that_ones():
     forwarded = {*HOOKS, "state_dict", "check_state", "as_merged"}
     assert own - forwarded == {
         "__init__",
+        "as_evaluated",  # the default is the averager's own as_merged, which forwards
         "step_buckets",  # the default calls the averager's own methods, which forward
         "wrap",  # an inner algorithm communicates in steps alone
     }

@@ -57,10 +57,10 @@ class BucketReducer:
     @torch.no_grad()
     def mean_(self, gradients: Tensor, layout: BufferLayout) -> None:
         """Average a bucket; the caller waits."""
-        collectives = self.collectives
-        self.nonfinite.apply_(gradients, layout, collectives, collectives.run.counts.steps)
-        state = self._state(gradients, layout)
-        self._store.compressor.mean_(gradients, state, collectives)
+        collectives, compressor = self.collectives, self._store.compressor
+        state_of = partial(self._state, gradients, layout)
+        steps = collectives.run.counts.steps
+        self.nonfinite.mean_(compressor, gradients, layout, state_of, collectives, steps)
 
     def end_step(self) -> None:
         """Raise for the means of a step, all of which have ended."""

@@ -1,6 +1,7 @@
 """Compressors that encode blocks independently, averaged by an all-to-all and an all-gather."""
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -9,11 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from ...comm.collectives import Collectives
+from ...comm.collectives import Collectives, packed_bytes, unpack
+from ...ops import add_or_clear_
 from ..compressor import Compressor, Message
 from ..corrupt_messages import CorruptMessageError, with_sender
 from ..layout import BufferLayout
-from ..residual import Residual, accumulate_residual
+from ..residual import Residual
 from ..state import CompressorState
 
 
@@ -28,6 +30,12 @@ class BlockwiseCompressor(Compressor):
 
     accepts_all = False
     """Whether every message of the right lengths can be decoded."""
+
+    dtypes: Sequence[torch.dtype] = ()
+    """Of the tensors of a message, which are then sent as one; empty: each is sent alone."""
+
+    has_scales = False
+    """Whether the last of ``dtypes`` is of scales, nan for a block with a nan or an inf."""
 
     @property
     @abc.abstractmethod
@@ -47,16 +55,41 @@ class BlockwiseCompressor(Compressor):
         The error of encoding the mean, times the number of ranks, goes into the residual of the
         rank that averaged: the mean of all residuals stays the accumulated error of the means.
         """
+        self._mean_(x, state, collectives, residual, drops=False)
+
+    @override
+    def mean_of_finite_(
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
+    ) -> Tensor:
+        """Average as `Compressor.mean_of_finite_`: scales show a nan or an inf."""
+        if not self.has_scales or x.numel() == 0:
+            return super().mean_of_finite_(x, state, collectives, residual)
+        return self._mean_(x, state, collectives, residual, drops=True)[-1].view(-1)
+
+    def _mean_(
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Residual,
+        *,
+        drops: bool,
+    ) -> list[Tensor]:
+        """Average as ``mean_``, or with ``drops`` as ``mean_of_finite_``.
+
+        Return what was received: a row for each rank, of each tensor of a message and, with
+        ``drops``, whether it was dropped.
+        """
         parts = Parts.of(self, x.numel(), collectives.size)
         mine = parts.slices[collectives.rank]
-        received = self._scatter(x, state, collectives, residual, parts)
+        received = self._scatter(x, state, collectives, residual, parts, drops=drops)
         lost = None
         if residual is not None:
             lost = torch.zeros(mine.stop - mine.start, dtype=torch.float32, device=x.device)
-        of_mean = _state_of_part(state, mine)
-        message, corrupt_sender = self._average(received, of_mean, collectives, lost)
+        of_mean, rows = _state_of_part(state, mine), received[:-1] if drops else received
+        message, corrupt_sender = self._average(rows, of_mean, collectives, lost)
         if residual is not None and lost is not None:
-            accumulate_residual(residual[mine], lost, collectives.size)
+            add_or_clear_(residual[mine], lost, times=collectives.size)
         # A GPU counts corrupt entries, and a later message raises: the host does not wait.
         sends_verdict = x.device.type == "cpu" and not self.accepts_all
         if sends_verdict:
@@ -66,12 +99,13 @@ class BlockwiseCompressor(Compressor):
             )
         gathered = self._gather(message, parts, collectives)
         if sends_verdict:
-            for rank, (*_, corrupt) in enumerate(gathered):
-                if (sender := int(corrupt)) >= 0:
+            for rank, (sender,) in enumerate(gathered.pop().tolist()):
+                if sender >= 0:
                     with with_sender(sender):
                         raise CorruptMessageError(f"refused by rank {rank}")
         with collectives.stats.decoding():
             self._decode(gathered, parts, x)
+        return received
 
     def _scatter(
         self,
@@ -80,16 +114,62 @@ class BlockwiseCompressor(Compressor):
         collectives: Collectives,
         residual: Residual,
         parts: "Parts",
+        *,
+        drops: bool,
     ) -> list[Tensor]:
+        """Send each rank its part of the message; return, per tensor, a row for each sender."""
+        size, coming = collectives.size, self.sizes(parts.lengths[collectives.rank])
+        lengths = list(zip(*map(self.sizes, parts.lengths), strict=True))  # per tensor, by rank
+        if not self.dtypes or x.numel() == 0:
+            with collectives.stats.encoding():
+                message = self.compress(x, state, residual)
+            return [
+                collectives.all_to_all(tensor, of_ranks, [length] * size).view(size, length)
+                for tensor, of_ranks, length in zip(message, lengths, coming, strict=True)
+            ]
+        whole = -(-max(parts.lengths) // self.granularity) * self.granularity
+        kinds = list(zip(self.sizes(whole), self.dtypes, strict=True))
+        kinds += [(1, torch.bool)] * drops
+        width = packed_bytes(kinds)
+        packed = torch.empty(size, width, dtype=torch.uint8, device=x.device)
+        *rows, last = unpack(packed, kinds)
         with collectives.stats.encoding():
-            message = self.compress(x, state, residual)
-        coming = self.sizes(parts.lengths[collectives.rank])
-        return [
-            collectives.all_to_all(tensor, [self.sizes(n)[index] for n in parts.lengths], size)
-            for index, (tensor, size) in enumerate(
-                zip(message, ([n] * collectives.size for n in coming), strict=True)
-            )
-        ]
+            self._encode(x, state, residual, rows if drops else [*rows, last])
+            if drops:
+                last.copy_(self._drop_nonfinite_(x.numel(), rows[-1], residual))
+        for of_ranks, dtype in zip(lengths, self.dtypes, strict=True):
+            kept = of_ranks[collectives.rank] / max(1, sum(of_ranks))
+            num_bytes = sum(of_ranks) * dtype.itemsize
+            collectives.stats.count(packed.view(-1)[:num_bytes], 1 - kept)
+        with collectives.uncounted():
+            received = collectives.all_to_all(packed.view(-1), [width] * size, [width] * size)
+        tensors = unpack(received.view(size, width), kinds)
+        return [each[:, :length] for each, length in zip(tensors, (*coming, 1), strict=False)]
+
+    def _encode(
+        self, x: Tensor, state: CompressorState, residual: Residual, rows: Sequence[Tensor]
+    ) -> None:
+        """Write the message to the rows of each tensor, (ranks, length), a row for each part."""
+        for target, tensor in zip(rows, self.compress(x, state, residual), strict=True):
+            whole, rest = divmod(tensor.numel(), max(1, target.size(1)))
+            target[:whole].copy_(tensor[: tensor.numel() - rest].view(whole, target.size(1)))
+            if rest:
+                target[whole, :rest].copy_(tensor[-rest:])
+
+    def _drop_nonfinite_(self, numel: int, scales: Tensor, residual: Residual) -> Tensor:
+        """Make a message decode to zeros if a block had a nan or an inf; return whether, 0-d.
+
+        The residual becomes 0 then: what was sent of it is dropped, what is left has x in it.
+        """
+        whole, rest = divmod(self.sizes(numel)[-1], scales.size(1))
+        if whole < len(scales):  # not written
+            scales[whole, rest:].zero_()
+            scales[whole + 1 :].zero_()
+        is_bad = scales.amax().isnan()
+        scales.masked_fill_(is_bad, 0.0)
+        if residual is not None:
+            add_or_clear_(residual, clear=is_bad)
+        return is_bad
 
     def _average(
         self,
@@ -98,7 +178,7 @@ class BlockwiseCompressor(Compressor):
         collectives: Collectives,
         lost: Residual,
     ) -> tuple[Message, int | None]:
-        """Encode the mean of a part, of messages that are concatenated tensor by tensor.
+        """Encode the mean of a part, of messages with a row for each sender in each tensor.
 
         Return the message, whose error is written to ``lost``, and the first sender of a corrupt
         message or None.
@@ -112,20 +192,18 @@ class BlockwiseCompressor(Compressor):
         self, received: list[Tensor], layout: BufferLayout, num_ranks: int
     ) -> tuple[Tensor, int | None]:
         total = torch.zeros(layout.numel, dtype=torch.float32, device=received[0].device)
-        sizes = self.sizes(layout.numel)
-        for sender in range(num_ranks):
-            message = tuple(
-                tensor[sender * size : (sender + 1) * size]
-                for tensor, size in zip(received, sizes, strict=True)
-            )
+        for sender, message in enumerate(zip(*received, strict=True)):
             try:
                 self.decompress(message, layout, total, accumulate=True)
             except CorruptMessageError:
                 return total, sender
         return total.div_(num_ranks), None
 
-    def _gather(self, message: Message, parts: "Parts", collectives: Collectives) -> list[Message]:
-        """All-gather the message of the mean, padded to the longest part, and what follows it."""
+    def _gather(self, message: Message, parts: "Parts", collectives: Collectives) -> list[Tensor]:
+        """All-gather the message of the mean, padded to the longest part, and what follows it.
+
+        Return, per tensor, a row for each sender.
+        """
         sizes = self.sizes(max(parts.lengths))
         padded = [
             tensor
@@ -133,13 +211,12 @@ class BlockwiseCompressor(Compressor):
             else functional.pad(tensor, (0, longest - tensor.numel()))
             for tensor, longest in zip(message, sizes, strict=False)
         ]
-        return collectives.all_gather_each([*padded, *message[len(sizes) :]])
+        return collectives.all_gather_rows([*padded, *message[len(sizes) :]])
 
-    def _decode(self, gathered: list[Message], parts: "Parts", x: Tensor) -> None:
+    def _decode(self, gathered: list[Tensor], parts: "Parts", x: Tensor) -> None:
         for sender, (numel, where) in enumerate(zip(parts.lengths, parts.slices, strict=True)):
             message = tuple(
-                tensor[:size]
-                for tensor, size in zip(gathered[sender], self.sizes(numel), strict=False)
+                rows[sender, :size] for rows, size in zip(gathered, self.sizes(numel), strict=True)
             )
             with with_sender(sender):
                 self.decompress(message, BufferLayout.flat(numel), x[where])

@@ -120,7 +120,7 @@ class Cast(BlockwiseCompressor):
         if lost is not None:
             return super()._average(received, state, collectives, lost)
         with collectives.stats.decoding():
-            mean, *others = received[0].view(collectives.size, state.layout.numel)
+            mean, *others = received[0]
             if others:  # average in float32, round once
                 masses = torch.ones(collectives.size, dtype=torch.float64, device=mean.device)
                 mix_unchecked(mean, masses[0], others, masses[1:])

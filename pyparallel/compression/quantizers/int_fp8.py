@@ -5,19 +5,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from ... import ops
 from ...ops._checks import check_block_size
+from ...ops._formats import find_format
+from ...ops._philox import as_offset, as_seed
 from ...ops.mix_quantized import mix_quantized_unchecked
+from ...ops.quantize import quantize_unchecked
 from ...training.arguments import check_one_of
 from ..compressor import Message
-from ..corrupt_messages import refusing_corrupt
+from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import Residual
 from ..state import CompressorState
-from .blockwise import BlockwiseCompressor
+from .blockwise import BlockwiseCompressor, Parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,7 @@ class Quantizer(BlockwiseCompressor):
 
     block_size: int = 256
     seed: int | None = None
+    has_scales = True
 
     @property
     @abc.abstractmethod
@@ -55,6 +60,11 @@ class Quantizer(BlockwiseCompressor):
     def unbiased(self) -> bool:
         return self.seed is not None
 
+    @property
+    @override
+    def dtypes(self) -> Sequence[torch.dtype]:  # type: ignore[override]
+        return find_format(self.bits, self.format).dtype, torch.float32
+
     @override
     def sizes(self, numel: int) -> tuple[int, ...]:
         """Return the lengths of codes (bytes) and scales (one per block)."""
@@ -65,6 +75,42 @@ class Quantizer(BlockwiseCompressor):
         """Return (codes, scales)."""
         state.begin_message(x)
         return ops.quantize(x, **self._kind, residual=residual, **self._draw(state))
+
+    @override
+    def _encode(
+        self, x: Tensor, state: CompressorState, residual: Residual, rows: Sequence[Tensor]
+    ) -> None:
+        if type(self).compress is not Quantizer.compress:  # of a subclass
+            super()._encode(x, state, residual, rows)
+            return
+        state.begin_message(x)
+        draw = self._draw(state)
+        seed, offset = as_seed(draw["seed"]), as_offset(draw["offset"], x)
+        quantize_unchecked(x, *self._kind.values(), residual, seed, offset, *rows)
+
+    @override
+    def _decode_mean(
+        self, received: list[Tensor], layout: BufferLayout, num_ranks: int
+    ) -> tuple[Tensor, int | None]:
+        codes, scales = received
+        sizes: dict[str, Any] = {"numel": layout.numel, "divisor": num_ranks}
+        try:
+            with refusing_corrupt():
+                return ops.dequantize_sum(codes, scales, **self._kind, **sizes), None
+        except CorruptMessageError:  # one by one, to find the sender
+            return super()._decode_mean(received, layout, num_ranks)
+
+    @override
+    def _decode(self, gathered: list[Tensor], parts: Parts, x: Tensor) -> None:
+        if x.numel() == 0 or max(parts.lengths) % self.block_size:  # a part alone, and its block
+            super()._decode(gathered, parts, x)
+            return
+        codes, scales = gathered
+        try:
+            with refusing_corrupt():
+                ops.dequantize(codes, scales, **self._kind, numel=x.numel(), out=x)
+        except CorruptMessageError:  # one by one, to name the sender
+            super()._decode(gathered, parts, x)
 
     def compress_difference_(
         self, z: Tensor, replica: Tensor, ratio: Tensor, state: CompressorState

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -27,6 +28,8 @@ class Sign(BlockwiseCompressor):
     """
 
     block_size: int = 1024
+    dtypes = (torch.uint8, torch.float32)
+    has_scales = True
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)

@@ -7,6 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ... import ops
+from ...comm.collectives import Collectives
 from ...ops._checks import check_block_size
 from ...ops.top_k import sizes_of_chunks
 from ...training.arguments import check_in, require
@@ -47,6 +48,57 @@ class TopK(IndexSparsifier):
         count = count_of(self.density, x.numel())
         hint = state.hints["threshold"]
         return ops.top_k(x, count, residual=residual, threshold=hint)
+
+    @override
+    def mean_(
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
+    ) -> None:
+        if x.device.type == "cpu" or x.numel() == 0:
+            super().mean_(x, state, collectives, residual)
+        else:
+            self._mean_of_shares_(x, state, collectives, residual, drops=False)
+
+    @override
+    def mean_of_finite_(
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
+    ) -> Tensor:
+        """Average as `Compressor.mean_of_finite_`: nan and inf are sent as the largest."""
+        if x.numel() == 0:
+            return super().mean_of_finite_(x, state, collectives, residual)
+        return self._mean_of_shares_(x, state, collectives, residual, drops=True)[-1].view(-1)
+
+    def _mean_of_shares_(
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Residual,
+        *,
+        drops: bool,
+    ) -> list[Tensor]:
+        """Average as ``mean_``, or with ``drops`` as ``mean_of_finite_``; return what is gathered.
+
+        The values are divided by the number of ranks, in float32: few bytes, and the whole mean is
+        not read again. For a power of two that is the same number.
+        """
+        with collectives.stats.encoding():
+            message = values, _ = self.compress(x, state, residual)
+            if drops:
+                is_bad = (torch.linalg.vector_norm(values, torch.inf) * 0).isnan()
+                values.masked_fill_(is_bad, 0.0)
+                if residual is not None:
+                    ops.add_or_clear_(residual, clear=is_bad)
+                message = *message, is_bad.view(1)
+            if values.dtype == torch.float32:
+                values.div_(collectives.size)
+        gathered = collectives.all_gather_rows(message)
+        with collectives.stats.decoding():
+            values, indices, *_ = gathered
+            if values.dtype != torch.float32:
+                values = values.float().div_(collectives.size)
+            messages = list(zip(values, indices, strict=True))
+            self._add_up_(messages, state.layout, x, divisor=1)
+        return gathered
 
 
 @dataclass(frozen=True)

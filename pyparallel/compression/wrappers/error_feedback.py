@@ -94,6 +94,14 @@ class ErrorFeedback(Composed):
         residual = self._decayed_residual(x, state)
         self.compressor.mean_(x, state.inner[0], collectives, residual)
 
+    @override
+    def mean_of_finite_(
+        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
+    ) -> Tensor:
+        check_no_residual(residual)
+        residual = self._decayed_residual(x, state)
+        return self.compressor.mean_of_finite_(x, state.inner[0], collectives, residual)
+
     def _decayed_residual(self, x: Tensor, state: CompressorState) -> Tensor:
         """Return the residual to add to x; nothing is written if x is refused."""
         state.layout.check(x)

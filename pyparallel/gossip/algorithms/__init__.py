@@ -7,9 +7,9 @@ from .diloco import DiLoCo
 from .dpsgd import DPSGD
 from .hierarchical import Hierarchical
 from .leader_sgd import LeaderSGD
-from .local_sgd import LocalSGD
 from .noloco import NoLoCo
 from .osgp import OSGP
+from .periodic import LocalSGD
 from .sgp import SGP
 from .slowmo import SlowMo
 

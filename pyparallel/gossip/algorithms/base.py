@@ -3,7 +3,7 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -12,9 +12,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Run
+from ...compression import Compressor
+from ...compression.compressor import not_a_compressor
 from ...training import FlatBuckets, ModelAverager, has_methods, wrong_type
+from ...training.arguments import check_in, check_integer, require
 from ..topology import Topology
 from ..topology.base import check_topology
+
+TRANSPORT = "transport"  # a config field that is no part of states
 
 
 class Algorithm(ABC):
@@ -57,6 +62,61 @@ class OnTopology(Algorithm):
     @override
     def validation_error(self, num_ranks: int) -> str | None:
         return self.topology.validation_error(num_ranks)
+
+
+@dataclass(frozen=True, repr=False)
+class Periodic(Algorithm):
+    """Local steps, and an outer step of the model, or of each of its fragments, at an interval.
+
+    Args:
+        compressor: of the differences between a rank's weights and those after the last outer step,
+            such as ``ErrorFeedback(Int4())``; None: ranks send their weights, in float32.
+        fragments: how many parts of the model take their outer steps one after the other, evenly
+            spread over the interval, so that less is sent at once (Douillard et al., arXiv
+            2501.18512): a part has every so many-th layer. Or the names of the modules or
+            parameters of each.
+        delay: local steps for which what was sent travels, beside them, until the outer step; below
+            the interval. 0: ranks wait.
+        mix: share of a rank's own weights, in [0, 1), in those from which it goes on after an outer
+            step; None: 0, or with a delay 0.5, as otherwise what it learned meanwhile were lost.
+    """
+
+    compressor: Compressor | None = field(default=None, kw_only=True)
+    fragments: int | Sequence[Sequence[str]] = field(default=1, kw_only=True)
+    delay: int = field(default=0, kw_only=True)
+    mix: float | None = field(default=None, kw_only=True)
+
+    def __repr__(self) -> str:
+        """Return the options; of those that all outer steps have, the ones that were changed."""
+        shown = [each for each in fields(self) if each.repr]
+        shown = [e for e in shown if not (e.kw_only and getattr(self, e.name) == e.default)]
+        options = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in shown)
+        return f"{type(self).__name__}({options})"
+
+    @property
+    def share_kept(self) -> float:
+        """Return the share of a rank's own weights after an outer step."""
+        return (0.5 if self.delay else 0.0) if self.mix is None else self.mix
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether whole models are averaged while the ranks wait."""
+        return self.fragments == 1 and not self.delay
+
+    def check_options(self, interval: int) -> None:
+        """Raise a ValueError or TypeError for options that do not fit the interval."""
+        check_integer("interval", interval, rule="a positive number of steps")
+        if self.compressor is not None and (problem := not_a_compressor(self.compressor)):
+            raise problem
+        if isinstance(self.fragments, int):
+            check_integer("fragments", self.fragments)
+        count = self.fragments if isinstance(self.fragments, int) else len(self.fragments)
+        rule = f"fragments must be from 1 to the {interval} steps of the interval"
+        require(1 <= count <= interval, rule, count)
+        check_integer("delay", self.delay, 0)
+        rule = f"delay must be below the interval of {interval} steps"
+        require(self.delay < interval, rule, self.delay)
+        check_in("mix", self.share_kept, "[0, 1)")
 
 
 class JoinedOptimizers:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Run
-from ...training import FlatBuckets, ModelAverager, check_like, check_optimizer_state
-from .base import Algorithm, copy_all
-from .periodic import PeriodicAverager, check_interval
+from ...training import FlatBuckets, check_like, check_optimizer_state
+from .base import Periodic, copy_all
+from .periodic import OuterRule, PeriodicAverager
 
 
 def _nesterov(parameters: list[Tensor]) -> Optimizer:
@@ -34,8 +35,8 @@ def diloco_(
     outer_optimizer.zero_grad()
 
 
-@dataclass(frozen=True)
-class DiLoCo(Algorithm):
+@dataclass(frozen=True, repr=False)
+class DiLoCo(Periodic):
     """Hundreds of local steps, then one outer optimizer step (Douillard et al., arXiv 2311.08105).
 
     The outer gradient is the parameters after the last outer step minus the current average over
@@ -50,7 +51,7 @@ class DiLoCo(Algorithm):
     outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_nesterov, repr=False)
 
     def __post_init__(self) -> None:
-        check_interval(self.interval)
+        self.check_options(self.interval)
 
     @override
     def config_fields(self) -> list[tuple[str, str]]:
@@ -60,43 +61,43 @@ class DiLoCo(Algorithm):
     @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
-    ) -> "OuterOptimizerAverager":
-        local = ModelAverager(buckets.buffers, run)
-        return OuterOptimizerAverager(local, self, run)
+    ) -> PeriodicAverager:
+        make_rule = partial(OuterOptimizerRule, self.outer_optimizer)
+        return PeriodicAverager(self, self.interval, make_rule, module, buckets, run)
 
 
-class OuterOptimizerAverager(PeriodicAverager):
-    """DiLoCo on one rank: the outer step is that of a torch optimizer."""
+class OuterOptimizerRule(OuterRule):
+    """The outer step of a torch optimizer, as of DiLoCo."""
 
-    def __init__(self, inner: ModelAverager, options: DiLoCo, run: Run) -> None:
-        super().__init__(inner, options.interval, run)
-        self._anchors = [buffer.float().clone().requires_grad_() for buffer in self.buffers]
-        self._optimizer: Any = options.outer_optimizer(list(self._anchors))
+    evaluates_slow = True
 
-    @override
-    def outer_step(self) -> None:
-        diloco_(self._anchors, [buffer.float() for buffer in self.buffers], self._optimizer)
-        copy_all(self.buffers, [anchor.detach() for anchor in self._anchors])
+    def __init__(self, make: Callable[[list[Tensor]], Optimizer], slow: Sequence[Tensor]) -> None:
+        super().__init__(slow)
+        self._parameters = [each.requires_grad_() for each in self.slow]
+        self._optimizer: Any = make(list(self._parameters))
+        self.slow = [each.detach() for each in self._parameters]
 
     @override
-    def outer_state_dict(self) -> dict[str, Any]:
+    def step(self, averages: list[Tensor]) -> list[Tensor]:
+        diloco_(self._parameters, averages, self._optimizer)
+        return self.slow
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
         """Return the parameters after the last outer step and the outer optimizer's state."""
-        anchors = [anchor.detach() for anchor in self._anchors]
-        return {"anchors": anchors, "optimizer": self._optimizer.state_dict()}
+        return {"anchors": self.slow, "optimizer": self._optimizer.state_dict()}
 
     @override
-    def load_outer_state_dict(self, state: dict[str, Any]) -> None:
-        copy_all([anchor.detach() for anchor in self._anchors], state["anchors"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        copy_all(self.slow, state["anchors"])
         self._optimizer.load_state_dict(state["optimizer"])
 
     @override
-    def check_outer_state(self, state: dict[str, Any]) -> None:
-        own, path = [anchor.detach() for anchor in self._anchors], "algorithm.outer"
-        check_like(state["anchors"], own, f"{path}.anchors")
+    def check_state(self, state: dict[str, Any], path: str) -> None:
+        check_like(state["anchors"], self.slow, f"{path}.anchors")
         check_optimizer_state(self._optimizer, state["optimizer"], None, f"{path}.optimizer")
 
     @override
-    def reset(self) -> None:
-        super().reset()
-        copy_all([anchor.detach() for anchor in self._anchors], self.buffers)
+    def reset(self, weights: list[Tensor]) -> None:
+        super().reset(weights)
         self._optimizer.state.clear()

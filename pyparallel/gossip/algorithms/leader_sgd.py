@@ -18,7 +18,6 @@ from ..messages import MessageHeaders
 from .base import Algorithm
 from .leader import Leader, MeanLoss, PullAtGradient, check_losses, find_leader
 from .node_averager import find_ranks_per_node_error, node_of
-from .periodic import check_interval
 
 Leaders = Sequence[tuple[Tensor, float]]
 """Parameters of the leaders that a rank has, x_G and x_L, each with the factor of its pull."""
@@ -114,8 +113,8 @@ class LeaderSGD(Algorithm):
 
     def __post_init__(self) -> None:
         check_integer("ranks_per_node", self.ranks_per_node, rule="a positive number of ranks")
-        check_interval(self.interval)
-        check_interval(self.global_interval)
+        for each in ("interval", "global_interval"):
+            check_integer(each, getattr(self, each), rule="a positive number of steps")
         require(
             self.global_interval % self.interval == 0,
             "global_interval must be a multiple of interval",

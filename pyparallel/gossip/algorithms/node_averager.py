@@ -101,9 +101,16 @@ class NodeAverager(ModelAverager):
             self.inner.flush()
 
     @override
-    @torch.no_grad()
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        merged, weight = self.inner.as_merged()
+        return self._of_node(*self.inner.as_merged())
+
+    @override
+    def as_evaluated(self) -> tuple[list[Tensor], Tensor]:
+        return self._of_node(*self.inner.as_evaluated())
+
+    @torch.no_grad()
+    def _of_node(self, merged: list[Tensor], weight: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the buffers of the node, of whose shards these are this rank's."""
         live = [buffer.data_ptr() for buffer in self._own_shard.buffers]
         if [buffer.data_ptr() for buffer in merged] == live:
             return self.buffers, weight

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Run
-from ...training import FlatBuckets, ModelAverager
+from ...training import FlatBuckets
 from ...training.arguments import check_in, require
-from ..messages import NeighborExchange
+from ..messages import NeighborExchange, Pairs
 from ..topology import Matching
-from .base import OnTopology, copy_all
-from .periodic import check_interval
+from .base import OnTopology, Periodic, copy_all
+from .periodic import OuterRule, PeriodicAverager
 
 
 def noloco(
@@ -34,8 +35,8 @@ def noloco(
     return phi + m, m  # phi <- phi + m, from which theta continues
 
 
-@dataclass(frozen=True)
-class NoLoCo(OnTopology):
+@dataclass(frozen=True, repr=False)
+class NoLoCo(Periodic, OnTopology):
     """DiLoCo without all-reduce (Kolehmainen et al., arXiv 2506.10911).
 
     Every ``interval`` local steps, which have moved the parameters from the slow weights phi to
@@ -69,7 +70,9 @@ class NoLoCo(OnTopology):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_interval(self.interval)
+        self.check_options(self.interval)
+        rule = "compressor must be None for NoLoCo, whose pairs have unequal slow weights"
+        require(self.compressor is None, rule, str(self.compressor))
         check_in("momentum", self.momentum, "[0, 1)")
         require(0 < self.outer_lr < math.inf, "outer_lr must be positive and finite", self.outer_lr)
         most = 2 * (1 + self.momentum)
@@ -88,74 +91,47 @@ class NoLoCo(OnTopology):
     @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
-    ) -> "NoLoCoAverager":
-        return NoLoCoAverager(self, buckets.buffers, NeighborExchange(run))
+    ) -> PeriodicAverager:
+        pairs = Pairs(NeighborExchange(run), self.topology)
+        make_rule = partial(NoLoCoRule, self)
+        return PeriodicAverager(self, self.interval, make_rule, module, buckets, run, average=pairs)
 
 
-class NoLoCoAverager(ModelAverager):
-    """NoLoCo on one rank, with slow weights and outer momentum in float32."""
+class NoLoCoRule(OuterRule):
+    """The outer step of NoLoCo, with slow weights and outer momentum in float32."""
 
-    def __init__(
-        self, options: NoLoCo, buffers: Sequence[Tensor], exchange: NeighborExchange
-    ) -> None:
-        super().__init__(buffers, exchange.run)
+    evaluates_slow = True
+
+    def __init__(self, options: NoLoCo, slow: Sequence[Tensor]) -> None:
+        super().__init__(slow)
         self._options = options
-        self._exchange = exchange
-        self._slow = [buffer.float().clone() for buffer in self.buffers]
-        self._momentum = [torch.zeros_like(slow) for slow in self._slow]
-        self._steps = 0
+        self._momentum = [torch.zeros_like(each) for each in self.slow]
 
     @override
-    def after_step(self) -> None:
-        self._steps += 1
-        if self._steps % self._options.interval == 0:
-            self._outer_step(self._steps // self._options.interval - 1)
-
-    @torch.no_grad()
-    def _outer_step(self, index: int) -> None:
-        means = self._average_with_partner(self._targets(), index)
-        for buffer, slow, momentum, mean in zip(
-            self.buffers, self._slow, self._momentum, means, strict=True
-        ):
-            momentum.mul_(self._options.momentum).add_(mean - slow, alpha=self._options.pull)
-            buffer.copy_(slow.add_(momentum))
-        self._exchange.headers.raise_nonfinite()
-
-    def _targets(self) -> list[Tensor]:
+    def message(self, weights: list[Tensor]) -> list[Tensor]:
         """Return phi + outer_lr / pull * (theta - phi): one mean of it gives both means."""
         ratio = self._options.outer_lr / self._options.pull
-        return [
-            torch.lerp(slow, buffer.float(), ratio)
-            for slow, buffer in zip(self._slow, self.buffers, strict=True)
-        ]
+        return [torch.lerp(a, each, ratio) for a, each in zip(self.slow, weights, strict=True)]
 
-    def _average_with_partner(self, mine: list[Tensor], index: int) -> list[Tensor]:
-        partner = self._options.topology.partner(self._exchange.rank, index)
-        if partner is None:
-            return mine
-        theirs = self._exchange.swap(mine, [partner], [partner], round_index=index).wait()
-        # Both partners add the same two numbers: equal data stay equal to the last bit.
-        return [(a + b).mul_(0.5) for a, b in zip(mine, theirs.first_or(mine), strict=True)]
+    @override
+    def step(self, averages: list[Tensor]) -> list[Tensor]:
+        for slow, momentum, mean in zip(self.slow, self._momentum, averages, strict=True):
+            momentum.mul_(self._options.momentum).add_(mean - slow, alpha=self._options.pull)
+            slow.add_(momentum)
+        return self.slow
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self._steps,
-            "slow": [slow.clone() for slow in self._slow],
-            "momentum": [momentum.clone() for momentum in self._momentum],
-        }
+        return {"slow": self.slow, "momentum": self._momentum}
 
     @override
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps = state["steps"]
-        copy_all(self._slow, state["slow"])
+        copy_all(self.slow, state["slow"])
         copy_all(self._momentum, state["momentum"])
 
     @override
-    @torch.no_grad()
-    def reset(self) -> None:
+    def reset(self, weights: list[Tensor]) -> None:
         """Set the slow weights to the parameters and the momentum to zero."""
-        for slow, buffer, momentum in zip(self._slow, self.buffers, self._momentum, strict=True):
-            slow.copy_(buffer)
-            momentum.zero_()
+        super().reset(weights)
+        for each in self._momentum:
+            each.zero_()

@@ -1,89 +1,299 @@
-"""An exact average at an interval, shared by LocalSGD, SlowMo and DiLoCo."""
+"""Local steps, and an outer step at an interval: what LocalSGD, SlowMo, DiLoCo and NoLoCo share."""
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import Collectives, Run
-from ...training import ModelAverager, SavedProgress, check_like
-from ...training.arguments import check_integer
-from ..messages import MessageHeaders
+from ...comm import Run
+from ...training import (
+    CHECKSUMS_KEY,
+    FlatBuckets,
+    ModelAverager,
+    SavedProgress,
+    Status,
+    check_like,
+    seal,
+)
+from ..messages import AllRanks, Pairs
+from .base import Periodic, copy_all
+from .fragments import Span, find_fragments
+
+
+class OuterRule:
+    """The outer step of a fragment; of this class, local SGD's: ranks go on from the average.
+
+    Args:
+        slow: the weights after the last outer step, float32, one tensor for each span; empty if the
+            rule reads none, and nothing is compressed.
+    """
+
+    def __init__(self, slow: Sequence[Tensor] = ()) -> None:
+        self.slow = list(slow)
+
+    evaluates_slow = False  # instead of the ranks' own weights
+
+    def message(self, weights: list[Tensor]) -> list[Tensor]:
+        """Return what is averaged, for this rank's weights, which must not be written."""
+        return weights
+
+    def step(self, averages: list[Tensor]) -> list[Tensor]:
+        """Take the outer step, equally where averages are equal; return the weights to go on from.
+
+        It writes ``slow``.
+        """
+        if self.slow:
+            copy_all(self.slow, averages)
+        return averages
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; its tensors may be the live ones."""
+        return {"slow": self.slow} if self.slow else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+        if self.slow:
+            copy_all(self.slow, state["slow"])
+
+    def check_state(self, state: dict[str, Any], path: str) -> None:
+        """Raise any error for a state that ``load_state_dict`` cannot load; change nothing."""
+        check_like(state, self.state_dict(), path)
+
+    def reset(self, weights: list[Tensor]) -> None:
+        """Start again from these weights."""
+        if self.slow:
+            copy_all(self.slow, weights)
+
+
+class _Fragment:
+    """A fragment on this rank: where it is, its rule, and what is in flight of it.
+
+    Args:
+        first: the step of its first outer step.
+    """
+
+    def __init__(
+        self, spans: list[Span], buffers: Sequence[Tensor], rule: OuterRule, first: int
+    ) -> None:
+        self.rule = rule
+        self.tensors = [span.of(buffers) for span in spans]
+        self.spans = spans
+        self._first = first
+        self._sent_at = 0
+        self._wait: Callable[[], list[Tensor]] | None = None  # for averages that are in flight
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Return this rank's weights, float32; perhaps the live ones."""
+        return [each.float() for each in self.tensors]
+
+    def count(self, step: int, interval: int) -> int | None:
+        """Return how many outer steps come before one that begins at a step; None: none does."""
+        count, rest = divmod(step - self._first, interval)
+        return None if rest or count < 0 else count
+
+    def is_due(self, step: int, delay: int) -> bool:
+        """Return whether what is in flight has travelled for so many steps."""
+        return self._wait is not None and step - self._sent_at >= delay
+
+    def hold(self, step: int, wait: Callable[[], list[Tensor]] | None) -> None:
+        """Keep what waits for the averages of what was sent at a step."""
+        self._sent_at, self._wait = step, wait
+
+    @torch.no_grad()
+    def take_outer_step(self, mix: float) -> None:
+        """Wait for the averages, and go on from the outer step and a share of the own weights."""
+        assert self._wait is not None
+        averages, self._wait = self._wait(), None
+        for each, new in zip(self.tensors, self.rule.step(averages), strict=True):
+            each.copy_(torch.lerp(new, each.float(), mix) if mix else new)
+
+    def in_flight(self) -> dict[str, Any] | None:
+        """Wait for what is in flight, and return it; the outer step still comes when it is due."""
+        if self._wait is None:
+            return None
+        averages = self._wait()
+        self._wait = lambda: averages
+        return {"sent_at": self._sent_at, "averages": averages}
+
+    def load_in_flight(self, saved: dict[str, Any] | None) -> None:
+        """Restore what ``in_flight`` returned."""
+        averages = [each.clone() for each in saved["averages"]] if saved else []
+        self.hold(saved["sent_at"] if saved else 0, (lambda: averages) if saved else None)
 
 
 class PeriodicAverager(ModelAverager):
-    """An inner algorithm, with an exact average and an outer step every ``interval`` steps.
+    """An algorithm of outer steps on one rank.
 
-    ``ModelAverager(buffers, run)`` as the inner one communicates only in averages.
+    Args:
+        make_rule: returns the rule of a fragment for its weights, float32 copies.
+        inner: what averages between outer steps; None: nothing.
+        average: of what; None: over all ranks.
     """
 
     inner: ModelAverager
 
-    def __init__(self, inner: ModelAverager, interval: int, run: Run) -> None:
-        super().__init__(inner.buffers, run, inner)
-        self._interval = interval
-        self._collectives = Collectives(run, run.stats)
-        self._headers = MessageHeaders(run)
-        self._steps = 0
+    def __init__(
+        self,
+        options: Periodic,
+        interval: int,
+        make_rule: Callable[[list[Tensor]], OuterRule],
+        module: nn.Module,
+        buckets: FlatBuckets,
+        run: Run,
+        inner: ModelAverager | None = None,
+        average: Pairs | None = None,
+    ) -> None:
+        super().__init__(buckets.buffers, run, inner or ModelAverager(buckets.buffers, run))
+        self._interval, self._options, self._steps = interval, options, 0
+        parts = find_fragments(module, buckets, options.fragments)
+        self._fragments = []
+        for number, spans in enumerate(parts):
+            rule = make_rule([span.of(self.buffers).float().clone() for span in spans])
+            first = (number + 1) * interval // len(parts)
+            self._fragments.append(_Fragment(spans, self.buffers, rule, first))
+        device, in_background = self.buffers[0].device, options.delay > 0
+        self._average = average or AllRanks(run, device, options.compressor, in_background)
 
-    def outer_step(self) -> None:
-        """Update the average in the buffers in place, equally on all ranks; default: keep it."""
-
-    def outer_state_dict(self) -> dict[str, Any]:
-        """Return the state of the outer step, which is equal on all ranks."""
-        return {}
-
-    def load_outer_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``outer_state_dict`` returned."""
-
-    def check_outer_state(self, state: dict[str, Any]) -> None:
-        """Check that ``load_outer_state_dict`` can load a state; changes nothing."""
-        check_like(state, self.outer_state_dict(), "algorithm.outer")
+    @property
+    @override
+    def status(self) -> Status:
+        return self.inner.status._replace(hidden_seconds=self._average.hidden_seconds)
 
     @override
     def after_step(self) -> None:
         self.inner.after_step()
         self._steps += 1
-        if self._steps % self._interval == 0:
-            self.inner.flush()
-            self._average()
-            self.outer_step()
-            self._headers.raise_nonfinite()
+        for number, each in enumerate(self._fragments):
+            count = each.count(self._steps, self._interval)
+            if count is not None:
+                self.inner.flush()
+                self._send(each, count * len(self._fragments) + number)
+            if each.is_due(self._steps, self._options.delay):
+                self._take_outer_step(each)
+
+    @torch.no_grad()
+    def _send(self, fragment: _Fragment, index: int) -> None:
+        message, rule = fragment.rule.message(fragment.weights), fragment.rule
+        layouts, weight = [each.layout for each in fragment.spans], self.status.weight
+        wait = self._average.start(message, layouts, rule.slow, index=index, weight=weight)
+        fragment.hold(self._steps, wait)
+
+    def _take_outer_step(self, fragment: _Fragment) -> None:
+        fragment.take_outer_step(self._options.share_kept)
+        self._average.raise_nonfinite()
+
+    @override
+    def flush(self) -> None:
+        self.inner.flush()
+        for each in self._fragments:
+            if each.is_due(self._steps, 0):
+                self._take_outer_step(each)
+
+    @override
+    def as_evaluated(self) -> tuple[list[Tensor], Tensor]:
+        if not self._fragments[0].rule.evaluates_slow:
+            return self.as_merged()
+        buffers = [buffer.float().clone() for buffer in self.buffers]
+        for each in self._fragments:
+            copy_all([span.of(buffers) for span in each.spans], each.rule.slow)
+        return buffers, self.status.weight
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        inner, outer = self.inner.state_dict(), self.outer_state_dict()
-        return {"steps": self._steps, "inner": inner, "outer": outer}
+        outer = [each.rule.state_dict() for each in self._fragments]
+        state: dict[str, Any] = {"steps": self._steps, "inner": self.inner.state_dict()}
+        state["outer"] = outer[0] if self._options.is_at_once else outer
+        if self._options.delay:
+            # First, as it waits: what is in flight writes the compressor's state.
+            state["in_flight"] = [each.in_flight() for each in self._fragments]
+        if self._average.store is not None:
+            state["compressor"] = {**self._average.store.state_dict()}
+            del state["compressor"][CHECKSUMS_KEY]  # those of the whole state are enough
+        return state
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = _modern(state)
         self._steps = state["steps"]
         self.inner.load_state_dict(state["inner"])
-        self.load_outer_state_dict(state["outer"])
+        for each, outer, in_flight in self._of_fragments(state):
+            each.rule.load_state_dict(outer)
+            each.load_in_flight(in_flight)
+        if self._average.store is not None:
+            self._average.store.load_state_dict(seal(state["compressor"]))
 
     @override
     def check_state(self, state: dict[str, Any]) -> SavedProgress:
+        state = _modern(state)
         check_like(state["steps"], self._steps, "algorithm.steps")
         inner = self.inner.check_state(state["inner"])
-        self.check_outer_state(state["outer"])
+        for number, (each, outer, in_flight) in enumerate(self._of_fragments(state)):
+            path = "algorithm.outer" if self._options.is_at_once else f"algorithm.outer.{number}"
+            each.rule.check_state(outer, path)
+            if in_flight is not None:
+                own = {"sent_at": 0, "averages": each.weights}
+                check_like(in_flight, own, f"algorithm.in_flight.{number}")
+        if self._average.store is not None:
+            self._average.store.check_state(seal(state["compressor"]))
         return replace(inner, counters={"step": state["steps"], **inner.counters})
 
-    @torch.no_grad()
-    def _average(self) -> None:
-        """Average the buffers with weights that sum to the number of ranks n.
+    def _of_fragments(self, state: dict[str, Any]) -> list[tuple[_Fragment, Any, Any]]:
+        """Return each fragment with its parts of a state: of its rule, and what is in flight."""
+        outer = [state["outer"]] if self._options.is_at_once else state["outer"]
+        in_flight = state.get("in_flight", [None] * len(outer))
+        return list(zip(self._fragments, outer, in_flight, strict=True))
 
-        On a PeerError every buffer holds the average or is unchanged.
-        """
-        if self._collectives.size == 1:
-            return
-        self._headers.gather(self._collectives, self._steps, self.buffers[0].device)
-        for buffer in self.buffers:
-            total = buffer.float() * (self.status.weight / self._collectives.size)
-            self._collectives.all_reduce_(total)
-            buffer.copy_(total)
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._average.reset()
+        for each in self._fragments:
+            each.load_in_flight(None)
+            each.rule.reset(each.weights)
 
 
-def check_interval(interval: int) -> None:
-    """Raise a ValueError unless ``interval`` is a positive number of steps."""
-    check_integer("interval", interval, rule="a positive number of steps")
+def local_sgd(x: Tensor, t: int, interval: int) -> Tensor:
+    """Return the models of all n ranks after step t of local SGD, counted from 1.
+
+    Args:
+        x: (n, d) x_i - lr * grad F_i(x_i), a row for each rank: its model after its own update.
+    """
+    if t % interval:
+        return x  # x_i <- x_i - lr * grad F_i(x_i)
+    return x.mean(0).expand_as(x)  # x_i <- (1/n) sum_j (x_j - lr * grad F_j(x_j))
+
+
+@dataclass(frozen=True, repr=False)
+class LocalSGD(Periodic):
+    """Local steps on every rank, and an average of all models every ``interval`` steps.
+
+    Stich (ICLR 2019, arXiv 1805.09767). Optimizer state such as momentum stays local. With a
+    compressor each rank also holds the weights after the last average.
+    """
+
+    interval: int
+
+    def __post_init__(self) -> None:
+        self.check_options(self.interval)
+
+    @override
+    def start(
+        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
+    ) -> PeriodicAverager:
+        def make_rule(weights: list[Tensor]) -> OuterRule:
+            return OuterRule(weights if self.compressor else ())
+
+        return PeriodicAverager(self, self.interval, make_rule, module, buckets, run)
+
+
+def _modern(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as it is saved now; NoLoCo's was once that of its outer step alone."""
+    if "outer" in state:
+        return state
+    outer = {name: value for name, value in state.items() if name != "steps"}
+    return {"steps": state["steps"], "inner": {}, "outer": outer}

@@ -1,7 +1,7 @@
 """Stochastic Gradient Push: a local step on the numerator, and a PushSum round."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,13 @@ from typing_extensions import override
 from ...comm import Run
 from ...compression import AttachPoint, BufferLayout, Compressor
 from ...training import FlatBuckets, wrong_type
-from ...training.arguments import check_integer
-from ..messages import NeighborExchange
+from ...training.arguments import check_integer, check_one_of
+from ..messages import NeighborExchange, SymmetricMemoryExchange
 from ..push_sum.buffer import RoundBuffer
 from ..push_sum.compressed_buffer import CompressedBuffer
 from ..push_sum.dense_buffer import DenseBuffer
 from ..push_sum.push_sum import PushSum
-from .base import OnTopology
+from .base import TRANSPORT, OnTopology
 
 Update = Callable[[Tensor], Tensor]
 """What the optimizers subtract, (n, d), of the gradients at z, (n, d): with SGD, lr * gradient."""
@@ -98,10 +98,15 @@ class SGP(OnTopology):
             feedback and ranks still reach consensus. An aggressive one needs smaller shares: use
             ``Lazy``, which lists suitable factors. Memory: as many copies of the parameters as
             `Replicas` documents.
+        transport: "process_group", or "symmetric_memory" between the GPUs of one node, where
+            receivers copy messages out of the sender's memory without NCCL's kernels; it has not
+            run on GPUs yet. Memory: one more copy of the parameters at most. Results are the same,
+            and a run may resume with the other one.
     """
 
     overlap: int = 0
     compressor: Compressor | None = None
+    transport: str = field(default="process_group", repr=False)  # the repr is part of states
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,6 +114,11 @@ class SGP(OnTopology):
         if not isinstance(self.compressor, Compressor | None):
             rule = "an object such as Int8() or TopK(0.01), or None"
             raise wrong_type("compressor", rule, self.compressor)
+        check_one_of("transport", self.transport, ("process_group", "symmetric_memory"))
+
+    @override
+    def config_fields(self) -> list[tuple[str, str]]:
+        return [*super().config_fields(), (TRANSPORT, self.transport)]
 
     @override
     def validation_error(self, num_ranks: int) -> str | None:
@@ -131,6 +141,8 @@ class SGP(OnTopology):
     def _make_buffer(
         self, values: Tensor, exchange: NeighborExchange, layout: BufferLayout
     ) -> RoundBuffer:
+        if self.transport == "symmetric_memory":
+            exchange = SymmetricMemoryExchange(exchange)
         if self.compressor is None:
             return DenseBuffer(values, exchange, snapshot=self.overlap > 1)
         return CompressedBuffer(values, exchange, self.topology, self.compressor, layout)

@@ -1,7 +1,9 @@
 """SlowMo: slow momentum around another algorithm."""
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import Run
-from ...training import FlatBuckets, ModelAverager
+from ...comm import Collectives, Run
+from ...training import FlatBuckets
 from ...training.arguments import check_in, require
-from .base import Algorithm, check_inner, check_is_algorithm, copy_all
-from .periodic import PeriodicAverager, check_interval
+from .base import Algorithm, Periodic, check_inner, check_is_algorithm, copy_all
+from .periodic import OuterRule, PeriodicAverager
 
 
 def slowmo_(
@@ -33,8 +35,8 @@ def slowmo_(
     x.sub_(u * (outer_lr * lr))  # x <- x - alpha gamma u
 
 
-@dataclass(frozen=True)
-class SlowMo(Algorithm):
+@dataclass(frozen=True, repr=False)
+class SlowMo(Periodic):
     """Slow momentum around another algorithm (Wang et al., ICLR 2020, arXiv 1910.00643).
 
     Every ``interval`` steps the ranks average exactly, update the slow momentum
@@ -60,7 +62,13 @@ class SlowMo(Algorithm):
     def __post_init__(self) -> None:
         if self.inner is not None:
             check_is_algorithm(self.inner, "inner")
-        check_interval(self.interval)
+        self.check_options(self.interval)
+        if self.inner is not None:
+            fix = "or SlowMo(None, ...), which averages at the interval alone"
+            rule = "fragments must be 1 and delay 0 with an inner algorithm"
+            require(self.is_at_once, rule, f"{self.fragments!r} and {self.delay}", fix)
+        rule = "reset_momentum must be False with fragments, as it resets that of all parameters"
+        require(self.fragments == 1 or not self.reset_momentum, rule, self.reset_momentum)
         check_in("momentum", self.momentum, "[0, 1)")
         require(self.outer_lr > 0, "outer_lr must be positive", self.outer_lr)
 
@@ -75,63 +83,63 @@ class SlowMo(Algorithm):
     @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
-    ) -> "SlowMomentumAverager":
-        inner = ModelAverager(buckets.buffers, run)
+    ) -> PeriodicAverager:
+        inner = None
         if self.inner:
-            started = self.inner.start(module, optimizer, buckets, run)
-            inner = check_inner(started, self.inner)
-        return SlowMomentumAverager(inner, self, optimizer, run)
+            inner = check_inner(self.inner.start(module, optimizer, buckets, run), self.inner)
+        make_rule = partial(SlowMomentumRule, self, optimizer, Collectives(run, run.stats))
+        return PeriodicAverager(self, self.interval, make_rule, module, buckets, run, inner)
 
 
-class SlowMomentumAverager(PeriodicAverager):
-    """SlowMo on one rank: the outer step moves along the slow momentum."""
+class SlowMomentumRule(OuterRule):
+    """The outer step of SlowMo, along the slow momentum."""
 
     def __init__(
-        self, inner: ModelAverager, options: SlowMo, optimizer: Optimizer, run: Run
+        self,
+        options: SlowMo,
+        optimizer: Optimizer,
+        collectives: Collectives,
+        slow: Sequence[Tensor],
     ) -> None:
-        super().__init__(inner, options.interval, run)
-        self._options = options
+        super().__init__(slow)
+        self._options, self._collectives = options, collectives
         self._optimizer: Any = weakref.proxy(optimizer)  # its hooks reference the trainer
-        self._before = [buffer.float().clone() for buffer in self.buffers]
-        self._slow = [torch.zeros_like(before) for before in self._before]
+        self._momentum = [torch.zeros_like(each) for each in self.slow]
 
     @override
-    @torch.no_grad()
-    def outer_step(self) -> None:
+    def step(self, averages: list[Tensor]) -> list[Tensor]:
         lr = self._common_lr()
         if lr == 0:  # parameters must not move
-            copy_all(self._before, self.buffers)
-            return
+            return super().step(averages)
         momentum, outer_lr = self._options.momentum, self._options.outer_lr
-        for buffer, x, u in zip(self.buffers, self._before, self._slow, strict=True):
-            slowmo_(x, u, buffer.float(), lr=lr, momentum=momentum, outer_lr=outer_lr)
-            buffer.copy_(x)
+        for x, u, average in zip(self.slow, self._momentum, averages, strict=True):
+            slowmo_(x, u, average, lr=lr, momentum=momentum, outer_lr=outer_lr)
         if self._options.reset_momentum:
             for state in self._optimizer.state.values():
                 if torch.is_tensor(state.get("momentum_buffer")):
                     state["momentum_buffer"].zero_()
+        return self.slow
 
     def _common_lr(self) -> float:
         """Broadcast rank 0's lr: schedules may differ if a rank has no batches or skips a step."""
         lr = torch.tensor(
             float(self._optimizer.param_groups[0]["lr"]), dtype=torch.float64, device="cpu"
         )
-        lr = lr.to(self._before[0].device)
+        lr = lr.to(self.slow[0].device)
         self._collectives.broadcast_(lr, 0)
         return float(lr)
 
     @override
-    def outer_state_dict(self) -> dict[str, Any]:
-        return {"before": self._before, "slow": self._slow}
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": self.slow, "slow": self._momentum}
 
     @override
-    def load_outer_state_dict(self, state: dict[str, Any]) -> None:
-        copy_all(self._before, state["before"])
-        copy_all(self._slow, state["slow"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        copy_all(self.slow, state["before"])
+        copy_all(self._momentum, state["slow"])
 
     @override
-    def reset(self) -> None:
-        super().reset()
-        copy_all(self._before, self.buffers)
-        for slow in self._slow:
-            slow.zero_()
+    def reset(self, weights: list[Tensor]) -> None:
+        super().reset(weights)
+        for each in self._momentum:
+            each.zero_()

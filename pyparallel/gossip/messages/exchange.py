@@ -184,6 +184,13 @@ class NeighborExchange:
         self.failed: list[PendingExchange] = []
         self.headers = MessageHeaders(run, has_counts=has_counts)
 
+    def reserve(self, messages: Sequence[Sequence[int]], device: torch.device) -> Tensor | None:
+        """Prepare for messages whose parts have so many bytes each, of one round at a time.
+
+        Return memory, uint8, in which a message of one part is best written; None: anywhere.
+        """
+        return None
+
     def swap(
         self,
         tensors: Sequence[Tensor],

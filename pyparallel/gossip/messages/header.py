@@ -16,14 +16,14 @@ from ...comm import counts
 from ...comm.collectives import Collectives
 from ...comm.errors import NonFiniteError, PeerError
 from ...comm.run import Run
+from ...ops import screen_headers
 from ...ops._corrupt import CorruptCounter
+from ...ops.mix import FORWARDS_UNIT, NONFINITE_UNIT
 
 # Of regular topologies, where masses are the senders' shares. Shares that are multiples of 2**-40
 # add up without rounding; those of a user's own topology may drift by 2**-53 in each addition,
 # which takes more than 10**9 rounds to get here.
 _TOLERANCE = 1e-6
-# Of what one counter on a device counts at once.
-_NONFINITE_UNIT, _FORWARDS_UNIT = 1 << 21, 1 << 42
 _NUM_RECENT = 8
 
 
@@ -72,15 +72,23 @@ class MessageHeaders:
             self._raise_counted(masses.device)
         return RoundHeaders(self, expected, masses)
 
-    def gather(self, collectives: Collectives, round_index: int, device: torch.device) -> None:
+    def gather(
+        self,
+        collectives: Collectives,
+        round_index: int,
+        device: torch.device,
+        row: Tensor | None = None,
+    ) -> None:
         """Compare this rank's header with those of all ranks, before they average exactly.
+
+        ``row`` is ``Run.row`` of when the average began, if that is not now.
 
         On the CPU headers that differ are a PeerError, of the same pair on all ranks. On other
         devices an invalid header is counted, and a later call raises.
         """
         if device.type != "cpu":
             self._raise_counted(device)
-        row = self.run.row(device, round_index)
+        row = self.run.row(device, round_index) if row is None else row
         with collectives.uncounted():
             rows = collectives.all_gather(row)
         if device.type == "cpu":
@@ -88,7 +96,7 @@ class MessageHeaders:
             return
         own = self.run.fields(round_index)
         expected = _Expected(own, [0] * len(rows), range(len(rows)), (1.0,) * len(rows))
-        self.screen(expected, rows, row)
+        self.screen(expected, rows)
 
     def check_gathered(self, rows: Sequence[Sequence[float]]) -> None:
         """Raise a PeerError, the same on all ranks, if the headers of two ranks differ."""
@@ -127,29 +135,25 @@ class MessageHeaders:
             if row[counts.NONFINITE]:
                 self._nonfinite_senders[sender] = row[counts.NONFINITE]
 
-    def screen(self, expected: _Expected, rows: Tensor, own: Tensor) -> Tensor:
+    def screen(self, expected: _Expected, rows: Tensor) -> Tensor:
         """Check received rows, (k, 8), on their device, which the host does not wait for.
 
-        Return their masses, (k,): 0 for messages that are not what they must be. ``own`` is this
-        rank's row.
+        Return their masses, (k,): 0 for messages that are not what they must be.
         """
         counter = self._counter_on(rows.device)
         self._recent.append((expected, rows))
-        wanted = own.expand_as(rows)
-        if any(length != expected.own[2] for length in expected.lengths):
-            wanted = wanted.clone()
-            wanted[:, counts.LENGTH] = counts.to_device(expected.lengths, rows.device)
-        compared = slice(counts.TRAINER, counts.FORWARDS + 1)
-        theirs, ours = rows[:, compared], wanted[:, compared]
-        differs = (theirs != ours) & (theirs != counts.ANY) & (ours != counts.ANY)
-        low, high = self._mass_bounds(expected, rows.device)
-        mass = rows[:, counts.MASS]
-        fits = ~differs[:, :-1].any(1) & (mass > low) & (mass <= high)
-        found = (~fits).to(torch.int64)
-        found += (rows[:, counts.NONFINITE] != 0) * _NONFINITE_UNIT
-        found += differs[:, -1] * _FORWARDS_UNIT
-        counter.tensor.add_(found.sum())
-        return torch.where(fits, mass, torch.zeros_like(mass))
+        low, high = [0.0] * len(rows), [float(self.run.size)] * len(rows)
+        if expected.masses:
+            low, high = (
+                [m * (1 + each) for m in expected.masses] for each in (-_TOLERANCE, _TOLERANCE)
+            )
+        trainer, round_index, _, *others = expected.own
+        wanted = [
+            [least, trainer, round_index, length, *others, most]
+            for least, length, most in zip(low, expected.lengths, high, strict=True)
+        ]
+        table = torch.tensor(wanted, dtype=torch.float64, device="cpu").view(-1, counts.NUM_FIELDS)
+        return screen_headers(rows, table, counter=counter.tensor)
 
     def _check_mass(
         self, sender: int, mass: float, share: float | None, own: Sequence[float]
@@ -166,14 +170,6 @@ class MessageHeaders:
                 "on that rank"
             )
 
-    def _mass_bounds(
-        self, expected: _Expected, device: torch.device
-    ) -> tuple[float | Tensor, float | Tensor]:
-        if not expected.masses:
-            return 0.0, float(self.run.size)
-        masses = counts.to_device(expected.masses, device)
-        return masses * (1 - _TOLERANCE), masses * (1 + _TOLERANCE)
-
     def _counter_on(self, device: torch.device) -> CorruptCounter:
         if self._counter is None:
             self._counter = CorruptCounter(device)
@@ -184,8 +180,8 @@ class MessageHeaders:
         count = self._counter_on(device).num_unreported()
         if not count:
             return
-        num_left_out = count % _NONFINITE_UNIT
-        num_nonfinite = count % _FORWARDS_UNIT // _NONFINITE_UNIT
+        num_left_out = count % NONFINITE_UNIT
+        num_nonfinite = count % FORWARDS_UNIT // NONFINITE_UNIT
         recent, self._recent = list(self._recent), deque(maxlen=_NUM_RECENT)
         for expected, rows in recent:  # names ranks and values; also warns
             self.check_rows(expected, rows.tolist())
@@ -209,8 +205,8 @@ class RoundHeaders:
         self._headers, self._expected = headers, expected
         self.received = masses.new_empty(len(expected.senders), counts.NUM_FIELDS)
         nonfinite = headers.run.counts.nonfinite
-        self._own = counts.make_row(0.0, expected.own, nonfinite, masses.device)
-        columns = self._own[counts.TRAINER :].expand(masses.shape[0], -1)
+        own = counts.make_row(0.0, expected.own, nonfinite, masses.device)
+        columns = own[counts.TRAINER :].expand(masses.shape[0], -1)
         self.sent = torch.cat([masses.view(-1, 1), columns], dim=1)
 
     @property
@@ -221,6 +217,6 @@ class RoundHeaders:
     def check(self) -> Tensor:
         """Return the received masses, (m,), after a check of the headers, which have arrived."""
         if self.received.device.type != "cpu":
-            return self._headers.screen(self._expected, self.received, self._own)
+            return self._headers.screen(self._expected, self.received)
         self._headers.check_rows(self._expected, self.received.tolist())
         return self.received[:, counts.MASS].contiguous()

@@ -76,7 +76,8 @@ class CompressedBuffer(RoundBuffer):
         self._exchange = exchange
         self._topology = topology
         self._replicas = Replicas(values, layout, compressor, exchange.rank)
-        first, others = values.numel() * values.element_size(), self._replicas.difference_lengths
+        first, others = values.nbytes, self._replicas.difference_lengths
+        exchange.reserve([[first], others], values.device)
         self.message_lengths = f"{first} for a first message and {others} for others"
         self._step = 0
         self._sent_replica: Replica | None = None

@@ -21,7 +21,8 @@ class DenseBuffer(RoundBuffer):
     float32 values the numerators are added by an all-reduce, which sends 2 (n - 1) / n copies from
     each of n ranks instead of n - 1; what is merged is the sum of the others.
 
-    With ``snapshot`` z may change while a round is in flight: a copy of it is sent.
+    With ``snapshot`` z may change while a round is in flight: a copy of it is sent. So it is if the
+    exchange has memory for messages.
     """
 
     def __init__(
@@ -29,7 +30,10 @@ class DenseBuffer(RoundBuffer):
     ) -> None:
         super().__init__(values)
         self._exchange = exchange
+        memory = exchange.reserve([[values.nbytes]], values.device)
         self._outgoing = torch.empty_like(values) if snapshot else None
+        if memory is not None:
+            self._outgoing = memory[: values.nbytes].view(values.dtype)
         self._has_snapshot = False  # of z as it is now
         self._sent_masses = self.weight.new_zeros(0)
         self._receive_buffers: list[Tensor] = []

@@ -20,9 +20,9 @@ from .groups import P2PGroups
 from .refusals import StepRefusedError
 
 # CUDA loads a kernel when it runs first, as for new shapes, and may wait for all that run: a send
-# would be one, if the peer's host received it only after more work. So values of new shapes travel
-# through the host where others do over NCCL, or all at first if kernels are loaded eagerly.
-_UPDATES_VIA_HOST = 2  # for each stage of the pipeline: so many values may be in flight
+# would be one, if the peer's host received it only after more work. So once a value has a new
+# shape, all travel through the host, for as long as such values may be in flight; at first anyhow.
+_UPDATES_VIA_HOST = 2  # for each stage of the pipeline
 _BARRIER_STREAM = -1  # of the empty messages of a barrier
 
 
@@ -50,7 +50,8 @@ class StageP2P:
         self._codecs = {kind: codec for kind, codec in codecs.items() if codec is not None}
         self._rank = 0 if groups is None else groups.rank
         self._num_updates = 0
-        self._first_sent: dict[object, int] = {None: 0}  # by stream and shapes: updates before it
+        self._sent = set[object]()  # streams and shapes
+        self._newest = 0  # updates before the newest of them
         loads_eagerly = os.environ.get("CUDA_MODULE_LOADING") == "EAGER"
         self._sees_shapes = groups is not None and groups.headers is not None and not loads_eagerly
         self.waited: defaultdict[StreamKind | None, float] = defaultdict(float)
@@ -212,12 +213,13 @@ class StageP2P:
             self._run.reports().end_agreement(waits=waits)
 
     def _goes_via_host(self, stream: int, value: Value | Refusal) -> bool:
-        key = None
         if self._sees_shapes and not isinstance(value, Refusal):
             # An evaluation runs no backward, whose kernels would be new in training.
             key = stream, describe(value), torch.is_grad_enabled()
-        first = self._first_sent.setdefault(key, self._num_updates)
-        return self._num_updates < first + _UPDATES_VIA_HOST * self._shape.num_stages
+            if key not in self._sent:
+                self._sent.add(key)
+                self._newest = self._num_updates
+        return self._num_updates < self._newest + _UPDATES_VIA_HOST * self._shape.num_stages
 
     def _recv_barrier(self, channel: Channel) -> Refusal | None:
         """Receive until the barrier's message, and return its refusal; keep the values before."""

@@ -82,6 +82,10 @@ OUT_OF_RANGE = [
         (lambda n=n: Hierarchical(SGP(Ring(2)), n), "ranks_per_node must be a positive number of r")
         for n in (0, 1.5, "2")
     ],
+    (
+        lambda: SGP(Ring(2), transport="nccl"),
+        "transport must be .process_group. or .symmetric_memory., got .nccl.$",
+    ),
     (lambda: LocalSGD(0), "interval must be a positive number of steps, got 0"),
     (lambda: DiLoCo(1.5), "interval must be a positive number of steps, got 1.5"),
     (lambda: SlowMo(None, 3, momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),

@@ -1,11 +1,15 @@
 """NoLoCo against the paper's rule, computed in float64 for all ranks at once."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from pyparallel.gossip import NoLoCo
-from pyparallel.gossip.algorithms.noloco import NoLoCoAverager, noloco
+from pyparallel.gossip.algorithms.noloco import NoLoCoRule, noloco
+from pyparallel.gossip.algorithms.periodic import PeriodicAverager
+from pyparallel.gossip.messages import Pairs
 from pyparallel.gossip.topology import RandomMatching
 from pyparallel.training import FlatBuckets
 from tests.gossip.loops import batches, start, take_step, train_wrapped
@@ -19,15 +23,20 @@ class Rank:
 
     def __init__(self, algorithm, exchange, target):
         self.target = target
-        self.parameter = nn.Parameter(torch.zeros(len(target)))
+        module = nn.Linear(len(target), 1, bias=False)
+        self.parameter = module.weight
+        nn.init.zeros_(self.parameter)
         buckets = FlatBuckets([self.parameter], 2**20)
-        self.averager = NoLoCoAverager(algorithm, buckets.buffers, exchange)
+        pairs, rule = Pairs(exchange, algorithm.topology), partial(NoLoCoRule, algorithm)
+        self.averager = PeriodicAverager(
+            algorithm, algorithm.interval, rule, module, buckets, exchange.run, average=pairs
+        )
         self.optimizer = torch.optim.SGD([self.parameter], lr=LR)
 
     def step(self):
         self.parameter.grad = self.parameter.detach() - self.target
         take_step(self.averager, self.optimizer)
-        return self.parameter.detach().clone()
+        return self.parameter.detach()[0].clone()
 
 
 def target_of(rank):
@@ -83,12 +92,14 @@ def shrink_distance(rank, topology):
     _, optimizer, wrapped = start(NoLoCo(topology, interval=1), lr=0.0)
     averager = wrapped._averager
     state = averager.state_dict()
-    state["slow"] = [slow + rank for slow in state["slow"]]
+    state["outer"]["slow"] = [slow + rank for slow in state["outer"]["slow"]]
     averager.load_state_dict(state)
     distances = []
     for _ in range(30):
         with torch.no_grad():  # theta = phi: no outer gradient
-            for buffer, slow in zip(averager.buffers, averager._slow, strict=True):
+            for buffer, slow in zip(
+                averager.buffers, averager.state_dict()["outer"]["slow"], strict=True
+            ):
                 buffer.copy_(slow)
         optimizer.step()
         distances.append(wrapped.consensus_distance())

@@ -7,7 +7,7 @@ import torch
 
 from pyparallel.comm import PeerError
 from pyparallel.gossip import SGP, DiLoCo, LocalSGD, NoLoCo, SlowMo
-from pyparallel.gossip.algorithms.local_sgd import local_sgd
+from pyparallel.gossip.algorithms.periodic import local_sgd
 from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching, Ring, Star
 from tests.gossip.loops import batches, build_model, flat, start, train, train_alone, train_wrapped
 

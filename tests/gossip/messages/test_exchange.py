@@ -1,9 +1,13 @@
 """Exchanges deliver what was sent, in any order of rounds and peers."""
 
+import socket
+from unittest import mock
+
 import torch
 
 from pyparallel.comm import Run
-from pyparallel.gossip.messages import NeighborExchange, Transfer
+from pyparallel.gossip.messages import NeighborExchange, SymmetricMemoryExchange, Transfer
+from tests.gossip.loops import error_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -46,3 +50,20 @@ def nothing(rank):
 
 def test_an_empty_round_returns_at_once(ranks):
     assert ranks.run(2, nothing) == [0, 0]
+
+
+def fail_to_share_memory(rank):
+    reserve = SymmetricMemoryExchange(NeighborExchange(Run())).reserve
+    on_cpu = error_of(reserve, [[64]], torch.device("cpu"))
+    with mock.patch.object(socket, "gethostname", return_value=f"node-{rank}"):
+        return on_cpu, error_of(reserve, [[64]], torch.device("cuda", 0))
+
+
+def test_memory_that_cannot_be_shared_is_one_sentence_on_all_ranks(ranks):
+    sentences = (
+        "DisagreementError: ranks 0-1: parameters must be on a GPU with "
+        "transport='symmetric_memory', got cpu; leave transport out",
+        "DisagreementError: all ranks must have the same node with transport='symmetric_memory', "
+        "got node-0 on rank 0 and node-1 on rank 1",
+    )
+    assert ranks.run(2, fail_to_share_memory) == [sentences] * 2

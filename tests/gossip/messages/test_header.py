@@ -21,6 +21,7 @@ from pyparallel.comm.counts import (
 from pyparallel.comm.errors import NonFiniteError, PeerError
 from pyparallel.gossip.messages import MessageHeaders
 from tests.local_transport import LocalRun
+from tests.ops.op_counter import ByteCounter
 
 LENGTH_SENT = 4096
 
@@ -110,7 +111,7 @@ def test_the_number_of_bad_gradients_may_lie_on_a_device():
 
 def screen(changes, **options):
     headers, of_round = received(changes, **options)
-    masses = headers.screen(of_round._expected, of_round.received, of_round._own)
+    masses = headers.screen(of_round._expected, of_round.received)
     return headers, masses.tolist()
 
 
@@ -138,6 +139,15 @@ def test_on_a_device_a_misfit_has_no_mass_and_a_later_call_raises():
     for shadowing in ({STEPS: ANY, REPEATS: ANY, FORWARDS: ANY}, {LENGTH: LENGTH_SENT}):
         headers, masses = screen(shadowing)
         headers._raise_counted(device)
+
+
+@pytest.mark.parametrize("masses_in", [(), [0.5]])
+def test_on_a_device_a_screen_is_one_op(masses_in):
+    headers, of_round = received({}, masses_in=masses_in)
+    headers._raise_counted(torch.device("cpu"))  # as before the round
+    with ByteCounter() as counter:
+        headers.screen(of_round._expected, of_round.received)
+    assert counter.num_ops == 1
 
 
 def test_on_a_device_misfits_that_are_forgotten_are_still_counted():

@@ -13,7 +13,7 @@ from tests.ops.op_counter import OpCounter
 
 def delivered(values):
     """Return a buffer with one received message, all fours, of mass 1."""
-    buffer = DenseBuffer(values, exchange=None)
+    buffer = DenseBuffer(values, NeighborExchange(LocalRun(0, 1)))
     message = {"messages": [torch.full_like(values, 4.0)], "masses": torch.ones(1).double()}
     buffer.load_state_dict({"weight": torch.ones(()), "in_flight": message})
     return buffer

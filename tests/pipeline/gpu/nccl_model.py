@@ -1,9 +1,11 @@
-"""NCCL without a GPU: ranks are threads, which record what they enqueue; `run_streams` runs it.
+"""NCCL without a GPU: ranks are threads, which enqueue operations; `Streams` runs them.
 
 Each rank has a compute stream, and a stream for each communicator, which runs its operations in
 order. A send and its receive complete together, once both are at the front of their streams and the
-work before them on their compute streams is done. Tensors are on the meta device. Headers are
-exchanged at once, as over gloo; a rank waits for nothing else but for its peer's first operation.
+work before them on their compute streams is done. Tensors are on the meta device. Headers, and
+payloads through the host, are exchanged at once, as over gloo. A rank waits for these, for its
+peer's first operation, and, where kernels are loaded when they run first, for all operations before
+a new kernel: CUDA may load it only once nothing runs.
 """
 
 import threading
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 META = torch.device("meta")
-TIME_LIMIT = 20.0  # of a rank that waits for another
+VIA_HOST_TAG = 1
 
 
 @dataclass(eq=False)
@@ -24,7 +26,8 @@ class Operation:
     after: int  # how many of them come before
     rank: int
     peer: int
-    is_done: bool = False
+    index: int  # its partner's among the others
+    others: list
 
     def wait(self):
         self.compute.append(self)
@@ -33,37 +36,109 @@ class Operation:
         return False
 
 
-class HeaderWork:
-    """A send or a receive of a header."""
+class HostWork:
+    """A send or a receive of a header, or of a payload through the host."""
 
-    def __init__(self, world, tensor, is_here):
-        self.world, self.tensor, self.is_here = world, tensor, is_here
+    def __init__(self, group, tensor, is_here, tag):
+        self.group, self.tensor, self.is_here, self.tag = group, tensor, is_here, tag
 
     def wait(self, timeout=None):
-        with self.world.changed:
-            assert self.world.changed.wait_for(lambda: self.is_here, TIME_LIMIT), "no header"
+        self.group.world.wait(lambda: self.is_here)
+        self.group.wait_for_copy(self.tag)
+
+
+class Streams:
+    """What has run of all that ranks have enqueued, as far as it can.
+
+    Args:
+        eager: a group is one communicator. Otherwise each two ranks of it have one.
+    """
+
+    def __init__(self, num_ranks, eager):
+        self.eager, self.done = eager, set()
+        self.positions = [0] * num_ranks  # on the compute streams
+        self.queues = defaultdict(deque)
+
+    def add(self, group, operation):
+        self.queues[group, operation.rank, self.eager or operation.peer].append(operation)
+
+    def advance(self, computes):
+        """Run what can run; return how many operations are left."""
+        progress = True
+        while progress:
+            progress = False
+            for rank, compute in enumerate(computes):
+                while self.positions[rank] < len(compute):
+                    waited_for = compute[self.positions[rank]]
+                    if waited_for is not None and waited_for not in self.done:
+                        break
+                    self.positions[rank] += 1
+                    progress = True
+            queues = [queue for queue in self.queues.values() if queue]
+            ready = {q[0] for q in queues if self.positions[q[0].rank] >= q[0].after}
+            for queue in queues:
+                first = queue[0]
+                if first in ready and {*first.others[first.index : first.index + 1]} & ready:
+                    self.done.add(queue.popleft())
+                    progress = True
+        return sum(map(len, self.queues.values()))
+
+    def is_idle(self, rank, computes):
+        """Return whether a rank's GPU has run all that it was given."""
+        self.advance(computes)
+        mine = (queue for (_, owner, _), queue in self.queues.items() if owner == rank)
+        return self.positions[rank] == len(computes[rank]) and not any(mine)
 
 
 class World:
-    """All ranks, and what they have enqueued.
+    """All ranks, and what they have enqueued; ``is_stuck``, if all came to wait for each other.
 
     Args:
         num_ranks: threads.
         connects: whether the first operation between two ranks of a group waits for the peer's.
+        loads: whether a kernel is loaded when it runs first.
     """
 
-    def __init__(self, num_ranks, connects):
-        self.num_ranks, self.connects = num_ranks, connects
+    def __init__(self, num_ranks, connects, *, loads=False):
+        self.num_ranks, self.connects, self.loads = num_ranks, connects, loads
         self.changed = threading.Condition()
         self.thread = threading.local()
+        self.waiting, self.num_ended, self.is_stuck = {}, 0, False
         self.computes = [[] for _ in range(num_ranks)]
-        self.streams = defaultdict(list)  # by group and rank
+        self.loaded = [set() for _ in range(num_ranks)]
+        self.simulated = Streams(num_ranks, eager=False), Streams(num_ranks, eager=True)
+        self.edges = defaultdict(set)  # by group and rank
         self.sends, self.receives = defaultdict(list), defaultdict(list)  # by group and edge
         self.num_early = 0  # receives that were posted before their sends
-        self.headers = defaultdict(lambda: (deque(), deque()))  # sent and posted, by group and edge
+        self.headers = defaultdict(lambda: (deque(), deque()))  # sent and posted, by edge and tag
 
-    def compute(self):
-        self.computes[self.thread.rank].append(None)
+    def compute(self, kernel):
+        rank = self.thread.rank
+        if self.loads and kernel not in self.loaded[rank]:
+            self.loaded[rank].add(kernel)
+            self.wait(lambda: self.simulated[1].is_idle(rank, self.computes))
+        with self.changed:
+            self.computes[rank].append(None)
+
+    def num_left(self):
+        """Return how many operations never complete, without and with eager communicators."""
+        return [streams.advance(self.computes) for streams in self.simulated]
+
+    def wait(self, is_over):
+        """Wait until a condition holds; an error on all ranks once every rank waits."""
+        with self.changed:
+            rank = self.thread.rank
+            self.waiting[rank] = is_over
+            self._find_stuck()
+            self.changed.wait_for(lambda: self.is_stuck or is_over())
+            del self.waiting[rank]
+            assert not self.is_stuck, "every rank waits for another one"
+
+    def _find_stuck(self):
+        all_wait = self.waiting and len(self.waiting) + self.num_ended == self.num_ranks
+        if all_wait and not any(is_over() for is_over in self.waiting.values()):
+            self.is_stuck = True
+            self.changed.notify_all()
 
     def run(self, function):
         """Run a function of the rank on a thread each."""
@@ -75,13 +150,16 @@ class World:
                 function(rank)
             except BaseException as error:
                 errors.append(error)
+            with self.changed:
+                self.num_ended += 1
+                self._find_stuck()
 
         threads = [threading.Thread(target=target, args=(r,)) for r in range(self.num_ranks)]
         for each in threads:
             each.start()
         for each in threads:
             each.join()
-        if errors:
+        if errors and not self.is_stuck:
             raise errors[0]
 
 
@@ -100,30 +178,47 @@ class Group:
         return Group(self.world, thread.num_groups, backend)
 
     def send(self, tensors, peer, tag):
-        return self._post(tensors[0], (self.world.thread.rank, peer), is_send=True)
+        return self._post(tensors[0], (self.world.thread.rank, peer), tag, is_send=True)
 
     def recv(self, tensors, peer, tag):
-        return self._post(tensors[0], (peer, self.world.thread.rank), is_send=False)
+        return self._post(tensors[0], (peer, self.world.thread.rank), tag, is_send=False)
 
-    def _enqueue(self, tensor, edge, is_send):
+    def wait_for_copy(self, tag):
+        """Wait for the compute stream, as a copy between a GPU and the host's memory does."""
+        world, rank = self.world, self.world.thread.rank
+        if tag == VIA_HOST_TAG:
+            streams, count = world.simulated[1], len(world.computes[rank])
+
+            def is_over():
+                streams.advance(world.computes)
+                return streams.positions[rank] >= count
+
+            world.wait(is_over)
+
+    def _enqueue(self, tensor, edge, tag, is_send):
         world, rank = self.world, self.world.thread.rank
         compute, key = world.computes[rank], (self.index, *edge)
-        operation = Operation(compute, len(compute), rank, sum(edge) - rank)
         tables = (world.sends, world.receives) if is_send else (world.receives, world.sends)
         with world.changed:
             own, others = (table[key] for table in tables)
+            operation = Operation(compute, len(compute), rank, sum(edge) - rank, len(own), others)
             own.append(operation)
-            world.streams[self.index, rank].append(operation)
-            if world.connects and len(own) == 1:
-                world.changed.notify_all()
-                assert world.changed.wait_for(lambda: others, TIME_LIMIT), "the peer is elsewhere"
-            world.num_early += not is_send and len(own) > len(others)
+            world.edges[self.index, rank].add((rank, operation.peer))
+            for streams in world.simulated:
+                streams.add(self.index, operation)
+            world.changed.notify_all()
+        if world.connects and operation.index == 0:
+            world.wait(lambda: others)
+        with world.changed:
+            world.num_early += not is_send and operation.index >= len(others)
         return operation
 
-    def _post_header(self, tensor, edge, is_send):
+    def _post_header(self, tensor, edge, tag, is_send):
+        if is_send:
+            self.wait_for_copy(tag)
         with self.world.changed:
-            sent, posted = self.world.headers[(self.index, *edge)]
-            work = HeaderWork(self.world, tensor, is_send)
+            sent, posted = self.world.headers[self.index, edge, tag]
+            work = HostWork(self, tensor, is_send, tag)
             (sent if is_send else posted).append(tensor.clone() if is_send else work)
             while sent and posted:
                 receive = posted.popleft()
@@ -131,42 +226,3 @@ class Group:
                 receive.is_here = True
             self.world.changed.notify_all()
         return work
-
-
-def run_streams(world, eager):
-    """Run what was enqueued; return how many operations never complete.
-
-    Args:
-        world: after all ranks have enqueued all.
-        eager: a group is one communicator. Otherwise each two ranks of it have one.
-    """
-    streams = defaultdict(deque)
-    for key, operations in world.streams.items():
-        for each in operations:
-            each.is_done = False
-            streams[key if eager else (*key, each.peer)].append(each)
-    partners = {}
-    for key, sends in world.sends.items():
-        for send, receive in zip(sends, world.receives[key], strict=True):
-            partners[send], partners[receive] = receive, send
-    positions = [0] * world.num_ranks
-    progress = True
-    while progress:
-        progress = False
-        for rank, compute in enumerate(world.computes):
-            while positions[rank] < len(compute):
-                waited_for = compute[positions[rank]]
-                if waited_for is not None and not waited_for.is_done:
-                    break
-                positions[rank] += 1
-                progress = True
-        ready = {
-            stream[0]
-            for stream in streams.values()
-            if stream and positions[stream[0].rank] >= stream[0].after
-        }
-        for stream in streams.values():
-            if stream and stream[0] in ready and partners[stream[0]] in ready:
-                stream.popleft().is_done = True
-                progress = True
-    return sum(map(len, streams.values()))

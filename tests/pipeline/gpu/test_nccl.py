@@ -1,6 +1,6 @@
 """Pipelines on a model of NCCL's streams: what ranks enqueue always completes."""
 
-from collections import deque
+from collections import Counter, deque
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +11,10 @@ from pyparallel.pipeline import (
     Interleaved,
     Interlocking,
     OneForwardOneBackward,
+    PipeDream,
     PipelineShape,
     PipeOptim,
+    XPipe,
     ZeroBubble,
 )
 from pyparallel.pipeline.interlocking.runtime import InterlockingExecutor
@@ -26,39 +28,49 @@ from pyparallel.pipeline.runtime.executor import Executor
 from pyparallel.pipeline.runtime.options import StageOptions
 from pyparallel.pipeline.schedules.schedule import Flushing
 from tests.pipeline.every_schedule import EVERY_SCHEDULE
-from tests.pipeline.gpu.nccl_model import META, Group, World, run_streams
+from tests.pipeline.gpu.nccl_model import META, Group, World
 
 STEPS = 2
 
 
 class FakeStage:
-    """A stage whose actions are computations of the model, with values of changing length."""
+    """A stage whose actions are computations of the model, with values of changing length.
+
+    ``lengths`` gives that of a stage's number-th forward, or another action, since the first step;
+    each length has kernels of its own.
+    """
 
     def __init__(self, index, world, lengths, has_head):
         self.criteria, self.head, self.options = {}, has_head or None, StageOptions()
         self.weights = self
         self.index, self._world, self._lengths = index, world, lengths
+        self._counts = Counter()
 
-    def forward(self, microbatch, *_):
-        self._world.compute()
-        return torch.empty(self._lengths(microbatch), device=META, requires_grad=True)
+    def forward(self, microbatch, *_, kind="forward"):
+        length = self._lengths(self._counts[kind])
+        self._counts[kind] += 1
+        self._world.compute((self.index, kind, length))
+        return torch.zeros(length, requires_grad=True)
 
-    backward = backward_input = backward_and_input_vjp = forward
+    def backward(self, microbatch, *_):
+        return self.forward(microbatch, kind="backward")
+
+    backward_input = backward_and_input_vjp = backward
 
     def input_vjp(self, microbatch, gradients):
-        return [(self.forward(microbatch),) for _ in gradients]
+        return [(self.forward(microbatch, kind="vjp"),) for _ in gradients]
 
     def output_grads(self, microbatch, *_):
-        return (self.forward(microbatch),)
+        return (self.forward(microbatch, kind="head"),)
 
-    def backward_weight(self, *_):
-        self._world.compute()
+    def backward_weight(self, microbatch, *_):
+        self.forward(microbatch, kind="weight")
 
     head_backward = output_grads
     accumulate_grads = backward_weight
 
     def update(self):
-        self._world.compute()
+        self._world.compute((self.index, "update"))
 
     def take_last_read(self):
         return None  # nothing is measured
@@ -81,9 +93,12 @@ class FakeSplitter:
         pass
 
 
-def enqueue(schedule, shape, monkeypatch, *, groups=None, lengths=lambda nr: 1 + nr % 3):
+def enqueue(
+    schedule, shape, monkeypatch, *,
+    groups=None, lengths=lambda nr: 1 + nr % 3, steps=STEPS, loads=False, via_host=False,
+):  # fmt: skip
     """Return the world of all ranks after they have run the steps of a schedule."""
-    world = World(shape.num_ranks, connects=groups is None)
+    world = World(shape.num_ranks, connects=groups is None, loads=loads)
 
     def rank_of(group=None):
         return world.thread.rank
@@ -103,19 +118,21 @@ def enqueue(schedule, shape, monkeypatch, *, groups=None, lengths=lambda nr: 1 +
         else:
             executor = Executor(stages, shape, p2p, rank)
         flushes = isinstance(schedule, Flushing)
-        for step in range(STEPS):
+        for step in range(steps):
             executor.train(
                 lambda rank, step=step: schedule.step(shape, rank, step), FakeSplitter(),
                 p2p.barrier if flushes else None, empty=flushes,
             )  # fmt: skip
             if flushes:
                 executor.barrier(0)
-        executor.train(lambda rank: schedule.drain(shape, rank, STEPS), FakeSplitter())
+        executor.train(lambda rank: schedule.drain(shape, rank, steps), FakeSplitter())
         executor.barrier(0)
         executor.restart(schedule.versions(shape))
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage_p2p, "_UPDATES_VIA_HOST", 0)
+        if not via_host:
+            patch.setattr(stage_p2p, "_UPDATES_VIA_HOST", 0)
+        patch.delenv("CUDA_MODULE_LOADING", raising=False)
         patch.setattr(dist, "get_rank", rank_of)
         patch.setattr(dist, "get_world_size", lambda group=None: shape.num_ranks)
         patch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
@@ -156,9 +173,8 @@ def test_values_of_new_shapes_travel_through_the_host(loading, is_new, monkeypat
 def check(schedule, shape, monkeypatch):
     world = enqueue(schedule, shape, monkeypatch)
     assert world.num_early == 0
-    assert [run_streams(world, eager) for eager in (False, True)] == [0, 0]
-    for operations in world.streams.values():  # one stream never holds two edges
-        assert len({(each.rank, each.peer) for each in operations}) == 1
+    assert world.num_left() == [0, 0]
+    assert {len(edges) for edges in world.edges.values()} == {1}  # a stream never holds two
 
 
 def test_pipelines_complete(monkeypatch, subtests):
@@ -187,6 +203,35 @@ def test_every_schedule_of_up_to_8_stages_completes(monkeypatch, subtests):
                     if schedule.validation_error(shape) is None:
                         with subtests.test(schedule=schedule, shape=shape):
                             check(schedule, shape, monkeypatch)
+
+
+def test_kernels_that_load_when_they_run_first_stop_no_pipeline(monkeypatch, subtests):
+    """Loading waits for sends: all ranks come to wait for each other if none goes via the host.
+
+    Shapes change in turn, or after a phase of one shape: each so many microbatches has a new one.
+    """
+    for schedule, shape, new_each in [
+        (ZeroBubble(), PipelineShape(4, 7, 2), 2),
+        (XPipe("consistent"), PipelineShape(4, 3, 2), 2),
+        (PipeOptim(), PipelineShape(6, 3, 3), 1),
+        (PipeOptim(), PipelineShape(6, 3, 3), 3),
+        (PipeDream(), PipelineShape(4, 2, 2), None),
+        (Interlocking(window=3), PipelineShape(4, 3, 4), None),
+    ]:
+        one_shape = 2 * shape.num_stages * shape.num_microbatches
+
+        def length(nr, new_each=new_each, one_shape=one_shape):
+            if new_each is None:
+                return 1 + nr % 3
+            return nr if nr > one_shape and nr % new_each == 0 else 1
+
+        options = {"loads": True, "lengths": length, "steps": 2 * shape.num_stages + 3}
+        with subtests.test(schedule=schedule, shape=shape, new_each=new_each):
+            assert enqueue(schedule, shape, monkeypatch, **options).is_stuck
+            world = enqueue(schedule, shape, monkeypatch, **options, via_host=True)
+            # Known: in a ring of three ranks shapes may change in more places than one at once.
+            assert world.is_stuck is (new_each == 3)
+            assert world.is_stuck or world.num_left() == [0, 0]
 
 
 class PostedAhead(NcclPayloads):
@@ -226,5 +271,6 @@ def test_the_model_finds_the_deadlock_of_receives_posted_ahead(monkeypatch):
             groups=two_groups, lengths=lambda _: 1,
         )  # fmt: skip
         assert world.num_early > 0
-        assert run_streams(world, eager=False) == 0
-        assert (run_streams(world, eager=True) > 0) is is_stuck, (num_posted, num_stages)
+        left, left_eager = world.num_left()
+        assert left == 0
+        assert (left_eager > 0) is is_stuck, (num_posted, num_stages)

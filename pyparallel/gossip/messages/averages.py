@@ -1,0 +1,153 @@
+"""Averages over all ranks or over pairs, which may travel beside the training."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from ...comm import Collectives, CommStats, Run
+from ...compression import BufferLayout, Compressor
+from ...compression.hooks.comm_worker import CommWorker, comm_worker_for
+from ...compression.state_store import StateStore
+from ..topology import Matching
+from .exchange import NeighborExchange
+from .header import MessageHeaders
+
+
+class AllRanks:
+    """Averages of flat tensors over all ranks.
+
+    Args:
+        in_background: in a thread, or on streams, with a process group of its own; all ranks then
+            start averages in the same order.
+        compressor: of the differences to tensors that are equal on all ranks; None: none.
+
+    Attributes:
+        hidden_seconds: host time in collectives in the background.
+        store: the compressor's states; None without one.
+    """
+
+    def __init__(
+        self, run: Run, device: torch.device, compressor: Compressor | None, in_background: bool
+    ) -> None:
+        self.hidden_seconds = 0.0
+        self.store: StateStore | None = None
+        self._run, self._compressor = run, compressor
+        self._headers = MessageHeaders(run)
+        self._collectives = Collectives(run, run.stats)
+        self._worker: CommWorker | None = None
+        if in_background and run.size > 1:
+            self._worker = comm_worker_for(device)
+            self._collectives = Collectives(run.within(range(run.size)), CommStats())
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the errors of earlier messages."""
+        if self._compressor is not None:
+            self.store = StateStore(self._compressor, self._run.group_rank, self._run.size)
+
+    @torch.no_grad()
+    def start(
+        self,
+        tensors: Sequence[Tensor],
+        layouts: Sequence[BufferLayout],
+        equal: Sequence[Tensor],
+        *,
+        index: int,
+        weight: Tensor,
+    ) -> Callable[[], list[Tensor]]:
+        """Start to average tensors, (n,) float32; return a function that waits for the averages.
+
+        Args:
+            layouts: of the tensors.
+            equal: tensors that are equal on all ranks until the averages are waited for; read only
+                with a compressor.
+            index: of the average.
+            weight: 0-d; the ranks' sum to their number.
+        """
+        size, device, store = self._run.size, tensors[0].device, self.store
+        row = self._run.row(device, index)
+        if store is None:
+            total = [each * (weight / size) for each in tensors]
+        else:
+            total = [(a - each) * weight for a, each in zip(equal, tensors, strict=True)]
+
+        @torch.no_grad()
+        def average() -> None:
+            if size > 1:
+                self._headers.gather(self._collectives, index, device, row)
+            for each, layout in zip(total, layouts, strict=True):
+                if store is None:
+                    self._collectives.all_reduce_(each)
+                else:
+                    state = store.of(layout, device)
+                    store.compressor.mean_(each, state, self._collectives)
+
+        future = self._worker.start(average, total[0]) if self._worker else None
+        if future is None:
+            average()
+
+        def wait() -> list[Tensor]:
+            if future is not None:
+                self._wait(future)
+            if store is None:
+                return total
+            return [a - each for a, each in zip(equal, total, strict=True)]
+
+        return wait
+
+    def raise_nonfinite(self) -> None:
+        """Raise for gradients that were not finite on another rank."""
+        self._headers.raise_nonfinite()
+
+    def _wait(self, future: Future[Tensor]) -> None:
+        begin = time.perf_counter()
+        future.wait()
+        self._run.stats.count_wait(time.perf_counter() - begin)
+        stats, self._collectives.stats = self._collectives.stats, CommStats()
+        self._run.stats.count_bytes(stats.wire_bytes)
+        self.hidden_seconds += stats.waiting_seconds
+
+
+class Pairs:
+    """Averages with one partner of a matching, which changes with each."""
+
+    store = None
+    hidden_seconds = 0.0  # messages need no thread
+
+    def __init__(self, exchange: NeighborExchange, matching: Matching) -> None:
+        self._exchange, self._matching = exchange, matching
+
+    def reset(self) -> None:
+        """Do nothing: there is no state."""
+
+    def start(
+        self,
+        tensors: Sequence[Tensor],
+        layouts: Sequence[BufferLayout],
+        equal: Sequence[Tensor],
+        *,
+        index: int,
+        weight: Tensor,
+    ) -> Callable[[], list[Tensor]]:
+        """Do as ``AllRanks.start``, with the partner of a round; alone the average is one's own.
+
+        The tensors must not be written before.
+        """
+        partner = self._matching.partner(self._exchange.rank, index)
+        if partner is None:
+            return lambda: list(tensors)
+        swapped = self._exchange.swap(tensors, [partner], [partner], round_index=index)
+
+        def wait() -> list[Tensor]:
+            theirs = swapped.wait().first_or(tensors)
+            # Both partners add the same two numbers: equal data stay equal to the last bit.
+            return [(a + b).mul_(0.5) for a, b in zip(tensors, theirs, strict=True)]
+
+        return wait
+
+    def raise_nonfinite(self) -> None:
+        """Raise for gradients that were not finite on another rank."""
+        self._exchange.headers.raise_nonfinite()
