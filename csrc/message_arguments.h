@@ -9,12 +9,13 @@
 #include "host_device.h"
 #include "pack_signs.h"
 #include "quantize.h"
+#include "statistical.h"
 #include "step_arguments.h"
 #include "tensor_checks.h"
 
 // Argument checks of the compiled ops on messages with one scale for each block of neighbors:
 // `quantize`, `dequantize`, `dequantize_sum`, `quantize_difference_`, `mix_quantized_`,
-// `pack_signs`, `unpack_signs`.
+// `pack_signs`, `unpack_signs`, or with a table: `quantize_statistical`, `dequantize_statistical`.
 namespace pyparallel {
 
 // The name of a format, as an argument of an op. Not std::string itself: torch's conversion of one
@@ -247,6 +248,42 @@ inline void check_pack_signs_arguments(const Tensor& x, int64_t block_size,
   check_buffer("x", x);
   if (residual) check_like("residual", *residual, x);
   check_signs(words, scales, block_size, x);
+}
+
+// Calls function(BinCodes<bits>{}).
+template <typename Function>
+void with_bin_codes(int64_t bits, Function&& function) {
+  if (bits == 2) return function(BinCodes<2>{});
+  if (bits == 4) return function(BinCodes<4>{});
+  require(bits == 8, "bits", "2, 4 or 8");
+  function(BinCodes<8>{});
+}
+
+inline void check_bins(const Tensor& codes, const Tensor& tables, int64_t bits, int64_t block_size,
+                       const Tensor& model) {
+  with_bin_codes(bits, [](auto) {});
+  check_block_size(block_size);
+  require(is_flat(codes, ScalarType::Byte, num_scales(model.numel(), 8 / bits), model), "codes",
+          "a contiguous uint8 tensor of the codes of every entry on the buffers' device");
+  const int64_t num_means = num_scales(model.numel(), block_size) << bits;
+  require(is_flat(tables, ScalarType::Float, num_means, model), "tables",
+          "a contiguous float32 tensor with a mean per bin of every block on the buffers' device");
+}
+
+inline void check_quantize_statistical_arguments(const Tensor& x, int64_t bits, int64_t block_size,
+                                                 const std::optional<Tensor>& residual,
+                                                 const Tensor& codes, const Tensor& tables) {
+  check_buffer("x", x);
+  if (residual) check_like("residual", *residual, x);
+  check_bins(codes, tables, bits, block_size, x);
+}
+
+inline void check_dequantize_statistical_arguments(const Tensor& codes, const Tensor& tables,
+                                                   int64_t bits, int64_t block_size,
+                                                   const Tensor& out, const Tensor& corrupt) {
+  check_buffer("out", out);
+  check_bins(codes, tables, bits, block_size, out);
+  check_corrupt(corrupt, out);
 }
 
 inline void check_unpack_signs_arguments(const Tensor& words, const Tensor& scales,

@@ -4,9 +4,11 @@
 #include <optional>
 
 #include "tensor_checks.h"
+#include "top_k_chunks.h"
 
-// Argument checks of the compiled ops with indices: `top_k`, `scatter_add_`, `random_k_indices` and
-// `random_k`. On the CPU the ops also check the indices themselves; GPU kernels skip wrong ones.
+// Argument checks of the compiled ops with indices: `top_k`, `scatter_add_`, `top_k_chunks`,
+// `scatter_chunks`, `random_k_indices` and `random_k`. On the CPU the ops also check the indices
+// themselves; GPU kernels skip wrong ones.
 namespace pyparallel {
 
 // Calls function(T{}) with the C++ type T of indices that have been checked.
@@ -53,6 +55,35 @@ inline void check_scatter_add_arguments(const Tensor& dense, const Tensor& value
   check_values(values, dense);
   check_indices(indices, 0, values);  // int32 can index a part of any buffer
   check_corrupt(corrupt, dense);
+}
+
+inline void check_chunks(const Chunks& chunks, const Tensor& values, const Tensor& indices,
+                         const Tensor& model) {
+  require(
+      chunks.chunk >= 32 && chunks.chunk <= kMaxChunk && (chunks.chunk & (chunks.chunk - 1)) == 0,
+      "chunk", "a power of two from 32 to 4096");
+  require(1 <= chunks.k && chunks.k <= chunks.chunk, "k", "a number from 1 to chunk");
+  check_values(values, model);
+  require(values.numel() == chunks.num_values(), "values", "k of each chunk");
+  require(is_flat(indices, ScalarType::Byte, chunks.num_bytes(), model), "indices",
+          "a contiguous uint8 tensor with 12 bits for each value on the buffers' device");
+}
+
+inline void check_top_k_chunks_arguments(const Tensor& x, const Chunks& chunks,
+                                         const std::optional<Tensor>& residual,
+                                         const Tensor& values, const Tensor& indices) {
+  check_buffer("x", x);
+  if (residual) check_like("residual", *residual, x);
+  check_chunks(chunks, values, indices, x);
+  require(values.scalar_type() == x.scalar_type(), "values", "the dtype of x");
+}
+
+inline void check_scatter_chunks_arguments(const Tensor& values, const Tensor& indices,
+                                           const Chunks& chunks, const Tensor& out,
+                                           const Tensor& corrupt) {
+  check_buffer("out", out);
+  check_chunks(chunks, values, indices, out);
+  check_corrupt(corrupt, out);
 }
 
 inline void check_random_k_indices_arguments(int64_t numel, const Tensor& offset,

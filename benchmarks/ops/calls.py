@@ -120,6 +120,7 @@ def messages(numel: int) -> list[Call]:
     kind: dict[str, Any] = {"bits": 8, **block}
     codes, scales = ops.quantize(z, **kind)
     words, signs = ops.pack_signs(z, **block)
+    bins, means = ops.quantize_statistical(z)
     blocks = z.view(-1, BLOCK_SIZE)
     row, counter = torch.zeros(1, 8, dtype=torch.float64), torch.tensor(0)
     channels = scales.double(), torch.zeros(len(scales), dtype=torch.int64), 0, torch.qint8
@@ -144,6 +145,8 @@ def messages(numel: int) -> list[Call]:
              "add_", lambda: z.add_(residual, alpha=0.0)),
         Call("pack_signs", lambda: ops.pack_signs(z, **block, residual=residual)),
         Call("unpack_signs", lambda: ops.unpack_signs(words, signs, **block, **decoded)),
+        Call("quantize_statistical", lambda: ops.quantize_statistical(z, residual=residual)),
+        Call("dequantize_statistical", lambda: ops.dequantize_statistical(bins, means, **decoded)),
     ]  # fmt: skip
 
 
@@ -152,12 +155,15 @@ def entries(numel: int) -> list[Call]:
     x, residual, dense = (torch.randn(numel) for _ in range(3))
     k = numel // 16
     values, indices = ops.top_k(x, k)
+    of_chunks = ops.top_k_chunks(x)
     matrix = torch.randn(numel // 4, 4)
     return [
         Call("top_k", lambda: ops.top_k(x, k, residual=residual),
              "topk", lambda: torch.topk(x, k)),
         Call("scatter_add_", lambda: ops.scatter_add_(dense, values, indices),
              "index_add_", lambda: dense.index_add_(0, indices, values)),
+        Call("top_k_chunks", lambda: ops.top_k_chunks(x, residual=residual)),
+        Call("scatter_chunks", lambda: ops.scatter_chunks(*of_chunks, numel=numel, out=dense)),
         Call("random_k_indices", lambda: ops.random_k_indices(numel, k, seed=1),
              "randperm", lambda: torch.randperm(numel)[:k]),
         Call("random_k", lambda: ops.random_k(x, k, seed=1, residual=residual),

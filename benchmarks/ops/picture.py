@@ -14,12 +14,16 @@ from benchmarks.ops.table import best_peer, largest_cases
 
 COMPRESSION = (
     "orthogonalize",
+    "dequantize_statistical",
     "pack_signs",
     "quantize",
     "quantize_difference",
+    "quantize_statistical",
     "random_k",
     "scatter_add",
+    "scatter_chunks",
     "top_k",
+    "top_k_chunks",
 )
 TICKS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
 

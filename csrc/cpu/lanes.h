@@ -23,6 +23,7 @@ constexpr int64_t kGrain = 32 * 1024;  // minimum elements per thread
 
 typedef float Lanes __attribute__((vector_size(32)));
 typedef uint32_t LaneBits __attribute__((vector_size(32)));
+typedef int32_t LaneInts __attribute__((vector_size(32)));
 
 typedef uint16_t Words __attribute__((vector_size(16)));  // eight floats of 16 bits, as in memory
 

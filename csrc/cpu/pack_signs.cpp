@@ -5,6 +5,8 @@
 #include <algorithm>
 
 #include "cpu/map.h"
+#include "cpu/statistical_blocks.h"
+#include "cpu/top_k_sources.h"
 #include "float_types.h"
 #include "message_arguments.h"
 
@@ -226,10 +228,58 @@ void unpack_signs_cpu(Tensor words, Tensor scales, int64_t block_size, bool accu
   });
 }
 
+void quantize_statistical_cpu(Tensor x, int64_t bits, int64_t block_size,
+                              std::optional<Tensor> residual, Tensor codes, Tensor tables) {
+  check_quantize_statistical_arguments(x, bits, block_size, residual, codes, tables);
+  uint8_t* code = codes.mutable_data_ptr<uint8_t>();
+  float* table = tables.mutable_data_ptr<float>();
+  with_bin_codes(bits, [&](auto kind) {
+    constexpr int kBits = decltype(kind)::kBits;
+    with_float_type(x.scalar_type(), [&](auto type) {
+      using X = decltype(type);
+      const X* own = x.const_data_ptr<X>();
+      if (!residual) {
+        return quantize_blocks<kBits>(Plain<X>{own}, x.numel(), block_size,
+                                      static_cast<float*>(nullptr), code, table);
+      }
+      with_float_type(residual->scalar_type(), [&](auto kept) {
+        auto* target = residual->mutable_data_ptr<decltype(kept)>();
+        quantize_blocks<kBits>(Sum<X, decltype(kept)>{own, target}, x.numel(), block_size, target,
+                               code, table);
+      });
+    });
+  });
+}
+
+void dequantize_statistical_cpu(Tensor codes, Tensor tables, int64_t bits, int64_t block_size,
+                                bool accumulate, Tensor out, Tensor corrupt) {
+  check_dequantize_statistical_arguments(codes, tables, bits, block_size, out, corrupt);
+  const uint8_t* code = codes.const_data_ptr<uint8_t>();
+  const float* table = tables.const_data_ptr<float>();
+  refuse_corrupt_tables(table, tables.numel(), 1 << bits);
+  const int64_t numel = out.numel();
+  with_bin_codes(bits, [&](auto kind) {
+    constexpr int kBits = decltype(kind)::kBits;
+    with_float_type(out.scalar_type(), [&](auto type) {
+      auto* target = out.mutable_data_ptr<decltype(type)>();
+      if (accumulate) {
+        return look_up_blocks<kBits>(code, table, numel, block_size, target, false,
+                                     [](Lanes entries, const auto* old, int64_t count) {
+                                       return load_at_most(old, count) + entries;
+                                     });
+      }
+      look_up_blocks<kBits>(code, table, numel, block_size, target, is_streamed(target, numel),
+                            [](Lanes entries, const auto*, int64_t) { return entries; });
+    });
+  });
+}
+
 }  // namespace
 }  // namespace pyparallel::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(pyparallel, CPU, library) {
   library.impl("pack_signs", TORCH_BOX(&pyparallel::cpu::pack_signs_cpu));
   library.impl("unpack_signs", TORCH_BOX(&pyparallel::cpu::unpack_signs_cpu));
+  library.impl("quantize_statistical", TORCH_BOX(&pyparallel::cpu::quantize_statistical_cpu));
+  library.impl("dequantize_statistical", TORCH_BOX(&pyparallel::cpu::dequantize_statistical_cpu));
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/top_k_select.h"
+#include "cpu/top_k_select_chunks.h"
 #include "float_types.h"
 #include "sparse_arguments.h"
 
@@ -299,10 +300,42 @@ void scatter_add_cpu(Tensor dense, Tensor values, Tensor indices, Tensor corrupt
   });
 }
 
+void top_k_chunks_cpu(Tensor x, int64_t k, int64_t chunk, std::optional<Tensor> residual,
+                      Tensor values, Tensor indices) {
+  const Chunks chunks{x.numel(), k, chunk};
+  check_top_k_chunks_arguments(x, chunks, residual, values, indices);
+  uint8_t* bytes = indices.mutable_data_ptr<uint8_t>();
+  with_float_type(x.scalar_type(), [&](auto type) {
+    using X = decltype(type);
+    const X* own = x.const_data_ptr<X>();
+    X* sent = values.mutable_data_ptr<X>();
+    if (!residual) return send_chunks(chunks, own, sent, bytes);
+    with_float_type(residual->scalar_type(), [&](auto kept) {
+      send_chunks(chunks, own, sent, bytes, residual->mutable_data_ptr<decltype(kept)>());
+    });
+  });
+}
+
+void scatter_chunks_cpu(Tensor values, Tensor indices, int64_t k, int64_t chunk, bool accumulate,
+                        Tensor out, Tensor corrupt) {
+  const Chunks chunks{out.numel(), k, chunk};
+  check_scatter_chunks_arguments(values, indices, chunks, out, corrupt);
+  const uint8_t* bytes = indices.const_data_ptr<uint8_t>();
+  refuse_corrupt_chunks(chunks, bytes);
+  with_float_types(
+      [&](auto source, auto target) {
+        write_chunks(chunks, values.const_data_ptr<decltype(source)>(), bytes, accumulate,
+                     out.mutable_data_ptr<decltype(target)>());
+      },
+      values, out);
+}
+
 }  // namespace
 }  // namespace pyparallel::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(pyparallel, CPU, library) {
   library.impl("top_k", TORCH_BOX(&pyparallel::cpu::top_k_cpu));
   library.impl("scatter_add_", TORCH_BOX(&pyparallel::cpu::scatter_add_cpu));
+  library.impl("top_k_chunks", TORCH_BOX(&pyparallel::cpu::top_k_chunks_cpu));
+  library.impl("scatter_chunks", TORCH_BOX(&pyparallel::cpu::scatter_chunks_cpu));
 }

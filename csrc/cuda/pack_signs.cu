@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "cuda/launch.h"
+#include "cuda/statistical_kernels.h"
 #include "float_types.h"
 #include "message_arguments.h"
 
@@ -231,10 +232,47 @@ void unpack_signs_cuda(Tensor words, Tensor scales, int64_t block_size, bool acc
   });
 }
 
+void quantize_statistical_cuda(Tensor x, int64_t bits, int64_t block_size,
+                               std::optional<Tensor> residual, Tensor codes, Tensor tables) {
+  check_quantize_statistical_arguments(x, bits, block_size, residual, codes, tables);
+  if (x.numel() == 0) return;
+  const DeviceGuard guard(x.get_device_index());
+  const Stream own(x), kept = residual ? Stream(*residual) : Stream();
+  uint8_t* code = codes.mutable_data_ptr<uint8_t>();
+  const int threads = static_cast<int>(std::max(int64_t{kWarp}, block_size / kPerThread));
+  with_bin_codes(bits, [&](auto kind) {
+    launch(quantize_statistical_kernel<decltype(kind)::kBits>, num_scales(x.numel(), block_size),
+           threads, current_stream(x), own, kept, x.numel(), block_size,
+           is_aligned(own.data) && is_aligned(kept.data) && is_aligned(code), code,
+           tables.mutable_data_ptr<float>());
+  });
+}
+
+void dequantize_statistical_cuda(Tensor codes, Tensor tables, int64_t bits, int64_t block_size,
+                                 bool accumulate, Tensor out, Tensor corrupt) {
+  check_dequantize_statistical_arguments(codes, tables, bits, block_size, out, corrupt);
+  if (out.numel() == 0) return;
+  const DeviceGuard guard(out.get_device_index());
+  with_bin_codes(bits, [&](auto kind) {
+    with_float_type(out.scalar_type(), [&](auto type) {
+      using Out = decltype(type);
+      Out* target = out.mutable_data_ptr<Out>();
+      const uint8_t* code = codes.const_data_ptr<uint8_t>();
+      launch(dequantize_statistical_kernel<decltype(kind)::kBits, Out>, num_blocks(out.numel()),
+             kThreads, current_stream(out), code, tables.const_data_ptr<float>(),
+             find_block_bits(block_size), accumulate, target, out.numel(),
+             is_aligned(target) && is_aligned(code),
+             reinterpret_cast<unsigned long long*>(corrupt.mutable_data_ptr<int64_t>()));
+    });
+  });
+}
+
 }  // namespace
 }  // namespace pyparallel::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyparallel, CUDA, library) {
   library.impl("pack_signs", TORCH_BOX(&pyparallel::cuda::pack_signs_cuda));
   library.impl("unpack_signs", TORCH_BOX(&pyparallel::cuda::unpack_signs_cuda));
+  library.impl("quantize_statistical", TORCH_BOX(&pyparallel::cuda::quantize_statistical_cuda));
+  library.impl("dequantize_statistical", TORCH_BOX(&pyparallel::cuda::dequantize_statistical_cuda));
 }

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "cuda/packet.h"
+#include "cuda/top_k_chunk_kernels.h"
 #include "cuda/top_k_kernels.h"
 #include "float_types.h"
 #include "sparse_arguments.h"
@@ -183,10 +184,54 @@ void scatter_add_cuda(Tensor dense, Tensor values, Tensor indices, Tensor corrup
   });
 }
 
+template <typename X, typename Kept>
+void top_k_chunks(const Tensor& x, const Chunks& chunks, Kept* residual, const Tensor& values,
+                  const Tensor& indices) {
+  const X* own = x.const_data_ptr<X>();
+  launch(top_k_chunks_kernel<X, Kept>, chunks.count(), kThreads, current_stream(x), own, residual,
+         chunks, is_aligned(own) && is_aligned(residual), values.mutable_data_ptr<X>(),
+         indices.mutable_data_ptr<uint8_t>());
+}
+
+void top_k_chunks_cuda(Tensor x, int64_t k, int64_t chunk, std::optional<Tensor> residual,
+                       Tensor values, Tensor indices) {
+  const Chunks chunks{x.numel(), k, chunk};
+  check_top_k_chunks_arguments(x, chunks, residual, values, indices);
+  if (x.numel() == 0) return;
+  const DeviceGuard guard(x.get_device_index());
+  with_float_type(x.scalar_type(), [&](auto type) {
+    using X = decltype(type);
+    if (!residual) {
+      return top_k_chunks<X>(x, chunks, static_cast<float*>(nullptr), values, indices);
+    }
+    with_float_type(residual->scalar_type(), [&](auto kept) {
+      top_k_chunks<X>(x, chunks, residual->mutable_data_ptr<decltype(kept)>(), values, indices);
+    });
+  });
+}
+
+void scatter_chunks_cuda(Tensor values, Tensor indices, int64_t k, int64_t chunk, bool accumulate,
+                         Tensor out, Tensor corrupt) {
+  const Chunks chunks{out.numel(), k, chunk};
+  check_scatter_chunks_arguments(values, indices, chunks, out, corrupt);
+  if (out.numel() == 0) return;
+  const DeviceGuard guard(out.get_device_index());
+  with_float_type(out.scalar_type(), [&](auto type) {
+    using Out = decltype(type);
+    Out* target = out.mutable_data_ptr<Out>();
+    launch(scatter_chunks_kernel<Out>, chunks.count(), kThreads, current_stream(out),
+           Stream(values), indices.const_data_ptr<uint8_t>(), chunks, accumulate, target,
+           is_aligned(target),
+           reinterpret_cast<unsigned long long*>(corrupt.mutable_data_ptr<int64_t>()));
+  });
+}
+
 }  // namespace
 }  // namespace pyparallel::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyparallel, CUDA, library) {
   library.impl("top_k", TORCH_BOX(&pyparallel::cuda::top_k_cuda));
   library.impl("scatter_add_", TORCH_BOX(&pyparallel::cuda::scatter_add_cuda));
+  library.impl("top_k_chunks", TORCH_BOX(&pyparallel::cuda::top_k_chunks_cuda));
+  library.impl("scatter_chunks", TORCH_BOX(&pyparallel::cuda::scatter_chunks_cuda));
 }

@@ -17,14 +17,19 @@ from .adamw_step import adamw_step_
 from .mix import add_or_clear_, mix_, screen_headers
 from .mix_quantized import mix_quantized_
 from .orthogonalize import orthogonalize_
-from .pack_signs import pack_signs, unpack_signs
+from .pack_signs import (
+    dequantize_statistical,
+    pack_signs,
+    quantize_statistical,
+    unpack_signs,
+)
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
 from .quantize import dequantize, dequantize_sum, quantize
 from .quantize_difference import quantize_difference_
 from .random_k import random_k, random_k_indices
 from .sgd_step import sgd_step_
-from .top_k import scatter_add_, top_k
+from .top_k import scatter_add_, scatter_chunks, top_k, top_k_chunks
 
 __all__ = [
     "BACKENDS",
@@ -33,6 +38,7 @@ __all__ = [
     "adamw_step_",
     "add_or_clear_",
     "dequantize",
+    "dequantize_statistical",
     "dequantize_sum",
     "implementation",
     "mix_",
@@ -44,12 +50,15 @@ __all__ = [
     "predict_sgd",
     "quantize",
     "quantize_difference_",
+    "quantize_statistical",
     "random_k",
     "random_k_indices",
     "scatter_add_",
+    "scatter_chunks",
     "screen_headers",
     "sgd_step_",
     "top_k",
+    "top_k_chunks",
     "unpack_signs",
 ]
 

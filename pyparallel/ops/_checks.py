@@ -144,10 +144,10 @@ def _are_like(model: Tensor, tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def check_block_size(block_size: int) -> None:
+def check_block_size(block_size: int, name: str = "block_size") -> None:
     """Raise unless the block size is one the kernels support."""
     if not (32 <= block_size <= 4096 and block_size & (block_size - 1) == 0):
-        raise ValueError(f"block_size must be a power of two from 32 to 4096, got {block_size}")
+        raise ValueError(f"{name} must be a power of two from 32 to 4096, got {block_size}")
 
 
 def num_blocks(numel: int, block_size: int) -> int:

@@ -1,16 +1,17 @@
-"""``top_k`` and ``scatter_add_``: extract a buffer's largest entries, and add them to another."""
+"""The largest entries of a buffer, or of each of its chunks, and their way into another buffer."""
 
 import torch
 from torch import Tensor
 
-from ._checks import check_buffer, check_like, check_tensor, describe
-from ._corrupt import corrupt_counter, stop_if_corrupt
+from ._checks import check_block_size, check_buffer, check_like, check_tensor, describe, output
+from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._library import checked, define
 
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _CORRUPT_RULE = "indices must be strictly ascending and in [0, {})"
+_CORRUPT_CHUNKS = "indices must ascend strictly within each chunk, got a corrupt message"
 
 
 def top_k_reference(
@@ -21,20 +22,30 @@ def top_k_reference(
     Magnitudes are compared as the 31 bits below the sign of a float32, which order as the numbers
     do; all NaNs are equal, and larger than infinity.
     """
-    acc = x.float() if residual is None else x.float() + residual.float()
-    bits = acc.view(torch.int32) & 0x7FFFFFFF
-    keys = torch.where(bits > _INFINITY, _NAN, bits)
+    acc, keys = _keys(x, residual)
     largest, order = keys.sort(descending=True, stable=True)
     chosen = order[: len(values)].sort().values
+    _send(acc, chosen, residual, values)
+    indices.copy_(chosen)
+    if threshold is not None and len(values) > 0:
+        threshold.copy_(largest[len(values) - 1].view(torch.float32))
+
+
+def _keys(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return acc, and its magnitudes as int32 that order as they do."""
+    acc = x.float() if residual is None else x.float() + residual.float()
+    bits = acc.view(torch.int32) & 0x7FFFFFFF
+    return acc, torch.where(bits > _INFINITY, _NAN, bits)
+
+
+def _send(acc: Tensor, chosen: Tensor, residual: Tensor | None, values: Tensor) -> None:
+    """Write the chosen entries to the values, and what they leave to the residual."""
     sent = acc[chosen]
     values.copy_(sent)
-    indices.copy_(chosen)
     if residual is not None:
         kept = (sent - values.float()).to(residual.dtype)
         residual.copy_(torch.where(acc.isfinite(), acc, 0) if len(values) > 0 else acc)
         residual[chosen] = torch.where(kept.isfinite(), kept, 0)
-    if threshold is not None and len(values) > 0:
-        threshold.copy_(largest[len(values) - 1].view(torch.float32))
 
 
 def scatter_add_reference(dense: Tensor, values: Tensor, indices: Tensor, corrupt: Tensor) -> None:
@@ -59,6 +70,56 @@ def _refuse_first(wrong: Tensor, indices: Tensor, numel: int) -> None:
     raise RuntimeError(f"{rule}, got {indices[position]}{after} at position {position}")
 
 
+def top_k_chunks_reference(
+    x: Tensor, k: int, chunk: int, residual: Tensor | None, values: Tensor, indices: Tensor
+) -> None:
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
+    acc, keys = _keys(x, residual)
+    missing = -len(keys) % chunk
+    keys = torch.nn.functional.pad(keys, (0, missing), value=-1).view(-1, chunk)
+    order = keys.sort(dim=1, descending=True, stable=True).indices
+    places = order[:, :k].sort(dim=1).values  # those that are missing at the end of the last row
+    begins = torch.arange(len(keys), device=x.device)[:, None] * chunk
+    _send(acc, (places + begins).flatten()[: len(values)], residual, values)
+    places = torch.where(places + begins < len(acc), places, 0)
+    pairs = torch.nn.functional.pad(places, (0, k % 2)).unflatten(1, (-1, 2))
+    words = pairs[:, :, 0] | pairs[:, :, 1] << 12
+    octets = torch.stack([words & 0xFF, words >> 8 & 0xFF, words >> 16], dim=2).flatten(1)
+    indices.copy_(octets[:, : num_bytes_of_indices(k)].flatten()[: len(indices)])
+
+
+def scatter_chunks_reference(
+    values: Tensor,
+    indices: Tensor,
+    k: int,
+    chunk: int,
+    accumulate: bool,
+    out: Tensor,
+    corrupt: Tensor,
+) -> None:
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
+    chunks, width = -(-len(out) // chunk), num_bytes_of_indices(k)
+    octets = torch.nn.functional.pad(indices, (0, chunks * width - len(indices))).view(-1, width)
+    octets = torch.nn.functional.pad(octets, (0, -width % 3)).int().unflatten(1, (-1, 3))
+    words = octets[:, :, 0] | octets[:, :, 1] << 8 | octets[:, :, 2] << 16
+    places = torch.stack([words & 0xFFF, words >> 12], dim=2).flatten(1)[:, :k]
+    begins = torch.arange(chunks, device=out.device)[:, None] * chunk
+    wrong = places >= (len(out) - begins).clamp(max=chunk)
+    wrong[:, 1:] |= places[:, 1:] <= places[:, :-1]
+    wrong = wrong.flatten()[: len(values)]
+    refuse_or_count(wrong, corrupt, _CORRUPT_CHUNKS)
+    target = (places + begins).flatten()[: len(values)].masked_fill(wrong, len(out))  # one more
+    before = out.float() if accumulate else torch.zeros_like(out, dtype=torch.float32)
+    sums = torch.nn.functional.pad(before, (0, 1))
+    sums[target] += values.float()
+    out.copy_(sums[:-1])
+
+
+def num_bytes_of_indices(k: int) -> int:
+    """Return the length of k indices of 12 bits: two in three bytes."""
+    return (3 * k + 1) // 2
+
+
 top_k_unchecked = define(
     "top_k(Tensor x, Tensor(a!)? residual, Tensor(b!)? threshold, Tensor(c!) values, "
     "Tensor(d!) indices) -> ()",
@@ -70,6 +131,17 @@ scatter_add_unchecked = define(
     scatter_add_reference,
 )
 _scatter_add_checked = checked(scatter_add_unchecked)
+
+_SCHEMA_OF_CHUNKS = (
+    "top_k_chunks(Tensor x, int k, int chunk, Tensor(a!)? residual, Tensor(b!) values, "
+    "Tensor(c!) indices) -> ()"
+)
+_top_k_chunks_checked = checked(define(_SCHEMA_OF_CHUNKS, top_k_chunks_reference))
+_SCHEMA_OF_SCATTER = (
+    "scatter_chunks(Tensor values, Tensor indices, int k, int chunk, bool accumulate, "
+    "Tensor(a!) out, Tensor(b!) corrupt) -> ()"
+)
+_scatter_chunks_checked = checked(define(_SCHEMA_OF_SCATTER, scatter_chunks_reference))
 
 
 def top_k(
@@ -139,6 +211,83 @@ def scatter_add_(
     _scatter_add_checked(dense, values, indices, counter)
     stop_if_corrupt(corrupt, counter, _CORRUPT_RULE.format(len(dense)))
     return dense
+
+
+def top_k_chunks(
+    x: Tensor, k: int = 64, *, chunk: int = 4096, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the k entries of largest magnitude of each chunk, and keep the rest in the residual.
+
+    A chunk is ``chunk`` neighbors of ``acc = x + residual``; a last, shorter one sends ``min(k, its
+    length)``. Ties, nan, inf and the residual are as for ``top_k``. (SparseLoCo, arXiv 2508.15706.)
+
+    Args:
+        x: (n,) float32, bfloat16 or float16.
+        k: entries of a chunk, in [1, chunk].
+        chunk: a power of two from 32 to 4096.
+        residual: (n,) in one of these dtypes. Written.
+
+    Returns:
+        values, in x's dtype, by ascending index, and their indices within the chunk, uint8: two in
+        three bytes, the first in the low 12 of 24 bits. Every chunk begins with a byte.
+    """
+    check_buffer("x", x)
+    _check_chunks(k, chunk)
+    if residual is not None:
+        check_like("residual", residual, "x", x)
+    num_values, num_bytes = sizes_of_chunks(x.numel(), k, chunk)
+    values = torch.empty(num_values, dtype=x.dtype, device=x.device)
+    indices = torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
+    _top_k_chunks_checked(x, k, chunk, residual, values, indices)
+    return values, indices
+
+
+def scatter_chunks(
+    values: Tensor,
+    indices: Tensor,
+    k: int = 64,
+    *,
+    chunk: int = 4096,
+    numel: int,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    corrupt: Tensor | None = None,
+) -> Tensor:
+    """Decode messages of ``top_k_chunks``: values at their indices, 0 elsewhere.
+
+    Indices of a chunk that do not ascend strictly, or lie behind its end, are corrupt. The CPU
+    rejects the message before anything is written; elsewhere they are skipped and counted.
+
+    Args:
+        values, indices: as returned by ``top_k_chunks``; values in any of its dtypes.
+        k, chunk: as given to it.
+        numel: n, the number of entries.
+        out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
+        accumulate: add to ``out``, which must be given, rounding once, instead of overwriting it.
+        corrupt: 0-d int64 on values' device, as for ``scatter_add_``.
+    """
+    _check_chunks(k, chunk)
+    check_buffer("values", values)
+    out = output(out, numel, accumulate, values.device)
+    num_values, num_bytes = sizes_of_chunks(numel, k, chunk)
+    check_tensor("values", values, values.dtype, (num_values,), out.device)
+    check_tensor("indices", indices, torch.uint8, (num_bytes,), out.device)
+    counter = corrupt_counter(corrupt, out)
+    _scatter_chunks_checked(values, indices, k, chunk, accumulate, out, counter)
+    stop_if_corrupt(corrupt, counter, _CORRUPT_CHUNKS)
+    return out
+
+
+def sizes_of_chunks(numel: int, k: int, chunk: int) -> tuple[int, int]:
+    """Return the number of values, and of bytes of indices, of a message of ``top_k_chunks``."""
+    whole, last = numel // chunk, min(k, numel % chunk)
+    return whole * k + last, whole * num_bytes_of_indices(k) + num_bytes_of_indices(last)
+
+
+def _check_chunks(k: int, chunk: int) -> None:
+    check_block_size(chunk, "chunk")
+    if not 1 <= k <= chunk:
+        raise ValueError(f"k must be in [1, {chunk}], got {k}")
 
 
 def _check_indices(indices: Tensor, values: Tensor) -> None:

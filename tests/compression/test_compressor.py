@@ -74,3 +74,17 @@ def test_only_compressors_can_be_wrapped(subtests):
         sentence = r"must be an object such as Int8\(\) or TopK\(0.01\), got"
         with subtests.test(str(wrapped)), pytest.raises(TypeError, match=sentence):
             ErrorFeedback(wrapped)
+
+
+def test_a_decay_is_in_0_to_1_and_part_of_what_ranks_compare(subtests):
+    for decay in (-0.1, 1.1, float("nan")):
+        with (
+            subtests.test(f"{decay}"),
+            pytest.raises(ValueError, match=r"decay must be in \[0, 1\]"),
+        ):
+            ErrorFeedback(TopK(0.1), decay=decay)
+    # As it was before there were decays: saved states have it.
+    assert repr(ErrorFeedback(TopK(0.1))) == "ErrorFeedback(compressor=TopK(density=0.1))"
+    decayed = ErrorFeedback(TopK(0.1), decay=0.9)
+    assert repr(decayed) == "ErrorFeedback(compressor=TopK(density=0.1), decay=0.9)"
+    assert eval(repr(decayed)) == decayed != ErrorFeedback(TopK(0.1))

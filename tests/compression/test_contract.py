@@ -14,6 +14,7 @@ from pyparallel.compression import (
     BufferLayout,
     Cast,
     Chain,
+    ChunkTopK,
     CorruptMessageError,
     ErrorFeedback,
     Int8,
@@ -250,6 +251,19 @@ def test_the_largest_numbers_do_not_spoil_a_residual(subtests):
                 assert residual.isfinite().all()
 
 
+def test_error_feedback_multiplies_the_residual_by_its_decay(subtests):
+    for row, decay in product(WITH_FEEDBACK, [0.0, 0.9, 1.0]):
+        with subtests.test(f"{row} {decay}"):
+            wrapped = ErrorFeedback(row.compressor, decay=decay)
+            state, plain = wrapped.init(LAYOUT, CPU), row.compressor.init(LAYOUT, CPU)
+            residual = torch.zeros(LAYOUT.numel)
+            for step in range(4):
+                message = wrapped.compress(draw(step), state)
+                residual *= decay
+                assert is_same(message, row.compressor.compress(draw(step), plain, residual))
+                assert torch.equal(state.entries["residual"], residual)
+
+
 def noise(tensor, seed):
     """Return random bytes of the same length."""
     size = tensor.numel() * tensor.element_size()
@@ -328,6 +342,9 @@ NEVER_SENT = [  # a compressor, and what makes a message of its shapes that it n
     (Threshold(0.5), lambda values, indices: (values, indices.flip(0))),
     (Threshold(0.5), lambda values, indices: (values, indices + LAYOUT.numel)),
     (Threshold(0.5), lambda values, indices: (values, indices - LAYOUT.numel)),
+    (ChunkTopK(16, chunk=256), lambda values, indices: (values, indices.flip(0))),
+    (ChunkTopK(16, chunk=256), lambda values, indices: (values, indices | 8 << 4)),  # repeated
+    (ChunkTopK(16, chunk=256), lambda values, indices: (values, indices + 1)),
     (CHAIN, lambda codes, scales, indices: (codes, scales, indices.flip(0))),
     (CHAIN, lambda codes, scales, indices: (codes, scales - torch.inf, indices)),
     (BY_NAME, lambda lengths, *rest: (lengths + 1, *rest)),

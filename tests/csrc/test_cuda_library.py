@@ -19,7 +19,12 @@ LIBRARIES = ["cpu", pytest.param("cuda", marks=pytest.mark.slow)]
 # They process no buffer, so 16-byte accesses are not required.
 ONE_WARP = {"add_masses_kernel", "scalars_kernel", "screen_headers_kernel", "step_numbers_kernel"}
 # Besides floats they access codes, eight or four bytes per thread.
-ONE_WAY = {"quantize_kernel", "dequantize_kernel", "dequantize_sum_kernel"}
+ONE_WAY = {
+    "quantize_kernel",
+    "dequantize_kernel",
+    "dequantize_statistical_kernel",
+    "dequantize_sum_kernel",
+}
 # They access scattered entries, or the few numbers of each block.
 NARROW = {
     "begin_kernel",
@@ -30,6 +35,7 @@ NARROW = {
     "gather_kernel",
     "mark_runs_kernel",
     "scatter_add_kernel",
+    "scatter_chunks_kernel",
     "write_kernel",
 }
 # They read all of a buffer, and write a few numbers or the entries found.

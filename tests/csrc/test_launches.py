@@ -57,6 +57,8 @@ def _calls(new):
     masses = new(1, dtype=torch.float64)
     half = new(NUMEL, dtype=torch.bfloat16)
     codes, scales = new(NUMEL, dtype=torch.int8), new(20)
+    pairs, means = new(1250, dtype=torch.uint8), new(8)
+    of_chunks = new(128), new(192, dtype=torch.uint8)
     several, factors = new((8, NUMEL), dtype=torch.int8), new((8, 20))
     words, mean = new(625, dtype=torch.uint8), new(5)
     places, few = new(50, dtype=torch.int32), new(50)
@@ -88,6 +90,8 @@ def _calls(new):
         "quantize_difference_": lambda: ops.quantize_difference_(x, y, 1.0),
         "pack_signs": lambda: ops.pack_signs(x, residual=y),
         "unpack_signs": lambda: ops.unpack_signs(words, mean, numel=NUMEL),
+        "quantize_statistical": lambda: ops.quantize_statistical(x, residual=y),
+        "dequantize_statistical": lambda: ops.dequantize_statistical(pairs, means, numel=NUMEL),
         "add_or_clear_": lambda: ops.add_or_clear_(x, y, clear=flag),
         "add_or_clear_, flag": lambda: ops.add_or_clear_(x, clear=flag),
         "screen_headers": lambda: ops.screen_headers(headers, expected, counter=counted),
@@ -95,6 +99,8 @@ def _calls(new):
         "top_k, residual": lambda: ops.top_k(x, 50, residual=y, threshold=hint),
         "top_k, 16-bit residual": lambda: ops.top_k(x, 50, residual=half, threshold=hint),
         "scatter_add_": lambda: ops.scatter_add_(x, few, places),
+        "top_k_chunks": lambda: ops.top_k_chunks(x, residual=y),
+        "scatter_chunks": lambda: ops.scatter_chunks(*of_chunks, numel=NUMEL),
         "random_k_indices": lambda: ops.random_k_indices(NUMEL, 50, seed=1, device="cuda"),
         "random_k": lambda: ops.random_k(x, 50, seed=1),
         "random_k, residual": lambda: ops.random_k(x, 50, seed=1, residual=y),
@@ -120,6 +126,8 @@ EXPECTED = {
     "quantize_difference_": (1, 0),
     "pack_signs": (1, 0),
     "unpack_signs": (1, 0),
+    "quantize_statistical": (1, 0),
+    "dequantize_statistical": (1, 0),
     "add_or_clear_": (1, 0),
     "add_or_clear_, flag": (1, 0),
     "screen_headers": (1, 0),
@@ -127,6 +135,8 @@ EXPECTED = {
     "top_k, residual": (6, 0),
     "top_k, 16-bit residual": (7, 0),
     "scatter_add_": (1, 0),
+    "top_k_chunks": (1, 0),
+    "scatter_chunks": (1, 0),
     "random_k_indices": (3, 0),
     "random_k": (4, 0),
     "random_k, residual": (5, 0),

@@ -15,7 +15,12 @@ from pyparallel.ops.adamw_step import adamw_step_reference
 from pyparallel.ops.mix import add_or_clear_reference, mix_reference, screen_headers_reference
 from pyparallel.ops.mix_quantized import mix_quantized_reference
 from pyparallel.ops.orthogonalize import orthogonalize_reference
-from pyparallel.ops.pack_signs import pack_signs_reference, unpack_signs_reference
+from pyparallel.ops.pack_signs import (
+    dequantize_statistical_reference,
+    pack_signs_reference,
+    quantize_statistical_reference,
+    unpack_signs_reference,
+)
 from pyparallel.ops.predict_adam import predict_adam_reference
 from pyparallel.ops.predict_sgd import predict_sgd_reference
 from pyparallel.ops.quantize import (
@@ -26,7 +31,12 @@ from pyparallel.ops.quantize import (
 from pyparallel.ops.quantize_difference import quantize_difference_reference
 from pyparallel.ops.random_k import random_k_indices_reference, random_k_reference
 from pyparallel.ops.sgd_step import sgd_step_reference
-from pyparallel.ops.top_k import scatter_add_reference, top_k_reference
+from pyparallel.ops.top_k import (
+    scatter_add_reference,
+    scatter_chunks_reference,
+    top_k_chunks_reference,
+    top_k_reference,
+)
 from tests.ops import (
     test_adamw_step,
     test_mix,
@@ -147,6 +157,10 @@ CASES = [
     ),
     OpCase("pack_signs", pack_signs_reference, test_pack_signs.sample),
     OpCase("unpack_signs", unpack_signs_reference, test_pack_signs.sample_message),
+    OpCase("quantize_statistical", quantize_statistical_reference, test_pack_signs.sample_bins),
+    OpCase(
+        "dequantize_statistical", dequantize_statistical_reference, test_pack_signs.message_of_bins
+    ),
     OpCase(
         "random_k_indices",
         random_k_indices_reference,
@@ -170,6 +184,10 @@ CASES = [
         scatter_add_reference,
         lambda numel: test_top_k.message(numel, numel // 8),
         by_elements=False,
+    ),
+    OpCase("top_k_chunks", top_k_chunks_reference, test_top_k.sample_chunks, by_elements=False),
+    OpCase(
+        "scatter_chunks", scatter_chunks_reference, test_top_k.message_of_chunks, by_elements=False
     ),
     OpCase(
         "orthogonalize_",

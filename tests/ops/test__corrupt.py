@@ -33,7 +33,9 @@ def gpu(monkeypatch):
     for module, op in [
         ("quantize", "dequantize"),
         ("pack_signs", "unpack_signs"),
+        ("pack_signs", "dequantize_statistical"),
         ("top_k", "scatter_add_"),
+        ("top_k", "scatter_chunks"),
         ("mix_quantized", "mix_quantized_"),
     ]:
         name = f"_{op.removesuffix('_')}_checked"
@@ -56,12 +58,17 @@ def calls(*, spoiled):
         scales = torch.full((1,), -1.0 if spoiled else 1.0)
         codes, words = torch.ones(100, dtype=torch.int8), torch.full((13,), 255, dtype=torch.uint8)
         dense, places = torch.zeros(5), torch.tensor([3, 2 if spoiled else 4])
+        means = torch.full((4,), torch.inf if spoiled else 0.01)
+        ascending = torch.tensor([0, 16, 0, 2, 48, 0, 4, 0], dtype=torch.uint8)
+        chunk_indices = torch.zeros_like(ascending) if spoiled else ascending
         masses = torch.ones(1, dtype=torch.float64)
     mix = partial(ops.mix_quantized_, ones.clone(), weight, [codes], [scales], masses, **kind)
     return [
         (partial(ops.dequantize, codes, scales, **kind, numel=100), 100),
         (partial(ops.unpack_signs, words, scales, numel=100), 100),
+        (partial(ops.dequantize_statistical, words.repeat(2)[:25], means, numel=100), 100),
         (partial(ops.scatter_add_, dense, ones[:2], places), 1),
+        (partial(ops.scatter_chunks, ones[:5], chunk_indices, 5, numel=100), 4),
         (mix, 100),
     ]
 

@@ -70,7 +70,17 @@ WRITERS = {
     ),
     "pack_signs": lambda residual: ops.pack_signs(numbers(64), residual=residual),
     "unpack_signs": lambda out: ops.unpack_signs(*ops.pack_signs(numbers(64)), numel=64, out=out),
+    "quantize_statistical": lambda residual: ops.quantize_statistical(
+        numbers(64), residual=residual
+    ),
+    "dequantize_statistical": lambda out: ops.dequantize_statistical(
+        *ops.quantize_statistical(numbers(64)), numel=64, out=out
+    ),
     "top_k": lambda residual: ops.top_k(numbers(64), 5, residual=residual),
+    "top_k_chunks": lambda residual: ops.top_k_chunks(numbers(64), 5, chunk=32, residual=residual),
+    "scatter_chunks": lambda out: ops.scatter_chunks(
+        *ops.top_k_chunks(numbers(64), 5), 5, numel=64, out=out
+    ),
     "random_k": lambda residual: ops.random_k(numbers(64), 5, seed=1, residual=residual),
 }  # fmt: skip
 

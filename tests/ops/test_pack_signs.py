@@ -1,4 +1,4 @@
-"""``pack_signs`` and its inverse: samples for the parity harness, and tests of these ops alone."""
+"""Codes for means and their inverses: samples for the parity harness, and their own tests."""
 
 import math
 from itertools import cycle, product
@@ -9,8 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyparallel.ops import pack_signs, unpack_signs
-from pyparallel.ops.pack_signs import pack_signs_reference, unpack_signs_reference
+from pyparallel.ops import (
+    dequantize_statistical,
+    pack_signs,
+    quantize_statistical,
+    unpack_signs,
+)
+from pyparallel.ops.pack_signs import (
+    dequantize_statistical_reference,
+    pack_signs_reference,
+    quantize_statistical_reference,
+    sizes_of_bins,
+    unpack_signs_reference,
+)
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
@@ -276,3 +287,186 @@ def test_corrupt_blocks_are_skipped_and_counted_on_cuda():
         ON_GPU.find("unpack_signs")(*message, block_size, accumulate, out, corrupt)
         assert torch.equal(out.cpu(), expected), f"scale {scale}"
         assert int(corrupt) == int(skipped.sum()), f"scale {scale}"
+
+
+def sample_bins(numel, *, bits=2, block_size=4096, dtypes=(torch.float32,) * 2, make=None):
+    x, _, residual, *_ = sample(numel, block_size=block_size, dtypes=dtypes)
+    if make is not None:
+        make(x)
+    codes, means = sizes_of_bins(numel, bits, block_size)
+    message = torch.full((codes,), 0xA5, dtype=torch.uint8), torch.full((means,), -1.0)
+    return x, bits, block_size, residual, *message
+
+
+def message_of_bins(
+    numel, *, bits=2, block_size=4096, accumulate=False, dtype=torch.float32, special=None
+):
+    *_, codes, tables = sample_bins(numel, bits=bits, block_size=block_size)
+    generator = torch.Generator().manual_seed(numel + bits)
+    codes = torch.randint(256, codes.shape, generator=generator, dtype=torch.uint8)
+    rows = torch.randn(tables.shape, generator=generator).view(-1, 1 << bits)
+    tables = rows.sort(dim=1).values.flatten()
+    if special is not None:
+        tables[: 1 << bits] = special
+    out = torch.randn(numel, generator=generator).to(dtype)
+    return codes, tables, bits, block_size, accumulate, out, torch.tensor(0)
+
+
+def bins_parity(implementation, numel, **options):
+    arguments = sample_bins(numel, **options)
+    reference = quantize_statistical_reference
+    assert_parity(implementation, "quantize_statistical", reference, arguments)
+
+
+def bins_parity_of_inverse(implementation, numel, **options):
+    arguments = message_of_bins(numel, **options)
+    reference = dequantize_statistical_reference
+    assert_parity(implementation, "dequantize_statistical", reference, arguments)
+
+
+BITS = [2, 4, 8]
+
+
+@each_compiled
+def test_bins_of_all_lengths(implementation):
+    for numel in implementation.lengths[: 7 if implementation.is_slow else None]:
+        for bits in BITS:
+            bins_parity(implementation, numel, bits=bits)
+            bins_parity_of_inverse(implementation, numel, bits=bits, accumulate=numel % 2 == 0)
+    for bits, block_size in implementation.cases(BITS, BLOCK_SIZES):
+        for numel in (17, 700):
+            dtypes = torch.float32, None
+            bins_parity(implementation, numel, bits=bits, block_size=block_size, dtypes=dtypes)
+            bins_parity_of_inverse(implementation, numel, bits=bits, block_size=block_size)
+
+
+@each_compiled
+def test_bins_of_dtypes(implementation):
+    for bits, *dtypes in implementation.cases(BITS, DTYPES, [None, *DTYPES]):
+        bins_parity(implementation, 1003, bits=bits, block_size=512, dtypes=dtypes)
+    for bits, dtype, accumulate in implementation.cases(BITS, DTYPES, [False, True]):
+        bins_parity_of_inverse(implementation, 1003, bits=bits, dtype=dtype, accumulate=accumulate)
+
+
+def equal(x):
+    x.fill_(-3.7)
+
+
+def on_an_offset(x):
+    x.mul_(1e-3).add_(1000)
+
+
+def with_outliers(x):
+    x[::500] *= 1e6
+
+
+def largest(x):
+    x.copy_(x.sign() * 3e38)
+
+
+def with_special(x):
+    x[::61] = torch.tensor(SPECIAL).repeat(99)[: len(x[::61])]
+
+
+@each_compiled
+@pytest.mark.parametrize(
+    "make", [torch.Tensor.zero_, torch.Tensor.sign_, equal, on_an_offset, with_outliers, largest,
+             lambda x: x.mul_(1e-38), with_special],
+)  # fmt: skip
+def test_bins_of_any_distribution(implementation, make):
+    for bits in BITS:
+        bins_parity(implementation, 1303, bits=bits, block_size=512, make=make)
+    for special in (torch.tensor([-3e38, -0.0, 0.0, 1e-45]), math.nan, 0.0):
+        bins_parity_of_inverse(implementation, 1303, block_size=512, special=special)
+
+
+@fuzz
+@given(st.integers(0, 20_000), st.sampled_from(BITS), st.sampled_from(BLOCK_SIZES),
+       st.sampled_from(DTYPES), st.sampled_from([None, *DTYPES]))  # fmt: skip
+def test_bins_of_anything(numel, bits, block_size, dtype, kept):
+    options = {"bits": bits, "block_size": block_size}
+    bins_parity(COMPILED_CPU, numel, **options, dtypes=(dtype, kept))
+    bins_parity_of_inverse(COMPILED_CPU, numel, **options, dtype=dtype)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_bins_follow_the_papers_rule_in_float64(bits):
+    """2**bits bins over six sigma around the mean; an entry becomes the mean of its bin."""
+    block_size, num_bins = 1024, 2**bits
+    x = torch.randn(3000).pow(3).add(0.5)
+    residual = torch.randn(3000)
+    acc = (x + residual).double().numpy()
+    codes, tables = quantize_statistical(x, bits=bits, block_size=block_size, residual=residual)
+    decoded = dequantize_statistical(codes, tables, bits=bits, block_size=block_size, numel=3000)
+    assert torch.equal(residual, torch.from_numpy(acc).float() - decoded)
+    for begin in range(0, 3000, block_size):
+        block = acc[begin : begin + block_size]
+        mean, width = block.mean(), 6 * block.std() / num_bins
+        place = (block - mean) / width + num_bins / 2
+        inside = np.clip(np.floor(place), 0, num_bins - 1).astype(int)
+        unit = 2.0**-20 * np.abs(block).max()
+        clear = np.abs(place - np.round(place)) > 2 * unit / width  # not at the edge of two bins
+        for bin in range(num_bins):
+            expected = block[inside == bin].mean() if (inside == bin).any() else 0.0
+            found = decoded[begin : begin + block_size].numpy()[(inside == bin) & clear]
+            moved = (~clear).sum() * width / max(1, (inside == bin).sum())
+            assert np.abs(found - expected).max(initial=0.0) <= unit + moved
+
+
+CORRUPT_MEANS = [(-1, math.inf), (4, -math.inf), (5, 9.0), (5, math.nan), (slice(4, 8), 1e-40)]
+
+
+def test_a_corrupt_table_changes_nothing_on_the_cpu():
+    for (place, mean), accumulate in product(CORRUPT_MEANS, (False, True)):
+        codes, tables, *rest, out, corrupt = message_of_bins(5003, accumulate=accumulate)
+        tables[place] = mean
+        before = out.clone()
+        for op in (torch.ops.pyparallel.dequantize_statistical, dequantize_statistical_reference):
+            with pytest.raises(
+                RuntimeError, match="tables must be what quantize_statistical emits"
+            ):
+                op(codes, tables, *rest, out, corrupt)
+        assert torch.equal(out, before), f"mean {mean}"
+
+
+def test_corrupt_means_are_skipped_and_counted_on_cuda():
+    for (place, mean), accumulate in product(CORRUPT_MEANS, (False, True)):
+        codes, tables, *rest, out, corrupt = message_of_bins(5003, accumulate=accumulate)
+        expected = out.clone()
+        dequantize_statistical_reference(codes, tables, *rest, expected, corrupt)
+        skipped = torch.zeros(5003, dtype=torch.bool)
+        skipped[4096:] = True
+        expected = torch.where(skipped, out if accumulate else 0.0, expected)
+        tables[place] = mean
+        message = [tensor.to(ON_GPU.device) for tensor in (codes, tables)]
+        out, corrupt = out.to(ON_GPU.device), corrupt.to(ON_GPU.device)
+        ON_GPU.find("dequantize_statistical")(*message, *rest, out, corrupt)
+        assert torch.equal(out.cpu(), expected), f"mean {mean}"
+        assert int(corrupt) == 907, f"mean {mean}"
+
+
+def test_bad_bins_are_refused():
+    def good():
+        return {"x": torch.zeros(100), "bits": 2, "block_size": 64, "residual": torch.zeros(100)}
+
+    rows = [
+        ({"x": torch.zeros(100).double()}, "x must be .* float64"),
+        ({"residual": torch.zeros(99)}, "residual must be .* with x's length"),
+        ({"block_size": 8192}, "block_size must be a power of two from 32 to 4096, got 8192"),
+        ({"bits": 3}, "bits must be 2, 4 or 8, got 3"),
+    ]
+    message = sample_bins(100, block_size=64)[4:]
+    assert_refused(quantize_statistical, good, rows, lambda a: (*a.values(), *message))
+    names = ("codes", "tables", "bits", "block_size", "accumulate", "out", "corrupt")
+
+    def good_message():
+        return dict(zip(names, message_of_bins(5003), strict=True)) | {"numel": 5003}
+
+    rows = [
+        ({"codes": torch.zeros(1250, dtype=torch.uint8)}, r"codes must be .* \[1251\].* \[1250\]"),
+        ({"tables": torch.zeros(9)}, r"tables must be a contiguous float32 .* \[8\].* \[9\]"),
+        ({"tables": torch.zeros(8).half()}, "tables must be .* got float16"),
+        ({"bits": 16}, "bits must be 2, 4 or 8, got 16"),
+        ({"out": torch.zeros(5003).double()}, "out must be .* got float64"),
+    ]
+    assert_refused(dequantize_statistical, good_message, rows, lambda a: tuple(a.values())[:-1])

@@ -1,4 +1,4 @@
-"""``top_k``, ``scatter_add_``: samples for the parity harness, and tests of these ops alone."""
+"""``top_k``, ``top_k_chunks`` and their inverses: samples for the harness, and their own tests."""
 
 import itertools
 
@@ -8,8 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyparallel.ops import scatter_add_, top_k
-from pyparallel.ops.top_k import scatter_add_reference, top_k_reference
+from pyparallel.ops import scatter_add_, scatter_chunks, top_k, top_k_chunks
+from pyparallel.ops.top_k import (
+    scatter_add_reference,
+    scatter_chunks_reference,
+    sizes_of_chunks,
+    top_k_chunks_reference,
+    top_k_reference,
+)
 from tests.ops.parity import (
     COMPILED,
     COMPILED_CPU,
@@ -409,3 +415,182 @@ def test_scatter_add_refuses_bad_tensors():
     assert_refused(
         scatter_add_, lambda: dict(zip(names, message(100, 7), strict=True)), rows, dict.values
     )
+
+
+def sample_chunks(numel, *, k=64, chunk=4096, dtype=torch.float32, kept=torch.float32):
+    x = heavy_tailed(numel, numel).to(dtype)
+    residual = None if kept is None else heavy_tailed(numel, numel + 1).to(kept)
+    num_values, num_bytes = sizes_of_chunks(numel, k, chunk)
+    values = torch.full((num_values,), NAN, dtype=dtype)
+    return x, k, chunk, residual, values, torch.full((num_bytes,), 0xA5, dtype=torch.uint8)
+
+
+def message_of_chunks(numel, *, k=64, chunk=4096, accumulate=False, dtypes=(torch.float32,) * 2):
+    x, *_ = sample_chunks(numel)
+    values, indices = top_k_chunks(x.to(dtypes[0]), k, chunk=chunk)
+    out = heavy_tailed(numel, 3).to(dtypes[1])
+    return values, indices, k, chunk, accumulate, out, torch.tensor(0)
+
+
+def chunk_parity(implementation, numel, *, special=None, **options):
+    x, *rest = sample_chunks(numel, **options)
+    if special is not None:
+        special(x)
+    op = "top_k_chunks"
+    assert_parity(implementation, op, top_k_chunks_reference, (x, *rest))
+
+
+def chunk_parity_of_inverse(implementation, numel, **options):
+    arguments = message_of_chunks(numel, **options)
+    assert_parity(implementation, "scatter_chunks", scatter_chunks_reference, arguments)
+
+
+CHUNKS = [(64, 4096), (4096, 4096), (1, 32), (32, 32), (7, 256), (63, 512)]
+
+
+@each_compiled
+def test_chunks_of_all_lengths(implementation):
+    for numel in implementation.lengths[: 7 if implementation.is_slow else None]:
+        chunk_parity(implementation, numel)
+        chunk_parity_of_inverse(implementation, numel, accumulate=numel % 2 == 0)
+    for (k, chunk), numel in itertools.product(CHUNKS, (1, 700, 1030)):
+        chunk_parity(implementation, numel, k=k, chunk=chunk, kept=None)
+        for accumulate in (False, True):
+            chunk_parity_of_inverse(implementation, numel, k=k, chunk=chunk, accumulate=accumulate)
+
+
+@each_compiled
+def test_chunks_of_dtypes(implementation):
+    for dtype, kept, accumulate in implementation.cases(DTYPES, [None, *DTYPES], [False, True]):
+        chunk_parity(implementation, 5003, dtype=dtype, kept=kept)
+        dtypes = dtype, kept or torch.float32
+        chunk_parity_of_inverse(implementation, 5003, accumulate=accumulate, dtypes=dtypes)
+
+
+def put_ties(x):
+    x.copy_(x.sign())
+
+
+def put_few_values(x):
+    x.copy_((x * 2).round())
+
+
+def put_special(x):
+    places = torch.arange(0, len(x), 37)
+    x[places] = torch.tensor(SPECIAL).repeat(len(places))[: len(places)].to(x.dtype)
+
+
+def put_nan(x):
+    x[:4000] = NAN
+    x[:4000:3] = INF
+
+
+@each_compiled
+@pytest.mark.parametrize(
+    "special", [torch.Tensor.zero_, put_ties, put_few_values, put_special, put_nan]
+)
+def test_chunks_of_ties_and_special_values(implementation, special):
+    for k, kept in ((64, None), (700, torch.float32)):
+        chunk_parity(implementation, 5003, k=k, kept=kept, special=special)
+
+
+@fuzz
+@given(
+    st.integers(0, 20_000),
+    st.sampled_from(CHUNKS),
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, *DTYPES]),
+)
+def test_chunks_on_anything(numel, sizes, dtype, kept):
+    k, chunk = sizes
+    chunk_parity(COMPILED_CPU, numel, k=k, chunk=chunk, dtype=dtype, kept=kept)
+    chunk_parity_of_inverse(COMPILED_CPU, numel, k=k, chunk=chunk, dtypes=(dtype, kept or dtype))
+
+
+def test_chunks_equal_sorting_in_float64():
+    """SparseLoCo: of every chunk the k largest magnitudes of gradient and error, 12 bits each."""
+    numel, k, chunk = 10_000, 64, 4096
+    x, residual = heavy_tailed(numel, 1), heavy_tailed(numel, 2)
+    acc = (x + residual).double().numpy()
+    values, indices = top_k_chunks(x, k, chunk=chunk, residual=residual)
+    bits = np.unpackbits(indices.numpy(), bitorder="little").reshape(-1, 12)
+    places = (bits * 2 ** np.arange(12)).sum(axis=1).reshape(-1, k)
+    expected = acc.copy()
+    for c, row in enumerate(places):
+        part = np.abs(acc[c * chunk : (c + 1) * chunk])
+        assert row.tolist() == sorted(np.argsort(-part, kind="stable")[:k].tolist())
+        assert np.array_equal(values[c * k : (c + 1) * k].numpy(), acc[c * chunk + row])
+        expected[c * chunk + row] = 0.0
+    assert np.array_equal(residual.numpy(), expected)
+    sent = scatter_chunks(values, indices, k, chunk=chunk, numel=numel)
+    assert np.array_equal((sent + residual).numpy(), acc)
+
+
+CORRUPT_CHUNKS = [
+    (0, 4095, 1),  # then the next does not ascend
+    (1, 0, 1),
+    (64 + 2, 904, 2),  # behind the end of the last chunk, of 904 entries; the next is below it
+    (64 + 63, 4095, 1),
+]
+
+
+def spoil_index(indices, i, index):
+    words = indices.view(-1, 3).int() @ torch.tensor([1, 256, 65536], dtype=torch.int32)
+    shift = 12 * (i % 2)
+    words[i // 2] = words[i // 2] & ~(0xFFF << shift) | index << shift
+    indices.copy_(torch.stack([words >> place for place in (0, 8, 16)], 1).flatten() & 0xFF)
+
+
+def test_corrupt_chunks_are_refused_before_anything_is_written():
+    for (i, index, _), accumulate in itertools.product(CORRUPT_CHUNKS, (False, True)):
+        arguments = message_of_chunks(5000, accumulate=accumulate)
+        spoil_index(arguments[1], i, index)
+        before = arguments[5].clone()
+        for op in (scatter_chunks_reference, torch.ops.pyparallel.scatter_chunks):
+            with pytest.raises(RuntimeError, match="indices must ascend strictly within each"):
+                op(*arguments)
+        assert torch.equal(arguments[5], before), f"{i} {index}"
+
+
+@pytest.mark.parametrize("implementation", COMPILED[1:], ids=str)
+def test_devices_skip_and_count_corrupt_indices_of_chunks(implementation):
+    for (i, index, skipped), accumulate in itertools.product(CORRUPT_CHUNKS, (False, True)):
+        values, indices, *rest, out, corrupt = message_of_chunks(5000, accumulate=accumulate)
+        spoil_index(indices, i, index)
+        values.fill_(1.0)
+        memory = torch.zeros(3 * 5000)
+        moved = [each.to(implementation.device) for each in (values, indices, memory, corrupt)]
+        out = moved[2][5000:10_000]
+        implementation.find("scatter_chunks")(*moved[:2], *rest, out, moved[3])
+        assert int(moved[3]) == skipped, f"{i} {index}"
+        assert out.sum() == 128 - skipped, f"{i} {index}"
+        assert moved[2].sum() == out.sum(), f"{i} {index}"
+
+
+def test_bad_chunks_are_refused():
+    def good():
+        return {"x": torch.zeros(100), "k": 3, "chunk": 32, "residual": torch.zeros(100)}
+
+    rows = [
+        ({"x": torch.zeros(10, 10)}, r"x must be a contiguous 1-d .* \[10, 10\]"),
+        ({"residual": torch.zeros(99)}, "residual must be .* with x's length"),
+        ({"chunk": 8192}, "chunk must be a power of two from 32 to 4096, got 8192"),
+        ({"k": 0}, r"k must be in \[1, 32\], got 0"),
+        ({"k": 33}, r"k must be in \[1, 32\], got 33"),
+    ]
+    outputs = sample_chunks(100, k=3, chunk=32)[4:]
+    assert_refused(top_k_chunks, good, rows, lambda arguments: (*arguments.values(), *outputs))
+    names = ("values", "indices", "k", "chunk", "accumulate", "out", "corrupt")
+
+    def good_message():
+        return dict(zip(names, message_of_chunks(5000), strict=True)) | {"numel": 5000}
+
+    rows = [
+        ({"values": torch.zeros(127)}, r"values must be a contiguous float32 .* \[128\].* \[127\]"),
+        ({"values": torch.zeros(128).double()}, "values must be .* got float64"),
+        ({"indices": torch.zeros(192)}, "indices must be a contiguous uint8 .* got float32"),
+        ({"indices": torch.zeros(191, dtype=torch.uint8)}, r"indices must be .* \[192\].* \[191\]"),
+        ({"k": 4097}, r"k must be in \[1, 4096\], got 4097"),
+        ({"corrupt": torch.tensor(0.0)}, "corrupt must be a 0-d int64 tensor on cpu, got float32"),
+    ]
+    assert_refused(scatter_chunks, good_message, rows, lambda a: tuple(a.values())[:-1])

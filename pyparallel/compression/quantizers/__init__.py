@@ -5,6 +5,17 @@ from .int_fp8 import Fp8, Int4, Int8
 from .natural import Natural
 from .qsgd import QSGD
 from .sign import Sign
+from .statistical import Statistical
 from .ternary import Ternary
 
-__all__ = ["QSGD", "Cast", "Fp8", "Int4", "Int8", "Natural", "Sign", "Ternary"]
+__all__ = [
+    "QSGD",
+    "Cast",
+    "Fp8",
+    "Int4",
+    "Int8",
+    "Natural",
+    "Sign",
+    "Statistical",
+    "Ternary",
+]

@@ -4,6 +4,6 @@ from .dgc import DGC
 from .perm_k import PermK
 from .random_k import RandomK
 from .threshold import Threshold
-from .top_k import TopK
+from .top_k import ChunkTopK, TopK
 
-__all__ = ["DGC", "PermK", "RandomK", "Threshold", "TopK"]
+__all__ = ["DGC", "ChunkTopK", "PermK", "RandomK", "Threshold", "TopK"]

@@ -1,4 +1,4 @@
-"""Top-K sparsification: the largest entries."""
+"""Top-K sparsification: the largest entries, of a buffer or of each of its chunks."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,15 @@ from typing_extensions import override
 
 from ... import ops
 from ...comm.collectives import Collectives
-from ...training.arguments import check_in
+from ...ops._checks import check_block_size
+from ...ops.top_k import sizes_of_chunks
+from ...training.arguments import check_in, require
 from ..compressor import Message
+from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import Residual
 from ..state import CompressorState
-from .base import IndexSparsifier
+from .base import IndexSparsifier, Sparsifier, check_values
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,56 @@ class TopK(IndexSparsifier):
             messages = list(zip(values, indices, strict=True))
             self._add_up_(messages, state.layout, x, divisor=1)
         return gathered
+
+
+@dataclass(frozen=True)
+class ChunkTopK(Sparsifier):
+    """The largest magnitudes of each chunk of a buffer (SparseLoCo, arXiv 2508.15706).
+
+    An index within a chunk takes 12 bits, so that an entry sent takes 14 with ``Chain(ChunkTopK(),
+    Statistical())``, and 64 with `TopK`. The rest is lost without error feedback. Chunks are
+    neighbors in the flat buffer; the paper's are squares of 64 by 64 entries of a matrix.
+
+    Args:
+        k: entries of a chunk that are sent, from 1 to ``chunk``; all of a last chunk that has
+            fewer.
+        chunk: entries of a chunk, a power of two from 32 to 4096.
+    """
+
+    k: int = 64
+    chunk: int = 4096
+
+    def __post_init__(self) -> None:
+        check_block_size(self.chunk, "chunk")
+        require(1 <= self.k <= self.chunk, f"k must be in [1, {self.chunk}]", self.k)
+
+    @override
+    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
+        """Return (values, packed indices), as ``ops.top_k_chunks``."""
+        state.begin_message(x)
+        return ops.top_k_chunks(x, self.k, chunk=self.chunk, residual=residual)
+
+    @override
+    def decompress(
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
+    ) -> Tensor:
+        with refusing_corrupt():
+            values, indices = message
+            check_values(values, self.num_values((indices,), layout))
+            return ops.scatter_chunks(
+                values,
+                indices,
+                self.k,
+                chunk=self.chunk,
+                numel=layout.numel,
+                out=out,
+                accumulate=accumulate,
+            )
+
+    @override
+    def num_values(self, where: Message, layout: BufferLayout) -> int:
+        (_,) = where
+        return sizes_of_chunks(layout.numel, self.k, self.chunk)[0]
 
 
 def count_of(density: float, numel: int) -> int:

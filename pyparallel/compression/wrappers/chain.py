@@ -30,7 +30,7 @@ class Chain(Composed):
     the quantizer averages the values alone.
 
     Args:
-        first: the sparsifier: `TopK`, `RandomK`, `Threshold`, `PermK`.
+        first: the sparsifier: `TopK`, `ChunkTopK`, `RandomK`, `Threshold`, `PermK`.
         second: the blockwise compressor of the values, such as `Cast` or `Int8`.
     """
 

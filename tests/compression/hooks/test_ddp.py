@@ -195,6 +195,8 @@ def register_twice(rank):
 def disagree(rank):
     with pytest.raises(DisagreementError, match=r"same compressor, got Int8.* and Cast.*rank 1"):
         ddp_hook([Int8(), Cast(), Int8()][rank], build())
+    with pytest.raises(DisagreementError, match=r"same compressor, got .* decay=0.9\) on rank 2"):
+        ddp_hook(ErrorFeedback(Int8(), decay=[1.0, 1.0, 0.9][rank]), build())
     sentence = r"^ranks 0-2: compressor must be an object such as Int8\(\) or TopK\(0.01\), got "
     for wrong, got in ((Int8, "the class Int8; create an object"), ("int8", "'int8'$")):
         with pytest.raises(TypeError, match=sentence + got):

@@ -11,12 +11,14 @@ from pyparallel.compression import (
     BufferLayout,
     Cast,
     Chain,
+    ChunkTopK,
     Collectives,
     CorruptMessageError,
     ErrorFeedback,
     Int8,
     PermK,
     RandomK,
+    Statistical,
     Threshold,
     TopK,
 )
@@ -24,8 +26,8 @@ from tests.compression.means import CPU, gradient, send
 
 NUMEL = 1000
 NAN, INF = float("nan"), float("inf")
-FIRSTS = [TopK(0.1), RandomK(0.1), Threshold(1.5), PermK(num_ranks=3)]
-SECONDS = [Int8(block_size=32), Cast(), Int8(block_size=32, seed=0)]
+FIRSTS = [TopK(0.1), ChunkTopK(16, chunk=256), RandomK(0.1), Threshold(1.5), PermK(num_ranks=3)]
+SECONDS = [Int8(block_size=32), Statistical(block_size=32), Cast(), Int8(block_size=32, seed=0)]
 CHAINS = [Chain(first, second) for first in FIRSTS for second in SECONDS]
 
 
@@ -126,3 +128,11 @@ def check_on_rank(rank):
 
 def test_means_over_ranks(ranks):
     ranks.run(3, check_on_rank)
+
+
+def test_sparseloco_takes_a_quarter_of_a_bit_an_entry():
+    chain, numel = Chain(ChunkTopK(), Statistical()), 1_000_000
+    message = chain.compress(gradient(0, 0, numel), start(chain, numel))
+    bits = 8 * sum(part.nbytes for part in message) / numel
+    assert 14 * 64 / 4096 <= bits <= 0.25
+    assert bits == pytest.approx(14 * 64 / 4096, rel=0.01)
