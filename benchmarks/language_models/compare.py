@@ -5,9 +5,9 @@ embedding tied to the head, and Llama, each of 10 million parameters, from rando
 gloo: in two stages and in four, a rank with one thread each. 1,000 updates of AdamW, or of Muon for
 the matrices of the blocks and AdamW for the rest, each from 8 windows of 64 bytes of Python's
 standard library; gradients are clipped, the learning rate warms up over the first tenth and decays
-as a cosine, and the streaming schedules begin with a tenth of synchronous updates, or three. All runs of a
-seed have the same initial weights and batches. ``OneForwardOneBackward``, whose updates are those
-of the unsplit model, has rows of two stages only.
+as a cosine, and the streaming schedules begin with a tenth or three of synchronous updates. All
+runs of a seed have the same initial weights and batches. ``OneForwardOneBackward``, whose updates
+are those of the unsplit model, has rows of two stages only.
 
 Rows go to ``benchmarks/results/language-models.csv``; those that are there are kept.
 """

@@ -44,18 +44,19 @@ def by_start(rows: Sequence[Row]) -> str:
 
 def by_depth(rows: Sequence[Row]) -> str:
     """Return held-out loss of each at its best rate, least to most of the seeds, and seconds."""
-    head = ["", "rate", "held-out, bits per byte", "against synchronous", "ms for an update"]
+    head = ["", "rate", "synchronous updates", "held-out, bits per byte", "against synchronous"]
     lines = []
     for model, of_model in grouped(rows, "model").items():
         for optimizer, of_pair in grouped(of_model, "optimizer").items():
             exact: dict[str, Row] = {}
             for schedule, of_schedule in grouped(of_pair, "schedule", ORDER).items():
                 for ranks, of_case in grouped(of_schedule, "ranks").items():
-                    own = best(of_case)
-                    exact = own if schedule == SYNCHRONOUS else exact
-                    name = f"{model}, {optimizer}, `{schedule}`, {ranks} ranks"
-                    lines.append([name, *cells_of(own, exact)])
-    return markdown_table(head, lines)
+                    for of_start in grouped(of_case, "start").values():
+                        own = best(of_start)
+                        exact = own if schedule == SYNCHRONOUS else exact
+                        name = f"{model}, {optimizer}, `{schedule}`, {ranks} ranks"
+                        lines.append([name, *cells_of(own, exact)])
+    return markdown_table([*head, "ms for an update"], lines)
 
 
 def cells_of(own: dict[str, Row], exact: dict[str, Row]) -> list[str]:
@@ -64,6 +65,7 @@ def cells_of(own: dict[str, Row], exact: dict[str, Row]) -> list[str]:
     times = [1e3 * float(row["seconds"]) / int(row["steps"]) for row in own.values()]
     return [
         own[min(own)]["rate"],
+        "all" if own[min(own)]["schedule"] == SYNCHRONOUS else own[min(own)]["start"],
         f"{min(bits):.3f} to {max(bits):.3f}",
         f"{min(gaps):+.2f} to {max(gaps):+.2f} %" if gaps else "",
         f"{statistics.median(times):.0f}",

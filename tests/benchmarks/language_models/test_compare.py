@@ -10,7 +10,7 @@ from benchmarks.language_models.table import by_depth
 def test_the_first_updates_are_synchronous():
     rows = []
     for schedule in SCHEDULES:
-        run = Run("GPT-2", "AdamW", schedule, "2", "0.001", 0, steps=10)
+        run = Run("GPT-2", "AdamW", schedule, "2", "0.001", 0, "1", steps=10)
         rows.append(perform(run) | run._asdict())
     first = [row["losses"].split()[0] for row in rows]
     assert len(set(first)) == 1  # by the initial weights
