@@ -27,6 +27,7 @@ class AttachPoint(Enum):
     FSDP_GRADIENTS = "the reduce-scatter of FSDP2"
     FSDP_PARAMETERS = "the all-gather of FSDP2"
     GOSSIP = "gossip messages"
+    OUTER_STEPS = "the differences of outer steps"
     PIPELINE = "pipeline activations and gradients"
 
 

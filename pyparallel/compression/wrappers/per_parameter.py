@@ -58,7 +58,7 @@ class PerParameter(Composed):
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        if place not in (AttachPoint.DDP, AttachPoint.GOSSIP):
+        if place not in (AttachPoint.DDP, AttachPoint.GOSSIP, AttachPoint.OUTER_STEPS):
             return (
                 f"compressor must not depend on parameter names for {place.value}, where buffers "
                 f"have none, got {self}; use one compressor for all"

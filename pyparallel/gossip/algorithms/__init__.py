@@ -3,7 +3,7 @@
 from .adpsgd import ADPSGD
 from .all_reduce import AllReduce
 from .base import Algorithm
-from .diloco import DiLoCo
+from .diloco import DiLoCo, MuLoCo, SparseLoCo, StreamingDiLoCo
 from .dpsgd import DPSGD
 from .hierarchical import Hierarchical
 from .leader_sgd import LeaderSGD
@@ -24,6 +24,9 @@ __all__ = [
     "Hierarchical",
     "LeaderSGD",
     "LocalSGD",
+    "MuLoCo",
     "NoLoCo",
     "SlowMo",
+    "SparseLoCo",
+    "StreamingDiLoCo",
 ]

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Run
-from ...compression import Compressor
-from ...compression.compressor import not_a_compressor
-from ...training import FlatBuckets, ModelAverager, has_methods, wrong_type
+from ...compression import AttachPoint, Compressor
+from ...compression.compressor import validation_error_at
+from ...training import FlatBuckets, ModelAverager, check_like, has_methods, wrong_type
 from ...training.arguments import check_in, check_integer, require
 from ..topology import Topology
 from ..topology.base import check_topology
@@ -106,8 +106,10 @@ class Periodic(Algorithm):
     def check_options(self, interval: int) -> None:
         """Raise a ValueError or TypeError for options that do not fit the interval."""
         check_integer("interval", interval, rule="a positive number of steps")
-        if self.compressor is not None and (problem := not_a_compressor(self.compressor)):
-            raise problem
+        if self.compressor is not None:
+            problem = validation_error_at(AttachPoint.OUTER_STEPS, self.compressor)
+            if problem is not None:
+                raise problem if isinstance(problem, TypeError) else ValueError(problem)
         if isinstance(self.fragments, int):
             check_integer("fragments", self.fragments)
         count = self.fragments if isinstance(self.fragments, int) else len(self.fragments)
@@ -117,6 +119,51 @@ class Periodic(Algorithm):
         rule = f"delay must be below the interval of {interval} steps"
         require(self.delay < interval, rule, self.delay)
         check_in("mix", self.share_kept, "[0, 1)")
+
+
+class OuterRule:
+    """The outer step of a fragment; of this class, local SGD's: ranks go on from the average.
+
+    Args:
+        slow: the weights after the last outer step, float32, one tensor for each span; empty if the
+            rule reads none, and nothing is compressed.
+    """
+
+    def __init__(self, slow: Sequence[Tensor] = ()) -> None:
+        self.slow = list(slow)
+
+    evaluates_slow = False  # instead of the ranks' own weights
+
+    def message(self, weights: list[Tensor]) -> list[Tensor]:
+        """Return what is averaged, for this rank's weights, which must not be written."""
+        return weights
+
+    def step(self, averages: list[Tensor]) -> list[Tensor]:
+        """Take the outer step, equally where averages are equal; return the weights to go on from.
+
+        It writes ``slow``.
+        """
+        if self.slow:
+            copy_all(self.slow, averages)
+        return averages
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; its tensors may be the live ones."""
+        return {"slow": self.slow} if self.slow else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+        if self.slow:
+            copy_all(self.slow, state["slow"])
+
+    def check_state(self, state: dict[str, Any], path: str) -> None:
+        """Raise any error for a state that ``load_state_dict`` cannot load; change nothing."""
+        check_like(state, self.state_dict(), path)
+
+    def reset(self, weights: list[Tensor]) -> None:
+        """Start again from these weights."""
+        if self.slow:
+            copy_all(self.slow, weights)
 
 
 class JoinedOptimizers:

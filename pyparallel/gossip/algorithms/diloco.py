@@ -11,13 +11,23 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Run
+from ...compression import (
+    Cast,
+    Chain,
+    ChunkTopK,
+    Compressor,
+    ErrorFeedback,
+    Int4,
+    PerParameter,
+    Statistical,
+)
 from ...training import FlatBuckets, check_like, check_optimizer_state
-from .base import Periodic, copy_all
-from .periodic import OuterRule, PeriodicAverager
+from .base import OuterRule, Periodic, copy_all
+from .periodic import PeriodicAverager
 
 
-def _nesterov(parameters: list[Tensor]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+def _sgd(lr: float, momentum: float) -> Callable[[list[Tensor]], Optimizer]:
+    return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 
 def diloco_(
@@ -48,7 +58,7 @@ class DiLoCo(Periodic):
     """
 
     interval: int = 500
-    outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_nesterov, repr=False)
+    outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_sgd(0.7, 0.9), repr=False)
 
     def __post_init__(self) -> None:
         self.check_options(self.interval)
@@ -64,6 +74,54 @@ class DiLoCo(Periodic):
     ) -> PeriodicAverager:
         make_rule = partial(OuterOptimizerRule, self.outer_optimizer)
         return PeriodicAverager(self, self.interval, make_rule, module, buckets, run)
+
+
+@dataclass(frozen=True, repr=False)
+class StreamingDiLoCo(DiLoCo):
+    """DiLoCo whose fragments travel in four bits while the ranks train (arXiv 2501.18512).
+
+    The paper's: three layers a fragment, strided; here the number of fragments is given instead.
+    """
+
+    interval: int = 100
+    outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_sgd(0.4, 0.9), repr=False)
+    compressor: Compressor | None = field(default=Int4(), kw_only=True)
+    fragments: int | Sequence[Sequence[str]] = field(default=3, kw_only=True)
+    delay: int = field(default=5, kw_only=True)
+
+
+@dataclass(frozen=True, repr=False)
+class SparseLoCo(DiLoCo):
+    """DiLoCo that sends the largest entries of each chunk, in two bits, with error feedback.
+
+    Sarfi et al., arXiv 2508.15706; the defaults are those of their public training code, but that
+    ranks' differences are not clipped to their median norm. 0.22 bits a parameter and outer step.
+    """
+
+    interval: int = 30
+    outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_sgd(0.4, 0.0), repr=False)
+    compressor: Compressor | None = field(
+        default=ErrorFeedback(Chain(ChunkTopK(), Statistical(2)), decay=0.95), kw_only=True
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class MuLoCo(DiLoCo):
+    """DiLoCo for ranks that train with Muon: differences in two bits, with error feedback.
+
+    Therien et al., arXiv 2505.23725. Muon is up to the trainer's optimizers. Norms, biases and
+    embeddings are sent as bfloat16, by their usual names; else pass a ``PerParameter`` of yours.
+    """
+
+    interval: int = 30
+    outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_sgd(0.8, 0.9), repr=False)
+    compressor: Compressor | None = field(
+        default=PerParameter({
+            **dict.fromkeys(("*norm*", "*ln_*", "*.bias", "*emb*", "*wte*", "*wpe*"), Cast()),
+            "*": ErrorFeedback(Statistical(2), decay=0.9),
+        }),
+        kw_only=True,
+    )  # fmt: skip
 
 
 class OuterOptimizerRule(OuterRule):

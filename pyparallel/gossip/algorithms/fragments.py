@@ -1,15 +1,19 @@
 """The fragments of a model, whose outer steps come one after the other."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...compression import BufferLayout
 from ...training import FlatBuckets, plain_name, summarize
 from ...training.arguments import require
-from ..push_sum.layout import layouts_of
+from ..push_sum.layout import is_gap, layouts_of
+from .base import OuterRule
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,96 @@ class Span:
     def of(self, buffers: Sequence[Tensor]) -> Tensor:
         """Return this part of the buffers, (n,), a view."""
         return buffers[self.bucket][self.begin : self.end]
+
+    @cached_property
+    def of_parameters(self) -> BufferLayout:
+        """Return the layout without the gaps between parameters."""
+        return BufferLayout(tuple(each for each in self.layout.pieces if not is_gap(each.name)))
+
+    def without_gaps(self, tensor: Tensor) -> Tensor:
+        """Return a copy of the parameters' entries of such a part, one after the other."""
+        parts = zip(self.layout.pieces, self.layout.offsets, strict=True)
+        return torch.cat(
+            [
+                tensor[offset : offset + piece.numel]
+                for piece, offset in parts
+                if not is_gap(piece.name)
+            ]
+        )
+
+    def with_gaps(self, entries: Tensor) -> Tensor:
+        """Return the part whose parameters have these entries, with zeros in its gaps."""
+        tensor, rest = entries.new_zeros(self.end - self.begin), entries
+        for piece, offset in zip(self.layout.pieces, self.layout.offsets, strict=True):
+            if not is_gap(piece.name):
+                tensor[offset : offset + piece.numel] = rest[: piece.numel]
+                rest = rest[piece.numel :]
+        return tensor
+
+
+class Fragment:
+    """A fragment on this rank: where it is, its rule, and what is in flight of it.
+
+    Args:
+        first: the step of its first outer step.
+    """
+
+    def __init__(
+        self, spans: list[Span], buffers: Sequence[Tensor], rule: OuterRule, first: int
+    ) -> None:
+        self.rule = rule
+        self.tensors = [span.of(buffers) for span in spans]
+        self.spans = spans
+        self._first = first
+        self._sent_at = 0
+        self._wait: Callable[[], list[Tensor]] | None = None  # for averages that are in flight
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Return this rank's weights, float32; perhaps the live ones."""
+        return [each.float() for each in self.tensors]
+
+    def count(self, step: int, interval: int) -> int | None:
+        """Return how many outer steps come before one that begins at a step; None: none does."""
+        count, rest = divmod(step - self._first, interval)
+        return None if rest or count < 0 else count
+
+    def is_due(self, step: int, delay: int) -> bool:
+        """Return whether what is in flight has travelled for so many steps."""
+        return self._wait is not None and step - self._sent_at >= delay
+
+    def hold(self, step: int, wait: Callable[[], list[Tensor]] | None) -> None:
+        """Keep what waits for the averages of what was sent at a step."""
+        self._sent_at, self._wait = step, wait
+
+    def without_gaps(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parameters' entries of tensors of the spans."""
+        return [span.without_gaps(each) for span, each in zip(self.spans, tensors, strict=True)]
+
+    def with_gaps(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors of the spans, with zeros in their gaps."""
+        return [span.with_gaps(each) for span, each in zip(self.spans, tensors, strict=True)]
+
+    @torch.no_grad()
+    def take_outer_step(self, mix: float) -> None:
+        """Wait for the averages, and go on from the outer step and a share of the own weights."""
+        assert self._wait is not None
+        averages, self._wait = self._wait(), None
+        for each, new in zip(self.tensors, self.rule.step(averages), strict=True):
+            each.copy_(torch.lerp(new, each.float(), mix) if mix else new)
+
+    def in_flight(self) -> dict[str, Any] | None:
+        """Wait for what is in flight, and return it; the outer step still comes when it is due."""
+        if self._wait is None:
+            return None
+        averages = self._wait()
+        self._wait = lambda: averages
+        return {"sent_at": self._sent_at, "averages": averages}
+
+    def load_in_flight(self, saved: dict[str, Any] | None) -> None:
+        """Restore what ``in_flight`` returned."""
+        averages = [each.clone() for each in saved["averages"]] if saved else []
+        self.hold(saved["sent_at"] if saved else 0, (lambda: averages) if saved else None)
 
 
 def find_fragments(

@@ -16,8 +16,8 @@ from ...training import FlatBuckets
 from ...training.arguments import check_in, require
 from ..messages import NeighborExchange, Pairs
 from ..topology import Matching
-from .base import OnTopology, Periodic, copy_all
-from .periodic import OuterRule, PeriodicAverager
+from .base import OnTopology, OuterRule, Periodic, copy_all
+from .periodic import PeriodicAverager
 
 
 def noloco(

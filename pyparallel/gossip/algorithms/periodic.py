@@ -1,7 +1,8 @@
 """Local steps, and an outer step at an interval: what LocalSGD, SlowMo, DiLoCo and NoLoCo share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,110 +21,8 @@ from ...training import (
     seal,
 )
 from ..messages import AllRanks, Pairs
-from .base import Periodic, copy_all
-from .fragments import Span, find_fragments
-
-
-class OuterRule:
-    """The outer step of a fragment; of this class, local SGD's: ranks go on from the average.
-
-    Args:
-        slow: the weights after the last outer step, float32, one tensor for each span; empty if the
-            rule reads none, and nothing is compressed.
-    """
-
-    def __init__(self, slow: Sequence[Tensor] = ()) -> None:
-        self.slow = list(slow)
-
-    evaluates_slow = False  # instead of the ranks' own weights
-
-    def message(self, weights: list[Tensor]) -> list[Tensor]:
-        """Return what is averaged, for this rank's weights, which must not be written."""
-        return weights
-
-    def step(self, averages: list[Tensor]) -> list[Tensor]:
-        """Take the outer step, equally where averages are equal; return the weights to go on from.
-
-        It writes ``slow``.
-        """
-        if self.slow:
-            copy_all(self.slow, averages)
-        return averages
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state; its tensors may be the live ones."""
-        return {"slow": self.slow} if self.slow else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
-        if self.slow:
-            copy_all(self.slow, state["slow"])
-
-    def check_state(self, state: dict[str, Any], path: str) -> None:
-        """Raise any error for a state that ``load_state_dict`` cannot load; change nothing."""
-        check_like(state, self.state_dict(), path)
-
-    def reset(self, weights: list[Tensor]) -> None:
-        """Start again from these weights."""
-        if self.slow:
-            copy_all(self.slow, weights)
-
-
-class _Fragment:
-    """A fragment on this rank: where it is, its rule, and what is in flight of it.
-
-    Args:
-        first: the step of its first outer step.
-    """
-
-    def __init__(
-        self, spans: list[Span], buffers: Sequence[Tensor], rule: OuterRule, first: int
-    ) -> None:
-        self.rule = rule
-        self.tensors = [span.of(buffers) for span in spans]
-        self.spans = spans
-        self._first = first
-        self._sent_at = 0
-        self._wait: Callable[[], list[Tensor]] | None = None  # for averages that are in flight
-
-    @property
-    def weights(self) -> list[Tensor]:
-        """Return this rank's weights, float32; perhaps the live ones."""
-        return [each.float() for each in self.tensors]
-
-    def count(self, step: int, interval: int) -> int | None:
-        """Return how many outer steps come before one that begins at a step; None: none does."""
-        count, rest = divmod(step - self._first, interval)
-        return None if rest or count < 0 else count
-
-    def is_due(self, step: int, delay: int) -> bool:
-        """Return whether what is in flight has travelled for so many steps."""
-        return self._wait is not None and step - self._sent_at >= delay
-
-    def hold(self, step: int, wait: Callable[[], list[Tensor]] | None) -> None:
-        """Keep what waits for the averages of what was sent at a step."""
-        self._sent_at, self._wait = step, wait
-
-    @torch.no_grad()
-    def take_outer_step(self, mix: float) -> None:
-        """Wait for the averages, and go on from the outer step and a share of the own weights."""
-        assert self._wait is not None
-        averages, self._wait = self._wait(), None
-        for each, new in zip(self.tensors, self.rule.step(averages), strict=True):
-            each.copy_(torch.lerp(new, each.float(), mix) if mix else new)
-
-    def in_flight(self) -> dict[str, Any] | None:
-        """Wait for what is in flight, and return it; the outer step still comes when it is due."""
-        if self._wait is None:
-            return None
-        averages = self._wait()
-        self._wait = lambda: averages
-        return {"sent_at": self._sent_at, "averages": averages}
-
-    def load_in_flight(self, saved: dict[str, Any] | None) -> None:
-        """Restore what ``in_flight`` returned."""
-        averages = [each.clone() for each in saved["averages"]] if saved else []
-        self.hold(saved["sent_at"] if saved else 0, (lambda: averages) if saved else None)
+from .base import OuterRule, Periodic, copy_all
+from .fragments import Fragment, find_fragments
 
 
 class PeriodicAverager(ModelAverager):
@@ -155,7 +54,7 @@ class PeriodicAverager(ModelAverager):
         for number, spans in enumerate(parts):
             rule = make_rule([span.of(self.buffers).float().clone() for span in spans])
             first = (number + 1) * interval // len(parts)
-            self._fragments.append(_Fragment(spans, self.buffers, rule, first))
+            self._fragments.append(Fragment(spans, self.buffers, rule, first))
         device, in_background = self.buffers[0].device, options.delay > 0
         self._average = average or AllRanks(run, device, options.compressor, in_background)
 
@@ -177,13 +76,18 @@ class PeriodicAverager(ModelAverager):
                 self._take_outer_step(each)
 
     @torch.no_grad()
-    def _send(self, fragment: _Fragment, index: int) -> None:
-        message, rule = fragment.rule.message(fragment.weights), fragment.rule
-        layouts, weight = [each.layout for each in fragment.spans], self.status.weight
-        wait = self._average.start(message, layouts, rule.slow, index=index, weight=weight)
+    def _send(self, fragment: Fragment, index: int) -> None:
+        message = fragment.rule.message(fragment.weights)
+        layouts = [each.of_parameters for each in fragment.spans]
+        average = partial(self._average.start, layouts, index=index, weight=self.status.weight)
+        if self._options.compressor is None:  # zeros in the gaps stay zeros
+            wait = average(message)
+        else:
+            arrived = average(*map(fragment.without_gaps, (message, fragment.rule.slow)))
+            wait = lambda: fragment.with_gaps(arrived())  # noqa: E731
         fragment.hold(self._steps, wait)
 
-    def _take_outer_step(self, fragment: _Fragment) -> None:
+    def _take_outer_step(self, fragment: Fragment) -> None:
         fragment.take_outer_step(self._options.share_kept)
         self._average.raise_nonfinite()
 
@@ -242,7 +146,7 @@ class PeriodicAverager(ModelAverager):
             self._average.store.check_state(seal(state["compressor"]))
         return replace(inner, counters={"step": state["steps"], **inner.counters})
 
-    def _of_fragments(self, state: dict[str, Any]) -> list[tuple[_Fragment, Any, Any]]:
+    def _of_fragments(self, state: dict[str, Any]) -> list[tuple[Fragment, Any, Any]]:
         """Return each fragment with its parts of a state: of its rule, and what is in flight."""
         outer = [state["outer"]] if self._options.is_at_once else state["outer"]
         in_flight = state.get("in_flight", [None] * len(outer))

@@ -14,8 +14,15 @@ from typing_extensions import override
 from ...comm import Collectives, Run
 from ...training import FlatBuckets
 from ...training.arguments import check_in, require
-from .base import Algorithm, Periodic, check_inner, check_is_algorithm, copy_all
-from .periodic import OuterRule, PeriodicAverager
+from .base import (
+    Algorithm,
+    OuterRule,
+    Periodic,
+    check_inner,
+    check_is_algorithm,
+    copy_all,
+)
+from .periodic import PeriodicAverager
 
 
 def slowmo_(

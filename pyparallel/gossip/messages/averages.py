@@ -51,9 +51,9 @@ class AllRanks:
     @torch.no_grad()
     def start(
         self,
-        tensors: Sequence[Tensor],
         layouts: Sequence[BufferLayout],
-        equal: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        equal: Sequence[Tensor] = (),
         *,
         index: int,
         weight: Tensor,
@@ -125,9 +125,9 @@ class Pairs:
 
     def start(
         self,
-        tensors: Sequence[Tensor],
         layouts: Sequence[BufferLayout],
-        equal: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        equal: Sequence[Tensor] = (),
         *,
         index: int,
         weight: Tensor,

@@ -74,7 +74,7 @@ def relayout(states: Sequence[Any], saved: Sequence[Places], places: Sequence[Pl
             the parameters, dicts by parameter name likewise, all else is equal in all of them.
     """
     home = {name: index for index, each in enumerate(saved) for name in each}
-    missing = [name for each in places for name in each if not _is_gap(name) and name not in home]
+    missing = [name for each in places for name in each if not is_gap(name) and name not in home]
     if missing:
         raise ValueError(
             f"the saved state must hold all parameters, got one without {missing[0]!r}"
@@ -120,7 +120,7 @@ def _join(
 ) -> Tensor:
     parts = []
     for name, numel in places.items():
-        if _is_gap(name):
+        if is_gap(name):
             parts.append(nodes[0].new_zeros(numel))
             continue
         source = saved[home[name]]
@@ -130,5 +130,6 @@ def _join(
     return torch.cat([part.to(parts[0].dtype) for part in parts])
 
 
-def _is_gap(name: str) -> bool:
+def is_gap(name: str) -> bool:
+    """Return whether a piece of this name is no parameter."""
     return name.startswith(_GAP)

@@ -6,8 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyparallel.compression import ErrorFeedback, TopK
-from pyparallel.gossip import DiLoCo, LocalSGD, NoLoCo, SlowMo
+from pyparallel.compression import DGC, ErrorFeedback, TopK
+from pyparallel.gossip import (
+    DiLoCo,
+    LocalSGD,
+    MuLoCo,
+    NoLoCo,
+    SlowMo,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
 from pyparallel.gossip.algorithms.diloco import OuterOptimizerRule
 from pyparallel.gossip.algorithms.fragments import find_fragments
 from pyparallel.gossip.topology import Hypercube
@@ -23,10 +31,9 @@ def nesterov(parameters):
     return torch.optim.SGD(parameters, lr=OUTER_LR, momentum=MOMENTUM, nesterov=True)
 
 
-def largest(x, density, numels):
-    """Return the largest entries of x and zeros; parameters begin at multiples of 64 entries."""
-    count = round(density * sum(-(-numel // 64) * 64 for numel in numels))
-    kept = x.abs().topk(min(count, x.numel())).indices
+def largest(x, density):
+    """Return the largest entries of x and zeros."""
+    kept = x.abs().topk(max(1, round(density * x.numel()))).indices
     return torch.zeros_like(x).index_copy(0, kept, x[kept])
 
 
@@ -61,7 +68,7 @@ def stream(parts, delay, mix, density=None, error_feedback=True):
                     difference = outer[index] - own
                     if density:
                         total = difference + errors[index][rank]
-                        difference = largest(total, density, [p.numel() for p in part(rank, names)])
+                        difference = largest(total, density)
                         if error_feedback:
                             errors[index][rank] = total - difference
                     sent.append(difference)
@@ -141,6 +148,9 @@ RESUMED = [
     LocalSGD(INTERVAL, **STREAMED),
     SlowMo(None, INTERVAL, reset_momentum=False, **STREAMED),
     NoLoCo(Hypercube(RANKS), INTERVAL, **STREAMED),
+    StreamingDiLoCo(INTERVAL, **STREAMED),
+    SparseLoCo(INTERVAL, **STREAMED),
+    MuLoCo(INTERVAL, **STREAMED),
 ]
 
 
@@ -197,6 +207,10 @@ def test_ranks_compute_while_messages_travel(ranks):
         ({"fragments": 5}, "fragments must be from 1 to the 4 steps of the interval, got 5"),
         ({"fragments": 0}, "fragments must be"),
         ({"compressor": "int8"}, "compressor must be an object such as Int8"),
+        (
+            {"compressor": DGC(0.1)},
+            "must not accumulate momentum for the differences of outer steps",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):
