@@ -44,7 +44,9 @@ def without_pickle():
 
 
 def gossip(name, num_ranks):
-    model, optimizer = wrap(EVERY_ALGORITHM[name](num_ranks), nn.Linear(4, 2))
+    model, optimizer = wrap(
+        EVERY_ALGORITHM[name](num_ranks), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    )
     step(model, optimizer)
     model.flush()
     state = GossipState(model, optimizer)

@@ -37,8 +37,9 @@ def at_the_end(tensor):
     """
     if tensor.numel() < TAIL // 4096:
         return moved(tensor, DEVICE)
-    whole = torch.zeros(tensor.numel() * (NUMEL // TAIL), dtype=tensor.dtype, device=DEVICE)
-    whole[-tensor.numel() :] = tensor.to(DEVICE)
+    *rows, length = tensor.shape
+    whole = torch.zeros(*rows, length * (NUMEL // TAIL), dtype=tensor.dtype, device=DEVICE)
+    whole[..., -length:] = tensor.to(DEVICE)
     return whole
 
 
@@ -50,7 +51,9 @@ def test_elements_beyond_2_31_are_computed(case):
     case.run(whole)
     ends = pytree.tree_map(
         lambda long, short: (
-            long[-short.numel() :] if isinstance(short, torch.Tensor) and short.dim() else long
+            long[..., -short.shape[-1] :]
+            if isinstance(short, torch.Tensor) and short.dim()
+            else long
         ),
         whole,
         tail,

@@ -26,8 +26,20 @@ from .base import OuterRule, Periodic, copy_all
 from .periodic import PeriodicAverager
 
 
-def _sgd(lr: float, momentum: float) -> Callable[[list[Tensor]], Optimizer]:
-    return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+def _nesterov(parameters: list[Tensor], lr: float = 0.7) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
+
+
+def _slower_nesterov(parameters: list[Tensor]) -> Optimizer:
+    return _nesterov(parameters, 0.4)
+
+
+def _faster_nesterov(parameters: list[Tensor]) -> Optimizer:
+    return _nesterov(parameters, 0.8)
+
+
+def _sgd(parameters: list[Tensor]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.4)
 
 
 def diloco_(
@@ -58,7 +70,7 @@ class DiLoCo(Periodic):
     """
 
     interval: int = 500
-    outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_sgd(0.7, 0.9), repr=False)
+    outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_nesterov, repr=False)
 
     def __post_init__(self) -> None:
         self.check_options(self.interval)
@@ -84,7 +96,9 @@ class StreamingDiLoCo(DiLoCo):
     """
 
     interval: int = 100
-    outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_sgd(0.4, 0.9), repr=False)
+    outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(
+        default=_slower_nesterov, repr=False
+    )
     compressor: Compressor | None = field(default=Int4(), kw_only=True)
     fragments: int | Sequence[Sequence[str]] = field(default=3, kw_only=True)
     delay: int = field(default=5, kw_only=True)
@@ -99,7 +113,7 @@ class SparseLoCo(DiLoCo):
     """
 
     interval: int = 30
-    outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_sgd(0.4, 0.0), repr=False)
+    outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_sgd, repr=False)
     compressor: Compressor | None = field(
         default=ErrorFeedback(Chain(ChunkTopK(), Statistical(2)), decay=0.95), kw_only=True
     )
@@ -114,7 +128,9 @@ class MuLoCo(DiLoCo):
     """
 
     interval: int = 30
-    outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_sgd(0.8, 0.9), repr=False)
+    outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(
+        default=_faster_nesterov, repr=False
+    )
     compressor: Compressor | None = field(
         default=PerParameter({
             **dict.fromkeys(("*norm*", "*ln_*", "*.bias", "*emb*", "*wte*", "*wpe*"), Cast()),

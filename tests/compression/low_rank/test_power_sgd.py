@@ -165,7 +165,7 @@ def test_an_out_of_another_length_is_rejected():
 
 def test_supported_places():
     supported = {place for place in AttachPoint if PowerSGD().validation_error(place) is None}
-    assert supported == {AttachPoint.DDP, AttachPoint.GOSSIP}
+    assert supported == {AttachPoint.DDP, AttachPoint.GOSSIP, AttachPoint.OUTER_STEPS}
     assert "shards" in PowerSGD().validation_error(AttachPoint.FSDP_GRADIENTS)
     assert "error feedback" in PowerSGD().validation_error(AttachPoint.PIPELINE)
 

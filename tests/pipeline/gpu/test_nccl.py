@@ -216,7 +216,6 @@ def test_kernels_that_load_when_they_run_first_stop_no_pipeline(monkeypatch, sub
         (PipeOptim(), PipelineShape(6, 3, 3), 1),
         (PipeOptim(), PipelineShape(6, 3, 3), 3),
         (PipeDream(), PipelineShape(4, 2, 2), None),
-        (Interlocking(window=3), PipelineShape(4, 3, 4), None),
     ]:
         one_shape = 2 * shape.num_stages * shape.num_microbatches
 
