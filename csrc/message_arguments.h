@@ -121,19 +121,25 @@ inline bool has_rows(const Tensor& tensor, ScalarType dtype, const Tensor& model
 // those of one in rows, of as many blocks each, but for the gaps between the rows.
 struct Rows {
   int64_t blocks = 0;                   // of a row; 0: one piece
+  uint64_t reciprocal = 0;              // 2^63 / blocks, rounded up
   int64_t code_gap = 0, scale_gap = 0;  // in bytes; in floats
 
   Rows() = default;
   Rows(const Tensor& codes, const Tensor& scales, int64_t bits, int64_t block_size) {
     if (codes.dim() < 2) return;
     blocks = codes.size(1) * 8 / bits / block_size;
+    reciprocal = ((uint64_t{1} << 63) + blocks - 1) / blocks;
     code_gap = codes.stride(0) - codes.size(1);
     scale_gap = scales.stride(0) - scales.size(1);
   }
 
-  // Of a block, of which a buffer has less than 2^32.
-  PYPARALLEL_HOST_DEVICE int64_t row(int64_t block) const {
-    return blocks > 0 ? static_cast<uint32_t>(block) / static_cast<uint32_t>(blocks) : 0;
+  // Of a block, of which a buffer has less than 2^31: the quotient without a division, which would
+  // take a thread dozens of instructions. The error of the reciprocal is too small to matter.
+  PYPARALLEL_HOST_DEVICE uint32_t row(int64_t block) const {
+    const uint32_t twice = 2 * static_cast<uint32_t>(block);
+    const uint64_t low = uint64_t{twice} * static_cast<uint32_t>(reciprocal) >> 32;
+    const uint64_t high = uint64_t{twice} * static_cast<uint32_t>(reciprocal >> 32);
+    return static_cast<uint32_t>((high + low) >> 32);
   }
 };
 

@@ -43,7 +43,7 @@ def by_start(rows: Sequence[Row]) -> str:
 
 
 def by_depth(rows: Sequence[Row]) -> str:
-    """Return held-out loss of each at its best rate, least to most of the seeds, and seconds."""
+    """Return held-out loss of each at its best rate, least to most of the seeds."""
     head = ["", "rate", "synchronous updates", "held-out, bits per byte", "against synchronous"]
     lines = []
     for model, of_model in grouped(rows, "model").items():
@@ -56,19 +56,17 @@ def by_depth(rows: Sequence[Row]) -> str:
                         exact = own if schedule == SYNCHRONOUS else exact
                         name = f"{model}, {optimizer}, `{schedule}`, {ranks} ranks"
                         lines.append([name, *cells_of(own, exact)])
-    return markdown_table([*head, "ms for an update"], lines)
+    return markdown_table(head, lines)
 
 
 def cells_of(own: dict[str, Row], exact: dict[str, Row]) -> list[str]:
     bits = [float(row["held_out_bits"]) for row in own.values()]
     gaps = [behind(row, exact[seed]) for seed, row in own.items() if seed in exact]
-    times = [1e3 * float(row["seconds"]) / int(row["steps"]) for row in own.values()]
     return [
         own[min(own)]["rate"],
         "all" if own[min(own)]["schedule"] == SYNCHRONOUS else own[min(own)]["start"],
         f"{min(bits):.3f} to {max(bits):.3f}",
         f"{min(gaps):+.2f} to {max(gaps):+.2f} %" if gaps else "",
-        f"{statistics.median(times):.0f}",
     ]
 
 

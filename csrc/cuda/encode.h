@@ -71,11 +71,12 @@ __device__ __forceinline__ BlockScale scale_of_group(const float (&values)[kPerT
   return scale;
 }
 
-// Stores the codes, and returns what they decode to. Zeros, as past the end, have the code zero.
-template <typename Format>
+// Stores the codes at `codes()`, and returns what they decode to. Zeros, as past the end, have the
+// code zero.
+template <typename Format, typename Codes>
 __device__ __forceinline__ void encode_and_store(const float (&values)[kPerThread],
                                                  const BlockScale& scale, bool stochastic,
-                                                 const PhiloxWords& words, uint8_t* codes,
+                                                 const PhiloxWords& words, const Codes& codes,
                                                  const Place<>& place,
                                                  float (&decoded)[kPerThread]) {
   uint32_t coded_values[kPerThread] = {};
@@ -96,7 +97,7 @@ __device__ __forceinline__ void encode_and_store(const float (&values)[kPerThrea
   }
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) decoded[i] = decoded[i] * scale.scale;
-  store_codes<Format>(coded_values, codes, place);
+  store_codes<Format>(coded_values, codes(), place);
 }
 
 // The sum over the threads of a quantized block.

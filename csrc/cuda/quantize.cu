@@ -21,6 +21,15 @@ constexpr int kQuantizeBlocks = !HAS_RESIDUAL        ? 4
                                 : Format::kHasScales ? 3
                                                      : 2;
 
+// Hides where a number comes from: what follows from it is computed again where it is needed, and
+// takes no register meanwhile.
+__device__ __forceinline__ int64_t not_kept(int64_t number) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+l"(number));
+#endif
+  return number;
+}
+
 bool are_aligned(const void* codes, const Rows& rows) {
   return is_aligned(codes) && rows.code_gap % 16 == 0;
 }
@@ -44,14 +53,17 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<Format, HAS_RESIDUAL
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] + lost[i];
   }
-  const int64_t row = rows.row(place.begin >> shift);
-  codes += row * rows.code_gap;
-  scales += row * rows.scale_gap;
-  const BlockScale scale = scale_of_group<Format>(sums, place, shift, scales);
+  const auto row_of = [&] { return rows.row(not_kept(place.begin) >> shift); };
+  const BlockScale scale =
+      scale_of_group<Format>(sums, place, shift, scales + row_of() * rows.scale_gap);
   float decoded[kPerThread];
-  encode_and_store<Format>(sums, scale, draws.stochastic, words, codes, place, decoded);
+  encode_and_store<Format>(
+      sums, scale, draws.stochastic, words, [&] { return codes + row_of() * rows.code_gap; }, place,
+      decoded);
   if constexpr (HAS_RESIDUAL) {
-    if (Format::kFitsScale) fit_scale(sums, scale, place, shift, scales, decoded);
+    if (Format::kFitsScale) {
+      fit_scale(sums, scale, place, shift, scales + row_of() * rows.scale_gap, decoded);
+    }
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const float error = sums[i] - decoded[i];

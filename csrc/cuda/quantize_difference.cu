@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) differences[i] = own[i] - copy[i];
   const BlockScale scale = scale_of_group<Format>(differences, place, shift, scales);
-  encode_and_store<Format>(differences, scale, draws.stochastic, words, codes, place, decoded);
+  encode_and_store<Format>(
+      differences, scale, draws.stochastic, words, [=] { return codes; }, place, decoded);
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     copy[i] = static_cast<float>(static_cast<Z>(copy[i] + decoded[i]));

@@ -13,10 +13,10 @@ from tests.csrc.test_cuda_library import find_library
 # in blocks of up to 256 elements, whose threads are of one warp. A residual, whose dtype is known
 # at run time, is of float32.
 ENCODERS = {
-    "quantize_kernel<Int8, float32, false>": (2, 1, 180, 265),
-    "quantize_kernel<Int8, bfloat16, false>": (1, 1, 190, 275),
-    "quantize_kernel<Int8, float32, true>": (4, 3, 265, 345),
-    "quantize_kernel<Int8, bfloat16, true>": (3, 3, 280, 360),
+    "quantize_kernel<Int8, float32, false>": (2, 1, 185, 270),
+    "quantize_kernel<Int8, bfloat16, false>": (1, 1, 195, 280),
+    "quantize_kernel<Int8, float32, true>": (4, 3, 270, 350),
+    "quantize_kernel<Int8, bfloat16, true>": (3, 3, 285, 365),
     # Pairs of lanes exchange halves of two buffers of float32, so that they write whole sectors.
     "quantize_difference_kernel<Int8, float32>": (4, 5, 285, 395),
     "quantize_difference_kernel<Int8, bfloat16>": (2, 3, 295, 410),
