@@ -189,7 +189,7 @@ CASES = {
 }
 # The others are slow: they come to the same calls.
 FAST = [
-    "sgp", "hierarchical", "adpsgd", "allreduce, unused", "subgroup", "distance", "subnets",
+    "sgp", "adpsgd", "allreduce, unused", "subgroup", "subnets",
     "ddp cast", "fsdp gradients", "collectives", "join, allreduce",
 ]  # fmt: skip
 

@@ -14,7 +14,8 @@ from typing_extensions import override
 from ...comm import Run
 from ...training import FlatBuckets
 from ...training.arguments import check_in, require
-from ..messages import NeighborExchange, Pairs
+from ..messages import NeighborExchange
+from ..messages.averages import Pairs
 from ..topology import Matching
 from .base import OnTopology, OuterRule, Periodic, copy_all
 from .periodic import PeriodicAverager

@@ -20,7 +20,7 @@ from ...training import (
     check_like,
     seal,
 )
-from ..messages import AllRanks, Pairs
+from ..messages.averages import AllRanks, Pairs
 from .base import OuterRule, Periodic, copy_all
 from .fragments import Fragment, find_fragments
 

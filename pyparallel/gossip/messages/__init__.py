@@ -1,17 +1,14 @@
 """Messages of gossip rounds: what is sent to whom, and the headers by which it is checked."""
 
-from .averages import AllRanks, Pairs
 from .exchange import NeighborExchange, PendingExchange, Received, Round, Transfer
 from .flags import Flags
 from .header import MessageHeaders
 from .symmetric_memory import SymmetricMemoryExchange
 
 __all__ = [
-    "AllRanks",
     "Flags",
     "MessageHeaders",
     "NeighborExchange",
-    "Pairs",
     "PendingExchange",
     "Received",
     "Round",

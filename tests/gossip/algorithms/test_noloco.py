@@ -9,7 +9,7 @@ from torch import nn
 from pyparallel.gossip import NoLoCo
 from pyparallel.gossip.algorithms.noloco import NoLoCoRule, noloco
 from pyparallel.gossip.algorithms.periodic import PeriodicAverager
-from pyparallel.gossip.messages import Pairs
+from pyparallel.gossip.messages.averages import Pairs
 from pyparallel.gossip.topology import RandomMatching
 from pyparallel.training import FlatBuckets
 from tests.gossip.loops import batches, start, take_step, train_wrapped

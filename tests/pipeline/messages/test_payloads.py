@@ -1,6 +1,7 @@
 import weakref
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -77,6 +78,7 @@ def train_with_counted_payloads(rank, schedules):
     return most
 
 
+@pytest.mark.slow
 def test_on_the_host_payloads_live_while_the_schedule_has_their_microbatches_in_flight(ranks):
     # Activations until their backward, as a stage's inputs are views of them, and a gradient. On a
     # GPU memory returns later, when its work is done.
