@@ -85,13 +85,23 @@ class AllRanks:
                     state = store.of(layout, device)
                     store.compressor.mean_(each, state, self._collectives)
 
-        future = self._worker.start(average, total[0]) if self._worker else None
+        failures: list[Exception] = []
+
+        def attempt() -> None:
+            try:
+                average()
+            except Exception as error:  # a future would raise another one, with this one's text
+                failures.append(error)
+
+        future = self._worker.start(attempt, total[0]) if self._worker else None
         if future is None:
             average()
 
         def wait() -> list[Tensor]:
             if future is not None:
                 self._wait(future)
+            for error in failures:
+                raise error
             if store is None:
                 return total
             return [a - each for a, each in zip(equal, total, strict=True)]
