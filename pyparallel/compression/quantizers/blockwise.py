@@ -130,11 +130,13 @@ class BlockwiseCompressor(Compressor):
         kinds += [(1, torch.bool)] * drops
         width = packed_bytes(kinds)
         packed = torch.empty(size, width, dtype=torch.uint8, device=x.device)
+        if (written := x.numel() // whole) < size:
+            packed[written:].zero_()  # of ranks whose part is shorter, or empty
         *rows, last = unpack(packed, kinds)
         with collectives.stats.encoding():
             self._encode(x, state, residual, rows if drops else [*rows, last])
             if drops:
-                last.copy_(self._drop_nonfinite_(x.numel(), rows[-1], residual))
+                last.copy_(self._drop_nonfinite_(rows[-1], residual))
         for of_ranks, dtype in zip(lengths, self.dtypes, strict=True):
             kept = of_ranks[collectives.rank] / max(1, sum(of_ranks))
             num_bytes = sum(of_ranks) * dtype.itemsize
@@ -154,15 +156,11 @@ class BlockwiseCompressor(Compressor):
             if rest:
                 target[whole, :rest].copy_(tensor[-rest:])
 
-    def _drop_nonfinite_(self, numel: int, scales: Tensor, residual: Residual) -> Tensor:
+    def _drop_nonfinite_(self, scales: Tensor, residual: Residual) -> Tensor:
         """Make a message decode to zeros if a block had a nan or an inf; return whether, 0-d.
 
         The residual becomes 0 then: what was sent of it is dropped, what is left has x in it.
         """
-        whole, rest = divmod(self.sizes(numel)[-1], scales.size(1))
-        if whole < len(scales):  # not written
-            scales[whole, rest:].zero_()
-            scales[whole + 1 :].zero_()
         is_bad = scales.amax().isnan()
         scales.masked_fill_(is_bad, 0.0)
         if residual is not None:
