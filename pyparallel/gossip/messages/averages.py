@@ -85,9 +85,10 @@ class AllRanks:
                     state = store.of(layout, device)
                     store.compressor.mean_(each, state, self._collectives)
 
-        failures: list[Exception] = []
+        stats, failures = CommStats(), list[Exception]()
 
         def attempt() -> None:
+            self._collectives.stats = stats  # of this average: the next may have begun at its wait
             try:
                 average()
             except Exception as error:  # a future would raise another one, with this one's text
@@ -99,7 +100,7 @@ class AllRanks:
 
         def wait() -> list[Tensor]:
             if future is not None:
-                self._wait(future)
+                self._wait(future, stats)
             for error in failures:
                 raise error
             if store is None:
@@ -112,11 +113,10 @@ class AllRanks:
         """Raise for gradients that were not finite on another rank."""
         self._headers.raise_nonfinite()
 
-    def _wait(self, future: Future[Tensor]) -> None:
+    def _wait(self, future: Future[Tensor], stats: CommStats) -> None:
         begin = time.perf_counter()
         future.wait()
         self._run.stats.count_wait(time.perf_counter() - begin)
-        stats, self._collectives.stats = self._collectives.stats, CommStats()
         self._run.stats.count_bytes(stats.wire_bytes)
         self.hidden_seconds += stats.waiting_seconds
 
