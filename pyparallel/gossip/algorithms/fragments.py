@@ -36,23 +36,23 @@ class Span:
 
     def without_gaps(self, tensor: Tensor) -> Tensor:
         """Return a copy of the parameters' entries of such a part, one after the other."""
-        parts = zip(self.layout.pieces, self.layout.offsets, strict=True)
-        return torch.cat(
-            [
-                tensor[offset : offset + piece.numel]
-                for piece, offset in parts
-                if not is_gap(piece.name)
-            ]
-        )
+        return torch.cat(self._of_each(tensor))
 
     def with_gaps(self, entries: Tensor) -> Tensor:
         """Return the part whose parameters have these entries, with zeros in its gaps."""
-        tensor, rest = entries.new_zeros(self.end - self.begin), entries
-        for piece, offset in zip(self.layout.pieces, self.layout.offsets, strict=True):
-            if not is_gap(piece.name):
-                tensor[offset : offset + piece.numel] = rest[: piece.numel]
-                rest = rest[piece.numel :]
+        tensor = entries.new_zeros(self.end - self.begin)
+        places = self._of_each(tensor)
+        torch._foreach_copy_(places, list(entries.split([each.numel() for each in places])))
         return tensor
+
+    def _of_each(self, tensor: Tensor) -> list[Tensor]:
+        """Return each parameter's entries of such a part, views."""
+        parts = zip(
+            self.layout.pieces,
+            tensor.split([each.numel for each in self.layout.pieces]),
+            strict=True,
+        )
+        return [entries for piece, entries in parts if not is_gap(piece.name)]
 
 
 class Fragment:

@@ -84,7 +84,10 @@ class PeriodicAverager(ModelAverager):
             wait = average(message)
         else:
             arrived = average(*map(fragment.without_gaps, (message, fragment.rule.slow)))
-            wait = lambda: fragment.with_gaps(arrived())  # noqa: E731
+
+            def wait() -> list[Tensor]:
+                return fragment.with_gaps(arrived())
+
         fragment.hold(self._steps, wait)
 
     def _take_outer_step(self, fragment: Fragment) -> None:
