@@ -66,6 +66,8 @@ void with_format(int64_t bits, const std::string& format, Function&& function) {
     function(Ternary{});
   } else if (bits == 8 && format == "natural") {
     function(Natural{});
+  } else if (bits == 4 && format == "e3m0") {
+    function(E3M0{});
   } else {
     with_format_of_differences(bits, format, function);
   }

@@ -23,6 +23,12 @@ PYPARALLEL_HOST_DEVICE To same_bits(From from) {
   return to;
 }
 
+constexpr float power_of_two(int exponent) {
+  return exponent < 0   ? 0.5f * power_of_two(exponent + 1)
+         : exponent > 0 ? 2.0f * power_of_two(exponent - 1)
+                        : 1.0f;
+}
+
 struct BlockScale {
   float scale, inverse;
   bool is_live;    // otherwise all codes are zero
@@ -232,23 +238,27 @@ PYPARALLEL_HOST_DEVICE float fitted_scale(float scale, uint32_t units, uint32_t 
   return scale * (mean * 0x1p-18f);
 }
 
-// Powers of two from 2^-80 to 2^44 of both signs, 0, inf and nan; neither -0 nor -nan. With BOUNDED
-// there are only numbers up to 2^44 to encode.
-template <bool BOUNDED>
-struct PowersOfTwo : Scaled {
-  using Bounded = PowersOfTwo<true>;
+// 0, and NUMBERS powers of two from 2^LOWEST of both signs, as codes from 1; with 8 bits, which
+// have no scales, also inf and nan; neither -0 nor -nan. With BOUNDED there are only numbers to
+// encode.
+template <int BITS, int LOWEST, int NUMBERS, bool BOUNDED>
+struct Powers : Scaled {
+  using Bounded = Powers<BITS, LOWEST, NUMBERS, true>;
   static constexpr bool kBounded = BOUNDED;
-  static constexpr int kBits = 8;
-  static constexpr bool kHasScales = false;
-  static constexpr float kSmallest = 0x1p-80f, kLargest = 0x1p44f;
-  static constexpr uint32_t kRebias = 127 - 80 - 1;  // the smallest has code 1
-  static constexpr uint32_t kInfinity = 126, kNan = 127;
-  static constexpr uint32_t kCorruptMask = 0xff, kCorruptPattern = 0x80, kOtherPattern = 0xff;
+  static constexpr int kBits = BITS;
+  static constexpr bool kHasScales = BITS < 8;
+  static constexpr float kSmallest = power_of_two(LOWEST);
+  static constexpr float kLargest = power_of_two(LOWEST + NUMBERS - 1);
+  static constexpr uint32_t kRebias = 127 + LOWEST - 1;  // the smallest has code 1
+  static constexpr uint32_t kSign = 1u << (BITS - 1);
+  static constexpr uint32_t kInfinity = NUMBERS + 1, kNan = NUMBERS + 2;
+  static constexpr uint32_t kCorruptMask = 2 * kSign - 1, kCorruptPattern = kSign;
+  static constexpr uint32_t kOtherPattern = kHasScales ? kSign : kSign + kNan;
 
   template <typename Bits, typename Float>
   static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float value) {
     const Bits bits = same_bits<Bits>(value) & kMagnitudeMask;
-    const Bits noise = (1u << 22) - 1u + (bits >> 23 & 1u);  // ties to even exponents
+    const Bits noise = (1u << 22) - 1u + (bits >> 23 & 1u);  // ties to even codes
     return finish(value, bits + noise, Float{} + 0.5f);
   }
 
@@ -260,11 +270,13 @@ struct PowersOfTwo : Scaled {
 
   template <typename Float, typename Bits>
   static PYPARALLEL_HOST_DEVICE Float decode(Bits code) {
-    const Bits magnitude = code & 0x7fu;
+    const Bits magnitude = code & (kSign - 1);
     Bits bits = magnitude == 0u ? Bits{} : (magnitude + kRebias) << 23;
-    bits = magnitude == kInfinity ? Bits{} + kInfinityBits : bits;
-    bits = magnitude == kNan ? Bits{} + 0x7fc00000u : bits;
-    return same_bits<Float>(bits | (code & 0x80u) << 24);
+    if (!kHasScales) {
+      bits = magnitude == kInfinity ? Bits{} + kInfinityBits : bits;
+      bits = magnitude == kNan ? Bits{} + 0x7fc00000u : bits;
+    }
+    return same_bits<Float>(bits | (code & kSign) << (32 - BITS));
   }
 
  private:
@@ -274,12 +286,12 @@ struct PowersOfTwo : Scaled {
                                                           Float threshold) {
     const Bits bits = same_bits<Bits>(value), zero = {};
     const Float magnitude = same_bits<Float>(bits & kMagnitudeMask);
-    const Bits sign = bits >> 24 & 0x80u;
+    const Bits sign = bits >> (32 - BITS) & kSign;
     const Bits small = threshold * kSmallest < magnitude ? sign | 1u : zero;
     const Bits code = magnitude < kSmallest ? small : ((rounded >> 23) - kRebias) | sign;
     if (BOUNDED) {
-      const Bits power = (code & 0x7fu) + kRebias;
-      return {code, same_bits<Float>(code == 0u ? zero : power << 23 | sign << 24)};
+      const Bits power = (code & (kSign - 1)) + kRebias;
+      return {code, same_bits<Float>(code == 0u ? zero : power << 23 | sign << (32 - BITS))};
     }
     const Bits infinite = magnitude > kLargest ? sign | kInfinity : code;
     const Bits any = value == value ? infinite : zero + kNan;
@@ -294,7 +306,8 @@ PYPARALLEL_HOST_DEVICE auto is_finite(Float value) {
 
 using Int8 = Integers<8>;
 using Int4 = Integers<4>;
-using Natural = PowersOfTwo<false>;
+using Natural = Powers<8, -80, 125, false>;
+using E3M0 = Powers<4, 0, 7, true>;  // the largest of a block is 64 times the smallest
 using E4M3 = Floats<3, 7, 0x7e>;
 using E5M2 = Floats<2, 15, 0x7b>;
 

@@ -28,12 +28,19 @@ class Format(abc.ABC):
         return (numel * self.bits + 7) // 8
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Return the codes in the layout of a message."""
-        return codes.view(self.dtype)
+        """Return the codes in the layout of a message, the first of a byte in its lowest bits."""
+        per_byte = 8 // self.bits
+        groups = torch.nn.functional.pad(codes, (0, -codes.numel() % per_byte)).view(-1, per_byte)
+        packed = groups[:, 0]
+        for place in range(1, per_byte):
+            packed = packed | groups[:, place] << place * self.bits
+        return packed.contiguous().view(self.dtype)
 
     def unpack(self, packed: Tensor, numel: int) -> Tensor:
         """Return one code per entry of a message with ``numel`` entries."""
-        return packed.view(torch.uint8)[:numel]
+        packed, mask = packed.view(torch.uint8), (1 << self.bits) - 1
+        places = [packed >> place & mask for place in range(0, 8, self.bits)]
+        return torch.stack(places, dim=1).flatten()[:numel]
 
     @abc.abstractmethod
     def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
@@ -67,21 +74,6 @@ class Integers(Format):
     bits: int
     dtype: torch.dtype  # a byte holds one signed code or two
     largest: float
-
-    @override
-    def pack(self, codes: Tensor) -> Tensor:
-        """Pack 4-bit codes in pairs, the first in the low nibble."""
-        if self.bits == 8:
-            return codes.view(torch.int8)
-        pairs = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
-        return torch.bitwise_or(pairs[:, 0], pairs[:, 1] << 4)
-
-    @override
-    def unpack(self, packed: Tensor, numel: int) -> Tensor:
-        """Return one code per entry, without the unused nibble of an odd tail."""
-        if self.bits == 8:
-            return packed.view(torch.uint8)
-        return torch.stack((packed & 15, packed >> 4), dim=1).flatten()[:numel]
 
     @override
     def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
@@ -146,17 +138,6 @@ class Ternary(Format):
     largest = 1.0
 
     @override
-    def pack(self, codes: Tensor) -> Tensor:
-        """Pack four codes to a byte, the first in the lowest bits."""
-        quads = torch.nn.functional.pad(codes, (0, -codes.numel() % 4)).view(-1, 4)
-        return quads[:, 0] | quads[:, 1] << 2 | quads[:, 2] << 4 | quads[:, 3] << 6
-
-    @override
-    def unpack(self, packed: Tensor, numel: int) -> Tensor:
-        """Return one code per entry, without the unused bits of the tail."""
-        return torch.stack([packed >> place & 3 for place in (0, 2, 4, 6)], 1).flatten()[:numel]
-
-    @override
     def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
         """Send the entries above a half; or each with its magnitude as the probability."""
         threshold = torch.tensor(0.5, device="cpu") if random is None else _fraction(random)
@@ -183,46 +164,49 @@ class Ternary(Format):
         return scale * (units.float() / counts.float() * 2.0**-18)
 
 
-class Natural(Format):
-    """A sign and a power of two, 2**-80 to 2**44, as codes 1 to 125; 0, inf (126) and nan (127).
+@dataclass(frozen=True)
+class Powers(Format):
+    """0, and powers of two from ``2**lowest`` to ``largest`` of both signs, as codes from 1.
 
-    There are no codes of -0 and -nan.
+    Without scales then come inf and nan. There are no codes of -0 and -nan.
     """
 
-    bits = 8
+    bits: int
+    lowest: int
+    largest: float
+    has_scales: bool
     dtype = torch.uint8
-    largest = 2.0**44
-    has_scales = False
 
     @override
     def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
-        """Round to nearest, ties to even exponents; or stochastically. Above 2**44 is inf."""
-        magnitude = scaled.abs()
+        """Round to nearest, ties to even codes; or stochastically."""
+        magnitude, smallest = scaled.abs(), 2.0**self.lowest
         bits = magnitude.view(torch.int32).long()
         if random is None:
-            rounded, threshold = (
-                bits + (1 << 22) - 1 + (bits >> 23 & 1),
-                torch.tensor(0.5, device="cpu"),
-            )
+            rounded = bits + (1 << 22) - 1 + (bits >> 23 & 1)
+            threshold = torch.tensor(0.5, device="cpu")
         else:
             rounded, threshold = bits + (random << 7) + 64, _fraction(random)
-        small = (threshold * 2.0**-80 < magnitude).long()
-        codes = torch.where(magnitude < 2.0**-80, small, (rounded >> 23) - 46)
-        codes = torch.where(magnitude > self.largest, 126, codes)
-        codes = torch.where(torch.signbit(scaled) & (codes != 0), codes + 128, codes)
+        small = (threshold * smallest < magnitude).long()
+        codes = torch.where(magnitude < smallest, small, (rounded >> 23) - 126 - self.lowest)
+        if not self.has_scales:
+            codes = torch.where(magnitude > self.largest, 126, codes)
+        negative = torch.signbit(scaled) & (codes != 0)
+        codes = torch.where(negative, codes + (1 << (self.bits - 1)), codes)
         return torch.where(scaled.isnan(), 127, codes).to(torch.uint8)
 
     @override
     def decode(self, codes: Tensor) -> Tensor:
-        exponent = codes.int() & 127
-        values = torch.where(exponent == 0, 0.0, 2.0 ** (exponent - 81).double()).float()
-        values = torch.where(exponent == 126, torch.inf, values)
+        sign = 1 << (self.bits - 1)
+        exponent = codes.int() & (sign - 1)
+        values = torch.where(exponent == 0, 0.0, 2.0 ** (exponent + self.lowest - 1).double())
+        values = torch.where(exponent == 126, torch.inf, values.float())
         values = torch.where(exponent == 127, torch.nan, values)
-        return torch.where(codes >= 128, -values, values)
+        return torch.where(codes >= sign, -values, values)
 
     @override
     def is_corrupt(self, codes: Tensor) -> Tensor:
-        return (codes == 128) | (codes == 255)
+        return (codes == 1 << (self.bits - 1)) | (codes == 255)
 
 
 _FORMATS: dict[tuple[int, str], Format] = {
@@ -234,7 +218,8 @@ _FORMATS: dict[tuple[int, str], Format] = {
 _GRADIENT_FORMATS: dict[tuple[int, str], Format] = {
     **_FORMATS,
     (2, "ternary"): Ternary(),
-    (8, "natural"): Natural(),
+    (4, "e3m0"): Powers(4, 0, 64.0, has_scales=True),
+    (8, "natural"): Powers(8, -80, 2.0**44, has_scales=False),
 }
 
 

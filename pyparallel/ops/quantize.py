@@ -173,6 +173,8 @@ def quantize(
     * 8 bits "natural": powers of two from 2**-80 to 2**44 of each sign, 0, inf and nan, without
       scales (Horvath et al., arXiv 1905.10988). ``acc`` is rounded as it is; above 2**44 it becomes
       inf. Where that, an inf or a nan is sent, the residual keeps its old value.
+    * 4 bits "e3m0": 0, and 1, 2, 4, ... 64 of each sign; ties become 0, 2, 8 or 32 (FP4 of
+      streaming DiLoCo, Douillard et al., arXiv 2501.18512).
 
     A block whose largest magnitude is below 2**-100 gets scale 0 and codes 0; its residual is
     ``acc``. A block with an inf or a nan gets scale nan and codes 0, decodes to nan everywhere, so
@@ -181,7 +183,7 @@ def quantize(
     Args:
         x: (n,) float32, bfloat16 or float16.
         bits: 8, 4 or 2.
-        format: "int", "e4m3", "e5m2", "ternary" or "natural".
+        format: "int", "e3m0", "e4m3", "e5m2", "ternary" or "natural".
         block_size: entries that share a scale, a power of two from 32 to 4096.
         residual: (n,) in one of x's dtypes: the error of earlier messages. Written.
         seed: in [0, 2**64), for stochastic rounding; None: round to nearest.
@@ -193,9 +195,10 @@ def quantize(
     Returns:
         The codes and the scales. Codes are (n,) int8 for 8 bits "int"; (n,) uint8 for "e4m3",
         "e5m2" and "natural" (128 for a negative entry, plus 0 for 0, 1 to 125 for 2**-80 to 2**44,
-        126 for inf; 127 is nan); (ceil(n / 2),) uint8 for 4 bits and (ceil(n / 4),) for 2 (0, 1, or
-        2 for -1), the first entry in the lowest bits, 0 after the last. Scales are
-        (ceil(n / block_size),) float32; (0,) for "natural".
+        126 for inf; 127 is nan); (ceil(n / 2),) uint8 for 4 bits ("e3m0": 8 for a negative entry,
+        plus 0 for 0, 1 to 7 for 1 to 64) and (ceil(n / 4),) for 2 (0, 1, or 2 for -1), the first
+        entry in the lowest bits, 0 after the last. Scales are (ceil(n / block_size),) float32; (0,)
+        for "natural".
     """
     check_buffer("x", x)
     kind = find_format(bits, format)
@@ -229,10 +232,10 @@ def dequantize(
     """Decode messages of ``quantize``: each code times the scale of its block.
 
     Messages are not trusted. An entry is corrupt if its code is one that ``quantize`` never emits
-    (-128, or -8 of 4 bits; an inf or a nan of the float formats; 3 of "ternary"; -0 or -nan of
-    "natural"), or if its block's scale is negative or infinite. The CPU rejects the whole message
-    before anything is written. Elsewhere, without a host synchronization, a corrupt entry is
-    written as 0, or adds nothing, and is counted.
+    (-128, or -8 of 4 bits; an inf or a nan of 8-bit floats; 3 of "ternary"; -0 of "e3m0", -0 or
+    -nan of "natural"), or if its block's scale is negative or infinite. The CPU rejects the whole
+    message before anything is written. Elsewhere, without a host synchronization, a corrupt entry
+    is written as 0, or adds nothing, and is counted.
 
     Args:
         codes, scales: as returned by ``quantize``; or in rows, as in received bytes.

@@ -27,11 +27,12 @@ from tests.ops.parity import (
     require_compiled,
 )
 
-FORMATS = [(8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2"), (2, "ternary"), (8, "natural")]
+FORMATS = [(8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2"), (2, "ternary"),
+           (4, "e3m0"), (8, "natural")]  # fmt: skip
 BLOCK_SIZES = [32, 64, 128, 256, 512, 1024, 2048, 4096]
 SEEDS = [None, 2**63 + 5]
 PACKED = [FORMATS[0], FORMATS[1], FORMATS[4]]  # one, two and four codes to a byte
-SCALED = FORMATS[:5]
+SCALED = FORMATS[:-1]
 each_format = pytest.mark.parametrize("kind", FORMATS, ids=str)
 
 
@@ -308,8 +309,8 @@ def test_decoded_values_are_close(kind):
     absmax = absmax.repeat_interleave(256)[:10_000]
     if kind[1] in ("int", "ternary"):
         bound = absmax / find_format(*kind).largest / 2
-    elif kind[1] == "natural":
-        bound = x.abs() / 3
+    elif kind[1] in ("natural", "e3m0"):
+        bound = x.abs() / 3 + (0 if kind[1] == "natural" else absmax / 128)
     else:
         half_ulp = 2.0 ** -(1 + find_format(*kind).mantissa_bits)
         bound = x.abs() * half_ulp + absmax * 1e-5
@@ -334,6 +335,23 @@ def test_floats_are_those_of_torch(format):
     assert torch.equal(scales, torch.ones_like(scales))
     assert torch.equal(codes, x.to(kind.kind).view(torch.uint8))
     assert torch.equal(round_trip(x, (8, format), block_size=32), x.to(kind.kind).float())
+
+
+def test_e3m0_is_rounded_to_the_nearest_power():
+    """A block with 64 has scale 1: the numbers are 0 and 1, 2, 4, ... 64; ties go to even codes."""
+    numbers = torch.tensor([0.0, *(2.0**k for k in range(7))])
+    x = torch.linspace(0, 64, 4097)
+    x = torch.nn.functional.pad(x, (0, -x.numel() % 31)).view(-1, 31)
+    x = torch.nn.functional.pad(x, (0, 1), value=64.0).flatten()
+    x = torch.where(torch.arange(x.numel()) % 2 == 0, x, -x)
+    distance = (x.abs()[:, None] - numbers).abs()
+    nearest = distance.min(dim=1).values
+    decoded = round_trip(x, (4, "e3m0"), block_size=32)
+    assert torch.isin(decoded.abs(), numbers).all()
+    assert torch.equal((decoded - x).abs(), nearest)
+    assert torch.equal(decoded.sign(), torch.where(decoded == 0, 0.0, x.sign()))
+    is_tie = (distance == nearest[:, None]).sum(dim=1) > 1
+    assert torch.isin(decoded[is_tie].abs(), numbers[::2]).all()
 
 
 # Fractions of the largest number: normal, near and below the float formats' subnormals, tiny.
@@ -403,6 +421,7 @@ def corrupt_messages(kind):
              (8, "e4m3"): {0x7F: (1, 1), 0xFF: (1, 1)},
              (8, "e5m2"): dict.fromkeys([0x7C, 0x7D, 0xFC, 0xFF], (1, 1)),
              (2, "ternary"): {0b11: (1, 1), 0b111001: (1, 0), 0b11000000: (1, 0), 0xFF: (4, 1)},
+             (4, "e3m0"): {0x08: (1, 1), 0x80: (1, 0), 0x88: (2, 1)},
              (8, "natural"): {0x80: (1, 1), 0xFF: (1, 1)}}[kind]  # fmt: skip
     for pattern, found in never.items():
         for place in (0, codes.numel() // 2, codes.numel() - 1):

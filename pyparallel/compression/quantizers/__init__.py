@@ -1,7 +1,7 @@
 """Quantizers: compressors that send every entry with fewer bits."""
 
 from .cast import Cast
-from .int_fp8 import Fp8, Int4, Int8
+from .int_fp8 import Fp4, Fp8, Int4, Int8
 from .natural import Natural
 from .qsgd import QSGD
 from .sign import Sign
@@ -11,6 +11,7 @@ from .ternary import Ternary
 __all__ = [
     "QSGD",
     "Cast",
+    "Fp4",
     "Fp8",
     "Int4",
     "Int8",

@@ -184,6 +184,17 @@ class Int4(Quantizer):
     format = "int"
 
 
+class Fp4(Quantizer):
+    """0, and powers of two, 1 to 64, times a scale: an eighth of float32's bytes.
+
+    E3M0, in which streaming DiLoCo sends its outer steps (Douillard et al., arXiv 2501.18512).
+    Small entries of a block survive that `Int4` rounds to 0; large ones are less precise.
+    """
+
+    bits = 4
+    format = "e3m0"
+
+
 @dataclass(frozen=True)
 class Fp8(Quantizer):
     """8-bit floats times a scale: a quarter of float32's bytes (arXiv 2209.05433).

@@ -17,7 +17,7 @@ from ...compression import (
     ChunkTopK,
     Compressor,
     ErrorFeedback,
-    Int4,
+    Fp4,
     PerParameter,
     Statistical,
 )
@@ -90,7 +90,7 @@ class DiLoCo(Periodic):
 
 @dataclass(frozen=True, repr=False)
 class StreamingDiLoCo(DiLoCo):
-    """DiLoCo whose fragments travel in four bits while the ranks train (arXiv 2501.18512).
+    """DiLoCo whose fragments travel as FP4 while the ranks train (arXiv 2501.18512).
 
     The paper's: three layers a fragment, strided; here the number of fragments is given instead.
     """
@@ -99,7 +99,7 @@ class StreamingDiLoCo(DiLoCo):
     outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(
         default=_slower_nesterov, repr=False
     )
-    compressor: Compressor | None = field(default=Int4(), kw_only=True)
+    compressor: Compressor | None = field(default=Fp4(), kw_only=True)
     fragments: int | Sequence[Sequence[str]] = field(default=3, kw_only=True)
     delay: int = field(default=5, kw_only=True)
 

@@ -3,7 +3,7 @@ import torch
 
 from benchmarks.theory.contraction import contraction
 from pyparallel import ops
-from pyparallel.compression import BufferLayout, Fp8, Int4, Int8, Sign, Ternary
+from pyparallel.compression import BufferLayout, Fp4, Fp8, Int4, Int8, Sign, Ternary
 
 CPU = torch.device("cpu")
 LAYOUT = BufferLayout.flat(301)
@@ -11,6 +11,7 @@ X = torch.randn(301, generator=torch.Generator().manual_seed(0))
 MESSAGES = [
     (Int8(), 301, torch.int8, {"bits": 8, "format": "int"}),
     (Int4(), 151, torch.uint8, {"bits": 4, "format": "int"}),
+    (Fp4(), 151, torch.uint8, {"bits": 4, "format": "e3m0"}),
     (Fp8(), 301, torch.uint8, {"bits": 8, "format": "e4m3"}),
     (Fp8("e5m2"), 301, torch.uint8, {"bits": 8, "format": "e5m2"}),
 ]

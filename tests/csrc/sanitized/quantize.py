@@ -9,7 +9,8 @@ from pyparallel import ops
 
 GENERATOR = torch.Generator().manual_seed(0)
 LENGTHS = (0, 1, 2, 7, 31, 33, 63, 65, 100, 255, 257, 1025, 4097, 9001)
-FORMATS = ((8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2"), (2, "ternary"), (8, "natural"))
+FORMATS = ((8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2"), (2, "ternary"), (4, "e3m0"),
+           (8, "natural"))  # fmt: skip
 outcomes: Counter[str] = Counter()
 
 
