@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..recommend.benchmark import Measurements, Progress, benchmark, benchmark_ranks
-from ..recommend.candidates import CANDIDATES, DENSE, HALF
+from ..recommend.candidates import CANDIDATES, DENSE, HALF, OUTER_STEPS
 from ..recommend.model import NOISE, Link, StepTime, choose
 from ..recommend.workload import Workload, load, transformer
 from ..training.arguments import require
@@ -21,6 +21,9 @@ EXAMPLE = "python -m pyparallel recommend --parameters 25e6 --bandwidth 1000 --r
 _COLUMNS = (
     "compressor", "messages", "of fp32", "sent", "coding", "communication", "step", "vs fp32",
     "vs bf16",
+)  # fmt: skip
+_OUTER_COLUMNS = (
+    "outer steps", "every", "sent", "bits a parameter and step", "waiting", "step", "vs fp32",
 )  # fmt: skip
 _LEGEND = """
 fp32           DistributedDataParallel alone: gradients as they are
@@ -152,7 +155,10 @@ def _text(workload: Workload, found: Measurements) -> str:
             *aligned([_COLUMNS, *describe(predictions, workload.num_parameters)]),
             _LEGEND,
             "",
+            *aligned([_OUTER_COLUMNS, *describe_outer(found, workload.num_parameters)]),
+            "",
             advise(predictions),
+            *advise_outer(predictions, found.outer_predictions),
         ]
     )
 
@@ -193,3 +199,35 @@ def advise(predictions: Sequence[StepTime]) -> str:
         f"Use {best.name}, {compressor}: {speedups[DENSE.name]:.2f} times as fast as fp32 and "
         f"{speedups[HALF.name]:.2f} times as fast as bf16."
     )
+
+
+def describe_outer(found: Measurements, num_parameters: int) -> list[tuple[str, ...]]:
+    """Return the rows of the table of outer steps: local steps between them, bytes of each."""
+    dense = next(each for each in found.predictions if each.name == DENSE.name)
+    local = found.compute.forward + found.compute.backward
+    lines = []
+    for algorithm, each in zip(OUTER_STEPS, found.outer_predictions, strict=True):
+        sent = each.cost.wire_bytes
+        bits = 8 * sent / num_parameters / algorithm.interval
+        exposed = each.step - local - each.cost.coding / algorithm.interval
+        lines.append((
+            each.name,
+            f"{algorithm.interval} steps",
+            f"{sent / 1e6:,.2f} MB",
+            f"{bits:.2g}",
+            f"{exposed / each.step:.0%}",
+            f"{1e3 * each.step:,.1f} ms",
+            f"{dense.step / each.step:.2f}x",
+        ))  # fmt: skip
+    return lines
+
+
+def advise_outer(predictions: Sequence[StepTime], outer: Sequence[StepTime]) -> list[str]:
+    """Return what to say of outer steps: something where they are faster than any compressor."""
+    found, best = choose(predictions), choose(outer)
+    if best.step >= (1 - NOISE) * found.step:
+        return []
+    return [
+        f"Outer steps are faster still: gossip.{best.name}() {found.step / best.step:.2f} times as "
+        "fast as that. They change the training more than a compressor does: compare the loss."
+    ]

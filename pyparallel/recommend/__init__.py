@@ -1,9 +1,9 @@
-"""``python -m pyparallel recommend``: which compressor, if any, shortens steps on a link."""
+"""``python -m pyparallel recommend``: which compressor or outer steps, if any, shorten steps."""
 
 from .benchmark import Measurements, benchmark, benchmark_ranks
-from .candidates import CANDIDATES, DENSE, HALF, Candidate
+from .candidates import CANDIDATES, DENSE, HALF, OUTER_STEPS, Candidate
 from .link import measure_link
-from .model import NOISE, Compute, Cost, Link, StepTime, choose, predict
+from .model import NOISE, Compute, Cost, Link, StepTime, choose, predict, predict_outer
 from .profile import SingleRankCollectives, profile
 from .workload import Workload
 
@@ -12,6 +12,7 @@ __all__ = [
     "DENSE",
     "HALF",
     "NOISE",
+    "OUTER_STEPS",
     "Candidate",
     "Compute",
     "Cost",
@@ -25,5 +26,6 @@ __all__ = [
     "choose",
     "measure_link",
     "predict",
+    "predict_outer",
     "profile",
 ]

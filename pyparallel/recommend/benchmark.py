@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from .candidates import CANDIDATES
+from ..gossip import DiLoCo
+from .candidates import CANDIDATES, OUTER_STEPS, Candidate
 from .link import max_over_ranks, measure_link
-from .model import Compute, Cost, Link, StepTime, predict
+from .model import Compute, Cost, Link, StepTime, predict, predict_outer
 from .profile import profile
 from .workload import Workload
 
@@ -26,29 +27,39 @@ def _no_progress(step: int, total: int, what: str) -> None:
 class Measurements:
     """What is measured, or given, for a recommendation.
 
-    The link may be given; costs are one for each of ``CANDIDATES``.
+    The link may be given; costs are one for each of ``CANDIDATES``, and of ``OUTER_STEPS``.
     """
 
     compute: Compute
     link: Link
     costs: Sequence[Cost]
+    outer_costs: Sequence[Cost]
 
     @property
     def predictions(self) -> list[StepTime]:
         """Return the predicted step time of each candidate."""
         return [predict(cost, self.compute, self.link) for cost in self.costs]
 
+    @property
+    def outer_predictions(self) -> list[StepTime]:
+        """Return the predicted mean time of a local step with each kind of outer steps."""
+        return [
+            predict_outer(cost, self.compute, self.link, **_shape(algorithm))
+            for cost, algorithm in zip(self.outer_costs, OUTER_STEPS, strict=True)
+        ]
+
 
 def benchmark(workload: Workload, link: Link, progress: Progress = _no_progress) -> Measurements:
     """Measure the compute and the candidates on this machine, for a given link."""
-    total = 1 + len(CANDIDATES)
+    outer = [Candidate(type(each).__name__, each.compressor) for each in OUTER_STEPS]
+    total = 1 + len(CANDIDATES) + len(outer)
     progress(1, total, "forward and backward")
     compute = workload.measure()
     buckets, costs = workload.buckets, []
-    for step, candidate in enumerate(CANDIDATES, start=2):
+    for step, candidate in enumerate((*CANDIDATES, *outer), start=2):
         progress(step, total, candidate.name)
         costs.append(profile(candidate, buckets, link.num_ranks))
-    return Measurements(compute, link, costs)
+    return Measurements(compute, link, costs[: len(CANDIDATES)], costs[len(CANDIDATES) :])
 
 
 def benchmark_ranks(
@@ -63,7 +74,16 @@ def benchmark_ranks(
         local,
         compute=_max_over_ranks(local.compute, ("forward", "backward"), device),
         costs=[_max_over_ranks(cost, _RANK_DEPENDENT_COSTS, device) for cost in local.costs],
+        outer_costs=[
+            _max_over_ranks(cost, _RANK_DEPENDENT_COSTS, device) for cost in local.outer_costs
+        ],
     )
+
+
+def _shape(algorithm: DiLoCo) -> dict[str, int]:
+    fragments = algorithm.fragments
+    count = fragments if isinstance(fragments, int) else len(fragments)
+    return {"interval": algorithm.interval, "fragments": count, "delay": algorithm.delay}
 
 
 def _max_over_ranks(local: _Measured, names: Sequence[str], device: torch.device) -> _Measured:

@@ -1,4 +1,4 @@
-"""The compressors that are compared and recommended, simpler ones first."""
+"""The compressors and outer steps that are compared and recommended, simpler ones first."""
 
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ from ..compression import (
     ChunkTopK,
     Compressor,
     ErrorFeedback,
+    Fp4,
     Fp8,
     Int4,
     Int8,
@@ -26,6 +27,7 @@ from ..compression import (
     Threshold,
     TopK,
 )
+from ..gossip import DiLoCo, MuLoCo, SparseLoCo, StreamingDiLoCo
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ CANDIDATES = (
     Candidate("qsgd", QSGD()),
     Candidate("natural", Natural()),
     Candidate("int4-ef", ErrorFeedback(Int4())),
+    Candidate("fp4-ef", ErrorFeedback(Fp4())),
     Candidate("permk-ef", ErrorFeedback(PermK())),
     Candidate("ternary", Ternary()),
     Candidate("ternary-ef", ErrorFeedback(Ternary())),
@@ -77,3 +80,4 @@ CANDIDATES = (
         ErrorFeedback(Learned(0.01, dense_steps=0, learning_steps=1)),
     ),
 )
+OUTER_STEPS: tuple[DiLoCo, ...] = (DiLoCo(), StreamingDiLoCo(), SparseLoCo(), MuLoCo())

@@ -65,14 +65,30 @@ def predict(cost: Cost, compute: Compute, link: Link) -> StepTime:
     ``forward + max(work, communication) + min(work, communication) / B``, without the optimizer's
     update.
     """
-    communication = cost.wire_bytes / link.bytes_per_second + cost.collectives * link.latency
-    if link.num_ranks == 1:
-        communication = 0.0
+    communication = _communication(cost, link)
     computed = sent = 0.0  # seconds from the start of the backward
     for share in compute.buckets:
         computed += share * (compute.backward + cost.coding)
         sent = max(sent, computed) + share * communication
     return StepTime(cost, communication, compute.forward + sent)
+
+
+def predict_outer(
+    cost: Cost, compute: Compute, link: Link, *, interval: int, fragments: int, delay: int
+) -> StepTime:
+    """Predict the mean time of a local step with outer steps of this cost at an interval.
+
+    What a fragment sends travels beside ``delay`` local steps; the ranks wait for the rest.
+    """
+    communication, local = _communication(cost, link), compute.forward + compute.backward
+    exposed = fragments * max(0.0, communication / fragments - delay * local)
+    return StepTime(cost, communication / interval, local + (cost.coding + exposed) / interval)
+
+
+def _communication(cost: Cost, link: Link) -> float:
+    if link.num_ranks == 1:
+        return 0.0
+    return cost.wire_bytes / link.bytes_per_second + cost.collectives * link.latency
 
 
 def choose(predictions: Sequence[StepTime]) -> StepTime:

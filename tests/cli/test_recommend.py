@@ -12,8 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from pyparallel.__main__ import main
-from pyparallel.cli.recommend import add_arguments, advise, describe, report
+from pyparallel.cli.recommend import add_arguments, advise, advise_outer, describe, report
 from pyparallel.recommend import CANDIDATES, Cost, StepTime
+from pyparallel.recommend.candidates import OUTER_STEPS
 
 SMALL = ["--parameters", "8e4", "--batch", "1", "--length", "8"]
 
@@ -33,7 +34,7 @@ def predictions(**steps):
 
 def test_all_candidates_are_in_the_table():
     text = report(parse(*SMALL, "--bandwidth", "100", "--latency", "0.1", "--ranks", "4"))
-    head, table, _, sentence = text.split("\n\n")
+    head, table, _, outer, sentence = text.split("\n\n")
     assert "4 ranks, 100 Mbit/s, latency 0.1 ms" in head
     rows = {line.split()[0]: line.split() for line in table.splitlines()[1:]}
     assert set(rows) == {candidate.name for candidate in CANDIDATES}
@@ -42,6 +43,9 @@ def test_all_candidates_are_in_the_table():
     times = [float(line.split()[-4]) for line in table.splitlines()[1:]]
     assert times == sorted(times)
     assert sentence.startswith("Use ")
+    rows = {line.split()[0]: line for line in outer.splitlines()[1:]}
+    assert list(rows) == [type(each).__name__ for each in OUTER_STEPS]
+    assert " 500 steps " in rows["DiLoCo"]
 
 
 class Terminal(io.StringIO):
@@ -51,9 +55,10 @@ class Terminal(io.StringIO):
 
 def test_progress_is_shown_on_stderr(monkeypatch):
     arguments = parse(*SMALL, "--bandwidth", "100")
-    total = len(CANDIDATES) + 1
+    names = [each.name for each in CANDIDATES] + [type(each).__name__ for each in OUTER_STEPS]
+    total = len(names) + 1
     lines = [f"measuring 1 of {total}: forward and backward"]
-    lines += [f"measuring {i} of {total}: {each.name}" for i, each in enumerate(CANDIDATES, 2)]
+    lines += [f"measuring {i} of {total}: {name}" for i, name in enumerate(names, 2)]
     for stream in (io.StringIO(), Terminal()):
         monkeypatch.setattr(sys, "stderr", stream)
         assert "measuring" not in report(arguments)
@@ -84,6 +89,20 @@ def test_the_recommendation():
         ),
     ]:
         assert advise(predictions(**steps)).startswith(sentence)
+
+
+def test_outer_steps_are_recommended_where_they_are_faster():
+    def outer(*steps):
+        names = [type(each).__name__ for each in OUTER_STEPS]
+        pairs = zip(names, steps, strict=True)
+        return [StepTime(Cost(name, 0.0, 1e6, 2e6, 1), 0.1, step) for name, step in pairs]
+
+    compressed = predictions(fp32=0.4, int8=0.1)
+    (sentence,) = advise_outer(compressed, outer(0.05, 0.04, 0.039, 0.06))
+    assert sentence.startswith(
+        "Outer steps are faster still: gossip.StreamingDiLoCo() 2.50 times as fast as that."
+    )
+    assert advise_outer(compressed, outer(0.1, 0.096, 0.2, 0.3)) == []
 
 
 def test_bad_arguments_are_refused_in_one_sentence():
@@ -129,7 +148,7 @@ def assert_is_for_two_ranks(printed):
 def test_on_two_ranks_the_link_is_measured_and_only_rank_0_prints(ranks):
     (first, progress), second = ranks.run(2, print_as_under_torchrun)
     assert_is_for_two_ranks(first)
-    assert f"measuring 2 of {len(CANDIDATES) + 1}: fp32\n" in progress
+    assert f"measuring 2 of {len(CANDIDATES) + len(OUTER_STEPS) + 1}: fp32\n" in progress
     assert second == ("", "")
 
 

@@ -1,11 +1,13 @@
 """The measurements behind a recommendation, on one rank and on several."""
 
+import pytest
 import torch
 from torch import nn
 
-from pyparallel.recommend import CANDIDATES, Link, Workload, benchmark, benchmark_ranks
+from pyparallel.recommend import CANDIDATES, OUTER_STEPS, Link, Workload, benchmark, benchmark_ranks
 
 NAMES = [candidate.name for candidate in CANDIDATES]
+OUTER = [type(algorithm).__name__ for algorithm in OUTER_STEPS]
 
 
 def make_workload():
@@ -24,6 +26,7 @@ def test_all_ranks_return_the_same(ranks):
     assert 0 < first.link.latency < 10
     assert 0 < first.link.bytes_per_second < 1e12
     assert [each.name for each in first.predictions] == NAMES
+    assert [each.name for each in first.outer_predictions] == OUTER
 
 
 def test_a_slow_link_makes_steps_slow():
@@ -31,3 +34,7 @@ def test_a_slow_link_makes_steps_slow():
     dense, half, *_ = found.predictions
     assert dense.communication > 1.9 * half.communication > 0
     assert dense.step > dense.communication > found.compute.backward
+    first, *_, last = found.outer_predictions
+    # 1,230 float32 every 500 steps; in two bits, with means of each block and biases, every 30.
+    assert first.communication == pytest.approx(1.5 * 4 * 1230 / 1e3 / 500)
+    assert first.communication < last.communication < dense.communication / 20

@@ -4,7 +4,16 @@ import random
 
 import pytest
 
-from pyparallel.recommend import NOISE, Compute, Cost, Link, StepTime, choose, predict
+from pyparallel.recommend import (
+    NOISE,
+    Compute,
+    Cost,
+    Link,
+    StepTime,
+    choose,
+    predict,
+    predict_outer,
+)
 
 LINK = Link(bytes_per_second=1e6, latency=0.01, num_ranks=4)
 
@@ -44,6 +53,17 @@ def test_the_last_buckets_communication_does_not_overlap():
 def test_one_rank_does_not_communicate():
     alone = Link(1e6, 0.01, num_ranks=1)
     assert predict(cost(wire_bytes=1e9, collectives=9), equal(2), alone).step == pytest.approx(1)
+
+
+def test_outer_steps_travel_beside_delayed_steps(subtests):
+    """A local step takes 1 s; of 6 s on the link every 10 steps the rest is waited for."""
+    for fragments, delay, waited in [(1, 0, 6), (3, 0, 6), (3, 1, 3), (3, 2, 0), (1, 5, 1)]:
+        with subtests.test(fragments=fragments, delay=delay):
+            compute, link = equal(2, forward=0.25, backward=0.75), Link(1e6, 0.0, 4)
+            options = {"interval": 10, "fragments": fragments, "delay": delay}
+            found = predict_outer(cost(coding=2.0, wire_bytes=6e6), compute, link, **options)
+            assert found.step == pytest.approx(1 + (2 + waited) / 10)
+            assert found.communication == pytest.approx(0.6)
 
 
 def steps(*seconds):

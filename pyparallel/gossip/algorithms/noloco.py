@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets
-from ...training.arguments import check_in, require
+from ...training.arguments import check_in, check_integer, require
 from ..messages import NeighborExchange
 from ..messages.averages import Pairs
 from ..topology import Matching
@@ -61,6 +61,9 @@ class NoLoCo(Periodic, OnTopology):
         momentum: of the outer steps, in [0, 1).
         pull: in (0, 2 * (1 + momentum)); otherwise a pair that meets repeatedly would diverge. The
             paper's code uses ``outer_lr``.
+        pull_turns: with a compressor, which sends ``outer_lr / pull * (theta - phi)``, the pull has
+            no message of its own, as phi may differ by more than one. In each outer step one of so
+            many slices of phi is sent in float32, in turn, and pulled.
     """
 
     topology: Matching
@@ -68,12 +71,15 @@ class NoLoCo(Periodic, OnTopology):
     momentum: float = 0.5
     outer_lr: float = 0.7
     pull: float = 0.7
+    pull_turns: int = field(default=16, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_options(self.interval)
-        rule = "compressor must be None for NoLoCo, whose pairs have unequal slow weights"
-        require(self.compressor is None, rule, str(self.compressor))
+        if self.compressor is not None:
+            rule = "compressor must send messages of a fixed length"
+            require(self.compressor.fixed_length, rule, str(self.compressor))
+        check_integer("pull_turns", self.pull_turns)
         check_in("momentum", self.momentum, "[0, 1)")
         require(0 < self.outer_lr < math.inf, "outer_lr must be positive and finite", self.outer_lr)
         most = 2 * (1 + self.momentum)
@@ -93,7 +99,9 @@ class NoLoCo(Periodic, OnTopology):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PeriodicAverager:
-        pairs = Pairs(NeighborExchange(run), self.topology)
+        count = self.fragments if isinstance(self.fragments, int) else len(self.fragments)
+        exchange = NeighborExchange(run)
+        pairs = Pairs(exchange, self.topology, self.compressor, self.pull_turns, count)
         make_rule = partial(NoLoCoRule, self)
         return PeriodicAverager(self, self.interval, make_rule, module, buckets, run, average=pairs)
 

@@ -9,10 +9,11 @@ from torch.futures import Future
 
 from ...comm import Collectives, CommStats, Run
 from ...compression import BufferLayout, Compressor
+from ...compression.corrupt_messages import with_sender
 from ...compression.hooks.comm_worker import CommWorker, comm_worker_for
 from ...compression.state_store import StateStore
 from ..topology import Matching
-from .exchange import NeighborExchange
+from .exchange import NeighborExchange, Round
 from .header import MessageHeaders
 
 
@@ -122,22 +123,42 @@ class AllRanks:
 
 
 class Pairs:
-    """Averages with one partner of a matching, which changes with each."""
+    """Averages with one partner of a matching, which changes with each.
 
-    store = None
+    Args:
+        compressor: of the differences to other tensors, which may differ between partners; None:
+            none. Then of these tensors only one slice is averaged, which is sent as it is.
+        turns: in how many averages each slice has had its turn.
+        interleaved: of how many tensors the averages are, one after the other.
+    """
+
     hidden_seconds = 0.0  # messages need no thread
 
-    def __init__(self, exchange: NeighborExchange, matching: Matching) -> None:
-        self._exchange, self._matching = exchange, matching
+    def __init__(
+        self,
+        exchange: NeighborExchange,
+        matching: Matching,
+        compressor: Compressor | None = None,
+        turns: int = 1,
+        interleaved: int = 1,
+    ) -> None:
+        self._exchange, self._matching, self._compressor = exchange, matching, compressor
+        self._turns, self._interleaved = turns, interleaved
+        self.reset()
 
     def reset(self) -> None:
-        """Do nothing: there is no state."""
+        """Forget the errors of earlier messages."""
+        self.store: StateStore | None = None
+        if self._compressor is not None:
+            rank, size = self._exchange.rank, self._exchange.num_ranks
+            self.store = StateStore(self._compressor, rank, size)
 
+    @torch.no_grad()
     def start(
         self,
         layouts: Sequence[BufferLayout],
         tensors: Sequence[Tensor],
-        equal: Sequence[Tensor] = (),
+        others: Sequence[Tensor] = (),
         *,
         index: int,
         weight: Tensor,
@@ -149,12 +170,58 @@ class Pairs:
         partner = self._matching.partner(self._exchange.rank, index)
         if partner is None:
             return lambda: list(tensors)
-        swapped = self._exchange.swap(tensors, [partner], [partner], round_index=index)
+
+        def swap(message: Sequence[Tensor]) -> Round:
+            return self._exchange.swap(message, [partner], [partner], round_index=index)
+
+        if self.store is not None:
+            return self._start_compressed(layouts, tensors, others, index, partner, swap)
+        swapped = swap(tensors)
 
         def wait() -> list[Tensor]:
             theirs = swapped.wait().first_or(tensors)
             # Both partners add the same two numbers: equal data stay equal to the last bit.
             return [(a + b).mul_(0.5) for a, b in zip(tensors, theirs, strict=True)]
+
+        return wait
+
+    def _start_compressed(
+        self,
+        layouts: Sequence[BufferLayout],
+        tensors: Sequence[Tensor],
+        others: Sequence[Tensor],
+        index: int,
+        partner: int,
+        swap: Callable[[Sequence[Tensor]], Round],
+    ) -> Callable[[], list[Tensor]]:
+        assert self.store is not None
+        compressor, stats = self.store.compressor, self._exchange.run.stats
+        turn = index // self._interleaved % self._turns
+        slices, messages = [], []
+        for layout, tensor, other in zip(layouts, tensors, others, strict=True):
+            with stats.encoding():
+                state = self.store.of(layout, tensor.device)
+                messages.append(compressor.compress(tensor - other, state))
+            n = layout.numel
+            slices.append(other[n * turn // self._turns : n * (turn + 1) // self._turns])
+        parts = [part for message in messages for part in message] + slices
+        swapped = swap(parts)
+
+        @torch.no_grad()
+        def wait() -> list[Tensor]:
+            theirs = iter(swapped.wait().first_or(parts))
+            means = []
+            for layout, message, other in zip(layouts, messages, others, strict=True):
+                mean = compressor.decompress(message, layout, torch.empty_like(other))
+                received = tuple(next(theirs) for _ in message)
+                with stats.decoding(), with_sender(self._exchange.run.global_rank(partner)):
+                    compressor.decompress(received, layout, mean, accumulate=True)
+                means.append(mean.mul_(0.5).add_(other))
+            for mean, own in zip(means, slices, strict=True):
+                n = mean.numel()
+                change = (next(theirs) - own).mul_(0.5)
+                mean[n * turn // self._turns : n * (turn + 1) // self._turns] += change
+            return means
 
         return wait
 

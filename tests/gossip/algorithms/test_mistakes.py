@@ -5,7 +5,7 @@ import math
 import networkx as nx
 import pytest
 
-from pyparallel.compression import Int8
+from pyparallel.compression import Int8, Threshold
 from pyparallel.gossip import (
     ADPSGD,
     DPSGD,
@@ -94,6 +94,11 @@ OUT_OF_RANGE = [
     (no_lo_co(momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
     (no_lo_co(outer_lr=0.0), "outer_lr must be positive and finite, got 0.0"),
     (no_lo_co(outer_lr=math.nan), "outer_lr must be positive and finite, got nan"),
+    (
+        no_lo_co(compressor=Threshold(0.1)),
+        "compressor must send messages of a fixed length, got",
+    ),
+    (no_lo_co(pull_turns=0), "pull_turns must be a positive integer, got 0"),
     (no_lo_co(pull=0.0), r"pull must be in \(0, 3\), .* got 0.0"),
     (no_lo_co(momentum=0.0, pull=2.0), r"pull must be in \(0, 2\), .* got 2.0"),
     (leader(0), "ranks_per_node must be a positive number of ranks, got 0"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from pyparallel.compression import ErrorFeedback, TopK
 from pyparallel.gossip import NoLoCo
 from pyparallel.gossip.algorithms.noloco import NoLoCoRule, noloco
 from pyparallel.gossip.algorithms.periodic import PeriodicAverager
@@ -27,7 +28,8 @@ class Rank:
         self.parameter = module.weight
         nn.init.zeros_(self.parameter)
         buckets = FlatBuckets([self.parameter], 2**20)
-        pairs, rule = Pairs(exchange, algorithm.topology), partial(NoLoCoRule, algorithm)
+        pairs = Pairs(exchange, algorithm.topology, algorithm.compressor, algorithm.pull_turns)
+        rule = partial(NoLoCoRule, algorithm)
         self.averager = PeriodicAverager(
             algorithm, algorithm.interval, rule, module, buckets, exchange.run, average=pairs
         )
@@ -74,6 +76,54 @@ def test_follows_the_papers_rule(options):
 
         histories = torch.stack([torch.stack(each) for each in run_threads(num_ranks, rank_main)])
         expected = torch.stack(simulate(algorithm, num_ranks, STEPS), 1)
+        torch.testing.assert_close(histories.double(), expected, rtol=2e-5, atol=2e-6)
+
+
+DENSITY, TURNS = 0.4, 2
+COMPRESSED = {"compressor": ErrorFeedback(TopK(DENSITY), decay=0.9), "pull_turns": TURNS}
+
+
+def simulate_compressed(algorithm, num_ranks, num_steps):
+    """Do as ``simulate``, but a pair only knows the largest changes, and a slice of phi in turn."""
+    targets = torch.stack([target_of(rank).double() for rank in range(num_ranks)])
+    theta, phi, momentum, error = (torch.zeros_like(targets) for _ in range(4))
+    numel, history = targets.shape[1], []
+    for step in range(1, num_steps + 1):
+        theta = theta - LR * (theta - targets)
+        if step % algorithm.interval == 0:
+            number = step // algorithm.interval - 1
+            start, end = (numel * (number % TURNS + more) // TURNS for more in (0, 1))
+            changes, drifts = algorithm.outer_lr * (theta - phi), torch.zeros_like(phi)
+            partners = [algorithm.topology.partner(rank, number) for rank in range(num_ranks)]
+            means = changes.clone()
+            sent = torch.zeros_like(changes)
+            for rank, partner in enumerate(partners):
+                if partner is not None:
+                    total = changes[rank] + 0.9 * error[rank]
+                    kept = total.abs().topk(round(DENSITY * numel)).indices
+                    sent[rank, kept] = total[kept]
+                    error[rank] = total - sent[rank]
+                    drifts[rank, start:end] = (phi[rank] - phi[partner])[start:end] / 2
+            for rank, partner in enumerate(partners):
+                if partner is not None:
+                    means[rank] = (sent[rank] + sent[partner]) / 2
+            momentum = algorithm.momentum * momentum + means - algorithm.pull * drifts
+            phi = phi + momentum
+            theta = phi.clone()
+        history.append(theta)
+    return history
+
+
+def test_compressed_changes_and_a_pull_in_turns():
+    for num_ranks in (2, 3):
+        algorithm = NoLoCo(RandomMatching(num_ranks, seed=5), INTERVAL, **COMPRESSED)
+
+        def rank_main(exchange, algorithm=algorithm):
+            rank = Rank(algorithm, exchange, target_of(exchange.rank))
+            return [rank.step() for _ in range(STEPS)]
+
+        histories = torch.stack([torch.stack(each) for each in run_threads(num_ranks, rank_main)])
+        expected = torch.stack(simulate_compressed(algorithm, num_ranks, STEPS), 1)
         torch.testing.assert_close(histories.double(), expected, rtol=2e-5, atol=2e-6)
 
 

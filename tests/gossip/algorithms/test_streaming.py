@@ -148,6 +148,7 @@ RESUMED = [
     LocalSGD(INTERVAL, **STREAMED),
     SlowMo(None, INTERVAL, reset_momentum=False, **STREAMED),
     NoLoCo(Hypercube(RANKS), INTERVAL, **STREAMED),
+    NoLoCo(Hypercube(RANKS), INTERVAL, compressor=ErrorFeedback(TopK(0.2)), **STREAMED),
     StreamingDiLoCo(INTERVAL, **STREAMED),
     SparseLoCo(INTERVAL, **STREAMED),
     MuLoCo(INTERVAL, **STREAMED),

@@ -1,0 +1,215 @@
+"""``python -m benchmarks.gossip.outer_steps [--algorithms sparseloco] [--seeds 0 1 2]``.
+
+A byte model of 208,000 parameters on four gloo processes with a thread each, behind links of
+100 Mbit/s: DDP with AdamW or Muon, and outer steps every 30 local steps, of as many tokens. Each at
+the best of ``RATES`` by the first seed. Rows: ``benchmarks/results/outer-steps.csv``.
+"""
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW, Muon, Optimizer
+
+from benchmarks.gossip.tasks import Text
+from benchmarks.harness import tables
+from benchmarks.harness.learning_rate import decayed
+from benchmarks.harness.link import limited_links
+from benchmarks.harness.program import compare, prepare_for_ranks
+from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.rows import RESULTS, Key, Row, RunRows, as_text, shorten
+from examples.data import draw_windows
+from examples.models import build_transformer, byte_loss
+from pyparallel import GossipDataParallel
+from pyparallel.compression import Cast, ErrorFeedback, PerParameter, Statistical
+from pyparallel.gossip import (
+    AllReduce,
+    DiLoCo,
+    MuLoCo,
+    NoLoCo,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
+from pyparallel.gossip.algorithms.base import Algorithm
+from pyparallel.gossip.topology import RandomMatching
+
+FIELDS = [
+    "link", "algorithm", "rate", "seed", "options", "parameters", "ranks", "steps", "score",
+    "bits_per_parameter", "waiting", "hidden", "seconds", "torch", "commit", "losses",
+]  # fmt: skip
+RANKS, STEPS, INTERVAL = 4, 1200, 30
+RATES = [3e-3, 6e-3, 1.2e-2]
+SECONDS = 1200  # a run's limit
+LINKS = {"100 Mbit/s": 100, "20 Mbit/s": 20}
+
+# The paper's: norms and embeddings are not quantized.
+MULOCO = PerParameter({
+    **dict.fromkeys(("0.*", "*before_*", "4.0.*", "*.bias"), Cast()),
+    "*": ErrorFeedback(Statistical(2), decay=0.9),
+})  # fmt: skip
+
+
+def pairs(**options: object) -> NoLoCo:
+    return NoLoCo(RandomMatching(RANKS), INTERVAL, **options)
+
+
+ALGORITHMS: dict[str, tuple[str, Callable[[], Algorithm]]] = {
+    "ddp": ("AdamW", AllReduce),
+    "ddp-muon": ("Muon", AllReduce),
+    "diloco": ("AdamW", lambda: DiLoCo(INTERVAL)),
+    "streaming": ("AdamW", lambda: StreamingDiLoCo(50)),
+    "sparseloco": ("AdamW", lambda: SparseLoCo(INTERVAL)),
+    "muloco": ("Muon", lambda: MuLoCo(INTERVAL, compressor=MULOCO)),
+    "noloco": ("AdamW", pairs),
+    "noloco-compressed": ("AdamW", lambda: pairs(compressor=SparseLoCo().compressor)),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    link: str
+    algorithm: str
+    rate: float
+    seed: int
+    steps: int = field(default=STEPS)
+
+    @property
+    def key(self) -> Key:
+        return self.link, self.algorithm, f"{self.rate:g}", str(self.seed)
+
+
+def optimizers(model: nn.Module, kind: str, rate: float) -> list[Optimizer]:
+    """Return AdamW, or Muon for the blocks' matrices and AdamW for the rest."""
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.ndim == 2 and name[0] in "123" and kind == "Muon"]
+    others = [p for _, p in named if all(p is not each for each in matrices)]
+    found: list[Optimizer] = [AdamW(others, rate, betas=(0.9, 0.95), weight_decay=0.1)]
+    if matrices:
+        found.append(Muon(matrices, rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
+    return found
+
+
+def train(rank: int, run: Run) -> Row:
+    torch.manual_seed(run.seed)
+    task = Text(run.seed, run.steps)
+    module = build_transformer(128, width=64, num_layers=3, num_heads=4)
+    kind, make = ALGORITHMS[run.algorithm]
+    all_optimizers = optimizers(module, kind, run.rate)
+    schedulers = [decayed(each, run.steps) for each in all_optimizers]
+    model = GossipDataParallel(module, all_optimizers, make())
+    draw = torch.Generator().manual_seed(run.seed * 1000 + rank)
+    waiting, losses, begin = 0.0, [], time.perf_counter()
+    for _ in range(run.steps):
+        windows = draw_windows(task.mine, 4, 129, draw)
+        loss = byte_loss(model(windows[:, :-1]), windows[:, 1:])
+        loss.backward()
+        clip_grad_norm_(module.parameters(), 1.0)
+        for each in all_optimizers:
+            each.step()
+        for each in schedulers:
+            each.step()
+        model.zero_grad()
+        waiting += model.metrics()["rank/waiting_seconds"]
+        losses.append(loss.item())
+    seconds, measured = time.perf_counter() - begin, model.metrics()
+    with model.consensus() as averaged:
+        score = task.score(averaged)
+    return {
+        "options": repr(model.algorithm),
+        "parameters": sum(each.numel() for each in module.parameters()),
+        "score": score,
+        "bits_per_parameter": measured["rank/bits_per_parameter"],
+        "waiting": waiting / seconds,
+        "hidden": measured["rank/hidden_seconds"] / seconds,
+        "seconds": seconds,
+        "losses": losses,
+    }
+
+
+def perform(run: Run) -> Row:
+    with limited_links(RANKS, LINKS[run.link]) as place:
+        ranks = run_ranks(RANKS, place, SECONDS, train, run)
+    first, shares = ranks[0], ("waiting", "hidden")
+    means = {name: statistics.fmean(each[name] for each in ranks) for name in shares}
+    return {
+        "options": first["options"],
+        "parameters": first["parameters"],
+        "ranks": RANKS,
+        "steps": run.steps,
+        "score": f"{first['score']:.5f}",
+        "bits_per_parameter": f"{first['bits_per_parameter']:.4f}",
+        "seconds": f"{first['seconds']:.1f}",
+        **{name: f"{share:.4f}" for name, share in means.items()},
+        "losses": as_text(shorten([each["losses"] for each in ranks])),
+    }
+
+
+def find_runs(options: argparse.Namespace) -> Iterator[Run]:
+    """Yield the runs that search each one's rate at the first link, and the others at the best."""
+    first, *seeds = options.seeds
+    searched = next(iter(LINKS))
+    for algorithm in options.algorithms:
+        tried = {rate: Run(searched, algorithm, rate, first) for rate in RATES}
+        yield from tried.values()
+        rows = RunRows(options.out, FIELDS, num_keys=4).read()
+        best = min(RATES, key=lambda rate: float(rows[tried[rate].key]["score"]))
+        for link, seed in product(options.links, seeds if searched in options.links else [first]):
+            yield Run(link, algorithm, best, seed)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return a table for each link, of the runs at each one's best rate."""
+    measure, parts = tables.measure_of("text"), []
+    for link, of_link in tables.grouped(rows, "link").items():
+        by_name = tables.grouped(of_link, "algorithm", list(ALGORITHMS))
+        best = {name: _at_best_rate(found) for name, found in by_name.items()}
+        baseline = best.get("ddp", [])
+        head = [
+            f"{link}, {of_link[0]['ranks']} ranks, {of_link[0]['steps']} steps",
+            "best rate",
+            measure.title,
+            "against DDP with AdamW",
+            "bits a parameter and step",
+            "fewer",
+            "waiting",
+            "seconds",
+        ]
+        lines = []
+        for name, found in best.items():
+            differences = tables.differences(found, baseline, measure)
+            bits = tables.mean(found, "bits_per_parameter")
+            of_ddp = tables.mean(baseline, "bits_per_parameter") / bits if baseline else math.nan
+            lines.append([
+                name,
+                found[0]["rate"],
+                measure.show.format(tables.mean(found, "score")),
+                " ".join(f"{each:+.1f} %" for each in differences),
+                f"{bits:.3g}",
+                f"{of_ddp:,.0f}x",
+                f"{100 * tables.mean(found, 'waiting'):.1f} %",
+                f"{tables.mean(found, 'seconds'):.0f}",
+            ])  # fmt: skip
+        parts.append(tables.markdown_table(head, lines))
+    return "\n".join(parts)
+
+
+def _at_best_rate(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows at the rate of the most seeds, or at the best of as many."""
+    by_rate = tables.grouped(rows, "rate").values()
+    return max(by_rate, key=lambda found: (len(found), -tables.mean(found, "score")))
+
+
+if __name__ == "__main__":
+    prepare_for_ranks()
+    rows = RunRows(RESULTS / "outer-steps.csv", FIELDS, num_keys=4)
+    choices = {"links": list(LINKS), "algorithms": list(ALGORITHMS)}
+    compare("gossip.outer_steps", __doc__, rows, find_runs, perform, markdown, [0, 1, 2], **choices)
