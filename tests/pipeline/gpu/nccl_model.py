@@ -51,7 +51,9 @@ class Streams:
     """What has run of all that ranks have enqueued, as far as it can.
 
     Args:
-        eager: a group is one communicator. Otherwise each two ranks of it have one.
+        eager: a group is one communicator with one stream: the backend nccl of a group with a
+            ``device_id``, and nccl2 of torch 2.15. Otherwise each two ranks of it have one: nccl
+            without, and nccl-lazy of torch 2.15.
     """
 
     def __init__(self, num_ranks, eager):
