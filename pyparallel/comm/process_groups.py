@@ -85,7 +85,9 @@ def create_group(
     _announce()
     timeout, is_nccl = timeout_of(parent), "nccl" in backend
     options: Any = None
-    if is_nccl:  # messages begin beside kernels that fill the GPU, and leave it most SMs
+    # Messages begin beside kernels that fill the GPU, and leave it most SMs. torch 2.15's nccl2 and
+    # nccl-lazy have options of their own.
+    if "nccl" in backend.replace(":", ",").split(","):
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config.max_ctas = _P2P_CTAS if for_p2p else _CTAS
         options._timeout = timeout  # torch warns of another one

@@ -207,7 +207,8 @@ def test_groups_of_nccl_have_priority_and_few_thread_blocks(fake_nccl):
         backend, options = create_group([0, 1], None, for_p2p=for_p2p)
         assert (backend, options.is_high_priority_stream) == ("nccl", True)
         assert (options.config.max_ctas, options._timeout) == (max_ctas, "its timeout")
-    assert create_group([0, 1], None, "gloo", for_p2p=True) == ("gloo", None)
+    for other in ("gloo", "cpu:gloo,cuda:nccl2", "nccl-lazy"):
+        assert create_group([0, 1], None, other, for_p2p=True) == (other, None)
 
 
 def test_the_device_of_a_group_is_that_of_its_backend(monkeypatch):
