@@ -1,15 +1,15 @@
 """``python -m benchmarks.gossip.outer_steps [--algorithms sparseloco] [--seeds 0 1 2]``.
 
-A byte model of 208,000 parameters on four gloo processes with a thread each, behind links of
-100 Mbit/s: DDP with AdamW or Muon, and outer steps every 30 local steps, of as many tokens. Each at
-the best of ``RATES`` by the first seed. Rows: ``benchmarks/results/outer-steps.csv``.
+A byte model of 208,000 parameters on four gloo processes with a thread each, behind links of a
+limited rate: DDP with AdamW or Muon, and outer steps every 15 local steps (streaming DiLoCo: 50), of
+as many tokens. Each at the best of ``RATES`` by the first seed.
+Rows: ``benchmarks/results/outer-steps.csv``.
 """
 
 import argparse
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Muon, Optimizer
 
+from benchmarks.gossip.table import outer_steps
 from benchmarks.gossip.tasks import Text
-from benchmarks.harness import tables
 from benchmarks.harness.learning_rate import decayed
 from benchmarks.harness.link import limited_links
 from benchmarks.harness.program import compare, prepare_for_ranks
@@ -44,8 +44,8 @@ FIELDS = [
     "link", "algorithm", "rate", "seed", "options", "parameters", "ranks", "steps", "score",
     "bits_per_parameter", "waiting", "hidden", "seconds", "torch", "commit", "losses",
 ]  # fmt: skip
-RANKS, STEPS, INTERVAL = 4, 1200, 30
-RATES = [3e-3, 6e-3, 1.2e-2]
+RANKS, STEPS, INTERVAL = 4, 1500, 15
+RATES = [4e-3, 1e-2]
 SECONDS = 1200  # a run's limit
 LINKS = {"100 Mbit/s": 100, "20 Mbit/s": 20}
 
@@ -166,50 +166,10 @@ def find_runs(options: argparse.Namespace) -> Iterator[Run]:
             yield Run(link, algorithm, best, seed)
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """Return a table for each link, of the runs at each one's best rate."""
-    measure, parts = tables.measure_of("text"), []
-    for link, of_link in tables.grouped(rows, "link").items():
-        by_name = tables.grouped(of_link, "algorithm", list(ALGORITHMS))
-        best = {name: _at_best_rate(found) for name, found in by_name.items()}
-        baseline = best.get("ddp", [])
-        head = [
-            f"{link}, {of_link[0]['ranks']} ranks, {of_link[0]['steps']} steps",
-            "best rate",
-            measure.title,
-            "against DDP with AdamW",
-            "bits a parameter and step",
-            "fewer",
-            "waiting",
-            "seconds",
-        ]
-        lines = []
-        for name, found in best.items():
-            differences = tables.differences(found, baseline, measure)
-            bits = tables.mean(found, "bits_per_parameter")
-            of_ddp = tables.mean(baseline, "bits_per_parameter") / bits if baseline else math.nan
-            lines.append([
-                name,
-                found[0]["rate"],
-                measure.show.format(tables.mean(found, "score")),
-                " ".join(f"{each:+.1f} %" for each in differences),
-                f"{bits:.3g}",
-                f"{of_ddp:,.0f}x",
-                f"{100 * tables.mean(found, 'waiting'):.1f} %",
-                f"{tables.mean(found, 'seconds'):.0f}",
-            ])  # fmt: skip
-        parts.append(tables.markdown_table(head, lines))
-    return "\n".join(parts)
-
-
-def _at_best_rate(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows at the rate of the most seeds, or at the best of as many."""
-    by_rate = tables.grouped(rows, "rate").values()
-    return max(by_rate, key=lambda found: (len(found), -tables.mean(found, "score")))
-
-
 if __name__ == "__main__":
     prepare_for_ranks()
     rows = RunRows(RESULTS / "outer-steps.csv", FIELDS, num_keys=4)
     choices = {"links": list(LINKS), "algorithms": list(ALGORITHMS)}
-    compare("gossip.outer_steps", __doc__, rows, find_runs, perform, markdown, [0, 1, 2], **choices)
+    compare(
+        "gossip.outer_steps", __doc__, rows, find_runs, perform, outer_steps, [0, 1, 2], **choices
+    )

@@ -1,5 +1,6 @@
 """The tables of the rows of ``benchmarks.gossip.compare`` and of ``benchmarks.gossip.rates``."""
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -137,3 +138,49 @@ def _chosen(rows: Sequence[Row]) -> list[str]:
     groups = tables.grouped(rows, "rate")
     most = max(map(len, groups.values()))
     return sorted((rate for rate, each in groups.items() if len(each) == most), key=float)
+
+
+def outer_steps(rows: Sequence[Row]) -> str:
+    """Return a table for each link, of the runs at each one's best rate."""
+    measure, parts = tables.measure_of("text"), []
+    for link, of_link in tables.grouped(rows, "link").items():
+        by_name = tables.grouped(of_link, "algorithm", ["ddp", "ddp-muon"])
+        best = {name: _at_best_rate(found) for name, found in by_name.items()}
+        baseline = best.get("ddp", [])
+        head = [
+            f"{link}, {of_link[0]['ranks']} ranks, {of_link[0]['steps']} steps",
+            "best rate",
+            measure.title,
+            "against DDP with AdamW",
+            "bits a parameter and step",
+            "fewer",
+            "waiting",
+            "seconds",
+        ]
+        lines = []
+        for name, found in best.items():
+            differences = tables.differences(found, baseline, measure)
+            bits = tables.mean(found, "bits_per_parameter")
+            of_ddp = tables.mean(baseline, "bits_per_parameter") / bits if baseline else math.nan
+            lines.append([
+                name,
+                found[0]["rate"],
+                measure.show.format(tables.mean(found, "score")),
+                " ".join(f"{each:+.1f} %" for each in differences),
+                f"{bits:.3g}",
+                f"{of_ddp:,.0f}x",
+                f"{100 * _median(found, 'waiting'):.1f} %",
+                f"{_median(found, 'seconds'):.0f}",
+            ])  # fmt: skip
+        parts.append(tables.markdown_table(head, lines))
+    return "\n".join(parts)
+
+
+def _at_best_rate(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows at the rate of the most seeds, or at the best of as many."""
+    by_rate = tables.grouped(rows, "rate").values()
+    return max(by_rate, key=lambda found: (len(found), -tables.mean(found, "score")))
+
+
+def _median(rows: Sequence[Row], field: str) -> float:
+    return statistics.median(float(row[field]) for row in rows)
