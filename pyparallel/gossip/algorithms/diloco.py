@@ -22,6 +22,7 @@ from ...compression import (
     Statistical,
 )
 from ...training import FlatBuckets, check_like, check_optimizer_state
+from ...training.arguments import require
 from .base import OuterRule, Periodic, copy_all
 from .periodic import PeriodicAverager
 
@@ -74,10 +75,15 @@ class DiLoCo(Periodic):
 
     def __post_init__(self) -> None:
         self.check_options(self.interval)
+        self.config_fields()  # makes an outer optimizer, and checks it
 
     @override
     def config_fields(self) -> list[tuple[str, str]]:
-        outer = self.outer_optimizer([torch.zeros(1, requires_grad=True, device="cpu")])
+        tensor = torch.zeros(1, requires_grad=True, device="cpu")
+        outer = self.outer_optimizer([tensor])
+        stepped = [each for group in outer.param_groups for each in group["params"]]
+        rule = "outer_optimizer must return an optimizer of the tensors that it is called with"
+        require([*map(id, stepped)] == [id(tensor)], rule, f"{type(outer).__name__} of others")
         return [("algorithm", repr(self)), ("outer optimizer", repr(outer))]
 
     @override

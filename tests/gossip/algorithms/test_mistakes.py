@@ -4,6 +4,7 @@ import math
 
 import networkx as nx
 import pytest
+import torch
 
 from pyparallel.compression import Int8, Threshold
 from pyparallel.gossip import (
@@ -88,6 +89,10 @@ OUT_OF_RANGE = [
     ),
     (lambda: LocalSGD(0), "interval must be a positive number of steps, got 0"),
     (lambda: DiLoCo(1.5), "interval must be a positive number of steps, got 1.5"),
+    (
+        lambda: DiLoCo(4, lambda _: torch.optim.SGD([torch.zeros(1)])),
+        "outer_optimizer must return an optimizer of the tensors that .*, got SGD of others",
+    ),
     (lambda: SlowMo(None, 3, momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
     (lambda: SlowMo(None, 3, outer_lr=0.0), "outer_lr must be positive, got 0.0"),
     (no_lo_co(interval=0), "interval must be a positive number of steps, got 0"),
@@ -154,6 +159,11 @@ MISTAKES = [  # the number of ranks, an algorithm or a function of the rank, and
         2,
         on_rank_one(NoLoCo(RandomMatching(2)), NoLoCo(RandomMatching(2, seed=1))),
         "DisagreementError: all ranks must have the same algorithm, got NoLoCo(",
+    ),
+    (
+        2,
+        on_rank_one(DiLoCo(4), DiLoCo(4, delay=1)),
+        "DisagreementError: all ranks must have the same algorithm, got DiLoCo(interval=4",
     ),
     (
         3,
