@@ -26,7 +26,7 @@ OPS = sorted(
 HOOKS = "hooks"
 # By device, what matters most first: a deadline may cut the rest.
 SIZES = {"cpu": [16, 20, 25], "cuda": [27, 24, 20, 30]}
-LONGEST_CALL = {"cpu": math.inf, "cuda": 0.5}
+LONGEST_CALL = {"cpu": math.inf, "cuda": 0.5}  # seconds; what takes longer runs once
 # Above this size only ops of one pass are measured, without peers.
 LARGEST_WITH_PEERS = 2**27
 ONE_PASS = {"adamw_step", "mix", "predict_adam", "predict_sgd", "quantize", "sgd_step"}
@@ -59,12 +59,10 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="measure ours and the copy alone")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=math.inf, help="then no case is begun")
-    parser.add_argument("--longest-call", type=float, help="seconds; what takes longer runs once")
     parser.add_argument("--out", type=Path, help="another CSV file")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     sizes = [2**n for n in options.sizes or SIZES[options.device]]
-    longest = options.longest_call or LONGEST_CALL[options.device]
     # Compiled references are kept from size to size: each case of an op is one specialization.
     torch._dynamo.config.recompile_limit = 64
     print(f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads\n")
@@ -75,7 +73,7 @@ def main() -> None:
             late = f"; out of time: not measured from {case.op}, {case.name}, {case.numel:,} on"
             break
         try:
-            measured = measure(case, options.turns, longest)
+            measured = measure(case, options.turns, LONGEST_CALL[options.device])
         except Exception:
             traceback.print_exc()
             failed.append(f"{case.op}, {case.name}, {case.numel:,}")

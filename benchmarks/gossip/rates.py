@@ -117,12 +117,11 @@ class Run:
 def main() -> None:
     parser = make_parser("gossip.rates", __doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--data", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.set_defaults(out=RESULTS / "gossip-rates.csv")
     options = parser.parse_args()
     rows = RunRows(options.out, FIELDS, num_keys=7)
     for part in options.parts:
-        for data in options.data:
+        for data in TASKS:
             rows.complete(runs_of(part, data, rows), perform)
 
 
