@@ -64,6 +64,24 @@ def sweep(*kinds: tuple[Callable[..., Case], Sequence[tuple]]) -> Callable[..., 
     return cases
 
 
+def beside(
+    ours: Callable[[], object],
+    torch_ops: Callable[[], object],
+    compiled: Callable[[], object],
+    name: str = "torch ops",
+) -> list[Provider]:
+    """Return ours beside torch's separate ops, under a name, and the compiled reference."""
+    return [
+        Provider("pyparallel", ours),
+        Provider(name, torch_ops),
+        Provider("torch.compile of reference", compiled),
+    ]
+
+
+def format_name(bits: int, format: str) -> str:
+    return f"{format}{bits}" if format == "int" else format
+
+
 def name_of(*kinds: torch.dtype) -> list[str]:
     return [str(kind).removeprefix("torch.") for kind in kinds]
 
@@ -164,12 +182,15 @@ def time_once(run: Callable[[], object], device: str, repeats: int = 1) -> float
     return (time.perf_counter() - start) / repeats
 
 
-def compile_reference(reference: Callable[..., object], device: str) -> Callable[..., object]:
-    """Apply ``torch.compile``, for one size.
+def compile_reference(
+    reference: Callable[..., object], device: str, *arguments: object
+) -> Callable[..., object]:
+    """Apply ``torch.compile``, for one size, and give the function these arguments.
 
     On a GPU, where time is scarce, the second size compiles for all others too.
     """
-    return torch.compile(reference, dynamic=None if device == "cuda" else False)
+    compiled = torch.compile(reference, dynamic=None if device == "cuda" else False)
+    return functools.partial(compiled, *arguments)
 
 
 def _row(

@@ -21,7 +21,7 @@ from benchmarks.harness.rows import Row, summary
 from benchmarks.harness.turns import take_turns
 from pyparallel import ops
 
-SIZES = (64, 2**16)
+SIZES, TURNS = (64, 2**16), 40
 FIELDS = ["op", "numel", "provider", "median_us", "p20_us", "p80_us", "threads", "torch", "commit"]
 PUBLIC, RAW = "public function", "raw overload"
 BLOCK_SIZE = 32
@@ -192,14 +192,12 @@ def measure(call: Call, numel: int, turns: int, repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = make_parser("ops.calls", __doc__)
-    parser.add_argument("--turns", type=int, default=40)
-    options = parser.parse_args()
+    options = make_parser("ops.calls", __doc__).parse_args()
     rows: list[Row] = []
     for numel in SIZES:
         for make in (steps, messages, entries):
             for call in make(numel):
-                rows += measure(call, numel, options.turns, repeats=max(8, 2**14 // numel))
+                rows += measure(call, numel, TURNS, repeats=max(8, 2**14 // numel))
     for row in rows:
         spread = f"{row['p20_us']}..{row['p80_us']}"
         print(f"{row['op']:<17} {row['numel']:>6} {row['provider']:<52} "
