@@ -61,7 +61,7 @@ def main() -> None:
 
 def write(found: dict[tuple[str, str], list[tuple[float, float]]], before: Path) -> None:
     # Not found where a rank of the other checkout runs this file.
-    from benchmarks.harness.rows import RESULTS, commit, machine, replace_rows
+    from benchmarks.harness.rows import RESULTS, commit, machine, record
 
     command = ["git", "-C", str(before), "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -74,8 +74,7 @@ def write(found: dict[tuple[str, str], list[tuple[float, float]]], before: Path)
         commits = [done.stdout.strip(), commit()]
         cells = [case, unit, *texts, len(pairs), torch.__version__, *commits]
         rows.append(dict(zip(FIELDS, cells, strict=True)))
-        print(f"{case:45} {texts[0]:>8} {texts[1]:>8} {unit:8} {' '.join(texts[2:])}")
-    replace_rows(rows, RESULTS / f"checkouts-{machine()}.csv", FIELDS)
+    record([rows], RESULTS / f"checkouts-{machine()}.csv", FIELDS)
 
 
 def run_ranks(checkout: Path) -> dict[str, tuple[str, float]]:

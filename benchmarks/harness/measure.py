@@ -238,17 +238,3 @@ def build_stream_copy() -> Callable[[int, int, int], None]:
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     function.restype = None
     return lambda source, target, numel: function(source, target, numel, torch.get_num_threads())
-
-
-def print_header() -> None:
-    """Print the names of the columns; ``of copy`` is relative to the copy of the same run."""
-    print(f"{'op':<13} {'case':<32} {'numel':>10} {'provider':<32} "
-          f"{'ms':>9} {'p20..p80':>17} {'GB/s':>7} {'of copy':>8} {'ours is':>8}")  # fmt: skip
-
-
-def print_rows(rows: Sequence[Row]) -> None:
-    for row in rows:
-        spread = f"{float(row['p20_ms']):.2f}..{float(row['p80_ms']):.2f}"
-        print(f"{row['op']:<13} {row['case']:<32} {row['numel']:>10,} {row['provider']:<32} "
-              f"{float(row['median_ms']):>9.3f} {spread:>17} {row['gb_per_s']:>7} "
-              f"{row['of_copy']:>8} {row['speedup_of_ours']:>7}x", flush=True)  # fmt: skip

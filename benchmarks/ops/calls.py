@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from benchmarks.harness.measure import time_once
-from benchmarks.harness.program import make_parser, save
-from benchmarks.harness.rows import Row, summary
+from benchmarks.harness.program import make_parser
+from benchmarks.harness.rows import Row, machine, record, summary
 from benchmarks.harness.turns import take_turns
 from pyparallel import ops
 
@@ -192,17 +192,14 @@ def measure(call: Call, numel: int, turns: int, repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    options = make_parser("ops.calls", __doc__).parse_args()
-    rows: list[Row] = []
-    for numel in SIZES:
-        for make in (steps, messages, entries):
-            for call in make(numel):
-                rows += measure(call, numel, TURNS, repeats=max(8, 2**14 // numel))
-    for row in rows:
-        spread = f"{row['p20_us']}..{row['p80_us']}"
-        print(f"{row['op']:<17} {row['numel']:>6} {row['provider']:<52} "
-              f"{row['median_us']:>9} us {spread:>20}")  # fmt: skip
-    save(rows, "calls", FIELDS, options.out)
+    options = make_parser("ops.calls", __doc__, f"calls-{machine()}").parse_args()
+    batches = (
+        measure(call, numel, TURNS, repeats=max(8, 2**14 // numel))
+        for numel in SIZES
+        for make in (steps, messages, entries)
+        for call in make(numel)
+    )
+    record(batches, options.out, FIELDS)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.harness.learning_rate import decayed
-from benchmarks.harness.program import make_parser, save
+from benchmarks.harness.program import make_parser
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import RESULTS, Row, stamp
+from benchmarks.harness.rows import RESULTS, Row, machine, record, stamp
 from benchmarks.harness.turns import largest, take_turns, timed
 from benchmarks.pipeline import optimizers, table
 from benchmarks.pipeline.optimizers import IN_TWO, MAKERS, NO_CORRECTION, WARM_UP
@@ -183,7 +183,7 @@ def rows_of(
 
 
 def main() -> None:
-    options = make_parser("pipeline.clock", __doc__).parse_args()
+    options = make_parser("pipeline.clock", __doc__, f"pipeline-clock-{machine()}").parse_args()
     rows = optimizers.Rows(RESULTS / "pipeline-optimizers.csv")
     contestants = [(schedule, NO_CORRECTION) for schedule in ("GPipe", OURS)]
     chosen = {each: optimizers.search(rows, 2, each, contestants) for each in MAKERS}
@@ -204,12 +204,12 @@ def main() -> None:
         steps = TURN * seconds[len(ours) + place] / seconds[place] / PER_STEP
         ours[place] = replace(entry, turn=PER_STEP * round(steps))
     entries = [*ours, *theirs]
-    measured: list[Row] = []
-    for seed in SEEDS:
+
+    def race_of(seed: int) -> list[Row]:
         points = run_on_loopback(NUM_RANKS, 1800, race, entries, UPDATES // TURN, seed)[0]
-        measured += rows_of(entries, points, seed)
-    print(table.race([{name: str(value) for name, value in row.items()} for row in measured]))
-    save(measured, "pipeline-clock", FIELDS, options.out)
+        return list(rows_of(entries, points, seed))
+
+    print(table.race(record(map(race_of, SEEDS), options.out, FIELDS)))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from benchmarks.harness.learning_rate import next_rate
 from benchmarks.harness.program import make_parser
-from benchmarks.harness.rows import RESULTS, Key, Row, RunRows
+from benchmarks.harness.rows import Key, Row, RunRows
 from benchmarks.pipeline import table
 from benchmarks.pipeline.tasks import Bytes, Contestant, train
 from pyparallel import pipeline
@@ -223,9 +223,7 @@ def every_contestant(stages: int) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    parser = make_parser("pipeline.optimizers", __doc__)
-    parser.set_defaults(out=RESULTS / "pipeline-optimizers.csv")
-    options = parser.parse_args()
+    options = make_parser("pipeline.optimizers", __doc__, "pipeline-optimizers").parse_args()
     torch.set_num_threads(1)
     rows = Rows(options.out)
     for stages, optimizer in product(MODELS, MAKERS):

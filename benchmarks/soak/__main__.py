@@ -31,14 +31,15 @@ the rows say skipped.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
 from benchmarks.harness.program import make_parser, prepare_for_ranks
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import RESULTS, Row, commit, machine, replace_rows, stamp
+from benchmarks.harness.rows import RESULTS, Row, commit, machine, record, stamp
 from benchmarks.soak import restarts, rounds, trainers
 from benchmarks.soak.faults import campaign, table
 from benchmarks.soak.faults import judge as trials
@@ -98,29 +99,13 @@ def main() -> None:
         sys.exit("\n".join(["not as it must be:", *failed]))
 
 
-def record(
-    name: str,
-    rows: Iterable[Row],
-    fields: Sequence[str],
-    key: Sequence[str],
-    shown: Sequence[str],
-    options: argparse.Namespace,
-) -> list[Row]:
-    """Write each row as it comes and print its key and some columns; return all, as texts."""
-    path, found = options.out or RESULTS / f"{name}-{machine()}.csv", []
-    for row in rows:
-        found.append({field: str(row.get(field, "")) for field in fields})
-        replace_rows([row], path, fields, key)
-        columns = (f"{field} {found[-1][field]}" for field in shown if found[-1][field])
-        print(f"{', '.join(found[-1][field] for field in key)}:", *columns, sep="  ", flush=True)
-    print(f"\nrows: {path}")
-    return found
+def path_of(name: str) -> Path:
+    return RESULTS / f"{name}-{machine()}.csv"
 
 
 def watch_growth(options: argparse.Namespace) -> list[str]:
     """Run the cases of the first three parts; return those that are not flat."""
-    shown = [name for name in FIELDS[3:-2] if name not in ("early_step", "late_step", "bound_kb")]
-    found = record("soak", soak(options), FIELDS, KEY, shown, options)
+    found = record(soak(options), options.out or path_of("soak"), FIELDS, KEY)
     return [
         f"{row['case']} on {row['ranks']} ranks: {row['verdict']}"
         for row in found
@@ -131,8 +116,8 @@ def watch_growth(options: argparse.Namespace) -> list[str]:
 def watch_faults(options: argparse.Namespace) -> list[str]:
     chosen = campaign.choose(SEED, options.only, dry_run=options.dry_run)
     print(f"{len(chosen)} trials")
-    shown = ["ranks", "slowest_s", "verdict"]
-    found = record(FAULTS, campaign.run_all(chosen), trials.FIELDS, trials.KEY, shown, options)
+    rows, path = campaign.run_all(chosen), options.out or path_of(FAULTS)
+    found = record(([row] for row in rows), path, trials.FIELDS, trials.KEY)
     print(f"\n{table.by_fault(found)}\n\n{table.by_trainer(found)}")
     return [
         f"{row['fault']}, {row['trainer']}: {row['verdict']}"
@@ -143,8 +128,8 @@ def watch_faults(options: argparse.Namespace) -> list[str]:
 
 def watch_restarts(options: argparse.Namespace) -> list[str]:
     rows = restarts.campaign(2 if options.dry_run else NUM_RESTARTS, SEED)
-    shown = ["schedule", "store", "victim", "after_s", "last_end_s", "verdict"]
-    found = record(RESTARTS, rows, restarts.FIELDS, restarts.KEY, shown, options)
+    path = options.out or path_of(RESTARTS)
+    found = record(([row] for row in rows), path, restarts.FIELDS, restarts.KEY)
     print(f"\n{restarts.summarize(found)}")
     bad = [row for row in found if row["verdict"] != restarts.OK]
     return [f"restart {row['trial']}: {row['verdict']}" for row in bad]
@@ -170,13 +155,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def soak(options: argparse.Namespace) -> Iterator[Row]:
+def soak(options: argparse.Namespace) -> Iterator[list[Row]]:
     for name in filter(PARTS.__contains__, options.part):
         part = PARTS[name]
         count, wanted = 20 if options.dry_run else part.steps, tuple(options.only or [""])
         for case in filter(lambda case: case.startswith(wanted), part.cases):
             for num_ranks in part.cases[case]:
-                yield run_case(name, case, num_ranks, count, SECONDS)
+                yield [run_case(name, case, num_ranks, count, SECONDS)]
 
 
 def run_case(name: str, case: str, num_ranks: int, num_steps: int, seconds: float) -> Row:

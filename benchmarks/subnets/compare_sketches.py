@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.program import make_parser
-from benchmarks.harness.rows import RESULTS, Row, as_text, stamp, write_rows
+from benchmarks.harness.rows import Row, as_text, record, stamp
 from benchmarks.theory.quadratic import Quadratic, drawn_sketches
 from pyparallel.compression import BufferLayout, PermK
 
@@ -128,23 +128,18 @@ def _distances(points: Tensor, target: Tensor) -> list[float]:
 
 
 def main() -> None:
-    parser = make_parser("subnets.compare_sketches", __doc__)
+    parser = make_parser("subnets.compare_sketches", __doc__, "subnets-theory")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 10])
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--runs", type=int, default=10, help="seeds of the permutations")
-    parser.set_defaults(out=RESULTS / "subnets-theory.csv")
     options = parser.parse_args()
-    rows: list[Row] = []
-    for num_ranks in options.ranks:
+
+    def rows_of(num_ranks: int) -> list[Row]:
         problem = make_problem(num_ranks, SEED)
         found = measure(problem, STEPS, options.rounds, options.runs)
-        rows += [{"ranks": str(num_ranks), "seed": str(SEED), **row} for row in found]
-        for row in found:
-            print(f"{num_ranks:>3} ranks, {row['sketch']:<15} step {row['step_size']:<9} "
-                  f"from x*: {row['to_solution']:<10} from its limit: {row['to_limit']:<10} "
-                  f"limit from x*: {row['limit_to_solution']}")  # fmt: skip
-    write_rows(rows, options.out, FIELDS)
-    print(f"rows: {options.out}")
+        return [{"ranks": num_ranks, "seed": SEED, **row} for row in found]
+
+    record(map(rows_of, options.ranks), options.out, FIELDS)
 
 
 def measure(problem: Quadratic, steps: Sequence[float], rounds: int, runs: int) -> list[Row]:
