@@ -46,14 +46,14 @@ def cases(device: str, sizes: list[int], names: list[str], *, peers: bool = True
 
 
 def measure_all(
-    options: argparse.Namespace, deadline: float, failed: list[str]
+    options: argparse.Namespace, deadline: float, failed: list[str], late: list[str]
 ) -> Iterator[list[Row]]:
-    """Yield the rows of each case until the deadline; those that fail are noted."""
+    """Yield the rows of each case; note those that fail, and the first beyond the deadline."""
     device, sizes = options.device, [2**n for n in options.sizes or SIZES[options.device]]
     for case in cases(device, sizes, options.ops, peers=not options.no_peers):
         name = f"{case.op}, {case.name}, {case.numel:,}"
         if time.monotonic() > deadline:
-            print(f"out of time: not measured from {name} on")
+            late.append(f"out of time: not measured from {name} on")
             break
         try:
             measured = measure(case, options.turns, LONGEST_CALL[device])
@@ -86,9 +86,11 @@ def main() -> None:
     # Compiled references are kept from size to size: each case of an op is one specialization.
     torch._dynamo.config.recompile_limit = 64
     print(f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads\n")
-    path, failed = options.out or RESULTS / f"{machine()}.csv", []
-    record(measure_all(options, deadline, failed), path, FIELDS, key=("op", "case", "numel"))
+    path, failed, late = options.out or RESULTS / f"{machine()}.csv", list[str](), list[str]()
+    batches = measure_all(options, deadline, failed, late)
+    found = record(batches, path, FIELDS, key=("op", "case", "numel"))
     print(f"pictures: python -m benchmarks.ops.picture {path}")
+    print(f"{len(found)} rows", *late, sep="; ")  # which ``make gpu`` repeats in its summary
     if failed:
         sys.exit("failed: " + "; ".join(failed))
 
