@@ -13,13 +13,14 @@ weights, heads included. One process holds all stages, which does not change the
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from benchmarks.harness.program import compare
 from benchmarks.harness.rows import RESULTS, RunRows
 from benchmarks.interlocking.table import markdown
-from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS
-from benchmarks.pipeline.tasks import FIELDS, Run, perform, runs_of
+from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS, Trial
+from benchmarks.pipeline import tasks
+from benchmarks.pipeline.tasks import FIELDS, Run, perform
 
 WINDOWS = {str(window) for window in range(1, NUM_STAGES + 1)}  # with one seed at all rates
 NUM_SEEDS = 5
@@ -28,9 +29,12 @@ NUM_SEEDS = 5
 def find_runs(options: argparse.Namespace) -> Iterator[Run]:
     for seed, trial in itertools.product(options.seeds, TRIALS):
         if trial.task.name in options.tasks:
-            found = trial.contestants()
-            contestants = {name: found[name] for name in options.windows}
-            yield from runs_of(trial.task, contestants, WINDOWS, seed)
+            yield from runs_of(trial, options.windows, seed)
+
+
+def runs_of(trial: Trial, names: Sequence[str], seed: int) -> Iterator[Run]:
+    found = trial.contestants()
+    return tasks.runs_of(trial.task, {name: found[name] for name in names}, WINDOWS, seed)
 
 
 def main() -> None:

@@ -11,12 +11,12 @@ from benchmarks.harness.learning_rate import rate as rate_at
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows
 from benchmarks.interlocking import compare as compare_interlocking
-from benchmarks.interlocking.compare import WINDOWS
+from benchmarks.interlocking.compare import runs_of
 from benchmarks.interlocking.picture import PICTURES
 from benchmarks.interlocking.table import BITS, markdown, order_of, series
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS
 from benchmarks.pipeline.table import ACCURACY
-from benchmarks.pipeline.tasks import FIELDS, runs_of, train
+from benchmarks.pipeline.tasks import FIELDS, train
 from examples.models import Block
 
 DIGITS, BYTES = TRIALS
@@ -45,7 +45,7 @@ def test_the_widest_window_is_training_end_to_end_and_the_others_are_not():
     for trial in (DIGITS, FEW_BYTES):
         found = {
             run.name: train(trial.task, run.contestant, run.rate, run.seed, UPDATES).losses
-            for run in runs_of(trial.task, trial.contestants(), WINDOWS, seed=3)
+            for run in runs_of(trial, NAMES, seed=3)
         }
         assert list(found) == NAMES
         whole = found[str(NUM_STAGES)]
@@ -67,10 +67,8 @@ def test_every_stage_has_two_layers_or_two_blocks():
 
 def test_windows_run_at_all_rates_with_one_seed():
     task = DIGITS.task
-    contestants = {name: DIGITS.contestants()[name] for name in ("2 deep", "4")}
     at_seed = {
-        seed: [(run.name, run.rate) for run in runs_of(task, contestants, WINDOWS, seed)]
-        for seed in (0, 1)
+        seed: [(r.name, r.rate) for r in runs_of(DIGITS, ["2 deep", "4"], seed)] for seed in (0, 1)
     }
     deep = ("2 deep", task.main_rate)
     assert at_seed[0] == [deep, *(("4", rate) for rate in task.rates)]
