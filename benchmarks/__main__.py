@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.measure import FIELDS, Case, measure, print_header, print_rows
-from benchmarks.harness.rows import RESULTS, machine, replace_rows
+from benchmarks.harness.measure import FIELDS, Case, measure
+from benchmarks.harness.rows import RESULTS, Row, machine, record
 
 # The trainers' benchmarks run processes, and are programs of their own.
 OPS = sorted(
@@ -26,7 +26,7 @@ OPS = sorted(
 HOOKS = "hooks"
 # By device, what matters most first: a deadline may cut the rest.
 SIZES = {"cpu": [16, 20, 25], "cuda": [27, 24, 20, 30]}
-LONGEST_CALL = {"cpu": math.inf, "cuda": 0.5}
+LONGEST_CALL = {"cpu": math.inf, "cuda": 0.5}  # seconds; what takes longer runs once
 # Above this size only ops of one pass are measured, without peers.
 LARGEST_WITH_PEERS = 2**27
 ONE_PASS = {"adamw_step", "mix", "predict_adam", "predict_sgd", "quantize", "sgd_step"}
@@ -45,6 +45,27 @@ def cases(device: str, sizes: list[int], names: list[str], *, peers: bool = True
                 yield replace(case, providers=providers)
 
 
+def measure_all(
+    options: argparse.Namespace, deadline: float, failed: list[str], late: list[str]
+) -> Iterator[list[Row]]:
+    """Yield the rows of each case; note those that fail, and the first beyond the deadline."""
+    device, sizes = options.device, [2**n for n in options.sizes or SIZES[options.device]]
+    for case in cases(device, sizes, options.ops, peers=not options.no_peers):
+        name = f"{case.op}, {case.name}, {case.numel:,}"
+        if time.monotonic() > deadline:
+            late.append(f"out of time: not measured from {name} on")
+            break
+        try:
+            measured = measure(case, options.turns, LONGEST_CALL[device])
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+            continue
+        yield measured
+        if device == "cpu":
+            torch._dynamo.reset()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
@@ -59,34 +80,17 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="measure ours and the copy alone")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=math.inf, help="then no case is begun")
-    parser.add_argument("--longest-call", type=float, help="seconds; what takes longer runs once")
     parser.add_argument("--out", type=Path, help="another CSV file")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
-    sizes = [2**n for n in options.sizes or SIZES[options.device]]
-    longest = options.longest_call or LONGEST_CALL[options.device]
     # Compiled references are kept from size to size: each case of an op is one specialization.
     torch._dynamo.config.recompile_limit = 64
     print(f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads\n")
-    print_header()
-    path, count, failed, late = options.out or RESULTS / f"{machine()}.csv", 0, [], ""
-    for case in cases(options.device, sizes, options.ops, peers=not options.no_peers):
-        if time.monotonic() > deadline:
-            late = f"; out of time: not measured from {case.op}, {case.name}, {case.numel:,} on"
-            break
-        try:
-            measured = measure(case, options.turns, longest)
-        except Exception:
-            traceback.print_exc()
-            failed.append(f"{case.op}, {case.name}, {case.numel:,}")
-            continue
-        print_rows(measured)
-        count += len(measured)
-        replace_rows(measured, path, FIELDS, key=("op", "case", "numel"))
-        if options.device == "cpu":
-            torch._dynamo.reset()
-    print(f"\npictures: python -m benchmarks.ops.picture {path}")
-    print(f"{count} rows: {path}{late}")
+    path, failed, late = options.out or RESULTS / f"{machine()}.csv", list[str](), list[str]()
+    batches = measure_all(options, deadline, failed, late)
+    found = record(batches, path, FIELDS, key=("op", "case", "numel"))
+    print(f"pictures: python -m benchmarks.ops.picture {path}")
+    print(f"{len(found)} rows", *late, sep="; ")  # which ``make gpu`` repeats in its summary
     if failed:
         sys.exit("failed: " + "; ".join(failed))
 

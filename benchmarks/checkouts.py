@@ -40,6 +40,7 @@ from pyparallel import (
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ["case", "unit", "before", "after", "ratio", "least", "greatest", "turns", "torch"]
 FIELDS += ["commit_before", "commit"]
+TURNS = 7
 SECONDS = 300  # for one run of all cases
 Cases = Iterator[tuple[str, str, float]]
 
@@ -47,21 +48,20 @@ Cases = Iterator[tuple[str, str, float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=Path, help="another checkout")
-    parser.add_argument("--turns", type=int, default=7)
     options = parser.parse_args()
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for turn in range(options.turns):
+    for turn in range(TURNS):
         pair = [options.before.resolve(), ROOT]
         results = {path: run_ranks(path) for path in (pair if turn % 2 else pair[::-1])}
         for case, (unit, value) in results[pair[0]].items():
             found.setdefault((case, unit), []).append((value, results[ROOT][case][1]))
-        print(f"turn {turn + 1} of {options.turns}", flush=True)
+        print(f"turn {turn + 1} of {TURNS}", flush=True)
     write(found, options.before)
 
 
 def write(found: dict[tuple[str, str], list[tuple[float, float]]], before: Path) -> None:
     # Not found where a rank of the other checkout runs this file.
-    from benchmarks.harness.rows import RESULTS, commit, machine, replace_rows
+    from benchmarks.harness.rows import RESULTS, commit, machine, record
 
     command = ["git", "-C", str(before), "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -74,8 +74,7 @@ def write(found: dict[tuple[str, str], list[tuple[float, float]]], before: Path)
         commits = [done.stdout.strip(), commit()]
         cells = [case, unit, *texts, len(pairs), torch.__version__, *commits]
         rows.append(dict(zip(FIELDS, cells, strict=True)))
-        print(f"{case:45} {texts[0]:>8} {texts[1]:>8} {unit:8} {' '.join(texts[2:])}")
-    replace_rows(rows, RESULTS / f"checkouts-{machine()}.csv", FIELDS)
+    record([rows], RESULTS / f"checkouts-{machine()}.csv", FIELDS)
 
 
 def run_ranks(checkout: Path) -> dict[str, tuple[str, float]]:

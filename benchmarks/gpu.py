@@ -105,7 +105,6 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
     ]
     second = [
         build,
-        Step("sweep", ["-m", "benchmarks.tiles.sweep", "--out", str(out)], 120),
         *(Step(f"sizes-{name}", bench(name, "cuda", rows, *sizes), 90) for name in OPS),
         test("tests-large", 60, "tests/gpu/test_large.py"),
     ]
@@ -142,7 +141,7 @@ def dry_plan(out: Path, rows: Path) -> list[list[Step]]:
         ("sizes", "--sizes", "13", *few),
     ):
         on_cpu |= {f"{step}-{name}": bench(name, "cpu", rows, *little) for name in OPS}
-    left_out = {"overlap-1", "memcheck", "racecheck", "sweep"}  # gloo sends nothing to itself
+    left_out = {"overlap-1", "memcheck", "racecheck"}  # gloo sends nothing to itself
     plain = {"TORCHDYNAMO_DISABLE": "1"}
     return [
         [

@@ -24,7 +24,7 @@ from benchmarks.gossip.tasks import TASKS, Digits, columns_of
 from benchmarks.gossip.tasks import train as train_task
 from benchmarks.harness.program import make_parser
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import RESULTS, Key, Row, RunRows
+from benchmarks.harness.rows import Key, Row, RunRows
 from pyparallel.gossip import OSGP, SGP, AllReduce
 from pyparallel.gossip.algorithms.base import Algorithm
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Phases, Star, Topology
@@ -115,14 +115,12 @@ class Run:
 
 
 def main() -> None:
-    parser = make_parser("gossip.rates", __doc__)
+    parser = make_parser("gossip.rates", __doc__, "gossip-rates")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--data", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.set_defaults(out=RESULTS / "gossip-rates.csv")
     options = parser.parse_args()
     rows = RunRows(options.out, FIELDS, num_keys=7)
     for part in options.parts:
-        for data in options.data:
+        for data in TASKS:
             rows.complete(runs_of(part, data, rows), perform)
 
 

@@ -64,6 +64,24 @@ def sweep(*kinds: tuple[Callable[..., Case], Sequence[tuple]]) -> Callable[..., 
     return cases
 
 
+def beside(
+    ours: Callable[[], object],
+    torch_ops: Callable[[], object],
+    compiled: Callable[[], object],
+    name: str = "torch ops",
+) -> list[Provider]:
+    """Return ours beside torch's separate ops, under a name, and the compiled reference."""
+    return [
+        Provider("pyparallel", ours),
+        Provider(name, torch_ops),
+        Provider("torch.compile of reference", compiled),
+    ]
+
+
+def format_name(bits: int, format: str) -> str:
+    return f"{format}{bits}" if format == "int" else format
+
+
 def name_of(*kinds: torch.dtype) -> list[str]:
     return [str(kind).removeprefix("torch.") for kind in kinds]
 
@@ -164,12 +182,15 @@ def time_once(run: Callable[[], object], device: str, repeats: int = 1) -> float
     return (time.perf_counter() - start) / repeats
 
 
-def compile_reference(reference: Callable[..., object], device: str) -> Callable[..., object]:
-    """Apply ``torch.compile``, for one size.
+def compile_reference(
+    reference: Callable[..., object], device: str, *arguments: object
+) -> Callable[..., object]:
+    """Apply ``torch.compile``, for one size, and give the function these arguments.
 
     On a GPU, where time is scarce, the second size compiles for all others too.
     """
-    return torch.compile(reference, dynamic=None if device == "cuda" else False)
+    compiled = torch.compile(reference, dynamic=None if device == "cuda" else False)
+    return functools.partial(compiled, *arguments)
 
 
 def _row(
@@ -217,17 +238,3 @@ def build_stream_copy() -> Callable[[int, int, int], None]:
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     function.restype = None
     return lambda source, target, numel: function(source, target, numel, torch.get_num_threads())
-
-
-def print_header() -> None:
-    """Print the names of the columns; ``of copy`` is relative to the copy of the same run."""
-    print(f"{'op':<13} {'case':<32} {'numel':>10} {'provider':<32} "
-          f"{'ms':>9} {'p20..p80':>17} {'GB/s':>7} {'of copy':>8} {'ours is':>8}")  # fmt: skip
-
-
-def print_rows(rows: Sequence[Row]) -> None:
-    for row in rows:
-        spread = f"{float(row['p20_ms']):.2f}..{float(row['p80_ms']):.2f}"
-        print(f"{row['op']:<13} {row['case']:<32} {row['numel']:>10,} {row['provider']:<32} "
-              f"{float(row['median_ms']):>9.3f} {spread:>17} {row['gb_per_s']:>7} "
-              f"{row['of_copy']:>8} {row['speedup_of_ours']:>7}x", flush=True)  # fmt: skip

@@ -16,9 +16,8 @@ from benchmarks.harness.rows import (
     RunRows,
     commit,
     machine,
-    print_rows,
     read_rows,
-    replace_rows,
+    record,
 )
 
 Parts = Mapping[str, Callable[[Any], Iterator[list[Row]]]]
@@ -39,14 +38,17 @@ class _Parser(argparse.ArgumentParser):
         return options
 
 
-def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """Return the argument parser of ``python -m benchmarks.<module>``, with ``--out``."""
+def make_parser(
+    module: str, description: str | None, file: str | None = None
+) -> argparse.ArgumentParser:
+    """Return the parser of ``python -m benchmarks.<module>``, with ``--out``: by default a file."""
     parser = _Parser(
         prog=f"python -m benchmarks.{module}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, help="another CSV file")
+    default = RESULTS / f"{file}.csv" if file else None
+    parser.add_argument("--out", type=Path, default=default, help="another CSV file")
     return parser
 
 
@@ -65,8 +67,7 @@ def compare(
     Then the tables of all rows are printed. Each of ``choices`` is an argument, by default all of
     its values.
     """
-    parser = make_parser(module, description)
-    parser.set_defaults(out=rows.path)
+    parser = make_parser(module, description, rows.path.stem)
     parser.add_argument("--again", action="store_true", help="also run what has a row")
     parser.add_argument("--seeds", nargs="*", type=int, default=seeds, help="none: only print")
     for name, values in choices.items():
@@ -76,13 +77,6 @@ def compare(
     rows.path = options.out
     rows.complete(find_runs(options), perform, again=options.again)
     print(markdown(read_rows(rows.path)))
-
-
-def save(rows: Sequence[Row], name: str, fields: Sequence[str], out: Path | None = None) -> None:
-    """Write rows to a file, by default that of a name and this machine, and print where."""
-    path = out or RESULTS / f"{name}-{machine()}.csv"
-    replace_rows(rows, path, fields)
-    print(f"\nrows: {path}")
 
 
 def prepare_for_ranks() -> None:
@@ -105,7 +99,7 @@ def run_parts(
     Rows are printed and written after each batch, which a part, a function of the sizes, yields.
     ``more`` are arguments besides, which replace an attribute of the sizes: default and help.
     """
-    parser = make_parser(f"{area}.bench", description)
+    parser = make_parser(f"{area}.bench", description, f"{area}-{machine()}")
     parser.epilog = f"""Rows go to benchmarks/results/{area}-<machine>.csv, replacing those of the
 parts that were measured. python -m benchmarks.{area}.picture FILE.csv draws them."""
     parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
@@ -117,12 +111,6 @@ parts that were measured. python -m benchmarks.{area}.picture FILE.csv draws the
     for name in more:
         setattr(sizes, name, getattr(options, name))
     prepare_for_ranks()
-    path = options.out or RESULTS / f"{area}-{machine()}.csv"
     for part in options.parts:
-        rows: list[Row] = []
-        for batch in parts[part](sizes):
-            print_rows(batch)
-            rows += batch
-            replace_rows(rows, path, fields)
-    if path.exists():
-        print(f"\nrows: {path}\npictures: python -m benchmarks.{area}.picture {path}")
+        record(parts[part](sizes), options.out, fields)
+    print(f"pictures: python -m benchmarks.{area}.picture {options.out}")

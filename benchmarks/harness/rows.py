@@ -140,23 +140,43 @@ def rows_of(
     ]
 
 
-SHOWN = {"system", "method", "median_ms", "p20_ms", "p80_ms", "ratio", "ratio_is", "options"}
-SHOWN |= {"part", "case", "compute", "ranks", "microbatches", "numel", "torch", "commit"}
+# Equal in most rows of a file, or long.
+UNPRINTED = {"torch", "commit", "device", "compute", "options", "text", "texts", "rounds"}
+UNPRINTED |= {"to_solution_at", "to_limit_at"}
 
 
-def print_rows(rows: Sequence[Row]) -> None:
-    first = rows[0]
-    print(f"\n{first['part']}, {first['case']}; {first.get('compute', '')}")
+def print_rows(rows: Iterable[Row]) -> None:
+    """Print rows, a line each: the texts, then the numbers with the names of their columns."""
     for row in rows:
-        name = row.get("system") or row["method"]
-        if "median_ms" not in row:
-            print(f"{name:<40} does not run: {row['note']}")
-            continue
-        spread = f"{row['p20_ms']}..{row['p80_ms']}"
-        case = "" if row["case"] == first["case"] else f", {row['case']}"
-        others = "".join(f", {key} {row[key]}" for key in row if key not in SHOWN and row[key])
-        print(f"{name:<40} {row['median_ms']:>9} ms {spread:>19} {row['ratio']} of the "
-              f"{row['ratio_is']}{case}{others}", flush=True)  # fmt: skip
+        cells = {name: str(value) for name, value in row.items() if name not in UNPRINTED}
+        numbers = {name: cell for name, cell in cells.items() if _is_number(cell)}
+        texts = [cell for name, cell in cells.items() if cell and name not in numbers]
+        print(", ".join(texts), *(f"{name} {cell}" for name, cell in numbers.items()), sep="  ",
+              flush=True)  # fmt: skip
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def record(
+    batches: Iterable[Sequence[Row]],
+    path: Path,
+    fields: Sequence[str],
+    key: Sequence[str] | None = None,
+) -> list[Row]:
+    """Print and write rows as they come, as ``replace_rows`` does; return all, as texts."""
+    found: list[Row] = []
+    for batch in batches:
+        print_rows(batch)
+        found += batch
+        replace_rows(found, path, fields, key)
+    print(f"\nrows: {path}")
+    return [{field: str(row.get(field, "")) for field in fields} for row in found]
 
 
 def machine() -> str:

@@ -13,16 +13,28 @@ weights, heads included. One process holds all stages, which does not change the
 
 import argparse
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from benchmarks.harness.program import compare
 from benchmarks.harness.rows import RESULTS, RunRows
 from benchmarks.interlocking.table import markdown
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS, Trial
+from benchmarks.pipeline import tasks
 from benchmarks.pipeline.tasks import FIELDS, Run, perform
 
-WINDOWS = {str(window) for window in range(1, NUM_STAGES + 1)}
+WINDOWS = {str(window) for window in range(1, NUM_STAGES + 1)}  # with one seed at all rates
 NUM_SEEDS = 5
+
+
+def find_runs(options: argparse.Namespace) -> Iterator[Run]:
+    for seed, trial in itertools.product(options.seeds, TRIALS):
+        if trial.task.name in options.tasks:
+            yield from runs_of(trial, options.windows, seed)
+
+
+def runs_of(trial: Trial, names: Sequence[str], seed: int) -> Iterator[Run]:
+    found = trial.contestants()
+    return tasks.runs_of(trial.task, {name: found[name] for name in names}, WINDOWS, seed)
 
 
 def main() -> None:
@@ -31,21 +43,6 @@ def main() -> None:
     choices = {"tasks": [trial.task.name for trial in TRIALS]}
     choices["windows"] = list(TRIALS[0].contestants())
     compare(f"{name}.compare", __doc__, rows, find_runs, perform, markdown, seeds, **choices)
-
-
-def find_runs(options: argparse.Namespace) -> Iterator[Run]:
-    trials = [trial for trial in TRIALS if trial.task.name in options.tasks]
-    for seed, trial in itertools.product(options.seeds, trials):
-        yield from runs_of(trial, options.windows, seed)
-
-
-def runs_of(trial: Trial, names: Iterable[str], seed: int) -> Iterator[Run]:
-    """Yield all windows at the main rate; with one seed the paper's windows at all rates."""
-    task, contestants = trial.task, trial.contestants()
-    for name in names:
-        swept = name in WINDOWS and seed == task.sweep_seed
-        for rate in task.rates if swept else (task.main_rate,):
-            yield Run(task, name, contestants[name], rate, seed)
 
 
 if __name__ == "__main__":

@@ -13,34 +13,18 @@ Rows go to ``benchmarks/results/language-models.csv``; those that are there are 
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import islice, product
-from typing import Any, NamedTuple
+from itertools import product
+from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from benchmarks.harness.learning_rate import decayed
-from benchmarks.harness.libraries import load
 from benchmarks.harness.program import compare
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import RESULTS, Row, RunRows, as_text, machine, shorten
-from benchmarks.language_models.bench import (
-    BATCH,
-    BITS_PER_NAT,
-    COMMON,
-    MODELS,
-    batches,
-    next_token_loss,
-)
+from benchmarks.harness.rows import RESULTS, Row, RunRows, machine
 from benchmarks.language_models.table import by_depth
-from benchmarks.pipeline.tasks import load_text
-from examples.data import cut_windows
+from benchmarks.language_models.training import COMMON, MODELS, Training, adamw
 from pyparallel import pipeline
 
 FIELDS = [
@@ -49,11 +33,10 @@ FIELDS = [
     "seconds", "machine", "torch", "transformers", "commit",
 ]  # fmt: skip
 LENGTH, HELD_OUT = 64, 128  # bytes of a window, held-out windows
-STEPS, WARM_UP = 1000, 0.1
+STEPS = 1000
 RATES = ["0.0005", "0.001", "0.002"]
 STARTS = ["100", "300"]
-OPTIMIZERS = ["AdamW", "Muon"]
-SPLITS = {2: [4], 4: [2, 4, 6]}  # layer 0 is the embedding, the last the head; six blocks
+SPLITS = {"2": [4], "4": [2, 4, 6]}  # of the embedding, six blocks and the head
 SCHEDULES = ["OneForwardOneBackward", "PipeOptim", "PipeDream2BW"]
 
 
@@ -95,72 +78,29 @@ def schedule_of(run: Run) -> tuple[pipeline.Schedule, int]:
     return schedule, int(run.ranks)
 
 
-def optimizers_of(
-    name: str, rate: float, parameters: Sequence[nn.Parameter]
-) -> Optimizer | list[Optimizer]:
-    """Return AdamW, or Muon for the matrices of blocks beside it."""
-    if name == "AdamW":
-        return AdamW(parameters, lr=rate)
+def muon(rate: float, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
+    """Return Muon for the matrices of blocks, and AdamW for the rest."""
     tables = (COMMON["vocab_size"], LENGTH)  # rows of embeddings, and of the head
     matrices = [each for each in parameters if each.ndim == 2 and each.shape[0] not in tables]
     rest = [each for each in parameters if all(each is not other for other in matrices)]
-    muon = Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw")
-    return [AdamW(rest, lr=rate), muon] if rest else [muon]
+    optimizer = Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw")
+    return [AdamW(rest, lr=rate), optimizer] if rest else [optimizer]
 
 
-def train(rank: int, run: Run) -> Row | None:
-    torch.manual_seed(run.seed)
-    model: Any = MODELS[run.model](LENGTH)
-    schedule, microbatches = schedule_of(run)
-    trainer = pipeline.PipelineTrainer(
-        pipeline.split_model(model),
-        next_token_loss,
-        partial(optimizers_of, run.optimizer, float(run.rate)),
-        schedule,
-        num_microbatches=microbatches,
-        split=SPLITS[int(run.ranks)],
-        scheduler_fn=partial(decayed, steps=run.steps, warm_up=WARM_UP),
-        max_norm=1.0,
-    )
-    load_text()
-    dist.barrier()
-    begin = time.perf_counter()
-    losses = [trainer.step(ids, target=ids) for ids in islice(batches(run.seed, LENGTH), run.steps)]
-    trainer.flush()
-    seconds = time.perf_counter() - begin
-    held_out = cut_windows(load_text()[1], HELD_OUT, LENGTH)
-    final = trainer.evaluate(held_out, target=held_out)
-    if final is None:
-        return None
-    bits = [loss * BITS_PER_NAT for loss in losses if loss is not None]
-    return {
-        "parameters": sum(each.numel() for each in model.parameters()),
-        "tied": model.get_input_embeddings().weight is model.get_output_embeddings().weight,
-        "microbatches": microbatches,
-        "batch": BATCH,
-        "length": LENGTH,
-        "steps": run.steps,
-        "training_bits": f"{statistics.fmean(bits[len(bits) * 9 // 10 :]):.5f}",
-        "held_out_bits": f"{final * BITS_PER_NAT:.5f}",
-        "losses": as_text(shorten([bits])),
-        "seconds": f"{seconds:.1f}",
-        "machine": machine(),
-        "transformers": load("transformers").__version__,
-    }
+OPTIMIZERS = {"AdamW": adamw, "Muon": muon}
 
 
 def perform(run: Run) -> Row:
-    found: list[Row] = run_on_loopback(int(run.ranks), 60 + 20.0 * run.steps, train, run)
-    return found[-1]
-
-
-def main() -> None:
-    rows = RunRows(RESULTS / "language-models.csv", FIELDS, num_keys=7)
-    chosen = {"models": list(MODELS), "optimizers": OPTIMIZERS, "schedules": SCHEDULES}
-    chosen |= {"ranks": [*map(str, SPLITS)], "rates": RATES, "starts": STARTS}
-    module = "language_models.compare"
-    compare(module, __doc__, rows, find_runs, perform, by_depth, range(3), **chosen)
+    sizes = LENGTH, HELD_OUT, run.steps, float(run.rate), run.seed, OPTIMIZERS[run.optimizer], 1.0
+    training = Training(MODELS[run.model], *schedule_of(run), SPLITS[run.ranks], *sizes)
+    *_, columns = run_on_loopback(int(run.ranks), 60 + 20.0 * run.steps, training.run)
+    return {**columns, "rate": run.rate, "machine": machine()}
 
 
 if __name__ == "__main__":
-    main()
+    rows = RunRows(RESULTS / "language-models.csv", FIELDS, num_keys=7)
+    choices = {"models": MODELS, "optimizers": OPTIMIZERS, "schedules": SCHEDULES, "ranks": SPLITS}
+    chosen = {name: list(values) for name, values in choices.items()}
+    chosen |= {"rates": RATES, "starts": STARTS}
+    module = "language_models.compare"
+    compare(module, __doc__, rows, find_runs, perform, by_depth, range(3), **chosen)

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.harness.measure import Case, Provider, compile_reference, name_of, sweep
+from benchmarks.harness.measure import Case, Provider, beside, compile_reference, name_of, sweep
 from pyparallel.ops import add_or_clear_, mix_, screen_headers
 from pyparallel.ops.mix import (
     NUM_COLUMNS,
@@ -58,17 +58,13 @@ def make_case(device, numel, dtype, message_dtype, num_messages) -> Case:
 
 def make_sum(device, numel) -> Case:
     x, y = (torch.randn(numel, device=device) / 1e6 for _ in range(2))
-    compiled = compile_reference(add_or_clear_reference, device)
+    compiled = compile_reference(add_or_clear_reference, device, x, y, TIMES, None)
 
     def separate_ops() -> None:
         total = torch.add(x, y, alpha=TIMES)
         torch.where(total.isfinite(), total, x, out=x)
 
-    providers = [
-        Provider("pyparallel", lambda: add_or_clear_(x, y, times=TIMES)),
-        Provider("torch ops", separate_ops),
-        Provider("torch.compile of reference", lambda: compiled(x, y, TIMES, None)),
-    ]
+    providers = beside(lambda: add_or_clear_(x, y, times=TIMES), separate_ops, compiled)
     return Case("add_or_clear", "float32 + float32", numel, 12 * numel, providers, device)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.harness.measure import Case, Provider, compile_reference, sweep
+from benchmarks.harness.measure import Case, Provider, compile_reference, format_name, sweep
 from pyparallel.ops import dequantize, mix_, mix_quantized_, quantize
 from pyparallel.ops._formats import find_format
 from pyparallel.ops.mix_quantized import mix_quantized_reference
@@ -67,8 +67,7 @@ def make_case(device, numel, bits, format, num_messages, adds) -> Case:
     ]
     num_bytes = 8 * numel * (1 + len(replicas))
     num_bytes += sum(part.nbytes for message in messages for part in message)
-    name = f"{num_messages} {format}{bits}" if format == "int" else f"{num_messages} {format}"
-    name += " to replicas" if adds else ""
+    name = f"{num_messages} {format_name(bits, format)}{' to replicas' * adds}"
     return Case("mix_quantized", name, numel, num_bytes, providers, device)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.harness.measure import Case, Provider, compile_reference, name_of, sweep
+from benchmarks.harness.measure import Case, beside, compile_reference, name_of, sweep
 from pyparallel.ops import predict_adam
 from pyparallel.ops.predict_adam import predict_adam_reference
 
@@ -15,7 +15,8 @@ def make_case(device, numel, out_dtype) -> Case:
     out = torch.empty(numel, device=device, dtype=out_dtype)
     scratch = torch.empty_like(param)
     lr, step, horizon = (torch.tensor(x, dtype=torch.float64) for x in (LR, STEP, HORIZON))
-    compiled = compile_reference(predict_adam_reference, device)
+    numbers = lr, BETA1, BETA2, EPS, step, horizon, out
+    compiled = compile_reference(predict_adam_reference, device, param, mean, square, *numbers)
     correction = (1 - BETA2**STEP) ** 0.5
     step_size = LR * HORIZON / (1 - BETA1**STEP)
 
@@ -31,14 +32,7 @@ def make_case(device, numel, out_dtype) -> Case:
         else:
             out.copy_(torch.addcdiv(param, mean, scratch, value=-step_size))
 
-    def compiled_reference() -> None:
-        compiled(param, mean, square, lr, BETA1, BETA2, EPS, step, horizon, out)
-
-    providers = [
-        Provider("pyparallel", ours),
-        Provider("torch sqrt, div, add, addcdiv", separate_ops),
-        Provider("torch.compile of reference", compiled_reference),
-    ]
+    providers = beside(ours, separate_ops, compiled, "torch sqrt, div, add, addcdiv")
     name = f"float32 to {name_of(out_dtype)[0]}"
     num_bytes = numel * (12 + out_dtype.itemsize)
     return Case("predict_adam", name, numel, num_bytes, providers, device)

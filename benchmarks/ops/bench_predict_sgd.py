@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.harness.measure import Case, Provider, compile_reference, name_of, sweep
+from benchmarks.harness.measure import Case, beside, compile_reference, name_of, sweep
 from pyparallel.ops import predict_sgd
 from pyparallel.ops.predict_sgd import predict_sgd_reference
 
@@ -11,7 +11,10 @@ def make_case(device, numel, out_dtype) -> Case:
     param, buffer = (torch.randn(numel, device=device) for _ in range(2))
     out = torch.empty(numel, device=device, dtype=out_dtype)
     lr, horizon = (torch.tensor(value, dtype=torch.float64) for value in (0.1, 3.0))
-    compiled = compile_reference(predict_sgd_reference, device)
+    compiled = compile_reference(predict_sgd_reference, device, param, buffer, lr, horizon, out)
+
+    def ours() -> None:
+        predict_sgd(param, buffer, lr=lr, horizon=horizon, out=out)
 
     def separate_ops() -> None:
         if out_dtype == torch.float32:
@@ -19,11 +22,7 @@ def make_case(device, numel, out_dtype) -> Case:
         else:
             out.copy_(torch.add(param, buffer, alpha=-0.3))
 
-    providers = [
-        Provider("pyparallel", lambda: predict_sgd(param, buffer, lr=lr, horizon=horizon, out=out)),
-        Provider("torch add (alpha)", separate_ops),
-        Provider("torch.compile of reference", lambda: compiled(param, buffer, lr, horizon, out)),
-    ]
+    providers = beside(ours, separate_ops, compiled, "torch add (alpha)")
     name = f"float32 to {name_of(out_dtype)[0]}"
     num_bytes = numel * (8 + out_dtype.itemsize)
     return Case("predict_sgd", name, numel, num_bytes, providers, device)

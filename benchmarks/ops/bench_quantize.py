@@ -2,7 +2,15 @@
 
 import torch
 
-from benchmarks.harness.measure import Case, Provider, compile_reference, name_of, sweep
+from benchmarks.harness.measure import (
+    Case,
+    Provider,
+    beside,
+    compile_reference,
+    format_name,
+    name_of,
+    sweep,
+)
 from pyparallel.ops import dequantize, dequantize_sum, quantize
 from pyparallel.ops._formats import find_format
 from pyparallel.ops.quantize import (
@@ -46,8 +54,8 @@ def make_encoding(device, numel, bits, format, feeds_back, stochastic, dtype=tor
     seed = SEED if stochastic else None
     kind = {"bits": bits, "format": format, "block_size": BLOCK_SIZE}
     message = codes, scales = quantize(x, **kind)
-    offset = torch.tensor(0)
-    compiled = compile_reference(quantize_reference, device)
+    arguments = x, bits, format, BLOCK_SIZE, residual, seed, torch.tensor(0), codes, scales
+    compiled = compile_reference(quantize_reference, device, *arguments)
 
     def ours() -> None:
         quantize(x, **kind, residual=residual, seed=seed, out=message)
@@ -55,15 +63,8 @@ def make_encoding(device, numel, bits, format, feeds_back, stochastic, dtype=tor
     def separate_ops() -> None:
         torch_quantize(x, bits, format, residual, stochastic)
 
-    def compiled_reference() -> None:
-        compiled(x, bits, format, BLOCK_SIZE, residual, seed, offset, codes, scales)
-
-    providers = [
-        Provider("pyparallel", ours),
-        Provider("torch ops", separate_ops),
-        Provider("torch.compile of reference", compiled_reference),
-    ]
-    name = f"{format}{bits}" if format == "int" else format
+    providers = beside(ours, separate_ops, compiled)
+    name = format_name(bits, format)
     name += (" + residual" if feeds_back else "") + (" stochastic" if stochastic else "")
     name += f" from {name_of(dtype)[0]}" if dtype != torch.float32 else ""
     num_bytes = x.nbytes + codes.nbytes + scales.nbytes + (8 * numel if feeds_back else 0)
@@ -107,7 +108,8 @@ def make_decoding(device, numel, bits, format, accumulate) -> Case:
     codes, scales = quantize(torch.randn(numel, device=device), **kind)
     out = torch.zeros(numel, device=device)
     corrupt = torch.zeros((), dtype=torch.int64, device=device)
-    compiled = compile_reference(dequantize_reference, device)
+    arguments = codes, scales, bits, format, BLOCK_SIZE, accumulate, out, corrupt
+    compiled = compile_reference(dequantize_reference, device, *arguments)
 
     def ours() -> None:
         kept = {"out": out, "accumulate": accumulate, "corrupt": corrupt}
@@ -122,16 +124,8 @@ def make_decoding(device, numel, bits, format, accumulate) -> Case:
         else:
             torch.mul(values, factors, out=out.view(-1, BLOCK_SIZE))
 
-    def compiled_reference() -> None:
-        compiled(codes, scales, bits, format, BLOCK_SIZE, accumulate, out, corrupt)
-
-    providers = [
-        Provider("pyparallel", ours),
-        Provider("torch ops", separate_ops),
-        Provider("torch.compile of reference", compiled_reference),
-    ]
-    name = f"from {format}{bits}" if format == "int" else f"from {format}"
-    name += ", accumulate" if accumulate else ""
+    providers = beside(ours, separate_ops, compiled)
+    name = f"from {format_name(bits, format)}{', accumulate' * accumulate}"
     num_bytes = codes.nbytes + scales.nbytes + numel * (8 if accumulate else 4)
     return Case("quantize", name, numel, num_bytes, providers, device)
 
@@ -143,7 +137,8 @@ def make_sum(device, numel, bits, format, count) -> Case:
     codes, scales = (torch.stack(parts) for parts in zip(*messages, strict=True))
     out, values = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
     corrupt = torch.zeros((), dtype=torch.int64, device=device)
-    compiled = compile_reference(dequantize_sum_reference, device)
+    arguments = codes, scales, bits, format, BLOCK_SIZE, float(count), out, corrupt
+    compiled = compile_reference(dequantize_sum_reference, device, *arguments)
     options = {**kind, "numel": numel, "corrupt": corrupt, "out": out}
 
     def ours() -> None:
@@ -160,15 +155,8 @@ def make_sum(device, numel, bits, format, count) -> Case:
         blocks = blocks.view(count, -1, BLOCK_SIZE) * scales[..., None]
         torch.sum(blocks, dim=0, out=values.view(-1, BLOCK_SIZE)).div_(count)
 
-    def compiled_reference() -> None:
-        compiled(codes, scales, bits, format, BLOCK_SIZE, float(count), out, corrupt)
-
-    providers = [
-        Provider("pyparallel", ours),
-        Provider("pyparallel dequantize, one by one", one_by_one),
-        Provider("torch ops", separate_ops),
-        Provider("torch.compile of reference", compiled_reference),
-    ]
+    providers = beside(ours, separate_ops, compiled)
+    providers.insert(1, Provider("pyparallel dequantize, one by one", one_by_one))
     num_bytes = codes.nbytes + scales.nbytes + out.nbytes
     return Case("quantize", f"sum of {count} {format}{bits}", numel, num_bytes, providers, device)
 

@@ -9,7 +9,7 @@ from itertools import cycle
 
 import torch
 
-from benchmarks.harness.measure import Case, Provider, compile_reference
+from benchmarks.harness.measure import Case, Provider, beside, compile_reference, format_name
 from pyparallel.ops import dequantize, mix_, mix_quantized_, quantize, quantize_difference_
 from pyparallel.ops.quantize_difference import quantize_difference_reference
 
@@ -52,13 +52,8 @@ def make_encoding(device, numel, bits, format, stochastic) -> Case:
         z = next(turns)
         compiled(z, replica, ratio, bits, format, BLOCK_SIZE, seed, offset, codes, scales)
 
-    providers = [
-        Provider("pyparallel", ours),
-        Provider("pyparallel, separate ops", separate_ops),
-        Provider("torch.compile of reference", compiled_reference),
-    ]
-    name = f"{format}{bits}" if format == "int" else format
-    name += " stochastic" if stochastic else ""
+    providers = beside(ours, separate_ops, compiled_reference, "pyparallel, separate ops")
+    name = f"{format_name(bits, format)}{' stochastic' * stochastic}"
     num_bytes = 16 * numel + codes.nbytes + scales.nbytes
     return Case("quantize_difference", name, numel, num_bytes, providers, device)
 

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from benchmarks.harness.measure import time_once
-from benchmarks.harness.program import make_parser, save
-from benchmarks.harness.rows import Row, summary
+from benchmarks.harness.program import make_parser
+from benchmarks.harness.rows import Row, machine, record, summary
 from benchmarks.harness.turns import take_turns
 from pyparallel import ops
 
-SIZES = (64, 2**16)
+SIZES, TURNS = (64, 2**16), 40
 FIELDS = ["op", "numel", "provider", "median_us", "p20_us", "p80_us", "threads", "torch", "commit"]
 PUBLIC, RAW = "public function", "raw overload"
 BLOCK_SIZE = 32
@@ -192,19 +192,14 @@ def measure(call: Call, numel: int, turns: int, repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = make_parser("ops.calls", __doc__)
-    parser.add_argument("--turns", type=int, default=40)
-    options = parser.parse_args()
-    rows: list[Row] = []
-    for numel in SIZES:
-        for make in (steps, messages, entries):
-            for call in make(numel):
-                rows += measure(call, numel, options.turns, repeats=max(8, 2**14 // numel))
-    for row in rows:
-        spread = f"{row['p20_us']}..{row['p80_us']}"
-        print(f"{row['op']:<17} {row['numel']:>6} {row['provider']:<52} "
-              f"{row['median_us']:>9} us {spread:>20}")  # fmt: skip
-    save(rows, "calls", FIELDS, options.out)
+    options = make_parser("ops.calls", __doc__, f"calls-{machine()}").parse_args()
+    batches = (
+        measure(call, numel, TURNS, repeats=max(8, 2**14 // numel))
+        for numel in SIZES
+        for make in (steps, messages, entries)
+        for call in make(numel)
+    )
+    record(batches, options.out, FIELDS)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from benchmarks.harness.link import loopback
 from benchmarks.harness.measure import FIELDS, time_once
 from benchmarks.harness.program import make_parser
-from benchmarks.harness.rows import replace_rows, stamp
+from benchmarks.harness.rows import print_rows, record, stamp
 from benchmarks.harness.turns import take_turns
 from pyparallel.comm.process_groups import create_group
 from pyparallel.ops import mix_
@@ -104,27 +104,21 @@ def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
         print(f"NCCL: torch was compiled with {torch.cuda.nccl.version()}, "
               f"loaded: {nccl_versions()}")  # fmt: skip
     case = f"{options.ranks} rank{'s' * (options.ranks > 1)}, {backend}{version}"
-    for name, value in seconds.items():
-        print(f"{case}: {name:<32} {value * 1e3:9.3f} ms")
-    one_by_one = {
-        f"{name}, during it": seconds[COMMUNICATION] + value for name, value in seconds.items()
-    }
-    for name in seconds.keys() & one_by_one.keys():
-        alone = seconds[name.removesuffix(", during it")]
-        hidden = (one_by_one[name] - seconds[name]) / min(seconds[COMMUNICATION], alone)
-        print(f"{case}: {name}: hidden of the shorter {hidden:9.2f}")
+    common = {"op": "overlap", "case": case, "device": options.device, **stamp()}
+    common |= {"numel": options.numel, "threads": torch.get_num_threads()}
+    rows = [
+        {**common, "provider": name, "median_ms": f"{value * 1e3:.4f}"}
+        for name, value in seconds.items()
+    ]
+    for row in rows:
+        alone, together, _ = row["provider"].partition(", during it")
+        if together:
+            ratio = (seconds[COMMUNICATION] + seconds[alone]) / seconds[row["provider"]]
+            row["speedup_of_ours"] = f"{ratio:.2f}"
     if options.out:
-        common = {"op": "overlap", "case": case, "device": options.device, **stamp()}
-        common |= {"numel": options.numel, "threads": torch.get_num_threads()}
-        rows = [
-            {**common, "provider": name, "median_ms": f"{value * 1e3:.4f}"}
-            for name, value in seconds.items()
-        ]
-        for row in rows:
-            if row["provider"] in one_by_one:
-                ratio = one_by_one[row["provider"]] / seconds[row["provider"]]
-                row["speedup_of_ours"] = f"{ratio:.2f}"
-        replace_rows(rows, options.out, FIELDS, key=("op", "case"))
+        record([rows], options.out, FIELDS, key=("op", "case"))
+    else:
+        print_rows(rows)
 
 
 def nccl_versions() -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.pipeline.clock [--updates 1000] [--seeds 0 1 2]``.
+"""``python -m benchmarks.pipeline.clock``.
 
 Held-out loss after equal seconds, on two gloo ranks that compute, one thread each: ``PipeOptim``
 and the fastest of torch's schedules, each with AdamW and with Muon for the matrices of the blocks,
@@ -6,7 +6,7 @@ in turns within one run. Torch's trains for 1,000 updates, 50 in a turn; ``PipeO
 same optimizer, for as many as it does in that time by a measurement before the race, and its
 learning rate warms up and decays over those. A byte transformer; every update is from 16 windows of
 64 bytes: one microbatch of ``PipeOptim``, four or eight of torch's schedules. The rates are those
-that ``benchmarks.pipeline.optimizers --stages 2`` has chosen, by one rule, for ``GPipe`` and
+that ``benchmarks.pipeline.optimizers`` has chosen for two stages, by one rule, for ``GPipe`` and
 ``PipeOptim``. Evaluations are not in the seconds; the flush of ``PipeOptim`` before each one is.
 
 Rows go to ``benchmarks/results/pipeline-clock-<machine>.csv``.
@@ -25,21 +25,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.harness.learning_rate import decayed
-from benchmarks.harness.program import make_parser, save
+from benchmarks.harness.program import make_parser
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import RESULTS, Row, stamp
+from benchmarks.harness.rows import RESULTS, Row, machine, record, stamp
 from benchmarks.harness.turns import largest, take_turns, timed
-from benchmarks.pipeline import table
-from benchmarks.pipeline.optimizers import (
-    IN_TWO,
-    MAKERS,
-    NO_CORRECTION,
-    SEARCH_UPDATES,
-    WARM_UP,
-    Rows,
-    Run,
-    choose_rate,
-)
+from benchmarks.pipeline import optimizers, table
+from benchmarks.pipeline.optimizers import IN_TWO, MAKERS, NO_CORRECTION, WARM_UP
 from benchmarks.pipeline.systems.peers import PEERS, TorchSchedule, TorchTraining
 from pyparallel.pipeline import PipelineTrainer, PipeOptim
 
@@ -52,7 +43,8 @@ NUM_RANKS = 2
 MICROBATCHES = 4, 8  # of torch's schedules
 PER_STEP = 5  # microbatches of ours, each with an update
 NUM_PROBED = 20  # updates, to find torch's fastest schedule and the length of our turn
-TURN = 50  # updates of torch's schedules
+UPDATES, TURN = 1000, 50  # of torch's schedules, in all and in a turn
+SEEDS = range(3)
 
 
 @dataclass(frozen=True)
@@ -191,17 +183,14 @@ def rows_of(
 
 
 def main() -> None:
-    parser = make_parser("pipeline.clock", __doc__)
-    parser.add_argument("--updates", type=int, default=1000, help="a multiple of 50")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options = parser.parse_args()
-    rows = Rows(RESULTS / "pipeline-optimizers.csv")
+    options = make_parser("pipeline.clock", __doc__, f"pipeline-clock-{machine()}").parse_args()
+    rows = optimizers.Rows(RESULTS / "pipeline-optimizers.csv")
+    contestants = [(schedule, NO_CORRECTION) for schedule in ("GPipe", OURS)]
+    chosen = {each: optimizers.search(rows, 2, each, contestants) for each in MAKERS}
     rates = {
-        (schedule, optimizer): choose_rate(
-            rows, Run(2, optimizer, schedule, NO_CORRECTION, 0.0, SEARCH_UPDATES)
-        )
-        for schedule in ("GPipe", OURS)
-        for optimizer in MAKERS
+        (schedule, optimizer): rate
+        for optimizer, of_schedules in chosen.items()
+        for (schedule, _), (rate, _) in of_schedules.items()
     }
     candidates = [Entry(peer, "adamw", 1e-3, count) for peer in PEERS for count in MICROBATCHES]
     found = run_on_loopback(NUM_RANKS, 300, measure, candidates)[0]
@@ -214,13 +203,13 @@ def main() -> None:
     for place, entry in enumerate(ours):
         steps = TURN * seconds[len(ours) + place] / seconds[place] / PER_STEP
         ours[place] = replace(entry, turn=PER_STEP * round(steps))
-    entries, turns = [*ours, *theirs], options.updates // TURN
-    measured: list[Row] = []
-    for seed in options.seeds:
-        points = run_on_loopback(NUM_RANKS, 1800, race, entries, turns, seed)[0]
-        measured += rows_of(entries, points, seed)
-    print(table.race([{name: str(value) for name, value in row.items()} for row in measured]))
-    save(measured, "pipeline-clock", FIELDS, options.out)
+    entries = [*ours, *theirs]
+
+    def race_of(seed: int) -> list[Row]:
+        points = run_on_loopback(NUM_RANKS, 1800, race, entries, UPDATES // TURN, seed)[0]
+        return list(rows_of(entries, points, seed))
+
+    print(table.race(record(map(race_of, SEEDS), options.out, FIELDS)))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ runs do not depend on timing, and need one core.
 
 import argparse
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from benchmarks.harness.program import compare
 from benchmarks.harness.rows import RESULTS, RunRows
 from benchmarks.pipeline.table import markdown
-from benchmarks.pipeline.tasks import FIELDS, TASKS, Contestant, Run, Task, perform
+from benchmarks.pipeline.tasks import FIELDS, TASKS, Contestant, Run, perform, runs_of
 from pyparallel import pipeline
 
 CONTESTANTS = {
@@ -37,19 +37,10 @@ SWEPT = ("gpipe", "pipedream", "pipeoptim", "naive")  # also at rates other than
 
 
 def find_runs(options: argparse.Namespace) -> Iterator[Run]:
-    tasks = [task for task in TASKS if task.name in options.tasks]
-    for seed, task in itertools.product(options.seeds, tasks):
-        for name, rate in runs_of(task, options.schedules, seed):
-            yield Run(task, name, CONTESTANTS[name], rate, seed)
-
-
-def runs_of(task: Task, schedules: Iterable[str], seed: int) -> list[tuple[str, float]]:
-    swept = SWEPT if task.sweep_seed in {None, seed} else ()
-    return [
-        (name, rate)
-        for name in schedules
-        for rate in (task.rates if name in swept else (task.main_rate,))
-    ]
+    contestants = {name: CONTESTANTS[name] for name in options.schedules}
+    for seed, task in itertools.product(options.seeds, TASKS):
+        if task.name in options.tasks:
+            yield from runs_of(task, contestants, SWEPT, seed)
 
 
 if __name__ == "__main__":

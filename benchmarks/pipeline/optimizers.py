@@ -1,4 +1,4 @@
-"""``python -m benchmarks.pipeline.optimizers [--stages 4] [--optimizer muon] [--correction none]``.
+"""``python -m benchmarks.pipeline.optimizers``.
 
 Do asynchronous pipelines train as well as synchronous ones, with AdamW, and with Muon for the
 matrices of the blocks? A byte transformer with a stage for the embedding, one for each block and
@@ -18,8 +18,9 @@ One process holds all stages: the weights that a microbatch reads depend only on
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from typing_extensions import override
 
 from benchmarks.harness.learning_rate import next_rate
 from benchmarks.harness.program import make_parser
-from benchmarks.harness.rows import RESULTS, Key, Row, RunRows
+from benchmarks.harness.rows import Key, Row, RunRows
 from benchmarks.pipeline import table
 from benchmarks.pipeline.tasks import Bytes, Contestant, train
 from pyparallel import pipeline
@@ -55,9 +56,9 @@ CORRECTIONS = {
 }
 # Error feedback by delay is that of the paper where the delay is 1.
 CORRECTED = {
-    "PipeDream": list(CORRECTIONS),
+    "PipeDream": list(CORRECTIONS)[1:],
     "2BW": ["error feedback", "stage momentum"],
-    "PipeOptim": list(CORRECTIONS),
+    "PipeOptim": list(CORRECTIONS)[1:],
 }
 RATES = (0.006, 0.012, 0.024)
 WARM_UP = 0.1  # of the updates
@@ -116,8 +117,7 @@ class Run:
 
     @property
     def key(self) -> Key:
-        names = str(self.stages), self.optimizer, self.schedule, self.correction
-        return (*names, f"{self.rate:g}", str(self.updates), str(self.seed))
+        return tuple(map(str, astuple(replace(self, rate=f"{self.rate:g}"))))
 
 
 class Rows(RunRows):
@@ -125,14 +125,11 @@ class Rows(RunRows):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, FIELDS, num_keys=7)
-        self.known = self.read()
 
     def score(self, run: Run) -> float:
         """Return the held-out bits per byte of a run, performed if it has no row."""
-        if run.key not in self.known:
-            print(*run.key, flush=True)
-            self.known[run.key] = self.add(run.key, perform(run))
-        return float(self.known[run.key]["held_out_bits"])
+        self.complete([run], perform)
+        return float(self.read()[run.key]["held_out_bits"])
 
 
 def perform(run: Run) -> Row:
@@ -197,7 +194,7 @@ def search(
 
 
 def finals(
-    rows: Rows, stages: int, optimizer: str, found: dict[tuple[str, str], tuple[float, float]]
+    stages: int, optimizer: str, found: dict[tuple[str, str], tuple[float, float]]
 ) -> Iterator[Run]:
     """Yield the long runs: at each one's own rate, and with four stages at GPipe's too."""
     corrected = [each for each in found if each[1] != NO_CORRECTION]
@@ -210,8 +207,8 @@ def finals(
                 yield Run(stages, optimizer, schedule, correction, rate, FINAL_UPDATES, seed)
 
 
-def every_contestant(stages: int, chosen: Sequence[str]) -> list[tuple[str, str]]:
-    """Return schedules without a correction, and some with each of the chosen ones.
+def every_contestant(stages: int) -> list[tuple[str, str]]:
+    """Return schedules without a correction, and some with each.
 
     Two stages are those of ``benchmarks.pipeline.clock``, which needs two rates alone. With eight,
     whose runs are long, only those that train for longer are searched.
@@ -222,29 +219,18 @@ def every_contestant(stages: int, chosen: Sequence[str]) -> list[tuple[str, str]
         corrected = [(name, "error feedback") for name in ("2BW", "PipeOptim")]
         return [*((schedule, NO_CORRECTION) for schedule in FINALISTS), *corrected]
     plain = [(schedule, NO_CORRECTION) for schedule in SCHEDULES]
-    pairs = [(schedule, name) for schedule, names in CORRECTED.items() for name in names]
-    return [*plain, *(pair for pair in pairs if pair[1] in chosen and pair not in plain)]
+    return [*plain, *((schedule, name) for schedule, names in CORRECTED.items() for name in names)]
 
 
 def main() -> None:
-    parser = make_parser("pipeline.optimizers", __doc__)
-    for name, kind, choices in [
-        ("--stages", int, list(MODELS)),
-        ("--optimizer", str, list(MAKERS)),
-        ("--correction", str, list(CORRECTIONS)),
-    ]:
-        parser.add_argument(name, nargs="*", type=kind, choices=choices, default=choices)
-    parser.set_defaults(out=RESULTS / "pipeline-optimizers.csv")
-    options = parser.parse_args()
+    options = make_parser("pipeline.optimizers", __doc__, "pipeline-optimizers").parse_args()
     torch.set_num_threads(1)
     rows = Rows(options.out)
-    for stages in options.stages:
-        for optimizer in options.optimizer:
-            contestants = every_contestant(stages, options.correction)
-            found = search(rows, stages, optimizer, contestants)
-            for run in finals(rows, stages, optimizer, found) if stages in SEEDS else ():
-                rows.score(run)
-    known = [rows.known[key] for key in sorted(rows.known)]
+    for stages, optimizer in product(MODELS, MAKERS):
+        found = search(rows, stages, optimizer, every_contestant(stages))
+        if stages in SEEDS:
+            rows.complete(finals(stages, optimizer, found), perform)
+    known = list(rows.read().values())
     print(table.searched(known), table.finals(known), sep="\n")
 
 

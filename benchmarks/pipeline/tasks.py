@@ -7,7 +7,7 @@ schedule. So runs do not depend on timing, and need one core.
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -185,6 +185,16 @@ class Run:
     @property
     def key(self) -> Key:
         return self.task.name, self.name, f"{self.rate:g}", str(self.seed)
+
+
+def runs_of(
+    task: Task, contestants: Mapping[str, Contestant], swept: Container[str], seed: int
+) -> Iterator[Run]:
+    """Yield the runs of a seed: some contestants at all rates, the others at the main one."""
+    for name, contestant in contestants.items():
+        at_all = name in swept and task.sweep_seed in {None, seed}
+        for rate in task.rates if at_all else (task.main_rate,):
+            yield Run(task, name, contestant, rate, seed)
 
 
 def perform(run: Run, updates: int | None = None) -> Row:

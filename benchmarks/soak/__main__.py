@@ -21,8 +21,8 @@ The exit status is 1 if a case failed. Ranks that exceed a case's time limit pri
 end.
 
 Rows of trials go to ``benchmarks/results/faults-<machine>.csv``, and those of restarts to
-``restarts-<machine>.csv``. A seed draws victims and moments.
-Links are cut between network namespaces; where a machine refuses those, the rows say skipped.
+``restarts-<machine>.csv``. Links are cut between network namespaces; where a machine refuses those,
+the rows say skipped.
 
 ``--dry-run`` takes 20 steps, which show that all runs, and that descriptors and threads are flat
 (not of ``made``: 20 trainers that leak stay below 60); of each fault, one trial; of restarts, two.
@@ -31,14 +31,15 @@ Links are cut between network namespaces; where a machine refuses those, the row
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
 from benchmarks.harness.program import make_parser, prepare_for_ranks
 from benchmarks.harness.ranks import run_on_loopback
-from benchmarks.harness.rows import RESULTS, Row, commit, machine, replace_rows, stamp
+from benchmarks.harness.rows import RESULTS, Row, commit, machine, record, stamp
 from benchmarks.soak import restarts, rounds, trainers
 from benchmarks.soak.faults import campaign, table
 from benchmarks.soak.faults import judge as trials
@@ -52,6 +53,7 @@ FIELDS = [
 ]  # fmt: skip
 KEY = ["part", "case", "ranks"]
 FLAT = "flat"
+SEED, NUM_RESTARTS = 0, 20  # the seed draws victims and moments
 SECONDS = 300  # time limit of a case
 
 
@@ -97,38 +99,13 @@ def main() -> None:
         sys.exit("\n".join(["not as it must be:", *failed]))
 
 
-def record(
-    name: str,
-    rows: Iterable[Row],
-    fields: Sequence[str],
-    key: Sequence[str],
-    line: str,
-    options: argparse.Namespace,
-) -> list[Row]:
-    """Write and print each row as it comes; return all, as texts.
-
-    A line has the columns by name, and ``number`` counts the rows.
-    """
-    path, found = options.out or RESULTS / f"{name}-{machine()}.csv", []
-    for number, row in enumerate(rows, start=1):
-        found.append({field: str(row.get(field, "")) for field in fields})
-        replace_rows([row], path, fields, key)
-        print(line.format(number=number, **found[-1]), flush=True)
-    print(f"\nrows: {path}")
-    return found
+def path_of(name: str) -> Path:
+    return RESULTS / f"{name}-{machine()}.csv"
 
 
 def watch_growth(options: argparse.Namespace) -> list[str]:
     """Run the cases of the first three parts; return those that are not flat."""
-    print(f"{'part':<7} {'case':<34} {'ranks':>5} {'steps':>6} {'RSS kB, early, late':>20} "
-          f"{'per 1,000':>9} {'fds':>7} {'threads':>7} {'w off':>8} {'w z off':>8} verdict",
-          flush=True)  # fmt: skip
-    line = (
-        "{part:<7} {case:<34} {ranks:>5} {steps:>6} {early_rss_kb:>10} {late_rss_kb:>9} "
-        "{growth_kb:>9} {early_fds:>3} {late_fds:>3} {early_threads:>3} {late_threads:>3} "
-        "{weight_error:>8} {sum_error:>8} {verdict}"
-    )
-    found = record("soak", soak(options), FIELDS, KEY, line, options)
+    found = record(soak(options), options.out or path_of("soak"), FIELDS, KEY)
     return [
         f"{row['case']} on {row['ranks']} ranks: {row['verdict']}"
         for row in found
@@ -137,11 +114,10 @@ def watch_growth(options: argparse.Namespace) -> list[str]:
 
 
 def watch_faults(options: argparse.Namespace) -> list[str]:
-    chosen = campaign.choose(options.seed, options.only, dry_run=options.dry_run)
-    line = f"{{number:>3}}/{len(chosen)} {{fault:<28}} {{trainer:<34}} "
-    line += "{ranks} ranks, {slowest_s} s: {verdict}"
-    rows = campaign.run_all(chosen)
-    found = record(FAULTS, rows, trials.FIELDS, trials.KEY, line, options)
+    chosen = campaign.choose(SEED, options.only, dry_run=options.dry_run)
+    print(f"{len(chosen)} trials")
+    rows, path = campaign.run_all(chosen), options.out or path_of(FAULTS)
+    found = record(([row] for row in rows), path, trials.FIELDS, trials.KEY)
     print(f"\n{table.by_fault(found)}\n\n{table.by_trainer(found)}")
     return [
         f"{row['fault']}, {row['trainer']}: {row['verdict']}"
@@ -151,10 +127,9 @@ def watch_faults(options: argparse.Namespace) -> list[str]:
 
 
 def watch_restarts(options: argparse.Namespace) -> list[str]:
-    rows = restarts.campaign(2 if options.dry_run else options.trials, options.seed)
-    line = "{trial:>3} {schedule:<20} store: {store:<8} rank {victim} after {after_s} s: "
-    line += "ended in {last_end_s} s, {verdict}"
-    found = record(RESTARTS, rows, restarts.FIELDS, restarts.KEY, line, options)
+    rows = restarts.campaign(2 if options.dry_run else NUM_RESTARTS, SEED)
+    path = options.out or path_of(RESTARTS)
+    found = record(([row] for row in rows), path, restarts.FIELDS, restarts.KEY)
     print(f"\n{restarts.summarize(found)}")
     bad = [row for row in found if row["verdict"] != restarts.OK]
     return [f"restart {row['trial']}: {row['verdict']}" for row in bad]
@@ -167,8 +142,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="cases, faults or trainers whose names begin so"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of faults: draws victims and moments")
-    parser.add_argument("--trials", type=int, default=20, help="of restarts")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
     if options.out and {*options.part} & {FAULTS, RESTARTS} and len(options.part) > 1:
@@ -182,13 +155,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def soak(options: argparse.Namespace) -> Iterator[Row]:
+def soak(options: argparse.Namespace) -> Iterator[list[Row]]:
     for name in filter(PARTS.__contains__, options.part):
         part = PARTS[name]
         count, wanted = 20 if options.dry_run else part.steps, tuple(options.only or [""])
         for case in filter(lambda case: case.startswith(wanted), part.cases):
             for num_ranks in part.cases[case]:
-                yield run_case(name, case, num_ranks, count, SECONDS)
+                yield [run_case(name, case, num_ranks, count, SECONDS)]
 
 
 def run_case(name: str, case: str, num_ranks: int, num_steps: int, seconds: float) -> Row:

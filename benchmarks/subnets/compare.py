@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.harness.link import LOOPBACK, Rendezvous, limited_links, loopback, read_sent
 from benchmarks.harness.program import make_parser, prepare_for_ranks
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.harness.rows import RESULTS, Key, Row, RunRows, machine, read_rows
+from benchmarks.harness.rows import Key, Row, RunRows, machine, read_rows
 from benchmarks.harness.turns import largest
 from benchmarks.subnets.methods import BYTES, DIGITS, Entry, MakeOptimizer, Method, Training
 from benchmarks.subnets.table import markdown
@@ -158,14 +158,14 @@ class Dry(Sizes):
 
 
 def main() -> None:
-    parser = make_parser("subnets.compare", __doc__)
+    parser = make_parser("subnets.compare", __doc__, f"subnets-{machine()}")
     parser.add_argument("--tasks", nargs="*", default=["digits", "bytes"], help="none: print only")
     parser.add_argument("--methods", nargs="+", help="only these, by name")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     prepare_for_ranks()
-    rows = RunRows(options.out or RESULTS / f"subnets-{machine()}.csv", FIELDS, num_keys=3)
+    rows = RunRows(options.out, FIELDS, num_keys=3)
     sizes = Dry() if options.dry_run else Sizes()
     for seed in options.seeds:
         for entry in sizes.entries:

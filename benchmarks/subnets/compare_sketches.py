@@ -1,4 +1,4 @@
-"""``python -m benchmarks.subnets.compare_sketches [--ranks 2 4] [--steps 1 0.3] [--seed 3]``.
+"""``python -m benchmarks.subnets.compare_sketches [--ranks 2 4] [--rounds 300] [--runs 10]``.
 
 Trains subnetworks of a quadratic with every sketch of the theory (arXiv 2306.16484), and writes a
 row for each number of ranks, sketch and step size to ``subnets-theory.csv`` in
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.program import make_parser
-from benchmarks.harness.rows import RESULTS, Row, as_text, stamp, write_rows
+from benchmarks.harness.rows import Row, as_text, record, stamp
 from benchmarks.theory.quadratic import Quadratic, drawn_sketches
 from pyparallel.compression import BufferLayout, PermK
 
@@ -22,6 +22,8 @@ FIELDS = [
     "limit_to_solution", "torch", "commit", "rounds", "to_solution_at", "to_limit_at",
 ]  # fmt: skip
 CPU = torch.device("cpu")
+STEPS = (1.0, 0.3, 0.1)  # of the largest step size
+SEED = 3  # of the problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,27 +128,18 @@ def _distances(points: Tensor, target: Tensor) -> list[float]:
 
 
 def main() -> None:
-    parser = make_parser("subnets.compare_sketches", __doc__)
+    parser = make_parser("subnets.compare_sketches", __doc__, "subnets-theory")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 10])
-    parser.add_argument(
-        "--steps", nargs="+", type=float, default=[1.0, 0.3, 0.1], help="of the largest step size"
-    )
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--runs", type=int, default=10, help="seeds of the permutations")
-    parser.add_argument("--seed", type=int, default=3, help="of the problem")
-    parser.set_defaults(out=RESULTS / "subnets-theory.csv")
     options = parser.parse_args()
-    rows: list[Row] = []
-    for num_ranks in options.ranks:
-        problem = make_problem(num_ranks, options.seed)
-        found = measure(problem, options.steps, options.rounds, options.runs)
-        rows += [{"ranks": str(num_ranks), "seed": str(options.seed), **row} for row in found]
-        for row in found:
-            print(f"{num_ranks:>3} ranks, {row['sketch']:<15} step {row['step_size']:<9} "
-                  f"from x*: {row['to_solution']:<10} from its limit: {row['to_limit']:<10} "
-                  f"limit from x*: {row['limit_to_solution']}")  # fmt: skip
-    write_rows(rows, options.out, FIELDS)
-    print(f"rows: {options.out}")
+
+    def rows_of(num_ranks: int) -> list[Row]:
+        problem = make_problem(num_ranks, SEED)
+        found = measure(problem, STEPS, options.rounds, options.runs)
+        return [{"ranks": num_ranks, "seed": SEED, **row} for row in found]
+
+    record(map(rows_of, options.ranks), options.out, FIELDS)
 
 
 def measure(problem: Quadratic, steps: Sequence[float], rounds: int, runs: int) -> list[Row]:

@@ -1,1 +1,1 @@
-"""How the elements of a GPU's block are divided among its threads: machine code, and a sweep."""
+"""How kernels load and store, read in their machine code."""

@@ -31,7 +31,7 @@ PROGRAMS = {
     "compression": ["bench", "compare"],
     "subnets": ["compare", "compare_sketches"],
     "language_models": ["bench", "compare", "start"],
-    "tiles": ["in_flight", "sweep"],
+    "tiles": ["in_flight"],
 }
 NAMES = [".".join(filter(None, [area, each])) for area, of in PROGRAMS.items() for each in of]
 HELP = """

@@ -94,4 +94,4 @@ def test_the_program_writes_rows(tmp_path, monkeypatch, capsys):
     assert len(rows) == 2 * 10
     assert set(rows[0]) == set(FIELDS)
     assert drawn(PICTURES, rows, tmp_path) == ["to-solution", "to-limit"]
-    assert capsys.readouterr().out.count(" ranks, ") == 20
+    assert capsys.readouterr().out.count("limit_to_solution ") == 20
