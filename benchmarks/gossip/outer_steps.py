@@ -1,8 +1,8 @@
 """``python -m benchmarks.gossip.outer_steps [--algorithms sparseloco] [--seeds 0 1 2]``.
 
 A byte model of 208,000 parameters on four gloo processes with a thread each, behind links of a
-limited rate: DDP with AdamW or Muon, and outer steps every 15 local steps (streaming DiLoCo: 50), of
-as many tokens. Each at the best of ``RATES`` by the first seed.
+limited rate: DDP with AdamW or Muon, and outer steps every 15 local steps (streaming DiLoCo: 50).
+All see as many tokens, each at the best of ``RATES`` by the first seed.
 Rows: ``benchmarks/results/outer-steps.csv``.
 """
 
