@@ -63,8 +63,7 @@ def build_stages(
 ) -> BuiltStages:
     """Build the stages of a rank; all ranks call it together, and fail together by a ValueError.
 
-    ``splitter`` has the first batch, by whose first microbatch an automatic split is made; None
-    where neither it nor the schedule needs one.
+    ``splitter`` has the first batch; None where neither the schedule nor the split needs it.
     """
     split = _find_split(arguments, splitter, run)
     shape, rank, schedule = arguments.shape, arguments.rank, arguments.schedule

@@ -38,12 +38,11 @@ from .validation import find_argument_error
 class PipelineTrainer(Trainer):
     """Trains layers in stages, in place: rank r holds stages r, r + num_ranks, ...
 
-    Every rank makes the same calls in the same order. The schedule defines the order of a rank's
-    forwards, backwards and updates, and the weight versions that they read. Each rank reads only
-    the ``layers`` of its own stages, once the split is known. Each layer is called with the output
-    of the previous one, a tensor or a tuple of tensors, as in ``nn.Sequential``. The gradient of an
-    update is the mean over its samples. The explanation "What a step of a pipeline does" has more:
-    tied weights, batches and losses that are refused, autocast, recomputation, clipping.
+    Every rank makes the same calls in the same order, and reads only the ``layers`` of its own
+    stages, once the split is known. Each layer is called with the output of the previous one, a
+    tensor or a tuple of tensors, as in ``nn.Sequential``. The gradient of an update is the mean
+    over its samples. The explanation "What a step of a pipeline does" has more: tied weights,
+    batches and losses that are refused, autocast, recomputation, clipping.
 
     Args:
         layers: an ``nn.Sequential`` or a list of modules, as many on every rank; or a model that is
@@ -248,8 +247,8 @@ class PipelineTrainer(Trainer):
         Errors are as of ``step``, if a stage has skipped an update here; the pipeline is empty.
         """
         self._check_usable()
-        self._flush()
         if self._pipeline is not None:
+            self._pipeline.drain()
             self._pipeline.raise_refusals()
 
     def evaluate(
@@ -267,7 +266,8 @@ class PipelineTrainer(Trainer):
         every rank raises in this call, at its end.
         """
         self._check_usable()
-        self._flush()
+        if self._pipeline is not None:
+            self._pipeline.drain()
         batch = batch_of_call(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         splitter = self._split_batch(*batch)
         return self._build_for(splitter).evaluate(splitter)
@@ -290,12 +290,13 @@ class PipelineTrainer(Trainer):
             or ``kwarg_mbs`` are given on that rank. None elsewhere.
         """
         self._check_usable()
-        if self._pipeline is None and self._arguments.schedule.needs_batch:
+        if self._pipeline is not None:
+            self._pipeline.drain()
+        elif self._arguments.schedule.needs_batch:
             raise RuntimeError(
                 "predict() must come after the first step or prepare(...) with this schedule, "
                 "whose heads are built for a target, got no stages yet"
             )
-        self._flush()
         splitter = self._split_batch(inputs_of_call(args, kwargs, arg_mbs, kwarg_mbs), None)
         concatenates = arg_mbs is None and kwarg_mbs is None
         return self._build_for(splitter).predict(splitter, concatenates=concatenates)
@@ -368,12 +369,10 @@ class PipelineTrainer(Trainer):
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the whole model, with its own keys; all ranks call it together.
 
-        Returns:
-            On rank 0 copies in the CPU's memory, which the plain model loads; {} elsewhere. Those
-            of a list of layers have the names of ``nn.Sequential`` of it.
-
-        Microbatches in flight, or stages that are not built yet, are a RuntimeError; stages of
-        torch's whose tensors have one name, as they are not of one model, a ValueError.
+        On rank 0 copies in the CPU's memory, which the plain model loads; {} elsewhere. Those of a
+        list of layers have the names of ``nn.Sequential`` of it. Errors are as of
+        ``sharded_state_dict``; stages of torch's whose tensors have one name, as they are not of
+        one model, are a ValueError.
         """
         return full_state(self._named_stages("full_state_dict()"), self._run)
 
@@ -426,10 +425,6 @@ class PipelineTrainer(Trainer):
             self._arguments.loss_weight_fn, self._arguments.layers[0] if rank == 0 else None,
             has_short_form=has_short_form, place=place,
         )  # fmt: skip
-
-    def _flush(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.drain()
 
     def _build_for(self, splitter: MicrobatchSplitter) -> Pipeline:
         return self._pipeline or self._build(splitter)

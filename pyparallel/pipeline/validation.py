@@ -67,8 +67,7 @@ def _check_types(arguments: TrainerArguments) -> None:
          "a function of a target such as lambda target: (target != -100).sum(), or None"),
     ]  # fmt: skip
     for name, value, rule in functions:
-        is_left_out = value is None and rule.endswith("or None")
-        if not is_left_out:
+        if value is not None or not rule.endswith("or None"):
             check_callable(name, value, rule)
 
 

@@ -33,9 +33,8 @@ def build_heads(
 ) -> dict[int, nn.Module]:
     """Run the first microbatch through all stages; return heads built for it, by stage.
 
-    All ranks must call this. Weights, buffers and the states of random number generators are
-    restored. A head's initialization is seeded by ``torch.initial_seed()`` and its stage, the same
-    on every rank. A stage or a head that fails is a ValueError.
+    All ranks call this; modules and random number generators are restored. A head is initialized by
+    ``torch.initial_seed()`` and its stage alone. A stage or a head that fails is a ValueError.
     """
     built: dict[int, nn.Module] = {}
     problem, cause = None, None

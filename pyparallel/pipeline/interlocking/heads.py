@@ -22,10 +22,7 @@ class Head(ABC):
 
     @property
     def shared(self) -> nn.Parameter | None:
-        """Return the model's weight that the module is called with: ``module(value, weight)``.
-
-        None: it is called with the value alone.
-        """
+        """Return the model's weight of ``module(value, weight)``; None: called with the value."""
         return None
 
     @abstractmethod
@@ -63,8 +60,7 @@ Heads = Head | nn.Module | Sequence[Head | nn.Module]
 def as_heads(heads: object, num_stages: int) -> tuple[Head, ...]:
     """Return one builder for every stage but the last; a ValueError of other heads.
 
-    ``heads`` is a builder for all stages; or a list of builders and modules, stage by stage. An
-    ``nn.ModuleList`` is such a list, any other module a single head.
+    A builder alone is for all stages; an ``nn.ModuleList`` is a list of heads, as other lists are.
     """
     each_stage, last = _for_each(num_stages), num_stages - 1
     given: list[Any]
@@ -85,15 +81,6 @@ def as_heads(heads: object, num_stages: int) -> tuple[Head, ...]:
         require(isinstance(head, Head | nn.Module), rule, f"{summarize(head)} for stage {stage}")
     _check_apart(given)
     return tuple(each if isinstance(each, Head) else GivenHead(each) for each in given)
-
-
-def check_heads(heads: object, num_stages: int) -> str | None:
-    """Return the message of what ``as_heads`` raises, or None."""
-    try:
-        as_heads(heads, num_stages)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def _for_each(num_stages: int) -> str:

@@ -37,11 +37,10 @@ def split_automatically(
 ) -> Split:
     """Profile the layers on rank 0 and balance the stages; return the same split on all ranks.
 
-    All ranks must call this; the others wait for rank 0, and need no ``example``, a microbatch.
-    Layers that share parameters, and those between them, stay on one stage, if that leaves enough
-    others for all stages. Without a ``run`` the default group is used, or a single process.
-
-    A layer that failed is an error on all ranks.
+    All ranks must call this; the others need no ``example``, a microbatch. Layers that share
+    parameters, and those between them, stay on one stage, if that leaves enough others for all
+    stages. Without a ``run`` the default group is used, or a single process. A layer that failed is
+    an error on all ranks.
     """
     alone, run = not dist.is_initialized(), run or Run()
     split: Split = ()

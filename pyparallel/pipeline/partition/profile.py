@@ -37,12 +37,10 @@ def profile_layers(
 ) -> list[LayerCost]:
     """Profile each layer of a sequence, in its training mode, on a microbatch.
 
-    Each layer runs alone, on the output of the previous one: once to warm up, then ``repeats``
-    times for the median. So only one layer's activations are held at once. Gradients, buffers,
-    training modes and torch's random number generators are restored when this returns or raises;
-    other changes by layers or hooks are not undone.
-
-    A layer that failed is a RuntimeError, one with uninitialized (lazy) parameters a ValueError.
+    Each runs alone, on the output of the previous one: once to warm up, then ``repeats`` times for
+    the median. Gradients, buffers, training modes and torch's random number generators are
+    restored; other changes by layers or hooks are not undone. A layer that failed is a
+    RuntimeError.
     """
     _check_shapes(layers)
     costs: list[LayerCost] = []
@@ -87,7 +85,9 @@ class _LayerProfiler:
         times = []
         for _ in range(1 + repeats):
             run = _LayerRun(layer, self._value)
-            times.append(_time(run, devices))
+            seconds = _seconds(run.forward, devices)
+            run.make_output_grads()
+            times.append((seconds, _seconds(run.backward, devices)))
         self._value = detached(run.output)
         if isinstance(inner, Skippable) and inner.stash is not None:
             self._stashed[inner.stash] = check_stashed(inner.stash, self._value)
@@ -126,12 +126,6 @@ class _LayerRun:
 def _copy(tensor: Tensor) -> Tensor:
     """Return a copy that is not a leaf, as the output of a layer is not one either."""
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
-
-
-def _time(run: _LayerRun, devices: Iterable[torch.device]) -> tuple[float, float]:
-    forward = _seconds(run.forward, devices)
-    run.make_output_grads()
-    return forward, _seconds(run.backward, devices)
 
 
 def _seconds(function: Callable[[], None], devices: Iterable[torch.device]) -> float:

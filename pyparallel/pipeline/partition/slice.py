@@ -51,9 +51,8 @@ def slice_layers(
 ) -> list[StageLayers]:
     """Return one module per stage; each layer keeps its name in the whole model.
 
-    With ``ties_travel`` tied parameters travel with the activations, in the version that the
-    forward of their first stage reads. ``names`` are of modules in the whole model, by which the
-    parameters of the stages in ``own`` are named; None: the layers' own.
+    With ``ties_travel`` tied parameters travel with the activations, in the version that the first
+    stage's forward reads. ``names`` are of modules in the whole model, for stages in ``own``.
     """
     edges = [0, *split, len(layers)]
     parts = [

@@ -71,10 +71,7 @@ def _smallest_cap(sums: Sequence[int], num_stages: int) -> int:
 
 
 def _begins(sums: Sequence[int], cap: int, num_stages: int) -> list[list[int]]:
-    """Return for each stage the layers at which it can begin; then those where the last can end.
-
-    In ascending order. Only the times of the previous stages are considered.
-    """
+    """Return for each stage where it can begin, ascending; then where the last one can end."""
     begins = [[0]]
     for _ in range(num_stages):
         ends: list[int] = []

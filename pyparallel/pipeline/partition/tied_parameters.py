@@ -13,9 +13,8 @@ from .slice import Tie
 class TiedParameters:
     """This rank's tied parameters of which other ranks hold copies; all ranks pass all ties.
 
-    The first stage that holds one owns it: its optimizer updates it, with the sum of all gradients.
-    So whatever the optimizers are, the copies are equal to the last bit. Stages of one rank share
-    the parameter itself.
+    The first stage that holds one owns it: its optimizer updates it, with the sum of all gradients,
+    and the copies are equal to the last bit. Stages of one rank share the parameter itself.
     """
 
     def __init__(self, ties: Sequence[Tie], shape: PipelineShape, rank: int, run: Run) -> None:

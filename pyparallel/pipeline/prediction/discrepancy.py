@@ -1,6 +1,7 @@
 """PipeMare's discrepancy correction: earlier weights, estimated from their average change."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,28 +16,23 @@ from .flat_state import FlatState, check_dtypes
 AVERAGE_CHANGE = "average_change"
 
 
+@dataclass(eq=False)
 class DiscrepancyCorrected(WeightPredictor):
     """A predictor that also estimates earlier weights: PipeMare's discrepancy correction.
 
-    Each update enters a moving average, ``change = decay * change + (1 - decay) * (new - old)``;
-    ``k`` updates ago the weights were about ``weights - k * change``. This is exact for a constant
-    change, up to the bias of an average that starts at 0. The average is in the optimizer's state,
-    so that it is saved with it.
+    Each update enters a moving average, ``change = decay * change + (1 - decay) * (new - old)``,
+    which the optimizer's state keeps; ``k`` updates ago the weights were about
+    ``weights - k * change``. This is exact for a constant change, but for the average's start at 0.
     """
 
-    def __init__(
-        self,
-        predictor: WeightPredictor,
-        optimizer: Optimizer,
-        weights: Sequence[FlatBuckets],
-        decay: float,
-    ) -> None:
-        check_dtypes(weights)
-        self._predictor = predictor
-        self._optimizer = optimizer
-        self._weights = weights
-        self._decay = decay
-        self._states = [FlatState(optimizer, each) for each in weights]
+    _predictor: WeightPredictor
+    _optimizer: Optimizer
+    _weights: Sequence[FlatBuckets]
+    _decay: float
+
+    def __post_init__(self) -> None:
+        check_dtypes(self._weights)
+        self._states = [FlatState(self._optimizer, each) for each in self._weights]
 
     @override
     def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:

@@ -14,9 +14,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class FlatState:
     """State tensors such as ``exp_avg``, in flat buffers like the weights of a parameter group.
 
-    torch keeps state per parameter and updates it in place, so the tensors can be views of flat
-    buffers. If the optimizer has new tensors (from its first step, or from ``load_state_dict``),
-    they are copied to new buffers.
+    torch updates its state in place, so its tensors can be views of flat buffers; new ones, of a
+    first step or ``load_state_dict``, are copied to new buffers.
     """
 
     def __init__(self, optimizer: Optimizer, weights: FlatBuckets) -> None:

@@ -33,16 +33,15 @@ class LastUpdate(Prediction):
         return LastUpdatePredictor(optimizer, weights)
 
 
+@dataclass(eq=False)
 class LastUpdatePredictor(WeightPredictor):
-    """A predictor that keeps the weights before the last step, of any floating-point dtype.
+    """A predictor whose optimizer's state keeps the weights before the last step, of any dtype."""
 
-    They are in the optimizer's state, so that they are saved with it.
-    """
+    _optimizer: Optimizer
+    _weights: Sequence[FlatBuckets]
 
-    def __init__(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> None:
-        self._optimizer = optimizer
-        self._weights = weights
-        self._states = [FlatState(optimizer, each) for each in weights]
+    def __post_init__(self) -> None:
+        self._states = [FlatState(self._optimizer, each) for each in self._weights]
 
     @override
     @torch.no_grad()

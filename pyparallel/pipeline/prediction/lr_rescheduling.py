@@ -1,6 +1,7 @@
 """Learning rates that depend on the number of updates a stage has done."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,20 +12,17 @@ from .base import WeightPredictor
 UPDATES = "updates"
 
 
+@dataclass(eq=False)
 class LRRescheduled(WeightPredictor):
     """A predictor whose steps use a multiple of the optimizer's learning rates.
 
-    The ``lr`` of the parameter groups stays as the user and their LR scheduler set it; ``factor``
-    returns its factor in update number 0, 1, ... The number of updates is kept in the first
-    parameter group, so that it is saved with the optimizer.
+    The ``lr`` of the groups stays as the user and their scheduler set it; ``factor`` returns its
+    factor in update number 0, 1, ..., which is kept in the first parameter group.
     """
 
-    def __init__(
-        self, predictor: WeightPredictor, optimizer: Optimizer, factor: Callable[[int], float]
-    ) -> None:
-        self._predictor = predictor
-        self._optimizer = optimizer
-        self._factor = factor
+    _predictor: WeightPredictor
+    _optimizer: Optimizer
+    _factor: Callable[[int], float]
 
     @override
     def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:

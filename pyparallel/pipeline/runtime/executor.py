@@ -39,7 +39,6 @@ class StageError(RuntimeError):
 
 Actions = Callable[[int], Iterable[Action]]  # by rank
 
-
 _RANGES = {kind: f"pyparallel::pipeline_{kind.name.lower()}" for kind in Kind}
 
 
@@ -89,9 +88,7 @@ class Executor:
         """Run this rank's actions of training in their order.
 
         ``empty``: the pipeline is, so that the first stage receives nothing before it has sent. A
-        StageError says that an action failed, here or on another rank, and neighbors have been
-        aborted; a StepRefusedError that the batch is invalid on the first stage's rank, and no rank
-        has begun.
+        StepRefusedError: the batch is invalid on the first stage's rank, and no rank has begun.
         """
         pending = [] if before_updates is None else [before_updates]
 
@@ -119,8 +116,7 @@ class Executor:
     def evaluate(self, splitter: MicrobatchSplitter, outputs: list[Value] | None = None) -> None:
         """Run the forwards of all microbatches without backwards; raises as ``train``.
 
-        An invalid target of the last stage leaves out its forwards. With ``outputs`` those of the
-        last stage are appended to them, and no loss is computed.
+        With ``outputs`` those of the last stage are appended to them, and no loss is computed.
         """
         last = self._shape.num_stages - 1
 
@@ -172,11 +168,7 @@ class Executor:
         return None
 
     def restart(self, versions: Versions) -> None:
-        """Count microbatches from 0 again, with the pipeline empty.
-
-        Args:
-            versions: the policy of which weights they read.
-        """
+        """Count microbatches from 0 again, with the pipeline empty."""
         for stage in self.stages.values():
             stage.weights.restart(versions)
 
@@ -194,10 +186,7 @@ class Executor:
         return taken
 
     def barrier(self, step: int, refusal: Refusal | None = None) -> Refusal | None:
-        """Wait until every rank has finished its actions; return, and keep, the refusal of any.
-
-        ``step`` is the last one, for errors; a StageError if a rank has failed.
-        """
+        """Wait until every rank has finished ``step``; return, and keep, the refusal of any."""
         try:
             refusal = self._p2p.barrier(refusal)
         except (PeerError, RemoteError) as error:

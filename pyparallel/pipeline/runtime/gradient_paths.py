@@ -70,9 +70,11 @@ class GradientPaths:
         custom Python functions do, among them compiled graphs, and so do some kernels.
         """
         joints = {edge.node for edge in part.joints}
-        return not any(_is_indivisible(node) for node in joints) and not (
-            len(joints) > 1 and joints & self._descendants(joints)
+        is_indivisible = any(
+            isinstance(each, BackwardCFunction) or each.name().startswith(_INDIVISIBLE)
+            for each in joints
         )
+        return not is_indivisible and (len(joints) < 2 or not joints & self._descendants(joints))
 
     def _add_graph(self, root: Node) -> None:
         """Add all nodes reachable from ``root`` to ``children``, children before their parents."""
@@ -133,7 +135,3 @@ class GradientPaths:
                 reached.add(node)
                 stack.extend(child for child, _ in self.children[node])
         return reached
-
-
-def _is_indivisible(node: Node) -> bool:
-    return isinstance(node, BackwardCFunction) or node.name().startswith(_INDIVISIBLE)

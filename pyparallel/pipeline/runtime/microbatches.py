@@ -29,11 +29,6 @@ from .loss_weights import LossWeightFn, compute_loss_weights
 class MicrobatchSplitter:
     """One step's batch, split along the first dimension as ``torch.tensor_split`` does.
 
-    Arguments of the first layer are split as by ``step`` of the schedules of
-    ``torch.distributed.pipelining``: every tensor in them, also in a list or a dict; every other
-    value is given to each microbatch. Inputs that are a list are positional arguments, and those
-    that are a dict keyword arguments. A tuple of tensors is one argument.
-
     Inputs and target may be None on ranks without the stages that take them. Inputs are checked by
     the ``first_layer``, on the rank that calls it. ``has_short_form``: inputs and target are a
     call's two positional arguments. ``place``: rank and step, for errors.
@@ -63,17 +58,11 @@ class MicrobatchSplitter:
         self._mismatch: str | None = None
 
     def find_input_error(self) -> str | TypeError | None:
-        """Return why the inputs cannot be split, or None; for the rank of the first stage.
-
-        If the target is given too, and can be split, it must have as many samples.
-        """
+        """Return why the inputs cannot be split, or are not as many as the target, or None."""
         return self._input_error
 
     def find_target_error(self) -> str | TypeError | None:
-        """Return why the target cannot be split, or None; for ranks that compute a loss.
-
-        From the first received microbatch on that is of other samples than its target, it is that.
-        """
+        """Return why the target, or one of other samples than received, has no loss, or None."""
         if self._target_error is None and isinstance(self._weights, str):
             return self._weights
         return self._target_error or self._mismatch

@@ -15,10 +15,8 @@ class WeightBackward:
     """The half of a backward that ``backward_input`` deferred; no other rank waits for it.
 
     Until ``run`` it holds a part of the graph and the gradients at its edges: neither the output
-    gradients nor the input gradients may be written to before.
-
-    ``deferred`` are edges with their gradients, and the parameters to compute from them;
-    ``computed`` parameters with their gradients, None where none reached them.
+    gradients nor the input gradients may be written to before. ``deferred`` are such edges with the
+    parameters to compute from them, ``computed`` parameters with their gradients.
     """
 
     def __init__(
@@ -79,7 +77,10 @@ def backward_input(
     wanted = [x is not None and x.requires_grad for x in inputs]
     edges = [get_gradient_edge(x) for x in inputs if x is not None and x.requires_grad]
     paths = GradientPaths([edge for edge, _ in edge_gradients], [edge.node for edge in edges])
-    deferred, immediate = _divide(paths)
+    deferred: list[Part] = []
+    immediate: list[Part] = []
+    for part in paths.parts():
+        (deferred if paths.can_defer(part) else immediate).append(part)
     joints = [joint for part in deferred for joint in part.joints]
     leaves = [GradientEdge(leaf, 0) for part in immediate for leaf in part.leaves]
     gradients = _gradients(edge_gradients, [*edges, *joints, *leaves], retain_graph=bool(joints))
@@ -88,14 +89,6 @@ def backward_input(
         [_defer(part, edge_gradients, gradients) for part in deferred],
         list(zip((p for part in immediate for p in part.parameters), gradients, strict=True)),
     )
-
-
-def _divide(paths: GradientPaths) -> tuple[list[Part], list[Part]]:
-    deferred: list[Part] = []
-    immediate: list[Part] = []
-    for part in paths.parts():
-        (deferred if paths.can_defer(part) else immediate).append(part)
-    return deferred, immediate
 
 
 def _gradients(

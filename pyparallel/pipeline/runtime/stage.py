@@ -54,9 +54,7 @@ class Stage:
     """A part of the model.
 
     Without parameters to train it has no optimizers; only the last one has a criterion.
-    ``schedulers``, one for each optimizer or none, are stepped after each update.
-
-    ``refusals`` are of gradients that the stage has not had, since they were last taken. Without a
+    ``schedulers``, one for each optimizer or none, are stepped after each update. Without a
     ``clipper`` updates are not clipped, or those of all stages together.
     """
 
@@ -87,7 +85,7 @@ class Stage:
         if self.clipper is not None or options.sends_found_inf:
             self._extras = ExtraTensors(self.clipper, options)
         self._criterion = criterion
-        self.refusals: list[Refusal] = []
+        self.refusals: list[Refusal] = []  # of gradients it has not had, since last taken
         self._in_flight: dict[int, _InFlight] = {}  # by microbatch
         self._found_inf: Tensor | None = None  # in the gradients of the next update
         self._num_optimized = len(self.optimized)
@@ -116,10 +114,7 @@ class Stage:
         return [each.grad for each in self.optimized if each.grad is not None]
 
     def forward(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
-        """Return the module's output for a microbatch; on the last stage, its loss.
-
-        If that is not finite, or the target invalid, the backward will return a refusal.
-        """
+        """Return a microbatch's output, or its loss; if that is refused, backward says why."""
         if self.optimizers and not torch.is_grad_enabled():
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
         if self.options.loss_scale is None:
@@ -153,21 +148,18 @@ class Stage:
         if self._criterion is not None and splitter.find_target_error() is not None:
             return ()
         output = self.predict(inputs)
-        return (
-            output
-            if self._criterion is None
-            else self._criterion.loss_for_report(microbatch, output, splitter)
-        )
+        if self._criterion is None:
+            return output
+        return self._criterion.loss_for_report(microbatch, output, splitter)
 
     def predict(self, inputs: Inputs) -> Value:
         """Run a forward on the live weights without a backward or a loss."""
         return check_value(call_module(self.module, inputs), self.module)
 
     def backward(self, microbatch: int, gradients: Value | Refusal | None) -> Value | Refusal:
-        """Accumulate the parameters' gradients; return those of the differentiable inputs.
+        """Accumulate the parameters' gradients; return those of the inputs, or why there are none.
 
-        ``gradients`` are of the differentiable outputs; None on the last stage. Why there are none
-        is returned instead of the inputs' gradients.
+        ``gradients`` are of the differentiable outputs; None on the last stage.
         """
         in_flight = self._in_flight.pop(microbatch)
         if in_flight.refusal is not None:
@@ -235,10 +227,7 @@ class Stage:
             self.refusals.append(refusal)
 
     def update(self) -> None:
-        """Step the optimizers on the accumulated gradients, zero them, and step the schedulers.
-
-        An update that is skipped counts for the versions of the weights, and only zeroes.
-        """
+        """Step the optimizers on the gradients, and the schedulers; or skip, and only zero them."""
         _check_optimized(self)
         if self.skips_update:
             self.num_skipped += 1
@@ -317,10 +306,9 @@ class Stage:
         check_training_state(self.optimizers, self.schedulers, state, path)
 
     def _copy_if_shared(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Copy those input gradients that share memory with a parameter's gradient.
+        """Copy input gradients that share memory with a parameter's, as of views of one sum do.
 
-        Autograd gives both the same memory where both come from views of one sum. The parameter's
-        is about to be accumulated into while the input's is being sent.
+        The parameter's is about to be accumulated into while the input's is being sent.
         """
         if not gradients:
             return ()

@@ -45,7 +45,6 @@ class Skippable(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer."""
         return self.module(*args, **kwargs)
 
     @override
@@ -56,14 +55,10 @@ class Skippable(nn.Module):
 class StageLayers(nn.Sequential):
     """A stage's layers in their order; the first one is called with the stage's arguments.
 
-    Tensors that skip layers follow the value in a stage's inputs and outputs. With a schedule that
-    does not flush, tied parameters are such tensors too.
-
-    Args:
-        lent: parameters that later stages read, by the name under which they travel.
-        borrowed: parameters that an earlier stage owns and its optimizer updates: by name, the name
-            under which they travel, or None if each rank has a copy of its own.
-        names: of parameters in the whole model, by name here; the same where there is none.
+    Tensors that skip layers follow the value in its inputs and outputs, and with a schedule that
+    does not flush tied parameters do. ``lent`` are parameters that later stages read, by the name
+    under which they travel; ``borrowed``, by name here, has the name of one that an earlier stage
+    owns, or None if each rank has a copy. ``names`` are in the whole model, where they differ.
     """
 
     def __init__(

@@ -38,5 +38,4 @@ class Nesterov(Streaming):
 
     @override
     def streaming_versions(self, shape: PipelineShape) -> Versions:
-        """Return live weights, stashed for the backward if ``weights`` is "consistent"."""
         return in_mode(self.weights, Live())

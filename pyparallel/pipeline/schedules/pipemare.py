@@ -44,7 +44,6 @@ class PipeMare(Streaming):
 
     @override
     def streaming_versions(self, shape: PipelineShape) -> Versions:
-        """Return live weights; with ``decay`` the backward recomputes the forward's weights."""
         return Live() if self.decay is None else Estimated()
 
     def rate_factor(self, shape: PipelineShape, stage: int, update: int) -> float:

@@ -35,5 +35,4 @@ class XPipe(Streaming):
 
     @override
     def streaming_versions(self, shape: PipelineShape) -> Versions:
-        """Return weights that the first microbatch of a step predicts."""
         return in_mode(self.weights, Predicted())

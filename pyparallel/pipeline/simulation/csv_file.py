@@ -13,10 +13,7 @@ _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def write_csv(actions: Iterable[Iterable[Action]], path: Path | str) -> None:
-    """Write the actions of all ranks.
-
-    Torch can read the file if it has no updates (see ``without_updates``), which it does not know.
-    """
+    """Write the actions of all ranks; torch can read a file without updates."""
     with Path(path).open("w", newline="") as file:
         csv.writer(file).writerows([str(action) for action in rank] for rank in actions)
 

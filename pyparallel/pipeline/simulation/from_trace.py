@@ -38,18 +38,16 @@ def costs_from_timeline(timeline: Timeline) -> Costs:
     it, measured only if the receiver was idle in between; 0 without a measurement. Actions that
     never ran take no time.
     """
-    durations = [_durations(timeline, kind) for kind in Kind]
+    lengths, rows = timeline.ends - timeline.starts, timeline.table.rows
+    durations = [
+        [
+            _median(lengths[(rows[:, 0] == stage) & (rows[:, 1] == kind)].tolist())
+            for stage in range(timeline.table.num_stages)
+        ]
+        for kind in Kind
+    ]
     names = [field.name for field in fields(Costs)][:-1]
     return Costs(**dict(zip(names, durations, strict=True)), communication=_latencies(timeline))
-
-
-def _durations(timeline: Timeline, kind: Kind) -> list[float]:
-    lengths, rows = timeline.ends - timeline.starts, timeline.table.rows
-    of_stages = [
-        lengths[(rows[:, 0] == stage) & (rows[:, 1] == kind)]
-        for stage in range(timeline.table.num_stages)
-    ]
-    return [_median(each.tolist()) for each in of_stages]
 
 
 def _latencies(timeline: Timeline) -> list[float]:
@@ -62,10 +60,9 @@ def _latencies(timeline: Timeline) -> list[float]:
         sent = ends.get((source, kind, microbatch))
         if source == stage or sent is None or table.rank_of_stage[source] == table.ranks[row]:
             continue
-        if row == table.offsets[table.ranks[row]]:
-            continue
         # An action that begins before the message arrives, such as a stage's head, uses another.
-        if timeline.ends[row - 1] <= sent <= timeline.starts[row]:
+        begins_rank = row == table.offsets[table.ranks[row]]
+        if not begins_rank and timeline.ends[row - 1] <= sent <= timeline.starts[row]:
             waits[min(source, stage)].append(timeline.starts[row] - sent)
     return [_median(each) for each in waits]
 

@@ -49,26 +49,18 @@ def draw_timeline(runs: Mapping[str, Timeline], path: Path, unit: str = "") -> N
     """
     heights = [1.2 + 0.3 * min(run.table.num_ranks, _MOST_RANKS) for run in runs.values()]
     figure, rows = plt.subplots(
-        len(runs),
-        1,
-        figsize=(_WIDTH, sum(heights)),
-        height_ratios=heights,
-        layout="constrained",
-        sharex=True,
-        squeeze=False,
-    )
+        len(runs), 1, figsize=(_WIDTH, sum(heights)), height_ratios=heights, layout="constrained",
+        sharex=True, squeeze=False,
+    )  # fmt: skip
     end = max(run.makespan for run in runs.values())
     for axes, (title, run) in zip(rows[:, 0], runs.items(), strict=True):
         _draw_run(axes, title, run, end)
     rows[-1, 0].set_xlabel(f"time ({unit})" if unit else "time")
-    figure.legend(handles=_legend(runs), fontsize=8, ncols=len(Kind), loc="outside upper right")
+    busy = {kind for run in runs.values() for kind in run.table.rows[run.ends > run.starts, 1]}
+    bars = [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in Kind if kind in busy]
+    figure.legend(handles=bars, fontsize=8, ncols=len(Kind), loc="outside upper right")
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def _legend(runs: Mapping[str, Timeline]) -> list[Patch]:
-    kinds = {kind for run in runs.values() for kind in run.table.rows[run.ends > run.starts, 1]}
-    return [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in Kind if kind in kinds]
 
 
 def _draw_run(axes: Axes, title: str, run: Timeline, end: float) -> None:

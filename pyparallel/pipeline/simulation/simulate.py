@@ -18,10 +18,7 @@ from .weight_history import WeightHistory, trace_versions
 
 @dataclass(frozen=True, eq=False)
 class Simulation(Timeline):
-    """A simulated run of all actions.
-
-    ``weights`` are the versions that actions read, their staleness, and the copies kept.
-    """
+    """A simulated run; ``weights`` are the versions read, their staleness, and the copies kept."""
 
     weights: WeightHistory
 
