@@ -97,10 +97,9 @@ def gather_json(
 ) -> list[Any]:
     """Return a value, of JSON's types, of every rank of the group, all of which call this.
 
-    Errors name the ``content`` that ranks send, such as "config fields", and the ``subject`` that
-    they compare, such as "arguments". ``parse`` checks and converts the value of each rank, and
-    raises a TypeError or a ValueError. A PeerError is of a rank that died, did not call this, or
-    sent something else than JSON of at most 64 MiB that ``parse`` takes.
+    Errors name the ``content`` that ranks send and the ``subject`` that they compare. ``parse``
+    converts the value of each rank, or raises a TypeError or a ValueError. A PeerError is of a rank
+    that died, did not call this, or sent something else, or more than 64 MiB.
     """
     if dist.get_world_size(process_group) == 1:
         return [parse(value)]

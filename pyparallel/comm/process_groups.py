@@ -71,9 +71,7 @@ def create_group(
 ) -> dist.ProcessGroup:
     """Return a process group of some ranks of another one, with its backend and timeout.
 
-    All members, and no other rank, must call this with the same list; disjoint parts at any time.
-
-    ``members`` are ranks within ``process_group``, ascending, including this one. ``for_p2p``:
+    All members, and no other rank, must call this with the same ascending list. ``for_p2p``:
     sends and receives alone, so that no collective connects the members of an NCCL group, for which
     it would have another communicator. A member that died or did not connect within the timeout is
     torch's RuntimeError; gloo waits five times as long for one that had published its address.
@@ -127,8 +125,7 @@ def _check_split(parent: Any) -> None:
 def give_back(groups: Sequence["weakref.ref[dist.ProcessGroup]"]) -> None:
     """Have gloo groups destroyed where later ones are created, once all members gave them back.
 
-    Until then a message that this rank sent last can be received. Groups of NCCL stay, as their
-    members would have to destroy them together.
+    NCCL's stay, as their members would have to destroy them together.
     """
     _given_back.extend(groups)
 
@@ -161,8 +158,7 @@ def _exists(group: dist.ProcessGroup) -> bool:
 def _name(ranks: Sequence[int]) -> Iterator[None]:
     """Have torch name the group that is created inside by its ranks and how many they had before.
 
-    torch's own name has a number of groups of this process, so ranks in unequal numbers of groups
-    would wait for each other under different names.
+    torch's own name counts the groups of this process, which may be unequal.
     """
     created = _created.setdefault(dist.group.WORLD, {})
     times = created[tuple(ranks)] = created.get(tuple(ranks), 0) + 1

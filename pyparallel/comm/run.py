@@ -202,10 +202,7 @@ class Run:
         closes: bool = True,
         step: int | None = ANY,
     ) -> PeerError:
-        """Find out which rank has failed; return the error of communication that ended.
-
-        Arguments are those of ``peer_error``; ``step``: None outside of steps, ``ANY``: this one.
-        """
+        """Return the error as ``peer_error`` does; ``step`` None: of none, ``ANY``: this one."""
         return peer_error(
             self.group,
             self.here if step == ANY else self.place(step),
@@ -223,10 +220,7 @@ class Run:
 
     @contextmanager
     def raising(self, what: str, *, step: int | None = ANY) -> Iterator[None]:
-        """Raise errors of torch's own communication inside the context as those of ``error``.
-
-        All others, such as a user's in a forward pass, stay as they are.
-        """
+        """Raise errors of torch's own communication inside the context as those of ``error``."""
         try:
             yield
         except RuntimeError as error:
@@ -268,11 +262,7 @@ class Run:
         return make_row(1.0, self.fields(round_index), self.counts.nonfinite, device)
 
     def check_equal_steps(self, device: torch.device) -> None:
-        """Raise on all ranks if one has skipped or repeated a step, before it is waited for.
-
-        The row sent, on the device, is that of an exact average, in which a rank that is behind may
-        be meanwhile. The PeerError names the same two ranks on all.
-        """
+        """Raise on all ranks if one has skipped or repeated a step, before it is waited for."""
         if self.size == 1:
             return
         try:
@@ -282,10 +272,7 @@ class Run:
         self.compare_all(rows.tolist())
 
     def compare_all(self, rows: Sequence[Sequence[float]]) -> None:
-        """Compare the rows of all ranks; a PeerError names the same two on all.
-
-        A rank that makes another call than an average is a DisagreementError.
-        """
+        """Compare the rows of all ranks; a PeerError names the same two on all."""
         check_same_call(rows, {row[MASS] for row in rows if row[MASS] >= 0}, self.group)
         first = next((rank for rank, row in enumerate(rows) if row[STEPS] != ANY), 0)
         for rank, row in enumerate(rows):
@@ -295,10 +282,7 @@ class Run:
     def compare(
         self, subject: str, ranks: tuple[int, int], row: Sequence[float], fields: Sequence[float]
     ) -> None:
-        """Compare the row (8,) of the second rank of the group with the fields (6,) of the first.
-
-        If they differ, a PeerError is about the subject.
-        """
+        """Compare the second rank's row (8,) with the first one's fields (6,), or a PeerError."""
         difference = find_difference(row, fields)
         if difference is None:
             return

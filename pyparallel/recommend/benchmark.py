@@ -18,16 +18,9 @@ Progress = Callable[[int, int, str], None]
 """Called before each measurement: its number, how many there are, and what is measured."""
 
 
-def _no_progress(step: int, total: int, what: str) -> None:
-    """Show nothing."""
-
-
 @dataclass(frozen=True)
 class Measurements:
-    """What is measured, or given, for a recommendation.
-
-    The link may be given; costs are one for each of ``CANDIDATES``.
-    """
+    """What is measured for a recommendation, or given as the link; costs are of ``CANDIDATES``."""
 
     compute: Compute
     link: Link
@@ -39,7 +32,7 @@ class Measurements:
         return [predict(cost, self.compute, self.link) for cost in self.costs]
 
 
-def benchmark(workload: Workload, link: Link, progress: Progress = _no_progress) -> Measurements:
+def benchmark(workload: Workload, link: Link, progress: Progress = lambda *_: None) -> Measurements:
     """Measure the compute and the candidates on this machine, for a given link."""
     total = 1 + len(CANDIDATES)
     progress(1, total, "forward and backward")
@@ -52,12 +45,9 @@ def benchmark(workload: Workload, link: Link, progress: Progress = _no_progress)
 
 
 def benchmark_ranks(
-    workload: Workload, device: torch.device, progress: Progress = _no_progress
+    workload: Workload, device: torch.device, progress: Progress = lambda *_: None
 ) -> Measurements:
-    """Measure also the link of the default process group; take the maximum over ranks.
-
-    All ranks must call it; it returns the same on all. The group's backend must support the device.
-    """
+    """Measure also the link of the default group; the maximum over ranks, all of which call it."""
     local = benchmark(workload, measure_link(device), progress)
     return replace(
         local,

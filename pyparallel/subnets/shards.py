@@ -20,8 +20,7 @@ States = Mapping[str, Mapping[str, Tensor]]
 class ModelShards:
     """Rows of dimension 0 of every tensor that is cut; all subnets hold the other tensors in full.
 
-    ``enlargement`` has by name the factor of the stored weights (as in the subnets) over the full
-    model's, whose ``tensors`` these are.
+    ``enlargement`` has by name the factor of stored weights over those in ``tensors``.
     """
 
     cuts: Mapping[str, TensorCut]
@@ -54,8 +53,7 @@ class ModelShards:
     def init_states(self, states: States) -> None:
         """Fill the stored rows of the optimizer's state with its values before the first step.
 
-        Entries that a step adds later start at zero. Values that differ within a tensor are a
-        ValueError, as the other units' are unknown.
+        Those that a step adds start at zero. Values that differ in a tensor are a ValueError.
         """
         for tensor in self.state_tensors(states):
             values = tensor.part.unique()

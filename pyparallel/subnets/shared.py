@@ -14,8 +14,7 @@ def average(tensors: Sequence[Tensor], collectives: Collectives) -> list[Tensor]
     """Return the average of each floating-point tensor over all ranks, in its dtype.
 
     The average of equal numbers is that number, bit for bit, which all-reduce does not ensure: each
-    rank averages one part over all ranks and sends it to all. The traffic is that of an all-reduce.
-    A single rank gets its own tensors.
+    rank averages one part and sends it to all. The traffic is that of an all-reduce.
     """
     if collectives.size == 1:
         return list(tensors)

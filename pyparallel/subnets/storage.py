@@ -7,10 +7,7 @@ from torch import nn
 
 
 def release(parameters: Iterable[nn.Parameter]) -> None:
-    """Free the memory of floating-point parameters and their gradients.
-
-    Dtype and shape stay, and every entry reads as nan, so that it is not mistaken for the model.
-    """
+    """Free the memory of floating-point parameters and their gradients; entries read as nan."""
     for parameter in parameters:
         nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
         parameter.data = nan.expand(parameter.shape)

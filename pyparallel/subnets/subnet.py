@@ -20,8 +20,7 @@ def build_subnet(
 ) -> nn.Module:
     """Return a copy of the module with one rank's number of units in every cut dimension.
 
-    Tensors that are cut are allocated as zeros in their smaller shape, without copying the full
-    ones; all others are copied. The module must already be on its device and of its dtype.
+    Tensors that are cut are zeros in their smaller shape, without copies of the full ones.
     """
     made: dict[int, Tensor] = {}
     for name, tensor in tensors_of(module).items():

@@ -267,9 +267,6 @@ class SubnetTrainer(Trainer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume bit for bit from ``state_dict``; all ranks call it together.
 
-        Every rank checks all of its state, and the ranks compare their rounds, before anything is
-        written.
-
         A state that is damaged, or of another rank, number of ranks, partition, module or
         optimizer, and states of different rounds, are a DisagreementError on all ranks, which have
         changed nothing.

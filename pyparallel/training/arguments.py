@@ -11,20 +11,14 @@ _MOST = 8  # values or keys of a container
 
 
 def wrong_type(name: str, rule: str, value: object, fix: str = "") -> TypeError:
-    """Return the error of an argument of a wrong type: ``rule`` is what it must be, an example.
-
-    The fix of a class, by default, is to create an object.
-    """
+    """Return the error of an argument of a wrong type; ``rule`` is what it must be, an example."""
     if isinstance(value, type) and not fix:
         fix = f"create an object, {value.__name__}(...)"
     return TypeError(f"{name} must be {rule}, got {summarize(value)}" + (f"; {fix}" if fix else ""))
 
 
 def require(holds: object, rule: str, got: object, fix: str = "") -> None:
-    """Raise a ValueError, ``<rule>, got <got>; <fix>``, unless a rule holds.
-
-    A str is printed as it is: ``got`` may be the value or what is wrong with it.
-    """
+    """Raise a ValueError, ``<rule>, got <got>; <fix>``, unless a rule holds; a str is as it is."""
     if not holds:
         text = got if isinstance(got, str) else summarize(got)
         raise ValueError(f"{rule}, got {text}" + (f"; {fix}" if fix else ""))

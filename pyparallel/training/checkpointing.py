@@ -1,8 +1,4 @@
-"""What saving and loading with torch's own functions needs.
-
-Keys without the compiler's prefix, tensors that own their memory, and optimizer steps that only
-create an optimizer's state.
-"""
+"""What saving and loading with torch's own functions needs."""
 
 import sys
 from collections import OrderedDict

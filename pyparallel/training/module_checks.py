@@ -15,10 +15,7 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 def check_module(module: Any) -> None:
-    """Raise a TypeError unless an argument is a plain module, compiled or not.
-
-    A ValueError: it has parameters or buffers that are lazy.
-    """
+    """Raise a TypeError unless an argument is a plain module; a ValueError if it is lazy."""
     check_type("module", module, nn.Module, "a torch.nn.Module")
     if error := find_ddp_error("module", uncompiled(module)):
         raise error

@@ -43,11 +43,8 @@ def find_policy_error(
 
 
 def is_finite(x: Tensor) -> bool:
-    """Return whether all entries of a tensor are finite; the host waits for it.
-
-    Reads x once: a sum is not finite if an entry is not. Where a sum of finite entries overflows, x
-    is read again.
-    """
+    """Return whether all entries of a tensor are finite; the host waits for it."""
+    # A sum is not finite if an entry is not; where finite entries overflow, x is read again.
     if x.dtype != torch.float16 and bool(x.sum().isfinite()):
         return True
     return bool(is_finite_on_device(x))
@@ -62,10 +59,7 @@ def is_finite_on_device(x: Tensor, *, allow_inf: bool = False) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether all entries of tensors of one device are finite, as 0-d bool on it.
-
-    Reads them once, by as few kernels as the device allows; on the CPU again if they may be not.
-    """
+    """Return whether all entries of tensors are finite, as 0-d bool on their device, read once."""
     tensors = [each for each in tensors if each.numel()]
     if not tensors:
         return torch.ones((), dtype=torch.bool, device="cpu")

@@ -23,10 +23,7 @@ _WORDS = 1024  # of 8 bytes, summed into one: 0.1 % of a tensor's bytes are hash
 
 
 class _LiveState(dict[str, Any]):
-    """A state whose checksums are taken when it is written or copied, as a plain dict.
-
-    ``collect`` returns the content of now, or {} if numbers are to stay as they are.
-    """
+    """A state whose checksums are taken when it is written, of what ``collect`` returns."""
 
     def __init__(self, content: Mapping[str, Any], collect: Callable[[], Mapping[str, Any]]):
         super().__init__({**content, FORMAT_KEY: FORMAT})
@@ -151,10 +148,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Return the leaves of a nested state by path, in an order that does not depend on insertion.
-
-    An empty container is a leaf; the type of a key is part of what a leaf says.
-    """
+    """Return the leaves of a nested state by path, in an order without regard to insertion."""
     if isinstance(value, Mapping) and value:
         for key in sorted(value, key=lambda key: (type(key).__name__, repr(key))):
             yield from _leaves(value[key], f"{path}.{key}" if path else str(key))

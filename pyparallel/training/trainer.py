@@ -74,10 +74,7 @@ class Trainer:
 def raising_on_all_ranks(
     agree: Callable[[list[tuple[str, str]], str | None], None], what: str = ""
 ) -> Iterator[list[tuple[str, str]]]:
-    """Raise an error inside on all ranks, after ``what``; yield fields, which the ranks compare.
-
-    ``agree`` is ``Run.agree``, or raises likewise.
-    """
+    """Raise an error inside on all ranks, after ``what``; yield fields that ``agree`` compares."""
     problem, cause = None, None
     fields: list[tuple[str, str]] = []
     try:

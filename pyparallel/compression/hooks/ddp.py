@@ -31,13 +31,11 @@ Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
 
 
 class GradientCompression:
-    """State of the DDP hook that `ddp_hook` returns.
+    """State of the DDP hook that `ddp_hook` returns, and its arguments.
 
-    A DDP keeps its first hook for good; to change the compressor during a run, use `Switch`.
-
-    What needs a process group is created, and compared between ranks, with this object if there is
-    a group by then, else at the first bucket or ``load_state_dict``.
-    Arguments are those of `ddp_hook`.
+    A DDP keeps its first hook for good; to change the compressor during a run, use `Switch`. What
+    needs a process group is created, and compared between ranks, with this object if there is a
+    group by then, else at the first bucket or ``load_state_dict``.
     """
 
     def __init__(
@@ -77,10 +75,7 @@ class GradientCompression:
 
     @property
     def last_step(self) -> CommStats:
-        """Bytes and seconds of this rank in the last finished step.
-
-        If DDP is compiled with its Python reducer: of the current step so far.
-        """
+        """Bytes and seconds of this rank in the last finished step; compiled: in the current."""
         return self._last
 
     @property
@@ -101,14 +96,7 @@ class GradientCompression:
         * ``rank/residual_norm``: the Euclidean norm of what error feedback has not sent yet;
         * ``rank/steps`` that have averaged gradients.
         """
-        return {
-            "rank/bytes_sent": self._sent_before + self._last.wire_bytes,
-            "rank/waiting_seconds": self._last.waiting_seconds,
-            "rank/encode_seconds": self._last.encode_seconds,
-            "rank/decode_seconds": self._last.decode_seconds,
-            "rank/residual_norm": self.residual_norm,
-            "rank/steps": float(self._counts.steps),
-        }
+        return metrics_of(self._last, self._sent_before, self.residual_norm, self._counts.steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank as `StateStore.state_dict`; call it between steps."""
@@ -120,10 +108,9 @@ class GradientCompression:
         """Load a state as `StateStore.load_state_dict`; all ranks call it between steps.
 
         Before there is a process group, a copy is kept until the first bucket, at which the ranks
-        compare their states. What is wrong with it on any rank is raised at once on this one.
-
-        States that are damaged, of another compressor or of different steps are a DisagreementError
-        on all ranks, which have changed nothing; without a process group a ValueError.
+        compare theirs; what is wrong with it here is a ValueError at once. States that are damaged,
+        of another compressor or of different steps are a DisagreementError on all ranks, which have
+        changed nothing.
         """
         if not self._has_group:
             saved = state if isinstance(state, dict) else {}
@@ -192,8 +179,8 @@ class GradientCompression:
     def _raise_failure(self) -> None:
         """Raise the step's first error, when no bucket is in flight.
 
-        Unless all ranks raised the same error, every later step raises it again: other ranks may
-        still be in the middle of this step and would take later messages for those they wait for.
+        Unless all ranks raised it, every later step raises it again: other ranks may still be in
+        the middle of this step and would take later messages for those they wait for.
         """
         failure = self._reducer.failure
         if isinstance(failure, _RAISED_ON_ALL_RANKS):
@@ -224,10 +211,7 @@ class GradientCompression:
         return self._group is not None or dist.is_initialized()
 
     def _start(self, problem: str | TypeError | None = None) -> None:
-        """Compare the arguments of all ranks, and create what needs a process group; only once.
-
-        All ranks call it together. If one has a problem all raise, and the next call tries again.
-        """
+        """Compare the arguments of all ranks, and create what needs a process group; only once."""
         if self._is_started:
             return
         store, steps = self._new_store(), "none"
@@ -364,6 +348,18 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     model = uncompiled(model)
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return [(plain_name(name), each) for name, each in inner.named_parameters()]
+
+
+def metrics_of(stats: CommStats, sent_before: float, norm: float, steps: int) -> dict[str, float]:
+    """Return the metrics of a step's statistics, after bytes of the steps before."""
+    return {
+        "rank/bytes_sent": sent_before + stats.wire_bytes,
+        "rank/waiting_seconds": stats.waiting_seconds,
+        "rank/encode_seconds": stats.encode_seconds,
+        "rank/decode_seconds": stats.decode_seconds,
+        "rank/residual_norm": norm,
+        "rank/steps": float(steps),
+    }
 
 
 def _describe_sent_buffers(model: nn.Module | None) -> list[tuple[str, str]]:

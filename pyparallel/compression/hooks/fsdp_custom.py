@@ -18,10 +18,9 @@ from ...comm import ANY, Run, StepCounts
 from ...comm.collectives import Collectives
 from ...comm.errors import NonFiniteError
 from ...comm.stats import CommStats
-from ...training import summarize
-from ...training.arguments import raise_problem
+from ...training.arguments import require
 from ...training.nonfinite import NonFinitePolicy
-from ..compressor import AttachPoint, Compressor, validation_error_at
+from ..compressor import Compressor
 from ..layout import BufferLayout, Piece
 from ..nonfinite import NonFiniteCheck
 from ..state_store import StateStore, steps_of
@@ -69,15 +68,12 @@ class _CompressedCollective:
 
     def check(self, state: dict[str, Any]) -> list[tuple[str, str]]:
         """Return what of a state must be equal on all ranks; raise if it cannot be loaded."""
-        if state and not state.get("compressor"):
-            raise ValueError(f"state must be a result of state_dict(), got {summarize(state)}")
-        if state and state["compressor"] != repr(self._compressor):
-            raise ValueError(
-                f"state must have been saved with compressor {self._compressor}, got "
-                f"{state['compressor']}"
-            )
         if not state:  # saved before the first step
             return [("number of messages of state", "none")]
+        saved = state.get("compressor")
+        require(saved, "state must be a result of state_dict()", state)
+        rule = f"state must have been saved with compressor {self._compressor}"
+        require(saved == repr(self._compressor), rule, saved)
         # The group, and so the rank, is known at the next call, which checks them.
         StateStore(self._compressor, state.get("rank", 0), state["num_ranks"]).check_state(state)
         return [("number of messages of state", steps_of(state))]
@@ -202,11 +198,6 @@ class _PlainReduceScatter(_Plain, DefaultReduceScatter):  # type: ignore[misc]
 
 class _PlainAllGather(_Plain, DefaultAllGather):  # type: ignore[misc]
     _what = "all-gather"
-
-
-def check_supported(compressor: Compressor, place: AttachPoint) -> None:
-    """Raise a TypeError or a ValueError if a compressor cannot be attached at a place."""
-    raise_problem(validation_error_at(place, compressor))
 
 
 def _factor_of(op: _ReduceOp, num_ranks: int) -> float:

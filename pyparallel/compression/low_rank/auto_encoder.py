@@ -68,7 +68,7 @@ class ConvAutoEncoder(AutoEncoder):
 
     @override
     def init(self, device: torch.device) -> Tensor:
-        """Draw normal weights that keep magnitudes from layer to layer (He et al., 2015)."""
+        # Normal weights that keep magnitudes from layer to layer (He et al., 2015).
         generator = torch.Generator().manual_seed(self.seed)
         layers = [
             torch.randn(rows * columns, generator=generator, dtype=torch.float32, device="cpu")

@@ -86,21 +86,18 @@ class Learned(Compressor):
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """Return a state with initial weights and no estimate of the selection threshold."""
         threshold = torch.zeros((), dtype=torch.float32, device=device)
         common = init_training_state(self.auto_encoder, device)
         return CompressorState(layout, rank, common=common, hints={"threshold": threshold})
 
     @override
     def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
-        """Raise RuntimeError: use `mean_`."""
         self._refuse()
 
     @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """Raise RuntimeError: use `mean_`."""
         self._refuse()
 
     @override

@@ -68,7 +68,6 @@ class PowerSGD(Compressor):
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """Return a state with a random Q, (columns, rank), for each matrix."""
         matrices = self._matrices(layout, device)
         pieces = {
             name: {Q: self._draw(name, batch).to(device)}
@@ -242,11 +241,7 @@ def _subtract_product(residual: Tensor, p: Tensor, q: Tensor) -> None:
 
 
 def _clear_non_finite(residual: Tensor, dtype: torch.dtype, right: Tensor, others: Tensor) -> None:
-    """Set non-finite entries of the residual to 0.
-
-    The factors tell whether there can be any, which saves the CPU a pass over the residual. On a
-    GPU the host synchronization would take longer than the pass.
-    """
+    """Set non-finite entries of the residual to 0; by the factors a CPU may save a pass over it."""
     limit = torch.finfo(dtype).max / MAX_COLUMNS  # products of smaller factors stay finite
     clean = residual.is_cpu and all(
         bool(each.abs().amax() < limit) for each in (right, others) if each.numel()

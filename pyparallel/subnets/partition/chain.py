@@ -50,7 +50,6 @@ class SequentialChain(Rule):
 
     @override
     def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
-        """Return one cut dimension for each pair of neighboring layers."""
         rule = "hidden dimensions can be inferred for an nn.Sequential only"
         fix = "declare what is cut: Partition(rules={name: Hidden(...)})"
         got = f"{path or 'a module'} of {type(module).__name__}"

@@ -20,11 +20,9 @@ class Layer:
 
     def __post_init__(self) -> None:
         module = self.module
-        if not isinstance(module, nn.Linear | _ConvNd):
-            raise ValueError(
-                f"a module that produces or consumes units must be Linear or a convolution, got "
-                f"{self.name} of {type(module).__name__}; {_advice(module)}"
-            )
+        rule = "a module that produces or consumes units must be Linear or a convolution"
+        got = f"{self.name} of {type(module).__name__}"
+        require(isinstance(module, nn.Linear | _ConvNd), rule, got, _advice(module))
         if isinstance(module, _ConvNd) and module.groups != 1:
             raise ValueError(
                 f"a convolution that is cut must have groups=1, got {self.name} with groups="

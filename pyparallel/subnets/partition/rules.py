@@ -18,8 +18,8 @@ class Rule(Protocol):
     def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
         """Return the cut dimensions of the submodule, whose name in the model is ``path``.
 
-        Names in the rule are relative to it, names in the returned dimensions are not. A ValueError
-        names a module that cannot be cut, and what to declare.
+        Names in the rule are relative to it. A ValueError names a module that cannot be cut, and
+        what to declare.
         """
 
 
@@ -46,14 +46,8 @@ class Hidden(Rule):
         producers = layers_of(self.producers, module, path)
         consumers = layers_of(self.consumers, module, path)
         require(producers and consumers, "Hidden must have a producer and a consumer", str(self))
-        return [
-            _build_cut_dim(
-                producers[0].num_outputs,
-                producers,
-                consumers,
-                [(join(path, name), find(module, name, path)) for name in _names(self.norms)],
-            )
-        ]
+        norms = [(join(path, name), find(module, name, path)) for name in _names(self.norms)]
+        return [_build_cut_dim(producers[0].num_outputs, producers, consumers, norms)]
 
 
 @dataclass(frozen=True)
