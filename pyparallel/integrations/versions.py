@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from torch.torch_version import TorchVersion
 
 
-def require(package: str, least: str) -> None:
+def require_version(package: str, least: str) -> None:
     """Raise an ImportError unless a distribution is installed and not older than ``least``."""
     try:
         found = version(package)

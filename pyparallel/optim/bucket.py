@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..training import FlatBuckets
+from ..training.arguments import require
 
 STEP = "step"
 MASTER = "master_param"  # as in TransformerEngine
@@ -255,11 +256,8 @@ class Bucket:
         """Take over what the optimizer's state of a parameter now is: another tensor, or none."""
         view = self._views[name][index]
         self._versions = None
-        if isinstance(found, Tensor) and found.numel() != view.numel():
-            raise ValueError(
-                f"state {name!r} must have the parameter's shape {list(view.shape)}, got a tensor "
-                f"of shape {list(found.shape)}"
-            )
+        fits = not isinstance(found, Tensor) or found.numel() == view.numel()
+        require(fits, f"state {name!r} must have the parameter's shape {list(view.shape)}", found)
         if found is None:
             view.zero_()
             self._entered[name][index] = None

@@ -76,11 +76,9 @@ def load(path: str) -> Workload:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{rule} that can be imported, got {path}: {error}") from error
     result = function()
-    if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], nn.Module)):
-        raise ValueError(
-            f"--model must name a function that returns (module, batch, loss), {path} returned "
-            f"{type(result).__name__}"
-        )
+    fits = isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], nn.Module)
+    rule = "--model must name a function that returns (module, batch, loss)"
+    require(fits, rule, f"{path} that returned {type(result).__name__}")
     workload = Workload(*result)
     if not workload.named_parameters:
         raise ValueError(f"--model must have parameters that require gradients, {path} has none")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..comm import Collectives, Run
+from ..training.arguments import require
 
 
 @torch.no_grad()
@@ -66,11 +67,8 @@ class _Moments:
 
     def write_into(self, norm: _BatchNorm) -> None:
         count, total, squares = self.sums
-        if float(count[0]) < 2:
-            raise ValueError(
-                "batches must have at least two values per unit over all ranks, got "
-                f"{int(count[0])}"
-            )
+        rule = "batches must have at least two values per unit over all ranks"
+        require(float(count[0]) >= 2, rule, int(count[0]))
         mean = total / count
         variance = (squares / count - mean.square()).clamp_(min=0) * count / (count - 1)
         for running, measured in ((norm.running_mean, mean), (norm.running_var, variance)):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..comm import Collectives
 from ..training import check_like
+from ..training.arguments import require
 from .exchange import CutTensor
 from .partition.tensor_cut import TensorCut
 from .placement import Placement
@@ -56,12 +57,9 @@ class ModelShards:
         Those that a step adds start at zero. Values that differ in a tensor are a ValueError.
         """
         for tensor in self.state_tensors(states):
-            values = tensor.part.unique()
-            if values.numel() > 1:
-                raise ValueError(
-                    "optimizer state before the first step must be one number for all entries of "
-                    f"a parameter, got several for {tensor.name}; use ResetState()"
-                )
+            values, got = tensor.part.unique(), f"several for {tensor.name}"
+            rule = "optimizer state before the first step must be one number for all entries of a"
+            require(values.numel() < 2, f"{rule} parameter", got, "use ResetState()")
             if values.numel():
                 tensor.rows.fill_(values[0])
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .arguments import check_type, find_ddp_error
+from .arguments import check_type, find_ddp_error, require
 from .checkpointing import plain_name, uncompiled
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -20,10 +20,8 @@ def check_module(module: Any) -> None:
     if error := find_ddp_error("module", uncompiled(module)):
         raise error
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            raise ValueError(
-                f"module must have shapes, got {plain_name(name)}, which is lazy; run it once"
-            )
+        got = f"{plain_name(name)}, which is lazy"
+        require(not is_lazy(tensor), "module must have shapes", got, "run it once")
 
 
 def find_device_error(

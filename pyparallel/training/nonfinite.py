@@ -1,23 +1,4 @@
-"""Values with a nan or an inf: the policy, and how they are found.
-
-What ``nonfinite="raise"`` does besides leaving them out of the parameters:
-
-==================================  ==========================  ================================
-where                               which ranks raise, when     what has been sent
-==================================  ==========================  ================================
-gradients, GossipDataParallel       the rank at the end of its  the step's round: masses are
-                                    step, those it sends to in  conserved
-                                    the step that receives it
-the same on a GPU                   the rank in a later step    the same, with 0 in their place
-                                                                unless the optimizer leaves out
-gradients, ddp_hook, compress_fsdp  all, in this backward       nothing of the bucket, whose
-                                                                state is unchanged
-the same on a GPU                   all, in the next backward   zeros for the bucket
-what SubnetTrainer merges           all, before the merge       nothing
-a PipelineTrainer's loss            each at the end of the      gradients, which no stage
-                                    call, or in ``flush``       updates with
-==================================  ==========================  ================================
-"""
+"""Values with a nan or an inf: the policy, which each trainer documents, and how they are found."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -135,11 +135,10 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, kind: str | None, pa
     require([len(group["params"]) for group in groups] == sizes, rule, got)
     for name, default in optimizer.defaults.items() if kind is None else ():
         is_number = isinstance(default, float | int | tuple | Tensor)
-        if is_number and not isinstance(default, bool) and any(name not in g for g in groups):
-            raise ValueError(
-                f"state_dict must be of the same optimizer, {mine}, got one whose parameter groups "
-                f"have no {name}"
-            )
+        is_number = is_number and not isinstance(default, bool)
+        has_all = not is_number or all(name in each for each in groups)
+        rule = f"state_dict must be of the same optimizer, {mine}"
+        require(has_all, rule, f"one whose parameter groups have no {name}")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in groups for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):

@@ -15,7 +15,7 @@ from ...comm import DisagreementError, Run, StepCounts
 from ...comm.errors import NonFiniteError, PeerError
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, uncompiled, wrong_type
-from ...training.arguments import raise_problem
+from ...training.arguments import raise_problem, require
 from ...training.module_checks import describe_tensors
 from ...training.nonfinite import NonFinitePolicy, find_policy_error
 from ..compressor import AttachPoint, Compressor, validation_error_at
@@ -251,11 +251,10 @@ class GradientCompression:
         key = tuple(id(parameter) for parameter in parameters)
         if key not in self._layouts:
             for each in parameters:
-                if each.is_complex():
-                    raise ValueError(
-                        "gradients must be of real numbers to be compressed, got those of "
-                        f"{self._name(each)} of {each.dtype}: use torch.view_as_real in the module"
-                    )
+                got = f"those of {self._name(each)} of {each.dtype}"
+                fix = "use torch.view_as_real in the module"
+                rule = "gradients must be of real numbers to be compressed"
+                require(not each.is_complex(), rule, got, fix)
             named = ((self._name(each), _in_memory_order(each)) for each in parameters)
             self._layouts[key] = BufferLayout.of(named)
         return self._layouts[key]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...training.arguments import require
 from ..messages import Value, tensors_of
 from ..messages.endpoints import destinations_of, source_of
 from ..messages.format import Refusal
@@ -109,11 +110,9 @@ def _check_loss(
             f"{_describe(target)}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if not isinstance(loss, Tensor) or loss.dim():
-        raise ValueError(
-            f"heads must return outputs for which loss_fn returns a 0-d tensor: that of stage "
-            f"{stage}, {head!r}, returns {_describe(output)}, and the loss is {_describe(loss)}"
-        )
+    rule = "heads must return outputs for which loss_fn returns a 0-d tensor"
+    got = f"the loss {_describe(loss)} of {_describe(output)} from that of stage {stage}, {head!r}"
+    require(isinstance(loss, Tensor) and not loss.dim(), rule, got)
 
 
 def _describe(value: Any) -> str:

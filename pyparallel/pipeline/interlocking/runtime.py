@@ -194,7 +194,9 @@ class InterlockingExecutor(Executor):
             if joint is None or isinstance(joint, Refusal):
                 stage.accumulate_grads(microbatch, total)
             else:
-                joint = stage.backward_and_input_vjp(microbatch, total)
+                found = stage.backward(microbatch, total)
+                assert not isinstance(found, Refusal), "the gradients are not"
+                joint = tensors_of(found)
         if task.joint is not None and joint is not None:
             self._send(index, microbatch, task.joint, joint)
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from ...training import check_like
-from ..messages import Value, tensors_of
+from ..messages import Value
 from ..messages.format import Refusal
 from ..runtime.loss import Criterion, find_target_refusal
 from ..runtime.microbatches import MicrobatchSplitter
@@ -123,12 +123,6 @@ class InterlockingStage(Stage):
         if roots and output_grads and self._parameters:
             with outside_autocast():
                 torch.autograd.backward(roots, output_grads, inputs=self._parameters)
-
-    def backward_and_input_vjp(self, microbatch: int, gradients: Gradients) -> Gradients:
-        """Accumulate the weights' gradients and return the inputs', in one backward."""
-        input_grads = self.backward(microbatch, gradients)
-        assert not isinstance(input_grads, Refusal), "the gradients are not"
-        return tensors_of(input_grads)
 
     @override
     def update(self) -> None:

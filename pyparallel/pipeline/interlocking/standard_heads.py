@@ -69,12 +69,10 @@ class PooledHead(Head):
     def build(self, example: Value) -> nn.Module:
         fits = isinstance(example, Tensor) and example.dim() > 1
         checked = self._check(example, "of two dimensions or more", fits=fits)
-        if self.dim is None and checked.dim() == 3:
-            raise ValueError(
-                "dim must be given for a PooledHead on three dimensions, got None for shape "
-                f"{list(checked.shape)}: dim=1 if it is (batch, channels, length), dim=-1 if it is "
-                "(batch, length, width)"
-            )
+        rule = "dim must be given for a PooledHead on three dimensions"
+        got = f"None for shape {list(checked.shape)}"
+        fix = "dim=1 if it is (batch, channels, length), dim=-1 if it is (batch, length, width)"
+        require(self.dim is not None or checked.dim() != 3, rule, f"{got}: {fix}")
         dim = 1 if self.dim is None else self.dim
         linear = nn.Linear(checked.shape[dim], self.num_outputs)
         pooled = tuple(range(2, checked.dim()) if dim == 1 else range(1, checked.dim() - 1))
@@ -117,11 +115,9 @@ class ConvHead(Head):
     def __post_init__(self) -> None:
         check_integer("num_outputs", self.num_outputs)
         channels = self.channels
-        if not isinstance(channels, tuple) or not channels or not all(map(is_integer, channels)):
-            raise ValueError(
-                "channels must be a tuple of positive integers, one for each convolution, got "
-                f"{channels!r}"
-            )
+        fits = isinstance(channels, tuple) and channels and all(map(is_integer, channels))
+        rule = "channels must be a tuple of positive integers, one for each convolution"
+        require(fits, rule, repr(channels))
 
     @override
     def build(self, example: Value) -> nn.Module:
@@ -154,11 +150,9 @@ class TiedHead(Head):
 
     def __post_init__(self) -> None:
         weight = getattr(self.embedding, "weight", None)
-        if not (isinstance(self.embedding, nn.Embedding) and isinstance(weight, nn.Parameter)):
-            raise ValueError(
-                "embedding must be the model's nn.Embedding, with a parameter as its weight, got "
-                f"{type(self.embedding).__name__} with {type(weight).__name__}"
-            )
+        fits = isinstance(self.embedding, nn.Embedding) and isinstance(weight, nn.Parameter)
+        rule = "embedding must be the model's nn.Embedding, with a parameter as its weight"
+        require(fits, rule, f"{type(self.embedding).__name__} with {type(weight).__name__}")
         _check_norm(self.norm)
 
     def __repr__(self) -> str:
@@ -192,10 +186,8 @@ class _Tied(nn.Module):
 
 
 def _check_norm(norm: object) -> None:
-    if norm is not None and not (isinstance(norm, type) and issubclass(norm, nn.Module)):
-        raise ValueError(
-            f"norm must be a class of modules such as nn.LayerNorm, or None, got {norm!r}"
-        )
+    fits = norm is None or (isinstance(norm, type) and issubclass(norm, nn.Module))
+    require(fits, "norm must be a class of modules such as nn.LayerNorm, or None", repr(norm))
 
 
 def _name_of(norm: type[nn.Module] | None) -> str:

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from ...training import uncompiled
+from ...training.arguments import require
 from ..messages import tensors_of
 from ..messages.format import detached
 from ..runtime.inputs import Arguments, Inputs, call_module, input_tensors
@@ -60,11 +61,9 @@ def profile_layers(
 
 def _check_shapes(layers: Sequence[nn.Module]) -> None:
     for index, layer in enumerate(layers):
-        if any(is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
-            raise ValueError(
-                f"layers must have initialized parameters, got a lazy layers[{index}]: run the "
-                "model once before training"
-            )
+        lazy = any(is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers()))
+        got = f"a lazy layers[{index}]: run the model once before training"
+        require(not lazy, "layers must have initialized parameters", got)
 
 
 class _LayerProfiler:

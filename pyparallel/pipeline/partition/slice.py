@@ -101,12 +101,11 @@ def _check_no_shared_buffers(stages: Sequence[nn.Module]) -> None:
     for number, stage in enumerate(stages):
         for name, module in stage.named_modules():
             owner = stage_of.setdefault(module, number)
-            if owner != number and module._buffers.keys() - module._non_persistent_buffers_set:
-                raise ValueError(
-                    "layers must not share modules with buffers across stages, got "
-                    f"{type(module).__name__} {name} on stages {owner} and {number}: move the "
-                    "split, or give each stage its own"
-                )
+            buffers = module._buffers.keys() - module._non_persistent_buffers_set
+            rule = "layers must not share modules with buffers across stages"
+            got = f"{type(module).__name__} {name} on stages {owner} and {number}"
+            fix = "move the split, or give each stage its own"
+            require(owner == number or not buffers, rule, f"{got}: {fix}")
 
 
 def _find_skips(stages: Sequence[nn.Sequential]) -> list[_Skip]:

@@ -43,11 +43,10 @@ def balance(costs: Sequence[float], num_stages: int, num_ranks: int | None = Non
 
 def check_num_stages(num_layers: int, num_stages: int) -> None:
     """Raise a ValueError if there are fewer layers than stages."""
-    if not isinstance(num_stages, int) or not 1 <= num_stages <= num_layers:
-        raise ValueError(
-            f"num_stages must be from 1 to the number of layers, got {num_stages!r} stages for "
-            f"{num_layers} layers: use fewer stages, or divide the model into more layers"
-        )
+    got = f"{num_stages!r} stages for {num_layers} layers"
+    fits = isinstance(num_stages, int) and 1 <= num_stages <= num_layers
+    fix = "use fewer stages, or divide the model into more layers"
+    require(fits, "num_stages must be from 1 to the number of layers", f"{got}: {fix}")
 
 
 def _exact_sums(costs: Sequence[float]) -> list[int]:

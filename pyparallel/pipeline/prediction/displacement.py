@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from ...optim import FusedOptimizer
 from ...training import FlatBuckets
+from ...training.arguments import require
 from .base import Prediction, WeightPredictor
 from .flat_predictor import FlatRule, FlatWeightPredictor, FusedPredictor, Group
 from .last_update import LastUpdatePredictor
@@ -136,9 +137,7 @@ class _PerParameterPredictor(WeightPredictor):
         self, parameter: nn.Parameter, state: Mapping[str, Any], group: Group, horizon: int
     ) -> Tensor:
         displacement = self._rule.displacement(parameter, state, group, horizon)
-        if displacement.shape != parameter.shape:
-            raise ValueError(
-                f"{type(self._rule).__name__}.displacement must return a tensor of the parameter's "
-                f"shape {list(parameter.shape)}, got {list(displacement.shape)}"
-            )
+        shape, name = list(parameter.shape), type(self._rule).__name__
+        rule = f"{name}.displacement must return a tensor of the parameter's shape {shape}"
+        require(displacement.shape == parameter.shape, rule, str(list(displacement.shape)))
         return displacement

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ...comm import PeerError, RemoteError
 from ...comm.profiling import profiled
@@ -42,27 +42,6 @@ Actions = Callable[[int], Iterable[Action]]  # by rank
 _RANGES = {kind: f"pyparallel::pipeline_{kind.name.lower()}" for kind in Kind}
 
 
-class _Recording:
-    """Records what runs inside as an action, unless it fails: then ``running`` stays set."""
-
-    def __init__(self, telemetry: Telemetry, action: Action) -> None:
-        self.running: Action | None = None
-        self._telemetry = telemetry
-        self._action = action
-
-    def __enter__(self) -> None:
-        self.running = self._action
-        self._range = profiled(_RANGES[self._action.kind])
-        self._range.__enter__()
-        self._begin = time.perf_counter()
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        self._range.__exit__(kind, *rest)
-        if kind is None:
-            self.running = None
-            self._telemetry.record(self._action, self._begin)
-
-
 class Executor:
     """Runs actions on the stages of one rank."""
 
@@ -71,7 +50,7 @@ class Executor:
     ) -> None:
         self.stages = stages
         self.telemetry = Telemetry(stages, p2p)
-        self._last: _Recording | None = None
+        self._running: Action | None = None  # also after it has failed
         self.refusals: list[Refusal] = []  # besides those of stages
         self._shape = shape
         self._p2p = p2p
@@ -267,7 +246,7 @@ class Executor:
         run_action: Callable[[Action, Value | Refusal | None], Value | Refusal | None],
         after_first: Callable[[], None] | None = None,
     ) -> None:
-        self._last = None
+        self._running = None
         # A loss, whose graph is released after the gradient is sent.
         before: Value | Refusal | None = None
         may_be_refused = True
@@ -289,15 +268,22 @@ class Executor:
                 if may_be_refused and isinstance(error, StepRefusedError):
                     self._p2p.forget()
                     raise self._refuse(action, destinations, error.refusal) from None
-                self._abort(error, self._where(self._failed_action(action), error))
+                # An action of the schedule may run others.
+                self._abort(error, self._where(self._running or action, error))
             except BaseException as interrupt:  # else the neighbors wait for this rank
-                where = self._where(self._failed_action(action), interrupt)
+                where = self._where(self._running or action, interrupt)
                 self._p2p.abort(self._agree_on_error(interrupt, where)[0], waits=False)
                 raise
 
-    def _recording(self, action: Action) -> "_Recording":
-        self._last = _Recording(self.telemetry, action)
-        return self._last
+    @contextmanager
+    def _recording(self, action: Action) -> Iterator[None]:
+        """Record what runs inside as an action, unless it fails."""
+        self._running = action
+        with profiled(_RANGES[action.kind]):
+            begin = time.perf_counter()
+            yield
+        self._running = None
+        self.telemetry.record(action, begin)
 
     def _inputs(self, action: Action, splitter: MicrobatchSplitter) -> Value | Refusal | None:
         """Return the inputs of a forward or the output gradients of a backward, or None."""
@@ -316,10 +302,6 @@ class Executor:
     def _recv(self, action: Action) -> Value | Refusal:
         with profiled("pyparallel::pipeline_wait"):
             return self._p2p.recv(source_of(action), action.microbatch)
-
-    def _failed_action(self, action: Action) -> Action:
-        """Return the action that was running: an action of the schedule may run others."""
-        return (self._last and self._last.running) or action
 
     def _where(self, action: Action, error: BaseException) -> str:
         """Return what this rank waited for, or of an error of its own where it failed."""

@@ -23,12 +23,10 @@ class Layer:
         rule = "a module that produces or consumes units must be Linear or a convolution"
         got = f"{self.name} of {type(module).__name__}"
         require(isinstance(module, nn.Linear | _ConvNd), rule, got, _advice(module))
-        if isinstance(module, _ConvNd) and module.groups != 1:
-            raise ValueError(
-                f"a convolution that is cut must have groups=1, got {self.name} with groups="
-                f"{module.groups}; write rules that do not cut its channels: "
-                "Partition(rules={name: Hidden(...)})"
-            )
+        groups = module.groups if isinstance(module, _ConvNd) else 1
+        rule, got = "a convolution that is cut must have groups=1", f"{self.name} with {groups=}"
+        fix = "write rules that do not cut its channels: Partition(rules={name: Hidden(...)})"
+        require(groups == 1, rule, got, fix)
         for name in ("weight", "bias"):
             rule = "a layer that is cut must hold plain parameters"
             fix = "remove the parametrization"
@@ -70,21 +68,17 @@ class Layer:
 
 def norm_places(name: str, module: nn.Module, units: int) -> tuple[list[Place], list[Count]]:
     """Return where units lie in a norm or another module with parameters per channel."""
-    if isinstance(module, nn.SyncBatchNorm) or not isinstance(
-        module, _BatchNorm | _InstanceNorm | nn.PReLU
-    ):
-        raise ValueError(
-            f"a norm over units that are cut must be BatchNorm, InstanceNorm or PReLU, which do "
-            f"not mix units, got {name} of {type(module).__name__}; use BatchNorm there, or rules "
-            "that do not cut its units"
-        )
+    fits = isinstance(module, _BatchNorm | _InstanceNorm | nn.PReLU)
+    fits = fits and not isinstance(module, nn.SyncBatchNorm)
+    rule = "a norm over units that are cut must be BatchNorm, InstanceNorm or PReLU, which do"
+    fix = "use BatchNorm there, or rules that do not cut its units"
+    require(fits, f"{rule} not mix units", f"{name} of {type(module).__name__}", fix)
     if isinstance(module, nn.PReLU) and module.num_parameters == 1:
         return [], []
-    if isinstance(module, _BatchNorm) and module.running_mean is None:
-        raise ValueError(
-            f"BatchNorm over units that are cut must track running statistics, got {name} with "
-            "track_running_stats=False, whose output in eval mode would depend on the batch"
-        )
+    tracks = not isinstance(module, _BatchNorm) or module.running_mean is not None
+    why = "whose output in eval mode would depend on the batch"
+    got = f"{name} with track_running_stats=False, {why}"
+    require(tracks, "BatchNorm over units that are cut must track running statistics", got)
     count = "num_parameters" if isinstance(module, nn.PReLU) else "num_features"
     length = int(getattr(module, count))
     rule = f"a norm must have a multiple of the {units} units it follows"

@@ -161,11 +161,9 @@ def _build_cut_dim(
         places += found
         counts += several
     for layer in consumers:
-        if layer.num_inputs % units:
-            raise ValueError(
-                f"a consumer must have a multiple of the {units} units of {producers[0].name} as "
-                f"inputs, got {layer.name} with {layer.num_inputs}"
-            )
+        rule = f"a consumer must have a multiple of the {units} units of {producers[0].name} as"
+        got = f"{layer.name} with {layer.num_inputs}"
+        require(layer.num_inputs % units == 0, f"{rule} inputs", got)
         found, count = layer.inputs(layer.num_inputs // units)
         places += found
         counts.append(count)
