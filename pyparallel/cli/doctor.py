@@ -63,7 +63,6 @@ def report(arguments: argparse.Namespace) -> str:
 
 
 def _missing() -> dict[str, str]:
-    """Return why each library that is not loaded is not, by its name."""
     libraries = [each for backends in ops.BACKENDS.values() for each in backends]
     found = {each.name: each.unavailable_reason for each in libraries}
     found[_EVENT_LOOP] = COMPILED.unavailable_reason
@@ -71,7 +70,6 @@ def _missing() -> dict[str, str]:
 
 
 def _cost(name: str) -> str:
-    """Return what the absence of a library costs on this machine."""
     if name == "compiled C++":
         times = ", ".join(f"{times:.0f} times ({op})" for op, times in SPEEDUPS.items())
         return f"CPU ops run in plain PyTorch and take at least {times} as long"
@@ -158,7 +156,6 @@ def _libraries(numbers: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _row(op: str, numbers: dict[str, str]) -> tuple[str, ...]:
-    """Return a row of the table: what runs the op on each device, and the missing libraries."""
     cells = []
     for device, backends in ops.BACKENDS.items():
         _, slower_because = ops.implementation(op, device)

@@ -30,8 +30,6 @@ horizon      updates that a forward's weights are predicted ahead, at most (firs
 
 @dataclass(frozen=True)
 class _PlannedRun:
-    """A schedule with a pipeline's shape and costs."""
-
     schedule: Schedule
     shape: PipelineShape
     costs: Costs

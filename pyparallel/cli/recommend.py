@@ -69,7 +69,6 @@ def report(arguments: argparse.Namespace) -> str:
 
 
 def _on_one(arguments: argparse.Namespace) -> str:
-    """Report for a link given by options."""
     rule = "--bandwidth must be given in Mbit/s, or the command started with torchrun, which "
     require(arguments.bandwidth is not None, f"{rule}measures the link", "none")
     latency = 0.2 if arguments.latency is None else arguments.latency

@@ -71,8 +71,6 @@ def check_consistent_across_ranks(
 
 
 class _Arguments(NamedTuple):
-    """What a rank sends to all others."""
-
     problem: str | TypeError | None
     config_fields: list[tuple[str, str]]
 

@@ -133,7 +133,6 @@ def _quote(error: RuntimeError) -> str:
 
 
 def _closed_of(group: Any, members: Sequence[int], me: int) -> set[int]:
-    """Return the global ranks whose gloo connections in a group are closed."""
     is_gloo = "gloo" in dist.get_backend_config(group)
     others = [(index, rank) for index, rank in enumerate(members) if rank != me and is_gloo]
     return {rank for index, rank in others if _post_receive(group, index) is None}

@@ -131,7 +131,6 @@ def give_back(groups: Sequence["weakref.ref[dist.ProcessGroup]"]) -> None:
 
 
 def _announce() -> None:
-    """Tell the other members which groups this rank has given back."""
     while _given_back:
         group = _given_back.pop()()
         if group is not None and _exists(group) and "nccl" not in dist.get_backend_config(group):

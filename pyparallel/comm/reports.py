@@ -130,7 +130,6 @@ class Reports:
         return {rank: Report(**json.loads(text)) for rank, text in texts.items() if text}
 
     def _places_elsewhere(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the places of ranks that wait in another trainer."""
         texts = {rank: self._store.get(f"waiting/{rank}") for rank in ranks}
         found = {rank: json.loads(text) for rank, text in texts.items() if text}
         return {rank: place for rank, (prefix, place) in found.items() if prefix != self._prefix}

@@ -143,7 +143,6 @@ class _Connection:
 
 
 def _serve(store: Any, calls: "SimpleQueue[Any]") -> None:
-    """Run the calls of a connection until it is gone."""
     is_own = False
     while (call := calls.get()) is not None:
         function, reply = call

@@ -151,7 +151,6 @@ class FiniteSteps:
 
     @torch.no_grad()
     def _keep_from_update(self, handled: "_Handled") -> None:
-        """Keep what was found from an optimizer's update."""
         if self._is_found is False or self._is_found is None:
             return
         optimizer, found = handled.optimizer, self._is_found

@@ -116,7 +116,6 @@ def build_stages(
 def _find_split(
     arguments: TrainerArguments, splitter: MicrobatchSplitter | None, run: Run
 ) -> tuple[int, ...]:
-    """Return where stages begin, after a check of the first batch on all ranks."""
     if splitter is not None:
         problem = splitter.find_input_error() if arguments.rank == 0 else None
         if arguments.schedule.needs_batch:

@@ -45,7 +45,6 @@ def load_stages(stages: Sequence[Stage], state: Mapping[str, Any], run: Run) -> 
 
 
 def _check_stages(stages: Sequence[Stage], state: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Raise an error, of any type, if this rank cannot load a state."""
     own = [str(stage.index) for stage in stages]
     if not isinstance(state, Mapping) or sorted(state) != sorted(own):
         names = ", ".join(map(str, state)) if isinstance(state, Mapping) else summarize(state)

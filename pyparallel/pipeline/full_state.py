@@ -52,7 +52,6 @@ def _can_be_sent(value: Any) -> bool:
 
 
 def _parse(described: Any) -> list[tuple[str, Any]]:
-    """Return the names and values that ``full_state`` has sent, tensors on the meta device."""
     try:
         return [
             (str(name), *value)

@@ -182,7 +182,6 @@ def load_checkpoint(
 
 
 def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
-    """Return the keys of a checkpoint that stages need, whether or not it has them."""
     of_parameter: dict[str, list[str]] = {}
     for key in saved:
         if key.startswith((_STATE, _GROUPS)):
@@ -201,7 +200,6 @@ def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
 
 
 def _optimizer_state(each: NamedStage, optimizer: Optimizer, state: State) -> State:
-    """Return an optimizer's state, as of its ``state_dict()``, from keys of parameters."""
     loaded = optimizer.state_dict()
     loaded["state"] = {}
     by_name: dict[str, dict[str, State]] = {}

@@ -134,7 +134,6 @@ class Pipeline:
         self.updates.check_none_accumulated(what)
 
     def _restart(self) -> None:
-        """Count microbatches from 0 again, with the pipeline empty."""
         of_step = self._shape.num_microbatches // self._of_run.microbatches_per_update(self._shape)
         self._schedule = self._of_run.after(self._run.counts.steps * of_step)
         self.built.executor.restart(self._schedule.versions(self._shape))

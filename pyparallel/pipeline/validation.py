@@ -103,7 +103,6 @@ def _check_options(arguments: TrainerArguments) -> None:
 def _check_option(
     schedule: Schedule, name: str, got: object, fix: str, unset: int | None = None
 ) -> None:
-    """Raise a ValueError if the schedule cannot have an option that is set."""
     if why := schedule.option_error(name):
         raise ValueError(
             f"{name} must be {unset} with {type(schedule).__name__}, {why}, got {got}: {fix}"

@@ -57,7 +57,6 @@ def benchmark_ranks(
 
 
 def _max_over_ranks(local: _Measured, names: Sequence[str], device: torch.device) -> _Measured:
-    """Replace these fields by their maximum over ranks."""
     maxima = max_over_ranks([getattr(local, name) for name in names], device)
     changes: dict[str, Any] = dict(zip(names, maxima, strict=True))
     return replace(local, **changes)

@@ -101,7 +101,6 @@ def _blocks(
 def _exchange(
     pieces: list[list[Tensor]], expected: Sequence[Sequence[Block]], collectives: Collectives
 ) -> list[list[Tensor]]:
-    """Send each rank its pieces; return those received from each, in the blocks' shapes."""
     sizes = [[torch.Size(block.shape).numel() for block in blocks] for blocks in expected]
     sent = torch.cat([piece.reshape(-1) for theirs in pieces for piece in theirs])
     send = [sum(piece.numel() for piece in theirs) for theirs in pieces]

@@ -156,7 +156,6 @@ def join_buckets(parts: Sequence[FlatBuckets]) -> FlatBuckets:
 
 
 def _flatten(parameters: Sequence[nn.Parameter], cap_bytes: int) -> _Memory:
-    """Move parameters into new buffers, of which they become views."""
     plan = assign_buckets([(p.numel(), p.dtype) for p in parameters], cap_bytes)
     buffers = [  # empty without parameters
         torch.zeros(length, dtype=dtype, device=parameters[0].device)

@@ -35,8 +35,6 @@ def refuse_other_optimizers(
 
 
 class _Check:
-    """The check of one trainer; arguments are those of ``refuse_other_optimizers``."""
-
     # Those of this process; replaced, never changed. torch iterates over its dict of hooks in each
     # step, where a trainer that is garbage collected, or closed by another thread, must not change
     # it. So one hook is registered with the first check and stays.
@@ -102,7 +100,6 @@ class _Check:
         return method is None or method()
 
     def _is_wrapper(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer holds one of the trainer's, itself or in a list."""
         for value in vars(optimizer).values():
             for each in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(each, Optimizer) and each in self._own:

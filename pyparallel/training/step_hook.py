@@ -116,8 +116,6 @@ class StepHook:
 
 
 class _TrackedClosure:
-    """A closure passed to an optimizer, evaluated by its ``StepHook``."""
-
     def __init__(self, closure: Closure, hook: StepHook, optimizer: Optimizer) -> None:
         self._closure, self._hook, self._optimizer = closure, hook, optimizer
 

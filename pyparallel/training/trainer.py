@@ -40,7 +40,6 @@ class Trainer:
         return self._opened
 
     def _check_open(self) -> None:
-        """Raise a RuntimeError if the trainer is closed."""
         if self._opened is None:
             raise RuntimeError(f"{type(self).__name__} must not be used after close()")
 
@@ -50,7 +49,6 @@ class Trainer:
         return round(self._run.stats.wire_bytes)
 
     def _own(self, optimizers: Iterable[Optimizer]) -> None:
-        """Note that this trainer steps some optimizers, until it is closed or gone."""
         for optimizer in optimizers:
             _owners[optimizer] = weakref.ref(self)
 

@@ -201,7 +201,6 @@ class _PlainAllGather(_Plain, DefaultAllGather):  # type: ignore[misc]
 
 
 def _factor_of(op: _ReduceOp, num_ranks: int) -> float:
-    """Return the factor of a sum over ranks."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:

@@ -157,7 +157,6 @@ class Learned(Compressor):
     def _average_codes(
         self, values: Tensor, state: CompressorState, collectives: Collectives
     ) -> tuple[Tensor, Tensor]:
-        """Return the decoded mean of the values' codes, and this rank's share of it."""
         weights = state.common["weights"]
         with collectives.stats.encoding():
             code = self.auto_encoder.encode(weights, values)

@@ -178,7 +178,6 @@ def _basis(matrices: Matrices, state: CompressorState) -> list[Tensor]:
 
 
 def _orthogonalize(matrices: Matrices, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the uncompressed entries, and P of all matrices."""
     others, left = first.tensor_split([matrices.num_others])
     if matrices.batches:
         ops.orthogonalize_(matrices.lefts(left))
@@ -211,7 +210,6 @@ def _remember(
 def _write_mean(
     matrices: Matrices, x: Tensor, residual: Residual, left: Tensor, right: Tensor, others: Tensor
 ) -> None:
-    """Overwrite x by the mean, and the residual by the error."""
     for batch, p, q in _factors(matrices, left, right):
         mine = batch.view(x)
         _write_product(mine, p, q)

@@ -97,7 +97,6 @@ def _build(head: Head, example: Value, stage: int) -> nn.Module:
 def _check_loss(
     module: nn.Module, head: Head, example: Value, target: Value, loss_fn: Loss, stage: int
 ) -> None:
-    """Raise a ValueError unless a head's loss can be computed and is a 0-d tensor."""
     output: Any = None
     try:
         with torch.no_grad(), preserving_state([module], tensors_of(example)):

@@ -92,7 +92,6 @@ def _for_each(num_stages: int) -> str:
 
 
 def _check_apart(given: Sequence[object]) -> None:
-    """Raise a ValueError if the heads of two stages share a module or parameter."""
     first: dict[int, int] = {}
     for stage, head in enumerate(given):
         for part in (head, *head.parameters()) if isinstance(head, nn.Module) else ():

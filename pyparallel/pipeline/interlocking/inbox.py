@@ -97,5 +97,4 @@ class GradientInbox:
         )
 
     def _is_sent(self, origin: int) -> bool:
-        """Return whether the previous stage needs the gradient of a loss."""
         return self._stage > 0 and self._window.wanted(origin, self._stage - 1)

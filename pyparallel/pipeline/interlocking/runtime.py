@@ -206,7 +206,6 @@ class InterlockingExecutor(Executor):
         microbatch: int,
         gradients: Mapping[int, Gradients | Refusal],
     ) -> None:
-        """Send the input gradients for output gradients by origin, or why there are none."""
         present = {o: each for o, each in gradients.items() if not isinstance(each, Refusal)}
         for origin, each in gradients.items():
             if isinstance(each, Refusal):
@@ -219,7 +218,6 @@ class InterlockingExecutor(Executor):
             self._send(stage.index, microbatch, origin, found)
 
     def _add(self, stage: int, microbatch: int, gradients: Gradients, weight: float) -> None:
-        """Add output gradients, times a weight, to what a stage learns from."""
         scaled = gradients if weight == 1.0 else tuple(each * weight for each in gradients)
         total = self._sums.get((stage, microbatch))
         if total is not None:

@@ -69,8 +69,6 @@ def _check_finished(clock: VirtualClock, current: Mapping[int, Action]) -> None:
 
 @dataclass(eq=False)
 class _Run:
-    """The state of every stage, and the process of every rank."""
-
     schedule: Interlocking
     shape: PipelineShape
     costs: InitVar[Costs]
@@ -155,7 +153,6 @@ class _Run:
     def _gradients(
         self, stage: int, microbatch: int, origins: Iterable[int]
     ) -> list[SimulatedMessage]:
-        """Return the messages to the previous stage, in the order in which they are sent."""
         put = self._inboxes[stage - 1].put
         return [self._message(stage, stage - 1, partial(put, microbatch, each)) for each in origins]
 

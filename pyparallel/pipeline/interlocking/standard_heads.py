@@ -175,8 +175,6 @@ class TiedHead(Head):
 
 
 class _Tied(nn.Module):
-    """A norm, then a product with a weight passed as an argument."""
-
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm

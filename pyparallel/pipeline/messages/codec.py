@@ -75,7 +75,6 @@ class Codec:
 
 
 def _take_compressed(placeholder: Tensor, parts: deque[Tensor]) -> tuple[Tensor, ...]:
-    """Take the compressed tensors of a placeholder from the parts after it."""
     is_empty = placeholder.dim() >= 2 and placeholder.shape[0] == 0
     valid = is_empty and placeholder.dtype in FLOAT_DTYPES
     if not valid or placeholder.shape[1] > len(parts):

@@ -122,7 +122,6 @@ class CausalInputs(nn.Module, ABC):
         return problem or self._find_shape_error(given) or self._find_range_error(given)
 
     def _check_others(self, others: Mapping[str, object]) -> None:
-        """Raise a ValueError if there are arguments of other names."""
         problem = others and find_other_argument(others, _names(inspect.signature(self.forward)))
         if problem:
             raise ValueError(problem)

@@ -67,8 +67,6 @@ def _check_shapes(layers: Sequence[nn.Module]) -> None:
 
 
 class _LayerProfiler:
-    """Profiles one layer after the other, and passes on a microbatch."""
-
     def __init__(self, value: Inputs) -> None:
         self._value = value
         self._stashed: dict[str, Tensor] = {}

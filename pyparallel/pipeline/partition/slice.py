@@ -34,8 +34,6 @@ class Tie:
 
 
 class _Skip(NamedTuple):
-    """A tensor that travels from a stage to a later one."""
-
     name: str
     first: int
     last: int

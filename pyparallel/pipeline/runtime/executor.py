@@ -277,7 +277,6 @@ class Executor:
 
     @contextmanager
     def _recording(self, action: Action) -> Iterator[None]:
-        """Record what runs inside as an action, unless it fails."""
         self._running = action
         with profiled(_RANGES[action.kind]):
             begin = time.perf_counter()
@@ -286,7 +285,6 @@ class Executor:
         self.telemetry.record(action, begin)
 
     def _inputs(self, action: Action, splitter: MicrobatchSplitter) -> Value | Refusal | None:
-        """Return the inputs of a forward or the output gradients of a backward, or None."""
         if action.kind is Kind.FORWARD:
             if action.stage == 0:
                 first: Value = splitter.inputs(action.microbatch)

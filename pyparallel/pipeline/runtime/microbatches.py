@@ -102,7 +102,6 @@ class MicrobatchSplitter:
             self._mismatch = self._find_mismatch(microbatch, batch)
 
     def _find_argument_error(self) -> str | None:
-        """Return why the first layer cannot be called with the batch, or a microbatch, or None."""
         if self._first_layer is None:
             return None
         if not isinstance(self._inputs, PreSplit):
@@ -175,7 +174,6 @@ class MicrobatchSplitter:
 
     @cached_property
     def _weights(self) -> list[float] | list[int] | str:
-        """The weight of each microbatch's loss, or why ``loss_weight_fn`` gives none."""
         if self._loss_weight_fn is None:
             return self._target_samples
         return compute_loss_weights(self._loss_weight_fn, self._split_target, self._first)

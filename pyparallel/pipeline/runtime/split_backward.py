@@ -105,7 +105,6 @@ def _gradients(
 def _defer(
     part: Part, edge_gradients: Sequence[EdgeGradient], gradients: Iterator[Tensor | None]
 ) -> tuple[list[EdgeGradient], list[Tensor]]:
-    """Return the edges and gradients to resume from, and the parameters to compute."""
     captured = [(joint, next(gradients)) for joint in part.joints]
     outputs = [edge_gradients[index] for index in part.outputs]
     return [*outputs, *((edge, g) for edge, g in captured if g is not None)], part.parameters

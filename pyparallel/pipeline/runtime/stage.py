@@ -250,7 +250,6 @@ class Stage:
 
     @contextmanager
     def _skipping_on_device(self) -> Iterator[None]:
-        """Have the optimizers skip a step inside if a loss of its gradients is not finite."""
         if self._found_inf is None:
             yield
             return
@@ -317,7 +316,6 @@ class Stage:
 
 
 def _check_optimized(stage: Stage) -> None:
-    """Raise a RuntimeError if parameters were unfrozen, or added to an optimizer."""
     thawed = [name for name, each in stage._frozen.items() if each.requires_grad]
     if thawed:
         held = {id(parameter) for parameter in stage.optimized}

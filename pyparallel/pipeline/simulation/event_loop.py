@@ -67,7 +67,6 @@ def run_reference(
 
 
 def _dependencies(stage: int, kind: int, num_stages: int) -> list[tuple[int, int]]:
-    """Return stage and kind of the results that an action waits for."""
     if kind == Kind.FORWARD:
         return [(stage - 1, Kind.FORWARD)] if stage > 0 else []
     if kind == Kind.BACKWARD_WEIGHT:

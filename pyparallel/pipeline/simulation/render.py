@@ -54,7 +54,6 @@ def draw_deadlock(
 
 
 def _scale(table: ActionTable, starts: np.ndarray, ends: np.ndarray) -> tuple[float, int]:
-    """Return the duration of a column, and the number of columns."""
     lengths = (ends - starts)[table.rows[:, 1] != Kind.UPDATE]
     tick = float(lengths[lengths > 0].min()) if (lengths > 0).any() else 1.0
     return tick, math.ceil(np.nanmax(ends, initial=0.0) / tick - 1e-9)
