@@ -28,15 +28,12 @@ Group = dict[str, Any]
 class FusedOptimizer(Optimizer):
     """An optimizer of torch whose step is one fused pass over each flat bucket of its parameters.
 
-    A subclass derives from this class and then from torch's, whose constructor it has.
-
-    The first step makes the parameters views of flat buckets, one for each parameter group, dtype
-    and device, and lays out the optimizer's state likewise; the ``nn.Parameter`` objects stay the
-    same. Views of their old memory no longer follow them, such as those of
-    ``torch.distributed.optim.ZeroRedundancyOptimizer`` with ``parameters_as_bucket_view=True``,
-    which needs torch's optimizers.
-    Gradients stay where autograd has put them and are not written, also not unscaled under
-    ``GradScaler``; a parameter without one is not stepped.
+    A subclass derives from this class and then from torch's, whose constructor it has. The first
+    step makes the parameters views of flat buckets, one for each parameter group, dtype and device,
+    and lays out the optimizer's state likewise; the ``nn.Parameter`` objects stay the same. Views
+    of their old memory no longer follow them, as ``ZeroRedundancyOptimizer`` needs with
+    ``parameters_as_bucket_view=True``. Gradients stay where autograd has put them and are not
+    written, also not unscaled under ``GradScaler``; a parameter without one is not stepped.
 
     A trainer of pyparallel takes the buckets over (``lay_out``, ``adopt``) and has ``step_bucket``
     also mix received messages in, write the next message and predict weights, in the same pass.

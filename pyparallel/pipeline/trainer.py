@@ -321,8 +321,8 @@ class PipelineTrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages: modules, optimizers and schedulers.
 
-        Nothing is copied: what is written is the state of then. Microbatches in flight, or
-        accumulated gradients, are a RuntimeError.
+        Nothing is copied: what is written is the state of then. A RuntimeError is as of
+        ``sharded_state_dict``.
         """
         pipeline, counts = self._pipeline, self._run.counts
 
@@ -351,17 +351,11 @@ class PipelineTrainer(Trainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned on this rank; all ranks call it together.
 
-        Every rank checks all of its state, and the ranks compare their steps, before anything is
-        written. The steps may differ if a rank's state is of ``rescue_state_dict``; other ranks,
-        such as one that died, may then load an older checkpoint. A RuntimeWarning names a stage
-        that may be half updated.
-
-        Raises:
-            RuntimeError: microbatches are in flight, or gradients accumulated, or the stages are
-                not built yet.
-            DisagreementError: (a ValueError) on all ranks, which have changed nothing: the state of
-                a rank is damaged, malformed, of other stages or another optimizer, or was saved by
-                a newer pyparallel, or the ranks' states are of different steps.
+        A state that is damaged, of other stages or another optimizer, or saved by a newer
+        pyparallel, and states of different steps, are a DisagreementError on all ranks, which have
+        changed nothing. Steps may differ if a rank's state is of ``rescue_state_dict``; other
+        ranks, such as one that died, may then load an older checkpoint. A RuntimeWarning names a
+        stage that may be half updated. A RuntimeError is as of ``sharded_state_dict``.
         """
         pipeline = self._check_built("load_state_dict()")
         pipeline.load(load_stages(pipeline.stages, state, self._run))
@@ -384,8 +378,8 @@ class PipelineTrainer(Trainer):
         plain model loads its part too: ``load({"model": model.state_dict()}, checkpoint_id=...)``.
         Tensors are not copied: ``async_save`` copies them before it returns.
 
-        Microbatches in flight, or stages that are not built yet, are a RuntimeError; so is
-        ``Interlocking``, whose heads are no part of the model: use ``state_dict()``.
+        Microbatches in flight, accumulated gradients, or stages that are not built yet, are a
+        RuntimeError; so is ``Interlocking``, whose heads are no part of the model.
         """
         stages = self._named_stages("sharded_state_dict()")
         check_shardable(self._arguments.schedule)
@@ -395,9 +389,8 @@ class PipelineTrainer(Trainer):
         """Load a folder that ``torch.distributed.checkpoint`` has saved of ``sharded_state_dict``.
 
         The number of stages, the split and the schedule may be others than those that saved it. All
-        ranks call it together, and check all that they read before anything is written: one of
-        another model or other optimizers is a DisagreementError. Microbatches in flight, or stages
-        that are not built yet, are a RuntimeError.
+        ranks call it together; one of another model or other optimizers is a DisagreementError,
+        before anything is written, and a RuntimeError is as of ``sharded_state_dict``.
         """
         stages = self._named_stages("load_checkpoint()")
         pipeline = self._check_built("load_checkpoint()")

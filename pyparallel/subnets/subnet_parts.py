@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import Collectives
-from .exchange import assign, merge, scatter
+from .exchange import assign, average, merge, scatter
 from .optimizer_state import OptimizerState
 from .partition.cut_dim import CutDim
 from .partition.partition import Partition
 from .partition.tensor_cut import TensorCut
 from .placement import Placement
 from .shards import ModelShards
-from .shared import average
 from .subnet import tensors_of
 
 

@@ -24,8 +24,7 @@ from .placement import Placement, Sharded
 from .same_call import check_same_call
 from .scale import Scale, Unscaled
 from .shards import ModelShards
-from .storage import allocate, release
-from .subnet import build_subnet, tensors_of
+from .subnet import allocate, build_subnet, release, tensors_of
 from .subnet_parts import SubnetParts
 from .validation import check_state, examine, find_optimizer_error
 

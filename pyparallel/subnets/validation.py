@@ -18,7 +18,7 @@ from .partition.cut_dim import CutDim
 from .partition.partition import Partition, find_units_error
 from .placement import Placement
 from .shards import ModelShards
-from .storage import is_released
+from .subnet import is_released
 
 ConfigFields = list[tuple[str, str]]
 

@@ -22,12 +22,10 @@ def refuse_other_optimizers(
 ) -> Callable[[], None]:
     """Raise a RuntimeError when another optimizer is about to step a trainer's parameters.
 
-    Another one is any torch optimizer that holds none of the trainer's, as a wrapper does. It is
-    about to step a parameter that has a gradient, or may get one from a closure. What the trainer's
-    own optimizer steps inside its step is that one's; where ``synchronizes``, a method of the
-    trainer, returns False, steps are local. Only weak references are kept.
-
-    Return what ends the check when it is called; it also ends when the trainer is gone.
+    Another one holds none of the trainer's, as a wrapper does; it is about to step a parameter with
+    a gradient, or with a closure. Steps inside the own optimizer's step are that one's; where
+    ``synchronizes``, a method of the trainer, returns False, steps are local. Return what ends the
+    check, which keeps only weak references.
     """
     check = _Check(trainer, parameters, optimizers, step_hook, synchronizes)
     check.add()

@@ -125,9 +125,7 @@ def check_format(state: Mapping[str, Any]) -> None:
 def checksum(tensor: Tensor) -> int:
     """Return a 64-bit checksum of a tensor's bytes in row-major order, which every bit changes.
 
-    Sums of 64-bit words modulo 2**64 are taken on the tensor's device; they, not the tensor, are
-    copied to the host and hashed. Unlike the exclusive or of ``torch.hash_tensor`` a sum also
-    differs if an even number of equal words is lost.
+    Sums of 64-bit words are taken on the tensor's device, and copied to the host and hashed.
     """
     # Of a DTensor, whose module takes long to import, this rank's part.
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()

@@ -295,18 +295,15 @@ def ddp_hook(
     Gradients with a nan or an inf, by ``nonfinite``:
 
     * "raise": backward ends in the same `NonFiniteError` on all ranks, which names the first such
-      rank and parameter. Nothing of that bucket is sent, the state of it and of all buckets after
-      it is unchanged, and training can go on: skip the optimizer's step. Buckets averaged earlier
-      in that backward pass have been sent, and their residuals hold only the rest: that part of the
-      skipped step is lost. Costs a pass over the gradients, and an all-gather of a number for each
-      bucket; ``Cast(accumulate=dtype)`` reads its means instead, the same on all ranks, and sends
-      nothing. On a GPU the host does not wait: the rank's bucket counts as zeros, and all ranks
-      raise when the next backward pass begins. With `TopK`, `Sign` and the quantizers with scales
-      the encoder finds the nan, which costs no pass; that rank's residual of the bucket becomes 0,
-      and a sum with the residual that overflows counts too.
+      rank and parameter. Nothing of that bucket is sent, the state of it and of all later ones is
+      unchanged, and training can go on: skip the optimizer's step. What earlier buckets of that
+      pass have sent is lost. Costs a pass over the gradients, and an all-gather of a number for
+      each bucket; ``Cast(accumulate=dtype)`` reads its means instead. On a GPU the host does not
+      wait: the rank's bucket counts as zeros, and all ranks raise when the next backward pass
+      begins. With `TopK`, `Sign` and the quantizers with scales the encoder finds the nan, which
+      costs no pass; that rank's residual of the bucket becomes 0.
     * "skip": such a bucket of a rank counts as zeros in the mean, which is still divided by the
-      number of ranks; no rank is told. With error feedback its residual is sent as usual. Costs a
-      pass.
+      number of ranks; no rank is told. Costs a pass.
     * "allow": means have a nan or an inf on all ranks, and residuals stay finite. A ``GradScaler``
       needs it, to skip the step on all ranks and to lower its scale.
 
@@ -316,7 +313,7 @@ def ddp_hook(
     buckets are: DDP rebuilds buckets after the first step.
 
     Args:
-        compressor: the compressor of all gradients, the same on all ranks.
+        compressor: of all gradients, the same on all ranks.
         model: the module inside DDP, or DDP itself. Its parameter names are the keys of the saved
             state and are matched by ``PerParameter``. Of DDP itself the ranks compare the buffers
             that it broadcasts. None: parameters are numbered.

@@ -38,12 +38,8 @@ def fsdp_reduce_scatter(
     collective. In HSDP, gradients are compressed within each replica; the all-reduce between
     replicas, of shards, stays PyTorch's own.
 
-    Args:
-        compressor: the same on all ranks.
-        name: of the module, the same on all ranks; it seeds random draws.
-
-    Returns:
-        a collective for this module alone. A module keeps the last one it was given, as in PyTorch.
+    Both arguments are the same on all ranks; the ``name`` of the module seeds random draws. The
+    collective is for this module alone, which keeps the last one it was given, as in PyTorch.
     """
     problem = validation_error_at(AttachPoint.FSDP_GRADIENTS, compressor)
     raise_problem(problem or find_policy_error(nonfinite))

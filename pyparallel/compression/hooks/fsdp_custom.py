@@ -118,13 +118,9 @@ class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
     ) -> None:
         """Reduce-scatter; finished, or on a GPU queued, on return, with or without ``async_op``.
 
-        The input is set to 0 by ``nonfinite="skip"``, and on a GPU by "raise", if it is not finite.
-
-        Raises:
-            ValueError: an op that is not SUM, AVG or PREMUL_SUM, or another dtype than float32,
-                bfloat16 or float16.
-            CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
-            NonFiniteError: on every rank, naming a rank and a parameter, or the module.
+        An op other than SUM, AVG or PREMUL_SUM, or a dtype other than float32, bfloat16 or float16,
+        is a ValueError. A CorruptMessageError names the sender on every rank, a NonFiniteError a
+        rank and a parameter; by "skip", and on a GPU, such an input is set to 0.
         """
         factor = _factor_of(op, group.size())
         store, collectives = self._open(group)
@@ -163,12 +159,9 @@ class CompressedAllGather(_CompressedCollective, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """All-gather; finished, or on a GPU queued, on return, with or without ``async_op``.
+        """All-gather; errors are as of the reduce-scatter.
 
-        Raises:
-            ValueError: another dtype than float32, bfloat16 or float16. FSDP2 gathers bytes, uint8,
-                if a module's parameters have several dtypes or their own all-gather.
-            CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
+        FSDP2 gathers bytes, uint8, if parameters have several dtypes or their own all-gather.
         """
         store, collectives = self._open(group)
         with torch.no_grad():

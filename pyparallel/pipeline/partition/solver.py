@@ -12,23 +12,13 @@ Split = tuple[int, ...]
 
 
 def balance(costs: Sequence[float], num_stages: int, num_ranks: int | None = None) -> Split:
-    """Return the split with the minimal time of the slowest stage. Exact for one stage per rank.
+    """Return the first layer of stages 1, 2, ... with the minimal time of the slowest stage.
 
-    Ties are broken by the second slowest stage, then the third, and so on; then by fewer layers on
-    the first stage, then the second: in 1F1B earlier stages hold more microbatches.
-
-    With several stages on a rank (stage s on rank s mod ranks) a local search for the minimal time
-    of the slowest rank starts from this split: each move shifts one or more adjacent boundaries by
-    one layer, and the best move is made as long as it makes the slowest rank faster (or, on ties,
-    the second slowest, and so on). The result may be a local optimum.
-
-    Args:
-        costs: time of each layer, forward and backward, in any one unit.
-        num_stages: at most the number of layers.
-        num_ranks: a divisor of ``num_stages``; None: one stage per rank.
-
-    Returns:
-        The first layer of stages 1, 2, ...: ``num_stages - 1`` ascending indices.
+    Exact for one stage per rank. Ties are broken by the second slowest stage, and so on; then by
+    fewer layers on the first stage, then the second: in 1F1B earlier stages hold more microbatches.
+    With several on a rank (``num_ranks``, a divisor of ``num_stages``; None: one each) a local
+    search from this split shifts adjacent boundaries by one layer as long as that makes the slowest
+    rank faster. ``costs`` are times of layers, forward and backward, in any one unit.
     """
     check_num_stages(len(costs), num_stages)
     num_ranks = num_stages if num_ranks is None else num_ranks

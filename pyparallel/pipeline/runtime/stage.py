@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...training import check_like, keys_of, optimizer_kind, plain_keys
+from ...training import (
+    check_like,
+    check_optimizer_state,
+    keys_of,
+    optimizer_kind,
+    plain_keys,
+    summarize,
+)
+from ...training.arguments import require
 from ..messages import Value, tensors_of
 from ..messages.format import Refusal
 from .clipping import LastNormClipper
@@ -21,7 +29,6 @@ from .options import StageOptions
 from .preserve_state import check_autocast, outside_autocast
 from .split_backward import WeightBackward, backward_input
 from .stage_layers import owned_parameters
-from .stage_state import all_of, check_training_state, one_or_all
 from .stage_weights import LiveWeights, Weights
 from .values import (
     ExtraTensors,
@@ -268,10 +275,10 @@ class Stage:
         state: dict[str, Any] = {"module": module, "optimizer": None, "updates": self.num_updates}
         if self.optimizers:
             kinds = [optimizer_kind(optimizer) for optimizer in self.optimizers]
-            state["optimizer_kind"] = one_or_all(kinds)
-            state["optimizer"] = one_or_all([each.state_dict() for each in self.optimizers])
+            state["optimizer_kind"] = _one_or_all(kinds)
+            state["optimizer"] = _one_or_all([each.state_dict() for each in self.optimizers])
         if self.schedulers:
-            state["scheduler"] = one_or_all([each.state_dict() for each in self.schedulers])
+            state["scheduler"] = _one_or_all([each.state_dict() for each in self.schedulers])
         if self.clipper is not None and self.clipper.last is not None:
             state["squared_norms"] = self.clipper.last
         return state
@@ -280,10 +287,10 @@ class Stage:
         """Load what ``state_dict`` returned, after ``check_state``."""
         self.module.load_state_dict(keys_of(self.module, state["module"]))
         if self.optimizers:
-            for optimizer, saved in zip(self.optimizers, all_of(state["optimizer"]), strict=True):
+            for optimizer, saved in zip(self.optimizers, _all_of(state["optimizer"]), strict=True):
                 optimizer.load_state_dict(saved)
         if self.schedulers:
-            for scheduler, saved in zip(self.schedulers, all_of(state["scheduler"]), strict=True):
+            for scheduler, saved in zip(self.schedulers, _all_of(state["scheduler"]), strict=True):
                 scheduler.load_state_dict(saved)
         # Older versions did not save the updates.
         self.load_updates(state.get("updates", 0), state.get("squared_norms"))
@@ -302,7 +309,7 @@ class Stage:
         if self.clipper is not None and "squared_norms" in state:
             norms = torch.zeros(len(self.optimized), dtype=torch.float64, device="cpu")
             check_like(state["squared_norms"], norms, f"{path}.squared_norms")
-        check_training_state(self.optimizers, self.schedulers, state, path)
+        _check_training_state(self, state, path)
 
     def _copy_if_shared(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copy input gradients that share memory with a parameter's, as of views of one sum do.
@@ -334,3 +341,31 @@ def _check_optimized(stage: Stage) -> None:
                 f"schedule keeps versions of their weights, got {num_added} more; create a new "
                 "PipelineTrainer, or use a schedule that flushes"
             )
+
+
+def _check_training_state(stage: Stage, state: dict[str, Any], path: str) -> None:
+    """Raise an error, of any type, if a stage's optimizers and schedulers cannot load a state."""
+    if stage.optimizers:
+        saved, kinds = _all_of(state["optimizer"]), _all_of(state.get("optimizer_kind"))
+        mine = ", ".join(map(optimizer_kind, stage.optimizers))
+        rule = f"{path}.optimizer must be of the same optimizers, {mine}"
+        fits = len(saved) == len(kinds) == len(stage.optimizers)
+        require(fits, rule, ", ".join(map(str, kinds)))
+        for number, optimizer in enumerate(stage.optimizers):
+            place = f"{path}.optimizer" + (f".{number}" if len(saved) > 1 else "")
+            check_optimizer_state(optimizer, saved[number], kinds[number], place)
+    if stage.schedulers:
+        saved, count = _all_of(state["scheduler"]), len(stage.schedulers)
+        fits = len(saved) == count and all(isinstance(each, dict) for each in saved)
+        what = "a dict" if count == 1 else f"{count} dicts"
+        require(fits, f"{path}.scheduler must be {what}", summarize(state["scheduler"]))
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    """Return the only value itself, as states of one optimizer have always been."""
+    return values[0] if len(values) == 1 else values
+
+
+def _all_of(saved: Any) -> list[Any]:
+    """Return a list of what ``_one_or_all`` has returned."""
+    return saved if isinstance(saved, list) else [saved]

@@ -10,8 +10,7 @@ from ...training import FlatBuckets
 from ...training.arguments import check_integer, require
 from ..prediction.base import WeightPredictor
 from ..prediction.corrections import Correction
-from ..prediction.discrepancy import DiscrepancyCorrected
-from ..prediction.lr_rescheduling import LRRescheduled
+from ..prediction.pipemare import DiscrepancyCorrected, LRRescheduled
 from .shape import PipelineShape
 from .streaming import Streaming
 from .versions import Estimated, Live, Versions

@@ -40,6 +40,6 @@ class Costs:
         fits = given.ndim == 0 or given.shape == (num_stages,)
         rule = f"{name} must be one number or one for each of {num_stages} stages"
         require(fits, rule, repr(value))
-        fits = np.isfinite(given).all() and (given >= 0).all()
-        require(fits, f"{name} must be finite and not negative", repr(value))
+        are_valid = np.isfinite(given).all() and (given >= 0).all()
+        require(are_valid, f"{name} must be finite and not negative", repr(value))
         return np.ascontiguousarray(np.broadcast_to(given, (num_stages,)))

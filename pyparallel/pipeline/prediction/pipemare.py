@@ -1,6 +1,6 @@
-"""PipeMare's discrepancy correction: earlier weights, estimated from their average change."""
+"""PipeMare's two corrections: earlier weights by their average change, and learning rates."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from .base import WeightPredictor
 from .flat_state import FlatState, check_dtypes
 
 AVERAGE_CHANGE = "average_change"
+UPDATES = "updates"
 
 
 @dataclass(eq=False)
@@ -56,3 +57,34 @@ class DiscrepancyCorrected(WeightPredictor):
         for each, state in zip(self._weights, self._states, strict=True):
             for buffer, average in zip(each.buffers, state.buffers(AVERAGE_CHANGE), strict=True):
                 predict_sgd(buffer, average, lr=1.0, horizon=-horizon, out=next(rest))
+
+
+@dataclass(eq=False)
+class LRRescheduled(WeightPredictor):
+    """A predictor whose steps use a multiple of the optimizer's learning rates.
+
+    The ``lr`` of the groups stays as the user and their scheduler set it; ``factor`` returns its
+    factor in update number 0, 1, ..., which is kept in the first parameter group.
+    """
+
+    _predictor: WeightPredictor
+    _optimizer: Optimizer
+    _factor: Callable[[int], float]
+
+    @override
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+        groups = self._optimizer.param_groups
+        update = groups[0].get(UPDATES, 0)
+        rates = [group["lr"] for group in groups]
+        try:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * self._factor(update)
+            self._predictor.step(horizon, out)
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+        groups[0][UPDATES] = update + 1
+
+    @override
+    def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
+        self._predictor.predict(horizon, out)
