@@ -41,15 +41,10 @@ def check_consistent_across_ranks(
 
     Every rank of the group must call this, also one that has a problem: it must not raise alone.
 
-    Args:
-        config_fields: (name, value), in the same order on all ranks.
-        problem: error message of this rank; a TypeError for a wrong type; or None.
-
-    Raises:
-        DisagreementError: names the ranks and their problem, the first field that differs, or what
-            another rank calls instead.
-        ArgumentTypeError: (a DisagreementError) every problem is a TypeError.
-        PeerError: a rank died or did not call this within the process group's timeout.
+    Fields are (name, value), in the same order on all ranks. A DisagreementError names the ranks
+    and their problem, the first field that differs, or what another rank calls instead; it is an
+    ArgumentTypeError if every problem is a TypeError. A PeerError: a rank died or did not call this
+    within the process group's timeout.
     """
     fields = [(str(name), str(value)) for name, value in config_fields]
     text = str(problem) if problem else None

@@ -47,10 +47,8 @@ class Run:
     default group, or a single rank if none was initialized. ``within`` is the run of the same
     trainer whose group's ranks ``process_group`` has a part of.
 
-    Attributes:
-        rank, group_rank: the global rank of this process, and that in the group, of ``size``.
-        stats: bytes sent and seconds waited for training, in all groups of the trainer.
-        read_loss: called with the loss of each batch that the user records.
+    ``stats`` are bytes sent and seconds waited for training, in all groups of the trainer;
+    ``read_loss`` is called with the loss of each batch that the user records.
     """
 
     _open: ClassVar["weakref.WeakSet[Run]"] = weakref.WeakSet()  # trainers of this process
@@ -69,10 +67,11 @@ class Run:
         self.group_rank = 0 if is_alone else dist.get_rank(process_group)
         self.size = 1 if is_alone else dist.get_world_size(process_group)
         if self.group_rank < 0:
-            raise ValueError(
-                "process_group must contain this rank, got one without it; create the trainer on "
-                "its ranks only"
+            rule, fix = (
+                "process_group must contain this rank",
+                "create the trainer on its ranks only",
             )
+            raise ValueError(f"{rule}, got one without it; {fix}")
         self.counts = StepCounts(ANY) if counts is None else counts
         self.trainer, self._within = trainer, within
         self._world = None if is_alone else weakref.ref(dist.group.WORLD)
@@ -94,11 +93,9 @@ class Run:
     ) -> "Run":
         """Open the run of a new trainer, in a process group of its own with the ranks of another.
 
-        No other communication then takes a trainer's messages. All ranks must call this together,
-        once for each trainer, after their arguments have been checked. Trainers are numbered in the
-        order of their creation, equally on all ranks. Without a process group there is one rank.
-
-        NCCL that cannot create a group of some ranks alone is a ValueError.
+        All ranks must call this together, once for each trainer, after their arguments have been
+        checked. Trainers are numbered in the order of their creation, equally on all ranks. NCCL
+        that cannot create a group of some ranks alone is a ValueError.
         """
         counts = counts or StepCounts()
         if process_group is None and not dist.is_initialized():
@@ -121,11 +118,7 @@ class Run:
     def within(
         self, members: Sequence[int], backend: str | None = None, *, for_p2p: bool = False
     ) -> "Run":
-        """Return the run of the same trainer in a new group of some of its ranks.
-
-        All members must call this with the same list, and no other rank may. Arguments are those of
-        ``create_group``. Other ranks that would have to take part are a ValueError.
-        """
+        """Return the run of the same trainer in a new group of its ranks, as ``create_group``."""
         group = self._create_group(members, backend=backend, for_p2p=for_p2p)
         self._root._groups.append(weakref.ref(group))
         return Run(group, counts=self.counts, trainer=self.trainer, within=self)

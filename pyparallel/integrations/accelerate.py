@@ -53,13 +53,9 @@ def prepare_gossip(
         optimizer: over the model's parameters, not prepared.
         algorithm: such as ``SGP(OnePeerExponential(accelerator.num_processes))``.
 
-    Returns:
-        The trainer around the model, and the prepared optimizer.
-
-    Raises:
-        ValueError: there is one process only, or the accelerator shards models.
-        TypeError: the optimizer is prepared.
-        DisagreementError: (a ValueError) as of ``GossipDataParallel``.
+    Return the trainer around the model, and the prepared optimizer. One process alone, and an
+    accelerator that shards models, are a ValueError, a prepared optimizer a TypeError; others are
+    as of ``GossipDataParallel``.
     """
     fix = "start the script by accelerate launch or torchrun"
     several = accelerator.num_processes > 1

@@ -19,9 +19,8 @@ def recalibrate(
 ) -> None:
     """Recompute BatchNorm's running statistics over all batches of all ranks.
 
-    Meanwhile BatchNorm normalizes with its batch's statistics, as in train mode; all other modules
-    run in eval mode. The mean and the unbiased variance of all inputs replace the running
-    statistics. Call it inside ``SubnetTrainer.full_model()``, before evaluation::
+    The mean and the unbiased variance of all inputs replace the running statistics; meanwhile other
+    modules run in eval mode. Call it inside ``SubnetTrainer.full_model()``, before evaluation::
 
         with trainer.full_model() as module:
             recalibrate(module, (inputs for inputs, _ in batches))
@@ -33,8 +32,7 @@ def recalibrate(
             different numbers of them, including none.
         process_group: None means the default group, or a single rank if none was initialized.
 
-    Raises:
-        ValueError: fewer than two values per unit over all ranks; raised on all ranks.
+    Fewer than two values per unit over all ranks are a ValueError on all.
     """
     norms = [
         m for m in module.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None

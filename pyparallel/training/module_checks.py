@@ -65,6 +65,5 @@ def _describe_tensor(tensor: Tensor) -> str:
     # Flat buffers keep the memory format of a dense tensor, such as channels_last.
     if tensor.layout == torch.strided and not tensor.is_contiguous():
         text += f" with strides {list(tensor.stride())}"
-    return (
-        text if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else f"{text} frozen"
-    )
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{text} frozen" if is_frozen else text

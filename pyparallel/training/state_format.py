@@ -81,10 +81,9 @@ def seal(state: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> dict[str
     The checksums are taken when the state is written or copied. A tensor has one by its path, such
     as ``module.0.weight``; all else (keys, types, values, dtypes, shapes) has one together.
 
-    Args:
-        state: dicts, lists and tuples of tensors, numbers, strings and None; or a function that
-            returns them, and is called again before they are written: then numbers are live too, as
-            tensors are. It returns {} if they are to stay as they are.
+    A state is of dicts, lists and tuples of tensors, numbers, strings and None; or a function that
+    returns one, called again before it is written: then numbers are live too, as tensors are. It
+    returns {} if they are to stay as they are.
     """
     return _LiveState(state(), state) if callable(state) else _LiveState(state, dict)
 

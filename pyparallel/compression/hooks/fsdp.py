@@ -157,7 +157,7 @@ def compress_fsdp(
     a module in place of a bucket.
 
     Args:
-        model: ``fully_shard`` has been applied to some of its modules, often to itself too.
+        model: with modules that ``fully_shard`` has been applied to.
         gradients: the compressor of reduce-scatters; None: uncompressed.
         parameters: the compressor of all-gathers, without error feedback; None: uncompressed.
         process_group: all ranks that have the model; None: the default group.

@@ -62,7 +62,9 @@ def as_heads(heads: object, num_stages: int) -> tuple[Head, ...]:
 
     A builder alone is for all stages; an ``nn.ModuleList`` is a list of heads, as other lists are.
     """
-    each_stage, last = _for_each(num_stages), num_stages - 1
+    last = num_stages - 1
+    each_stage = f"for each of stages 0 to {last - 1}" if last > 1 else "for stage 0"
+    each_stage = each_stage if last else "for each stage but the last, none for a single one"
     given: list[Any]
     if isinstance(heads, Head):
         given = [heads] * last
@@ -81,14 +83,6 @@ def as_heads(heads: object, num_stages: int) -> tuple[Head, ...]:
         require(isinstance(head, Head | nn.Module), rule, f"{summarize(head)} for stage {stage}")
     _check_apart(given)
     return tuple(each if isinstance(each, Head) else GivenHead(each) for each in given)
-
-
-def _for_each(num_stages: int) -> str:
-    if num_stages < 2:
-        return "for each stage but the last, none for a single one"
-    if num_stages == 2:
-        return "for stage 0"
-    return f"for each of stages 0 to {num_stages - 2}"
 
 
 def _check_apart(given: Sequence[object]) -> None:

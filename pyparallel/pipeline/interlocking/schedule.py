@@ -27,9 +27,8 @@ class Interlocking(Schedule):
     alone. Its gradient is sent to the previous stages as soon as it is computed, apart from all
     others: so a slow stage delays only the stages that learn from its loss or later ones.
 
-    A stage updates once at the end of its own step; no stage waits for another's step to end. The
-    loss is that of ``PipelineTrainer``, and every rank must be given the target. Each rank holds
-    one stage, or a single process holds all.
+    A stage updates once at the end of its own step; no stage waits for another's step to end. Every
+    rank must be given the target, and holds one stage, or a single process all.
 
     A loss that is not finite, or has an invalid target on its rank, has no gradient: the stage of
     its head, and those that learn from it, skip the update of the step, each with its head. Their

@@ -34,10 +34,8 @@ class Payloads(Protocol):
 class GlooPayloads(Payloads):
     """Payloads over gloo, with receives posted before the header is here.
 
-    Most payloads of a stream have the length of its first. Receives of this usual length match its
-    sends in order; one that was posted for a payload of another length serves the next payload of
-    the usual length. Payloads below ``inline_bytes`` are never prefetched: they are sent behind
-    their headers.
+    Most payloads of a stream have the length of its first, and receives of this length match its
+    sends in order. Those up to ``inline_bytes``, which follow their headers, are not prefetched.
     """
 
     def __init__(
@@ -90,9 +88,8 @@ class NcclPayloads(Payloads):
     """Payloads over NCCL, which ignores tags and runs a communicator's operations in one order.
 
     A receive is a kernel that waits on the GPU. It is posted once the header is here, which is sent
-    after the payload: so all that it waits for is enqueued already, and it cannot be in front of
-    work that the peer's data depends on. It does not wait for the compute stream, nor the compute
-    stream for a send.
+    after the payload: so it cannot be in front of work that the peer's data depends on. It does not
+    wait for the compute stream, nor the compute stream for a send.
     """
 
     def __init__(

@@ -30,13 +30,9 @@ class StageP2P:
     """Sends and receives of one rank's stages; ``groups`` is None with a single rank.
 
     Every rank derives from its neighbors' actions what they will send, and in which order.
-
-    Attributes:
-        batch: that the value received last is of, if it is of a peer's forward.
-        waited: seconds for messages of each kind; None: of barriers.
     """
 
-    batch = NO_BATCH
+    batch = NO_BATCH  # that the value received last is of, if it is of a peer's forward
 
     def __init__(
         self,
@@ -54,6 +50,7 @@ class StageP2P:
         self._newest = 0  # updates before the newest of them
         loads_eagerly = os.environ.get("CUDA_MODULE_LOADING") == "EAGER"
         self._sees_shapes = groups is not None and groups.headers is not None and not loads_eagerly
+        # Seconds for messages of each kind; None: of barriers.
         self.waited: defaultdict[StreamKind | None, float] = defaultdict(float)
         self._run = None if groups is None else groups.payloads[0]
         neighbors = {

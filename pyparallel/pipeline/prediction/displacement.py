@@ -28,15 +28,10 @@ class PredictsStep(Protocol):
     def displacement(
         self, parameter: nn.Parameter, state: Mapping[str, Any], group: Group, horizon: int
     ) -> Tensor:
-        """Compute what the next ``horizon`` steps will add to a parameter; change nothing.
+        """Return what the next ``horizon`` steps will add to a parameter, in its shape.
 
-        Args:
-            state: the optimizer's state of it, never empty.
-            group: its parameter group, with the learning rate of the next steps.
-            horizon: at least 1.
-
-        Returns:
-            A tensor of the parameter's shape.
+        ``state`` is the optimizer's of it, never empty; ``group`` has the rate of the next steps.
+        Nothing is changed.
         """
 
 

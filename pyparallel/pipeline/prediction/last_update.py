@@ -23,9 +23,8 @@ class LastUpdate(Prediction):
     learning rate, momentum and decoupled weight decay are in the update. It is ``Displacement``'s
     rule for ``torch.optim.Muon``, whose Newton-Schulz iteration is not repeated, and for Lion.
 
-    The weights before it are kept in the optimizer's state, which takes one more copy of them. A
-    prediction after a change of the learning rate is still at the rate of the last update; with
-    ``UpdateErrorFeedback`` that update is the corrected one.
+    The weights before it are kept in the optimizer's state, which takes one more copy of them. With
+    ``UpdateErrorFeedback`` the update is the corrected one.
     """
 
     @override

@@ -54,20 +54,11 @@ def backward_input(
     in the first half and only accumulated in the second: those of consecutive layers that share
     parameters, of custom Python functions (compiled stages), and of kernels that compute all
     gradients at once (batch norm, PReLU, RNNs; attention with a learned query, key or value).
-    Hooks on an activation run in both halves, post-accumulate hooks of such a parameter in neither;
-    activation checkpoints are recomputed for each of their layers that has parameters.
+    Hooks on an activation run in both halves, post-accumulate hooks of such a parameter in neither.
 
-    The graph lives until the second half has run and ``outputs`` are released: drop them early.
-
-    Args:
-        outputs: tensors of any shape; those that require no gradient are skipped.
-        output_gradients: one for each output, of its shape and dtype; None for no gradient. That
-            of a loss must be given too.
-        inputs: leaves of the graph; None, or requiring no gradient, to skip one. If all are
-            skipped, the whole backward is deferred.
-
-    Returns:
-        The gradient of each input, None where skipped or unreached; and the deferred half.
+    Each output has a gradient, or None; ``inputs`` are leaves, or None to skip one: if all are
+    skipped, the whole backward is deferred. Return the gradient of each input, None where skipped
+    or unreached, and the deferred half, until which the graph lives.
     """
     edge_gradients = [
         (get_gradient_edge(output), gradient)

@@ -17,10 +17,9 @@ Count = int | np.ndarray
 class VersionCounters(NamedTuple):
     """The updates that a stage has done before it runs each action of a microbatch.
 
-    ``update`` is the version to which the microbatch's gradient is applied, which training without
-    a pipeline would have read. So ``update - forward`` is the true version difference of a forward
-    on live weights; in 1F1B it is min(microbatches in flight, num_stages - 1 - stage), also in
-    warm-up.
+    ``update`` is the version to which the microbatch's gradient is applied. So ``update - forward``
+    is the true version difference of a forward on live weights: in 1F1B min(microbatches in flight,
+    num_stages - 1 - stage), also in warm-up.
     """
 
     forward: Count

@@ -22,10 +22,8 @@ def read_csv(path: Path | str) -> tuple[tuple[Action, ...], ...]:
     """Read the actions of all ranks from a file of ``write_csv`` or of torch.
 
     Torch's actions of communication, sharding and gradient reduction are dropped, since they follow
-    from the order of the computations. An overlapped pair is read as two consecutive actions.
-
-    Raises:
-        ValueError: an entry is not an action; the message has its line and column.
+    from the order of the computations; an overlapped pair is read as two. A ValueError has the line
+    and column of an entry that is no action.
     """
     with Path(path).open(newline="") as file:
         return tuple(
