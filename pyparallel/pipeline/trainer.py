@@ -290,13 +290,8 @@ class PipelineTrainer(Trainer):
             or ``kwarg_mbs`` are given on that rank. None elsewhere.
         """
         self._check_usable()
-        if self._pipeline is not None:
-            self._pipeline.drain()
-        elif self._arguments.schedule.needs_batch:
-            raise RuntimeError(
-                "predict() must come after the first step or prepare(...) with this schedule, "
-                "whose heads are built for a target, got no stages yet"
-            )
+        if self._pipeline is not None or self._arguments.schedule.needs_batch:
+            self._built_pipeline("predict()").drain()
         splitter = self._split_batch(inputs_of_call(args, kwargs, arg_mbs, kwarg_mbs), None)
         concatenates = arg_mbs is None and kwarg_mbs is None
         return self._build_for(splitter).predict(splitter, concatenates=concatenates)
@@ -341,12 +336,8 @@ class PipelineTrainer(Trainer):
         may differ between stages; ``half_updated``: the failure was inside of an update, and there
         is a RuntimeWarning.
         """
-        if self._pipeline is None:
-            raise RuntimeError(
-                "rescue_state_dict() must come after the first step or prepare(inputs, target), "
-                "got no stages yet: nothing was trained"
-            )
-        return rescue_stages(self.stages, self._run.counts.steps)
+        stages = self._built_pipeline("rescue_state_dict()").stages
+        return rescue_stages(stages, self._run.counts.steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned on this rank; all ranks call it together.
@@ -441,15 +432,17 @@ class PipelineTrainer(Trainer):
         if by_ranks and self._run.size > 1:
             self._run.check_usable()
 
+    def _built_pipeline(self, what: str) -> Pipeline:
+        if self._pipeline is None:
+            rule = f"{what} must come after the first step or prepare(...), which builds the stages"
+            raise RuntimeError(f"{rule}, got none yet")
+        return self._pipeline
+
     def _check_built(self, what: str) -> Pipeline:
         """Return the built stages; an error if there are none, or their gradients are pending."""
-        if self._pipeline is None:
-            raise RuntimeError(
-                f"{what} must come after prepare(inputs, target), which builds the stages, got "
-                "none yet"
-            )
-        self._pipeline.check_empty(what)
-        return self._pipeline
+        pipeline = self._built_pipeline(what)
+        pipeline.check_empty(what)
+        return pipeline
 
     def _named_stages(self, what: str) -> list[NamedStage]:
         stages = self._check_built(what).stages

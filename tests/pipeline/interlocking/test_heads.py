@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyparallel.pipeline.interlocking.heads import GivenHead, Head, as_heads
-from pyparallel.pipeline.interlocking.standard_heads import (
+from pyparallel.pipeline.interlocking.heads import (
     ConvHead,
+    GivenHead,
+    Head,
     LinearHead,
     PooledHead,
     TiedHead,
+    as_heads,
 )
 from pyparallel.training.arguments import find_error
 
