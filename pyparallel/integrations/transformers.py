@@ -38,10 +38,7 @@ class GossipTrainer(Trainer):
         algorithm_fn: called with the number of ranks, returns the algorithm.
         gossip_options: arguments of ``GossipDataParallel``.
 
-    Raises:
-        TypeError: algorithm_fn is not a function.
-        ValueError: there is one rank only, FSDP or DeepSpeed is enabled, or a checkpoint is of
-            another number of ranks.
+    One rank alone, FSDP or DeepSpeed, and a checkpoint of another number of ranks are a ValueError.
     """
 
     def __init__(

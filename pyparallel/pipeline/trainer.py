@@ -81,9 +81,8 @@ class PipelineTrainer(Trainer):
             mean over tokens, in ``evaluate`` too. None: its number of samples.
         measure_gradient_norms: of each stage's gradient in every update, in a pass over it.
 
-    Raises:
-        ValueError: (DisagreementError between ranks) the arguments are invalid or differ.
-        TypeError: (ArgumentTypeError between ranks) one is of a wrong type.
+    Arguments that are invalid or differ are a ValueError (DisagreementError between ranks), one of
+    a wrong type a TypeError (ArgumentTypeError).
     """
 
     _copy_instead = "save its state_dict(), or copy its layers"

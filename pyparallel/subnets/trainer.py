@@ -38,23 +38,14 @@ class SubnetTrainer(Trainer):
     units of a model are assigned to the ranks at random; each rank trains the smaller network of
     its units independently, with its own optimizer. Every ``interval`` steps all subnets are merged
     into the full model and units are assigned again. Between two hidden dimensions a subnet has
-    1/n^2 of the weights, and only these are sent. The training loop stays the user's::
+    1/n^2 of the weights, and only these are sent. The training loop stays the user's: forwards of
+    ``trainer(inputs)``, steps of ``trainer.optimizer``, then ``trainer.flush()``.
 
-        trainer = SubnetTrainer(model, lambda p: torch.optim.SGD(p, lr=0.1), Partition(), 20)
-        for inputs, targets in batches:
-            trainer.optimizer.zero_grad()
-            loss_fn(trainer(inputs), targets).backward()
-            trainer.optimizer.step()
-        trainer.flush()
-        with trainer.full_model() as module:
-            evaluate(module)
-
-    Inputs and outputs are not cut. Each parameter is either cut or shared: shared ones (the
-    output's bias, embeddings, norms of a dimension that is not cut) are averaged over all ranks at
-    a merge. BatchNorm's running statistics move with their units; ``recalibrate`` measures them for
-    the full model. Buffers that are not floating-point stay local to the rank. A rank that has run
-    out of batches waits in ``flush()`` and takes part in the merges of the others, its units
-    unchanged. Steps that a ``GradScaler`` skips are not counted.
+    Inputs and outputs are not cut. Parameters that are not cut (the output's bias, embeddings) are
+    averaged over all ranks at a merge. BatchNorm's running statistics move with their units;
+    ``recalibrate`` measures them for the full model. Buffers that are not floating-point stay local
+    to the rank. A rank that has run out of batches waits in ``flush()`` and takes part in the
+    merges of the others, its units unchanged. Steps that a ``GradScaler`` skips are not counted.
 
     At construction rank 0's parameters and buffers are broadcast, and the module's parameters are
     freed: they read as nan outside of ``full_model()``. The module must already be on its device
@@ -76,14 +67,9 @@ class SubnetTrainer(Trainer):
             gradients have a nan or an inf changes nothing on its rank, but counts; on a GPU the
             host waits for each step. Both cost a pass over what they read. "allow": nothing.
 
-    Attributes:
-        subnet: this rank's module.
-        optimizer: optimizer of the subnet's trainable parameters.
-
-    Raises:
-        DisagreementError: (a ValueError) a rank has an invalid argument, or ranks differ; all ranks
-            raise the same message.
-        ArgumentTypeError: (a DisagreementError and a TypeError) one is of a wrong type.
+    An argument that is invalid on a rank, or differs, is the same DisagreementError (a ValueError)
+    on all, one of a wrong type an ArgumentTypeError. ``subnet`` is this rank's module, and
+    ``optimizer`` that of its trainable parameters.
     """
 
     _copy_instead = "save its state_dict(), or copy the model inside full_model()"

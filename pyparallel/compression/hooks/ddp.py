@@ -320,10 +320,8 @@ def ddp_hook(
         process_group: DDP's process group; None: that of the model if it is DDP itself, else the
             default group.
 
-    Raises:
-        DisagreementError: (a ValueError) the compressor does not support DDP, or an argument is
-            invalid or differs between ranks.
-        ValueError: (or a TypeError) likewise on this rank, if there is no process group yet.
+    A compressor that does not support DDP, and an argument that is invalid or differs between
+    ranks, are a DisagreementError, or a ValueError or TypeError if there is no process group yet.
     """
     ddp = uncompiled(model) if isinstance(model, nn.Module) else None
     if process_group is None and isinstance(ddp, nn.parallel.DistributedDataParallel):

@@ -162,9 +162,8 @@ def compress_fsdp(
         parameters: the compressor of all-gathers, without error feedback; None: uncompressed.
         process_group: all ranks that have the model; None: the default group.
 
-    Raises:
-        DisagreementError: a compressor does not support FSDP2; an argument is invalid or differs
-            between ranks; the model has no such modules or is compressed already.
+    A compressor that does not support FSDP2, an argument that is invalid or differs between ranks,
+    and a model without such modules or compressed already are a DisagreementError.
     """
     named = [(plain_name(name), each) for name, each in model.named_modules()]
     modules = {name: each for name, each in named if isinstance(each, FSDPModule)}

@@ -46,9 +46,8 @@ class ConvAutoEncoder(AutoEncoder):
     are computed as matrix products, which give the same bits on all ranks with the same device
     type; cuDNN's need not. The input is zero-padded to a multiple of the downsampling factor.
 
-    Args:
-        channels: output channels of each layer. A code has ``code_channels / 2**layers`` numbers
-            per value: a quarter by default.
+    ``channels`` are the output channels of each layer. A code has ``code_channels / 2**layers``
+    numbers per value: a quarter by default.
     """
 
     channels: tuple[int, ...] = (16, 32, 32, 16)

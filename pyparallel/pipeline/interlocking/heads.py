@@ -108,12 +108,7 @@ def _describe(value: Value) -> str:
 class LinearHead(Head):
     """A linear layer on the last dimension: (batch, ..., width) to (batch, ..., num_outputs).
 
-    Each token of (batch, length, width) gets its own outputs.
-
-    Args:
-        num_outputs: classes, or numbers to predict.
-        norm: a class such as ``nn.LayerNorm``, called with the width, for a norm before the linear
-            layer. None: no norm.
+    ``norm`` is a class such as ``nn.LayerNorm``, called with the width, for a norm before it.
     """
 
     num_outputs: int
@@ -141,10 +136,8 @@ class LinearHead(Head):
 class PooledHead(Head):
     """A linear layer on the mean over all dimensions but the batch and the features.
 
-    Args:
-        num_outputs: classes, or numbers to predict.
-        dim: the dimension of the features: 1 for (batch, channels, ...), -1 for (batch, ...,
-            width). None: 1, but an error for three dimensions, which may be either.
+    ``dim`` is the dimension of the features: 1 for (batch, channels, ...), -1 for (batch, ...,
+    width). None: 1, but an error for three dimensions, which may be either.
     """
 
     num_outputs: int
@@ -193,11 +186,7 @@ class ConvHead(Head):
 
     The default is ``conv128_bn_conv64_bn_gbpl_fc`` in the notation of the authors' code for
     arXiv 2010.04116. Maps (batch, channels, height, width) to (batch, num_outputs). The
-    convolutions keep the image size and have no bias, as the normalization has one.
-
-    Args:
-        num_outputs: classes, or numbers to predict.
-        channels: output channels of each convolution, at least one.
+    convolutions, with these output ``channels``, keep the image size and have no bias.
     """
 
     num_outputs: int
@@ -230,10 +219,8 @@ class TiedHead(Head):
     to the embedding's stage: its module is called as ``module(h, E)``, with E received from that
     stage, and only the norm learns from the head's loss.
 
-    Args:
-        embedding: of the model itself, not a copy.
-        norm: a class such as ``nn.RMSNorm``, called with the width. None: no norm; then the head
-            has no parameters.
+    The ``embedding`` is of the model itself, not a copy; ``norm`` a class such as ``nn.RMSNorm``,
+    called with the width. None: no norm; then the head has no parameters.
     """
 
     embedding: nn.Embedding

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ class Payloads(Protocol):
         """Wait for the sends: on NCCL the current stream, not the host."""
 
 
+@dataclass(eq=False)
 class GlooPayloads(Payloads):
     """Payloads over gloo, with receives posted before the header is here.
 
@@ -38,16 +40,12 @@ class GlooPayloads(Payloads):
     sends in order. Those up to ``inline_bytes``, which follow their headers, are not prefetched.
     """
 
-    def __init__(
-        self,
-        peer: int,
-        send_group: dist.ProcessGroup,
-        recv_group: dist.ProcessGroup,
-        inline_bytes: int,
-    ) -> None:
-        self._peer = peer
-        self._send_group, self._recv_group = send_group, recv_group
-        self._inline_bytes = inline_bytes
+    _peer: int
+    _send_group: dist.ProcessGroup
+    _recv_group: dist.ProcessGroup
+    _inline_bytes: int
+
+    def __post_init__(self) -> None:
         self._usual_sent: dict[int, int] = {}  # bytes, by stream
         self._usual_received: dict[int, int] = {}
         self._prefetched: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)  # by stream
@@ -84,6 +82,7 @@ class GlooPayloads(Payloads):
         return payload, post(self._recv_group.recv, [payload], self._peer, _tag(stream, usual))
 
 
+@dataclass(eq=False)
 class NcclPayloads(Payloads):
     """Payloads over NCCL, which ignores tags and runs a communicator's operations in one order.
 
@@ -92,18 +91,15 @@ class NcclPayloads(Payloads):
     wait for the compute stream, nor the compute stream for a send.
     """
 
-    def __init__(
-        self,
-        peer: int,
-        send_group: dist.ProcessGroup,
-        recv_group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._peer = peer
-        self._send_group, self._recv_group = send_group, recv_group
-        self._device = device
+    _peer: int
+    _send_group: dist.ProcessGroup
+    _recv_group: dist.ProcessGroup
+    _device: torch.device
+
+    def __post_init__(self) -> None:
         # Receives begin when the stream that they are posted on is done: not the compute stream.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_gpu = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if on_gpu else None
         self._sent: deque[tuple[Tensor, Any]] = deque()
 
     @override

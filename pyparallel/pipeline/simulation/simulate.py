@@ -57,16 +57,11 @@ def simulate(
     versions: Versions = Live(),  # noqa: B008 - immutable
     loop: EventLoop = run,
 ) -> Simulation:
-    """Simulate the actions.
+    """Simulate the actions, by the durations of stages.
 
-    Args:
-        costs: durations by stage; the default is 1 for a forward and 2 for a backward.
-        versions: the policy of weight versions, ``schedule.versions(shape)``.
-        loop: the event loop; default the compiled one if it is available.
-
-    Raises:
-        ValueError: a stage's actions are not complete, or the ranks would deadlock; the message
-            shows the actions that have run.
+    ``versions`` is the policy of weight versions, ``schedule.versions(shape)``; ``loop`` the event
+    loop, by default the compiled one if it is available. A stage's actions that are not complete,
+    and ranks that would deadlock, are a ValueError, which shows the actions that have run.
     """
     table = actions if isinstance(actions, ActionTable) else tabulate(actions)
     validate(table)
