@@ -57,7 +57,10 @@ def report(arguments: argparse.Namespace) -> str:
         lines.append("missing")
         lines += [f"  {', '.join(names)}: {cost}" for cost, names in names_of.items()]
         lines += [f"  {number} {reason}" for reason, number in reasons.items()]
-    if _is_worth_building(missing):
+    wanted = {"compiled C++", _EVENT_LOOP}
+    if torch.cuda.is_available():
+        wanted.add("compiled CUDA")
+    if not wanted.isdisjoint(missing):
         lines.append(_HOW_TO_BUILD)
     return "\n".join(lines)
 
@@ -82,13 +85,6 @@ def _cost(name: str) -> str:
         return f"{', '.join(kernels)} run in Triton on GPUs, other ops in {_PLAIN}, in more passes"
     install = "; pip install triton" if name == "Triton" else ""
     return f"GPU ops run as in the table{install}"
-
-
-def _is_worth_building(missing: Iterable[str]) -> bool:
-    wanted = {"compiled C++", _EVENT_LOOP}
-    if torch.cuda.is_available():
-        wanted.add("compiled CUDA")
-    return not wanted.isdisjoint(missing)
 
 
 def _versions() -> Iterator[tuple[str, str]]:

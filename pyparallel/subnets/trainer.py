@@ -110,7 +110,10 @@ class SubnetTrainer(Trainer):
                 collectives.broadcast_(tensor.data, 0)
         tensors = tensors_of(module)
         self._cuts = find_cuts(self._cut_dims, tensors)
-        self.subnet = self._build_subnet(module, scale)
+        with raising_on_all_ranks(run.agree, "module must support copying: "):
+            place = collectives.rank, collectives.size
+            self.subnet = build_subnet(module, self._cut_dims, self._cuts, *place)
+            scale.apply(self.subnet, self._cut_dims, *place)
         enlarged = (name for cut_dim in self._cut_dims for name in cut_dim.consumer_weights)
         enlargement = dict.fromkeys(enlarged, scale.enlargement(collectives.size))
         self._shards = ModelShards(self._cuts, tensors, placement, collectives, enlargement)
@@ -271,13 +274,6 @@ class SubnetTrainer(Trainer):
         self._allow_other_optimizers()
         self._finite_steps.close()
         super().close()
-
-    def _build_subnet(self, module: nn.Module, scale: Scale) -> nn.Module:
-        rank, size = self._collectives.rank, self._collectives.size
-        with raising_on_all_ranks(self._run.agree, "module must support copying: "):
-            built = build_subnet(module, self._cut_dims, self._cuts, rank, size)
-            scale.apply(built, self._cut_dims, rank, size)
-        return built
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> Optimizer:
         parameters = [p for p in self.subnet.parameters() if p.requires_grad]

@@ -57,7 +57,7 @@ def find_error(check: Callable[[], object]) -> str | TypeError | None:
 
 def check_one_of(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise a ValueError unless a value is one of several."""
-    require(value in choices, f"{name} must be {_or(choices)}", repr(value))
+    require(value in choices, f"{name} must be {one_of(choices)}", repr(value))
 
 
 def is_integer(value: object, low: int = 1) -> TypeGuard[int]:
@@ -121,7 +121,8 @@ def summarize(value: object) -> str:
     return text
 
 
-def _or(choices: Sequence[object]) -> str:
+def one_of(choices: Sequence[object]) -> str:
+    """Return choices as a sentence names them."""
     *first, last = map(repr, choices)
     return f"{', '.join(first)} or {last}"
 

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .arguments import summarize
+from .arguments import one_of, summarize
 
 NonFinitePolicy = Literal["raise", "skip", "allow"]
 """What is done about gradients with a nan or an inf."""
@@ -19,8 +19,7 @@ def find_policy_error(
     """Return why an argument is no policy for values that are not finite, or None."""
     if isinstance(nonfinite, str) and nonfinite in policies:
         return None
-    *first, last = map(repr, policies)
-    return f"nonfinite must be {', '.join(first)} or {last}, got {summarize(nonfinite)}"
+    return f"nonfinite must be {one_of(policies)}, got {summarize(nonfinite)}"
 
 
 def is_finite(x: Tensor) -> bool:

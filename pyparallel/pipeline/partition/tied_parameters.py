@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...comm import Collectives, Run
 from ..schedules.shape import PipelineShape
@@ -38,7 +38,9 @@ class TiedParameters:
         for parameter, ranks, owner in self._copies:
             if not parameter.requires_grad:
                 continue
-            total = _gradient_of(parameter)
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            total = gradient.to(dtype, copy=True).contiguous()
             ranks.all_reduce_(total)
             if ranks.rank != owner:
                 parameter.grad = None
@@ -58,11 +60,3 @@ class TiedParameters:
         """Overwrite the copies by their owners' parameters."""
         for parameter, ranks, owner in self._copies:
             ranks.broadcast_(parameter.data, owner)
-
-
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
-    """Return a gradient to sum over ranks, in float32 or float64."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    if parameter.grad is None:
-        return torch.zeros_like(parameter, dtype=dtype)
-    return parameter.grad.to(dtype, copy=True).contiguous()

@@ -28,7 +28,9 @@ class FlatState:
 
     def buffers(self, name: str) -> list[Tensor]:
         """Return the flat buffers of a state name; zero for parameters that do not have it."""
-        entries = [self._entry(parameter, name) for parameter in self._weights.parameters]
+        # Not state[parameter]: the defaultdict would create an empty state.
+        state_of = self._optimizer.state.get
+        entries = [state_of(each, {}).get(name) for each in self._weights.parameters]
         known = self._entries.get(name)
         if known is None or any(a is not b for a, b in zip(entries, known, strict=True)):
             self._lay_out(name, entries)
@@ -46,11 +48,6 @@ class FlatState:
             if id(parameter) in chosen:
                 view = self._views[name][index]
                 self._optimizer.state[parameter][name] = self._entries[name][index] = view
-
-    def _entry(self, parameter: nn.Parameter, name: str) -> Tensor | None:
-        # Not state[parameter]: the defaultdict would create an empty state.
-        entry: Tensor | None = self._optimizer.state.get(parameter, {}).get(name)
-        return entry
 
     def _lay_out(self, name: str, entries: list[Tensor | None]) -> None:
         self.num_layouts += 1

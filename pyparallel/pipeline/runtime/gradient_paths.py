@@ -97,9 +97,9 @@ class GradientPaths:
                 yield Part(self._leaves([root.node]), outputs=[index])
         output_nrs = self._output_nrs()
         for node in reversed(self.children):
-            branches = self._branches(node)
-            leaves = self._leaves(branches) if branches else None
-            if leaves:
+            children = self.children[node] if node in self.on_path else ()
+            branches = [child for child, _ in children if child not in self.on_path]
+            if branches and (leaves := self._leaves(branches)):
                 joints = [GradientEdge(node, nr) for nr in sorted(output_nrs[node])]
                 yield Part(leaves, joints=joints)
 
@@ -112,11 +112,6 @@ class GradientPaths:
                 if node in self.on_path:
                     output_nrs[node].add(nr)
         return output_nrs
-
-    def _branches(self, node: Node) -> list[Node]:
-        if node not in self.on_path:
-            return []
-        return [child for child, _ in self.children[node] if child not in self.on_path]
 
     def _leaves(self, nodes: Iterable[Node]) -> set[Node]:
         reached = self._reachable(nodes)

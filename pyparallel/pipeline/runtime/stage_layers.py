@@ -88,9 +88,10 @@ class StageLayers(nn.Sequential):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         skips: dict[str, Tensor] = {}
         if self.skips_in:
-            value, arrived = _split_off(args[0], len(self.skips_in))
-            skips.update(zip(self.skips_in, arrived, strict=True))
-            args = (value,)
+            parts, count = tensors_of(args[0]), len(self.skips_in)
+            skips.update(zip(self.skips_in, parts[-count:], strict=True))
+            own = parts[:-count]
+            args = (own[0] if len(own) == 1 else own,)
         for name, parameter in self.lent.items():
             # The memory of the parameter may hold another version before this one has been sent.
             skips[name] = parameter.clone()
@@ -132,12 +133,6 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     if isinstance(module, StageLayers):
         named = module.owned_parameters()
     return {plain_name(name): each for name, each in named}
-
-
-def _split_off(value: Any, number: int) -> tuple[Any, tuple[Tensor, ...]]:
-    parts = tensors_of(value)
-    own, skips = parts[:-number], parts[-number:]
-    return own[0] if len(own) == 1 else own, skips
 
 
 def _join(value: Any, skips: Sequence[Tensor]) -> Any:

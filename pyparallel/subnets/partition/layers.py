@@ -22,7 +22,10 @@ class Layer:
         module = self.module
         rule = "a module that produces or consumes units must be Linear or a convolution"
         got = f"{self.name} of {type(module).__name__}"
-        require(isinstance(module, nn.Linear | _ConvNd), rule, got, _advice(module))
+        fix = "name the Linear or convolution inside it"
+        if isinstance(module, nn.MultiheadAttention):
+            fix = "write attention with Linear layers for queries, keys and values to cut its heads"
+        require(isinstance(module, nn.Linear | _ConvNd), rule, got, fix)
         groups = module.groups if isinstance(module, _ConvNd) else 1
         rule, got = "a convolution that is cut must have groups=1", f"{self.name} with {groups=}"
         fix = "write rules that do not cut its channels: Partition(rules={name: Hidden(...)})"
@@ -91,9 +94,3 @@ def norm_places(name: str, module: nn.Module, units: int) -> tuple[list[Place], 
 def join(path: str, name: str) -> str:
     """Return the full name of the module ``name`` inside the module ``path``."""
     return f"{path}.{name}" if path and name else path or name
-
-
-def _advice(module: nn.Module) -> str:
-    if isinstance(module, nn.MultiheadAttention):
-        return "write attention with Linear layers for queries, keys and values to cut its heads"
-    return "name the Linear or convolution inside it"
