@@ -1,10 +1,9 @@
 """Process groups: groups within a group, and teardown.
 
 No thread of a gloo group may outlive the interpreter: one that drops a tensor, for which it takes
-the GIL, would end a run with correct results with "terminate called without an active exception".
-The threads are joined when the last reference to the group is dropped. So nothing may keep one
-after ``destroy_process_group()``, and the last must be Python's, in the main thread: C++ would join
-while holding the GIL, and another thread takes the GIL again, while Python finalizes.
+the GIL, would end a run with "terminate called without an active exception". The threads are joined
+when the last reference to the group is dropped. So nothing may keep one after
+``destroy_process_group()``, and the last must be Python's, in the main thread.
 
 * ``torch.distributed.nn`` takes ``group=dist.group.WORLD`` as default arguments: imported after
   ``init_process_group`` (creating an optimizer is enough), its functions hold the group until exit.

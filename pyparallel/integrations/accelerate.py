@@ -85,11 +85,8 @@ def prepare_gossip(
 class RankStates:
     """Save what differs between ranks in ``save_state``, and load it in ``load_state``.
 
-    Each rank has a file in the folder, such as ``custom-0.rank-0-of-4``. ``load_state`` raises a
-    ValueError on all ranks, which have loaded nothing, if one is missing or damaged.
-
-    Args:
-        state: with ``state_dict`` and ``load_state_dict``, such as ``CompressedDDPKwargs.state``.
+    A ``state`` is such as ``CompressedDDPKwargs.state``. Each rank has a file in the folder; one
+    that is missing or damaged is a ValueError on all ranks, which have loaded nothing.
     """
 
     def __init__(self, accelerator: Accelerator, state: Any) -> None:

@@ -31,10 +31,9 @@ class PowerSGD(Compressor):
     uncompressed, in the first of the two all-reduces.
 
     Factors are computed and sent in float32 for every dtype of x. Q is kept for each parameter by
-    name and orthonormalized before use, so gradients may have any magnitude. A column of Q that
-    becomes zero keeps its old value: zero gradients are sent as zeros and do not change Q. A nan or
-    an inf makes its matrix nan on all ranks, leaves Q unchanged, and resets the residual of this
-    matrix to zero.
+    name and orthonormalized before use, so gradients may have any magnitude; zero gradients do not
+    change it. A nan or an inf makes its matrix nan on all ranks, leaves Q unchanged, and resets the
+    residual of this matrix to zero.
 
     Args:
         rank: columns of P and Q, from 1 to 64; at most the smaller dimension of a matrix.

@@ -31,9 +31,8 @@ class Interlocking(Schedule):
     rank must be given the target, and holds one stage, or a single process all.
 
     A loss that is not finite, or has an invalid target on its rank, has no gradient: the stage of
-    its head, and those that learn from it, skip the update of the step, each with its head. Their
-    ranks raise at the end of it; the other stages update, and their ranks raise nothing. The host
-    reads each loss before its backward.
+    its head, and those that learn from it, skip the update of the step, and their ranks raise at
+    the end of it. The host reads each loss before its backward.
 
     Args:
         window: how many losses a stage can learn from, its own included.

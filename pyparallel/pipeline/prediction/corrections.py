@@ -44,10 +44,8 @@ class UpdateErrorFeedback(Correction):
 
     With u the whole update that the optimizer computes from a delayed gradient, learning rate and
     decoupled weight decay included, the step is ``w -= u + coefficient * (u - last u)``; the first
-    one is plain. The optimizer's own state is not changed by it. In the paper gradients are delayed
-    by one update, and the coefficient is 1.
-
-    The last u is kept in the optimizer's state, which takes one more copy of the weights' size.
+    one is plain. In the paper gradients are delayed by one update, and the coefficient is 1. The
+    last u is kept in the optimizer's state, which takes one more copy of the weights' size.
 
     Args:
         coefficient: above 0; None: by how many updates the stage's gradients are delayed. Stages

@@ -19,10 +19,9 @@ class Skippable(nn.Module):
     """A layer whose output a later layer of the pipeline also takes, or that takes such outputs.
 
     The terms are those of torchgpipe (Kim et al., arXiv 2004.09910). Between the two layers the
-    tensor travels with the activations, and its gradient with their gradients, through the ranks of
-    all stages between them: so every schedule treats it as it treats the activations. A U-Net in
-    three layers: ``[Skippable(down, stash="high"), middle, Skippable(up, pop="high")]``, where
-    ``up(value, high)`` gets both.
+    tensor travels with the activations, and its gradient with theirs. A U-Net in three layers:
+    ``[Skippable(down, stash="high"), middle, Skippable(up, pop="high")]``, where ``up(value,
+    high)`` gets both.
 
     Args:
         module: the layer; called with the output of the previous one, and then what it pops.
