@@ -57,13 +57,15 @@ def report(arguments: argparse.Namespace) -> str:
         lines.append("missing")
         lines += [f"  {', '.join(names)}: {cost}" for cost, names in names_of.items()]
         lines += [f"  {number} {reason}" for reason, number in reasons.items()]
-    if _is_worth_building(missing):
+    wanted = {"compiled C++", _EVENT_LOOP}
+    if torch.cuda.is_available():
+        wanted.add("compiled CUDA")
+    if not wanted.isdisjoint(missing):
         lines.append(_HOW_TO_BUILD)
     return "\n".join(lines)
 
 
 def _missing() -> dict[str, str]:
-    """Return why each library that is not loaded is not, by its name."""
     libraries = [each for backends in ops.BACKENDS.values() for each in backends]
     found = {each.name: each.unavailable_reason for each in libraries}
     found[_EVENT_LOOP] = COMPILED.unavailable_reason
@@ -71,7 +73,6 @@ def _missing() -> dict[str, str]:
 
 
 def _cost(name: str) -> str:
-    """Return what the absence of a library costs on this machine."""
     if name == "compiled C++":
         times = ", ".join(f"{times:.0f} times ({op})" for op, times in SPEEDUPS.items())
         return f"CPU ops run in plain PyTorch and take at least {times} as long"
@@ -84,13 +85,6 @@ def _cost(name: str) -> str:
         return f"{', '.join(kernels)} run in Triton on GPUs, other ops in {_PLAIN}, in more passes"
     install = "; pip install triton" if name == "Triton" else ""
     return f"GPU ops run as in the table{install}"
-
-
-def _is_worth_building(missing: Iterable[str]) -> bool:
-    wanted = {"compiled C++", _EVENT_LOOP}
-    if torch.cuda.is_available():
-        wanted.add("compiled CUDA")
-    return not wanted.isdisjoint(missing)
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -158,7 +152,6 @@ def _libraries(numbers: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _row(op: str, numbers: dict[str, str]) -> tuple[str, ...]:
-    """Return a row of the table: what runs the op on each device, and the missing libraries."""
     cells = []
     for device, backends in ops.BACKENDS.items():
         _, slower_because = ops.implementation(op, device)

@@ -30,8 +30,6 @@ horizon      updates that a forward's weights are predicted ahead, at most (firs
 
 @dataclass(frozen=True)
 class _PlannedRun:
-    """A schedule with a pipeline's shape and costs."""
-
     schedule: Schedule
     shape: PipelineShape
     costs: Costs
@@ -93,10 +91,12 @@ def describe(plan: _PlannedRun) -> tuple[str, ...]:
     once, before, after = plan.run(1), plan.run(warm_up), plan.run(warm_up + 4)
     # In units of all stages of a rank, of which one stage's activations are a fraction.
     activations = after.peak_activations_of_ranks.max() / shape.stages_per_rank
+    busy = (after.ends - after.starts).sum() - (before.ends - before.starts).sum()
+    capacity = (after.makespan - before.makespan) * after.table.num_ranks
     return (
         _name(plan),
         f"{once.bubble:.1%}",
-        f"{_bubble_of_difference(before, after):.1%}",
+        f"{1 - busy / capacity:.1%}",
         f"{activations:g}",
         f"{after.weights.copies.max()}",
         _span(after.forward_staleness),
@@ -111,11 +111,6 @@ def _name(plan: _PlannedRun) -> str:
     options = [name for name in ("variant", "weights") if hasattr(plan.schedule, name)]
     shown = ", ".join(f"{name}={getattr(plan.schedule, name)!r}" for name in options)
     return type(plan.schedule).__name__ + (f"({shown})" if shown else "") + part
-
-
-def _bubble_of_difference(before: Simulation, after: Simulation) -> float:
-    busy = (after.ends - after.starts).sum() - (before.ends - before.starts).sum()
-    return float(1 - busy / ((after.makespan - before.makespan) * after.table.num_ranks))
 
 
 def _span(of_stages: np.ndarray) -> str:

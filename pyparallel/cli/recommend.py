@@ -72,20 +72,13 @@ def report(arguments: argparse.Namespace) -> str:
 
 
 def _on_one(arguments: argparse.Namespace) -> str:
-    """Report for a link given by options."""
-    if arguments.bandwidth is None:
-        raise ValueError(
-            "--bandwidth must be given in Mbit/s, or the command started with torchrun, which "
-            "measures the link"
-        )
+    rule = "--bandwidth must be given in Mbit/s, or the command started with torchrun, which "
+    require(arguments.bandwidth is not None, f"{rule}measures the link", "none")
     latency = 0.2 if arguments.latency is None else arguments.latency
     ranks = 2 if arguments.ranks is None else arguments.ranks
-    for rule, valid, value in (
-        ("--bandwidth must be greater than 0", arguments.bandwidth > 0, arguments.bandwidth),
-        ("--latency must not be negative", latency >= 0, latency),
-        ("--ranks must be at least 1", ranks >= 1, ranks),
-    ):
-        require(valid, rule, value)
+    require(arguments.bandwidth > 0, "--bandwidth must be greater than 0", arguments.bandwidth)
+    require(latency >= 0, "--latency must not be negative", latency)
+    require(ranks >= 1, "--ranks must be at least 1", ranks)
     link = Link(arguments.bandwidth * 1e6 / 8, latency / 1e3, ranks)
     workload = _workload(arguments)
     with _progress() as show:

@@ -22,10 +22,8 @@ class Collectives:
     """Collectives of one process group.
 
     Every call is synchronous: on gloo the host waits, on NCCL only the current stream. If a call
-    fails, it raises a ``PeerError`` that names this rank and the step.
-
-    ``run`` is that whose group it is, and which errors name; None: of the default group, or of a
-    single rank if none was initialized. ``stats`` counts bytes and seconds.
+    fails, it raises a ``PeerError`` that names this rank and the step. ``run`` None: of the default
+    group, or of a single rank if none was initialized. ``stats`` counts bytes and seconds.
     """
 
     def __init__(self, run: Run | None = None, stats: CommStats | None = None) -> None:
@@ -78,8 +76,7 @@ class Collectives:
     ) -> Tensor:
         """Send part i of a flat tensor to rank i; return the received parts in rank order.
 
-        A tensor is (sum(sizes_out),) of any dtype. A single rank gets its own. Parts that are not
-        those of the tensor are a ValueError; nothing has been sent.
+        Of any dtype. Parts that are not those of the tensor are a ValueError; nothing was sent.
         """
         if sum(sizes_out) != tensor.numel() or len(sizes_out) != self.size:
             raise ValueError(
@@ -130,10 +127,9 @@ class Collectives:
             return unpack(self.all_gather(packed), kinds)
 
     def all_gather_uneven(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Gather flat tensors of different lengths; return one tuple per rank.
+        """Gather flat tensors of different lengths, of one dtype each; return one tuple per rank.
 
-        All ranks pass as many tensors, of the same dtypes. Lengths are sent first and may be 0. On
-        NCCL the host waits for them.
+        Lengths are sent first and may be 0. On NCCL the host waits for them.
         """
         lengths = int64_on(tensors[0].device, [each.numel() for each in tensors])
         all_lengths = self.all_gather(lengths).tolist()

@@ -41,15 +41,10 @@ def check_consistent_across_ranks(
 
     Every rank of the group must call this, also one that has a problem: it must not raise alone.
 
-    Args:
-        config_fields: (name, value), in the same order on all ranks.
-        problem: error message of this rank; a TypeError for a wrong type; or None.
-
-    Raises:
-        DisagreementError: names the ranks and their problem, the first field that differs, or what
-            another rank calls instead.
-        ArgumentTypeError: (a DisagreementError) every problem is a TypeError.
-        PeerError: a rank died or did not call this within the process group's timeout.
+    Fields are (name, value), in the same order on all ranks. A DisagreementError names the ranks
+    and their problem, the first field that differs, or what another rank calls instead; it is an
+    ArgumentTypeError if every problem is a TypeError. A PeerError: a rank died or did not call this
+    within the process group's timeout.
     """
     fields = [(str(name), str(value)) for name, value in config_fields]
     text = str(problem) if problem else None
@@ -71,8 +66,6 @@ def check_consistent_across_ranks(
 
 
 class _Arguments(NamedTuple):
-    """What a rank sends to all others."""
-
     problem: str | TypeError | None
     config_fields: list[tuple[str, str]]
 
@@ -97,10 +90,9 @@ def gather_json(
 ) -> list[Any]:
     """Return a value, of JSON's types, of every rank of the group, all of which call this.
 
-    Errors name the ``content`` that ranks send, such as "config fields", and the ``subject`` that
-    they compare, such as "arguments". ``parse`` checks and converts the value of each rank, and
-    raises a TypeError or a ValueError. A PeerError is of a rank that died, did not call this, or
-    sent something else than JSON of at most 64 MiB that ``parse`` takes.
+    Errors name the ``content`` that ranks send and the ``subject`` that they compare. ``parse``
+    converts the value of each rank, or raises a TypeError or a ValueError. A PeerError is of a rank
+    that died, did not call this, or sent something else, or more than 64 MiB.
     """
     if dist.get_world_size(process_group) == 1:
         return [parse(value)]

@@ -110,7 +110,7 @@ class StepCounts:
 def find_difference(
     row: Sequence[float], fields: Sequence[float]
 ) -> tuple[int, float, float] | None:
-    """Return the first field in which a row (8,) is not as fields (6,), with both values, or None.
+    """Return the first field of a row (8,) that is not as fields (6,) say, with both values.
 
     ``ANY`` on either side fits everything but a length.
     """

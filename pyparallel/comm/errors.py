@@ -26,11 +26,7 @@ class NonFiniteError(RuntimeError):
 
 
 def without_traceback(error: Error) -> Error:
-    """Return a copy of an error, to be raised again later.
-
-    An error that has been raised references the frames it has passed, and so the trainer and its
-    process groups, for as long as it is kept.
-    """
+    """Return a copy to be raised later, without the frames that hold a trainer and its groups."""
     return type(error)(*error.args)
 
 

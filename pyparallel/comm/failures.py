@@ -50,14 +50,12 @@ def peer_error(
 ) -> PeerError:
     """Find out which rank has failed; return the error of communication that ended because of it.
 
-    Waits up to a fourth of the group's timeout, at most 5 s, for the reports of other ranks. A
-    PeerError is returned as it is.
+    Waits up to a fourth of the group's timeout, at most 5 s, for the reports of other ranks.
 
-    ``place`` is of this rank, such as "rank 0, step 12", and ``what`` happened, such as "the
-    all-reduce failed". ``reports`` are shared with the ranks that fail together, ``suspects`` the
-    global ranks that this one waited for (None: all of the group), and ``otherwise`` is what else
-    than dying may have closed a rank's connection. ``closes`` the connections of the group, so that
-    ranks which wait for this one end too.
+    ``place`` is of this rank, and ``what`` happened, such as "the all-reduce failed". ``reports``
+    are shared with the ranks that fail together, ``suspects`` the global ranks that this one waited
+    for (None: all of the group), and ``otherwise`` is what else may have closed a connection.
+    ``closes`` the connections of the group, so that ranks which wait for this one end too.
     """
     if isinstance(error, PeerError):
         return error
@@ -135,7 +133,6 @@ def _quote(error: RuntimeError) -> str:
 
 
 def _closed_of(group: Any, members: Sequence[int], me: int) -> set[int]:
-    """Return the global ranks whose gloo connections in a group are closed."""
     is_gloo = "gloo" in dist.get_backend_config(group)
     others = [(index, rank) for index, rank in enumerate(members) if rank != me and is_gloo]
     return {rank for index, rank in others if _post_receive(group, index) is None}

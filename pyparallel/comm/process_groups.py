@@ -1,10 +1,9 @@
 """Process groups: groups within a group, and teardown.
 
 No thread of a gloo group may outlive the interpreter: one that drops a tensor, for which it takes
-the GIL, would end a run with correct results with "terminate called without an active exception".
-The threads are joined when the last reference to the group is dropped. So nothing may keep one
-after ``destroy_process_group()``, and the last must be Python's, in the main thread: C++ would join
-while holding the GIL, and another thread takes the GIL again, while Python finalizes.
+the GIL, would end a run with "terminate called without an active exception". The threads are joined
+when the last reference to the group is dropped. So nothing may keep one after
+``destroy_process_group()``, and the last must be Python's, in the main thread.
 
 * ``torch.distributed.nn`` takes ``group=dist.group.WORLD`` as default arguments: imported after
   ``init_process_group`` (creating an optimizer is enough), its functions hold the group until exit.
@@ -71,9 +70,7 @@ def create_group(
 ) -> dist.ProcessGroup:
     """Return a process group of some ranks of another one, with its backend and timeout.
 
-    All members, and no other rank, must call this with the same list; disjoint parts at any time.
-
-    ``members`` are ranks within ``process_group``, ascending, including this one. ``for_p2p``:
+    All members, and no other rank, must call this with the same ascending list. ``for_p2p``:
     sends and receives alone, so that no collective connects the members of an NCCL group, for which
     it would have another communicator. A member that died or did not connect within the timeout is
     torch's RuntimeError; gloo waits five times as long for one that had published its address.
@@ -129,14 +126,12 @@ def _check_split(parent: Any) -> None:
 def give_back(groups: Sequence["weakref.ref[dist.ProcessGroup]"]) -> None:
     """Have gloo groups destroyed where later ones are created, once all members gave them back.
 
-    Until then a message that this rank sent last can be received. Groups of NCCL stay, as their
-    members would have to destroy them together.
+    NCCL's stay, as their members would have to destroy them together.
     """
     _given_back.extend(groups)
 
 
 def _announce() -> None:
-    """Tell the other members which groups this rank has given back."""
     while _given_back:
         group = _given_back.pop()()
         if group is not None and _exists(group) and "nccl" not in dist.get_backend_config(group):
@@ -163,8 +158,7 @@ def _exists(group: dist.ProcessGroup) -> bool:
 def _name(ranks: Sequence[int]) -> Iterator[None]:
     """Have torch name the group that is created inside by its ranks and how many they had before.
 
-    torch's own name has a number of groups of this process, so ranks in unequal numbers of groups
-    would wait for each other under different names.
+    torch's own name counts the groups of this process, which may be unequal.
     """
     created = _created.setdefault(dist.group.WORLD, {})
     times = created[tuple(ranks)] = created.get(tuple(ranks), 0) + 1

@@ -16,9 +16,8 @@ def profiled(name: str) -> AbstractContextManager[object]:
 def post(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call what posts a point-to-point message, unseen by a profiler that it may outlive.
 
-    Gloo's work of a message holds a record of ``torch.profiler``, which it ends when the message
-    has arrived. If the profile is over by then, it writes into memory that is freed: the process
-    ends with SIGSEGV.
+    Gloo's work ends a record of ``torch.profiler`` when the message has arrived, in memory that is
+    freed if the profile is over.
     """
     if not profiler._is_profiler_enabled:
         return function(*arguments)

@@ -46,10 +46,7 @@ class Reports:
         self._store.set(f"waiting/{self._me}", json.dumps([self._prefix, report.place]))
 
     def find_failed(self, own: Report, closed: set[int], seconds: float) -> Report:
-        """Publish this rank's report; return it with the ranks that failed, or none if all wait.
-
-        Waits some seconds for the reports of ranks whose connections are not closed.
-        """
+        """Publish this rank's report; return it with the ranks that failed, or none if all wait."""
         try:
             earlier = self._read().get(self._me)
             if earlier is not None and earlier.failed:  # this error follows from that one
@@ -103,8 +100,7 @@ class Reports:
     def agree(self, text: str, without_store: str) -> str:
         """Publish the text of this rank's error unless another rank has; return the published one.
 
-        So all ranks of a trainer that fail together raise one text: ``without_store``, to which
-        other ranks come as well, if the store is gone, maybe with the rank that failed.
+        ``without_store`` is what all ranks come to if the store is gone.
         """
         try:
             return self._store.setdefault(f"{self._prefix}/text", text)
@@ -114,8 +110,7 @@ class Reports:
     def end_agreement(self, *, waits: bool) -> None:
         """Note that this rank reads no more; where the store is, wait for the others if ``waits``.
 
-        The ranks that failed are not waited for, and the others for at most half of the group's
-        timeout and 30 s: a rank may compute before it finds out.
+        At most for half of the group's timeout and 30 s: a rank may compute before it finds out.
         """
         seconds = min(timeout_of(self._group).total_seconds() / 2, _LONGEST_STAY_SECONDS) * waits
         with suppress(PeerError):  # the store is gone: nobody needs it
@@ -135,7 +130,6 @@ class Reports:
         return {rank: Report(**json.loads(text)) for rank, text in texts.items() if text}
 
     def _places_elsewhere(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the places of ranks that wait in another trainer."""
         texts = {rank: self._store.get(f"waiting/{rank}") for rank in ranks}
         found = {rank: json.loads(text) for rank, text in texts.items() if text}
         return {rank: place for rank, (prefix, place) in found.items() if prefix != self._prefix}

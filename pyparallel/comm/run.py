@@ -47,10 +47,8 @@ class Run:
     default group, or a single rank if none was initialized. ``within`` is the run of the same
     trainer whose group's ranks ``process_group`` has a part of.
 
-    Attributes:
-        rank, group_rank: the global rank of this process, and that in the group, of ``size``.
-        stats: bytes sent and seconds waited for training, in all groups of the trainer.
-        read_loss: called with the loss of each batch that the user records.
+    ``stats`` are bytes sent and seconds waited for training, in all groups of the trainer;
+    ``read_loss`` is called with the loss of each batch that the user records.
     """
 
     _open: ClassVar["weakref.WeakSet[Run]"] = weakref.WeakSet()  # trainers of this process
@@ -69,10 +67,11 @@ class Run:
         self.group_rank = 0 if is_alone else dist.get_rank(process_group)
         self.size = 1 if is_alone else dist.get_world_size(process_group)
         if self.group_rank < 0:
-            raise ValueError(
-                "process_group must contain this rank, got one without it; create the trainer on "
-                "its ranks only"
+            rule, fix = (
+                "process_group must contain this rank",
+                "create the trainer on its ranks only",
             )
+            raise ValueError(f"{rule}, got one without it; {fix}")
         self.counts = StepCounts(ANY) if counts is None else counts
         self.trainer, self._within = trainer, within
         self._world = None if is_alone else weakref.ref(dist.group.WORLD)
@@ -94,11 +93,9 @@ class Run:
     ) -> "Run":
         """Open the run of a new trainer, in a process group of its own with the ranks of another.
 
-        No other communication then takes a trainer's messages. All ranks must call this together,
-        once for each trainer, after their arguments have been checked. Trainers are numbered in the
-        order of their creation, equally on all ranks. Without a process group there is one rank.
-
-        NCCL that cannot create a group of some ranks alone is a ValueError.
+        All ranks must call this together, once for each trainer, after their arguments have been
+        checked. Trainers are numbered in the order of their creation, equally on all ranks. NCCL
+        that cannot create a group of some ranks alone is a ValueError.
         """
         counts = counts or StepCounts()
         if process_group is None and not dist.is_initialized():
@@ -121,11 +118,7 @@ class Run:
     def within(
         self, members: Sequence[int], backend: str | None = None, *, for_p2p: bool = False
     ) -> "Run":
-        """Return the run of the same trainer in a new group of some of its ranks.
-
-        All members must call this with the same list, and no other rank may. Arguments are those of
-        ``create_group``. Other ranks that would have to take part are a ValueError.
-        """
+        """Return the run of the same trainer in a new group of its ranks, as ``create_group``."""
         group = self._create_group(members, backend=backend, for_p2p=for_p2p)
         self._root._groups.append(weakref.ref(group))
         return Run(group, counts=self.counts, trainer=self.trainer, within=self)
@@ -202,10 +195,7 @@ class Run:
         closes: bool = True,
         step: int | None = ANY,
     ) -> PeerError:
-        """Find out which rank has failed; return the error of communication that ended.
-
-        Arguments are those of ``peer_error``; ``step``: None outside of steps, ``ANY``: this one.
-        """
+        """Return the error as ``peer_error`` does; ``step`` None: of none, ``ANY``: this one."""
         return peer_error(
             self.group,
             self.here if step == ANY else self.place(step),
@@ -223,10 +213,7 @@ class Run:
 
     @contextmanager
     def raising(self, what: str, *, step: int | None = ANY) -> Iterator[None]:
-        """Raise errors of torch's own communication inside the context as those of ``error``.
-
-        All others, such as a user's in a forward pass, stay as they are.
-        """
+        """Raise errors of torch's own communication inside the context as those of ``error``."""
         try:
             yield
         except RuntimeError as error:
@@ -268,11 +255,7 @@ class Run:
         return make_row(1.0, self.fields(round_index), self.counts.nonfinite, device)
 
     def check_equal_steps(self, device: torch.device) -> None:
-        """Raise on all ranks if one has skipped or repeated a step, before it is waited for.
-
-        The row sent, on the device, is that of an exact average, in which a rank that is behind may
-        be meanwhile. The PeerError names the same two ranks on all.
-        """
+        """Raise on all ranks if one has skipped or repeated a step, before it is waited for."""
         if self.size == 1:
             return
         try:
@@ -282,10 +265,7 @@ class Run:
         self.compare_all(rows.tolist())
 
     def compare_all(self, rows: Sequence[Sequence[float]]) -> None:
-        """Compare the rows of all ranks; a PeerError names the same two on all.
-
-        A rank that makes another call than an average is a DisagreementError.
-        """
+        """Compare the rows of all ranks; a PeerError names the same two on all."""
         check_same_call(rows, {row[MASS] for row in rows if row[MASS] >= 0}, self.group)
         first = next((rank for rank, row in enumerate(rows) if row[STEPS] != ANY), 0)
         for rank, row in enumerate(rows):
@@ -295,10 +275,7 @@ class Run:
     def compare(
         self, subject: str, ranks: tuple[int, int], row: Sequence[float], fields: Sequence[float]
     ) -> None:
-        """Compare the row (8,) of the second rank of the group with the fields (6,) of the first.
-
-        If they differ, a PeerError is about the subject.
-        """
+        """Compare the second rank's row (8,) with the first one's fields (6,), or a PeerError."""
         difference = find_difference(row, fields)
         if difference is None:
             return

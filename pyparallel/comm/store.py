@@ -31,8 +31,7 @@ _connections: "weakref.WeakKeyDictionary[Any, _Connection]" = weakref.WeakKeyDic
 def store_of(process_group: dist.ProcessGroup | None) -> "DeadlineStore":
     """Return the store of a process group, whose calls end within the group's timeout.
 
-    Its keys are the group's own. All groups of a process share one connection, which is not the
-    one that torch uses, and one thread. None: the default group.
+    All groups of a process share one connection, not torch's, and one thread. None: the default.
     """
     world: Any = dist.group.WORLD
     group: Any = process_group or world
@@ -54,8 +53,7 @@ def timeout_of(process_group: dist.ProcessGroup | None) -> timedelta:
 class DeadlineStore:
     """A store whose calls end within a deadline, also if its server is stopped or unreachable.
 
-    After a call has failed, every later call of the process fails at once. All groups of the
-    process share a ``connection``, with keys of different ``prefix``; ``rank`` is the global one.
+    After a call has failed, every later call of the process fails at once.
     """
 
     def __init__(self, connection: "_Connection", prefix: str, seconds: float, rank: int) -> None:
@@ -145,7 +143,6 @@ class _Connection:
 
 
 def _serve(store: Any, calls: "SimpleQueue[Any]") -> None:
-    """Run the calls of a connection until it is gone."""
     is_own = False
     while (call := calls.get()) is not None:
         function, reply = call

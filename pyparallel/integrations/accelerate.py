@@ -13,11 +13,12 @@ from typing_extensions import override
 
 from ..compression import Compressor, ErrorFeedback, GradientCompression, TopK, ddp_hook
 from ..gossip import Algorithm, GossipDataParallel, GossipState
+from ..training.arguments import require
 from ..training.nonfinite import NonFinitePolicy
 from .rank_files import load_rank_file, rank_file
-from .versions import require
+from .versions import require_version
 
-require("accelerate", "1.0")
+require_version("accelerate", "1.0")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
@@ -52,25 +53,17 @@ def prepare_gossip(
         optimizer: over the model's parameters, not prepared.
         algorithm: such as ``SGP(OnePeerExponential(accelerator.num_processes))``.
 
-    Returns:
-        The trainer around the model, and the prepared optimizer.
-
-    Raises:
-        ValueError: there is one process only, or the accelerator shards models.
-        TypeError: the optimizer is prepared.
-        DisagreementError: (a ValueError) as of ``GossipDataParallel``.
+    Return the trainer around the model, and the prepared optimizer. One process alone, and an
+    accelerator that shards models, are a ValueError, a prepared optimizer a TypeError; others are
+    as of ``GossipDataParallel``.
     """
-    if accelerator.num_processes < 2:
-        raise ValueError(
-            "accelerator must have at least 2 processes, got 1; start the script by "
-            "accelerate launch or torchrun"
-        )
-    sharding = getattr(accelerator, "parallelism_config", None)
-    if accelerator.distributed_type in _SHARDED or sharding is not None:
-        raise ValueError(
-            "accelerator must leave a whole model on each rank, got distributed_type "
-            f"{accelerator.distributed_type.value}, parallelism_config {sharding}; leave them out"
-        )
+    fix = "start the script by accelerate launch or torchrun"
+    several = accelerator.num_processes > 1
+    require(several, "accelerator must have at least 2 processes", "1", fix)
+    kind, sharding = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
+    got = f"distributed_type {kind.value}, parallelism_config {sharding}"
+    rule = "accelerator must leave a whole model on each rank"
+    require(kind not in _SHARDED and sharding is None, rule, got, "leave them out")
     if isinstance(optimizer, AcceleratedOptimizer):
         raise TypeError("optimizer must not be prepared, got an AcceleratedOptimizer; pass its own")
     module = accelerator.prepare_model(model, evaluation_mode=True)  # which is without DDP
@@ -92,11 +85,8 @@ def prepare_gossip(
 class RankStates:
     """Save what differs between ranks in ``save_state``, and load it in ``load_state``.
 
-    Each rank has a file in the folder, such as ``custom-0.rank-0-of-4``. ``load_state`` raises a
-    ValueError on all ranks, which have loaded nothing, if one is missing or damaged.
-
-    Args:
-        state: with ``state_dict`` and ``load_state_dict``, such as ``CompressedDDPKwargs.state``.
+    A ``state`` is such as ``CompressedDDPKwargs.state``. Each rank has a file in the folder; one
+    that is missing or damaged is a ValueError on all ranks, which have loaded nothing.
     """
 
     def __init__(self, accelerator: Accelerator, state: Any) -> None:

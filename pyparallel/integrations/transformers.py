@@ -13,12 +13,12 @@ from typing_extensions import override
 
 from ..compression import Compressor, GradientCompression
 from ..gossip import Algorithm, GossipDataParallel, GossipState
-from ..training.arguments import check_callable
+from ..training.arguments import check_callable, require
 from .accelerate import CompressedDDPKwargs
 from .rank_files import load_rank_file, rank_file
-from .versions import require
+from .versions import require_version
 
-require("transformers", "5.6")
+require_version("transformers", "5.6")
 
 from transformers import Trainer  # noqa: E402
 
@@ -38,10 +38,7 @@ class GossipTrainer(Trainer):
         algorithm_fn: called with the number of ranks, returns the algorithm.
         gossip_options: arguments of ``GossipDataParallel``.
 
-    Raises:
-        TypeError: algorithm_fn is not a function.
-        ValueError: there is one rank only, FSDP or DeepSpeed is enabled, or a checkpoint is of
-            another number of ranks.
+    One rank alone, FSDP or DeepSpeed, and a checkpoint of another number of ranks are a ValueError.
     """
 
     def __init__(
@@ -164,17 +161,12 @@ class CompressedTrainer(Trainer):
 def check_ranks(trainer: Trainer) -> None:
     """Raise unless a trainer has several ranks, a whole model on each, and one way to train."""
     name = type(trainer).__name__
-    if trainer.args.world_size < 2:
-        raise ValueError(
-            f"{name} must have at least 2 ranks, got 1; start the script by torchrun or "
-            "accelerate launch"
-        )
+    fix = "start the script by torchrun or accelerate launch"
+    require(trainer.args.world_size > 1, f"{name} must have at least 2 ranks", "1", fix)
     options = ("fsdp", "deepspeed", "parallelism_config")
-    if sharding := [each for each in options if getattr(trainer.args, each, None)]:
-        raise ValueError(
-            f"{name} must have a whole model on each rank, got args with {', '.join(sharding)}; "
-            "leave it out"
-        )
+    sharding = [each for each in options if getattr(trainer.args, each, None)]
+    rule, got = f"{name} must have a whole model on each rank", f"args with {', '.join(sharding)}"
+    require(not sharding, rule, got, "leave it out")
     if isinstance(trainer, GossipTrainer) and isinstance(trainer, CompressedTrainer):
         raise TypeError(
             f"{name} must be a GossipTrainer or a CompressedTrainer, got both: gossip has no "

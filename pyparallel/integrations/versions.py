@@ -5,11 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 from torch.torch_version import TorchVersion
 
 
-def require(package: str, least: str) -> None:
-    """Raise an ImportError unless a distribution is installed and not older than ``least``.
-
-    Call it before the host is imported.
-    """
+def require_version(package: str, least: str) -> None:
+    """Raise an ImportError unless a distribution is installed and not older than ``least``."""
     try:
         found = version(package)
     except PackageNotFoundError:

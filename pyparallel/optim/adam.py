@@ -24,7 +24,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     Args:
         params: of float32, bfloat16 or float16.
         lr: a tensor is not read on the host.
-        amsgrad, differentiable: must be False; a ValueError names ``torch.optim.Adam``.
+        amsgrad, differentiable: must be False, or a ValueError names torch's class.
         foreach, fused, capturable: without effect. The step is always fused, and step counts are
             on the parameters' device, as torch's with ``fused=True``.
         master_weights: step 16-bit parameters in float32 copies, with all state in float32, and

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..training import FlatBuckets
+from ..training.arguments import require
 
 STEP = "step"
 MASTER = "master_param"  # as in TransformerEngine
@@ -40,10 +41,9 @@ class Span(NamedTuple):
 class Bucket:
     """A flat buffer of parameters of one group and dtype, and their state in buffers alike.
 
-    ``optimizer.state`` holds an entry per parameter, as those of torch's optimizers do; each of its
-    tensors is a view of the bucket's buffer of that name, or an element of its step counts. With
-    ``master_weights`` float32 copies of 16-bit parameters are such a state, and are stepped: a step
-    reads and writes ``stepped``, which are the copies or the parameters.
+    ``optimizer.state`` holds an entry per parameter, as torch's do; each of its tensors is a view
+    of the buffer of that name, or an element of step counts. A step reads and writes ``stepped``:
+    the parameters, or with ``master_weights`` their float32 copies, which are such a state.
     """
 
     def __init__(
@@ -126,10 +126,7 @@ class Bucket:
         return gradients
 
     def update_masters(self) -> None:
-        """Take over into the masters what others have written into the parameters.
-
-        That is each parameter's element that is not the rounded master: at first all of them.
-        """
+        """Take over into the masters what others have written into the parameters, at first all."""
         if not self.has_masters:
             return
         (self.stepped,) = self.state(MASTER)
@@ -142,8 +139,7 @@ class Bucket:
     def state(self, *names: str) -> list[Tensor]:
         """Return the flat buffers of these states; zero for parameters that do not have them.
 
-        Tensors that others have put into the optimizer's state, such as ``load_state_dict``, are
-        copied into the buffers and replaced by views of them.
+        Tensors of others, as from ``load_state_dict``, are replaced by views.
         """
         # Not state[parameter]: the defaultdict would create an empty entry.
         get = self._optimizer.state.get
@@ -188,10 +184,7 @@ class Bucket:
         return [Span(*each) for each in zip(begins, ends, firsts, strict=True)]
 
     def count_step(self, found_inf: Tensor | None = None) -> None:
-        """Add 1 to the step counts of the parameters that have a gradient.
-
-        They are taken back instead where ``found_inf`` is given, if it is not 0.
-        """
+        """Count a step of parameters with a gradient; take it back if ``found_inf`` is not 0."""
         counts = self._flat[STEP]
         one = 1 if found_inf is None else -(found_inf != 0).to(counts)
         known = self._known_counts()
@@ -211,11 +204,7 @@ class Bucket:
         self._version = counts._version
 
     def spans(self) -> list[Span]:
-        """Return the spans of parameters that have had equally many steps.
-
-        The host reads the counts only after others have written them. Those of parameters that had
-        a gradient in different steps of which some may have been skipped are taken for unequal.
-        """
+        """Return the spans of parameters with equally many steps, as far as the host knows."""
         known = self._known_counts()
         if self._spans is None:
             self._spans = self.split(known)
@@ -267,11 +256,8 @@ class Bucket:
         """Take over what the optimizer's state of a parameter now is: another tensor, or none."""
         view = self._views[name][index]
         self._versions = None
-        if isinstance(found, Tensor) and found.numel() != view.numel():
-            raise ValueError(
-                f"state {name!r} must have the parameter's shape {list(view.shape)}, got a tensor "
-                f"of shape {list(found.shape)}"
-            )
+        fits = not isinstance(found, Tensor) or found.numel() == view.numel()
+        require(fits, f"state {name!r} must have the parameter's shape {list(view.shape)}", found)
         if found is None:
             view.zero_()
             self._entered[name][index] = None

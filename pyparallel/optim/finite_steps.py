@@ -23,19 +23,16 @@ from .fused_optimizer import FusedOptimizer
 class FiniteSteps:
     """Unscales the gradients of a step, or keeps those that are not finite from the update.
 
-    A ``GradScaler`` that is in use decides alone. Otherwise the gradients are read once more before
-    the update. If one is not finite the update is skipped: gradients are hidden from it, and an
-    optimizer that supports AMP gets ``found_inf``. On a GPU "raise" does not wait for what it
-    finds: an optimizer without that support then steps with 0 in place of such elements. One of
-    ``pyparallel.optim`` with "raise" leaves such elements out and counts them in its own pass.
+    A ``GradScaler`` that is in use decides alone, for each optimizer. Otherwise the gradients of
+    all are read once more before the first update; if one is not finite all updates are skipped:
+    gradients are hidden from them, and an optimizer that supports AMP gets ``found_inf``. On a GPU
+    "raise" does not wait for what it finds: an optimizer without that support then steps with 0 in
+    place of such elements. One of ``pyparallel.optim`` with "raise" leaves such elements out and
+    counts them in its own pass.
 
-    Of several optimizers, which take a training step together, the gradients of all are read before
-    the first one's update, and either all are updated or none. A ``GradScaler`` decides for each.
-
-    Optimizers are only weakly referenced, as their hooks reference the trainer. ``counts`` gets the
-    number of non-finite elements; on a GPU with "raise" 1 or 0 unless the optimizer counts. With
-    ``takes_scales`` a ``GradScaler`` leaves it to this object to unscale and to skip, and calls
-    every step; else it does both by itself and leaves out the step.
+    Optimizers are only weakly referenced. ``counts`` gets the number of non-finite elements; on a
+    GPU with "raise" 1 or 0 unless the optimizer counts. With ``takes_scales`` a ``GradScaler``
+    leaves it to this object to unscale and to skip, and calls every step; else it leaves out steps.
     """
 
     def __init__(
@@ -154,7 +151,6 @@ class FiniteSteps:
 
     @torch.no_grad()
     def _keep_from_update(self, handled: "_Handled") -> None:
-        """Keep what was found from an optimizer's update."""
         if self._is_found is False or self._is_found is None:
             return
         optimizer, found = handled.optimizer, self._is_found

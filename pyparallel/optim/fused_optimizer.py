@@ -28,15 +28,12 @@ Group = dict[str, Any]
 class FusedOptimizer(Optimizer):
     """An optimizer of torch whose step is one fused pass over each flat bucket of its parameters.
 
-    A subclass derives from this class and then from torch's, whose constructor it has.
-
-    The first step makes the parameters views of flat buckets, one for each parameter group, dtype
-    and device, and lays out the optimizer's state likewise; the ``nn.Parameter`` objects stay the
-    same. Views of their old memory no longer follow them, such as those of
-    ``torch.distributed.optim.ZeroRedundancyOptimizer`` with ``parameters_as_bucket_view=True``,
-    which needs torch's optimizers.
-    Gradients stay where autograd has put them and are not written, also not unscaled under
-    ``GradScaler``; a parameter without one is not stepped.
+    A subclass derives from this class and then from torch's, whose constructor it has. The first
+    step makes the parameters views of flat buckets, one for each parameter group, dtype and device,
+    and lays out the optimizer's state likewise; the ``nn.Parameter`` objects stay the same. Views
+    of their old memory no longer follow them, as ``ZeroRedundancyOptimizer`` needs with
+    ``parameters_as_bucket_view=True``. Gradients stay where autograd has put them and are not
+    written, also not unscaled under ``GradScaler``; a parameter without one is not stepped.
 
     A trainer of pyparallel takes the buckets over (``lay_out``, ``adopt``) and has ``step_bucket``
     also mix received messages in, write the next message and predict weights, in the same pass.
@@ -73,7 +70,6 @@ class FusedOptimizer(Optimizer):
 
     @override
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters, as torch's optimizers do."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -133,11 +129,10 @@ class FusedOptimizer(Optimizer):
     @torch.inference_mode(False)
     @torch.no_grad()
     def lay_out(self, cap_bytes: int = NO_LIMIT) -> list[FlatBuckets]:
-        """Make the parameters that require gradients views of new flat buckets, and return these.
+        """Make the parameters that require gradients views of new flat buffers, and return these.
 
-        A list entry has those of a parameter group, of about ``cap_bytes`` each at most. Buckets
-        are numbered by group, then by their order in it. Two parameters that share memory are a
-        ValueError.
+        An entry has those of a group, of about ``cap_bytes`` each, numbered in this order. Two
+        parameters that share memory are a ValueError.
         """
         chosen: list[list[nn.Parameter]] = []
         for group in self.param_groups:
@@ -163,11 +158,7 @@ class FusedOptimizer(Optimizer):
         return self._weights
 
     def adopt(self, step_buckets: "Callable[[FusedOptimizer], None] | None" = None) -> None:
-        """Give the buckets of ``lay_out`` to a trainer, which checks that they stay in place.
-
-        ``step`` calls ``step_buckets`` with this optimizer, to step each bucket once; None: all are
-        stepped without a trainer's round.
-        """
+        """Give the buckets to a trainer, whose ``step_buckets`` steps each once; None: all step."""
         self._is_adopted, self._step_buckets = True, step_buckets
 
     def release(self) -> None:
@@ -191,11 +182,7 @@ class FusedOptimizer(Optimizer):
         prediction: Tensor | None = None,
         message: Tensor | None = None,
     ) -> None:
-        """Step one bucket of n elements, padding included, in one pass; called within ``step``.
-
-        ``index`` is in the order of ``lay_out``; all else is as of ``ops.adamw_step_``, but that
-        the trainer that calls it has checked it.
-        """
+        """Step bucket ``index`` in one pass; arguments are those of ``ops.adamw_step_``."""
         bucket = self._buckets[index]
         group = self.param_groups[bucket.group]
         gradients = bucket.take_gradients()
@@ -228,10 +215,7 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def predict_bucket(self, index: int, horizon: int, out: Tensor) -> None:
-        """Write a bucket's parameters predicted ``horizon`` steps ahead to ``out``, (n,).
-
-        Nothing else is changed.
-        """
+        """Write a bucket's parameters predicted ``horizon`` steps ahead to ``out``, (n,)."""
         bucket = self._buckets[index]
         group = self.param_groups[bucket.group]
         bucket.update_masters()

@@ -19,16 +19,8 @@ LAST_GRADIENT = "last_gradient"
 class SGD(FusedOptimizer, torch.optim.SGD):
     """Stochastic gradient descent, a drop-in for ``torch.optim.SGD``.
 
-    Arguments, defaults, parameter groups, state dicts and results are torch's; ``ops.sgd_step_``
-    documents the rounding. Only these are others:
-
-    Args:
-        params: of float32, bfloat16 or float16.
-        lr: a tensor is not read on the host.
-        foreach, fused: without effect, the step is always fused.
-        differentiable: must be False; a ValueError names ``torch.optim.SGD``.
-        master_weights: step 16-bit parameters in float32 copies, with all state in float32, and
-            write them rounded in the same pass; as in apex. Other parameters have no copies.
+    Arguments, defaults, parameter groups, state dicts and results are torch's, but as of `Adam`;
+    ``ops.sgd_step_`` documents the rounding.
     """
 
     keeps_last_gradient = False

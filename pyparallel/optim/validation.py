@@ -9,16 +9,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..ops import FLOAT_DTYPES
+from ..training.arguments import require
 
 
 def check_options(group: dict[str, Any], name: str) -> None:
     """Raise a ValueError on an option that only torch's optimizer of that name has."""
     for option in ("amsgrad", "differentiable"):
-        if group.get(option):
-            raise ValueError(
-                f"{option} must be False for pyparallel.optim.{name}, got {group[option]}; use "
-                f"torch.optim.{name}"
-            )
+        rule, got = f"{option} must be False for pyparallel.optim.{name}", group.get(option)
+        require(not got, rule, got, f"use torch.optim.{name}")
 
 
 def check_parameters(parameters: list[Tensor], name: str) -> None:
@@ -27,23 +25,20 @@ def check_parameters(parameters: list[Tensor], name: str) -> None:
         raise ValueError("params must hold each parameter once, got one twice in a group")
     for index, parameter in enumerate(parameters):
         fault = _find_fault(parameter)
-        if fault:
-            raise ValueError(
-                f"parameters of pyparallel.optim.{name} must be dense tensors of float32, "
-                f"bfloat16 or float16 that no other process shares, got {fault} as number {index} "
-                f"of a group; use torch.optim.{name}"
-            )
+        rule = (
+            f"parameters of pyparallel.optim.{name} must be dense tensors of float32, bfloat16 or "
+        )
+        got = f"{fault} as number {index} of a group"
+        rule += "float16 that no other process shares"
+        require(fault is None, rule, got, f"use torch.optim.{name}")
 
 
 def check_apart(parameters: Iterable[Tensor]) -> None:
     """Raise a ValueError if two share memory: as views of buckets they would not any more."""
     extents = sorted((p.data_ptr(), p.nbytes) for p in parameters if p.numel() and not p.is_meta)
-    for (begin, length), (other, _) in pairwise(extents):
-        if other < begin + length:
-            raise ValueError(
-                "parameters must not share memory, got two that overlap; register one nn.Parameter "
-                "in both modules, or use torch's optimizer"
-            )
+    apart = all(begin + length <= other for (begin, length), (other, _) in pairwise(extents))
+    fix = "register one nn.Parameter in both modules, or use torch's optimizer"
+    require(apart, "parameters must not share memory", "two that overlap", fix)
 
 
 def _find_fault(parameter: Tensor) -> str | None:

@@ -22,8 +22,7 @@ from .schedules.shape import PipelineShape
 class TrainerArguments:
     """What a ``PipelineTrainer`` was called with on a rank, not checked yet.
 
-    All layers are here on every rank. ``compressors`` are those of activations, then of gradients,
-    by the names of their arguments.
+    ``compressors`` are those of activations, then of gradients, by the names of their arguments.
     """
 
     model: Any

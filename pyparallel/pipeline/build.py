@@ -63,8 +63,7 @@ def build_stages(
 ) -> BuiltStages:
     """Build the stages of a rank; all ranks call it together, and fail together by a ValueError.
 
-    ``splitter`` has the first batch, by whose first microbatch an automatic split is made; None
-    where neither it nor the schedule needs one.
+    ``splitter`` has the first batch; None where neither the schedule nor the split needs it.
     """
     split = _find_split(arguments, splitter, run)
     shape, rank, schedule = arguments.shape, arguments.rank, arguments.schedule
@@ -117,7 +116,6 @@ def build_stages(
 def _find_split(
     arguments: TrainerArguments, splitter: MicrobatchSplitter | None, run: Run
 ) -> tuple[int, ...]:
-    """Return where stages begin, after a check of the first batch on all ranks."""
     if splitter is not None:
         problem = splitter.find_input_error() if arguments.rank == 0 else None
         if arguments.schedule.needs_batch:

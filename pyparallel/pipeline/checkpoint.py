@@ -15,11 +15,7 @@ from .runtime.stage import Stage
 
 
 def save_stages(stages: Sequence[Stage], step: Callable[[], int]) -> dict[str, Any]:
-    """Return the states of stages, by the stage's index.
-
-    ``step`` returns the number of steps taken, or raises an error if there is no state to save. It
-    is called again when a state is written.
-    """
+    """Return the states of stages, by index; ``step`` is called when they are written."""
 
     def collect(stage: Stage) -> dict[str, Any]:
         return {"step": step(), **stage.state_dict()}
@@ -49,7 +45,6 @@ def load_stages(stages: Sequence[Stage], state: Mapping[str, Any], run: Run) -> 
 
 
 def _check_stages(stages: Sequence[Stage], state: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Raise an error, of any type, if this rank cannot load a state."""
     own = [str(stage.index) for stage in stages]
     if not isinstance(state, Mapping) or sorted(state) != sorted(own):
         names = ", ".join(map(str, state)) if isinstance(state, Mapping) else summarize(state)
@@ -70,10 +65,7 @@ def _check_stages(stages: Sequence[Stage], state: Mapping[str, Any]) -> list[tup
 
 
 def _agree_on_step(state: Mapping[str, Any], run: Run) -> int:
-    """Return the step of all ranks' states; the least one, if any is of ``rescue_stages``.
-
-    Other steps that differ are a DisagreementError.
-    """
+    """Return the step of all ranks' states; the least one, if any is of ``rescue_stages``."""
     steps = [saved.get("step", -1) for saved in state.values()]  # -1: of an older version
     own = torch.tensor([_is_rescued(state), min(steps)], device=device_for([], run))
     gathered = Collectives(run).all_gather(own).tolist()

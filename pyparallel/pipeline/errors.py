@@ -17,10 +17,7 @@ def agree(
     problem: str | TypeError | None,
     call: Call = Call.ARGUMENTS,
 ) -> None:
-    """Raise a problem of any rank on all, or that their fields differ.
-
-    Without a process group it is raised as it is, without the rank.
-    """
+    """Raise a problem of any rank on all, or that their fields differ; alone as it is."""
     if dist.is_initialized():
         run.agree(fields, problem, call)
     else:

@@ -14,10 +14,7 @@ from .named_state import NamedStage, State
 
 
 def full_state(stages: Sequence[NamedStage], run: Run) -> State:
-    """Return the state dict of the whole model on rank 0, in the CPU's memory; {} elsewhere.
-
-    A module's extra state that is neither a tensor nor of JSON's types is an error on all ranks.
-    """
+    """Return the state dict of the whole model on rank 0, in the CPU's memory; {} elsewhere."""
     own = {name: value for each in stages for name, value in each.module_state().items()}
     if run.size == 1:
         return {name: _on_cpu(value) for name, value in own.items()}
@@ -55,7 +52,6 @@ def _can_be_sent(value: Any) -> bool:
 
 
 def _parse(described: Any) -> list[tuple[str, Any]]:
-    """Return the names and values that ``full_state`` has sent, tensors on the meta device."""
     try:
         return [
             (str(name), *value)

@@ -37,11 +37,6 @@ class NamedStage(NamedTuple):
         state = self.stage.module.state_dict()
         return {self.names[key]: value for key, value in state.items()}
 
-    def owned_names(self) -> list[str]:
-        """Return the names of the module's state, but for what an earlier stage owns."""
-        borrowed = getattr(self.stage.module, "borrowed", {})
-        return [self.names[key] for key in self.stage.module.state_dict() if key not in borrowed]
-
     def parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Return the names of the parameters in each group; a RuntimeError for one of no layer."""
         own = {p: self.names[key] for key, p in self.stage.module.named_parameters()}
@@ -80,7 +75,10 @@ def name_stages(
 
 def _check_names(stages: Sequence[NamedStage], run: Run) -> None:
     """Raise a ValueError on all ranks if two stages have tensors, not tied, of one name."""
-    own = [name for each in stages for name in each.owned_names()]
+    own = []
+    for each in stages:
+        borrowed = getattr(each.stage.module, "borrowed", {})
+        own += [each.names[key] for key in each.stage.module.state_dict() if key not in borrowed]
     of_ranks = [own]
     if run.size > 1:
         content = "names of tensors"
@@ -184,7 +182,6 @@ def load_checkpoint(
 
 
 def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
-    """Return the keys of a checkpoint that stages need, whether or not it has them."""
     of_parameter: dict[str, list[str]] = {}
     for key in saved:
         if key.startswith((_STATE, _GROUPS)):
@@ -203,7 +200,6 @@ def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
 
 
 def _optimizer_state(each: NamedStage, optimizer: Optimizer, state: State) -> State:
-    """Return an optimizer's state, as of its ``state_dict()``, from keys of parameters."""
     loaded = optimizer.state_dict()
     loaded["state"] = {}
     by_name: dict[str, dict[str, State]] = {}
@@ -235,10 +231,7 @@ def _optimizer_state(each: NamedStage, optimizer: Optimizer, state: State) -> St
 
 
 def _scheduler_state(scheduler: Any, saved: State) -> State:
-    """Return a saved state of a scheduler with rates for the groups that its optimizer has here.
-
-    Stages may have other numbers of groups. The optimizer has been loaded.
-    """
+    """Return a scheduler's saved state with rates for the groups that its optimizer has here."""
     groups = scheduler.optimizer.param_groups
     own = scheduler.state_dict()
     state: State = {}

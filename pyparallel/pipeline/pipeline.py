@@ -1,5 +1,8 @@
 """What the calls of a trainer do with the stages of a rank once they are built."""
 
+from collections.abc import Iterable
+from functools import partial
+
 import torch
 
 from ..comm import Run
@@ -9,12 +12,13 @@ from .errors import CallErrors
 from .messages import Value
 from .messages.format import Refusal
 from .messages.refusals import refusal_of
+from .runtime.clipping import clip_grad_norm_
 from .runtime.loss import find_target_refusal
 from .runtime.microbatches import MicrobatchSplitter, concatenate
 from .runtime.preserve_state import evaluating
 from .runtime.stage import Stage
 from .runtime.telemetry import Telemetry
-from .updates import Updates
+from .schedules.action import Action, Kind
 
 
 class Pipeline:
@@ -28,7 +32,9 @@ class Pipeline:
         self.built = built
         self.num_steps = 0  # since the last flush
         self.errors = CallErrors(arguments.nonfinite)
-        self.updates = Updates(arguments, built, run)
+        self._max_norm = arguments.max_norm
+        self._steps_per_update = arguments.gradient_accumulation_steps
+        self._num_accumulated = 0  # steps since the last update
         self._schedule = self._of_run = arguments.schedule
         self._shape = arguments.shape
         self._is_last = arguments.num_stages - 1 in built.executor.stages
@@ -47,26 +53,30 @@ class Pipeline:
 
     def train(self, splitter: MicrobatchSplitter) -> float | None:
         """Run the actions of a step; return its mean loss, on the rank of the last stage."""
-        executor, updates, flushes = self.built.executor, self.updates, self._schedule.flushes
+        executor, flushes = self.built.executor, self._schedule.flushes
         if self.built.options.loss_scale is not None:
             self.built.options.loss_scale.read()
+        # Without an update the step's gradients are only accumulated, for one of a later step.
+        updates = self._num_accumulated + 1 >= self._steps_per_update
+        index = self.num_steps
+
+        def actions_of(rank: int) -> Iterable[Action]:
+            actions = self._schedule.step(self._shape, rank, index)
+            return (each for each in actions if updates or each.kind is not Kind.UPDATE)
+
         with self.errors.recording():
-            executor.train(
-                updates.actions_of_step(self._schedule, self.num_steps),
-                splitter,
-                (lambda: updates.prepare(splitter)) if flushes else None,
-                empty=flushes,
-            )
+            before_updates = partial(self._prepare_update, splitter) if flushes else None
+            executor.train(actions_of, splitter, before_updates, empty=flushes)
         self.num_steps += 1
         self._run.counts.count_step()
         if flushes:
-            refusal = self.built.criterion.find_non_finite(splitter) if updates.waits else None
-            has_updated = updates.end_step()
+            refusal = None if updates else self.built.criterion.find_non_finite(splitter)
+            self._num_accumulated = 0 if updates else self._num_accumulated + 1
             # The program may end now, or another rank may have failed.
             refusal = self._barrier(refusal)
             if refusal is not None:
                 executor.skip_update(refusal)
-            if has_updated:
+            if updates:
                 self._copy_ties()
         elif self.built.options.defers_check:
             refusal = self.built.criterion.find_non_finite(splitter)
@@ -131,10 +141,36 @@ class Pipeline:
             raise RuntimeError(
                 f"{what} must be called after flush(), got it with microbatches in flight"
             )
-        self.updates.check_none_accumulated(what)
+        if self._num_accumulated:
+            raise RuntimeError(
+                f"{what} must be called after an update, as a state has no gradients, got it after "
+                f"{self._num_accumulated} of {self._steps_per_update} accumulated steps: call step "
+                "until the update"
+            )
+
+    def _prepare_update(self, splitter: MicrobatchSplitter) -> None:
+        """Check the losses of the step for all ranks, sum tied gradients, unscale and clip all."""
+        executor, tied, options = self.built.executor, self.built.tied, self.built.options
+        exchanges = self._max_norm is not None or options.loss_scale is not None
+        if exchanges or tied.are_on_several_ranks or options.defers_check:
+            # It raises if a rank has failed; the all-reduces below would hang.
+            refusal = self.built.p2p.barrier(self.built.criterion.find_non_finite(splitter))
+            if refusal is not None:
+                executor.skip_update(refusal)
+        if any(stage.skips_update for stage in self.stages):  # all ranks skip it
+            tied.drop_gradients()
+            return
+        tied.sum_gradients()
+        gradients = [each for stage in self.stages for each in stage.gradients]
+        if options.loss_scale is not None and not options.loss_scale.unscale_(gradients):
+            executor.skip_update()
+            return
+        for stage in self.stages:
+            executor.telemetry.measure_gradient(stage)
+        if self._max_norm is not None:
+            clip_grad_norm_(gradients, self._max_norm, self._run)
 
     def _restart(self) -> None:
-        """Count microbatches from 0 again, with the pipeline empty."""
         of_step = self._shape.num_microbatches // self._of_run.microbatches_per_update(self._shape)
         self._schedule = self._of_run.after(self._run.counts.steps * of_step)
         self.built.executor.restart(self._schedule.versions(self._shape))

@@ -38,12 +38,11 @@ from .validation import find_argument_error
 class PipelineTrainer(Trainer):
     """Trains layers in stages, in place: rank r holds stages r, r + num_ranks, ...
 
-    Every rank makes the same calls in the same order. The schedule defines the order of a rank's
-    forwards, backwards and updates, and the weight versions that they read. Each rank reads only
-    the ``layers`` of its own stages, once the split is known. Each layer is called with the output
-    of the previous one, a tensor or a tuple of tensors, as in ``nn.Sequential``. The gradient of an
-    update is the mean over its samples. The explanation "What a step of a pipeline does" has more:
-    tied weights, batches and losses that are refused, autocast, recomputation, clipping.
+    Every rank makes the same calls in the same order, and reads only the ``layers`` of its own
+    stages, once the split is known. Each layer is called with the output of the previous one, a
+    tensor or a tuple of tensors, as in ``nn.Sequential``. The gradient of an update is the mean
+    over its samples. The explanation "What a step of a pipeline does" has more: tied weights,
+    batches and losses that are refused, autocast, recomputation, clipping.
 
     Args:
         layers: an ``nn.Sequential`` or a list of modules, as many on every rank; or a model that is
@@ -82,9 +81,8 @@ class PipelineTrainer(Trainer):
             mean over tokens, in ``evaluate`` too. None: its number of samples.
         measure_gradient_norms: of each stage's gradient in every update, in a pass over it.
 
-    Raises:
-        ValueError: (DisagreementError between ranks) the arguments are invalid or differ.
-        TypeError: (ArgumentTypeError between ranks) one is of a wrong type.
+    Arguments that are invalid or differ are a ValueError (DisagreementError between ranks), one of
+    a wrong type a TypeError (ArgumentTypeError).
     """
 
     _copy_instead = "save its state_dict(), or copy its layers"
@@ -248,8 +246,8 @@ class PipelineTrainer(Trainer):
         Errors are as of ``step``, if a stage has skipped an update here; the pipeline is empty.
         """
         self._check_usable()
-        self._flush()
         if self._pipeline is not None:
+            self._pipeline.drain()
             self._pipeline.raise_refusals()
 
     def evaluate(
@@ -267,7 +265,8 @@ class PipelineTrainer(Trainer):
         every rank raises in this call, at its end.
         """
         self._check_usable()
-        self._flush()
+        if self._pipeline is not None:
+            self._pipeline.drain()
         batch = batch_of_call(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         splitter = self._split_batch(*batch)
         return self._build_for(splitter).evaluate(splitter)
@@ -290,12 +289,8 @@ class PipelineTrainer(Trainer):
             or ``kwarg_mbs`` are given on that rank. None elsewhere.
         """
         self._check_usable()
-        if self._pipeline is None and self._arguments.schedule.needs_batch:
-            raise RuntimeError(
-                "predict() must come after the first step or prepare(...) with this schedule, "
-                "whose heads are built for a target, got no stages yet"
-            )
-        self._flush()
+        if self._pipeline is not None or self._arguments.schedule.needs_batch:
+            self._built_pipeline("predict()").drain()
         splitter = self._split_batch(inputs_of_call(args, kwargs, arg_mbs, kwarg_mbs), None)
         concatenates = arg_mbs is None and kwarg_mbs is None
         return self._build_for(splitter).predict(splitter, concatenates=concatenates)
@@ -320,8 +315,8 @@ class PipelineTrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages: modules, optimizers and schedulers.
 
-        Nothing is copied: what is written is the state of then. Microbatches in flight, or
-        accumulated gradients, are a RuntimeError.
+        Nothing is copied: what is written is the state of then. A RuntimeError is as of
+        ``sharded_state_dict``.
         """
         pipeline, counts = self._pipeline, self._run.counts
 
@@ -340,27 +335,17 @@ class PipelineTrainer(Trainer):
         may differ between stages; ``half_updated``: the failure was inside of an update, and there
         is a RuntimeWarning.
         """
-        if self._pipeline is None:
-            raise RuntimeError(
-                "rescue_state_dict() must come after the first step or prepare(inputs, target), "
-                "got no stages yet: nothing was trained"
-            )
-        return rescue_stages(self.stages, self._run.counts.steps)
+        stages = self._built_pipeline("rescue_state_dict()").stages
+        return rescue_stages(stages, self._run.counts.steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned on this rank; all ranks call it together.
 
-        Every rank checks all of its state, and the ranks compare their steps, before anything is
-        written. The steps may differ if a rank's state is of ``rescue_state_dict``; other ranks,
-        such as one that died, may then load an older checkpoint. A RuntimeWarning names a stage
-        that may be half updated.
-
-        Raises:
-            RuntimeError: microbatches are in flight, or gradients accumulated, or the stages are
-                not built yet.
-            DisagreementError: (a ValueError) on all ranks, which have changed nothing: the state of
-                a rank is damaged, malformed, of other stages or another optimizer, or was saved by
-                a newer pyparallel, or the ranks' states are of different steps.
+        A state that is damaged, of other stages or another optimizer, or saved by a newer
+        pyparallel, and states of different steps, are a DisagreementError on all ranks, which have
+        changed nothing. Steps may differ if a rank's state is of ``rescue_state_dict``; other
+        ranks, such as one that died, may then load an older checkpoint. A RuntimeWarning names a
+        stage that may be half updated. A RuntimeError is as of ``sharded_state_dict``.
         """
         pipeline = self._check_built("load_state_dict()")
         pipeline.load(load_stages(pipeline.stages, state, self._run))
@@ -368,12 +353,10 @@ class PipelineTrainer(Trainer):
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the whole model, with its own keys; all ranks call it together.
 
-        Returns:
-            On rank 0 copies in the CPU's memory, which the plain model loads; {} elsewhere. Those
-            of a list of layers have the names of ``nn.Sequential`` of it.
-
-        Microbatches in flight, or stages that are not built yet, are a RuntimeError; stages of
-        torch's whose tensors have one name, as they are not of one model, a ValueError.
+        On rank 0 copies in the CPU's memory, which the plain model loads; {} elsewhere. Those of a
+        list of layers have the names of ``nn.Sequential`` of it. Errors are as of
+        ``sharded_state_dict``; stages of torch's whose tensors have one name, as they are not of
+        one model, are a ValueError.
         """
         return full_state(self._named_stages("full_state_dict()"), self._run)
 
@@ -385,8 +368,8 @@ class PipelineTrainer(Trainer):
         plain model loads its part too: ``load({"model": model.state_dict()}, checkpoint_id=...)``.
         Tensors are not copied: ``async_save`` copies them before it returns.
 
-        Microbatches in flight, or stages that are not built yet, are a RuntimeError; so is
-        ``Interlocking``, whose heads are no part of the model: use ``state_dict()``.
+        Microbatches in flight, accumulated gradients, or stages that are not built yet, are a
+        RuntimeError; so is ``Interlocking``, whose heads are no part of the model.
         """
         stages = self._named_stages("sharded_state_dict()")
         check_shardable(self._arguments.schedule)
@@ -396,9 +379,8 @@ class PipelineTrainer(Trainer):
         """Load a folder that ``torch.distributed.checkpoint`` has saved of ``sharded_state_dict``.
 
         The number of stages, the split and the schedule may be others than those that saved it. All
-        ranks call it together, and check all that they read before anything is written: one of
-        another model or other optimizers is a DisagreementError. Microbatches in flight, or stages
-        that are not built yet, are a RuntimeError.
+        ranks call it together; one of another model or other optimizers is a DisagreementError,
+        before anything is written, and a RuntimeError is as of ``sharded_state_dict``.
         """
         stages = self._named_stages("load_checkpoint()")
         pipeline = self._check_built("load_checkpoint()")
@@ -427,10 +409,6 @@ class PipelineTrainer(Trainer):
             has_short_form=has_short_form, place=place,
         )  # fmt: skip
 
-    def _flush(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.drain()
-
     def _build_for(self, splitter: MicrobatchSplitter) -> Pipeline:
         return self._pipeline or self._build(splitter)
 
@@ -453,15 +431,17 @@ class PipelineTrainer(Trainer):
         if by_ranks and self._run.size > 1:
             self._run.check_usable()
 
+    def _built_pipeline(self, what: str) -> Pipeline:
+        if self._pipeline is None:
+            rule = f"{what} must come after the first step or prepare(...), which builds the stages"
+            raise RuntimeError(f"{rule}, got none yet")
+        return self._pipeline
+
     def _check_built(self, what: str) -> Pipeline:
         """Return the built stages; an error if there are none, or their gradients are pending."""
-        if self._pipeline is None:
-            raise RuntimeError(
-                f"{what} must come after prepare(inputs, target), which builds the stages, got "
-                "none yet"
-            )
-        self._pipeline.check_empty(what)
-        return self._pipeline
+        pipeline = self._built_pipeline(what)
+        pipeline.check_empty(what)
+        return pipeline
 
     def _named_stages(self, what: str) -> list[NamedStage]:
         stages = self._check_built(what).stages

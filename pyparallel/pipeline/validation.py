@@ -67,8 +67,7 @@ def _check_types(arguments: TrainerArguments) -> None:
          "a function of a target such as lambda target: (target != -100).sum(), or None"),
     ]  # fmt: skip
     for name, value, rule in functions:
-        is_left_out = value is None and rule.endswith("or None")
-        if not is_left_out:
+        if value is not None or not rule.endswith("or None"):
             check_callable(name, value, rule)
 
 
@@ -104,7 +103,6 @@ def _check_options(arguments: TrainerArguments) -> None:
 def _check_option(
     schedule: Schedule, name: str, got: object, fix: str, unset: int | None = None
 ) -> None:
-    """Raise a ValueError if the schedule cannot have an option that is set."""
     if why := schedule.option_error(name):
         raise ValueError(
             f"{name} must be {unset} with {type(schedule).__name__}, {why}, got {got}: {fix}"
@@ -130,32 +128,25 @@ def check_skips(
             f"layers must have no skip connections between stages with {name}, {why}, got "
             f"{skips[0]!r}: move the split"
         )
-    if ties and schedule.delays:
-        for name, compressor in compressors.items():
-            if compressor is not None:
-                raise ValueError(
-                    f"{name} must be None with a schedule that does not flush and tied weights, "
-                    f"which travel with the activations, got {ties[0]}: use a schedule that "
-                    "flushes, or move the split"
-                )
+    for name, compressor in compressors.items() if ties and schedule.delays else ():
+        rule = f"{name} must be None with a schedule that does not flush and tied weights, which "
+        got = f"{ties[0]}: use a schedule that flushes, or move the split"
+        require(compressor is None, f"{rule}travel with the activations", got)
 
 
 def check_scalable(optimizers: Iterable[Optimizer]) -> None:
     """Raise a ValueError if a parameter is float16, in which gradients vanish without a scale."""
     groups = (group for each in optimizers for group in each.param_groups)
     dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
-    if torch.float16 in dtypes:
-        raise ValueError(
-            "layers must be float32 with grad_scaler, as gradients in float16 vanish without their "
-            "scale, got torch.float16: use torch.autocast"
-        )
+    why = "as gradients in float16 vanish without their scale"
+    rule = f"layers must be float32 with grad_scaler, {why}"
+    require(torch.float16 not in dtypes, rule, "torch.float16: use torch.autocast")
 
 
 def check_memory(ties: Sequence[Tie], stages: Sequence[int]) -> None:
     """Raise a ValueError if a tied weight is on the meta device on a rank of a stage with it."""
     for tie in ties:
-        if tie.parameter.is_meta and set(stages) & set(tie.stages):
-            raise ValueError(
-                "layers must have their tied weights in memory on each rank that holds one, got "
-                f"{tie} on the meta device: create the weight on this rank's device"
-            )
+        is_here = not set(stages).isdisjoint(tie.stages)
+        rule = "layers must have their tied weights in memory on each rank that holds one"
+        got = f"{tie} on the meta device: create the weight on this rank's device"
+        require(not (tie.parameter.is_meta and is_here), rule, got)

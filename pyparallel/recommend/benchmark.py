@@ -19,10 +19,6 @@ Progress = Callable[[int, int, str], None]
 """Called before each measurement: its number, how many there are, and what is measured."""
 
 
-def _no_progress(step: int, total: int, what: str) -> None:
-    """Show nothing."""
-
-
 @dataclass(frozen=True)
 class Measurements:
     """What is measured, or given, for a recommendation.
@@ -49,7 +45,7 @@ class Measurements:
         ]
 
 
-def benchmark(workload: Workload, link: Link, progress: Progress = _no_progress) -> Measurements:
+def benchmark(workload: Workload, link: Link, progress: Progress = lambda *_: None) -> Measurements:
     """Measure the compute and the candidates on this machine, for a given link."""
     outer = [Candidate(type(each).__name__, each.compressor) for each in OUTER_STEPS]
     total = 1 + len(CANDIDATES) + len(outer)
@@ -63,12 +59,9 @@ def benchmark(workload: Workload, link: Link, progress: Progress = _no_progress)
 
 
 def benchmark_ranks(
-    workload: Workload, device: torch.device, progress: Progress = _no_progress
+    workload: Workload, device: torch.device, progress: Progress = lambda *_: None
 ) -> Measurements:
-    """Measure also the link of the default process group; take the maximum over ranks.
-
-    All ranks must call it; it returns the same on all. The group's backend must support the device.
-    """
+    """Measure also the link of the default group; the maximum over ranks, all of which call it."""
     local = benchmark(workload, measure_link(device), progress)
     return replace(
         local,
@@ -87,7 +80,6 @@ def _shape(algorithm: DiLoCo) -> dict[str, int]:
 
 
 def _max_over_ranks(local: _Measured, names: Sequence[str], device: torch.device) -> _Measured:
-    """Replace these fields by their maximum over ranks."""
     maxima = max_over_ranks([getattr(local, name) for name in names], device)
     changes: dict[str, Any] = dict(zip(names, maxima, strict=True))
     return replace(local, **changes)

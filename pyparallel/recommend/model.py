@@ -60,10 +60,9 @@ class StepTime:
 def predict(cost: Cost, compute: Compute, link: Link) -> StepTime:
     """Predict the time of a step in which communication overlaps backward and coding.
 
-    The link sends a bucket while the processor computes (backward and coding) the next one; each
-    bucket takes its share of both times. So with B equal buckets a step takes
-    ``forward + max(work, communication) + min(work, communication) / B``, without the optimizer's
-    update.
+    The link sends a bucket while the processor computes the next one. So with B equal buckets a
+    step takes ``forward + max(work, communication) + min(work, communication) / B``, without the
+    optimizer's update; ``work`` is backward and coding.
     """
     communication = _communication(cost, link)
     computed = sent = 0.0  # seconds from the start of the backward
@@ -92,10 +91,7 @@ def _communication(cost: Cost, link: Link) -> float:
 
 
 def choose(predictions: Sequence[StepTime]) -> StepTime:
-    """Return the fastest of those that are faster than all simpler ones by more than the noise.
-
-    Simpler ones come first; the first always qualifies.
-    """
+    """Return the fastest of those faster by more than the noise than all that stand before them."""
     eligible = [
         each
         for place, each in enumerate(predictions)

@@ -66,8 +66,7 @@ class Workload:
 def load(path: str) -> Workload:
     """Create a workload from a function of the user, ``package.module:function``.
 
-    It takes no arguments, and returns ``(module, batch, loss)`` as for `Workload`; else there is a
-    ValueError.
+    It returns ``(module, batch, loss)`` as for `Workload`; else there is a ValueError.
     """
     module_name, _, name = path.partition(":")
     rule = "--model must be package.module:function"
@@ -77,11 +76,9 @@ def load(path: str) -> Workload:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{rule} that can be imported, got {path}: {error}") from error
     result = function()
-    if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], nn.Module)):
-        raise ValueError(
-            f"--model must name a function that returns (module, batch, loss), {path} returned "
-            f"{type(result).__name__}"
-        )
+    fits = isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], nn.Module)
+    rule = "--model must name a function that returns (module, batch, loss)"
+    require(fits, rule, f"{path} that returned {type(result).__name__}")
     workload = Workload(*result)
     if not workload.named_parameters:
         raise ValueError(f"--model must have parameters that require gradients, {path} has none")
@@ -89,10 +86,7 @@ def load(path: str) -> Workload:
 
 
 def transformer(num_parameters: float, batch: int, length: int, device: torch.device) -> Workload:
-    """Create a byte-level transformer of about this size, about 64 times as wide as it is deep.
-
-    It has at least about 80,000 parameters; ``length`` is in bytes per sample.
-    """
+    """Create a byte-level transformer of about this size, 80,000 parameters or more."""
     for name, value in (("--parameters", num_parameters), ("--batch", batch), ("--length", length)):
         require(1 <= value < math.inf, f"{name} must be at least 1", f"{value:g}")
     heads = max(1, round((64 * num_parameters / 12) ** (1 / 3) / 64))

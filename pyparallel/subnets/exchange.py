@@ -1,7 +1,8 @@
-"""Scattering parts of the full model to the subnets and merging them back, without averaging."""
+"""Scattering parts of the full model to the subnets, merging them back, averaging the rest."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -101,10 +102,45 @@ def _blocks(
 def _exchange(
     pieces: list[list[Tensor]], expected: Sequence[Sequence[Block]], collectives: Collectives
 ) -> list[list[Tensor]]:
-    """Send each rank its pieces; return those received from each, in the blocks' shapes."""
     sizes = [[torch.Size(block.shape).numel() for block in blocks] for blocks in expected]
     sent = torch.cat([piece.reshape(-1) for theirs in pieces for piece in theirs])
     send = [sum(piece.numel() for piece in theirs) for theirs in pieces]
     received = collectives.all_to_all(sent, send, [sum(theirs) for theirs in sizes])
     flat = iter(received.split([size for theirs in sizes for size in theirs]))
     return [[next(flat).view(block.shape) for block in blocks] for blocks in expected]
+
+
+@torch.no_grad()
+def average(tensors: Sequence[Tensor], collectives: Collectives) -> list[Tensor]:
+    """Return the average of each floating-point tensor over all ranks, in its dtype.
+
+    The average of equal numbers is that number, bit for bit, which all-reduce does not ensure: each
+    rank averages one part and sends it to all. The traffic is that of an all-reduce.
+    """
+    if collectives.size == 1:
+        return list(tensors)
+    averages: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        chosen = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        flat = _average_flat(
+            torch.cat([tensors[index].reshape(-1) for index in chosen]), collectives
+        )
+        pieces = flat.split([tensors[index].numel() for index in chosen])
+        for index, piece in zip(chosen, pieces, strict=True):
+            averages[index] = piece.view(tensors[index].shape)
+    return [averages[index] for index in range(len(tensors))]
+
+
+def _average_flat(flat: Tensor, collectives: Collectives) -> Tensor:
+    bounds = [part * flat.numel() // collectives.size for part in range(collectives.size + 1)]
+    lengths = [end - begin for begin, end in pairwise(bounds)]
+    mine = [lengths[collectives.rank]] * collectives.size
+    theirs = collectives.all_to_all(flat, lengths, mine).view(collectives.size, -1)
+    return collectives.all_to_all(_mean(theirs).repeat(collectives.size), mine, lengths)
+
+
+def _mean(rows: Tensor) -> Tensor:
+    first = rows[0]
+    wide = rows.to(torch.float32 if rows.dtype.itemsize < 4 else torch.float64)
+    mean = wide[0] + (wide - wide[0]).sum(0) / len(rows)
+    return torch.where((rows == first).all(0), first, mean.to(rows.dtype))

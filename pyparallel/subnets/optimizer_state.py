@@ -16,17 +16,13 @@ class OptimizerState(Protocol):
     def carried_state(
         self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
     ) -> dict[str, dict[str, Tensor]]:
-        """Return the state tensors that move with their parameter, by parameter name and state key.
+        """Return the state tensors that move with their parameter, by its name and their key.
 
-        A ValueError of a state entry that is neither elementwise nor a scalar.
+        One that is neither elementwise nor a scalar is a ValueError.
         """
 
     def on_new_round(self, optimizer: Optimizer, initial_state: Mapping[Any, Any]) -> None:
-        """Prepare the optimizer after a merge, when the units of the next round have been assigned.
-
-        ``initial_state`` is the "state" of its ``state_dict()`` before the first step. Default:
-        keep the state.
-        """
+        """Prepare for the next round's units; ``initial_state`` is of before the first step."""
         return
 
 
@@ -44,22 +40,16 @@ class CarryState(OptimizerState):
     def carried_state(
         self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
     ) -> dict[str, dict[str, Tensor]]:
-        return {
-            name: {
-                key: value
-                for key, value in sorted(optimizer.state.get(parameter, {}).items())
-                if _is_carried(name, key, value, parameter)
-            }
-            for name, parameter in parameters.items()
-        }
+        carried: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in parameters.items():
+            found = sorted(optimizer.state.get(parameter, {}).items())
+            carried[name] = {k: v for k, v in found if _is_carried(name, k, v, parameter)}
+        return carried
 
 
 @dataclass(frozen=True)
 class ResetState(OptimizerState):
-    """Policy that resets the state in every round, as after zero steps.
-
-    The paper does so implicitly: it trains with plain SGD.
-    """
+    """Policy that resets the state in every round, as the paper's plain SGD has none."""
 
     @override
     def carried_state(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..comm import Collectives, Run
+from ..training.arguments import require
 
 
 @torch.no_grad()
@@ -18,9 +19,8 @@ def recalibrate(
 ) -> None:
     """Recompute BatchNorm's running statistics over all batches of all ranks.
 
-    Meanwhile BatchNorm normalizes with its batch's statistics, as in train mode; all other modules
-    run in eval mode. The mean and the unbiased variance of all inputs replace the running
-    statistics. Call it inside ``SubnetTrainer.full_model()``, before evaluation::
+    The mean and the unbiased variance of all inputs replace the running statistics; meanwhile other
+    modules run in eval mode. Call it inside ``SubnetTrainer.full_model()``, before evaluation::
 
         with trainer.full_model() as module:
             recalibrate(module, (inputs for inputs, _ in batches))
@@ -32,8 +32,7 @@ def recalibrate(
             different numbers of them, including none.
         process_group: None means the default group, or a single rank if none was initialized.
 
-    Raises:
-        ValueError: fewer than two values per unit over all ranks; raised on all ranks.
+    Fewer than two values per unit over all ranks are a ValueError on all.
     """
     norms = [
         m for m in module.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None
@@ -66,11 +65,8 @@ class _Moments:
 
     def write_into(self, norm: _BatchNorm) -> None:
         count, total, squares = self.sums
-        if float(count[0]) < 2:
-            raise ValueError(
-                "batches must have at least two values per unit over all ranks, got "
-                f"{int(count[0])}"
-            )
+        rule = "batches must have at least two values per unit over all ranks"
+        require(float(count[0]) >= 2, rule, int(count[0]))
         mean = total / count
         variance = (squares / count - mean.square()).clamp_(min=0) * count / (count - 1)
         for running, measured in ((norm.running_mean, mean), (norm.running_var, variance)):

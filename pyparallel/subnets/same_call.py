@@ -1,5 +1,6 @@
 """The check before a merge that all ranks make the same call, with tensors that can be merged."""
 
+import zlib
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -27,12 +28,12 @@ def check_same_call(
 ) -> list[tuple[int, int]]:
     """Check that all ranks make the same call; return each one's call and steps since a merge.
 
-    ``finds_nonfinite``: read all tensors that would be merged, and raise for a nan or an inf.
-    Errors are raised on all ranks, before anything is merged.
+    ``finds_nonfinite``: raise, on all ranks before a merge, for a nan or an inf in what is merged.
     """
     tensors, collectives = parts.tensors, parts.collectives
     state, error = parts.hash_state(optimizer)
-    numbers = [round_index, state, steps, parts.hash_shared()]
+    fields = "/".join(f"{name} {what}" for name, what in parts.describe_shared())
+    numbers = [round_index, state, steps, zlib.crc32(fields.encode())]
     device = next((each.device for each in tensors.values()), torch.device("cpu"))
     states = {} if error is not None else parts.carried_state(optimizer)
     found = torch.full((1,), -1, device=device)
@@ -83,8 +84,7 @@ def _describe(row: list[float]) -> str:
 def _first_nonfinite(parts: Mapping[str, Tensor], states: States, device: torch.device) -> Tensor:
     """Return the index of the first tensor to be merged that is not finite, (1,) int64, or -1.
 
-    Reads all of them once: the subnet's tensors, and the state that moves with them. Buffers may
-    have an inf, as masks do, but no nan.
+    Buffers may have an inf, as masks do, but no nan.
     """
     verdicts = []
     for _, each in _merged(parts, states):

@@ -63,7 +63,6 @@ class Scaled(Scale):
     def apply(
         self, subnet: nn.Module, cut_dims: Iterable[CutDim], rank: int, num_ranks: int
     ) -> None:
-        """Register a pre-forward hook on each consumer."""
         for cut_dim in cut_dims:
             kept = sizes(cut_dim.units, num_ranks)[rank]
             if kept < cut_dim.units:
@@ -85,8 +84,7 @@ class _Multiply:
 def shrink_consumers(module: nn.Module, partition: Partition, times: int) -> None:
     """Divide the weights that consume units, to initialize new layers for ``Averaged()``.
 
-    ``times`` is ``scale.enlargement(num_ranks)``. Call it before the module is given to a trainer
-    with this partition.
+    ``times`` is ``scale.enlargement(num_ranks)``; call it before the trainer gets the module.
     """
     for cut_dim in partition.cut_dims(module):
         for name in cut_dim.consumer_weights:

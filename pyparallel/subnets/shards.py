@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..comm import Collectives
 from ..training import check_like
+from ..training.arguments import require
 from .exchange import CutTensor
 from .partition.tensor_cut import TensorCut
 from .placement import Placement
@@ -20,8 +21,7 @@ States = Mapping[str, Mapping[str, Tensor]]
 class ModelShards:
     """Rows of dimension 0 of every tensor that is cut; all subnets hold the other tensors in full.
 
-    ``enlargement`` has by name the factor of the stored weights (as in the subnets) over the full
-    model's, whose ``tensors`` these are.
+    ``enlargement`` has by name the factor of stored weights over those in ``tensors``.
     """
 
     cuts: Mapping[str, TensorCut]
@@ -54,16 +54,12 @@ class ModelShards:
     def init_states(self, states: States) -> None:
         """Fill the stored rows of the optimizer's state with its values before the first step.
 
-        Entries that a step adds later start at zero. Values that differ within a tensor are a
-        ValueError, as the other units' are unknown.
+        Those that a step adds start at zero. Values that differ in a tensor are a ValueError.
         """
         for tensor in self.state_tensors(states):
-            values = tensor.part.unique()
-            if values.numel() > 1:
-                raise ValueError(
-                    "optimizer state before the first step must be one number for all entries of "
-                    f"a parameter, got several for {tensor.name}; use ResetState()"
-                )
+            values, got = tensor.part.unique(), f"several for {tensor.name}"
+            rule = "optimizer state before the first step must be one number for all entries of a"
+            require(values.numel() < 2, f"{rule} parameter", got, "use ResetState()")
             if values.numel():
                 tensor.rows.fill_(values[0])
 

@@ -1,4 +1,4 @@
-"""Building a subnet: the module with fewer units and its own weights."""
+"""Building a subnet, with fewer units and its own weights, and the full model's memory."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -20,8 +20,7 @@ def build_subnet(
 ) -> nn.Module:
     """Return a copy of the module with one rank's number of units in every cut dimension.
 
-    Tensors that are cut are allocated as zeros in their smaller shape, without copying the full
-    ones; all others are copied. The module must already be on its device and of its dtype.
+    Tensors that are cut are zeros in their smaller shape, without copies of the full ones.
     """
     made: dict[int, Tensor] = {}
     for name, tensor in tensors_of(module).items():
@@ -47,3 +46,24 @@ def _smaller(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(data, requires_grad=tensor.requires_grad)
     return data
+
+
+def release(parameters: Iterable[nn.Parameter]) -> None:
+    """Free the memory of floating-point parameters and their gradients; entries read as nan."""
+    for parameter in parameters:
+        nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+        parameter.data = nan.expand(parameter.shape)
+        parameter.grad = None
+
+
+def allocate(parameters: Iterable[nn.Parameter]) -> None:
+    """Allocate the parameters' memory again, uninitialized."""
+    for parameter in parameters:
+        parameter.data = torch.empty(
+            parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+
+
+def is_released(parameter: nn.Parameter) -> bool:
+    """Return whether the parameter's memory has been released."""
+    return parameter.numel() > 1 and not any(parameter.stride())

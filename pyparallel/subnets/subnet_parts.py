@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import Collectives
-from .exchange import assign, merge, scatter
+from .exchange import assign, average, merge, scatter
 from .optimizer_state import OptimizerState
 from .partition.cut_dim import CutDim
 from .partition.partition import Partition
 from .partition.tensor_cut import TensorCut
 from .placement import Placement
 from .shards import ModelShards
-from .shared import average
 from .subnet import tensors_of
 
 
@@ -48,10 +47,7 @@ class SubnetParts:
         self._assignments = assign(self.cuts, self.units, self.placement, self.collectives)
 
     def merge(self, optimizer: Optimizer, first_state: Any, round_index: int) -> None:
-        """Merge all subnets into the full model, and begin a round with other units.
-
-        ``first_state`` is the optimizer's before its first step, ``round_index`` the new round's.
-        """
+        """Merge all subnets, and begin round ``round_index`` with other units."""
         parts, states = self.tensors, self.carried_state(optimizer)
         tensors = [*self.shards.cut_tensors(parts), *self.shards.state_tensors(states)]
         merge(tensors, self._assignments, self.collectives)
@@ -126,11 +122,6 @@ class SubnetParts:
             for name, tensor in self.tensors.items()
             if name not in self.cuts
         ]
-
-    def hash_shared(self) -> int:
-        """Return a number equal on ranks that average the same tensors."""
-        fields = self.describe_shared()
-        return zlib.crc32("/".join(f"{name} {what}" for name, what in fields).encode())
 
     def hash_state(self, optimizer: Optimizer) -> tuple[int, ValueError | None]:
         """Return a number equal on ranks with the same kinds of optimizer state, or an error."""

@@ -24,8 +24,7 @@ from .placement import Placement, Sharded
 from .same_call import check_same_call
 from .scale import Scale, Unscaled
 from .shards import ModelShards
-from .storage import allocate, release
-from .subnet import build_subnet, tensors_of
+from .subnet import allocate, build_subnet, release, tensors_of
 from .subnet_parts import SubnetParts
 from .validation import check_state, examine, find_optimizer_error
 
@@ -39,23 +38,14 @@ class SubnetTrainer(Trainer):
     units of a model are assigned to the ranks at random; each rank trains the smaller network of
     its units independently, with its own optimizer. Every ``interval`` steps all subnets are merged
     into the full model and units are assigned again. Between two hidden dimensions a subnet has
-    1/n^2 of the weights, and only these are sent. The training loop stays the user's::
+    1/n^2 of the weights, and only these are sent. The training loop stays the user's: forwards of
+    ``trainer(inputs)``, steps of ``trainer.optimizer``, then ``trainer.flush()``.
 
-        trainer = SubnetTrainer(model, lambda p: torch.optim.SGD(p, lr=0.1), Partition(), 20)
-        for inputs, targets in batches:
-            trainer.optimizer.zero_grad()
-            loss_fn(trainer(inputs), targets).backward()
-            trainer.optimizer.step()
-        trainer.flush()
-        with trainer.full_model() as module:
-            evaluate(module)
-
-    Inputs and outputs are not cut. Each parameter is either cut or shared: shared ones (the
-    output's bias, embeddings, norms of a dimension that is not cut) are averaged over all ranks at
-    a merge. BatchNorm's running statistics move with their units; ``recalibrate`` measures them for
-    the full model. Buffers that are not floating-point stay local to the rank. A rank that has run
-    out of batches waits in ``flush()`` and takes part in the merges of the others, its units
-    unchanged. Steps that a ``GradScaler`` skips are not counted.
+    Inputs and outputs are not cut. Parameters that are not cut (the output's bias, embeddings) are
+    averaged over all ranks at a merge. BatchNorm's running statistics move with their units;
+    ``recalibrate`` measures them for the full model. Buffers that are not floating-point stay local
+    to the rank. A rank that has run out of batches waits in ``flush()`` and takes part in the
+    merges of the others, its units unchanged. Steps that a ``GradScaler`` skips are not counted.
 
     At construction rank 0's parameters and buffers are broadcast, and the module's parameters are
     freed: they read as nan outside of ``full_model()``. The module must already be on its device
@@ -77,14 +67,9 @@ class SubnetTrainer(Trainer):
             gradients have a nan or an inf changes nothing on its rank, but counts; on a GPU the
             host waits for each step. Both cost a pass over what they read. "allow": nothing.
 
-    Attributes:
-        subnet: this rank's module.
-        optimizer: optimizer of the subnet's trainable parameters.
-
-    Raises:
-        DisagreementError: (a ValueError) a rank has an invalid argument, or ranks differ; all ranks
-            raise the same message.
-        ArgumentTypeError: (a DisagreementError and a TypeError) one is of a wrong type.
+    An argument that is invalid on a rank, or differs, is the same DisagreementError (a ValueError)
+    on all, one of a wrong type an ArgumentTypeError. ``subnet`` is this rank's module, and
+    ``optimizer`` that of its trainable parameters.
     """
 
     _copy_instead = "save its state_dict(), or copy the model inside full_model()"
@@ -125,7 +110,10 @@ class SubnetTrainer(Trainer):
                 collectives.broadcast_(tensor.data, 0)
         tensors = tensors_of(module)
         self._cuts = find_cuts(self._cut_dims, tensors)
-        self.subnet = self._build_subnet(module, scale)
+        with raising_on_all_ranks(run.agree, "module must support copying: "):
+            place = collectives.rank, collectives.size
+            self.subnet = build_subnet(module, self._cut_dims, self._cuts, *place)
+            scale.apply(self.subnet, self._cut_dims, *place)
         enlarged = (name for cut_dim in self._cut_dims for name in cut_dim.consumer_weights)
         enlargement = dict.fromkeys(enlarged, scale.enlargement(collectives.size))
         self._shards = ModelShards(self._cuts, tensors, placement, collectives, enlargement)
@@ -267,9 +255,6 @@ class SubnetTrainer(Trainer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume bit for bit from ``state_dict``; all ranks call it together.
 
-        Every rank checks all of its state, and the ranks compare their rounds, before anything is
-        written.
-
         A state that is damaged, or of another rank, number of ranks, partition, module or
         optimizer, and states of different rounds, are a DisagreementError on all ranks, which have
         changed nothing.
@@ -289,13 +274,6 @@ class SubnetTrainer(Trainer):
         self._allow_other_optimizers()
         self._finite_steps.close()
         super().close()
-
-    def _build_subnet(self, module: nn.Module, scale: Scale) -> nn.Module:
-        rank, size = self._collectives.rank, self._collectives.size
-        with raising_on_all_ranks(self._run.agree, "module must support copying: "):
-            built = build_subnet(module, self._cut_dims, self._cuts, rank, size)
-            scale.apply(built, self._cut_dims, rank, size)
-        return built
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> Optimizer:
         parameters = [p for p in self.subnet.parameters() if p.requires_grad]

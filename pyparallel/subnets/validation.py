@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from .. import training
 from ..comm import Run, first_difference
-from ..training.arguments import check_callable, check_type, find_error, is_integer, require
+from ..training.arguments import check_callable, check_integer, check_type, find_error, require
 from ..training.module_checks import check_module, find_device_error, find_master_weights_error
 from ..training.state_checks import modernize_saved
 from ..training.trainer import find_owner_error
@@ -18,7 +18,7 @@ from .partition.cut_dim import CutDim
 from .partition.partition import Partition, find_units_error
 from .placement import Placement
 from .shards import ModelShards
-from .storage import is_released
+from .subnet import is_released
 
 ConfigFields = list[tuple[str, str]]
 
@@ -26,28 +26,25 @@ ConfigFields = list[tuple[str, str]]
 def describe(module: nn.Module) -> ConfigFields:
     """Return the module as config fields for ``comm.check_consistent_across_ranks``."""
     named = [*module.named_parameters(), *module.named_buffers()]
-    config_fields = [("number of parameters and buffers", str(len(named)))]
-    return config_fields + [
-        (f"tensor {i}", f"{n} {_describe(t)}") for i, (n, t) in enumerate(named)
-    ]
+    count = ("number of parameters and buffers", str(len(named)))
+    return [count, *((f"tensor {i}", f"{n} {_describe(t)}") for i, (n, t) in enumerate(named))]
 
 
 def describe_cut_dims(cut_dims: Sequence[CutDim]) -> ConfigFields:
     """Return the cut dimensions as config fields: equal tensors may still have different heads."""
     # These names are saved in checkpoints and compared when they are loaded.
     config_fields = [("number of widths", str(len(cut_dims)))]
-    return config_fields + [
-        (f"width {i}", _describe_cut_dim(cut_dim)) for i, cut_dim in enumerate(cut_dims)
-    ]
+    for index, each in enumerate(cut_dims):
+        places = ", ".join(f"dimension {place.dim} of {place.tensor}" for place in each.places)
+        what = f"{each.name} of {each.units} units along {places}"
+        config_fields.append((f"width {index}", what))
+    return config_fields
 
 
 def examine(
     module: Any, optimizer_fn: object, policies: Mapping[str, Any], run: Run
 ) -> tuple[ConfigFields, str | TypeError | None]:
-    """Return the config fields that ranks must share and this rank's error; never raises.
-
-    The policies are the trainer's other arguments, by name.
-    """
+    """Return the config fields that ranks must share and this rank's error; never raises."""
     partition, interval = policies["partition"], policies["interval"]
     try:
         if type_error := find_error(lambda: _check_types(module, optimizer_fn, policies)):
@@ -89,17 +86,11 @@ def find_validation_error(
     process_group: dist.ProcessGroup | None,
 ) -> str | None:
     """Return the first error in the trainer's arguments, or None."""
-    if not is_integer(interval):
-        return f"interval must be an integer number of steps, at least 1, got {interval!r}"
-    parameters = list(module.named_parameters())
-    error_text = (
-        _find_parameter_error(parameters)
-        or _find_buffer_error(module)
-        or find_device_error(parameters, process_group)
-    )
-    if error_text:
-        return error_text
     try:
+        check_integer("interval", interval, rule="an integer number of steps, at least 1")
+        _check_tensors(module)
+        if error_text := find_device_error(list(module.named_parameters()), process_group):
+            return error_text
         cut_dims = partition.cut_dims(module)
     except ValueError as error:
         return str(error)
@@ -127,20 +118,15 @@ def find_optimizer_error(optimizer: Any, parameters: Sequence[nn.Parameter]) -> 
 def check_state(
     state: Any, own: Mapping[str, Any], shards: ModelShards, optimizer: Optimizer, run: Run
 ) -> None:
-    """Raise on all ranks alike if one whose state is ``own`` cannot load another; change nothing.
-
-    All states must be of one round.
-    """
+    """Raise on all ranks alike if one with the state ``own`` cannot load another; none changes."""
     training.check_on_all_ranks(lambda: _read_state(state, own, shards, optimizer), run.agree)
 
 
 def _read_state(
     state: Any, own: Mapping[str, Any], shards: ModelShards, optimizer: Optimizer
 ) -> ConfigFields:
-    if not isinstance(state, Mapping):
-        raise ValueError(
-            f"state_dict must be a result of state_dict(), got {training.summarize(state)}"
-        )
+    got = training.summarize(state)
+    require(isinstance(state, Mapping), "state_dict must be a result of state_dict()", got)
     training.check_format(state)
     rank, size = own["place"]
     rule = f"state_dict must be that of rank {rank} of {size}"
@@ -157,33 +143,21 @@ def _read_state(
     return [("round of state_dict", str(state["round"]))]
 
 
-def _find_parameter_error(parameters: Sequence[tuple[str, nn.Parameter]]) -> str | None:
-    if not any(parameter.requires_grad for _, parameter in parameters):
-        return "module must have parameters that require gradients, got none"
-    for name, parameter in parameters:
-        if parameter.layout != torch.strided or not parameter.is_floating_point():
-            return (
-                f"parameters must be dense and floating-point, got {name} of {parameter.dtype} "
-                f"with layout {parameter.layout}"
-            )
-        if is_released(parameter):
-            return (
-                f"parameters must have memory, got {name}, released by another SubnetTrainer; "
-                "copy the model inside its full_model()"
-            )
-    return None
-
-
-def _find_buffer_error(module: nn.Module) -> str | None:
+def _check_tensors(module: nn.Module) -> None:
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    require(trains, "module must have parameters that require gradients", "none")
+    for name, parameter in module.named_parameters():
+        fits = parameter.layout == torch.strided and parameter.is_floating_point()
+        got = f"{name} of {parameter.dtype} with layout {parameter.layout}"
+        require(fits, "parameters must be dense and floating-point", got)
+        got = f"{name}, released by another SubnetTrainer"
+        fix = "copy the model inside its full_model()"
+        require(not is_released(parameter), "parameters must have memory", got, fix)
     for name, buffer in module.named_buffers():
-        if any(s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)):
-            return f"buffers must not be expanded, got {name}; clone it"
-    return None
-
-
-def _describe_cut_dim(cut_dim: CutDim) -> str:
-    places = ", ".join(f"dimension {place.dim} of {place.tensor}" for place in cut_dim.places)
-    return f"{cut_dim.name} of {cut_dim.units} units along {places}"
+        is_expanded = any(
+            s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)
+        )
+        require(not is_expanded, "buffers must not be expanded", name, "clone it")
 
 
 def _describe(tensor: Tensor) -> str:

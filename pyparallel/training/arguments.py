@@ -11,20 +11,14 @@ _MOST = 8  # values or keys of a container
 
 
 def wrong_type(name: str, rule: str, value: object, fix: str = "") -> TypeError:
-    """Return the error of an argument of a wrong type: ``rule`` is what it must be, an example.
-
-    The fix of a class, by default, is to create an object.
-    """
+    """Return the error of an argument of a wrong type; ``rule`` is what it must be, an example."""
     if isinstance(value, type) and not fix:
         fix = f"create an object, {value.__name__}(...)"
     return TypeError(f"{name} must be {rule}, got {summarize(value)}" + (f"; {fix}" if fix else ""))
 
 
 def require(holds: object, rule: str, got: object, fix: str = "") -> None:
-    """Raise a ValueError, ``<rule>, got <got>; <fix>``, unless a rule holds.
-
-    A str is printed as it is: ``got`` may be the value or what is wrong with it.
-    """
+    """Raise a ValueError, ``<rule>, got <got>; <fix>``, unless a rule holds; a str is as it is."""
     if not holds:
         text = got if isinstance(got, str) else summarize(got)
         raise ValueError(f"{rule}, got {text}" + (f"; {fix}" if fix else ""))
@@ -63,7 +57,7 @@ def find_error(check: Callable[[], object]) -> str | TypeError | None:
 
 def check_one_of(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise a ValueError unless a value is one of several."""
-    require(value in choices, f"{name} must be {_or(choices)}", repr(value))
+    require(value in choices, f"{name} must be {one_of(choices)}", repr(value))
 
 
 def is_integer(value: object, low: int = 1) -> TypeGuard[int]:
@@ -127,7 +121,8 @@ def summarize(value: object) -> str:
     return text
 
 
-def _or(choices: Sequence[object]) -> str:
+def one_of(choices: Sequence[object]) -> str:
+    """Return choices as a sentence names them."""
     *first, last = map(repr, choices)
     return f"{', '.join(first)} or {last}"
 

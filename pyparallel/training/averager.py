@@ -150,17 +150,14 @@ class ModelAverager:
             self.inner.flush()
 
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        """Return the flat buffers and the weight with messages in flight merged.
+        """Return the flat buffers, perhaps the live ones, and the weight, with messages merged.
 
-        Called by all ranks together; changes nothing. The tensors may be the live ones.
+        Called by all ranks together; changes nothing.
         """
         return (self.buffers, self._weight) if self.inner is None else self.inner.as_merged()
 
     def as_evaluated(self) -> tuple[list[Tensor], Tensor]:
-        """Return the buffers and the weight whose average is evaluated and saved.
-
-        As ``as_merged``, unless the algorithm's outer steps make a better model than the ranks'.
-        """
+        """Return what is evaluated and saved: as merged, or the better model of outer steps."""
         return self.as_merged()
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,8 +176,7 @@ class ModelAverager:
     def check_state(self, state: dict[str, Any]) -> SavedProgress:
         """Check that ``load_state_dict`` can load a state, and return how far it is.
 
-        Changes nothing. The default wants the structure and shapes of ``state_dict()`` as it is;
-        if that has a number of "steps", ranks compare it. Another structure may raise any error.
+        The default wants the structure and shapes of ``state_dict()``; ranks compare its "steps".
         """
         if self.inner is not None:
             return self.inner.check_state(state)
@@ -188,10 +184,7 @@ class ModelAverager:
         return SavedProgress({"step": state["steps"]} if "steps" in state else {})
 
     def reset(self) -> None:
-        """Reset all state: the parameters of all ranks have been overwritten.
-
-        Called by all ranks together, right after ``flush`` and the overwriting.
-        """
+        """Reset all state, after ``flush`` and the overwriting of all ranks' parameters."""
         if self.inner is not None:
             self.inner.reset()
 

@@ -32,10 +32,7 @@ class BucketAssignment:
 def assign_buckets(
     parameters: Sequence[tuple[int, torch.dtype]], cap_bytes: int
 ) -> BucketAssignment:
-    """Assign parameters, given as (numel, dtype), to buffers of one dtype and about cap_bytes each.
-
-    A parameter is never split: one larger than the cap gets a buffer of its own.
-    """
+    """Assign parameters, (numel, dtype), whole to buffers of a dtype and about cap_bytes."""
     segments: list[Segment] = []
     dtypes: list[torch.dtype] = []
     lengths: list[int] = []
@@ -82,10 +79,7 @@ class FlatBuckets:
         self.buffers, self.segments, self._addresses = memory
 
     def check(self, optimized: Iterable[nn.Parameter]) -> None:
-        """Raise a RuntimeError unless all parameters are views of the buffers and none was added.
-
-        ``optimized`` are all parameters of the optimizer now; frozen ones may be outside.
-        """
+        """Raise a RuntimeError unless these are the parameters, all still views of the buffers."""
         moved = self.find_moved()
         if moved is not None:
             raise RuntimeError(
@@ -129,8 +123,7 @@ class FlatBuckets:
     def shard(self, index: int, num_shards: int) -> "FlatBuckets":
         """Return the same parameters with views of shard ``index`` of each buffer only.
 
-        Shards begin at aligned addresses and are as equal as that allows. Empty shards of small
-        buffers are left out.
+        Shards are aligned, and as equal as that allows; empty ones are left out.
         """
         parts = []
         for buffer in self.buffers:
@@ -163,7 +156,6 @@ def join_buckets(parts: Sequence[FlatBuckets]) -> FlatBuckets:
 
 
 def _flatten(parameters: Sequence[nn.Parameter], cap_bytes: int) -> _Memory:
-    """Move parameters into new buffers, of which they become views."""
     plan = assign_buckets([(p.numel(), p.dtype) for p in parameters], cap_bytes)
     buffers = [  # empty without parameters
         torch.zeros(length, dtype=dtype, device=parameters[0].device)

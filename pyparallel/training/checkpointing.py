@@ -1,8 +1,4 @@
-"""What saving and loading with torch's own functions needs.
-
-Keys without the compiler's prefix, tensors that own their memory, and optimizer steps that only
-create an optimizer's state.
-"""
+"""What saving and loading with torch's own functions needs."""
 
 import sys
 from collections import OrderedDict
@@ -42,12 +38,9 @@ def keys_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 def clone_tensors_for_torch_save(state: Any) -> Any:
     """Return a state whose tensors own their memory, to save a part of a trained module.
 
-    The parameters of a module that is trained here are views of flat buffers, and ``torch.save``
-    writes the whole storage of each view. Tensors that are the same one, such as tied weights, stay
-    so. Whole models need no copy.
-
-    Args:
-        state: for example ``model.head.state_dict()``: tensors in dicts, lists and tuples.
+    Parameters are views of flat buffers, and ``torch.save`` writes the whole storage of each view.
+    Tied weights stay so; whole models need no copy. A state is tensors in dicts, lists and tuples,
+    for example ``model.head.state_dict()``.
     """
     clones: dict[tuple[Any, ...], Tensor] = {}
 
@@ -69,11 +62,7 @@ def with_own_storage(tensor: Tensor) -> Tensor:
 
 
 def is_creating_state() -> bool:
-    """Return whether the optimizer step in progress is not one of training.
-
-    ``torch.distributed.checkpoint.state_dict`` takes a step of learning rate 0 to create the state
-    of an optimizer that has none, when it saves or loads one. No round belongs to it.
-    """
+    """Return whether the optimizer step in progress is DCP's, at a rate of 0 to create a state."""
     checkpoints: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
     if checkpoints is None:
         return False

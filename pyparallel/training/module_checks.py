@@ -8,25 +8,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .arguments import check_type, find_ddp_error
+from .arguments import check_type, find_ddp_error, require
 from .checkpointing import plain_name, uncompiled
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 def check_module(module: Any) -> None:
-    """Raise a TypeError unless an argument is a plain module, compiled or not.
-
-    A ValueError: it has parameters or buffers that are lazy.
-    """
+    """Raise a TypeError unless an argument is a plain module; a ValueError if it is lazy."""
     check_type("module", module, nn.Module, "a torch.nn.Module")
     if error := find_ddp_error("module", uncompiled(module)):
         raise error
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            raise ValueError(
-                f"module must have shapes, got {plain_name(name)}, which is lazy; run it once"
-            )
+        got = f"{plain_name(name)}, which is lazy"
+        require(not is_lazy(tensor), "module must have shapes", got, "run it once")
 
 
 def find_device_error(
@@ -70,6 +65,5 @@ def _describe_tensor(tensor: Tensor) -> str:
     # Flat buffers keep the memory format of a dense tensor, such as channels_last.
     if tensor.layout == torch.strided and not tensor.is_contiguous():
         text += f" with strides {list(tensor.stride())}"
-    return (
-        text if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else f"{text} frozen"
-    )
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{text} frozen" if is_frozen else text

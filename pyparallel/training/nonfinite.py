@@ -1,23 +1,4 @@
-"""Values with a nan or an inf: the policy, and how they are found.
-
-What ``nonfinite="raise"`` does besides leaving them out of the parameters:
-
-==================================  ==========================  ================================
-where                               which ranks raise, when     what has been sent
-==================================  ==========================  ================================
-gradients, GossipDataParallel       the rank at the end of its  the step's round: masses are
-                                    step, those it sends to in  conserved
-                                    the step that receives it
-the same on a GPU                   the rank in a later step    the same, with 0 in their place
-                                                                unless the optimizer leaves out
-gradients, ddp_hook, compress_fsdp  all, in this backward       nothing of the bucket, whose
-                                                                state is unchanged
-the same on a GPU                   all, in the next backward   zeros for the bucket
-what SubnetTrainer merges           all, before the merge       nothing
-a PipelineTrainer's loss            each at the end of the      gradients, which no stage
-                                    call, or in ``flush``       updates with
-==================================  ==========================  ================================
-"""
+"""Values with a nan or an inf: the policy, which each trainer documents, and how they are found."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -26,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .arguments import summarize
+from .arguments import one_of, summarize
 
 NonFinitePolicy = Literal["raise", "skip", "allow"]
 """What is done about gradients with a nan or an inf."""
@@ -38,16 +19,12 @@ def find_policy_error(
     """Return why an argument is no policy for values that are not finite, or None."""
     if isinstance(nonfinite, str) and nonfinite in policies:
         return None
-    *first, last = map(repr, policies)
-    return f"nonfinite must be {', '.join(first)} or {last}, got {summarize(nonfinite)}"
+    return f"nonfinite must be {one_of(policies)}, got {summarize(nonfinite)}"
 
 
 def is_finite(x: Tensor) -> bool:
-    """Return whether all entries of a tensor are finite; the host waits for it.
-
-    Reads x once: a sum is not finite if an entry is not. Where a sum of finite entries overflows, x
-    is read again.
-    """
+    """Return whether all entries of a tensor are finite; the host waits for it."""
+    # A sum is not finite if an entry is not; where finite entries overflow, x is read again.
     if x.dtype != torch.float16 and bool(x.sum().isfinite()):
         return True
     return bool(is_finite_on_device(x))
@@ -62,10 +39,7 @@ def is_finite_on_device(x: Tensor, *, allow_inf: bool = False) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether all entries of tensors of one device are finite, as 0-d bool on it.
-
-    Reads them once, by as few kernels as the device allows; on the CPU again if they may be not.
-    """
+    """Return whether all entries of tensors are finite, as 0-d bool on their device, read once."""
     tensors = [each for each in tensors if each.numel()]
     if not tensors:
         return torch.ones((), dtype=torch.bool, device="cpu")

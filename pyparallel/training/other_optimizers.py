@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .step_hook import StepHook, StepHooks, name_optimizers, takes_closure
+from .step_hook import StepHook, StepHooks, closure_of, name_optimizers
 
 
 def refuse_other_optimizers(
@@ -22,12 +22,10 @@ def refuse_other_optimizers(
 ) -> Callable[[], None]:
     """Raise a RuntimeError when another optimizer is about to step a trainer's parameters.
 
-    Another one is any torch optimizer that holds none of the trainer's, as a wrapper does. It is
-    about to step a parameter that has a gradient, or may get one from a closure. What the trainer's
-    own optimizer steps inside its step is that one's; where ``synchronizes``, a method of the
-    trainer, returns False, steps are local. Only weak references are kept.
-
-    Return what ends the check when it is called; it also ends when the trainer is gone.
+    Another one holds none of the trainer's, as a wrapper does; it is about to step a parameter with
+    a gradient, or with a closure. Steps inside the own optimizer's step are that one's; where
+    ``synchronizes``, a method of the trainer, returns False, steps are local. Return what ends the
+    check, which keeps only weak references.
     """
     check = _Check(trainer, parameters, optimizers, step_hook, synchronizes)
     check.add()
@@ -35,8 +33,6 @@ def refuse_other_optimizers(
 
 
 class _Check:
-    """The check of one trainer; arguments are those of ``refuse_other_optimizers``."""
-
     # Those of this process; replaced, never changed. torch iterates over its dict of hooks in each
     # step, where a trainer that is garbage collected, or closed by another thread, must not change
     # it. So one hook is registered with the first check and stays.
@@ -77,7 +73,7 @@ class _Check:
         """Raise the error of the first check that refuses a step."""
         if not torch.compiler.is_compiling():
             for check in _Check._all:
-                if check.refuses(optimizer, takes_closure(args, kwargs)):
+                if check.refuses(optimizer, closure_of(args, kwargs) is not None):
                     raise RuntimeError(check.text.format(type(optimizer).__name__))
 
     def close(self) -> None:
@@ -89,23 +85,19 @@ class _Check:
 
     def refuses(self, optimizer: Optimizer, has_closure: bool) -> bool:
         """Return whether an optimizer is another one and about to step the trainer's parameters."""
-        if not self.is_open or optimizer in self._own or self._is_inside_own_step():
+        hook = self._hook()
+        is_inside = hook is not None and hook.in_step
+        if not self.is_open or optimizer in self._own or is_inside:
             return False
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         shared = [p for p in parameters if id(p) in self._identities]
         steps = bool(shared) and (has_closure or any(p.grad is not None for p in shared))
-        return steps and not self._is_wrapper(optimizer) and self._takes_rounds()
-
-    def _takes_rounds(self) -> bool:
+        if not steps or self._is_wrapper(optimizer):
+            return False
         method = None if self._synchronizes is None else self._synchronizes()
         return method is None or method()
 
-    def _is_inside_own_step(self) -> bool:
-        hook = self._hook()
-        return hook is not None and hook.in_step
-
     def _is_wrapper(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer holds one of the trainer's, itself or in a list."""
         for value in vars(optimizer).values():
             for each in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(each, Optimizer) and each in self._own:

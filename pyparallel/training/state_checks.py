@@ -42,9 +42,7 @@ def check_on_all_ranks(
 ) -> None:
     """Check this rank's state, and raise on all ranks alike if that of any cannot be loaded.
 
-    ``check`` raises an error, of any type, if the state cannot be loaded; it returns what must be
-    equal on all ranks, such as its step. ``agree`` is ``check_consistent_across_ranks`` on the
-    group, which raises a DisagreementError.
+    ``check`` raises any error, or returns what must be equal on all ranks; ``agree`` compares it.
     """
     fields: list[tuple[str, str]] = []
     problem = None
@@ -73,12 +71,10 @@ def read_metadata(checkpoint_id: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_checkpoint(state: dict[str, Any], checkpoint_id: str | os.PathLike[str]) -> None:
-    """Read the values of a state from a folder of ``torch.distributed.checkpoint``.
+    """Read the values of a state, of empty tensors and None, from a folder of DCP's.
 
     Each rank reads for itself: together, torch's ``load`` has ranks unpickle what others send.
-
-    The state, with empty tensors, and None for all else, is written. A file that is damaged or
-    missing is a ValueError.
+    A file that is damaged or missing is a ValueError.
     """
     from torch.distributed.checkpoint.api import CheckpointException  # takes long to import
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -98,8 +94,7 @@ def read_checkpoint(state: dict[str, Any], checkpoint_id: str | os.PathLike[str]
 def check_like(saved: Any, own: Any, path: str) -> None:
     """Raise a ValueError unless a saved value has the structure, shapes and dtypes of one's own.
 
-    Where one's own is None or empty there is nothing to compare with. Numbers that count, which are
-    at least 0 here, must be so.
+    One's own may be None or empty: then anything fits. Numbers that count must be at least 0.
     """
     if own is None or (isinstance(own, Mapping | list | tuple) and not own):
         return
@@ -130,10 +125,7 @@ def optimizer_kind(optimizer: Optimizer) -> str:
 
 
 def check_optimizer_state(optimizer: Optimizer, saved: Any, kind: str | None, path: str) -> None:
-    """Raise a ValueError if an optimizer cannot load a state; its hyperparameters may differ.
-
-    ``kind`` is the ``optimizer_kind`` of the one that was saved; None: it was not recorded.
-    """
+    """Raise a ValueError if an optimizer cannot load a state, of the ``kind`` saved or None."""
     mine = optimizer_kind(optimizer)
     groups = saved["param_groups"]
     require(kind in (None, mine), f"state_dict must be of the same optimizer, {mine}", str(kind))
@@ -143,11 +135,10 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, kind: str | None, pa
     require([len(group["params"]) for group in groups] == sizes, rule, got)
     for name, default in optimizer.defaults.items() if kind is None else ():
         is_number = isinstance(default, float | int | tuple | Tensor)
-        if is_number and not isinstance(default, bool) and any(name not in g for g in groups):
-            raise ValueError(
-                f"state_dict must be of the same optimizer, {mine}, got one whose parameter groups "
-                f"have no {name}"
-            )
+        is_number = is_number and not isinstance(default, bool)
+        has_all = not is_number or all(name in each for each in groups)
+        rule = f"state_dict must be of the same optimizer, {mine}"
+        require(has_all, rule, f"one whose parameter groups have no {name}")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in groups for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):

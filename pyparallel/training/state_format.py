@@ -23,10 +23,7 @@ _WORDS = 1024  # of 8 bytes, summed into one: 0.1 % of a tensor's bytes are hash
 
 
 class _LiveState(dict[str, Any]):
-    """A state whose checksums are taken when it is written or copied, as a plain dict.
-
-    ``collect`` returns the content of now, or {} if numbers are to stay as they are.
-    """
+    """A state whose checksums are taken when it is written, of what ``collect`` returns."""
 
     def __init__(self, content: Mapping[str, Any], collect: Callable[[], Mapping[str, Any]]):
         super().__init__({**content, FORMAT_KEY: FORMAT})
@@ -84,10 +81,9 @@ def seal(state: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> dict[str
     The checksums are taken when the state is written or copied. A tensor has one by its path, such
     as ``module.0.weight``; all else (keys, types, values, dtypes, shapes) has one together.
 
-    Args:
-        state: dicts, lists and tuples of tensors, numbers, strings and None; or a function that
-            returns them, and is called again before they are written: then numbers are live too, as
-            tensors are. It returns {} if they are to stay as they are.
+    A state is of dicts, lists and tuples of tensors, numbers, strings and None; or a function that
+    returns one, called again before it is written: then numbers are live too, as tensors are. It
+    returns {} if they are to stay as they are.
     """
     return _LiveState(state(), state) if callable(state) else _LiveState(state, dict)
 
@@ -128,9 +124,7 @@ def check_format(state: Mapping[str, Any]) -> None:
 def checksum(tensor: Tensor) -> int:
     """Return a 64-bit checksum of a tensor's bytes in row-major order, which every bit changes.
 
-    Sums of 64-bit words modulo 2**64 are taken on the tensor's device; they, not the tensor, are
-    copied to the host and hashed. Unlike the exclusive or of ``torch.hash_tensor`` a sum also
-    differs if an even number of equal words is lost.
+    Sums of 64-bit words are taken on the tensor's device, and copied to the host and hashed.
     """
     # Of a DTensor, whose module takes long to import, this rank's part.
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
@@ -151,10 +145,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Return the leaves of a nested state by path, in an order that does not depend on insertion.
-
-    An empty container is a leaf; the type of a key is part of what a leaf says.
-    """
+    """Return the leaves of a nested state by path, in an order without regard to insertion."""
     if isinstance(value, Mapping) and value:
         for key in sorted(value, key=lambda key: (type(key).__name__, repr(key))):
             yield from _leaves(value[key], f"{path}.{key}" if path else str(key))

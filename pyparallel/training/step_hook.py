@@ -18,15 +18,12 @@ class StepHook:
     An optimizer whose step calls its parent's step runs the hooks of both, and a step that raises
     does not run its post hooks. Only the outermost of nested steps counts, and only if it returns.
 
-    The gradients of a step exist before it, or when its closure has been evaluated for the first
-    time. Then ``before`` is called, and ``before_update``. But an optimizer that may evaluate its
-    closure several times, as LBFGS does, or at other parameters than those it steps, as SAM does,
-    has copies of them: for it ``before`` is called before the first evaluation. Only torch's own,
-    but for LBFGS, and those of ``pyparallel.optim`` are known not to.
-
-    ``before`` is called once in a step with whether the gradients exist; if it raises, the step has
-    not started. ``before_update`` is called before an update with new gradients,
-    ``before_evaluation`` before each evaluation of a closure, ``after`` after a step.
+    ``before`` is called once in a step, with whether its gradients exist: they do before it, or
+    once its closure has been evaluated. But an optimizer that may evaluate it several times, as
+    LBFGS, or at other parameters, as SAM, has copies of them: for all but torch's own and those of
+    ``pyparallel.optim`` it is called before. If it raises, the step has not started.
+    ``before_update`` is called before an update with new gradients, ``before_evaluation`` before
+    each evaluation of a closure, ``after`` after a step.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class StepHook:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if is_creating_state():
             return None
-        closure = _closure_of(args, kwargs)
+        closure = closure_of(args, kwargs)
         if closure is not None and self._depth and not isinstance(closure, _TrackedClosure):
             self._depth = 0
             raise RuntimeError(
@@ -119,8 +116,6 @@ class StepHook:
 
 
 class _TrackedClosure:
-    """A closure passed to an optimizer, evaluated by its ``StepHook``."""
-
     def __init__(self, closure: Closure, hook: StepHook, optimizer: Optimizer) -> None:
         self._closure, self._hook, self._optimizer = closure, hook, optimizer
 
@@ -131,11 +126,9 @@ class _TrackedClosure:
 class StepHooks:
     """Callbacks around every training step, which is one step of each optimizer, in any order.
 
-    With one optimizer they are those of its ``StepHook``. Several are stepped without closures: a
-    closure of one would evaluate the model between the updates of the others.
-
-    They hold this object, and this object holds none of them. ``before_update`` gets the index of
-    the optimizer, and whether it is the first one; ``after_each`` is called after each one's step.
+    Several are stepped without closures, which would evaluate the model between their updates. The
+    optimizers hold this object, which holds none of them. ``before_update`` gets the index of the
+    optimizer, and whether it is first; ``after_each`` is called after each one's step.
     """
 
     def __init__(
@@ -251,12 +244,8 @@ def name_optimizers(optimizers: Sequence[object]) -> list[str]:
     return [f"{name} (optimizer[{index}])" for index, name in enumerate(names)]
 
 
-def takes_closure(args: Any, kwargs: Any) -> bool:
-    """Return whether the arguments that torch passes to a step's pre-hook have a closure."""
-    return _closure_of(args, kwargs) is not None
-
-
-def _closure_of(args: Any, kwargs: Any) -> Any:
+def closure_of(args: Any, kwargs: Any) -> Any:
+    """Return the closure in the arguments that torch passes to a step's pre-hook, or None."""
     # The signature is step(closure=None), and torch passes the optimizer as args[0].
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 

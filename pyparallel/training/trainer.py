@@ -40,7 +40,6 @@ class Trainer:
         return self._opened
 
     def _check_open(self) -> None:
-        """Raise a RuntimeError if the trainer is closed."""
         if self._opened is None:
             raise RuntimeError(f"{type(self).__name__} must not be used after close()")
 
@@ -50,7 +49,6 @@ class Trainer:
         return round(self._run.stats.wire_bytes)
 
     def _own(self, optimizers: Iterable[Optimizer]) -> None:
-        """Note that this trainer steps some optimizers, until it is closed or gone."""
         for optimizer in optimizers:
             _owners[optimizer] = weakref.ref(self)
 
@@ -74,10 +72,7 @@ class Trainer:
 def raising_on_all_ranks(
     agree: Callable[[list[tuple[str, str]], str | None], None], what: str = ""
 ) -> Iterator[list[tuple[str, str]]]:
-    """Raise an error inside on all ranks, after ``what``; yield fields, which the ranks compare.
-
-    ``agree`` is ``Run.agree``, or raises likewise.
-    """
+    """Raise an error inside on all ranks, after ``what``; yield fields that ``agree`` compares."""
     problem, cause = None, None
     fields: list[tuple[str, str]] = []
     try:

@@ -8,13 +8,13 @@ from pyparallel.integrations import versions
 
 
 def test_an_old_or_missing_host_is_one_sentence_with_the_least_version():
-    versions.require("pytest", "1.0")
+    versions.require_version("pytest", "1.0")
     with pytest.raises(ImportError, match=r"pytest 999\.0 or newer, got \d+\."):
-        versions.require("pytest", "999.0")
+        versions.require_version("pytest", "999.0")
     with pytest.raises(ImportError, match=r"nothing-of-this-name 2\.1 or newer, got none"):
-        versions.require("nothing-of-this-name", "2.1")
+        versions.require_version("nothing-of-this-name", "2.1")
     with (
         mock.patch.object(versions, "version", return_value="2.10.0.dev1"),
         pytest.raises(ImportError, match=r"2\.10 or newer, got 2\.10\.0\.dev1"),
     ):
-        versions.require("host", "2.10")
+        versions.require_version("host", "2.10")

@@ -35,7 +35,7 @@ BAD_PATHS = [
     ("my_models", "--model must be package.module:function, got my_models"),
     ("no_such_models:good", "that can be imported, got no_such_models:good"),
     ("my_models:best", "that can be imported, got my_models:best"),
-    ("my_models:two", r"returns \(module, batch, loss\), my_models:two returned tuple"),
+    ("my_models:two", r"returns \(module, batch, loss\), got my_models:two that returned tuple"),
     ("my_models:frozen", "parameters that require gradients, my_models:frozen has none"),
 ]
 

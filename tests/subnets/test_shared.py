@@ -6,7 +6,7 @@ from itertools import product
 import torch
 
 from pyparallel.comm import Collectives
-from pyparallel.subnets.shared import average
+from pyparallel.subnets.exchange import average
 from tests.subnets.helpers.local_collectives import run_local_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from pyparallel.subnets.storage import allocate, is_released, release
+from pyparallel.subnets.subnet import allocate, is_released, release
 
 
 def test_released_parameters_have_no_memory_and_read_as_nan(subtests):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from ...comm import Run
 from ...comm.collectives import Collectives
 from ...comm.stats import CommStats
 from ...training.nonfinite import NonFinitePolicy, is_finite
-from ..compressor import Compressor
 from ..layout import BufferLayout
 from ..nonfinite import NonFiniteCheck, first_nonfinite_part, raise_of_means
 from ..quantizers.cast import Cast
@@ -22,10 +21,7 @@ from .comm_worker import CommWorker, comm_worker_for, once
 
 
 class BucketReducer:
-    """Averages buckets in the background; skips those after a failure.
-
-    The process group of ``run`` is used by nothing else.
-    """
+    """Averages buckets in the background; skips those after a failure; has its ``run`` alone."""
 
     def __init__(self, run: Run, store: StateStore, nonfinite: NonFinitePolicy) -> None:
         self.collectives = Collectives(run)
@@ -43,7 +39,8 @@ class BucketReducer:
     ) -> Future[Tensor]:
         """Average gradients (numel,) in place in the background, then call ``then``."""
         compressor = self._store.compressor
-        if gradients.device.type == "cpu" and _starts_means(compressor):
+        # One collective, which needs no worker to wait for it.
+        if gradients.is_cpu and isinstance(compressor, Cast) and compressor.starts_means:
             return self._start_mean(compressor, gradients, layout, then)
         self._worker = self._worker or comm_worker_for(gradients.device)
 
@@ -121,8 +118,3 @@ class BucketReducer:
 
     def _state(self, gradients: Tensor, layout: BufferLayout) -> CompressorState:
         return self._store.of(layout, gradients.device)
-
-
-def _starts_means(compressor: Compressor) -> TypeGuard[Cast]:
-    """Return whether a mean is one collective, which needs no worker to wait for it."""
-    return isinstance(compressor, Cast) and compressor.starts_means

@@ -15,9 +15,8 @@ from torch.futures import Future
 def once(job: Callable[[], None], result: Tensor) -> Callable[[Future[Any]], Tensor]:
     """Return a callback of a future that runs a job once, and releases it before it returns.
 
-    Who waits for a future goes on while the thread that has completed it still holds its callbacks.
-    Were one of them the last to hold a process group, that thread would destroy it, at any later
-    time: see ``comm/process_groups.py``.
+    The thread that has completed a future still holds its callbacks when a wait has ended; were one
+    the last to hold a process group, it would destroy it: see ``comm/process_groups.py``.
     """
     jobs = [job]
     del job
@@ -32,8 +31,7 @@ def once(job: Callable[[], None], result: Tensor) -> Callable[[Future[Any]], Ten
 class ThreadWorker:
     """A worker thread, so that all ranks start their collectives in the same order.
 
-    It ends with this object. Unlike with an executor, process exit waits for no job: a job may wait
-    for a rank that is gone or that waits for this one.
+    It ends with this object; process exit waits for no job, which may wait for a rank that is gone.
     """
 
     def __init__(self) -> None:
@@ -62,10 +60,9 @@ def _complete_each(futures: "SimpleQueue[Future[None] | None]") -> None:
 
 
 class CudaStreamWorker:
-    """Two CUDA streams of high priority that take turns; the host never waits.
+    """Two CUDA streams that take turns, as a job is encoded while the one before is sent.
 
-    A job is encoded while the collectives of the one before run, which are queued first on all
-    ranks. High priority: the kernels of a job are short, and communication waits for them.
+    Of high priority: the kernels of a job are short, and communication waits for them.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from ...comm import DisagreementError, Run, StepCounts
 from ...comm.errors import NonFiniteError, PeerError
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, uncompiled, wrong_type
-from ...training.arguments import raise_problem
+from ...training.arguments import raise_problem, require
 from ...training.module_checks import describe_tensors
 from ...training.nonfinite import NonFinitePolicy, find_policy_error
 from ..compressor import AttachPoint, Compressor, validation_error_at
@@ -31,13 +31,11 @@ Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
 
 
 class GradientCompression:
-    """State of the DDP hook that `ddp_hook` returns.
+    """State of the DDP hook that `ddp_hook` returns, and its arguments.
 
-    A DDP keeps its first hook for good; to change the compressor during a run, use `Switch`.
-
-    What needs a process group is created, and compared between ranks, with this object if there is
-    a group by then, else at the first bucket or ``load_state_dict``.
-    Arguments are those of `ddp_hook`.
+    A DDP keeps its first hook for good; to change the compressor during a run, use `Switch`. What
+    needs a process group is created, and compared between ranks, with this object if there is a
+    group by then, else at the first bucket or ``load_state_dict``.
     """
 
     def __init__(
@@ -77,10 +75,7 @@ class GradientCompression:
 
     @property
     def last_step(self) -> CommStats:
-        """Bytes and seconds of this rank in the last finished step.
-
-        If DDP is compiled with its Python reducer: of the current step so far.
-        """
+        """Bytes and seconds of this rank in the last finished step; compiled: in the current."""
         return self._last
 
     @property
@@ -101,14 +96,7 @@ class GradientCompression:
         * ``rank/residual_norm``: the Euclidean norm of what error feedback has not sent yet;
         * ``rank/steps`` that have averaged gradients.
         """
-        return {
-            "rank/bytes_sent": self._sent_before + self._last.wire_bytes,
-            "rank/waiting_seconds": self._last.waiting_seconds,
-            "rank/encode_seconds": self._last.encode_seconds,
-            "rank/decode_seconds": self._last.decode_seconds,
-            "rank/residual_norm": self.residual_norm,
-            "rank/steps": float(self._counts.steps),
-        }
+        return metrics_of(self._last, self._sent_before, self.residual_norm, self._counts.steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank as `StateStore.state_dict`; call it between steps."""
@@ -120,10 +108,9 @@ class GradientCompression:
         """Load a state as `StateStore.load_state_dict`; all ranks call it between steps.
 
         Before there is a process group, a copy is kept until the first bucket, at which the ranks
-        compare their states. What is wrong with it on any rank is raised at once on this one.
-
-        States that are damaged, of another compressor or of different steps are a DisagreementError
-        on all ranks, which have changed nothing; without a process group a ValueError.
+        compare theirs; what is wrong with it here is a ValueError at once. States that are damaged,
+        of another compressor or of different steps are a DisagreementError on all ranks, which have
+        changed nothing.
         """
         if not self._has_group:
             saved = state if isinstance(state, dict) else {}
@@ -192,8 +179,8 @@ class GradientCompression:
     def _raise_failure(self) -> None:
         """Raise the step's first error, when no bucket is in flight.
 
-        Unless all ranks raised the same error, every later step raises it again: other ranks may
-        still be in the middle of this step and would take later messages for those they wait for.
+        Unless all ranks raised it, every later step raises it again: other ranks may still be in
+        the middle of this step and would take later messages for those they wait for.
         """
         failure = self._reducer.failure
         if isinstance(failure, _RAISED_ON_ALL_RANKS):
@@ -224,10 +211,7 @@ class GradientCompression:
         return self._group is not None or dist.is_initialized()
 
     def _start(self, problem: str | TypeError | None = None) -> None:
-        """Compare the arguments of all ranks, and create what needs a process group; only once.
-
-        All ranks call it together. If one has a problem all raise, and the next call tries again.
-        """
+        """Compare the arguments of all ranks, and create what needs a process group; only once."""
         if self._is_started:
             return
         store, steps = self._new_store(), "none"
@@ -267,11 +251,10 @@ class GradientCompression:
         key = tuple(id(parameter) for parameter in parameters)
         if key not in self._layouts:
             for each in parameters:
-                if each.is_complex():
-                    raise ValueError(
-                        "gradients must be of real numbers to be compressed, got those of "
-                        f"{self._name(each)} of {each.dtype}: use torch.view_as_real in the module"
-                    )
+                got = f"those of {self._name(each)} of {each.dtype}"
+                fix = "use torch.view_as_real in the module"
+                rule = "gradients must be of real numbers to be compressed"
+                require(not each.is_complex(), rule, got, fix)
             named = ((self._name(each), _in_memory_order(each)) for each in parameters)
             self._layouts[key] = BufferLayout.of(named)
         return self._layouts[key]
@@ -312,18 +295,15 @@ def ddp_hook(
     Gradients with a nan or an inf, by ``nonfinite``:
 
     * "raise": backward ends in the same `NonFiniteError` on all ranks, which names the first such
-      rank and parameter. Nothing of that bucket is sent, the state of it and of all buckets after
-      it is unchanged, and training can go on: skip the optimizer's step. Buckets averaged earlier
-      in that backward pass have been sent, and their residuals hold only the rest: that part of the
-      skipped step is lost. Costs a pass over the gradients, and an all-gather of a number for each
-      bucket; ``Cast(accumulate=dtype)`` reads its means instead, the same on all ranks, and sends
-      nothing. On a GPU the host does not wait: the rank's bucket counts as zeros, and all ranks
-      raise when the next backward pass begins. With `TopK`, `Sign` and the quantizers with scales
-      the encoder finds the nan, which costs no pass; that rank's residual of the bucket becomes 0,
-      and a sum with the residual that overflows counts too.
+      rank and parameter. Nothing of that bucket is sent, the state of it and of all later ones is
+      unchanged, and training can go on: skip the optimizer's step. What earlier buckets of that
+      pass have sent is lost. Costs a pass over the gradients, and an all-gather of a number for
+      each bucket; ``Cast(accumulate=dtype)`` reads its means instead. On a GPU the host does not
+      wait: the rank's bucket counts as zeros, and all ranks raise when the next backward pass
+      begins. With `TopK`, `Sign` and the quantizers with scales the encoder finds the nan, which
+      costs no pass; that rank's residual of the bucket becomes 0.
     * "skip": such a bucket of a rank counts as zeros in the mean, which is still divided by the
-      number of ranks; no rank is told. With error feedback its residual is sent as usual. Costs a
-      pass.
+      number of ranks; no rank is told. Costs a pass.
     * "allow": means have a nan or an inf on all ranks, and residuals stay finite. A ``GradScaler``
       needs it, to skip the step on all ranks and to lower its scale.
 
@@ -333,17 +313,15 @@ def ddp_hook(
     buckets are: DDP rebuilds buckets after the first step.
 
     Args:
-        compressor: the compressor of all gradients, the same on all ranks.
+        compressor: of all gradients, the same on all ranks.
         model: the module inside DDP, or DDP itself. Its parameter names are the keys of the saved
             state and are matched by ``PerParameter``. Of DDP itself the ranks compare the buffers
             that it broadcasts. None: parameters are numbered.
         process_group: DDP's process group; None: that of the model if it is DDP itself, else the
             default group.
 
-    Raises:
-        DisagreementError: (a ValueError) the compressor does not support DDP, or an argument is
-            invalid or differs between ranks.
-        ValueError: (or a TypeError) likewise on this rank, if there is no process group yet.
+    A compressor that does not support DDP, and an argument that is invalid or differs between
+    ranks, are a DisagreementError, or a ValueError or TypeError if there is no process group yet.
     """
     ddp = uncompiled(model) if isinstance(model, nn.Module) else None
     if process_group is None and isinstance(ddp, nn.parallel.DistributedDataParallel):
@@ -364,6 +342,18 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     model = uncompiled(model)
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return [(plain_name(name), each) for name, each in inner.named_parameters()]
+
+
+def metrics_of(stats: CommStats, sent_before: float, norm: float, steps: int) -> dict[str, float]:
+    """Return the metrics of a step's statistics, after bytes of the steps before."""
+    return {
+        "rank/bytes_sent": sent_before + stats.wire_bytes,
+        "rank/waiting_seconds": stats.waiting_seconds,
+        "rank/encode_seconds": stats.encode_seconds,
+        "rank/decode_seconds": stats.decode_seconds,
+        "rank/residual_norm": norm,
+        "rank/steps": float(steps),
+    }
 
 
 def _describe_sent_buffers(model: nn.Module | None) -> list[tuple[str, str]]:

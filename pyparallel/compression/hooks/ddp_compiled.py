@@ -13,10 +13,7 @@ _NAMESPACE = "pyparallel_compression"
 
 
 class StepDetector:
-    """Detects steps when no gradient is marked as the last one.
-
-    A step has one gradient per parameter: the second gradient of a parameter begins a new step.
-    """
+    """Detects steps when no gradient is marked as the last: a parameter's second one begins one."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -31,9 +28,9 @@ class StepDetector:
 class CustomOp:
     """A method as a PyTorch operator, which compilers call without tracing into it.
 
-    The graph stays whole; a function hidden from compilers breaks it at each parameter, which takes
-    more than a second each to compile. The operator lives as long as this object, which does not
-    keep that of the method alive. The method writes its gradient.
+    A function hidden from compilers breaks the graph at each parameter, which takes more than a
+    second each to compile. The operator lives as long as this object, which does not keep the
+    method's alive. The method writes its gradient.
     """
 
     def __init__(self, method: Callable[[Tensor, Tensor], None]) -> None:

@@ -14,8 +14,7 @@ def is_in_backward() -> bool:
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function after DDP or FSDP2 has ended this backward pass, which raises its errors.
 
-    Both queue a callback of their own, DDP after its last hook: so this queues a second one when
-    the first runs.
+    By a callback in a callback: they queue one of their own, DDP after its last hook.
     """
     before_end_of_backward(lambda: before_end_of_backward(function))
 
@@ -34,8 +33,7 @@ def raise_at_end_of_backward(error: Exception) -> None:
 def before_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when all gradients have been computed, before DDP waits for its buckets.
 
-    Called by a hook of DDP: an error that the function raises is that of the backward pass, which
-    DDP then does not end.
+    An error that it raises is that of the backward pass, which DDP then does not end.
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)

@@ -11,9 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 from ...comm import check_consistent_across_ranks
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, summarize
-from ...training.arguments import require
+from ...training.arguments import raise_problem, require
 from ...training.nonfinite import NonFinitePolicy, find_policy_error
 from ..compressor import AttachPoint, Compressor, validation_error_at
+from .ddp import metrics_of
 from .fsdp_custom import (
     CompressedAllGather,
     CompressedReduceScatter,
@@ -21,7 +22,6 @@ from .fsdp_custom import (
     _PlainAllGather,
     _PlainReduceScatter,
     _Step,
-    check_supported,
 )
 
 _MARK = "_compressed_by_pyparallel"
@@ -38,16 +38,11 @@ def fsdp_reduce_scatter(
     collective. In HSDP, gradients are compressed within each replica; the all-reduce between
     replicas, of shards, stays PyTorch's own.
 
-    Args:
-        compressor: the same on all ranks.
-        name: of the module, the same on all ranks; it seeds random draws.
-
-    Returns:
-        a collective for this module alone. A module keeps the last one it was given, as in PyTorch.
+    Both arguments are the same on all ranks; the ``name`` of the module seeds random draws. The
+    collective is for this module alone, which keeps the last one it was given, as in PyTorch.
     """
-    check_supported(compressor, AttachPoint.FSDP_GRADIENTS)
-    if problem := find_policy_error(nonfinite):
-        raise ValueError(problem)
+    problem = validation_error_at(AttachPoint.FSDP_GRADIENTS, compressor)
+    raise_problem(problem or find_policy_error(nonfinite))
     return CompressedReduceScatter(compressor, name, nonfinite)
 
 
@@ -61,7 +56,7 @@ def fsdp_all_gather(compressor: Compressor, name: str = "module") -> CompressedA
 
     Arguments and what is returned are as of `fsdp_reduce_scatter`.
     """
-    check_supported(compressor, AttachPoint.FSDP_PARAMETERS)
+    raise_problem(validation_error_at(AttachPoint.FSDP_PARAMETERS, compressor))
     return CompressedAllGather(compressor, name)
 
 
@@ -94,42 +89,25 @@ class FSDPCompression:
     def metrics(self) -> dict[str, float]:
         """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
 
-        Nothing is exchanged, and uncompressed collectives are left out. On a GPU the host waits for
-        the residual's norm.
-
-        * ``rank/bytes_sent`` so far, assuming ring or pairwise collectives;
-        * ``rank/waiting_seconds`` of the host in collectives since the last forward pass began. On
-          NCCL streams wait instead;
-        * ``rank/encode_seconds`` and ``rank/decode_seconds``, likewise, as in ``last_step``;
-        * ``rank/residual_norm``: the Euclidean norm of what error feedback has not sent yet;
-        * ``rank/steps``: forward passes.
+        As of ``GradientCompression.metrics``, of compressed collectives alone. The last step, and
+        ``last_step``, begin with the last forward pass; ``rank/steps`` are forward passes.
         """
-        return {
-            "rank/bytes_sent": self._sent_before + self._step.stats.wire_bytes,
-            "rank/waiting_seconds": self._step.stats.waiting_seconds,
-            "rank/encode_seconds": self._step.stats.encode_seconds,
-            "rank/decode_seconds": self._step.stats.decode_seconds,
-            "rank/residual_norm": self.residual_norm,
-            "rank/steps": float(self._num_steps),
-        }
+        stats, norm = self._step.stats, self.residual_norm
+        return metrics_of(stats, self._sent_before, norm, self._num_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank: {"gradients" or "parameters": {module: state}}.
-
-        It differs between ranks and cannot be loaded with another number of ranks. Nothing is
-        copied: what is written is the state of then.
-        """
+        """Return this rank's state, not copied: {"gradients" or "parameters": {module: state}}."""
         return {
             place: {name: each.state_dict() for name, each in modules.items()}
             for place, modules in self._places.items()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a ``state_dict`` between steps, to resume bit for bit; all ranks call it together.
+        """Load a ``state_dict`` of this rank between steps, to resume bit for bit; all call it.
 
         States that are damaged, of other modules or another compressor, or of different steps are a
-        DisagreementError on all ranks, which have changed nothing. For another rank or number of
-        ranks, or other shapes, the next step raises an error.
+        DisagreementError on all ranks, which have changed nothing; of other shapes or numbers of
+        ranks, an error of the next step.
         """
         check_on_all_ranks(
             lambda: self._check_state(state),
@@ -179,14 +157,13 @@ def compress_fsdp(
     a module in place of a bucket.
 
     Args:
-        model: ``fully_shard`` has been applied to some of its modules, often to itself too.
+        model: with modules that ``fully_shard`` has been applied to.
         gradients: the compressor of reduce-scatters; None: uncompressed.
         parameters: the compressor of all-gathers, without error feedback; None: uncompressed.
         process_group: all ranks that have the model; None: the default group.
 
-    Raises:
-        DisagreementError: a compressor does not support FSDP2; an argument is invalid or differs
-            between ranks; the model has no such modules or is compressed already.
+    A compressor that does not support FSDP2, an argument that is invalid or differs between ranks,
+    and a model without such modules or compressed already are a DisagreementError.
     """
     named = [(plain_name(name), each) for name, each in model.named_modules()]
     modules = {name: each for name, each in named if isinstance(each, FSDPModule)}

@@ -20,21 +20,21 @@ def compressed_reduce_scatter(
 ) -> Tensor:
     """Return this rank's shard of the sum over ranks of the decoded messages, (numel,) float32.
 
-    Shard i of x, (ranks * numel,), is for rank i; ``name`` is the key of the buffer's state. The
-    sender keeps the residual, of the whole buffer. Blockwise compressors encode the buffer in one
-    call, others shard by shard.
-    A CorruptMessageError on every rank names the rank that sent the corrupt message.
+    Shard i of x, (ranks * numel,), is for rank i; ``name`` is the key of the buffer's state, which
+    the sender keeps. A CorruptMessageError on every rank names who sent the corrupt message.
     """
     numel = x.numel() // collectives.size
     if numel == 0:
         return x.float()
+    inner = store.compressor
+    inner = inner.compressor if isinstance(inner, ErrorFeedback) else inner
+    blockwise = inner if isinstance(inner, BlockwiseCompressor) else None
     with collectives.stats.encoding():
-        packed = _encode(x, name, store, collectives.size)
+        packed = _encode(x, name, store, collectives.size, blockwise)
     received = packed.exchange(collectives, fixed_length=store.compressor.fixed_length)
     with collectives.stats.decoding():
         total = torch.zeros(packed.layouts[0].numel, dtype=torch.float32, device=x.device)
         corrupt_sender = _add(received, store.compressor, packed.layouts[collectives.rank], total)
-    blockwise = _blockwise_of(store.compressor)
     accepts_all = blockwise is not None and blockwise.accepts_all
     # A GPU counts corrupt entries, and a later message raises: the host does not wait.
     if x.device.type == "cpu" and not accepts_all:
@@ -64,10 +64,7 @@ def compressed_all_gather(
 
 @dataclass(frozen=True)
 class _PackedMessages:
-    """Messages for all ranks, concatenated tensor by tensor in rank order.
-
-    ``sizes`` has for each tensor the number of entries for each receiver.
-    """
+    """Messages for all ranks, tensor by tensor in rank order; ``sizes`` are theirs, by rank."""
 
     tensors: list[Tensor]
     sizes: list[list[int]]
@@ -94,22 +91,12 @@ class _PackedMessages:
         return theirs
 
 
-def _encode(x: Tensor, name: str, store: StateStore, num_parts: int) -> _PackedMessages:
-    blockwise = _blockwise_of(store.compressor)
+def _encode(
+    x: Tensor, name: str, store: StateStore, num_parts: int, blockwise: BlockwiseCompressor | None
+) -> _PackedMessages:
     if blockwise is None:
         return _encode_parts(x, name, store, num_parts)
-    return _encode_blocks(x, name, store, num_parts, blockwise)
-
-
-def _blockwise_of(compressor: Compressor) -> BlockwiseCompressor | None:
-    inner = compressor.compressor if isinstance(compressor, ErrorFeedback) else compressor
-    return inner if isinstance(inner, BlockwiseCompressor) else None
-
-
-def _encode_blocks(
-    x: Tensor, name: str, store: StateStore, num_parts: int, blockwise: BlockwiseCompressor
-) -> _PackedMessages:
-    """Encode in one call. A block must not span two shards, so shards are padded with zeros."""
+    # In one call. A block must not span two shards, so shards are padded with zeros.
     numel = x.numel() // num_parts
     longer = -(-numel // blockwise.granularity) * blockwise.granularity
     padded = x

@@ -18,10 +18,9 @@ from ...comm import ANY, Run, StepCounts
 from ...comm.collectives import Collectives
 from ...comm.errors import NonFiniteError
 from ...comm.stats import CommStats
-from ...training import summarize
-from ...training.arguments import raise_problem
+from ...training.arguments import require
 from ...training.nonfinite import NonFinitePolicy
-from ..compressor import AttachPoint, Compressor, validation_error_at
+from ..compressor import Compressor
 from ..layout import BufferLayout, Piece
 from ..nonfinite import NonFiniteCheck
 from ..state_store import StateStore, steps_of
@@ -69,15 +68,12 @@ class _CompressedCollective:
 
     def check(self, state: dict[str, Any]) -> list[tuple[str, str]]:
         """Return what of a state must be equal on all ranks; raise if it cannot be loaded."""
-        if state and not state.get("compressor"):
-            raise ValueError(f"state must be a result of state_dict(), got {summarize(state)}")
-        if state and state["compressor"] != repr(self._compressor):
-            raise ValueError(
-                f"state must have been saved with compressor {self._compressor}, got "
-                f"{state['compressor']}"
-            )
         if not state:  # saved before the first step
             return [("number of messages of state", "none")]
+        saved = state.get("compressor")
+        require(saved, "state must be a result of state_dict()", state)
+        rule = f"state must have been saved with compressor {self._compressor}"
+        require(saved == repr(self._compressor), rule, saved)
         # The group, and so the rank, is known at the next call, which checks them.
         StateStore(self._compressor, state.get("rank", 0), state["num_ranks"]).check_state(state)
         return [("number of messages of state", steps_of(state))]
@@ -122,13 +118,9 @@ class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
     ) -> None:
         """Reduce-scatter; finished, or on a GPU queued, on return, with or without ``async_op``.
 
-        The input is set to 0 by ``nonfinite="skip"``, and on a GPU by "raise", if it is not finite.
-
-        Raises:
-            ValueError: an op that is not SUM, AVG or PREMUL_SUM, or another dtype than float32,
-                bfloat16 or float16.
-            CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
-            NonFiniteError: on every rank, naming a rank and a parameter, or the module.
+        An op other than SUM, AVG or PREMUL_SUM, or a dtype other than float32, bfloat16 or float16,
+        is a ValueError. A CorruptMessageError names the sender on every rank, a NonFiniteError a
+        rank and a parameter; by "skip", and on a GPU, such an input is set to 0.
         """
         factor = _factor_of(op, group.size())
         store, collectives = self._open(group)
@@ -167,12 +159,9 @@ class CompressedAllGather(_CompressedCollective, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """All-gather; finished, or on a GPU queued, on return, with or without ``async_op``.
+        """All-gather; errors are as of the reduce-scatter.
 
-        Raises:
-            ValueError: another dtype than float32, bfloat16 or float16. FSDP2 gathers bytes, uint8,
-                if a module's parameters have several dtypes or their own all-gather.
-            CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
+        FSDP2 gathers bytes, uint8, if parameters have several dtypes or their own all-gather.
         """
         store, collectives = self._open(group)
         with torch.no_grad():
@@ -204,13 +193,7 @@ class _PlainAllGather(_Plain, DefaultAllGather):  # type: ignore[misc]
     _what = "all-gather"
 
 
-def check_supported(compressor: Compressor, place: AttachPoint) -> None:
-    """Raise a TypeError or a ValueError if a compressor cannot be attached at a place."""
-    raise_problem(validation_error_at(place, compressor))
-
-
 def _factor_of(op: _ReduceOp, num_ranks: int) -> float:
-    """Return the factor of a sum over ranks."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:

@@ -46,9 +46,8 @@ class ConvAutoEncoder(AutoEncoder):
     are computed as matrix products, which give the same bits on all ranks with the same device
     type; cuDNN's need not. The input is zero-padded to a multiple of the downsampling factor.
 
-    Args:
-        channels: output channels of each layer. A code has ``code_channels / 2**layers`` numbers
-            per value: a quarter by default.
+    ``channels`` are the output channels of each layer. A code has ``code_channels / 2**layers``
+    numbers per value: a quarter by default.
     """
 
     channels: tuple[int, ...] = (16, 32, 32, 16)
@@ -68,7 +67,7 @@ class ConvAutoEncoder(AutoEncoder):
 
     @override
     def init(self, device: torch.device) -> Tensor:
-        """Draw normal weights that keep magnitudes from layer to layer (He et al., 2015)."""
+        # Normal weights that keep magnitudes from layer to layer (He et al., 2015).
         generator = torch.Generator().manual_seed(self.seed)
         layers = [
             torch.randn(rows * columns, generator=generator, dtype=torch.float32, device="cpu")
@@ -142,10 +141,9 @@ def train_step_(
 ) -> None:
     """Train one step, so that the mean code over ranks decodes to the mean of the values.
 
-    All ranks must call it with their values and the mean of all, both (n,) float32. The state, of
-    ``init_training_state``, is written, and its weights stay equal: gradients are averaged over
-    ranks. The loss is the mean squared error relative to the mean square of the mean: 1 is no
-    better than decoding to 0. SGD with momentum; a non-finite gradient is skipped.
+    All ranks call it with their values and the mean of all, both (n,) float32; the weights of the
+    state, of ``init_training_state``, stay equal. The loss is relative to the mean square of the
+    mean: 1 is no better than decoding to 0. SGD with momentum; a non-finite gradient is skipped.
     """
     if not state["weights"].numel():
         return
@@ -185,8 +183,7 @@ def decode_mean(
 
     The mean of the shares over ranks is the decoded mean, though no rank knows another's: each
     share is the decoder linearized at the mean code, evaluated at this rank's code. The codes'
-    deviations from their mean sum to 0, so the tangents do. For a linear decoder, the share is what
-    this rank's own code decodes to.
+    deviations from their mean sum to 0, so the tangents do.
     """
     at = mean_code.detach().requires_grad_()
     decoded = auto_encoder.decode(weights.detach(), at, numel)

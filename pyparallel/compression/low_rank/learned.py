@@ -44,11 +44,9 @@ class Learned(Compressor):
     Bytes sent, for k entries at shared indices and a code of length c (k / 4 by default): 4 k of
     indices, 8 per innovation to every rank; in the second phase an all-reduce of 4 k, and for
     training one of 4 c and one of 4 per weight (21008 by default); in the third phase an all-reduce
-    of 4 c. Codes stay float32, since shares of a rounded mean would not average to it. A training
-    step costs a forward and a backward pass through the auto-encoder; the third phase a forward
-    pass and two backward passes through the decoder. Each buffer (a DDP bucket) has its own
-    auto-encoder, with 8 bytes per weight; ``state.common["loss"]`` is its last loss, below 1 if
-    anything was learned.
+    of 4 c. Codes stay float32, since shares of a rounded mean would not average to it. Each buffer
+    (a DDP bucket) has its own auto-encoder, with 8 bytes per weight; ``state.common["loss"]`` is
+    its last loss, below 1 if anything was learned.
 
     It only averages over ranks, so it supports DDP alone. All ranks decode, so their devices must
     be of one type. Codes of small parameters save nothing: use ``PerParameter`` with another
@@ -86,21 +84,18 @@ class Learned(Compressor):
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """Return a state with initial weights and no estimate of the selection threshold."""
         threshold = torch.zeros((), dtype=torch.float32, device=device)
         common = init_training_state(self.auto_encoder, device)
         return CompressorState(layout, rank, common=common, hints={"threshold": threshold})
 
     @override
     def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
-        """Raise RuntimeError: use `mean_`."""
         self._refuse()
 
     @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """Raise RuntimeError: use `mean_`."""
         self._refuse()
 
     @override
@@ -160,7 +155,6 @@ class Learned(Compressor):
     def _average_codes(
         self, values: Tensor, state: CompressorState, collectives: Collectives
     ) -> tuple[Tensor, Tensor]:
-        """Return the decoded mean of the values' codes, and this rank's share of it."""
         weights = state.common["weights"]
         with collectives.stats.encoding():
             code = self.auto_encoder.encode(weights, values)

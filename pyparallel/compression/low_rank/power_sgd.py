@@ -31,10 +31,9 @@ class PowerSGD(Compressor):
     uncompressed, in the first of the two all-reduces.
 
     Factors are computed and sent in float32 for every dtype of x. Q is kept for each parameter by
-    name and orthonormalized before use, so gradients may have any magnitude. A column of Q that
-    becomes zero keeps its old value: zero gradients are sent as zeros and do not change Q. A nan or
-    an inf makes its matrix nan on all ranks, leaves Q unchanged, and resets the residual of this
-    matrix to zero.
+    name and orthonormalized before use, so gradients may have any magnitude; zero gradients do not
+    change it. A nan or an inf makes its matrix nan on all ranks, leaves Q unchanged, and resets the
+    residual of this matrix to zero.
 
     Args:
         rank: columns of P and Q, from 1 to 64; at most the smaller dimension of a matrix.
@@ -68,7 +67,6 @@ class PowerSGD(Compressor):
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """Return a state with a random Q, (columns, rank), for each matrix."""
         matrices = self._matrices(layout, device)
         pieces = {
             name: {Q: self._draw(name, batch).to(device)}
@@ -179,7 +177,6 @@ def _basis(matrices: Matrices, state: CompressorState) -> list[Tensor]:
 
 
 def _orthogonalize(matrices: Matrices, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the uncompressed entries, and P of all matrices."""
     others, left = first.tensor_split([matrices.num_others])
     if matrices.batches:
         ops.orthogonalize_(matrices.lefts(left))
@@ -212,7 +209,6 @@ def _remember(
 def _write_mean(
     matrices: Matrices, x: Tensor, residual: Residual, left: Tensor, right: Tensor, others: Tensor
 ) -> None:
-    """Overwrite x by the mean, and the residual by the error."""
     for batch, p, q in _factors(matrices, left, right):
         mine = batch.view(x)
         _write_product(mine, p, q)
@@ -242,11 +238,7 @@ def _subtract_product(residual: Tensor, p: Tensor, q: Tensor) -> None:
 
 
 def _clear_non_finite(residual: Tensor, dtype: torch.dtype, right: Tensor, others: Tensor) -> None:
-    """Set non-finite entries of the residual to 0.
-
-    The factors tell whether there can be any, which saves the CPU a pass over the residual. On a
-    GPU the host synchronization would take longer than the pass.
-    """
+    """Set non-finite entries of the residual to 0; by the factors a CPU may save a pass over it."""
     limit = torch.finfo(dtype).max / MAX_COLUMNS  # products of smaller factors stay finite
     clean = residual.is_cpu and all(
         bool(each.abs().amax() < limit) for each in (right, others) if each.numel()

@@ -4,9 +4,9 @@ Importing this registers them with their defaults, for ``Trainer(strategy="pypar
 ``Trainer(strategy="pyparallel_compressed_ddp")``.
 """
 
-from ..versions import require
+from ..versions import require_version
 
-require("lightning", "2.4")
+require_version("lightning", "2.4")
 
 from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 

@@ -22,9 +22,7 @@ class CompressedDDPStrategy(RankFiles):
             all ranks, else "raise".
         kwargs: of Lightning's DDPStrategy, but its hooks.
 
-    Raises:
-        TypeError: DDP is given another hook.
-        ValueError: there is one rank only, or a checkpoint is of another number of ranks.
+    One rank alone, and a checkpoint of another number of ranks, are a ValueError.
     """
 
     _state: GradientCompression | None = None

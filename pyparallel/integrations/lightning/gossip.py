@@ -30,10 +30,8 @@ class GossipStrategy(RankFiles):
         bucket_cap_mb, nonfinite: as of ``GossipDataParallel``.
         kwargs: of Lightning's DDPStrategy, but those of DistributedDataParallel and its hooks.
 
-    Raises:
-        TypeError: algorithm_fn is not a function, or an argument is of DistributedDataParallel.
-        ValueError: there is one rank only, layers synchronize their batch statistics, or a
-            checkpoint is of another number of ranks.
+    One rank alone, layers that synchronize their batch statistics, and a checkpoint of another
+    number of ranks are a ValueError; arguments of DistributedDataParallel are a TypeError.
     """
 
     def __init__(

@@ -19,11 +19,9 @@ class RankFiles(DDPStrategy):
 
     @override
     def setup(self, trainer: Any) -> None:
-        if self.world_size < 2:
-            raise ValueError(
-                f"{type(self).__name__} must have at least 2 ranks, got devices=1 and num_nodes=1; "
-                "give Trainer(devices=2) or more, or start the script by torchrun"
-            )
+        rule, got = f"{type(self).__name__} must have at least 2 ranks", "devices=1 and num_nodes=1"
+        fix = "give Trainer(devices=2) or more, or start the script by torchrun"
+        require(self.world_size > 1, rule, got, fix)
         super().setup(trainer)
 
     def rank_state(self) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Interlocking backpropagation: every stage learns from the losses of a window of stages."""
 
-from .heads import Head
+from .heads import ConvHead, Head, LinearHead, PooledHead, TiedHead
 from .schedule import Interlocking
 from .simulate import simulate_interlocking
-from .standard_heads import ConvHead, LinearHead, PooledHead, TiedHead
 from .window import Farthest, Mean, Sum, Window
 
 __all__ = [

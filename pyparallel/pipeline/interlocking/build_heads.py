@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...training.arguments import require
 from ..messages import Value, tensors_of
 from ..messages.endpoints import destinations_of, source_of
 from ..messages.format import Refusal
@@ -33,9 +34,8 @@ def build_heads(
 ) -> dict[int, nn.Module]:
     """Run the first microbatch through all stages; return heads built for it, by stage.
 
-    All ranks must call this. Weights, buffers and the states of random number generators are
-    restored. A head's initialization is seeded by ``torch.initial_seed()`` and its stage, the same
-    on every rank. A stage or a head that fails is a ValueError.
+    All ranks call this; modules and random number generators are restored. A head is initialized by
+    ``torch.initial_seed()`` and its stage alone. A stage or a head that fails is a ValueError.
     """
     built: dict[int, nn.Module] = {}
     problem, cause = None, None
@@ -97,7 +97,6 @@ def _build(head: Head, example: Value, stage: int) -> nn.Module:
 def _check_loss(
     module: nn.Module, head: Head, example: Value, target: Value, loss_fn: Loss, stage: int
 ) -> None:
-    """Raise a ValueError unless a head's loss can be computed and is a 0-d tensor."""
     output: Any = None
     try:
         with torch.no_grad(), preserving_state([module], tensors_of(example)):
@@ -110,11 +109,9 @@ def _check_loss(
             f"{_describe(target)}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if not isinstance(loss, Tensor) or loss.dim():
-        raise ValueError(
-            f"heads must return outputs for which loss_fn returns a 0-d tensor: that of stage "
-            f"{stage}, {head!r}, returns {_describe(output)}, and the loss is {_describe(loss)}"
-        )
+    rule = "heads must return outputs for which loss_fn returns a 0-d tensor"
+    got = f"the loss {_describe(loss)} of {_describe(output)} from that of stage {stage}, {head!r}"
+    require(isinstance(loss, Tensor) and not loss.dim(), rule, got)
 
 
 def _describe(value: Any) -> str:

@@ -20,9 +20,8 @@ class GradientTask:
 class GradientInbox:
     """The gradients that have arrived at a stage, and the decision what to do with them.
 
-    A gradient is named by its microbatch and its origin, the stage of the loss. The runtime
-    executes the decisions with tensors and messages, the simulator with times. ``max_ahead`` is how
-    many microbatches the stage may be ahead of the next one where no gradient makes it wait.
+    A gradient is named by its microbatch and its origin, the stage of the loss. ``max_ahead`` is
+    how many microbatches the stage may be ahead of the next one where no gradient makes it wait.
     """
 
     def __init__(self, stage: int, window: Window, max_ahead: int) -> None:
@@ -98,5 +97,4 @@ class GradientInbox:
         )
 
     def _is_sent(self, origin: int) -> bool:
-        """Return whether the previous stage needs the gradient of a loss."""
         return self._stage > 0 and self._window.wanted(origin, self._stage - 1)

@@ -23,10 +23,7 @@ from .window import Window
 
 @dataclass(frozen=True)
 class SharedWeight:
-    """A weight that heads on later stages read; each step sends it from stage to stage.
-
-    On ranks that do not hold its stage it is a stale copy, which is not read.
-    """
+    """A weight that later stages' heads read: sent in each step, stale on ranks that hold none."""
 
     weight: Tensor
     home: int
@@ -54,10 +51,9 @@ def find_shared_weight(heads: Sequence[Head], modules: Sequence[nn.Module]) -> S
 class InterlockingExecutor(Executor):
     """The executor of a schedule whose gradients are sent within a window of stages.
 
-    Each gradient is tagged with its loss and sent on as soon as it has arrived: a stage polls for
-    gradients after its actions, and waits for them only in ``LEARN``. Gradients that have arrived
-    together go through the stage's graph together. ``max_ahead`` is how many microbatches a stage
-    may be ahead of the next where no gradient makes it wait.
+    Each gradient is sent on as soon as it has arrived: a stage polls for gradients after its
+    actions, and waits for them only in ``LEARN``. Those that have arrived together go through its
+    graph together. ``max_ahead`` is as of ``GradientInbox``.
     """
 
     def __init__(
@@ -81,7 +77,7 @@ class InterlockingExecutor(Executor):
 
     @override
     def destinations(self, action: Action) -> Iterable[Endpoint]:
-        """Yield where the messages of an action are sent, the gradients it leads to included."""
+        # The gradients that the action leads to are included.
         stage = action.stage
         if action.kind is Kind.FORWARD:
             if self._sends_shared(action):
@@ -188,9 +184,8 @@ class InterlockingExecutor(Executor):
             else:
                 self._add(index, microbatch, gradients, weight)
         if task.sent:
-            self._send_input_grads(
-                stage, microbatch, {o: arrived[microbatch, o] for o in task.sent}
-            )
+            sent = {origin: arrived[microbatch, origin] for origin in task.sent}
+            self._send_input_grads(stage, microbatch, sent)
         if not task.is_complete:
             return
         total = self._sums.pop((index, microbatch), ())
@@ -199,7 +194,9 @@ class InterlockingExecutor(Executor):
             if joint is None or isinstance(joint, Refusal):
                 stage.accumulate_grads(microbatch, total)
             else:
-                joint = stage.backward_and_input_vjp(microbatch, total)
+                found = stage.backward(microbatch, total)
+                assert not isinstance(found, Refusal), "the gradients are not"
+                joint = tensors_of(found)
         if task.joint is not None and joint is not None:
             self._send(index, microbatch, task.joint, joint)
 
@@ -209,10 +206,7 @@ class InterlockingExecutor(Executor):
         microbatch: int,
         gradients: Mapping[int, Gradients | Refusal],
     ) -> None:
-        """Send the input gradients for output gradients by origin, or why there are none."""
-        present = {
-            origin: each for origin, each in gradients.items() if not isinstance(each, Refusal)
-        }
+        present = {o: each for o, each in gradients.items() if not isinstance(each, Refusal)}
         for origin, each in gradients.items():
             if isinstance(each, Refusal):
                 self._send(stage.index, microbatch, origin, each)
@@ -224,7 +218,6 @@ class InterlockingExecutor(Executor):
             self._send(stage.index, microbatch, origin, found)
 
     def _add(self, stage: int, microbatch: int, gradients: Gradients, weight: float) -> None:
-        """Add output gradients, times a weight, to what a stage learns from."""
         scaled = gradients if weight == 1.0 else tuple(each * weight for each in gradients)
         total = self._sums.get((stage, microbatch))
         if total is not None:

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from ...training.arguments import check_integer, has_methods, require
+from ...training.arguments import check_integer, find_error, has_methods, require
 from ..runtime.loss import Loss
 from ..schedules.action import Action, Kind
 from ..schedules.one_forward_one_backward import in_order
 from ..schedules.schedule import Schedule
 from ..schedules.shape import PipelineShape
 from ..schedules.versions import Live, Versions
-from .heads import Heads, check_heads
+from .heads import Heads, as_heads
 from .window import Farthest, Losses, Window
 
 
@@ -27,14 +27,12 @@ class Interlocking(Schedule):
     alone. Its gradient is sent to the previous stages as soon as it is computed, apart from all
     others: so a slow stage delays only the stages that learn from its loss or later ones.
 
-    A stage updates once at the end of its own step; no stage waits for another's step to end. The
-    loss is that of ``PipelineTrainer``, and every rank must be given the target. Each rank holds
-    one stage, or a single process holds all.
+    A stage updates once at the end of its own step; no stage waits for another's step to end. Every
+    rank must be given the target, and holds one stage, or a single process all.
 
     A loss that is not finite, or has an invalid target on its rank, has no gradient: the stage of
-    its head, and those that learn from it, skip the update of the step, each with its head. Their
-    ranks raise at the end of it; the other stages update, and their ranks raise nothing. The host
-    reads each loss before its backward.
+    its head, and those that learn from it, skip the update of the step, and their ranks raise at
+    the end of it. The host reads each loss before its backward.
 
     Args:
         window: how many losses a stage can learn from, its own included.
@@ -73,7 +71,8 @@ class Interlocking(Schedule):
                 "Interlocking must have one stage on each rank, or all of them in one process, got "
                 f"{shape.num_stages} stages on {shape.num_ranks} ranks"
             )
-        return check_heads(self.heads, shape.num_stages)
+        problem = find_error(lambda: as_heads(self.heads, shape.num_stages))
+        return None if problem is None else str(problem)
 
     def reach(self, shape: PipelineShape) -> Window:
         """Return the window: which losses each stage learns from."""
@@ -81,7 +80,6 @@ class Interlocking(Schedule):
 
     @override
     def step(self, shape: PipelineShape, rank: int, index: int) -> Iterator[Action]:
-        """Yield 1F1B as if the window's end were the pipeline's end, then the updates."""
         first = index * shape.num_microbatches
         microbatches = range(first, first + shape.num_microbatches)
         window = self.reach(shape)
@@ -105,8 +103,7 @@ class Interlocking(Schedule):
 def _slots(window: Window, stage: int, microbatches: range) -> Iterator[tuple[int, int, Kind, int]]:
     """Yield a stage's forwards, and its backwards as soon as the farthest gradient can arrive.
 
-    In ticks of ``one_forward_one_backward.slots``: the loss of stage j is computed at tick j, and
-    its gradient takes one tick for each stage that it passes.
+    In ticks of ``one_forward_one_backward.slots``; a gradient takes one for each stage it passes.
     """
     farthest = window.farthest(stage)
     ahead = farthest - stage

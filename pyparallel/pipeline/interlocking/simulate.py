@@ -31,14 +31,9 @@ def simulate_interlocking(
     """Simulate steps of interlocking backpropagation and return the timeline.
 
     Besides the schedule's actions the timeline has an ``I`` (``Kind.BACKWARD_INPUT``) whenever a
-    stage sends gradients to the previous stage that it does not learn from, or not yet. Gradients
-    that have arrived together are one ``I``, whose time is proportional to their number. An ``L``
-    runs once the stage has all the gradients it learns from, possibly before its place in the
-    schedule.
-
-    Args:
-        costs: times by stage; ``head``, ``learn`` and ``backward_input`` beside ``forward`` and
-            ``update``.
+    stage sends gradients to the previous stage that it does not learn from, or not yet; its time is
+    proportional to the number that have arrived together. An ``L`` runs once the stage has all the
+    gradients it learns from, possibly before its place in the schedule.
     """
     problem = schedule.validation_error(shape)
     if problem is not None:
@@ -69,8 +64,6 @@ def _check_finished(clock: VirtualClock, current: Mapping[int, Action]) -> None:
 
 @dataclass(eq=False)
 class _Run:
-    """The state of every stage, and the process of every rank."""
-
     schedule: Interlocking
     shape: PipelineShape
     costs: InitVar[Costs]
@@ -155,7 +148,6 @@ class _Run:
     def _gradients(
         self, stage: int, microbatch: int, origins: Iterable[int]
     ) -> list[SimulatedMessage]:
-        """Return the messages to the previous stage, in the order in which they are sent."""
         put = self._inboxes[stage - 1].put
         return [self._message(stage, stage - 1, partial(put, microbatch, each)) for each in origins]
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from ...training import check_like
-from ..messages import Value, tensors_of
+from ..messages import Value
 from ..messages.format import Refusal
 from ..runtime.loss import Criterion, find_target_refusal
 from ..runtime.microbatches import MicrobatchSplitter
@@ -44,11 +44,7 @@ class HeadRuntime:
 
 
 class InterlockingStage(Stage):
-    """A stage that receives and sends a separate gradient for each loss.
-
-    Its optimizers are of the parameters of the stage and its head. The last stage alone has a
-    criterion, and no head.
-    """
+    """A stage that receives and sends a separate gradient for each loss; the last has no head."""
 
     def __init__(
         self,
@@ -69,10 +65,7 @@ class InterlockingStage(Stage):
     def head_backward(
         self, microbatch: int, shared: Tensor | None, splitter: MicrobatchSplitter
     ) -> Gradients | Refusal:
-        """Run the head's forward and backward, and return the gradients of the stage's outputs.
-
-        Or return why there are none; then the next update is skipped.
-        """
+        """Run the head; return the gradients of the stage's outputs, or why there are none."""
         assert self.head is not None, "the last stage's loss is in its forward"
         in_flight = self._in_flight[microbatch]
         inputs = tuple(
@@ -92,9 +85,8 @@ class InterlockingStage(Stage):
     def input_vjp(self, microbatch: int, gradients: Sequence[Gradients]) -> list[Gradients]:
         """Return the input gradients for output gradients; accumulate no weight gradients.
 
-        Those of several losses are batched through the graph with ``vmap``. If it does not support
-        that (a custom function, or recomputed dropout), they go one by one, with a warning the
-        first time.
+        Those of several losses are batched by ``vmap``, or go one by one if the graph does not
+        support it (a custom function, or recomputed dropout).
         """
         in_flight = self._in_flight[microbatch]
         roots, _ = roots_of(in_flight.outputs, ())
@@ -132,15 +124,8 @@ class InterlockingStage(Stage):
             with outside_autocast():
                 torch.autograd.backward(roots, output_grads, inputs=self._parameters)
 
-    def backward_and_input_vjp(self, microbatch: int, gradients: Gradients) -> Gradients:
-        """Accumulate the weights' gradients and return the inputs', in one backward."""
-        input_grads = self.backward(microbatch, gradients)
-        assert not isinstance(input_grads, Refusal), "the gradients are not"
-        return tensors_of(input_grads)
-
     @override
     def update(self) -> None:
-        """Update as ``Stage.update``, and set ``head_loss`` to the mean over the step's samples."""
         super().update()
         if self.head is not None:
             self.head_loss = self.head.criterion.report()

@@ -70,11 +70,9 @@ class Window:
         return self._origins[stage]
 
     def wanted(self, origin: int, stage: int) -> bool:
-        """Return whether the gradient of a loss is needed at a stage's output.
+        """Return whether a gradient is needed at a stage's output: one up to here learns from it.
 
-        It is if this stage or an earlier one learns from that loss. The paper sends min(size - 1,
-        num_stages - stage) gradients to the previous stage; these are the same without those of the
-        first ``size - 1`` heads, which no stage learns from under ``Farthest``.
+        The paper sends also those of the first ``size - 1`` heads, which no stage learns from.
         """
         return any(origin in self._origins[each] for each in range(min(stage, origin) + 1))
 

@@ -60,11 +60,10 @@ class P2PMessage:
 class Channel:
     """Both directions between this rank and a peer.
 
-    A header precedes each payload, so that shapes may change from message to message, and a failing
-    rank can send its error in place of the next message, and a rank that has no value a refusal,
-    which is a message like any other. A short payload is sent behind its header,
-    in one message, if one as long was sent before. A send is waited for only after the peer's
-    headers count it as received. With NCCL the headers travel over gloo.
+    A header precedes each payload, so that shapes may change, and a failing rank can send its error
+    in place of the next message, or one that has no value a refusal. A short payload is sent behind
+    its header, if one as long was sent before. A send is waited for only after the peer's headers
+    count it as received. With NCCL the headers travel over gloo.
     """
 
     def __init__(self, peer: int, groups: P2PGroups) -> None:
@@ -105,8 +104,7 @@ class Channel:
     ) -> None:
         """Send a value asynchronously; it must not be written to until it is delivered.
 
-        ``via_host``: wait for a value on a GPU and send it from the host's memory, so that no
-        kernel of NCCL waits on the GPU. A value that the header cannot describe is a ValueError.
+        ``via_host``: from the host's memory, so that no kernel of NCCL waits on the GPU.
         """
         refusal = None
         if isinstance(value, Refusal):
@@ -137,10 +135,7 @@ class Channel:
         self._prefetch()
 
     def forget(self) -> None:
-        """Expect no more of the messages that the last ``expect`` has announced.
-
-        Receives that are posted stay: they are of the next messages, whichever these are.
-        """
+        """Expect no more of what ``expect`` has announced last; posted receives are of the next."""
         for _ in range(min(self._num_announced, len(self._expected))):
             self._expected.pop()
         self._num_announced = 0

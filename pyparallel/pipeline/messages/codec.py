@@ -16,11 +16,8 @@ class Codec:
     The encoded value is a tuple. Its first tensor is empty and has the shape (0, 1) if the value is
     a tensor, (0, 0) if it is a tuple. A floating-point tensor is replaced by an empty placeholder
     of its dtype and ``requires_grad``, of shape (0, number of compressed tensors, *shape of the
-    tensor), followed by the compressed tensors. So all metadata is in the message's header, which
-    the host reads anyway.
-
-    The compressor has no state between messages. Its random draws are seeded by stream and number,
-    and by the rank where they differ between ranks.
+    tensor), followed by these: so all metadata is in the message's header. Random draws are seeded
+    by stream and number, and by the rank where they differ between ranks.
     """
 
     def __init__(self, compressor: Compressor, rank: int) -> None:
@@ -30,10 +27,7 @@ class Codec:
 
     @torch.no_grad()
     def encode(self, value: Value, stream: object, number: int) -> Value:
-        """Compress the floating-point tensors of a value; return the tensors to send for it.
-
-        ``stream`` is printed as its name, the same at both ends; ``number`` is unique in it.
-        """
+        """Return the tensors to send for a value; ``number`` is unique in its ``stream``."""
         tensors = tensors_of(value)
         single = isinstance(value, Tensor)
         parts = [torch.empty((0, int(single)), device=tensors[0].device if tensors else None)]
@@ -81,7 +75,6 @@ class Codec:
 
 
 def _take_compressed(placeholder: Tensor, parts: deque[Tensor]) -> tuple[Tensor, ...]:
-    """Take the compressed tensors of a placeholder from the parts after it."""
     is_empty = placeholder.dim() >= 2 and placeholder.shape[0] == 0
     valid = is_empty and placeholder.dtype in FLOAT_DTYPES
     if not valid or placeholder.shape[1] > len(parts):

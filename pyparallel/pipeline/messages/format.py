@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...training.arguments import require
+
 Value = Tensor | tuple[Tensor, ...]
 
 HEADER_WORDS = 128
@@ -30,18 +32,9 @@ _ONE_TENSOR = 3  # the count of a value that is a tensor and not a tuple
 _FAILURE = -1  # in place of a count, as are -2 - kind of a refusal
 _MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no payload is larger
 _DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.complex64, torch.complex128),
 )
 
 
@@ -114,15 +107,11 @@ class Header:
         words = array("q", (self.stream, self.number, self.received, count, self.via_host, 0))
         words.extend(self.batch)
         for meta in self.tensors:
-            if meta.dtype not in _DTYPES:
-                raise ValueError(f"tensors to send must be of a plain dtype, got {meta.dtype}")
+            require(meta.dtype in _DTYPES, "tensors to send must be of a plain dtype", meta.dtype)
             words.extend((_DTYPES.index(meta.dtype), meta.differentiable, len(meta.shape)))
             words.extend(meta.shape)
-        if len(words) > HEADER_WORDS:
-            raise ValueError(
-                f"a value to send must have at most about {HEADER_WORDS // 6} tensors, got "
-                f"{len(self.tensors)}"
-            )
+        rule = f"a value to send must have at most about {HEADER_WORDS // 6} tensors"
+        require(len(words) <= HEADER_WORDS, rule, len(self.tensors))
         rest = HEADER_BYTES - 8 * len(words)
         words.frombytes((text or "").encode()[:rest].ljust(rest, b"\0"))
         words[_CHECKSUM] = zlib.crc32(words)

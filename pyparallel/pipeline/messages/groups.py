@@ -29,10 +29,7 @@ class P2PGroups:
 
     @classmethod
     def connect(cls, run: Run, device: torch.device, *, is_ring: bool) -> "P2PGroups":
-        """Create the groups, and connect neighbors, in a ring also the last rank and rank 0.
-
-        All ranks must call this.
-        """
+        """Create the groups and connect neighbors, in a ring also the ends; all ranks call it."""
         num_ranks, ranks = run.size, range(run.size)
         backends = dist.get_backend_config(run.group).split(",")  # such as "cpu:gloo"
         if all(each.split(":")[-1] == "gloo" for each in backends):
@@ -68,10 +65,9 @@ class P2PGroups:
 
     @property
     def supports_inline(self) -> bool:
-        """Return whether a payload may be sent behind its header.
+        """Return whether a payload of unknown length may be sent behind its header.
 
-        The receiver does not know its length: only gloo's TCP transport, the default on Linux,
-        receives a message that is shorter than the tensor that was posted for it.
+        Only gloo's TCP receives a message that is shorter than the tensor posted for it.
         """
         transport = os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP")
         is_tcp = sys.platform == "linux" and transport.upper() == "TCP"
@@ -98,10 +94,7 @@ class P2PGroups:
 
 
 def _place(lower: int, upper: int, num_ranks: int) -> int:
-    """Return which pair of NCCL's groups carries the payloads between neighbors: 0, 2 or 4.
-
-    Neighboring pairs alternate. A ring of an odd number of ranks needs a third pair of groups.
-    """
+    """Return which pair of NCCL's groups carries payloads: 0 or 2 in turn; 4 closes an odd ring."""
     if upper == lower + 1:
         return 2 * (lower % 2)
     return 2 * (upper % 2) if num_ranks % 2 == 0 else 4

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,25 +32,20 @@ class Payloads(Protocol):
         """Wait for the sends: on NCCL the current stream, not the host."""
 
 
+@dataclass(eq=False)
 class GlooPayloads(Payloads):
     """Payloads over gloo, with receives posted before the header is here.
 
-    Most payloads of a stream have the length of its first. Receives of this usual length match its
-    sends in order; one that was posted for a payload of another length serves the next payload of
-    the usual length. Payloads below ``inline_bytes`` are never prefetched: they are sent behind
-    their headers.
+    Most payloads of a stream have the length of its first, and receives of this length match its
+    sends in order. Those up to ``inline_bytes``, which follow their headers, are not prefetched.
     """
 
-    def __init__(
-        self,
-        peer: int,
-        send_group: dist.ProcessGroup,
-        recv_group: dist.ProcessGroup,
-        inline_bytes: int,
-    ) -> None:
-        self._peer = peer
-        self._send_group, self._recv_group = send_group, recv_group
-        self._inline_bytes = inline_bytes
+    _peer: int
+    _send_group: dist.ProcessGroup
+    _recv_group: dist.ProcessGroup
+    _inline_bytes: int
+
+    def __post_init__(self) -> None:
         self._usual_sent: dict[int, int] = {}  # bytes, by stream
         self._usual_received: dict[int, int] = {}
         self._prefetched: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)  # by stream
@@ -86,27 +82,24 @@ class GlooPayloads(Payloads):
         return payload, post(self._recv_group.recv, [payload], self._peer, _tag(stream, usual))
 
 
+@dataclass(eq=False)
 class NcclPayloads(Payloads):
     """Payloads over NCCL, which ignores tags and runs a communicator's operations in one order.
 
     A receive is a kernel that waits on the GPU. It is posted once the header is here, which is sent
-    after the payload: so all that it waits for is enqueued already, and it cannot be in front of
-    work that the peer's data depends on. It does not wait for the compute stream, nor the compute
-    stream for a send.
+    after the payload: so it cannot be in front of work that the peer's data depends on. It does not
+    wait for the compute stream, nor the compute stream for a send.
     """
 
-    def __init__(
-        self,
-        peer: int,
-        send_group: dist.ProcessGroup,
-        recv_group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._peer = peer
-        self._send_group, self._recv_group = send_group, recv_group
-        self._device = device
+    _peer: int
+    _send_group: dist.ProcessGroup
+    _recv_group: dist.ProcessGroup
+    _device: torch.device
+
+    def __post_init__(self) -> None:
         # Receives begin when the stream that they are posted on is done: not the compute stream.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_gpu = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if on_gpu else None
         self._sent: deque[tuple[Tensor, Any]] = deque()
 
     @override

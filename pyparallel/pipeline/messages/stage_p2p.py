@@ -30,13 +30,9 @@ class StageP2P:
     """Sends and receives of one rank's stages; ``groups`` is None with a single rank.
 
     Every rank derives from its neighbors' actions what they will send, and in which order.
-
-    Attributes:
-        batch: that the value received last is of, if it is of a peer's forward.
-        waited: seconds for messages of each kind; None: of barriers.
     """
 
-    batch = NO_BATCH
+    batch = NO_BATCH  # that the value received last is of, if it is of a peer's forward
 
     def __init__(
         self,
@@ -54,6 +50,7 @@ class StageP2P:
         self._newest = 0  # updates before the newest of them
         loads_eagerly = os.environ.get("CUDA_MODULE_LOADING") == "EAGER"
         self._sees_shapes = groups is not None and groups.headers is not None and not loads_eagerly
+        # Seconds for messages of each kind; None: of barriers.
         self.waited: defaultdict[StreamKind | None, float] = defaultdict(float)
         self._run = None if groups is None else groups.payloads[0]
         neighbors = {
@@ -93,11 +90,7 @@ class StageP2P:
             channel.expect(self._streams_from(actions_of(peer), destinations))
 
     def refuse_step(self, action: Action, endpoints: Iterable[Endpoint], refusal: Refusal) -> None:
-        """Send a refusal to the next rank, if there is one, and wait until it has arrived.
-
-        It takes the place of the first message of ``endpoints``, where those of this rank would be
-        sent, that the next rank would receive.
-        """
+        """Send a refusal in place of the first message to the next rank; wait until it is there."""
         for each in endpoints:
             if each.stage == action.stage + 1 < self._shape.num_ranks:
                 self.send(each, action.microbatch, refusal)
@@ -112,10 +105,7 @@ class StageP2P:
     def send(
         self, endpoint: Endpoint, number: int, value: Value | Refusal, batch: BatchMeta = NO_BATCH
     ) -> None:
-        """Send a value to a stage, if it exists.
-
-        ``number`` is unique among the values in flight on its stream.
-        """
+        """Send a value to a stage, if it exists, with a number unique in flight on its stream."""
         if not 0 <= endpoint.stage < self._shape.num_stages:
             return
         peer = endpoint.stage % self._shape.num_ranks
@@ -135,10 +125,7 @@ class StageP2P:
         self._num_updates += 1
 
     def recv(self, endpoint: Endpoint, number: int) -> Value | Refusal:
-        """Wait for the value of a number from another stage, and return it.
-
-        A StepRefusedError says that there is none, as the previous rank has refused the step.
-        """
+        """Return the value of a number; a StepRefusedError if the previous rank has refused."""
         while (endpoint.stream, number) not in self._arrived:
             self._recv_message(endpoint)
         self.batch = self._batches.pop((endpoint.stream, number), NO_BATCH)
@@ -160,8 +147,7 @@ class StageP2P:
     def barrier(self, refusal: Refusal | None = None) -> Refusal | None:
         """Wait until all sends are delivered and every rank is here; return the refusal of any.
 
-        No rank returns before all have called: a waiting rank receives, and so learns of a failure
-        on any rank.
+        A waiting rank receives, and so learns of a failure on any rank.
         """
         channels = list(self._channels.values())
         one_or_two = self._shape.num_ranks <= 2  # then one exchange reaches all ranks
@@ -190,21 +176,13 @@ class StageP2P:
         return refusal
 
     def agree_on_error(self, text: str, without_store: str) -> str:
-        """Return the error that all ranks raise: that of the first to find one.
-
-        ``text`` is this rank's, cut to what neighbors can be sent; ``without_store`` is returned if
-        no rank can publish its own.
-        """
+        """Return the error that all ranks raise, as ``Reports.agree``."""
         if self._run is None:
             return text
         return self._run.reports().agree(cut_failure(text), cut_failure(without_store))
 
     def abort(self, reason: str, *, waits: bool = True) -> None:
-        """Send an error to the neighbors that are still connected.
-
-        ``waits``: keep the process group's store, if this rank hosts it, until all others have
-        agreed on the error.
-        """
+        """Send an error to the neighbors that are still connected; ``waits``: as of Reports."""
         for channel in self._channels.values():
             channel.abort(reason)
         for channel in self._channels.values():

@@ -18,18 +18,14 @@ def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
     """Raise a ValueError unless a split divides so many layers into so many stages."""
     check_num_stages(num_layers, num_stages)
     given = list(split)
-    if len(given) != num_stages - 1:
-        raise ValueError(
-            f"split must hold the first layer of each stage after the first, {num_stages - 1} "
-            f"indices for {num_stages} stages, got {len(given)}: {given}"
-        )
+    wanted = f"{num_stages - 1} indices for {num_stages} stages"
+    rule = f"split must hold the first layer of each stage after the first, {wanted}"
+    require(len(given) == num_stages - 1, rule, f"{len(given)}: {given}")
     are_integers = all(isinstance(index, int) for index in given)
     require(are_integers, "split must hold integers", str(given))
-    if not all(a < b for a, b in pairwise([0, *given, num_layers])):
-        raise ValueError(
-            f"split must ascend, from 1 or more to {num_layers - 1} or less, so that every stage "
-            f"has one of the {num_layers} layers, got {given}"
-        )
+    ascends = all(a < b for a, b in pairwise([0, *given, num_layers]))
+    rule = f"split must ascend, from 1 or more to {num_layers - 1} or less, so that every stage"
+    require(ascends, f"{rule} has one of the {num_layers} layers", str(given))
 
 
 def split_automatically(
@@ -37,11 +33,10 @@ def split_automatically(
 ) -> Split:
     """Profile the layers on rank 0 and balance the stages; return the same split on all ranks.
 
-    All ranks must call this; the others wait for rank 0, and need no ``example``, a microbatch.
-    Layers that share parameters, and those between them, stay on one stage, if that leaves enough
-    others for all stages. Without a ``run`` the default group is used, or a single process.
-
-    A layer that failed is an error on all ranks.
+    All ranks must call this; the others need no ``example``, a microbatch. Layers that share
+    parameters, and those between them, stay on one stage, if that leaves enough others for all
+    stages. Without a ``run`` the default group is used, or a single process. A layer that failed is
+    an error on all ranks.
     """
     alone, run = not dist.is_initialized(), run or Run()
     split: Split = ()

@@ -110,10 +110,7 @@ class CausalInputs(nn.Module, ABC):
         """Return the embedded inputs, and what blocks need of the other arguments."""
 
     def find_input_error(self, *args: Any, **kwargs: Any) -> str | None:
-        """Return why the layer cannot be called with these arguments, or None.
-
-        The ids themselves are checked on the CPU only: on others the host would wait for them.
-        """
+        """Return why the layer cannot be called so, or None; ids are read on the CPU alone."""
         signature = inspect.signature(self.forward)
         try:
             bound = signature.bind(*args, **kwargs).arguments
@@ -125,7 +122,6 @@ class CausalInputs(nn.Module, ABC):
         return problem or self._find_shape_error(given) or self._find_range_error(given)
 
     def _check_others(self, others: Mapping[str, object]) -> None:
-        """Raise a ValueError if there are arguments of other names."""
         problem = others and find_other_argument(others, _names(inspect.signature(self.forward)))
         if problem:
             raise ValueError(problem)
@@ -183,10 +179,7 @@ def find_other_argument(others: Mapping[str, object], names: str) -> str | None:
 
 
 def check_config(model: nn.Module, inner: nn.Module, inner_class: str) -> None:
-    """Raise a ValueError unless the model computes what its layers do.
-
-    ``inner`` is the part that runs the blocks, whose ``forward`` must be that of ``inner_class``.
-    """
+    """Raise a ValueError unless the model, by its ``inner`` part, computes what its layers do."""
     config: Any = model.config
     for name, allowed in {
         "add_cross_attention": False,

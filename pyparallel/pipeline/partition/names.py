@@ -12,9 +12,8 @@ from .torch_pipe import UnpackInputs
 def names_of_modules(model: Any, layers: Sequence[nn.Module]) -> dict[nn.Module, str]:
     """Return the names in the whole model of the modules in the layers of all stages.
 
-    The model is a module; a list that has the whole model as ``model``; any other list, whose
-    layers are named as those of ``nn.Sequential(*layers)``; or torch's stages, whose modules keep
-    the names of the model that was split.
+    A list has the whole model as ``model``, or is named as by ``nn.Sequential(*layers)``; torch's
+    stages keep the names of the model that was split.
     """
     whole = model if isinstance(model, nn.Module) else getattr(model, "model", None)
     if isinstance(whole, nn.Module) and not any(isinstance(each, UnpackInputs) for each in layers):

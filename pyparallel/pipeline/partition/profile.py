@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from ...training import uncompiled
-from ..messages import tensors_of
+from ...training.arguments import require
+from ..messages import Value, tensors_of
 from ..messages.format import detached
 from ..runtime.inputs import Arguments, Inputs, call_module, input_tensors
 from ..runtime.preserve_state import preserving_state
@@ -37,14 +39,15 @@ def profile_layers(
 ) -> list[LayerCost]:
     """Profile each layer of a sequence, in its training mode, on a microbatch.
 
-    Each layer runs alone, on the output of the previous one: once to warm up, then ``repeats``
-    times for the median. So only one layer's activations are held at once. Gradients, buffers,
-    training modes and torch's random number generators are restored when this returns or raises;
-    other changes by layers or hooks are not undone.
-
-    A layer that failed is a RuntimeError, one with uninitialized (lazy) parameters a ValueError.
+    Each runs alone, on the output of the previous one: once to warm up, then ``repeats`` times for
+    the median. Gradients, buffers, training modes and torch's random number generators are
+    restored; other changes by layers or hooks are not undone. A layer that failed is a
+    RuntimeError.
     """
-    _check_shapes(layers)
+    for index, layer in enumerate(layers):
+        lazy = any(is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers()))
+        got = f"a lazy layers[{index}]: run the model once before training"
+        require(not lazy, "layers must have initialized parameters", got)
     costs: list[LayerCost] = []
     profiler = _LayerProfiler(example)
     with preserving_state(layers, input_tensors(example)), torch.enable_grad():
@@ -60,18 +63,7 @@ def profile_layers(
     return costs
 
 
-def _check_shapes(layers: Sequence[nn.Module]) -> None:
-    for index, layer in enumerate(layers):
-        if any(is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
-            raise ValueError(
-                f"layers must have initialized parameters, got a lazy layers[{index}]: run the "
-                "model once before training"
-            )
-
-
 class _LayerProfiler:
-    """Profiles one layer after the other, and passes on a microbatch."""
-
     def __init__(self, value: Inputs) -> None:
         self._value = value
         self._stashed: dict[str, Tensor] = {}
@@ -84,43 +76,30 @@ class _LayerProfiler:
             self._value = Arguments((self._value, *popped))
         own = (*layer.parameters(), *layer.buffers(), *input_tensors(self._value))
         devices = {tensor.device for tensor in own}
-        times = []
+        costs = []
         for _ in range(1 + repeats):
-            run = _LayerRun(layer, self._value)
-            times.append(_time(run, devices))
-        self._value = detached(run.output)
+            output, cost = _run(layer, self._value, devices)
+            costs.append(cost)
+        self._value = detached(output)
         if isinstance(inner, Skippable) and inner.stash is not None:
             self._stashed[inner.stash] = check_stashed(inner.stash, self._value)
-        forward, backward = zip(*times[1:], strict=True)
+        forward, backward = zip(*costs[1:], strict=True)
         return LayerCost(median(forward), median(backward))
 
 
-class _LayerRun:
-    """One forward and backward of a layer, on copies of its inputs, which it may write to."""
-
-    def __init__(self, layer: nn.Module, value: Inputs) -> None:
-        self._layer = layer
-        self._value = tree_map_only(Tensor, _copy, value)
-        self.inputs = input_tensors(self._value)
-        self._targets = [
-            get_gradient_edge(tensor)
-            for tensor in (*self.inputs, *layer.parameters())
-            if tensor.requires_grad
-        ]
-
-    def forward(self) -> None:
-        """Run the forward and set ``output``."""
-        self.output = check_value(call_module(self._layer, self._value))
-
-    def make_output_grads(self) -> None:
-        """Create the gradients of the outputs, which is not timed."""
-        self._outputs = [y for y in tensors_of(self.output) if y.requires_grad]
-        self._output_grads = [torch.ones_like(y) for y in self._outputs]
-
-    def backward(self) -> None:
-        """Run the backward and drop the gradients."""
-        if self._outputs and self._targets:
-            torch.autograd.grad(self._outputs, self._targets, self._output_grads, allow_unused=True)
+def _run(
+    layer: nn.Module, value: Inputs, devices: Iterable[torch.device]
+) -> tuple[Value, LayerCost]:
+    """Run a layer forward and backward, on copies of its inputs, which it may write to."""
+    value = tree_map_only(Tensor, _copy, value)
+    sources = (*input_tensors(value), *layer.parameters())
+    targets = [get_gradient_edge(tensor) for tensor in sources if tensor.requires_grad]
+    output, forward = _timed(lambda: check_value(call_module(layer, value)), devices)
+    outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    gradients = [torch.ones_like(tensor) for tensor in outputs]
+    backward = partial(torch.autograd.grad, outputs, targets, gradients, allow_unused=True)
+    seconds = _timed(backward, devices)[1] if outputs and targets else 0.0
+    return output, LayerCost(forward, seconds)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -128,18 +107,13 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
-def _time(run: _LayerRun, devices: Iterable[torch.device]) -> tuple[float, float]:
-    forward = _seconds(run.forward, devices)
-    run.make_output_grads()
-    return forward, _seconds(run.backward, devices)
-
-
-def _seconds(function: Callable[[], None], devices: Iterable[torch.device]) -> float:
+def _timed(function: Callable[[], Any], devices: Iterable[torch.device]) -> tuple[Any, float]:
+    """Return the result of a call, and its seconds on all devices."""
     _synchronize(devices)
     begin = time.perf_counter()
-    function()
+    result = function()
     _synchronize(devices)
-    return time.perf_counter() - begin
+    return result, time.perf_counter() - begin
 
 
 def _synchronize(devices: Iterable[torch.device]) -> None:

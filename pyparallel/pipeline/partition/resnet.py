@@ -30,8 +30,6 @@ def _blocks(model: Any) -> list[nn.Module]:
 
 
 class _Recomputed(nn.Module):
-    """A block whose activations are computed again in its backward."""
-
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block

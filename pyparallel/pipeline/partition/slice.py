@@ -34,8 +34,6 @@ class Tie:
 
 
 class _Skip(NamedTuple):
-    """A tensor that travels from a stage to a later one."""
-
     name: str
     first: int
     last: int
@@ -51,9 +49,8 @@ def slice_layers(
 ) -> list[StageLayers]:
     """Return one module per stage; each layer keeps its name in the whole model.
 
-    With ``ties_travel`` tied parameters travel with the activations, in the version that the
-    forward of their first stage reads. ``names`` are of modules in the whole model, by which the
-    parameters of the stages in ``own`` are named; None: the layers' own.
+    With ``ties_travel`` tied parameters travel with the activations, in the version that the first
+    stage's forward reads. ``names`` are of modules in the whole model, for stages in ``own``.
     """
     edges = [0, *split, len(layers)]
     parts = [
@@ -102,12 +99,11 @@ def _check_no_shared_buffers(stages: Sequence[nn.Module]) -> None:
     for number, stage in enumerate(stages):
         for name, module in stage.named_modules():
             owner = stage_of.setdefault(module, number)
-            if owner != number and module._buffers.keys() - module._non_persistent_buffers_set:
-                raise ValueError(
-                    "layers must not share modules with buffers across stages, got "
-                    f"{type(module).__name__} {name} on stages {owner} and {number}: move the "
-                    "split, or give each stage its own"
-                )
+            buffers = module._buffers.keys() - module._non_persistent_buffers_set
+            rule = "layers must not share modules with buffers across stages"
+            got = f"{type(module).__name__} {name} on stages {owner} and {number}"
+            fix = "move the split, or give each stage its own"
+            require(owner == number or not buffers, rule, f"{got}: {fix}")
 
 
 def _find_skips(stages: Sequence[nn.Sequential]) -> list[_Skip]:

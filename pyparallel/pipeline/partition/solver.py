@@ -12,23 +12,13 @@ Split = tuple[int, ...]
 
 
 def balance(costs: Sequence[float], num_stages: int, num_ranks: int | None = None) -> Split:
-    """Return the split with the minimal time of the slowest stage. Exact for one stage per rank.
+    """Return the first layer of stages 1, 2, ... with the minimal time of the slowest stage.
 
-    Ties are broken by the second slowest stage, then the third, and so on; then by fewer layers on
-    the first stage, then the second: in 1F1B earlier stages hold more microbatches.
-
-    With several stages on a rank (stage s on rank s mod ranks) a local search for the minimal time
-    of the slowest rank starts from this split: each move shifts one or more adjacent boundaries by
-    one layer, and the best move is made as long as it makes the slowest rank faster (or, on ties,
-    the second slowest, and so on). The result may be a local optimum.
-
-    Args:
-        costs: time of each layer, forward and backward, in any one unit.
-        num_stages: at most the number of layers.
-        num_ranks: a divisor of ``num_stages``; None: one stage per rank.
-
-    Returns:
-        The first layer of stages 1, 2, ...: ``num_stages - 1`` ascending indices.
+    Exact for one stage per rank. Ties are broken by the second slowest stage, and so on; then by
+    fewer layers on the first stage, then the second: in 1F1B earlier stages hold more microbatches.
+    With several on a rank (``num_ranks``, a divisor of ``num_stages``; None: one each) a local
+    search from this split shifts adjacent boundaries by one layer as long as that makes the slowest
+    rank faster. ``costs`` are times of layers, forward and backward, in any one unit.
     """
     check_num_stages(len(costs), num_stages)
     num_ranks = num_stages if num_ranks is None else num_ranks
@@ -43,11 +33,10 @@ def balance(costs: Sequence[float], num_stages: int, num_ranks: int | None = Non
 
 def check_num_stages(num_layers: int, num_stages: int) -> None:
     """Raise a ValueError if there are fewer layers than stages."""
-    if not isinstance(num_stages, int) or not 1 <= num_stages <= num_layers:
-        raise ValueError(
-            f"num_stages must be from 1 to the number of layers, got {num_stages!r} stages for "
-            f"{num_layers} layers: use fewer stages, or divide the model into more layers"
-        )
+    got = f"{num_stages!r} stages for {num_layers} layers"
+    fits = isinstance(num_stages, int) and 1 <= num_stages <= num_layers
+    fix = "use fewer stages, or divide the model into more layers"
+    require(fits, "num_stages must be from 1 to the number of layers", f"{got}: {fix}")
 
 
 def _exact_sums(costs: Sequence[float]) -> list[int]:
@@ -71,10 +60,7 @@ def _smallest_cap(sums: Sequence[int], num_stages: int) -> int:
 
 
 def _begins(sums: Sequence[int], cap: int, num_stages: int) -> list[list[int]]:
-    """Return for each stage the layers at which it can begin; then those where the last can end.
-
-    In ascending order. Only the times of the previous stages are considered.
-    """
+    """Return for each stage where it can begin, ascending; then where the last one can end."""
     begins = [[0]]
     for _ in range(num_stages):
         ends: list[int] = []

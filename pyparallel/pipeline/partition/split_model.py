@@ -44,12 +44,8 @@ def split_model(model: nn.Module) -> SplitModel:
     * ResNet of timm and torchvision: the stem, each block, and the head. With timm's, call
       ``set_grad_checkpointing`` before: its blocks then recompute their activations.
 
-    Args:
-        model: of one of these classes, or of a subclass with the same ``forward``.
-
-    Raises:
-        TypeError: it is of another class.
-        ValueError: its configuration computes what its layers in a row do not.
+    A subclass must have the same ``forward``; another class is a TypeError. A configuration that
+    computes what the layers in a row do not is a ValueError.
     """
     mro: tuple[Any, ...] = type(model).__mro__
     found = _name_of(mro[0])

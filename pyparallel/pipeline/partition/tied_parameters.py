@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...comm import Collectives, Run
 from ..schedules.shape import PipelineShape
@@ -13,9 +13,8 @@ from .slice import Tie
 class TiedParameters:
     """This rank's tied parameters of which other ranks hold copies; all ranks pass all ties.
 
-    The first stage that holds one owns it: its optimizer updates it, with the sum of all gradients.
-    So whatever the optimizers are, the copies are equal to the last bit. Stages of one rank share
-    the parameter itself.
+    The first stage that holds one owns it: its optimizer updates it, with the sum of all gradients,
+    and the copies are equal to the last bit. Stages of one rank share the parameter itself.
     """
 
     def __init__(self, ties: Sequence[Tie], shape: PipelineShape, rank: int, run: Run) -> None:
@@ -39,7 +38,9 @@ class TiedParameters:
         for parameter, ranks, owner in self._copies:
             if not parameter.requires_grad:
                 continue
-            total = _gradient_of(parameter)
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            total = gradient.to(dtype, copy=True).contiguous()
             ranks.all_reduce_(total)
             if ranks.rank != owner:
                 parameter.grad = None
@@ -59,11 +60,3 @@ class TiedParameters:
         """Overwrite the copies by their owners' parameters."""
         for parameter, ranks, owner in self._copies:
             ranks.broadcast_(parameter.data, owner)
-
-
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
-    """Return a gradient to sum over ranks, in float32 or float64."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    if parameter.grad is None:
-        return torch.zeros_like(parameter, dtype=dtype)
-    return parameter.grad.to(dtype, copy=True).contiguous()

@@ -16,8 +16,7 @@ def layers_and_split(
 ) -> tuple[list[nn.Module], Sequence[int] | None]:
     """Return the layers of a model and its split, which torch's ``Pipe`` and stages define.
 
-    A stage of torch's is one layer; it must take exactly the output of the previous one. A rank has
-    only its own ``PipelineStage`` objects: an ``nn.Identity`` that never runs replaces the others.
+    A stage of torch's is one layer; an ``nn.Identity`` that never runs is in the place of others.
     """
     # Importing torch's pipelines takes a second; a caller with one of their objects has done it.
     pipelining = sys.modules.get("torch.distributed.pipelining")
@@ -55,10 +54,7 @@ def _one_layer_each(
 
 
 class UnpackInputs(nn.Module):
-    """A wrapper that unpacks a tuple: torch's stages take arguments, ours take one value.
-
-    The first stage is also called with the arguments of a batch that is a list or a dict.
-    """
+    """A wrapper that unpacks a tuple: torch's stages take arguments, ours take one value."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

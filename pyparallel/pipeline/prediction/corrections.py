@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,9 +33,8 @@ class Correction(Protocol):
     ) -> WeightPredictor:
         """Return a predictor of one optimizer of a stage whose steps are corrected.
 
-        ``predictor`` takes the steps and predicts; ``weights`` has one entry for each parameter
-        group of the optimizer. Gradients of the stage are delayed by ``delay`` updates, at least 1.
-        An optimizer whose steps cannot be corrected is a ValueError.
+        ``weights`` has one entry for each parameter group; the stage's gradients are delayed by
+        ``delay`` updates, at least 1. A ValueError: this optimizer's steps cannot be corrected.
         """
 
 
@@ -45,10 +44,8 @@ class UpdateErrorFeedback(Correction):
 
     With u the whole update that the optimizer computes from a delayed gradient, learning rate and
     decoupled weight decay included, the step is ``w -= u + coefficient * (u - last u)``; the first
-    one is plain. The optimizer's own state is not changed by it. In the paper gradients are delayed
-    by one update, and the coefficient is 1.
-
-    The last u is kept in the optimizer's state, which takes one more copy of the weights' size.
+    one is plain. In the paper gradients are delayed by one update, and the coefficient is 1. The
+    last u is kept in the optimizer's state, which takes one more copy of the weights' size.
 
     Args:
         coefficient: above 0; None: by how many updates the stage's gradients are delayed. Stages
@@ -81,19 +78,15 @@ class UpdateErrorFeedback(Correction):
         return _ErrorFeedbackPredictor(predictor, optimizer, weights, float(coefficient))
 
 
+@dataclass(eq=False)
 class _ErrorFeedbackPredictor(WeightPredictor):
-    def __init__(
-        self,
-        predictor: WeightPredictor,
-        optimizer: Optimizer,
-        weights: Sequence[FlatBuckets],
-        coefficient: float,
-    ) -> None:
-        self._predictor = predictor
-        self._optimizer = optimizer
-        self._weights = weights
-        self._coefficient = coefficient
-        self._states = [FlatState(optimizer, each) for each in weights]
+    _predictor: WeightPredictor
+    _optimizer: Optimizer
+    _weights: Sequence[FlatBuckets]
+    _coefficient: float
+
+    def __post_init__(self) -> None:
+        self._states = [FlatState(self._optimizer, each) for each in self._weights]
 
     @override
     @torch.no_grad()
@@ -118,7 +111,8 @@ class _ErrorFeedbackPredictor(WeightPredictor):
 
     def _leave_out(self, weights: FlatBuckets, state: FlatState, updates: list[Tensor]) -> None:
         """Make the last update and this one equal for parameters that are not to be corrected."""
-        known = [self._is_known(parameter) for parameter in weights.parameters]
+        state_of = self._optimizer.state.get
+        known = [LAST_UNCORRECTED in state_of(each, {}) for each in weights.parameters]
         if all(known) and all(parameter.grad is not None for parameter in weights.parameters):
             return
         views = state.views(LAST_UNCORRECTED), weights.views(updates)
@@ -129,9 +123,6 @@ class _ErrorFeedbackPredictor(WeightPredictor):
                 last.copy_(update)
             elif parameter.grad is None:
                 update.copy_(last)
-
-    def _is_known(self, parameter: nn.Parameter) -> bool:
-        return LAST_UNCORRECTED in self._optimizer.state.get(parameter, {})
 
 
 @dataclass(frozen=True)
@@ -172,14 +163,12 @@ class StageMomentum(Correction):
         return _StageMomentumPredictor(predictor, optimizer, self.limit, delay / num_stages)
 
 
+@dataclass(eq=False)
 class _StageMomentumPredictor(WeightPredictor):
-    def __init__(
-        self, predictor: WeightPredictor, optimizer: Optimizer, limit: float, share: float
-    ) -> None:
-        self._predictor = predictor
-        self._optimizer = optimizer
-        self._limit = limit
-        self._share = share  # of the way from the momentum to the limit
+    _predictor: WeightPredictor
+    _optimizer: Optimizer
+    _limit: float
+    _share: float  # of the way from the momentum to the limit
 
     @override
     def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from ...optim import FusedOptimizer
 from ...training import FlatBuckets
+from ...training.arguments import require
 from .base import Prediction, WeightPredictor
 from .flat_predictor import FlatRule, FlatWeightPredictor, FusedPredictor, Group
 from .last_update import LastUpdatePredictor
@@ -27,15 +28,10 @@ class PredictsStep(Protocol):
     def displacement(
         self, parameter: nn.Parameter, state: Mapping[str, Any], group: Group, horizon: int
     ) -> Tensor:
-        """Compute what the next ``horizon`` steps will add to a parameter; change nothing.
+        """Return what the next ``horizon`` steps will add to a parameter, in its shape.
 
-        Args:
-            state: the optimizer's state of it, never empty.
-            group: its parameter group, with the learning rate of the next steps.
-            horizon: at least 1.
-
-        Returns:
-            A tensor of the parameter's shape.
+        ``state`` is the optimizer's of it, never empty; ``group`` has the rate of the next steps.
+        Nothing is changed.
         """
 
 
@@ -79,27 +75,26 @@ class Displacement(Prediction):
             return _PerParameterPredictor(optimizer, weights, optimizer)
         if isinstance(optimizer, FusedOptimizer):
             return FusedPredictor(optimizer)
-        if _repeats_last_update(optimizer):
+        kind = type(optimizer)
+        if kind is Muon or f"{kind.__module__}.{kind.__qualname__}" in _LIONS:
             return LastUpdatePredictor(optimizer, weights)
         return FlatWeightPredictor(optimizer, weights, _rule_of(optimizer))
 
 
-def _repeats_last_update(optimizer: Optimizer) -> bool:
-    kind = type(optimizer)
-    return kind is Muon or f"{kind.__module__}.{kind.__qualname__}" in _LIONS
+# Of exactly torch's own classes: a subclass may step in another way.
+_RULES: dict[type[Optimizer], FlatRule] = {
+    SGD: SGDRule(),
+    Adam: AdamRule(),
+    AdamW: AdamRule(),
+    NAdam: NAdamRule(),
+    RMSprop: RMSpropRule(),
+}
 
 
 def _rule_of(optimizer: Optimizer) -> FlatRule:
-    """Return the rule of exactly torch's own classes: a subclass may step in another way."""
     kind = type(optimizer)
-    if kind is SGD:
-        return SGDRule()
-    if kind in (Adam, AdamW):
-        return AdamRule()
-    if kind is NAdam:
-        return NAdamRule()
-    if kind is RMSprop:
-        return RMSpropRule()
+    if kind in _RULES:
+        return _RULES[kind]
     raise ValueError(
         "optimizer must, for a schedule that predicts weights, be of pyparallel.optim, or torch's "
         "SGD, Adam, AdamW, NAdam, RMSprop or Muon, or Lion of lion-pytorch or timm, or have a "
@@ -110,13 +105,11 @@ def _rule_of(optimizer: Optimizer) -> FlatRule:
     )
 
 
+@dataclass(eq=False)
 class _PerParameterPredictor(WeightPredictor):
-    def __init__(
-        self, optimizer: Optimizer, weights: Sequence[FlatBuckets], rule: PredictsStep
-    ) -> None:
-        self._optimizer = optimizer
-        self._weights = weights
-        self._rule = rule
+    _optimizer: Optimizer
+    _weights: Sequence[FlatBuckets]
+    _rule: PredictsStep
 
     @override
     def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
@@ -127,7 +120,6 @@ class _PerParameterPredictor(WeightPredictor):
     @override
     @torch.no_grad()
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        """Predict each parameter; copy those without optimizer state."""
         rest = iter(out)
         for group, weights in zip(self._optimizer.param_groups, self._weights, strict=True):
             outputs = [next(rest).copy_(buffer) for buffer in weights.buffers]
@@ -140,9 +132,7 @@ class _PerParameterPredictor(WeightPredictor):
         self, parameter: nn.Parameter, state: Mapping[str, Any], group: Group, horizon: int
     ) -> Tensor:
         displacement = self._rule.displacement(parameter, state, group, horizon)
-        if displacement.shape != parameter.shape:
-            raise ValueError(
-                f"{type(self._rule).__name__}.displacement must return a tensor of the parameter's "
-                f"shape {list(parameter.shape)}, got {list(displacement.shape)}"
-            )
+        shape, name = list(parameter.shape), type(self._rule).__name__
+        rule = f"{name}.displacement must return a tensor of the parameter's shape {shape}"
+        require(displacement.shape == parameter.shape, rule, str(list(displacement.shape)))
         return displacement

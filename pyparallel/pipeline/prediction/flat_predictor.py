@@ -52,10 +52,9 @@ class _Range(NamedTuple):
 
 
 class FlatWeightPredictor(WeightPredictor):
-    """A predictor of one stage's weights, with one op for each flat buffer.
+    """A predictor of one stage's weights, with one op for each flat buffer of state as of weights.
 
-    If the optimizer counts steps, parameters that have had fewer steps than others, because they
-    had no gradient, are predicted separately. Its state is moved to flat buffers.
+    Parameters that have had fewer steps than others, for lack of gradients, are predicted apart.
     """
 
     def __init__(
@@ -157,10 +156,7 @@ class FlatWeightPredictor(WeightPredictor):
 
 
 class FusedPredictor(WeightPredictor):
-    """A predictor of an optimizer of ``pyparallel.optim``: its step writes the prediction.
-
-    The optimizer is laid out, and steps only through this object from now on.
-    """
+    """A predictor of an optimizer of ``pyparallel.optim``: its step writes the prediction."""
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._optimizer = optimizer

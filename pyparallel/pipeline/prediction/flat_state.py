@@ -14,9 +14,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class FlatState:
     """State tensors such as ``exp_avg``, in flat buffers like the weights of a parameter group.
 
-    torch keeps state per parameter and updates it in place, so the tensors can be views of flat
-    buffers. If the optimizer has new tensors (from its first step, or from ``load_state_dict``),
-    they are copied to new buffers.
+    torch updates its state in place, so its tensors can be views of flat buffers; new ones, of a
+    first step or ``load_state_dict``, are copied to new buffers.
     """
 
     def __init__(self, optimizer: Optimizer, weights: FlatBuckets) -> None:
@@ -29,7 +28,9 @@ class FlatState:
 
     def buffers(self, name: str) -> list[Tensor]:
         """Return the flat buffers of a state name; zero for parameters that do not have it."""
-        entries = [self._entry(parameter, name) for parameter in self._weights.parameters]
+        # Not state[parameter]: the defaultdict would create an empty state.
+        state_of = self._optimizer.state.get
+        entries = [state_of(each, {}).get(name) for each in self._weights.parameters]
         known = self._entries.get(name)
         if known is None or any(a is not b for a, b in zip(entries, known, strict=True)):
             self._lay_out(name, entries)
@@ -47,11 +48,6 @@ class FlatState:
             if id(parameter) in chosen:
                 view = self._views[name][index]
                 self._optimizer.state[parameter][name] = self._entries[name][index] = view
-
-    def _entry(self, parameter: nn.Parameter, name: str) -> Tensor | None:
-        # Not state[parameter]: the defaultdict would create an empty state.
-        entry: Tensor | None = self._optimizer.state.get(parameter, {}).get(name)
-        return entry
 
     def _lay_out(self, name: str, entries: list[Tensor | None]) -> None:
         self.num_layouts += 1

@@ -23,9 +23,8 @@ class LastUpdate(Prediction):
     learning rate, momentum and decoupled weight decay are in the update. It is ``Displacement``'s
     rule for ``torch.optim.Muon``, whose Newton-Schulz iteration is not repeated, and for Lion.
 
-    The weights before it are kept in the optimizer's state, which takes one more copy of them. A
-    prediction after a change of the learning rate is still at the rate of the last update; with
-    ``UpdateErrorFeedback`` that update is the corrected one.
+    The weights before it are kept in the optimizer's state, which takes one more copy of them. With
+    ``UpdateErrorFeedback`` the update is the corrected one.
     """
 
     @override
@@ -33,16 +32,15 @@ class LastUpdate(Prediction):
         return LastUpdatePredictor(optimizer, weights)
 
 
+@dataclass(eq=False)
 class LastUpdatePredictor(WeightPredictor):
-    """A predictor that keeps the weights before the last step, of any floating-point dtype.
+    """A predictor whose optimizer's state keeps the weights before the last step, of any dtype."""
 
-    They are in the optimizer's state, so that they are saved with it.
-    """
+    _optimizer: Optimizer
+    _weights: Sequence[FlatBuckets]
 
-    def __init__(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> None:
-        self._optimizer = optimizer
-        self._weights = weights
-        self._states = [FlatState(optimizer, each) for each in weights]
+    def __post_init__(self) -> None:
+        self._states = [FlatState(self._optimizer, each) for each in self._weights]
 
     @override
     @torch.no_grad()

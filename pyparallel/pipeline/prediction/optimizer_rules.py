@@ -95,7 +95,7 @@ def nadam_factor(
 ) -> float | Tensor:
     """Return the sum of NAdam's next steps for constant gradients, in steps of Adam.
 
-    ``step`` is the number of steps so far, and ``product`` that of their momenta.
+    ``step`` have been taken, and ``product`` is that of their momenta.
     """
 
     def momentum(count: float | Tensor) -> Any:

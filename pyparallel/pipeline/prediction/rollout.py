@@ -40,11 +40,8 @@ class Rollout(Prediction):
 
     @override
     def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> WeightPredictor:
-        if type(optimizer) is not SGD:
-            raise ValueError(
-                "optimizer must be torch.optim.SGD for Rollout, got "
-                f"{type(optimizer).__qualname__}; use Displacement()"
-            )
+        rule, got = "optimizer must be torch.optim.SGD for Rollout", type(optimizer).__qualname__
+        require(type(optimizer) is SGD, rule, got, "use Displacement()")
         return FlatWeightPredictor(optimizer, weights, _RolloutRule(self.persistence))
 
 

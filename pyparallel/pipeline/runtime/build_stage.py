@@ -57,12 +57,9 @@ def prepare_training(
     weights: Weights = LiveWeights(predictor)
     if not schedule.flushes:
         weights = StageWeights(
-            flat,
-            predictor,
-            schedule.versions(shape),
-            stage,
+            flat, predictor, schedule.versions(shape), stage,
             lambda microbatch: schedule.update_index(shape, microbatch),
-        )
+        )  # fmt: skip
     return TrainedStage(optimizers, weights, build_schedulers(optimizers, scheduler_fn))
 
 
@@ -92,11 +89,7 @@ def build_schedulers(
 
 
 def find_warm_up(scheduler_fn: SchedulerFactory | None) -> int:
-    """Return after how many updates the learning rate first stops rising.
-
-    Raises:
-        ValueError: it does not rise, or this cannot be found out without training.
-    """
+    """Return after how many updates the learning rate first stops rising, or raise a ValueError."""
     rule = 'synchronous_updates must be a number, not "warm-up",'
     if scheduler_fn is None:
         raise ValueError(f"{rule} without a scheduler_fn")

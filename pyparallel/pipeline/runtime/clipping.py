@@ -59,15 +59,14 @@ def _scale_(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None
 class LossScale:
     """The scale of the losses, an enabled ``GradScaler``'s, which all ranks change alike.
 
-    It is that of Micikevicius et al., ICLR 2018, arXiv 1710.03740, by torch's rule: after an update
-    without an infinity for ``growth_interval`` times it grows, after one with it backs off.
-    ``factor`` is the scale in this step.
+    That of Micikevicius et al., ICLR 2018, arXiv 1710.03740, by torch's rule: it grows after
+    ``growth_interval`` updates without an infinity, and backs off after one with it.
     """
 
     def __init__(self, grad_scaler: torch.amp.GradScaler, run: Run) -> None:
         self._grad_scaler = grad_scaler
         self._run = run
-        self.factor = 1.0
+        self.factor = 1.0  # in this step
 
     def read(self) -> None:
         """Read ``factor`` for the next step; on a GPU the host may wait for it."""
@@ -109,14 +108,11 @@ class LastNormClipper:
     With m microbatches for each update, that of stage j < s is update u - ceil((1 + s - j) / m)
     once the pipeline is full. An update that was skipped leaves the last norm as it is. Norms stay
     on the device.
-
-    Attributes:
-        last: the squared norm of each parameter's gradient in the last update of the stage that was
-            not skipped: (n,), float64; None before.
     """
 
     def __init__(self, max_norm: float) -> None:
-        self.last: Tensor | None = None
+        # The squared norm of each parameter's gradient in the last update that was not skipped.
+        self.last: Tensor | None = None  # (n,) float64; None before
         self._max_norm = max_norm
         self._earlier: Tensor | None = None
         self._own: Tensor | None = None  # of the next update
@@ -135,10 +131,7 @@ class LastNormClipper:
         return total
 
     def norm_from_here(self, accumulated: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        """Return the squared norm of this and the later stages in the next update: 0-d, float64.
-
-        ``accumulated`` has the gradient of each parameter, or None.
-        """
+        """Return the squared norm of this and the later stages in the next update: 0-d, float64."""
         self._own = squared_norms(accumulated, device)
         return self._own.sum() if self._later is None else self._own.sum() + self._later
 
@@ -151,10 +144,7 @@ class LastNormClipper:
         self._later = squared_norm
 
     def clip_(self, gradients: Sequence[Tensor], found_inf: Tensor | None) -> None:
-        """Scale the gradients of an update, those of the last ``norm_from_here``, in place.
-
-        ``found_inf``, 0-d bool: the optimizer will skip the update.
-        """
+        """Scale the gradients of an update in place; ``found_inf``: it will be skipped."""
         assert self._own is not None, "the backward of the update's last microbatch comes before"
         known = [each for each in (self._own.sum(), self._later, self._earlier) if each is not None]
         _scale_(gradients, self._max_norm, torch.stack(known).sum())

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ...comm import PeerError, RemoteError
 from ...comm.profiling import profiled
@@ -39,29 +39,7 @@ class StageError(RuntimeError):
 
 Actions = Callable[[int], Iterable[Action]]  # by rank
 
-
 _RANGES = {kind: f"pyparallel::pipeline_{kind.name.lower()}" for kind in Kind}
-
-
-class _Recording:
-    """Records what runs inside as an action, unless it fails: then ``running`` stays set."""
-
-    def __init__(self, telemetry: Telemetry, action: Action) -> None:
-        self.running: Action | None = None
-        self._telemetry = telemetry
-        self._action = action
-
-    def __enter__(self) -> None:
-        self.running = self._action
-        self._range = profiled(_RANGES[self._action.kind])
-        self._range.__enter__()
-        self._begin = time.perf_counter()
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        self._range.__exit__(kind, *rest)
-        if kind is None:
-            self.running = None
-            self._telemetry.record(self._action, self._begin)
 
 
 class Executor:
@@ -72,7 +50,7 @@ class Executor:
     ) -> None:
         self.stages = stages
         self.telemetry = Telemetry(stages, p2p)
-        self._last: _Recording | None = None
+        self._running: Action | None = None  # also after it has failed
         self.refusals: list[Refusal] = []  # besides those of stages
         self._shape = shape
         self._p2p = p2p
@@ -89,9 +67,7 @@ class Executor:
         """Run this rank's actions of training in their order.
 
         ``empty``: the pipeline is, so that the first stage receives nothing before it has sent. A
-        StageError says that an action failed, here or on another rank, and neighbors have been
-        aborted; a StepRefusedError that the batch is invalid on the first stage's rank, and no rank
-        has begun.
+        StepRefusedError: the batch is invalid on the first stage's rank, and no rank has begun.
         """
         pending = [] if before_updates is None else [before_updates]
 
@@ -119,8 +95,7 @@ class Executor:
     def evaluate(self, splitter: MicrobatchSplitter, outputs: list[Value] | None = None) -> None:
         """Run the forwards of all microbatches without backwards; raises as ``train``.
 
-        An invalid target of the last stage leaves out its forwards. With ``outputs`` those of the
-        last stage are appended to them, and no loss is computed.
+        With ``outputs`` those of the last stage are appended to them, and no loss is computed.
         """
         last = self._shape.num_stages - 1
 
@@ -172,11 +147,7 @@ class Executor:
         return None
 
     def restart(self, versions: Versions) -> None:
-        """Count microbatches from 0 again, with the pipeline empty.
-
-        Args:
-            versions: the policy of which weights they read.
-        """
+        """Count microbatches from 0 again, with the pipeline empty."""
         for stage in self.stages.values():
             stage.weights.restart(versions)
 
@@ -194,10 +165,7 @@ class Executor:
         return taken
 
     def barrier(self, step: int, refusal: Refusal | None = None) -> Refusal | None:
-        """Wait until every rank has finished its actions; return, and keep, the refusal of any.
-
-        ``step`` is the last one, for errors; a StageError if a rank has failed.
-        """
+        """Wait until every rank has finished ``step``; return, and keep, the refusal of any."""
         try:
             refusal = self._p2p.barrier(refusal)
         except (PeerError, RemoteError) as error:
@@ -278,7 +246,7 @@ class Executor:
         run_action: Callable[[Action, Value | Refusal | None], Value | Refusal | None],
         after_first: Callable[[], None] | None = None,
     ) -> None:
-        self._last = None
+        self._running = None
         # A loss, whose graph is released after the gradient is sent.
         before: Value | Refusal | None = None
         may_be_refused = True
@@ -300,18 +268,23 @@ class Executor:
                 if may_be_refused and isinstance(error, StepRefusedError):
                     self._p2p.forget()
                     raise self._refuse(action, destinations, error.refusal) from None
-                self._abort(error, self._where(self._failed_action(action), error))
+                # An action of the schedule may run others.
+                self._abort(error, self._where(self._running or action, error))
             except BaseException as interrupt:  # else the neighbors wait for this rank
-                where = self._where(self._failed_action(action), interrupt)
+                where = self._where(self._running or action, interrupt)
                 self._p2p.abort(self._agree_on_error(interrupt, where)[0], waits=False)
                 raise
 
-    def _recording(self, action: Action) -> "_Recording":
-        self._last = _Recording(self.telemetry, action)
-        return self._last
+    @contextmanager
+    def _recording(self, action: Action) -> Iterator[None]:
+        self._running = action
+        with profiled(_RANGES[action.kind]):
+            begin = time.perf_counter()
+            yield
+        self._running = None
+        self.telemetry.record(action, begin)
 
     def _inputs(self, action: Action, splitter: MicrobatchSplitter) -> Value | Refusal | None:
-        """Return the inputs of a forward or the output gradients of a backward, or None."""
         if action.kind is Kind.FORWARD:
             if action.stage == 0:
                 first: Value = splitter.inputs(action.microbatch)
@@ -327,10 +300,6 @@ class Executor:
     def _recv(self, action: Action) -> Value | Refusal:
         with profiled("pyparallel::pipeline_wait"):
             return self._p2p.recv(source_of(action), action.microbatch)
-
-    def _failed_action(self, action: Action) -> Action:
-        """Return the action that was running: an action of the schedule may run others."""
-        return (self._last and self._last.running) or action
 
     def _where(self, action: Action, error: BaseException) -> str:
         """Return what this rank waited for, or of an error of its own where it failed."""

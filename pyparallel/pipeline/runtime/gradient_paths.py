@@ -70,9 +70,11 @@ class GradientPaths:
         custom Python functions do, among them compiled graphs, and so do some kernels.
         """
         joints = {edge.node for edge in part.joints}
-        return not any(_is_indivisible(node) for node in joints) and not (
-            len(joints) > 1 and joints & self._descendants(joints)
+        is_indivisible = any(
+            isinstance(each, BackwardCFunction) or each.name().startswith(_INDIVISIBLE)
+            for each in joints
         )
+        return not is_indivisible and (len(joints) < 2 or not joints & self._descendants(joints))
 
     def _add_graph(self, root: Node) -> None:
         """Add all nodes reachable from ``root`` to ``children``, children before their parents."""
@@ -95,9 +97,9 @@ class GradientPaths:
                 yield Part(self._leaves([root.node]), outputs=[index])
         output_nrs = self._output_nrs()
         for node in reversed(self.children):
-            branches = self._branches(node)
-            leaves = self._leaves(branches) if branches else None
-            if leaves:
+            children = self.children[node] if node in self.on_path else ()
+            branches = [child for child, _ in children if child not in self.on_path]
+            if branches and (leaves := self._leaves(branches)):
                 joints = [GradientEdge(node, nr) for nr in sorted(output_nrs[node])]
                 yield Part(leaves, joints=joints)
 
@@ -110,11 +112,6 @@ class GradientPaths:
                 if node in self.on_path:
                     output_nrs[node].add(nr)
         return output_nrs
-
-    def _branches(self, node: Node) -> list[Node]:
-        if node not in self.on_path:
-            return []
-        return [child for child, _ in self.children[node] if child not in self.on_path]
 
     def _leaves(self, nodes: Iterable[Node]) -> set[Node]:
         reached = self._reachable(nodes)
@@ -133,7 +130,3 @@ class GradientPaths:
                 reached.add(node)
                 stack.extend(child for child, _ in self.children[node])
         return reached
-
-
-def _is_indivisible(node: Node) -> bool:
-    return isinstance(node, BackwardCFunction) or node.name().startswith(_INDIVISIBLE)

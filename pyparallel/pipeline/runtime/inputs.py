@@ -245,5 +245,4 @@ def _find_mask_error(inputs: Any) -> str | None:
 
 
 def _plain(inputs: Any) -> Any:
-    """Return inputs as errors print them."""
     return (inputs.args, inputs.kwargs) if isinstance(inputs, Arguments) else inputs

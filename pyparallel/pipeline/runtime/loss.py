@@ -54,11 +54,10 @@ class Criterion:
     ) -> Tensor | Refusal:
         """Return the 0-d loss to differentiate, weighted by the microbatch's part of its update.
 
-        A refusal, if it is not finite and the check is not deferred: the host waits for it. A
-        ValueError, if it requires no gradient although an output does.
+        A refusal if it is not finite and the check is not deferred: then the host waits for it.
         """
         defers_check = self.options.defers_check
-        loss = self._report_loss(microbatch, output, splitter, must_be_finite=defers_check)
+        loss = self.loss_for_report(microbatch, output, splitter, must_be_finite=defers_check)
         if not loss.requires_grad and any(each.requires_grad for each in tensors_of(output)):
             raise ValueError(
                 "loss_fn must return a differentiable loss, got one that requires no gradient "
@@ -78,14 +77,14 @@ class Criterion:
         return wide * (share * loss_scale.factor)
 
     def loss_for_report(
-        self, microbatch: int, output: Value, splitter: MicrobatchSplitter
+        self,
+        microbatch: int,
+        output: Value,
+        splitter: MicrobatchSplitter,
+        *,
+        must_be_finite: bool = False,
     ) -> Tensor:
         """Return the unweighted 0-d loss of a microbatch, and add it to the reported mean."""
-        return self._report_loss(microbatch, output, splitter, must_be_finite=False)
-
-    def _report_loss(
-        self, microbatch: int, output: Value, splitter: MicrobatchSplitter, *, must_be_finite: bool
-    ) -> Tensor:
         loss = self.loss_fn(output, splitter.target(microbatch))
         if not isinstance(loss, Tensor) or loss.dim():
             what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -95,10 +94,7 @@ class Criterion:
         return loss
 
     def find_non_finite(self, splitter: MicrobatchSplitter) -> Refusal | None:
-        """Return the refusal of the first deferred loss that is not finite, or None.
-
-        The host waits for the losses, all at once.
-        """
+        """Return the refusal of the first deferred loss that is not finite; the host waits."""
         unknown = self._reported[len(self._values) :]
         if not any(each.must_be_finite for each in unknown):
             return None

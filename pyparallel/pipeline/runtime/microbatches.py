@@ -29,11 +29,6 @@ from .loss_weights import LossWeightFn, compute_loss_weights
 class MicrobatchSplitter:
     """One step's batch, split along the first dimension as ``torch.tensor_split`` does.
 
-    Arguments of the first layer are split as by ``step`` of the schedules of
-    ``torch.distributed.pipelining``: every tensor in them, also in a list or a dict; every other
-    value is given to each microbatch. Inputs that are a list are positional arguments, and those
-    that are a dict keyword arguments. A tuple of tensors is one argument.
-
     Inputs and target may be None on ranks without the stages that take them. Inputs are checked by
     the ``first_layer``, on the rank that calls it. ``has_short_form``: inputs and target are a
     call's two positional arguments. ``place``: rank and step, for errors.
@@ -63,17 +58,11 @@ class MicrobatchSplitter:
         self._mismatch: str | None = None
 
     def find_input_error(self) -> str | TypeError | None:
-        """Return why the inputs cannot be split, or None; for the rank of the first stage.
-
-        If the target is given too, and can be split, it must have as many samples.
-        """
+        """Return why the inputs cannot be split, or are not as many as the target, or None."""
         return self._input_error
 
     def find_target_error(self) -> str | TypeError | None:
-        """Return why the target cannot be split, or None; for ranks that compute a loss.
-
-        From the first received microbatch on that is of other samples than its target, it is that.
-        """
+        """Return why the target, or one of other samples than received, has no loss, or None."""
         if self._target_error is None and isinstance(self._weights, str):
             return self._weights
         return self._target_error or self._mismatch
@@ -113,7 +102,6 @@ class MicrobatchSplitter:
             self._mismatch = self._find_mismatch(microbatch, batch)
 
     def _find_argument_error(self) -> str | None:
-        """Return why the first layer cannot be called with the batch, or a microbatch, or None."""
         if self._first_layer is None:
             return None
         if not isinstance(self._inputs, PreSplit):
@@ -186,7 +174,6 @@ class MicrobatchSplitter:
 
     @cached_property
     def _weights(self) -> list[float] | list[int] | str:
-        """The weight of each microbatch's loss, or why ``loss_weight_fn`` gives none."""
         if self._loss_weight_fn is None:
             return self._target_samples
         return compute_loss_weights(self._loss_weight_fn, self._split_target, self._first)

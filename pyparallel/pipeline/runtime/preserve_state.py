@@ -11,8 +11,8 @@ from torch import Tensor, nn
 def preserving_state(layers: Sequence[nn.Module], inputs: Sequence[Tensor] = ()) -> Iterator[None]:
     """Restore what running layers changes, also after an error.
 
-    That is: ``parameter.grad`` (None inside), buffers, training modes, and the states of torch's
-    random number generators on the CPU and on the devices of the layers and inputs.
+    That is ``parameter.grad`` (None inside), buffers, training modes, and torch's random number
+    generators of the CPU and of the devices of layers and inputs.
     """
     modules = list({module: None for layer in layers for module in layer.modules()})
     parameters = list({p: None for module in modules for p in module.parameters()})

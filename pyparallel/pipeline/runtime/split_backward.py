@@ -15,10 +15,8 @@ class WeightBackward:
     """The half of a backward that ``backward_input`` deferred; no other rank waits for it.
 
     Until ``run`` it holds a part of the graph and the gradients at its edges: neither the output
-    gradients nor the input gradients may be written to before.
-
-    ``deferred`` are edges with their gradients, and the parameters to compute from them;
-    ``computed`` parameters with their gradients, None where none reached them.
+    gradients nor the input gradients may be written to before. ``deferred`` are such edges with the
+    parameters to compute from them, ``computed`` parameters with their gradients.
     """
 
     def __init__(
@@ -56,20 +54,11 @@ def backward_input(
     in the first half and only accumulated in the second: those of consecutive layers that share
     parameters, of custom Python functions (compiled stages), and of kernels that compute all
     gradients at once (batch norm, PReLU, RNNs; attention with a learned query, key or value).
-    Hooks on an activation run in both halves, post-accumulate hooks of such a parameter in neither;
-    activation checkpoints are recomputed for each of their layers that has parameters.
+    Hooks on an activation run in both halves, post-accumulate hooks of such a parameter in neither.
 
-    The graph lives until the second half has run and ``outputs`` are released: drop them early.
-
-    Args:
-        outputs: tensors of any shape; those that require no gradient are skipped.
-        output_gradients: one for each output, of its shape and dtype; None for no gradient. That
-            of a loss must be given too.
-        inputs: leaves of the graph; None, or requiring no gradient, to skip one. If all are
-            skipped, the whole backward is deferred.
-
-    Returns:
-        The gradient of each input, None where skipped or unreached; and the deferred half.
+    Each output has a gradient, or None; ``inputs`` are leaves, or None to skip one: if all are
+    skipped, the whole backward is deferred. Return the gradient of each input, None where skipped
+    or unreached, and the deferred half, until which the graph lives.
     """
     edge_gradients = [
         (get_gradient_edge(output), gradient)
@@ -79,7 +68,10 @@ def backward_input(
     wanted = [x is not None and x.requires_grad for x in inputs]
     edges = [get_gradient_edge(x) for x in inputs if x is not None and x.requires_grad]
     paths = GradientPaths([edge for edge, _ in edge_gradients], [edge.node for edge in edges])
-    deferred, immediate = _divide(paths)
+    deferred: list[Part] = []
+    immediate: list[Part] = []
+    for part in paths.parts():
+        (deferred if paths.can_defer(part) else immediate).append(part)
     joints = [joint for part in deferred for joint in part.joints]
     leaves = [GradientEdge(leaf, 0) for part in immediate for leaf in part.leaves]
     gradients = _gradients(edge_gradients, [*edges, *joints, *leaves], retain_graph=bool(joints))
@@ -88,14 +80,6 @@ def backward_input(
         [_defer(part, edge_gradients, gradients) for part in deferred],
         list(zip((p for part in immediate for p in part.parameters), gradients, strict=True)),
     )
-
-
-def _divide(paths: GradientPaths) -> tuple[list[Part], list[Part]]:
-    deferred: list[Part] = []
-    immediate: list[Part] = []
-    for part in paths.parts():
-        (deferred if paths.can_defer(part) else immediate).append(part)
-    return deferred, immediate
 
 
 def _gradients(
@@ -112,7 +96,6 @@ def _gradients(
 def _defer(
     part: Part, edge_gradients: Sequence[EdgeGradient], gradients: Iterator[Tensor | None]
 ) -> tuple[list[EdgeGradient], list[Tensor]]:
-    """Return the edges and gradients to resume from, and the parameters to compute."""
     captured = [(joint, next(gradients)) for joint in part.joints]
     outputs = [edge_gradients[index] for index in part.outputs]
     return [*outputs, *((edge, g) for edge, g in captured if g is not None)], part.parameters

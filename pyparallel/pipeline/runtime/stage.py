@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...training import check_like, keys_of, optimizer_kind, plain_keys
+from ...training import (
+    check_like,
+    check_optimizer_state,
+    keys_of,
+    optimizer_kind,
+    plain_keys,
+    summarize,
+)
+from ...training.arguments import require
 from ..messages import Value, tensors_of
 from ..messages.format import Refusal
 from .clipping import LastNormClipper
@@ -21,7 +29,6 @@ from .options import StageOptions
 from .preserve_state import check_autocast, outside_autocast
 from .split_backward import WeightBackward, backward_input
 from .stage_layers import owned_parameters
-from .stage_state import all_of, check_training_state, one_or_all
 from .stage_weights import LiveWeights, Weights
 from .values import (
     ExtraTensors,
@@ -54,9 +61,7 @@ class Stage:
     """A part of the model.
 
     Without parameters to train it has no optimizers; only the last one has a criterion.
-    ``schedulers``, one for each optimizer or none, are stepped after each update.
-
-    ``refusals`` are of gradients that the stage has not had, since they were last taken. Without a
+    ``schedulers``, one for each optimizer or none, are stepped after each update. Without a
     ``clipper`` updates are not clipped, or those of all stages together.
     """
 
@@ -87,7 +92,7 @@ class Stage:
         if self.clipper is not None or options.sends_found_inf:
             self._extras = ExtraTensors(self.clipper, options)
         self._criterion = criterion
-        self.refusals: list[Refusal] = []
+        self.refusals: list[Refusal] = []  # of gradients it has not had, since last taken
         self._in_flight: dict[int, _InFlight] = {}  # by microbatch
         self._found_inf: Tensor | None = None  # in the gradients of the next update
         self._num_optimized = len(self.optimized)
@@ -116,10 +121,7 @@ class Stage:
         return [each.grad for each in self.optimized if each.grad is not None]
 
     def forward(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
-        """Return the module's output for a microbatch; on the last stage, its loss.
-
-        If that is not finite, or the target invalid, the backward will return a refusal.
-        """
+        """Return a microbatch's output, or its loss; if that is refused, backward says why."""
         if self.optimizers and not torch.is_grad_enabled():
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
         if self.options.loss_scale is None:
@@ -153,21 +155,18 @@ class Stage:
         if self._criterion is not None and splitter.find_target_error() is not None:
             return ()
         output = self.predict(inputs)
-        return (
-            output
-            if self._criterion is None
-            else self._criterion.loss_for_report(microbatch, output, splitter)
-        )
+        if self._criterion is None:
+            return output
+        return self._criterion.loss_for_report(microbatch, output, splitter)
 
     def predict(self, inputs: Inputs) -> Value:
         """Run a forward on the live weights without a backward or a loss."""
         return check_value(call_module(self.module, inputs), self.module)
 
     def backward(self, microbatch: int, gradients: Value | Refusal | None) -> Value | Refusal:
-        """Accumulate the parameters' gradients; return those of the differentiable inputs.
+        """Accumulate the parameters' gradients; return those of the inputs, or why there are none.
 
-        ``gradients`` are of the differentiable outputs; None on the last stage. Why there are none
-        is returned instead of the inputs' gradients.
+        ``gradients`` are of the differentiable outputs; None on the last stage.
         """
         in_flight = self._in_flight.pop(microbatch)
         if in_flight.refusal is not None:
@@ -235,10 +234,7 @@ class Stage:
             self.refusals.append(refusal)
 
     def update(self) -> None:
-        """Step the optimizers on the accumulated gradients, zero them, and step the schedulers.
-
-        An update that is skipped counts for the versions of the weights, and only zeroes.
-        """
+        """Step the optimizers on the gradients, and the schedulers; or skip, and only zero them."""
         _check_optimized(self)
         if self.skips_update:
             self.num_skipped += 1
@@ -261,7 +257,6 @@ class Stage:
 
     @contextmanager
     def _skipping_on_device(self) -> Iterator[None]:
-        """Have the optimizers skip a step inside if a loss of its gradients is not finite."""
         if self._found_inf is None:
             yield
             return
@@ -280,10 +275,10 @@ class Stage:
         state: dict[str, Any] = {"module": module, "optimizer": None, "updates": self.num_updates}
         if self.optimizers:
             kinds = [optimizer_kind(optimizer) for optimizer in self.optimizers]
-            state["optimizer_kind"] = one_or_all(kinds)
-            state["optimizer"] = one_or_all([each.state_dict() for each in self.optimizers])
+            state["optimizer_kind"] = _one_or_all(kinds)
+            state["optimizer"] = _one_or_all([each.state_dict() for each in self.optimizers])
         if self.schedulers:
-            state["scheduler"] = one_or_all([each.state_dict() for each in self.schedulers])
+            state["scheduler"] = _one_or_all([each.state_dict() for each in self.schedulers])
         if self.clipper is not None and self.clipper.last is not None:
             state["squared_norms"] = self.clipper.last
         return state
@@ -292,10 +287,10 @@ class Stage:
         """Load what ``state_dict`` returned, after ``check_state``."""
         self.module.load_state_dict(keys_of(self.module, state["module"]))
         if self.optimizers:
-            for optimizer, saved in zip(self.optimizers, all_of(state["optimizer"]), strict=True):
+            for optimizer, saved in zip(self.optimizers, _all_of(state["optimizer"]), strict=True):
                 optimizer.load_state_dict(saved)
         if self.schedulers:
-            for scheduler, saved in zip(self.schedulers, all_of(state["scheduler"]), strict=True):
+            for scheduler, saved in zip(self.schedulers, _all_of(state["scheduler"]), strict=True):
                 scheduler.load_state_dict(saved)
         # Older versions did not save the updates.
         self.load_updates(state.get("updates", 0), state.get("squared_norms"))
@@ -314,13 +309,12 @@ class Stage:
         if self.clipper is not None and "squared_norms" in state:
             norms = torch.zeros(len(self.optimized), dtype=torch.float64, device="cpu")
             check_like(state["squared_norms"], norms, f"{path}.squared_norms")
-        check_training_state(self.optimizers, self.schedulers, state, path)
+        _check_training_state(self, state, path)
 
     def _copy_if_shared(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Copy those input gradients that share memory with a parameter's gradient.
+        """Copy input gradients that share memory with a parameter's, as of views of one sum do.
 
-        Autograd gives both the same memory where both come from views of one sum. The parameter's
-        is about to be accumulated into while the input's is being sent.
+        The parameter's is about to be accumulated into while the input's is being sent.
         """
         if not gradients:
             return ()
@@ -329,7 +323,6 @@ class Stage:
 
 
 def _check_optimized(stage: Stage) -> None:
-    """Raise a RuntimeError if parameters were unfrozen, or added to an optimizer."""
     thawed = [name for name, each in stage._frozen.items() if each.requires_grad]
     if thawed:
         held = {id(parameter) for parameter in stage.optimized}
@@ -348,3 +341,31 @@ def _check_optimized(stage: Stage) -> None:
                 f"schedule keeps versions of their weights, got {num_added} more; create a new "
                 "PipelineTrainer, or use a schedule that flushes"
             )
+
+
+def _check_training_state(stage: Stage, state: dict[str, Any], path: str) -> None:
+    """Raise an error, of any type, if a stage's optimizers and schedulers cannot load a state."""
+    if stage.optimizers:
+        saved, kinds = _all_of(state["optimizer"]), _all_of(state.get("optimizer_kind"))
+        mine = ", ".join(map(optimizer_kind, stage.optimizers))
+        rule = f"{path}.optimizer must be of the same optimizers, {mine}"
+        fits = len(saved) == len(kinds) == len(stage.optimizers)
+        require(fits, rule, ", ".join(map(str, kinds)))
+        for number, optimizer in enumerate(stage.optimizers):
+            place = f"{path}.optimizer" + (f".{number}" if len(saved) > 1 else "")
+            check_optimizer_state(optimizer, saved[number], kinds[number], place)
+    if stage.schedulers:
+        saved, count = _all_of(state["scheduler"]), len(stage.schedulers)
+        fits = len(saved) == count and all(isinstance(each, dict) for each in saved)
+        what = "a dict" if count == 1 else f"{count} dicts"
+        require(fits, f"{path}.scheduler must be {what}", summarize(state["scheduler"]))
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    """Return the only value itself, as states of one optimizer have always been."""
+    return values[0] if len(values) == 1 else values
+
+
+def _all_of(saved: Any) -> list[Any]:
+    """Return a list of what ``_one_or_all`` has returned."""
+    return saved if isinstance(saved, list) else [saved]

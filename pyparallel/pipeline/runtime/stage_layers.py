@@ -19,10 +19,9 @@ class Skippable(nn.Module):
     """A layer whose output a later layer of the pipeline also takes, or that takes such outputs.
 
     The terms are those of torchgpipe (Kim et al., arXiv 2004.09910). Between the two layers the
-    tensor travels with the activations, and its gradient with their gradients, through the ranks of
-    all stages between them: so every schedule treats it as it treats the activations. A U-Net in
-    three layers: ``[Skippable(down, stash="high"), middle, Skippable(up, pop="high")]``, where
-    ``up(value, high)`` gets both.
+    tensor travels with the activations, and its gradient with theirs. A U-Net in three layers:
+    ``[Skippable(down, stash="high"), middle, Skippable(up, pop="high")]``, where ``up(value,
+    high)`` gets both.
 
     Args:
         module: the layer; called with the output of the previous one, and then what it pops.
@@ -45,7 +44,6 @@ class Skippable(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer."""
         return self.module(*args, **kwargs)
 
     @override
@@ -56,14 +54,10 @@ class Skippable(nn.Module):
 class StageLayers(nn.Sequential):
     """A stage's layers in their order; the first one is called with the stage's arguments.
 
-    Tensors that skip layers follow the value in a stage's inputs and outputs. With a schedule that
-    does not flush, tied parameters are such tensors too.
-
-    Args:
-        lent: parameters that later stages read, by the name under which they travel.
-        borrowed: parameters that an earlier stage owns and its optimizer updates: by name, the name
-            under which they travel, or None if each rank has a copy of its own.
-        names: of parameters in the whole model, by name here; the same where there is none.
+    Tensors that skip layers follow the value in its inputs and outputs, and with a schedule that
+    does not flush tied parameters do. ``lent`` are parameters that later stages read, by the name
+    under which they travel; ``borrowed``, by name here, has the name of one that an earlier stage
+    owns, or None if each rank has a copy. ``names`` are in the whole model, where they differ.
     """
 
     def __init__(
@@ -93,9 +87,10 @@ class StageLayers(nn.Sequential):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         skips: dict[str, Tensor] = {}
         if self.skips_in:
-            value, arrived = _split_off(args[0], len(self.skips_in))
-            skips.update(zip(self.skips_in, arrived, strict=True))
-            args = (value,)
+            parts, count = tensors_of(args[0]), len(self.skips_in)
+            skips.update(zip(self.skips_in, parts[-count:], strict=True))
+            own = parts[:-count]
+            args = (own[0] if len(own) == 1 else own,)
         for name, parameter in self.lent.items():
             # The memory of the parameter may hold another version before this one has been sent.
             skips[name] = parameter.clone()
@@ -137,12 +132,6 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     if isinstance(module, StageLayers):
         named = module.owned_parameters()
     return {plain_name(name): each for name, each in named}
-
-
-def _split_off(value: Any, number: int) -> tuple[Any, tuple[Tensor, ...]]:
-    parts = tensors_of(value)
-    own, skips = parts[:-number], parts[-number:]
-    return own[0] if len(own) == 1 else own, skips
 
 
 def _join(value: Any, skips: Sequence[Tensor]) -> Any:

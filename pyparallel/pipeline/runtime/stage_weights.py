@@ -97,8 +97,7 @@ class LiveWeights(Weights):
 class StageWeights(Weights):
     """The live weights of a stage, stashed versions that are still read, and predicted ones.
 
-    ``weights`` are of each parameter group of the stage's optimizer; ``update_index`` returns how
-    many updates come before the one that takes a microbatch's gradient.
+    ``update_index`` returns how many updates come before the one of a microbatch's gradient.
     """
 
     def __init__(

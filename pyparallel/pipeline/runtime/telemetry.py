@@ -118,7 +118,6 @@ class Telemetry:
         return found
 
     def _follow(self, action: Action, weights: VersionKey | None) -> None:
-        """Follow a microbatch's gradient from the weights of its forward to its update."""
         stage, kind, microbatch = action
         in_flight = self._in_flight[stage]
         if kind is Kind.FORWARD and weights is not None:

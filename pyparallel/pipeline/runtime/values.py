@@ -85,12 +85,9 @@ def roots_of(
 class ExtraTensors:
     """The tensors that a stage appends to its outputs, and to the gradients of its inputs.
 
-    * To outputs a squared norm, if updates are clipped. Its number of dimensions, 0 or 1, is
-      whether the output is a tensor or a tuple.
-    * To gradients a squared norm, if updates are clipped and the microbatch is the last one of its
-      update; then ``found_inf``, 0-d and bool, if updates are skipped on the device.
-
-    Norms are sent as integers, which compressors leave as they are.
+    To outputs a squared norm, if updates are clipped: 0-d, or 1-d if the output is a tuple. To the
+    gradients of an update's last microbatch a squared norm; then ``found_inf``, 0-d and bool, if
+    updates are skipped on the device. Norms are integers, which compressors leave as they are.
     """
 
     def __init__(self, clipper: LastNormClipper | None, options: StageOptions) -> None:
@@ -121,10 +118,7 @@ class ExtraTensors:
         device: torch.device,
         found_inf: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Return what is sent to the previous stage for the input gradients of a backward.
-
-        ``found_inf``: whether the microbatch's loss is not finite; None: the host knows.
-        """
+        """Return what is sent to the previous stage; ``found_inf`` None: the host knows it."""
         if self._clipper is not None and self._ends_update(microbatch):
             accumulated = [each.grad for each in parameters]
             norm = self._clipper.norm_from_here(accumulated, device)

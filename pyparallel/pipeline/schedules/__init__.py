@@ -59,11 +59,7 @@ __all__ = [
 
 
 def every_schedule(synchronous_updates: int = 0) -> tuple[Schedule, ...]:
-    """Return all schedules with the options of their papers.
-
-    Args:
-        synchronous_updates: of those whose gradients are delayed.
-    """
+    """Return all schedules with the options of their papers, the delayed ones started so."""
     streaming: tuple[Streaming, ...] = (
         PipeDream(),
         PipeDream2BW(),

@@ -11,8 +11,8 @@ _NOTATION = re.compile(rf"(\d+)([{_LETTERS}])(\d+)")
 class Kind(IntEnum):
     """The kind of an action. The first four are torch's; torch has no names for the others.
 
-    ``HEAD`` and ``LEARN`` belong to ``Interlocking``: the forward and backward of a stage's own
-    head, and the backward that completes the gradient of the stage's weights.
+    ``HEAD`` and ``LEARN`` belong to ``Interlocking``: of a stage's own head, and the backward that
+    completes the gradient of the stage's weights.
     """
 
     FORWARD = 0

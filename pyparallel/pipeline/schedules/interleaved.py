@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
+
+from typing_extensions import override
 
 from .action import Kind
 from .schedule import Flushing
@@ -37,6 +39,21 @@ def warm_up(shape: PipelineShape, rank: int, per_hop: int) -> int:
     return min(num_forwards, shape.num_microbatches * shape.stages_per_rank)
 
 
+def forwards_and_backwards(
+    shape: PipelineShape, rank: int, per_hop: int, backward: Kind
+) -> Iterator[tuple[int, Kind, int]]:
+    """Yield the warm-up forwards, then 1F1B, then the remaining backwards."""
+    forward_order, backward_order = forwards(shape, rank), backwards(shape, rank)
+    num_warm_up = warm_up(shape, rank, per_hop)
+    for stage, microbatch in forward_order[:num_warm_up]:
+        yield stage, Kind.FORWARD, microbatch
+    later = forward_order[num_warm_up:]
+    for forward, (stage, microbatch) in zip_longest(later, backward_order):
+        if forward is not None:
+            yield forward[0], Kind.FORWARD, forward[1]
+        yield stage, backward, microbatch
+
+
 @dataclass(frozen=True)
 class Interleaved(Flushing):
     """1F1B with v stages on each of p ranks (Narayanan et al., SC 2021).
@@ -47,14 +64,6 @@ class Interleaved(Flushing):
 
     interleaves = True
 
+    @override
     def order(self, shape: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
-        """Yield the warm-up forwards, then 1F1B, then the remaining backwards."""
-        forward_order, backward_order = forwards(shape, rank), backwards(shape, rank)
-        num_warm_up = warm_up(shape, rank, per_hop=2)
-        for stage, microbatch in forward_order[:num_warm_up]:
-            yield stage, Kind.FORWARD, microbatch
-        for index, (stage, microbatch) in enumerate(backward_order):
-            following = num_warm_up + index
-            for forward in forward_order[following : following + 1]:
-                yield forward[0], Kind.FORWARD, forward[1]
-            yield stage, Kind.BACKWARD, microbatch
+        return forwards_and_backwards(shape, rank, 2, Kind.BACKWARD)

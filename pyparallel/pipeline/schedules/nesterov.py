@@ -22,12 +22,8 @@ class Nesterov(Streaming):
     With a constant momentum u this is torch's Nesterov momentum, which keeps the look-ahead points
     as its parameters: ``SGD(parameters, lr * (1 - u), momentum=u, nesterov=True)``. The authors'
     code uses ``NAdam(parameters, lr, betas=(0.99, 0.999), weight_decay=...,
-    decoupled_weight_decay=True)``, which discounts in the same way. Their variant without weight
-    stashing also changes learning rates and momenta by stage; here "live" does not.
-
-    Args:
-        weights: "consistent": the weights of the forward are stashed for the backward; "live": they
-            are not, which takes one copy.
+    decoupled_weight_decay=True)``, which discounts in the same way. With ``weights="live"`` the
+    weights of the forward are not stashed for the backward, which takes one copy.
     """
 
     weights: str = "consistent"
@@ -38,5 +34,4 @@ class Nesterov(Streaming):
 
     @override
     def streaming_versions(self, shape: PipelineShape) -> Versions:
-        """Return live weights, stashed for the backward if ``weights`` is "consistent"."""
         return in_mode(self.weights, Live())

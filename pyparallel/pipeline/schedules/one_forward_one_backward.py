@@ -15,9 +15,8 @@ Slot = tuple[int, int, Kind, int]  # tick, stage, kind, microbatch
 def slots(shape: PipelineShape, stage: int, microbatches: range) -> Iterator[Slot]:
     """Yield a stage's slots from the forward of the first microbatch to just before the next step.
 
-    On an ideal clock with forward and backward of one tick each, stage s of D has the forward of
-    microbatch m at tick s + 2 m and its backward at tick 2 D - 1 - s + 2 m. Slots of a stage never
-    coincide, and the inputs of an action are ready a tick before it. So stages sorted by this clock
+    On an ideal clock stage s of D has the forward of microbatch m at tick s + 2 m and its backward
+    at tick 2 D - 1 - s + 2 m, and inputs are ready a tick before. So stages sorted by this clock
     can share a rank, and the sequence can be cut before any microbatch, without a deadlock.
     """
     warm_up = shape.num_stages - 1 - stage

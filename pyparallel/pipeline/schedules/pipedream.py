@@ -18,5 +18,4 @@ class PipeDream(Streaming):
 
     @override
     def streaming_versions(self, shape: PipelineShape) -> Versions:
-        """Return live weights, stashed from the forward for the backward."""
         return Stashed(Live())

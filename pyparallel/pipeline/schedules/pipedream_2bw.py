@@ -46,7 +46,6 @@ class PipeDream2BW(Streaming):
 
     @override
     def validation_error(self, shape: PipelineShape) -> str | None:
-        """Return that the weights would be predicted over more than one update."""
         if not self._predicts or shape.num_microbatches >= shape.num_stages - 1:
             return None
         return (
@@ -56,10 +55,8 @@ class PipeDream2BW(Streaming):
 
     @override
     def delay(self, shape: PipelineShape, stage: int) -> int:
-        """Return the delay of the first stage, which all stages share."""
         return super().delay(shape, 0)
 
     @override
     def streaming_versions(self, shape: PipelineShape) -> Versions:
-        """Return the previous version, as it is or predicted."""
         return in_mode(self.weights, Delayed(self.delay(shape, 0), self._predicts))

@@ -10,8 +10,7 @@ from ...training import FlatBuckets
 from ...training.arguments import check_integer, require
 from ..prediction.base import WeightPredictor
 from ..prediction.corrections import Correction
-from ..prediction.discrepancy import DiscrepancyCorrected
-from ..prediction.lr_rescheduling import LRRescheduled
+from ..prediction.pipemare import DiscrepancyCorrected, LRRescheduled
 from .shape import PipelineShape
 from .streaming import Streaming
 from .versions import Estimated, Live, Versions
@@ -44,7 +43,6 @@ class PipeMare(Streaming):
 
     @override
     def streaming_versions(self, shape: PipelineShape) -> Versions:
-        """Return live weights; with ``decay`` the backward recomputes the forward's weights."""
         return Live() if self.decay is None else Estimated()
 
     def rate_factor(self, shape: PipelineShape, stage: int, update: int) -> float:

@@ -33,5 +33,4 @@ class PipeOptim(Streaming):
 
     @override
     def streaming_versions(self, shape: PipelineShape) -> Versions:
-        """Return weights that are predicted in the forward."""
         return in_mode(self.weights, Predicted())

@@ -31,9 +31,8 @@ _NEED_ONE_LOSS = {
 class Schedule(ABC):
     """Pure functions from a pipeline's shape to the actions of each rank, which the executor runs.
 
-    Each ``PipelineTrainer.step`` runs ``num_microbatches``. ``step`` yields a rank's actions in one
-    of them, ``drain`` those that remain after the last one; schedules that flush have none. Steps,
-    microbatches and updates are counted from the last time the pipeline was empty.
+    ``step`` yields a rank's actions in one step, ``drain`` those that remain after the last one.
+    Steps, microbatches and updates are counted from the last time the pipeline was empty.
 
     Attributes:
         flushes: a step ends with the pipeline empty, and all stages update at its end.
@@ -58,12 +57,9 @@ class Schedule(ABC):
     def option_error(self, option: str) -> str | None:
         """Return why a trainer cannot have an option with this schedule, or None if it can.
 
-        Args:
-            option: "correction", "grad_scaler", "gradient_accumulation_steps", "max_norm",
-                "sharded_state_dict", "skip connections" or "tied weights".
-
-        Returns:
-            The rest of a sentence whose subject is the schedule, such as "which does not flush".
+        That is the rest of a sentence whose subject is the schedule, as "which does not flush". An
+        option is "correction", "grad_scaler", "gradient_accumulation_steps", "max_norm",
+        "sharded_state_dict", "skip connections" or "tied weights".
         """
         if option == "correction":
             return None if self.delays else "whose gradients are not delayed"
@@ -116,15 +112,8 @@ class Schedule(ABC):
     ) -> WeightPredictor:
         """Return the object that steps a stage's optimizer and, if needed, predicts its weights.
 
-        Args:
-            shape: the numbers of stages, microbatches and ranks.
-            stage: from 0.
-            optimizer: with its parameters.
-            weights: one entry for each parameter group of the optimizer.
-            correction: of steps on stages whose gradients are delayed.
-
-        Raises:
-            ValueError: this optimizer's steps cannot be predicted, or not corrected.
+        ``weights`` has one entry for each parameter group; ``correction`` is of steps on stages
+        whose gradients are delayed. A ValueError: the steps cannot be predicted, or not corrected.
         """
         predictor, delay = self.prediction.attach(optimizer, weights), self.delay(shape, stage)
         if correction is None or not delay:
@@ -143,15 +132,8 @@ class Schedule(ABC):
     ) -> tuple[tuple[Action, ...], ...]:
         """Return the actions of all ranks, from an empty pipeline to an empty pipeline.
 
-        Args:
-            num_stages: number of stages.
-            num_microbatches: microbatches of one step.
-            num_ranks: number of processes; None: one for each stage.
-            steps: number of consecutive steps.
-
-        Raises:
-            ValueError: a size is not a positive integer, or ``num_stages`` is not a multiple of
-                ``num_ranks``.
+        ``num_microbatches`` are of one of ``steps``; ``num_ranks`` None: one for each stage. Sizes
+        that make no ``PipelineShape`` are a ValueError.
         """
         shape = PipelineShape(
             num_stages, num_microbatches, num_stages if num_ranks is None else num_ranks

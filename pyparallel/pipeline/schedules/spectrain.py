@@ -33,5 +33,4 @@ class SpecTrain(Streaming):
 
     @override
     def streaming_versions(self, shape: PipelineShape) -> Versions:
-        """Return weights predicted in both passes, or in the forward and stashed."""
         return Speculative() if self.variant == 1 else Stashed(Predicted())

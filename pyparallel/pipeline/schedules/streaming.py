@@ -67,11 +67,9 @@ class Streaming(Schedule):
 
     @property
     def _start(self) -> int:
-        start = self.synchronous_updates
+        start, rule = self.synchronous_updates, "synchronous_updates must be a number"
         if start == "warm-up":
-            raise ValueError(
-                f"synchronous_updates must be a number without a trainer, got {start!r}"
-            )
+            raise ValueError(f"{rule} without a trainer, got {start!r}")
         return start
 
     @override

@@ -17,10 +17,9 @@ Count = int | np.ndarray
 class VersionCounters(NamedTuple):
     """The updates that a stage has done before it runs each action of a microbatch.
 
-    ``update`` is the version to which the microbatch's gradient is applied, which training without
-    a pipeline would have read. So ``update - forward`` is the true version difference of a forward
-    on live weights; in 1F1B it is min(microbatches in flight, num_stages - 1 - stage), also in
-    warm-up.
+    ``update`` is the version to which the microbatch's gradient is applied. So ``update - forward``
+    is the true version difference of a forward on live weights: in 1F1B min(microbatches in flight,
+    num_stages - 1 - stage), also in warm-up.
     """
 
     forward: Count
@@ -82,7 +81,7 @@ class Stashed(Versions):
 
 
 @dataclass(frozen=True)
-class Delayed(Versions):
+class Delayed(Live):
     """The forward reads weights ``updates`` older than those its gradient is applied to.
 
     All stages read the same version; predicted weights are predicted from it. The backward reads
@@ -98,13 +97,9 @@ class Delayed(Versions):
         version = np.maximum(counters.update - self.updates, 0)
         return WeightVersion(version, (counters.update - version) * self.is_predicted)
 
-    @override
-    def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
-        return _unpredicted(counters.backward)
-
 
 @dataclass(frozen=True)
-class Predicted(Versions):
+class Predicted(Live):
     """The forward reads weights predicted for its gradient's update; the backward, live weights.
 
     If several microbatches go into one update, the prediction of the first serves all.
@@ -113,10 +108,6 @@ class Predicted(Versions):
     @override
     def forward(self, counters: VersionCounters, stage: int) -> WeightVersion:
         return WeightVersion(counters.first_forward, counters.update - counters.first_forward)
-
-    @override
-    def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
-        return _unpredicted(counters.backward)
 
 
 @dataclass(frozen=True)
@@ -134,12 +125,8 @@ class Speculative(Versions):
 
 
 @dataclass(frozen=True)
-class Estimated(Versions):
+class Estimated(Live):
     """The forward reads live weights; the backward, an estimate of them (PipeMare)."""
-
-    @override
-    def forward(self, counters: VersionCounters, stage: int) -> WeightVersion:
-        return _unpredicted(counters.forward)
 
     @override
     def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:

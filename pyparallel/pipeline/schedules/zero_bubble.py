@@ -1,10 +1,13 @@
 """The zero-bubble schedule ZB-H1: the backward is split, and its weight part fills the bubble."""
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from .action import Kind
-from .interleaved import backwards, forwards, warm_up
+from .interleaved import forwards_and_backwards
 from .schedule import Flushing
 from .shape import PipelineShape
 
@@ -18,19 +21,15 @@ class ZeroBubble(Flushing):
     rank are interleaved.
     """
 
+    @override
     def order(self, shape: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
-        """Yield the warm-up forwards, then 1F1B with split backwards, then the rest."""
-        forward_order, backward_order = forwards(shape, rank), backwards(shape, rank)
-        num_warm_up, delay = warm_up(shape, rank, per_hop=1), rank
-        for stage, microbatch in forward_order[:num_warm_up]:
-            yield stage, Kind.FORWARD, microbatch
-        for index, (stage, microbatch) in enumerate(backward_order):
-            following = num_warm_up + index
-            for forward in forward_order[following : following + 1]:
-                yield forward[0], Kind.FORWARD, forward[1]
-            yield stage, Kind.BACKWARD_INPUT, microbatch
-            if index >= delay:
-                delayed = backward_order[index - delay]
-                yield delayed[0], Kind.BACKWARD_WEIGHT, delayed[1]
-        for stage, microbatch in backward_order[max(0, len(backward_order) - delay) :]:
+        delayed: deque[tuple[int, int]] = deque()
+        for each in forwards_and_backwards(shape, rank, 1, Kind.BACKWARD_INPUT):
+            yield each
+            if each[1] is Kind.BACKWARD_INPUT:
+                delayed.append((each[0], each[2]))
+                if len(delayed) > rank:
+                    stage, microbatch = delayed.popleft()
+                    yield stage, Kind.BACKWARD_WEIGHT, microbatch
+        for stage, microbatch in delayed:
             yield stage, Kind.BACKWARD_WEIGHT, microbatch

@@ -5,7 +5,6 @@ from .chrome_trace import export_chrome_trace
 from .costs import Costs
 from .csv_file import read_csv, without_updates, write_csv
 from .from_actions import FromActions
-from .from_trace import costs_from_timeline, timeline_from_trace
 from .render import draw
 from .simulate import Simulation, simulate
 from .timeline import Timeline
@@ -16,13 +15,11 @@ __all__ = [
     "FromActions",
     "Simulation",
     "Timeline",
-    "costs_from_timeline",
     "draw",
     "export_chrome_trace",
     "read_csv",
     "simulate",
     "tabulate",
-    "timeline_from_trace",
     "without_updates",
     "write_csv",
 ]

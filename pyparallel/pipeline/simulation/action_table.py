@@ -86,11 +86,7 @@ def tabulate(actions: Iterable[Iterable[Action]]) -> ActionTable:
 
 
 def validate(table: ActionTable) -> None:
-    """Raise a ValueError unless each stage is on one rank, with all actions of its microbatches.
-
-    One forward and one backward, or its two halves, of each. Deadlocks are not checked here:
-    ``simulate`` finds them.
-    """
+    """Raise a ValueError unless each stage is on one rank, with all actions of its microbatches."""
     require(len(table.rows), "actions must hold at least one action", "none")
     stages, kinds, microbatches = table.rows.T
     if table.rows.min() < 0 or kinds.max() > max(Kind):
@@ -166,9 +162,6 @@ def _validate_counts(counts: np.ndarray) -> None:
 
 
 def activation_changes(table: ActionTable) -> np.ndarray:
-    """Return 1 for rows that allocate their microbatch's activations, -1 for rows that free them.
-
-    They are held from the forward to the end of the backward; of a split one, of its weight part.
-    """
+    """Return 1 for rows that allocate a microbatch's activations, -1 for rows that free them."""
     kinds = table.rows[:, 1]
     return np.where(kinds == Kind.FORWARD, 1, np.where(np.isin(kinds, _GRADIENT_KINDS), -1, 0))

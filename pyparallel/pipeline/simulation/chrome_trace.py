@@ -24,10 +24,8 @@ def export_chrome_trace(spans: Iterable[Sequence[Span]], path: str | os.PathLike
     many updates that was predicted ahead). The wait for its message is an event before it. Times
     are in microseconds from the first event of any rank.
 
-    Args:
-        spans: of each rank, in the order in which they ran: ``trainer.spans`` of one or more steps.
-            The ranks are taken to be on one machine, whose processes share a clock; of several
-            machines, each one's events are shifted by the difference of the clocks.
+    ``spans`` are of each rank, in their order: ``trainer.spans`` of one or more steps. Of several
+    machines, each one's events are shifted by the difference of the clocks.
     """
     ranks = [list(each) for each in spans]
     begins = [span.begin - span.waited for rank in ranks for span in rank]

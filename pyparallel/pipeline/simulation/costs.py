@@ -37,10 +37,9 @@ class Costs:
     def _by_stage(self, name: str, num_stages: int) -> np.ndarray:
         value = getattr(self, name)
         given = np.asarray(value, dtype=np.float64)
-        if given.ndim > 1 or (given.ndim == 1 and len(given) != num_stages):
-            raise ValueError(
-                f"{name} must be one number or one for each of {num_stages} stages, got {value!r}"
-            )
-        fits = np.isfinite(given).all() and (given >= 0).all()
-        require(fits, f"{name} must be finite and not negative", repr(value))
+        fits = given.ndim == 0 or given.shape == (num_stages,)
+        rule = f"{name} must be one number or one for each of {num_stages} stages"
+        require(fits, rule, repr(value))
+        are_valid = np.isfinite(given).all() and (given >= 0).all()
+        require(are_valid, f"{name} must be finite and not negative", repr(value))
         return np.ascontiguousarray(np.broadcast_to(given, (num_stages,)))

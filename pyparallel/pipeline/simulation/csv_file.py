@@ -13,10 +13,7 @@ _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def write_csv(actions: Iterable[Iterable[Action]], path: Path | str) -> None:
-    """Write the actions of all ranks.
-
-    Torch can read the file if it has no updates (see ``without_updates``), which it does not know.
-    """
+    """Write the actions of all ranks; torch can read a file without updates."""
     with Path(path).open("w", newline="") as file:
         csv.writer(file).writerows([str(action) for action in rank] for rank in actions)
 
@@ -25,10 +22,8 @@ def read_csv(path: Path | str) -> tuple[tuple[Action, ...], ...]:
     """Read the actions of all ranks from a file of ``write_csv`` or of torch.
 
     Torch's actions of communication, sharding and gradient reduction are dropped, since they follow
-    from the order of the computations. An overlapped pair is read as two consecutive actions.
-
-    Raises:
-        ValueError: an entry is not an action; the message has its line and column.
+    from the order of the computations; an overlapped pair is read as two. A ValueError has the line
+    and column of an entry that is no action.
     """
     with Path(path).open(newline="") as file:
         return tuple(

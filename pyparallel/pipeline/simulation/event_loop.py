@@ -30,10 +30,6 @@ def run_reference(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run each rank's rows in order, each as soon as the rank is free and its inputs are ready.
 
-    A forward waits for the previous stage, a backward for its own forward and the next stage, the
-    weight part for the input part, an update for its microbatch's gradient. Any number of messages
-    can be buffered.
-
     Arguments are those of an ``ActionTable`` and of ``Costs``, with more microbatches than any in
     ``rows``. Return (n,) float64 start times, NaN for rows that never run, and (num_ranks,) int64
     rows that each rank has run.
@@ -67,7 +63,6 @@ def run_reference(
 
 
 def _dependencies(stage: int, kind: int, num_stages: int) -> list[tuple[int, int]]:
-    """Return stage and kind of the results that an action waits for."""
     if kind == Kind.FORWARD:
         return [(stage - 1, Kind.FORWARD)] if stage > 0 else []
     if kind == Kind.BACKWARD_WEIGHT:

@@ -15,14 +15,8 @@ from .simulate import simulate
 class FromActions(Flushing):
     """A flushing schedule from the actions of one step, such as ``read_csv`` returns.
 
-    Each stage updates once, at the end of the step.
-
-    Args:
-        written: the actions of each rank; updates, if any, must come last.
-
-    Raises:
-        ValueError: the ranks would deadlock (the message shows where), an action is missing or
-            repeated, or an update is not at the end.
+    Each stage updates once, at the end; ``written`` may have the updates there. Ranks that would
+    deadlock (the message shows where), and an action that is missing or repeated, are a ValueError.
     """
 
     written: tuple[tuple[Action, ...], ...]

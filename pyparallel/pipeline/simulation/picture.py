@@ -21,23 +21,14 @@ _MOST_ACTIONS = 4_000
 _MOST_LABELS = 400
 _WIDTH = 12.0  # inches
 _DIGIT = 0.055  # inches of a label
-_COLORS = {
-    Kind.FORWARD: "#7fb3d5",
-    Kind.BACKWARD: "#f0b27a",
-    Kind.BACKWARD_INPUT: "#e59891",
-    Kind.BACKWARD_WEIGHT: "#a9cfa0",
-    Kind.UPDATE: "#8e7cc3",
-    Kind.HEAD: "#d5c27f",
-    Kind.LEARN: "#f0b27a",
-}
-_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward of inputs",
-    Kind.BACKWARD_WEIGHT: "backward of weights",
-    Kind.UPDATE: "update",
-    Kind.HEAD: "head",
-    Kind.LEARN: "backward",
+_SHOWN = {
+    Kind.FORWARD: ("forward", "#7fb3d5"),
+    Kind.BACKWARD: ("backward", "#f0b27a"),
+    Kind.BACKWARD_INPUT: ("backward of inputs", "#e59891"),
+    Kind.BACKWARD_WEIGHT: ("backward of weights", "#a9cfa0"),
+    Kind.UPDATE: ("update", "#8e7cc3"),
+    Kind.HEAD: ("head", "#d5c27f"),
+    Kind.LEARN: ("backward", "#f0b27a"),
 }
 
 
@@ -49,26 +40,19 @@ def draw_timeline(runs: Mapping[str, Timeline], path: Path, unit: str = "") -> N
     """
     heights = [1.2 + 0.3 * min(run.table.num_ranks, _MOST_RANKS) for run in runs.values()]
     figure, rows = plt.subplots(
-        len(runs),
-        1,
-        figsize=(_WIDTH, sum(heights)),
-        height_ratios=heights,
-        layout="constrained",
-        sharex=True,
-        squeeze=False,
-    )
+        len(runs), 1, figsize=(_WIDTH, sum(heights)), height_ratios=heights, layout="constrained",
+        sharex=True, squeeze=False,
+    )  # fmt: skip
     end = max(run.makespan for run in runs.values())
     for axes, (title, run) in zip(rows[:, 0], runs.items(), strict=True):
         _draw_run(axes, title, run, end)
     rows[-1, 0].set_xlabel(f"time ({unit})" if unit else "time")
-    figure.legend(handles=_legend(runs), fontsize=8, ncols=len(Kind), loc="outside upper right")
+    busy = {kind for run in runs.values() for kind in run.table.rows[run.ends > run.starts, 1]}
+    shown = [_SHOWN[kind] for kind in Kind if kind in busy]
+    bars = [Patch(color=color, label=name) for name, color in shown]
+    figure.legend(handles=bars, fontsize=8, ncols=len(Kind), loc="outside upper right")
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def _legend(runs: Mapping[str, Timeline]) -> list[Patch]:
-    kinds = {kind for run in runs.values() for kind in run.table.rows[run.ends > run.starts, 1]}
-    return [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in Kind if kind in kinds]
 
 
 def _draw_run(axes: Axes, title: str, run: Timeline, end: float) -> None:
@@ -97,7 +81,7 @@ def _add_bars(axes: Axes, run: Timeline, rows: np.ndarray, kind: Kind) -> None:
     across = np.stack([ranks - 0.4, ranks + 0.4], axis=1)
     across = np.concatenate([across, across[:, ::-1]], axis=1)
     corners = np.stack([np.concatenate([left, right], axis=1), across], axis=2)
-    colors = np.tile(to_rgba(_COLORS[kind]), (len(rows), 1))
+    colors = np.tile(to_rgba(_SHOWN[kind][1]), (len(rows), 1))
     # stages // num_ranks: the index of the stage among those of its rank.
     stages = run.table.rows[rows, 0]
     colors[:, 3] = 0.6 ** (stages // run.table.num_ranks)

@@ -25,11 +25,7 @@ class _ColumnRange:
 def draw(table: ActionTable, starts: np.ndarray, ends: np.ndarray, columns: int = 64) -> str:
     """Return a text grid: a column is as long as the shortest computation, a dot is an idle rank.
 
-    Updates are shown if they take at least half a column.
-
-    Args:
-        starts: (n,) start times; NaN for actions that do not run.
-        ends: (n,) end times.
+    Updates are shown if they take at least half a column. Times are (n,); NaN: it does not run.
     """
     tick, last = _scale(table, starts, ends)
     return _grid(table, starts, ends, _ColumnRange(0, min(columns, last), tick), {})
@@ -54,7 +50,6 @@ def draw_deadlock(
 
 
 def _scale(table: ActionTable, starts: np.ndarray, ends: np.ndarray) -> tuple[float, int]:
-    """Return the duration of a column, and the number of columns."""
     lengths = (ends - starts)[table.rows[:, 1] != Kind.UPDATE]
     tick = float(lengths[lengths > 0].min()) if (lengths > 0).any() else 1.0
     return tick, math.ceil(np.nanmax(ends, initial=0.0) / tick - 1e-9)

@@ -18,10 +18,7 @@ from .weight_history import WeightHistory, trace_versions
 
 @dataclass(frozen=True, eq=False)
 class Simulation(Timeline):
-    """A simulated run of all actions.
-
-    ``weights`` are the versions that actions read, their staleness, and the copies kept.
-    """
+    """A simulated run; ``weights`` are the versions read, their staleness, and the copies kept."""
 
     weights: WeightHistory
 
@@ -60,16 +57,11 @@ def simulate(
     versions: Versions = Live(),  # noqa: B008 - immutable
     loop: EventLoop = run,
 ) -> Simulation:
-    """Simulate the actions.
+    """Simulate the actions, by the durations of stages.
 
-    Args:
-        costs: durations by stage; the default is 1 for a forward and 2 for a backward.
-        versions: the policy of weight versions, ``schedule.versions(shape)``.
-        loop: the event loop; default the compiled one if it is available.
-
-    Raises:
-        ValueError: a stage's actions are not complete, or the ranks would deadlock; the message
-            shows the actions that have run.
+    ``versions`` is the policy of weight versions, ``schedule.versions(shape)``; ``loop`` the event
+    loop, by default the compiled one if it is available. A stage's actions that are not complete,
+    and ranks that would deadlock, are a ValueError, which shows the actions that have run.
     """
     table = actions if isinstance(actions, ActionTable) else tabulate(actions)
     validate(table)

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -54,16 +55,13 @@ class VirtualClock:
     def run(self) -> None:
         """Run until all ranks have finished, or the others wait forever."""
         for rank in range(len(self._processes)):
-            self._at(0.0, _DECISIONS, self._event_of_rank(rank))
+            self._at(0.0, _DECISIONS, partial(self._advance, rank))
         while self._events:
             time, _, _, event = heapq.heappop(self._events)
             event(time)
 
     def _at(self, time: float, phase: int, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, phase, next(self._order), event))
-
-    def _event_of_rank(self, rank: int) -> Callable[[float], None]:
-        return lambda time: self._advance(rank, time)
 
     def _advance(self, rank: int, time: float) -> None:
         for requested in self._processes[rank]:
@@ -79,15 +77,12 @@ class VirtualClock:
         end = start + action.seconds
         self.completed[rank].append(CompletedAction(action.action, start, end))
         for message in action.messages:
-            self._at(end + message.latency, _ARRIVALS, self._event_of_arrival(message))
-        self._at(end, _DECISIONS, self._event_of_rank(rank))
+            self._at(end + message.latency, _ARRIVALS, partial(self._arrive, message))
+        self._at(end, _DECISIONS, partial(self._advance, rank))
 
-    def _event_of_arrival(self, message: SimulatedMessage) -> Callable[[float], None]:
-        def arrive(time: float) -> None:
-            message.deliver()
-            self._at(time, _DECISIONS, lambda time: self._advance_if_ready(message.rank, time))
-
-        return arrive
+    def _arrive(self, message: SimulatedMessage, time: float) -> None:
+        message.deliver()
+        self._at(time, _DECISIONS, partial(self._advance_if_ready, message.rank))
 
     def _advance_if_ready(self, rank: int, time: float) -> None:
         wait = self._waits[rank]

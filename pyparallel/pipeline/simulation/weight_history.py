@@ -79,10 +79,9 @@ def _check_existence(version: np.ndarray, live: np.ndarray, stage: int, versions
 
 
 def _most_copies_beside(version: np.ndarray, horizon: np.ndarray, live: np.ndarray) -> int:
-    """Return the peak number of weights held besides the live ones.
+    """Return the peak number of weights held besides the live ones, stashed once replaced.
 
-    Weights are stashed from the update that replaces their version to their last reader. Before
-    that update a prediction is recomputed for each reader, and held only while it is read.
+    Before that update a prediction is recomputed for each reader, and held only while it is read.
     """
     pairs, which = np.unique(np.stack([version, horizon]), axis=1, return_inverse=True)
     which = which.reshape(-1)

@@ -50,7 +50,6 @@ class SequentialChain(Rule):
 
     @override
     def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
-        """Return one cut dimension for each pair of neighboring layers."""
         rule = "hidden dimensions can be inferred for an nn.Sequential only"
         fix = "declare what is cut: Partition(rules={name: Hidden(...)})"
         got = f"{path or 'a module'} of {type(module).__name__}"
@@ -106,12 +105,11 @@ def _cut_dim_between(
             )
         is_flat = is_flat or isinstance(inner, nn.Flatten)
     fits = second.num_inputs == first.num_outputs or (not first.is_linear and is_flat)
-    if is_flat != second.is_linear or not fits:
-        raise ValueError(
-            f"the layer {second.name} must take the units of {first.name} as its inputs (from a "
-            f"convolution to a Linear layer through a Flatten), got {first.num_outputs} units and "
-            f"{second.num_inputs} inputs of {type(second.module).__name__}"
-        )
+    way = "(from a convolution to a Linear layer through a Flatten)"
+    rule = f"the layer {second.name} must take the units of {first.name} as its inputs {way}"
+    inputs = f"{second.num_inputs} inputs of {type(second.module).__name__}"
+    got = f"{first.num_outputs} units and {inputs}"
+    require(is_flat == second.is_linear and fits, rule, got)
     norms = [name for name, inner in between if isinstance(inner, _PER_CHANNEL)]
     return Hidden(producer[0], consumer[0], norms).cut_dims(module, path)
 

@@ -41,9 +41,7 @@ class Place:
 class Count:
     """An attribute of a module that counts units or their entries, such as ``num_heads``.
 
-    Args:
-        module: its name, "" for the model itself.
-        per_unit: its increase per unit.
+    ``module`` is its name, "" for the model itself; ``per_unit`` its increase per unit.
     """
 
     module: str
@@ -55,9 +53,8 @@ class Count:
 class CutDim:
     """Units that are cut together wherever they lie: hidden neurons, channels, heads.
 
-    Args:
-        name: name of the module that produces the units.
-        consumers: names of the modules that read them, each with a ``weight`` in which they lie.
+    ``name`` is of the module that produces the units; ``consumers`` are those of the modules that
+    read them, each with a ``weight`` in which they lie.
     """
 
     name: str

@@ -20,17 +20,16 @@ class Layer:
 
     def __post_init__(self) -> None:
         module = self.module
-        if not isinstance(module, nn.Linear | _ConvNd):
-            raise ValueError(
-                f"a module that produces or consumes units must be Linear or a convolution, got "
-                f"{self.name} of {type(module).__name__}; {_advice(module)}"
-            )
-        if isinstance(module, _ConvNd) and module.groups != 1:
-            raise ValueError(
-                f"a convolution that is cut must have groups=1, got {self.name} with groups="
-                f"{module.groups}; write rules that do not cut its channels: "
-                "Partition(rules={name: Hidden(...)})"
-            )
+        rule = "a module that produces or consumes units must be Linear or a convolution"
+        got = f"{self.name} of {type(module).__name__}"
+        fix = "name the Linear or convolution inside it"
+        if isinstance(module, nn.MultiheadAttention):
+            fix = "write attention with Linear layers for queries, keys and values to cut its heads"
+        require(isinstance(module, nn.Linear | _ConvNd), rule, got, fix)
+        groups = module.groups if isinstance(module, _ConvNd) else 1
+        rule, got = "a convolution that is cut must have groups=1", f"{self.name} with {groups=}"
+        fix = "write rules that do not cut its channels: Partition(rules={name: Hidden(...)})"
+        require(groups == 1, rule, got, fix)
         for name in ("weight", "bias"):
             rule = "a layer that is cut must hold plain parameters"
             fix = "remove the parametrization"
@@ -72,21 +71,17 @@ class Layer:
 
 def norm_places(name: str, module: nn.Module, units: int) -> tuple[list[Place], list[Count]]:
     """Return where units lie in a norm or another module with parameters per channel."""
-    if isinstance(module, nn.SyncBatchNorm) or not isinstance(
-        module, _BatchNorm | _InstanceNorm | nn.PReLU
-    ):
-        raise ValueError(
-            f"a norm over units that are cut must be BatchNorm, InstanceNorm or PReLU, which do "
-            f"not mix units, got {name} of {type(module).__name__}; use BatchNorm there, or rules "
-            "that do not cut its units"
-        )
+    fits = isinstance(module, _BatchNorm | _InstanceNorm | nn.PReLU)
+    fits = fits and not isinstance(module, nn.SyncBatchNorm)
+    rule = "a norm over units that are cut must be BatchNorm, InstanceNorm or PReLU, which do"
+    fix = "use BatchNorm there, or rules that do not cut its units"
+    require(fits, f"{rule} not mix units", f"{name} of {type(module).__name__}", fix)
     if isinstance(module, nn.PReLU) and module.num_parameters == 1:
         return [], []
-    if isinstance(module, _BatchNorm) and module.running_mean is None:
-        raise ValueError(
-            f"BatchNorm over units that are cut must track running statistics, got {name} with "
-            "track_running_stats=False, whose output in eval mode would depend on the batch"
-        )
+    tracks = not isinstance(module, _BatchNorm) or module.running_mean is not None
+    why = "whose output in eval mode would depend on the batch"
+    got = f"{name} with track_running_stats=False, {why}"
+    require(tracks, "BatchNorm over units that are cut must track running statistics", got)
     count = "num_parameters" if isinstance(module, nn.PReLU) else "num_features"
     length = int(getattr(module, count))
     rule = f"a norm must have a multiple of the {units} units it follows"
@@ -99,9 +94,3 @@ def norm_places(name: str, module: nn.Module, units: int) -> tuple[list[Place], 
 def join(path: str, name: str) -> str:
     """Return the full name of the module ``name`` inside the module ``path``."""
     return f"{path}.{name}" if path and name else path or name
-
-
-def _advice(module: nn.Module) -> str:
-    if isinstance(module, nn.MultiheadAttention):
-        return "write attention with Linear layers for queries, keys and values to cut its heads"
-    return "name the Linear or convolution inside it"

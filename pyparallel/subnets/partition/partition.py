@@ -108,16 +108,12 @@ def _check(cut_dims: Sequence[CutDim], module: nn.Module) -> None:
     taken: dict[tuple[str, int], str] = {}
     for cut_dim in cut_dims:
         for place in cut_dim.places:
-            if place.tensor in shared:
-                raise ValueError(
-                    f"a parameter that is cut must be used once, got {place.tensor}, which is also "
-                    f"{shared[place.tensor]}; untie them, or do not cut it"
-                )
-            if (place.tensor, place.dim) in taken:
-                raise ValueError(
-                    f"dimension {place.dim} of {place.tensor} must be cut by one rule, got those "
-                    f"of {taken[place.tensor, place.dim]} and {cut_dim.name}"
-                )
+            rule, name = "a parameter that is cut must be used once", place.tensor
+            got = f"{name}, which is also {shared.get(name)}"
+            require(name not in shared, rule, got, "untie them, or do not cut it")
+            rule = f"dimension {place.dim} of {name} must be cut by one rule"
+            got = f"those of {taken.get((name, place.dim))} and {cut_dim.name}"
+            require((name, place.dim) not in taken, rule, got)
             taken[place.tensor, place.dim] = cut_dim.name
             assert tensors[place.tensor].shape[place.dim] == place.length(cut_dim.units), place
 

@@ -18,8 +18,8 @@ class Rule(Protocol):
     def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
         """Return the cut dimensions of the submodule, whose name in the model is ``path``.
 
-        Names in the rule are relative to it, names in the returned dimensions are not. A ValueError
-        names a module that cannot be cut, and what to declare.
+        Names in the rule are relative to it. A ValueError names a module that cannot be cut, and
+        what to declare.
         """
 
 
@@ -46,14 +46,8 @@ class Hidden(Rule):
         producers = layers_of(self.producers, module, path)
         consumers = layers_of(self.consumers, module, path)
         require(producers and consumers, "Hidden must have a producer and a consumer", str(self))
-        return [
-            _build_cut_dim(
-                producers[0].num_outputs,
-                producers,
-                consumers,
-                [(join(path, name), find(module, name, path)) for name in _names(self.norms)],
-            )
-        ]
+        norms = [(join(path, name), find(module, name, path)) for name in _names(self.norms)]
+        return [_build_cut_dim(producers[0].num_outputs, producers, consumers, norms)]
 
 
 @dataclass(frozen=True)
@@ -167,11 +161,9 @@ def _build_cut_dim(
         places += found
         counts += several
     for layer in consumers:
-        if layer.num_inputs % units:
-            raise ValueError(
-                f"a consumer must have a multiple of the {units} units of {producers[0].name} as "
-                f"inputs, got {layer.name} with {layer.num_inputs}"
-            )
+        rule = f"a consumer must have a multiple of the {units} units of {producers[0].name} as"
+        got = f"{layer.name} with {layer.num_inputs}"
+        require(layer.num_inputs % units == 0, f"{rule} inputs", got)
         found, count = layer.inputs(layer.num_inputs // units)
         places += found
         counts.append(count)

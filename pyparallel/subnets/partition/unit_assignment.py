@@ -16,10 +16,9 @@ def sizes(units: int, num_subnets: int) -> tuple[int, ...]:
 def draw_units(
     name: str, units: int, num_subnets: int, *, seed: int, round_index: int
 ) -> list[Tensor]:
-    """Draw the units of each subnet in a round: a random permutation, split into pieces.
+    """Draw the units of each subnet in a round: an independent random permutation, split.
 
-    Each cut dimension is permuted independently, by its name. Pieces are 1-d int64 and ascending,
-    so that a single subnet is the full model.
+    Pieces are 1-d int64 and ascending, so that a single subnet is the full model.
     """
     # manual_seed uses 32 bits of its argument, and Python's hash differs between processes.
     number = zlib.crc32(f"{seed}/{round_index}/{name}".encode())

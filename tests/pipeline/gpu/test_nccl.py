@@ -55,7 +55,7 @@ class FakeStage:
     def backward(self, microbatch, *_):
         return self.forward(microbatch, kind="backward")
 
-    backward_input = backward_and_input_vjp = backward
+    backward_input = backward
 
     def input_vjp(self, microbatch, gradients):
         return [(self.forward(microbatch, kind="vjp"),) for _ in gradients]

@@ -89,8 +89,8 @@ UNFIT_HEADS = [
     (
         [LinearHead(2), LinearHead(2)],
         {"loss_fn": lambda output, target: (output - target).square().sum(1)},
-        "heads must return outputs for which loss_fn returns a 0-d tensor: that of stage 0, "
-        "LinearHead(num_outputs=2, norm=None), returns [4, 2], and the loss is [4]",
+        "heads must return outputs for which loss_fn returns a 0-d tensor, got the loss [4] of "
+        "[4, 2] from that of stage 0, LinearHead(num_outputs=2, norm=None)",
     ),
     (
         [LinearHead(2), LinearHead(2)],

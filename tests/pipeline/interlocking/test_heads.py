@@ -1,18 +1,22 @@
 """The contract of every head builder, and the list with one for each stage but the last."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pyparallel.pipeline.interlocking.heads import GivenHead, Head, as_heads, check_heads
-from pyparallel.pipeline.interlocking.standard_heads import (
+from pyparallel.pipeline.interlocking.heads import (
     ConvHead,
+    GivenHead,
+    Head,
     LinearHead,
     PooledHead,
     TiedHead,
+    as_heads,
 )
+from pyparallel.training.arguments import find_error
 
 EMBEDDING = nn.Embedding(7, 6)
 
@@ -151,10 +155,10 @@ BAD_HEADS = [
 ]
 
 
-def test_check_heads_names_the_problem(subtests):
+def test_as_heads_names_the_problem(subtests):
     for heads, num_stages, problem in BAD_HEADS:
         with subtests.test(problem=problem):
-            message = check_heads(heads, num_stages)
+            message = find_error(partial(as_heads, heads, num_stages))
             assert message is not None
             assert message.startswith("heads must ")
             assert problem in message
@@ -169,7 +173,7 @@ GOOD_HEADS = [
 ]
 
 
-def test_check_heads_accepts_valid_heads(subtests):
+def test_as_heads_accepts_valid_heads(subtests):
     for heads, num_stages in GOOD_HEADS:
         with subtests.test(heads=heads, num_stages=num_stages):
-            assert check_heads(heads, num_stages) is None
+            assert find_error(partial(as_heads, heads, num_stages)) is None

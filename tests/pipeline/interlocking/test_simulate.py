@@ -20,9 +20,9 @@ from pyparallel.pipeline import (
     draw,
     simulate,
 )
+from pyparallel.pipeline.interlocking.heads import LinearHead
 from pyparallel.pipeline.interlocking.schedule import Interlocking
 from pyparallel.pipeline.interlocking.simulate import simulate_interlocking
-from pyparallel.pipeline.interlocking.standard_heads import LinearHead
 from pyparallel.pipeline.interlocking.window import Farthest, Sum, Window
 
 HEAD = LinearHead(2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.pipeline.interlocking.standard_heads import (
+from pyparallel.pipeline.interlocking.heads import (
     ConvHead,
     LinearHead,
     PooledHead,

@@ -260,5 +260,5 @@ def build_reference(stages, heads, window, losses):
 def test_a_state_cannot_be_loaded_before_the_stages_are_built():
     stages, heads = chain()
     trainer = interlock(stages, heads, 2)
-    with pytest.raises(RuntimeError, match=r"load_state_dict\(\) must come after prepare\("):
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(\) must come after the first"):
         trainer.load_state_dict({"0": {}, "1": {}})

@@ -239,7 +239,7 @@ def test_a_checkpoint_of_something_else_is_one_error_on_every_rank(ranks, tmp_pa
             "checkpoint_id must be of the same optimizer, SGD for ",
             "sharded_state_dict() must be called after flush()",
             "load_checkpoint() must be called after flush()",
-            "full_state_dict() must come after prepare(inputs, target)",
+            "full_state_dict() must come after the first step or prepare(...)",
         ],
         strict=True,
     ):

@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD, Adam
 
 from pyparallel.pipeline import Displacement
-from pyparallel.pipeline.prediction.discrepancy import DiscrepancyCorrected
+from pyparallel.pipeline.prediction.pipemare import DiscrepancyCorrected
 from tests.pipeline.prediction.predictors import (
     OneStage,
     assert_close,

@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 from pyparallel.pipeline import Displacement
-from pyparallel.pipeline.prediction.lr_rescheduling import LRRescheduled
+from pyparallel.pipeline.prediction.pipemare import LRRescheduled
 from tests.pipeline.prediction.predictors import (
     OneStage,
     assert_close,
