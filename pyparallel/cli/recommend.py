@@ -198,7 +198,7 @@ def describe_outer(found: Measurements, num_parameters: int) -> list[tuple[str, 
     """Return the rows of the table of outer steps: local steps between them, bytes of each."""
     dense = next(each for each in found.predictions if each.name == DENSE.name)
     local = found.compute.forward + found.compute.backward
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for algorithm, each in zip(OUTER_STEPS, found.outer_predictions, strict=True):
         sent = each.cost.wire_bytes
         bits = 8 * sent / num_parameters / algorithm.interval
