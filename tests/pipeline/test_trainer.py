@@ -1,8 +1,5 @@
-import copy
-import gc
 import inspect
 import re
-import weakref
 from functools import partial
 
 import pytest
@@ -15,7 +12,6 @@ from pyparallel.compression import TopK
 from pyparallel.pipeline import (
     FromActions,
     GPipe,
-    Interleaved,
     OneForwardOneBackward,
     PipeDream,
     PipelineTrainer,
@@ -67,44 +63,6 @@ def build(schedule, split=(3,), layers=None, optimizer_fn=adam, **options):
     )
 
 
-def parameters_of(trainer):
-    return {
-        name: value.detach().clone()
-        for stage in trainer.stages
-        for name, value in stage.module.state_dict().items()
-    }
-
-
-RESUMED = [OneForwardOneBackward(), PipeDream(), PipeOptim()]
-
-
-def resume_all(rank):
-    return [resume(rank, schedule) for schedule in RESUMED]
-
-
-def resume(rank, schedule):
-    torch.manual_seed(rank)
-    trainer = build(schedule)
-    for inputs, target in batches(3):
-        trainer.step(inputs, target)
-    trainer.flush()
-    state = copy.deepcopy(trainer.state_dict())
-    generator = torch.get_rng_state()
-    losses = [trainer.step(inputs, target) for inputs, target in batches(3)]
-    trainer.flush()
-    other = build(schedule)
-    other.load_state_dict(state)
-    torch.set_rng_state(generator)
-    again = [other.step(inputs, target) for inputs, target in batches(3)]
-    other.flush()
-    left, right = parameters_of(trainer), parameters_of(other)
-    return losses == again and all(torch.equal(left[name], right[name]) for name in left)
-
-
-def test_a_run_resumes_from_its_state_bitwise(ranks):
-    assert ranks.run(2, resume_all) == [[True] * len(RESUMED)] * 2
-
-
 def train_and_evaluate(rank):
     """Train on uneven batches with evaluations between; return losses and the state."""
     trainer = build(PipeOptim())
@@ -131,67 +89,6 @@ def test_uneven_batches_and_evaluation_between_steps(ranks):
     whole.load_state_dict({**first["0"]["module"], **last["1"]["module"]})
     # Each microbatch goes through batch norm once, though the weights change.
     assert whole[1].num_batches_tracked == 6 * NUM_MICROBATCHES
-
-
-def test_without_a_process_group_a_single_process_holds_all_stages():
-    trainer = build(GPipe(), split=(2, 3, 5))
-    model = nn.Sequential(*build_layers())
-    optimizer = adam(model.parameters())
-    for inputs, target in batches(3):
-        torch.manual_seed(7)
-        loss = trainer.step(inputs, target)
-        torch.manual_seed(7)
-        expected = 0.0
-        parts = zip(
-            inputs.tensor_split(NUM_MICROBATCHES),
-            target.tensor_split(NUM_MICROBATCHES),
-            strict=True,
-        )
-        for part, goal in parts:
-            share = nn.functional.cross_entropy(model(part), goal) * (len(goal) / len(target))
-            share.backward()
-            expected += share.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert loss == pytest.approx(expected)
-
-
-def wrap(rank, kind):
-    torch.manual_seed(0)
-    layers = [nn.Linear(6, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), nn.Linear(16, 3)]
-    if kind == "traced":
-        layers[1] = torch.compile(layers[1], backend="aot_eager")
-    if kind == "recomputed":
-        layers[1] = Recomputed(layers[1])
-    if kind == "bfloat16":
-        layers = [layer.bfloat16() for layer in layers]
-    trainer = build(PipeOptim("consistent"), split=(2,), layers=layers)
-    losses = []
-    for inputs, target in batches(4):
-        dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-        losses.append(trainer.step(inputs.to(dtype), target))
-    trainer.flush()
-    return losses
-
-
-class Recomputed(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(self.module, x, use_reentrant=False)
-
-
-def wrap_in_each_way(rank):
-    return [wrap(rank, kind) for kind in ("plain", "recomputed", "traced", "bfloat16")]
-
-
-def test_recomputed_compiled_and_low_precision_stages(ranks):
-    plain, recomputed, traced, bfloat16 = ranks.run(2, wrap_in_each_way)[1]
-    assert recomputed == plain
-    assert traced == pytest.approx(plain, rel=1e-4)
-    assert bfloat16 == pytest.approx(plain, rel=0.1)
 
 
 def step_without_gradients(rank):
@@ -366,17 +263,6 @@ def test_a_wrong_type_is_the_same_error_in_one_process():
             with_wrong_type(change)
 
 
-def differ(rank):
-    build(GPipe() if rank else Interleaved())
-
-
-def test_the_error_names_schedules_that_differ(ranks):
-    assert set(errors_of(ranks, differ)) == {
-        "DisagreementError: all ranks must have the same schedule, got Interleaved() on rank 0 and "
-        "GPipe() on rank 1"
-    }
-
-
 def make_wrong_calls(rank):
     trainer = build(PipeDream())
     trainer.step(*next(batches(1)))
@@ -407,19 +293,6 @@ def evaluate_in_inference_mode(rank):
 
 def test_training_continues_after_evaluation_in_inference_mode(ranks):
     assert ranks.run(2, evaluate_in_inference_mode) == [True, True]
-
-
-def test_a_trainer_is_freed_with_its_last_reference():
-    trainer = build(PipeDream())
-    trainer.step(*next(batches(1)))
-    trainer.flush()
-    reference = weakref.ref(trainer)
-    gc.disable()  # until a collection, process groups and their threads would live
-    try:
-        del trainer
-        assert reference() is None
-    finally:
-        gc.enable()
 
 
 def failing_optimizer(parameters):

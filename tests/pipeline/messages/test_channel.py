@@ -12,7 +12,7 @@ from pyparallel.comm.errors import PeerError, RemoteError
 from pyparallel.pipeline.messages import Channel, P2PGroups
 from pyparallel.pipeline.messages.format import Refusal, RefusalKind
 from pyparallel.pipeline.messages.payloads import INLINE_BYTES
-from tests.workers import observe_ranks, run_ranks, store_barrier
+from tests.workers import observe_ranks, run_ranks
 
 STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
 
@@ -273,21 +273,6 @@ def test_what_has_arrived_outlives_the_connection():
     assert run_ranks(2, receive_after_the_peer_left) == [None, ([1.0] * 3, "rank 0 failed")]
 
 
-def die(rank):
-    channel = connect(rank)
-    store_barrier("channels")  # before it, the death would cut off a rank still connecting
-    if rank == 0:
-        os._exit(1)
-    channel.expect([0])
-    channel.recv()
-
-
-def test_the_error_names_a_dead_peer():
-    outcomes = observe_ranks(2, die, time_limit=40, group_timeout=10)
-    message = "PeerError: rank 1: a message was not delivered: rank 0 died, or ended"
-    assert outcomes[1].error.startswith(message)
-
-
 def refuse(rank, header_group, kind):
     """Receive a refusal in place of two messages; then others, in receives posted before."""
     channel = connect(rank, header_group, kind)
@@ -324,22 +309,6 @@ def refuse_all(rank):
 
 def test_a_refusal_is_a_message_after_which_others_follow(ranks):
     assert ranks.run(2, refuse_all) == [[[0.0, 1.0, 2.0, 3.0]] * len(KINDS)] * 2
-
-
-def send_another_stream(rank):
-    channel = connect(rank)
-    if rank == 0:
-        channel.send(1, 0, torch.ones(3))
-        dist.barrier()
-        return
-    channel.expect([0])
-    with pytest.raises(PeerError, match="stream 1 where 0 was expected: do all ranks make"):
-        channel.recv()
-    dist.barrier()  # no rank leaves before
-
-
-def test_another_stream_than_expected_is_refused(ranks):
-    ranks.run(2, send_another_stream)
 
 
 def abort_and_exit(rank):

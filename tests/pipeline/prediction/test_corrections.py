@@ -96,29 +96,6 @@ def test_an_update_goes_on_as_it_has_changed(subtests):
                         assert gradient is not None or torch.equal(each, old)
 
 
-def test_the_first_update_is_plain_and_constant_ones_stay_so():
-    stage = build(partial(SGD, lr=0.1), UpdateErrorFeedback())
-    twin, gradients = stage.twin(), gradients_of(stage)
-    stage.step(gradients)
-    assert_equal(stage.values(), twin.step(gradients))
-    stage.step(gradients)
-    assert_close(stage.values(), twin.step(gradients), rtol=1e-5, atol=1e-6)
-
-
-def test_moments_advance_once():
-    for make in MAKERS[1:3]:
-        stage = build(make, UpdateErrorFeedback())
-        twin = stage.twin()
-        for seed in range(3):
-            gradients = gradients_of(stage, seed)
-            stage.step(gradients)
-            twin.step(gradients)
-        for mine, its in zip(stage.parameters, twin.parameters, strict=True):
-            entries, wanted = stage.optimizer.state[mine], twin.optimizer.state[its]
-            assert set(entries) - set(wanted) <= {"last_uncorrected_update", "last_weights"}
-            assert_equal([entries[name] for name in wanted], list(wanted.values()))
-
-
 def test_a_prediction_is_by_the_optimizers_rule_or_by_the_corrected_update():
     for prediction in (Displacement(), LastUpdate()):
         stage = build(partial(SGD, lr=0.5), UpdateErrorFeedback(), prediction)

@@ -58,30 +58,6 @@ def test_constant_gradients_are_predicted_exactly_at_every_step(subtests):
                     assert_close(stage.predicted(horizon), expected, rtol=1e-5, atol=2e-6)
 
 
-def one_number(make, prediction=Displacement()):  # noqa: B008 - immutable
-    return OneStage(make, prediction, shapes=[(1,)])
-
-
-@pytest.mark.parametrize(
-    ("steps", "predicted", "true"), [(1, -0.300, -0.805), (10, -1.954, -2.150), (100, -3.0, -3.0)]
-)
-def test_the_error_with_momentum_is_that_of_the_theory(steps, predicted, true):
-    # lr 0.1, momentum u 0.9, horizon s 3, gradient 1. The prediction error is
-    # -lr * (s / (1 - u) - u (1 - u^s) / (1 - u) * (1 / (1 - u) - m) - s m).
-    lr, u, s = 0.1, 0.9, 3
-    stage = one_number(partial(SGD, lr=lr, momentum=u))
-    gradients = [torch.ones(1)]
-    for _ in range(steps):
-        stage.step(gradients)
-    (now,), (ahead,) = stage.values(), stage.predicted(s)
-    (then,) = stage.twin().step(gradients, s)
-    assert (ahead - now).item() == pytest.approx(predicted, abs=6e-4)
-    assert (then - now).item() == pytest.approx(true, abs=6e-4)
-    m = (1 - u**steps) / (1 - u)
-    missing = -lr * (s / (1 - u) - u * (1 - u**s) / (1 - u) * (1 / (1 - u) - m) - s * m)
-    assert (then - ahead).item() == pytest.approx(missing, abs=1e-5)
-
-
 MOMENTUM = [
     partial(SGD, lr=0.1, momentum=0.9),
     partial(SGD, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),

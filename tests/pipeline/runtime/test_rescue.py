@@ -23,7 +23,6 @@ from pyparallel.pipeline import (
 from tests.pipeline import reference
 from tests.pipeline.faults import die, raise_error, raise_in_backward
 from tests.pipeline.jobs import IN_ANY_DTYPE
-from tests.pipeline.runtime.test_inputs import sgd
 from tests.workers import observe_ranks
 
 WIDTH, NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 3, 4, 3, 6
@@ -56,6 +55,10 @@ def build_calls():
     generator = torch.Generator().manual_seed(5)
     pairs = torch.randn(NUM_STEPS, 2, 5, WIDTH, generator=generator, dtype=torch.float64)
     return [(inputs, target) for inputs, target in pairs]
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def build(schedule, fault=None, at=None, optimizer_fn=sgd):
