@@ -33,7 +33,6 @@ from pyparallel.pipeline import (
 from tests.pipeline import reference
 from tests.pipeline.every_schedule import (
     EVERY_SCHEDULE,
-    STREAMING,
     one_of_each_kind,
 )
 from tests.pipeline.models import (
@@ -43,10 +42,9 @@ from tests.pipeline.models import (
     Shift,
     build_calls,
     build_layers,
-    build_watched_layers,
     smooth_muon,
 )
-from tests.pipeline.oracles import Counting, LastStep, Multiples, Oracle
+from tests.pipeline.oracles import LastStep, Oracle
 from tests.pipeline.reference import microbatches_per_update
 from tests.workers import RankPool
 
@@ -151,16 +149,6 @@ def train_case(case: Case, num_stages: int) -> Trained:
         correction=case.correction,
         scheduler_fn=partial(LambdaLR, lr_lambda=case.rates) if case.halving else None,
     )
-
-
-def watch(schedule: Schedule, num_stages: int) -> list[tuple[list[float], list[float]]]:
-    """Return the multiples of the first weights that each layer's passes have read."""
-    layers = build_watched_layers(num_stages)
-    split = range(4, 4 * num_stages, 4)
-    if isinstance(schedule, PREDICTING):
-        schedule = replace(schedule, prediction=Multiples())
-    train(schedule, layers, split, Counting, [build_calls(3, 8, outputs=6)])
-    return [(layer.forwards, layer.backwards) for layer in layers]
 
 
 TWICE = [build_calls(3, 12), build_calls(1, 12)]
@@ -271,7 +259,6 @@ ODD_CASES = [
     Case(PipeDream2BW(), "groups"),
     *(Case(CORRECTED, name, torch.float32) for name in ("momentum", "AdamW")),
 ]  # fmt: skip
-WATCHED = [GPipe(), *(schedule for schedule in STREAMING if schedule != CORRECTED)]
 EXACT = [
     PipeOptim("consistent"),
     PipeOptim("live"),

@@ -1,6 +1,5 @@
 """Models of layers whose backwards read weights in different ways."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -169,47 +168,6 @@ class Shift(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         return value + self.weight * torch.eye(value.shape[1], dtype=value.dtype)[self.feature]
-
-
-class Watched(nn.Module):
-    """A layer that records which multiple of its first weights each of its passes has read.
-
-    The backward is linear in the weight, so that its input gradient reveals the multiple.
-    """
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-        self.first = (copy.deepcopy(layer),)  # in a tuple, so that it is not a submodule
-        self.forwards: list[float] = []
-        self.backwards: list[float] = []
-
-    def forward(self, value: Tensor) -> Tensor:
-        mine, first = (next(each.parameters()) for each in (self.layer, *self.first))
-        self.forwards.append((mine.flatten()[0] / first.flatten()[0]).item())
-        differentiable = value if value.requires_grad else value.detach().requires_grad_()
-        value = differentiable.clone()
-        output = self.layer(value)
-        arriving: list[Tensor] = []
-        output.register_hook(arriving.append)
-        given = value.detach()
-        value.register_hook(lambda leaving: self._record(given, arriving.pop(), leaving))
-        return output
-
-    def _record(self, value: Tensor, arriving: Tensor, leaving: Tensor) -> None:
-        with torch.enable_grad():
-            value.requires_grad_()
-            (once,) = torch.autograd.grad(self.first[0](value), value, arriving)
-        multiple = ((leaving * once).sum() / once.square().sum()).item()
-        torch.testing.assert_close(leaving, multiple * once)
-        self.backwards.append(multiple)
-
-
-def build_watched_layers(num_stages: int) -> list[Watched]:
-    """Return four watched layers for each stage."""
-    torch.manual_seed(13)
-    stage = (lambda: nn.Linear(WIDTH, WIDTH)), Matmul, (lambda: nn.LayerNorm(WIDTH)), Conv
-    return [Watched(build().double()) for _ in range(num_stages) for build in stage]
 
 
 def as_on_gpus(late=True):

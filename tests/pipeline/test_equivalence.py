@@ -1,7 +1,6 @@
 """The ranks of a trainer compute what the reference computes in one process."""
 
 from functools import cache, partial
-from itertools import product
 
 import numpy as np
 import pytest
@@ -19,25 +18,20 @@ from tests.pipeline import reference
 from tests.pipeline.every_schedule import FLUSHING, run
 from tests.pipeline.jobs import (
     CASES_OF,
-    DEEP,
     EXACT,
     OTHER_CASES_OF,
     ROLLING,
-    WATCHED,
     Case,
     Size,
     Trained,
     roll_downhill,
-    run_on,
     train_case,
     train_on,
     train_sequentially,
     train_with_exact_predictions,
-    watch,
 )
 from tests.pipeline.models import OPTIMIZERS, build_layers, smooth_muon
-from tests.pipeline.oracles import AHEAD
-from tests.pipeline.reference import microbatches_per_update, reads, train_plainly
+from tests.pipeline.reference import microbatches_per_update, train_plainly
 
 
 @cache
@@ -114,21 +108,6 @@ def test_every_other_case(size, ranks, subtests):
     for case, found in zip(cases, train_on(ranks, size, train_case, cases), strict=True):
         with subtests.test(case=str(case)):
             check(size, case, found)
-
-
-@pytest.mark.slow  # follows from the references
-def test_every_layer_of_a_stage_reads_the_right_version(ranks):
-    num_stages, num_ranks = DEEP
-    of_schedules = run_on(ranks, DEEP, watch, WATCHED)
-    for (schedule, of_ranks), layer in product(
-        zip(WATCHED, of_schedules, strict=True), range(4 * num_stages)
-    ):
-        stage = layer // 4
-        rules = [reads(schedule, m, stage, num_stages, num_microbatches=4) for m in range(12)]
-        passes = of_ranks[stage % num_ranks][layer]
-        for found, wanted in zip(passes, zip(*rules, strict=True), strict=True):
-            multiples = [1 + read.version + AHEAD * read.horizon for read in wanted]
-            assert found == pytest.approx(multiples, rel=1e-9), (schedule, layer)
 
 
 def test_exact_predictions_equal_sequential_training(subtests):

@@ -183,17 +183,6 @@ def training_continues_inside_full_model_and_it_is_not_entered_twice(rank):
     assert all(p.isnan().all() for p in module.parameters())
 
 
-def different_calls_are_an_error_on_all_ranks(rank):
-    trainer = make()
-    train(trainer, 1)
-    assert_refused(
-        lambda: trainer.full_model().__enter__() if rank else trainer.flush(),
-        DisagreementError,
-        "all ranks must make the same calls, got flush() in round 0 after 1 steps on rank 0 and "
-        "full_model() in round 0 after 1 steps on rank 1",
-    )
-
-
 def unsupported_optimizer_state_on_one_rank_stops_all(rank):
     """A rank without a step has no state that could be refused."""
     trainer = make(optimizer_fn=torch.optim.Adafactor)
@@ -291,7 +280,6 @@ CASES = [
     an_uncuttable_module_on_one_rank_is_an_error_on_all,
     different_arguments_are_an_error_on_all_ranks_and_modules_stay_unchanged,
     training_continues_inside_full_model_and_it_is_not_entered_twice,
-    different_calls_are_an_error_on_all_ranks,
     unsupported_optimizer_state_on_one_rank_stops_all,
     states_of_other_rounds_are_not_loaded,
     a_layer_frozen_on_one_rank_is_an_error_on_all_before_anything_is_sent,

@@ -5,20 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.compression.compare import FIELDS, Run, columns_of, find_runs, perform
+from benchmarks.compression.compare import FIELDS, Run, find_runs, perform
 from benchmarks.compression.table import verdict
-from benchmarks.compression.training import TASKS, Outcome, dense_wire_bytes
+from benchmarks.compression.training import TASKS
 from benchmarks.harness.tables import MEASURES
 from pyparallel.recommend import CANDIDATES
 
 DIGITS, TEXT = TASKS
 BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}
-
-
-def make_row(name="int8-ef", seed=0, score=0.9, task=DIGITS, updates=3):
-    outcome = Outcome([2.0, 1.0], score, 4000, 1000.0, 750.0, residual_norm=0.5)
-    run = Run(task, BY_NAME[name], seed, updates)
-    return dict(zip(FIELDS, run.key, strict=False)) | columns_of(run, [outcome] * 4)
 
 
 @pytest.mark.slow  # two runs of two ranks
@@ -32,12 +26,6 @@ def test_runs_of_a_few_steps_have_the_same_batches():
     assert first[0] == second[0]
     assert float(rows["fp32"]["residual_norm"]) == 0 < float(rows["topk-ef"]["residual_norm"])
     assert all(0 < float(row["score"]) < 9 for row in rows.values())
-
-
-def test_shares_are_of_dense_messages_and_of_a_ring_all_reduce():
-    row = make_row()
-    assert dense_wire_bytes(4000, 4) == 6000
-    assert (row["payload_share"], row["wire_share"]) == ("0.2500", "0.1250")
 
 
 def test_goals_limit_how_much_worse_it_gets():
