@@ -113,20 +113,14 @@ def streams_of(options):
     return [large, small]
 
 
-def train_streamed(schedule, optimizer, options, num_stages, dtype=torch.float64):
-    """Return the state of this rank's stages."""
+def train_streamed(case, num_stages, dtype=torch.float64):
+    schedule, optimizer, options = case
     if isinstance(schedule, PREDICTING) and dtype == torch.float64:
         schedule = replace(schedule, prediction=Displacement(LastStep()))  # its op takes no float64
     layers, optimizer_fn = models.build_layers(dtype), OPTIMIZERS[optimizer]
     streams = [[(x.to(dtype), y.to(dtype)) for x, y in calls] for calls in streams_of(options)]
     options = {"max_norm": MAX_NORM, **options}
-    return jobs.train(
-        schedule, layers, SPLITS[num_stages], optimizer_fn, streams, **options
-    ).state  # fmt: skip
-
-
-def train_all_streamed(rank, num_stages):
-    return [train_streamed(*each, num_stages) for each in STREAMED]
+    return jobs.train(schedule, layers, SPLITS[num_stages], optimizer_fn, streams, **options)
 
 
 @cache
@@ -140,17 +134,11 @@ def expected(index, num_stages, max_norm=MAX_NORM):
 
 @pytest.mark.parametrize("size", SIZES, ids="{0[0]} stages, {0[1]} ranks".format)
 def test_without_a_flush_each_stage_clips_by_the_last_norms(ranks, subtests, size):
-    num_stages, num_ranks = size
-    if num_ranks == 1:
-        found = [train_all_streamed(0, num_stages)]
-    else:
-        found = ranks.run(num_ranks, train_all_streamed, num_stages)
-    for index, (case, *states) in enumerate(zip(STREAMED, *found, strict=True)):
-        with subtests.test(case=str(case)):
-            state = {name: value for each in states for name, value in each.items()}
-            wanted = expected(index, num_stages)
-            torch.testing.assert_close(state, wanted, rtol=1e-12, atol=1e-12)
-            free = expected(index, num_stages, max_norm=1e9)
+    for index, found in enumerate(jobs.train_on(ranks, size, train_streamed, STREAMED)):
+        with subtests.test(case=str(STREAMED[index])):
+            wanted = expected(index, size[0])
+            torch.testing.assert_close(found.state, wanted, rtol=1e-12, atol=1e-12)
+            free = expected(index, size[0], max_norm=1e9)
             assert not torch.allclose(wanted["0.weight"], free["0.weight"], rtol=1e-3)
 
 
@@ -158,7 +146,10 @@ def train_in_16_bits(rank):
     """Return for each schedule the weights with and without a compressor that changes nothing."""
     both = {name: Cast(torch.bfloat16) for name in ("compress_activations", "compress_gradients")}
     return [
-        [train_streamed(schedule, "momentum", each, 2, torch.bfloat16) for each in ({}, both)]
+        [
+            train_streamed((schedule, "momentum", each), 2, torch.bfloat16).state
+            for each in ({}, both)
+        ]
         for schedule in (PipeDream(), PipeDream2BW())
     ]
 

@@ -22,7 +22,7 @@ from pyparallel.pipeline import (
 from tests.cases import slow
 from tests.pipeline import reference
 from tests.pipeline.every_schedule import FLUSHING, one_of_each_kind
-from tests.pipeline.jobs import IN_ANY_DTYPE, train
+from tests.pipeline.jobs import IN_ANY_DTYPE, train, train_on
 from tests.pipeline.models import OPTIMIZERS, SPLITS, WIDTH, build_calls, build_layers
 
 # The layers that train; stages are three layers each.
@@ -64,15 +64,12 @@ def norm_of(schedule):
     return None if schedule in FLUSHING else 0.3
 
 
-def split_and_train(rank, cases):
-    """Return the state of each schedule and way of freezing."""
-    return [
-        train(
-            schedule, build_frozen(what), SPLITS[NUM_STAGES], OPTIMIZERS["momentum"], STREAMS,
-            max_norm=norm_of(schedule),
-        ).state
-        for schedule, what in cases
-    ]  # fmt: skip
+def train_frozen(case, num_stages):
+    schedule, what = case
+    return train(
+        schedule, build_frozen(what), SPLITS[num_stages], OPTIMIZERS["momentum"], STREAMS,
+        max_norm=norm_of(schedule),
+    )  # fmt: skip
 
 
 @cache
@@ -92,18 +89,14 @@ def train_whole(schedule, what):
     ("num_ranks", "cases"), [(2, COVERING), slow(1, EVERY_CASE), slow(4, EVERY_CASE)]
 )
 def test_the_trained_layers_alone_change(num_ranks, cases, ranks, subtests):
-    if num_ranks == 1:
-        of_ranks = [split_and_train(0, cases)]
-    else:
-        of_ranks = ranks.run(num_ranks, split_and_train, cases)
-    for (schedule, what), *states in zip(cases, *of_ranks, strict=True):
+    trained = train_on(ranks, (NUM_STAGES, num_ranks), train_frozen, cases)
+    for (schedule, what), found in zip(cases, trained, strict=True):
         with subtests.test(schedule=str(schedule), trained=what):
-            state = {name: value for each in states for name, value in each.items()}
             wanted = train_whole(schedule, what)
-            torch.testing.assert_close(state, wanted, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found.state, wanted, rtol=1e-12, atol=1e-12)
             first = nn.Sequential(*build_frozen(what))
             for name, parameter in first.named_parameters():
-                assert torch.equal(parameter, state[name]) != parameter.requires_grad, name
+                assert torch.equal(parameter, found.state[name]) != parameter.requires_grad, name
 
 
 class Recorder(nn.Module):
