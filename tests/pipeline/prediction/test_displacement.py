@@ -46,18 +46,6 @@ def name(make):
     return f"{make.func.__name__}-{options}"
 
 
-def test_constant_gradients_are_predicted_exactly_at_every_step(subtests):
-    for make in [*EXACT, *NADAM]:
-        for horizon in [1, 2, 5]:
-            with subtests.test(make=make, horizon=horizon):
-                stage = OneStage(make, Displacement())
-                gradients = gradients_of(stage)
-                for _ in range(4):
-                    stage.step(gradients)
-                    expected = stage.twin().step(gradients, horizon)
-                    assert_close(stage.predicted(horizon), expected, rtol=1e-5, atol=2e-6)
-
-
 MOMENTUM = [
     partial(SGD, lr=0.1, momentum=0.9),
     partial(SGD, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),

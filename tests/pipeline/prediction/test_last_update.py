@@ -108,19 +108,6 @@ EXACT = [
 ]
 
 
-@pytest.mark.usefixtures("in_float32")
-def test_constant_gradients_are_predicted_exactly_at_every_step(subtests):
-    for make in EXACT:
-        for horizon in (1, 2, 5):
-            with subtests.test(make=make, horizon=horizon):
-                stage = build(Displacement(), make)
-                gradients = gradients_of(stage)
-                for _ in range(4):
-                    stage.step(gradients)
-                    expected = stage.twin().step(gradients, horizon)
-                    assert_close(stage.predicted(horizon), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_in_bfloat16_newton_schulz_differs_by_its_rounding():
     stage = build(Displacement(), EXACT[0])
     gradients = gradients_of(stage)

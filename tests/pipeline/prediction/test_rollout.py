@@ -20,18 +20,6 @@ MAKERS = [
 ]
 
 
-def test_it_is_exact_for_constant_gradients_at_every_step(subtests):
-    for make in MAKERS:
-        for horizon in [1, 2, 7]:
-            with subtests.test(make=make, horizon=horizon):
-                stage = OneStage(make, Rollout())
-                gradients = gradients_of(stage)
-                for _ in range(3):
-                    stage.step(gradients)
-                    expected = stage.twin().step(gradients, horizon)
-                    assert_close(stage.predicted(horizon), expected, rtol=2e-5, atol=5e-6)
-
-
 def test_without_persistence_the_momentum_decays(subtests):
     for make in MAKERS:
         for horizon in [1, 3]:

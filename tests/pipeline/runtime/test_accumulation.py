@@ -48,7 +48,8 @@ def train(schedule, num_stages):
             with pytest.raises(DisagreementError, match="at least one for each of the 4"):
                 trainer.step(*short)
         if number == 4:
-            error = f"rank {dist.get_world_size() - 1}, step 4: the loss of microbatch .* must be finite, got nan"
+            last = dist.get_world_size() - 1
+            error = f"rank {last}, step 4: the loss of microbatch .* must be finite, got nan"
             with pytest.raises(NonFiniteError, match=error):
                 trainer.step(*call)
         else:
