@@ -12,6 +12,7 @@ from torch.utils.data import DistributedSampler
 
 from pyparallel import SGP, GossipDataParallel, topology
 from tests.docs.snippets import ROOT, blocks_of, run_command
+from tests.integrations.by_hand import train
 
 pytestmark = pytest.mark.slow  # test_lightning.py has a fast check of this host
 (SCRIPT,) = [b for b in blocks_of(ROOT / "docs/how_to/lightning.md") if b.script]
@@ -30,12 +31,7 @@ def by_hand(rank):
     sampler, losses = DistributedSampler(images, 2, rank, seed=0), []
     for epoch in range(8):
         sampler.set_epoch(epoch)
-        for batch in images[list(sampler)].split(32):
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(batch), batch)
-            losses.append(loss.item())
-            loss.backward()
-            optimizer.step()
+        losses += train(model, [optimizer], images[list(sampler)].split(32))
     with model.consensus() as averaged:
         return losses, {key: value.clone() for key, value in averaged.state_dict().items()}
 
