@@ -19,11 +19,19 @@ class LocalCollectives:
         self._barrier.wait(30)
         return gathered
 
+    def broadcast_(self, tensor, source):
+        tensor.copy_(self._gather(tensor.clone())[source])
+
     def all_reduce_(self, tensor):
         total = torch.zeros_like(tensor)
         for theirs in self._gather(tensor.clone()):  # in rank order: each partial sum is rounded
             total += theirs
         tensor.copy_(total)
+
+    def all_to_all(self, sent, send, receive):
+        pieces = [each[self.rank] for each in self._gather(sent.clone().split(list(send)))]
+        assert [len(piece) for piece in pieces] == list(receive)
+        return torch.cat(pieces)
 
 
 def run_local_ranks(size, function):
