@@ -167,12 +167,6 @@ def test_a_verdict_on_a_paper_fails_without_the_rows(change, name, where, change
         rendered_pages.render(page)
 
 
-def test_a_table_with_two_rows_in_one_place_raises(change):
-    change(GOSSIP, {"method": "ADPSGD"}, lambda row: [row, row])
-    with pytest.raises(LookupError, match=r"must have one row with .*ADPSGD.*got 2"):
-        tables.pivot(GOSSIP, "lost_ms", "method", "case", part="stragglers")
-
-
 def test_a_picture_without_rows_raises():
     with pytest.raises(LookupError, match=r"gossip-accuracy\.csv has no rows for .* stragglers"):
         tables.picture("gossip", "stragglers", "gossip-accuracy")

@@ -10,15 +10,7 @@ from typing import Any
 import torch
 
 from tests.golden import compression, gossip, pipeline, subnets
-from tests.golden.job import (
-    Job,
-    Recorded,
-    differences,
-    from_bytes,
-    record,
-    resume,
-    this_cpu,
-)
+from tests.golden.job import Job, Recorded, differences, from_bytes, record, resume, this_cpu
 
 STATES = Path(__file__).parent / "states"
 

@@ -21,11 +21,7 @@ load("accelerate")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType  # noqa: E402
 
-from pyparallel.integrations.accelerate import (  # noqa: E402
-    CompressedDDPKwargs,
-    RankStates,
-    prepare_gossip,
-)
+from pyparallel.integrations.accelerate import CompressedDDPKwargs, RankStates, prepare_gossip  # noqa: E402
 
 NUM_BATCHES, BATCH_SIZE = 6, 4
 

@@ -31,10 +31,7 @@ from pyparallel.pipeline import (
     ZeroBubble,
 )
 from tests.pipeline import reference
-from tests.pipeline.every_schedule import (
-    EVERY_SCHEDULE,
-    one_of_each_kind,
-)
+from tests.pipeline.every_schedule import EVERY_SCHEDULE, one_of_each_kind
 from tests.pipeline.models import (
     OPTIMIZERS,
     SPLIT_WITH_BARE_STAGE,

@@ -5,12 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from pyparallel.pipeline import (
-    Interlocking,
-    LinearHead,
-    PipelineTrainer,
-    TiedHead,
-)
+from pyparallel.pipeline import Interlocking, LinearHead, PipelineTrainer, TiedHead
 
 TOKENS = torch.full((3, 5), 10)
 

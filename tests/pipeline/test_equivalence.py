@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from pyparallel.pipeline import (
-    LastUpdate,
-    PipelineShape,
-    Rollout,
-    Schedule,
-)
+from pyparallel.pipeline import LastUpdate, PipelineShape, Rollout, Schedule
 from tests.pipeline import reference
 from tests.pipeline.every_schedule import FLUSHING, run
 from tests.pipeline.jobs import (

@@ -12,15 +12,7 @@ from torch import nn
 
 from pyparallel import SubnetTrainer
 from pyparallel.comm import DisagreementError, NonFiniteError
-from pyparallel.subnets import (
-    Central,
-    Heads,
-    Partition,
-    Scaled,
-    SequentialChain,
-    Sharded,
-    Unscaled,
-)
+from pyparallel.subnets import Central, Heads, Partition, Scaled, SequentialChain, Sharded, Unscaled
 from tests.cases import slow
 from tests.subnets.helpers.models import Attention, mlp
 from tests.workers import assert_equal_on_all_ranks, call_each, observe_ranks

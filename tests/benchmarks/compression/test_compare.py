@@ -1,11 +1,10 @@
 """Rows, table and picture of the comparison of compressors, with a few steps."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.compression.compare import FIELDS, Run, find_runs, perform
+from benchmarks.compression.compare import FIELDS, Run, perform
 from benchmarks.compression.table import verdict
 from benchmarks.compression.training import TASKS
 from benchmarks.harness.tables import MEASURES
@@ -40,13 +39,3 @@ def test_goals_limit_how_much_worse_it_gets():
         ([float("nan")], 1, "**no**"),  # it diverged
     ]:
         assert verdict(found, MEASURES[measure]) == word, found
-
-
-def test_runs_are_of_the_chosen_tasks_and_compressors():
-    options = SimpleNamespace(tasks=["digits"], seeds=None)
-    options.compressors = ["fp32", "topk-ef-warmed", "sign-64-ef"]
-    found = find_runs(options)
-    assert [run.key[1:] for run in found] == [
-        (name, str(seed)) for seed in (0, 1, 2) for name in ("fp32", "sign-64-ef")
-    ]
-    assert {run.updates for run in found} == {DIGITS.updates}

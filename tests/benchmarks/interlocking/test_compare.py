@@ -9,7 +9,7 @@ from benchmarks.harness.rows import read_rows
 from benchmarks.interlocking import compare as compare_interlocking
 from benchmarks.interlocking.compare import runs_of
 from benchmarks.interlocking.picture import PICTURES
-from benchmarks.interlocking.table import BITS, markdown, order_of, series
+from benchmarks.interlocking.table import BITS, markdown, order_of
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS
 from benchmarks.pipeline.table import ACCURACY
 from benchmarks.pipeline.tasks import FIELDS, train
@@ -36,16 +36,6 @@ def test_the_widest_window_is_training_end_to_end_and_the_others_are_not():
         same = pytest.approx([whole[0]] * len(firsts), rel=1e-5)  # the same weights
         assert firsts == same, trial.task.name
         assert len({f"{losses[-1]:.6f}" for losses in found.values()}) == len(NAMES)
-
-
-def test_windows_run_at_all_rates_with_one_seed():
-    task = DIGITS.task
-    at_seed = {
-        seed: [(r.name, r.rate) for r in runs_of(DIGITS, ["2 deep", "4"], seed)] for seed in (0, 1)
-    }
-    deep = ("2 deep", task.main_rate)
-    assert at_seed[0] == [deep, *(("4", rate) for rate in task.rates)]
-    assert at_seed[1] == [deep, ("4", task.main_rate)]
 
 
 def make_row(window=1, seed=0, trial=DIGITS, accuracy="0.97", loss=0.5, rate=None):
@@ -76,13 +66,6 @@ def test_without_accuracy_less_loss_is_better():
     assert orders.endswith("| window 2 | window 1 (local) | 0.1 | 0.0141 |\n")
     near = [{**row, "held_out_loss": "2.9"} for row in rows]
     assert "\n\n" not in markdown(near)  # no order is claimed
-
-
-def test_windows_with_the_same_rule_and_heads_are_compared():
-    assert series(NAMES) == [
-        ["1", "2", "3", "4"], ["1", "2 mean", "3 mean", "4"], ["1 deep", "2 deep", "3 deep", "4"],
-    ]  # fmt: skip
-    assert series(["2 deep", "1"]) == [["1"], ["2 deep"]]
 
 
 @pytest.mark.slow  # 5 seconds

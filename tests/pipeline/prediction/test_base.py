@@ -5,9 +5,7 @@ from functools import partial
 import pytest
 from torch.optim import SGD, Adadelta
 
-from pyparallel.pipeline import (
-    NoPrediction,
-)
+from pyparallel.pipeline import NoPrediction
 from tests.pipeline.prediction.predictors import OneStage, assert_equal, gradients_of
 
 

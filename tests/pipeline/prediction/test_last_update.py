@@ -8,12 +8,7 @@ from torch.optim import SGD, Adadelta, AdamW, Muon
 
 from pyparallel.pipeline import Displacement, LastUpdate
 from tests.pipeline.models import LIONS, Lion, lion_of
-from tests.pipeline.prediction.predictors import (
-    OneStage,
-    assert_close,
-    assert_equal,
-    gradients_of,
-)
+from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
 
 MATRICES = [(7, 5), (3, 8), (4, 4), (1, 6)]
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic iteration (Jordan et al., 2024)
