@@ -30,13 +30,7 @@ FLOORS = [
 # Within a folder, likewise. OWN is what lies in the folder itself; its __init__.py is above all.
 OWN = "."
 SUB_FLOORS = {
-    "compression": [
-        {OWN},
-        {"quantizers", "sparsifiers"},
-        {"low_rank"},
-        {"wrappers"},
-        {"hooks"},
-    ],
+    "compression": [{OWN}, {"quantizers", "sparsifiers"}, {"low_rank"}, {"wrappers"}, {"hooks"}],
     "gossip": [{"topology"}, {"messages"}, {"push_sum"}, {"algorithms"}, {OWN}],
     "integrations": [{OWN}, {"lightning"}],
     "pipeline": [

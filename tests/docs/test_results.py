@@ -114,10 +114,7 @@ def test_a_row_that_changes_changes_its_picture(change, pictures):
     ("change_row", "message"),
     [
         (lambda row: [], r"pipeline-amd-epyc-2-threads\.csv has no row with .*'M = 8'.*PipeOptim"),
-        (
-            lambda row: [row, row],
-            r"pipeline-.*\.csv must have one row with .*got 2",
-        ),
+        (lambda row: [row, row], r"pipeline-.*\.csv must have one row with .*got 2"),
         (lambda row: [{**row, "of_limit": ""}], "has no of_limit in the row .*PipeOptim"),
         (lambda row: [{**row, "of_limit": "0.5"}], "no longer support: `PipeOptim` is faster"),
     ],

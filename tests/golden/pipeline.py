@@ -132,11 +132,7 @@ def _batch(step: int) -> Batch:
     return batch(step, SAMPLES, rank=0)
 
 
-def _job(
-    schedule: Any,
-    optimizer_fn: Callable[[Any], Any] = sgd,
-    **options: Any,
-) -> Job:
+def _job(schedule: Any, optimizer_fn: Callable[[Any], Any] = sgd, **options: Any) -> Job:
     def make(layers: list[nn.Module]) -> PipelineTrainer:
         return PipelineTrainer(
             layers,
@@ -246,10 +242,7 @@ JOBS = {
     "pipeoptim-rollout": _job(PipeOptim("consistent", Rollout(0.5)), small_steps),
     "pipeoptim-scheduler": _job(PipeOptim(), small_steps, scheduler_fn=DECAYING),
     "pipeoptim-int8": _job(
-        PipeOptim(),
-        small_steps,
-        compress_activations=Int8(seed=1),
-        compress_gradients=TopK(0.75),
+        PipeOptim(), small_steps, compress_activations=Int8(seed=1), compress_gradients=TopK(0.75)
     ),
     "pipemare": _job(PipeMare(), small_steps),
     "pipemare-annealing": _job(PipeMare(annealing=10), small_steps),
@@ -273,11 +266,7 @@ JOBS = {
         1, lambda layers: ConvHead(WIDTH, (2,)), layers_fn=_images, exact=False
     ),
     "tied-head": _interlocking(
-        1,
-        lambda layers: TiedHead(layers[0]),
-        layers_fn=_words,
-        next_batch=_tokens,
-        exact=False,
+        1, lambda layers: TiedHead(layers[0]), layers_fn=_words, next_batch=_tokens, exact=False
     ),
 }
 

@@ -125,10 +125,7 @@ def _chain() -> nn.Sequential:
 
 def _normed() -> nn.Sequential:
     return nn.Sequential(
-        Linear(WIDTH, 4, name="0"),
-        nn.BatchNorm1d(4),
-        nn.PReLU(4),
-        Linear(4, WIDTH, name="3"),
+        Linear(WIDTH, 4, name="0"), nn.BatchNorm1d(4), nn.PReLU(4), Linear(4, WIDTH, name="3")
     )
 
 

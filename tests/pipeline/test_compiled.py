@@ -15,10 +15,7 @@ from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls, build_layers
 STREAMS = [build_calls(3, 12), build_calls(1, 12)]
 SGD = OPTIMIZERS["momentum"]
 # Inductor compiles to C++, which takes long.
-BACKENDS = {
-    "aot_eager": IN_ANY_DTYPE,
-    "inductor": [ZeroBubble(), PipeMare()],
-}
+BACKENDS = {"aot_eager": IN_ANY_DTYPE, "inductor": [ZeroBubble(), PipeMare()]}
 
 
 def compile_layers(backend: str) -> list[nn.Module]:

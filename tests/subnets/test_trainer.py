@@ -147,10 +147,7 @@ BAD = [
         r"got a dict with keys ''; wrap it, Partition\(rules\)",
     ),
     ({"partition": "0"}, "partition must be .*, got '0'"),
-    (
-        {"placement": Central},
-        r"placement must be an object such as Sharded\(\) or Central",
-    ),
+    ({"placement": Central}, r"placement must be an object such as Sharded\(\) or Central"),
     ({"placement": "central"}, "placement must be .*, got 'central'"),
     ({"scale": "averaged"}, r"scale must be an object such as Unscaled\(\) or Averaged\(\), got"),
     ({"optimizer_state": ResetState}, "optimizer_state must be .*, got the class ResetState"),

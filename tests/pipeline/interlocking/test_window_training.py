@@ -24,10 +24,7 @@ def gold(window, losses, num_stages):
         lambda output, target: 0.1 * output.sum(),
         lambda parameters: torch.optim.SGD(parameters, lr=1.0),
         Interlocking(
-            window,
-            [nn.Identity() for _ in layers[1:]],
-            losses,
-            head_loss_fn=cross_entropy,
+            window, [nn.Identity() for _ in layers[1:]], losses, head_loss_fn=cross_entropy
         ),
         num_microbatches=1,
         split=range(1, num_stages),
