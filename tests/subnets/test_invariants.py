@@ -26,7 +26,7 @@ from tests.subnets.helpers.masked import (
     smooth_mlp,
     train_together,
 )
-from tests.subnets.helpers.models import TRANSFORMER_RULES, transformer
+from tests.subnets.helpers.models import RESIDUAL_RULES, TRANSFORMER_RULES, residual, transformer
 from tests.subnets.helpers.training import batch_of, held, train
 
 INTERVAL = 3  # of counted steps
@@ -64,6 +64,20 @@ MODELS = {
             "7": ("4", 1, None),
             "8": ("8", 1, "4"),
             "10": (None, 1, "8"),
+        },
+    ),
+    "residual": (
+        lambda: residual().double(),
+        Partition(RESIDUAL_RULES, seed=4),
+        (4, 2, 6, 6),
+        {
+            f"{block}.{layer}": dims
+            for block in (1, 2)
+            for layer, dims in {
+                "conv1": (f"{block}.conv1", 1, None),
+                "bn1": (f"{block}.conv1", 1, None),
+                "conv2": (None, 1, f"{block}.conv1"),
+            }.items()
         },
     ),
     "transformer": (
