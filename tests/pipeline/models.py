@@ -135,7 +135,28 @@ class Join(nn.Module):
         return torch.where(positive, value, bent) + bent + 0.1 * detached
 
 
-def build_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank addition that trains."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.layer(value) + self.up(self.down(value))
+
+
+# The layers that train where the others are frozen; stages are three layers each.
+TRAINED = {
+    "the last layers": [8, 10, 11],  # no stage before needs a gradient
+    "the first layer": [0],  # gradients go through three stages without anything to train
+    "adapters": [4, 10],  # in one layer of every second stage
+}
+
+
+def build_layers(dtype: torch.dtype = torch.float64, trained: str = "") -> list[nn.Module]:
     """Return twelve layers, to be split by SPLITS; the same ones every time."""
     torch.manual_seed(11)
     layers = [
@@ -146,6 +167,11 @@ def build_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
         *(nn.Tanh(), Matmul(), nn.Linear(WIDTH, 2)),
     ]
     layers[2].conv.bias.requires_grad_(False)
+    for number, layer in enumerate(layers) if trained else ():
+        if number not in TRAINED[trained]:
+            layer.requires_grad_(False)
+        elif trained == "adapters":
+            layers[number] = Adapted(layer)
     return [layer.to(dtype) for layer in layers]
 
 
