@@ -46,6 +46,11 @@ from tests.golden.models import (
     squared_error,
 )
 
+nesterov = partial(torch.optim.SGD, lr=0.03125, momentum=0.75, nesterov=True)
+rmsprop = partial(torch.optim.RMSprop, lr=0.0625, eps=0.125, centered=True)
+small_steps = partial(torch.optim.SGD, lr=0.03125, momentum=0.5, weight_decay=0.125)
+
+
 NUM_RANKS = 2
 SAMPLES = 2
 # Keys that pyparallel adds to an optimizer's state.
@@ -202,22 +207,10 @@ def _tokens(step: int) -> Batch:
     return tokens, numbers((SAMPLES, WIDTH), "token targets", step)
 
 
-def nesterov(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.03125, momentum=0.75, nesterov=True)
-
-
 def nadam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.NAdam(
         parameters, lr=0.03125, betas=(0.75, 0.875), weight_decay=0.125, decoupled_weight_decay=True
     )
-
-
-def rmsprop(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(parameters, lr=0.0625, eps=0.125, centered=True)
-
-
-def small_steps(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.03125, momentum=0.5, weight_decay=0.125)
 
 
 DECAYING = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)

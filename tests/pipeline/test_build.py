@@ -1,11 +1,16 @@
 """Stages are built on all ranks or on none."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from pyparallel.pipeline import Interlocking, LinearHead, PipelineTrainer, TiedHead
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+
 
 TOKENS = torch.full((3, 5), 10)
 
@@ -31,10 +36,6 @@ def build_layers():
 
 def loss_fn(output, target):
     return cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def train(rank, change):

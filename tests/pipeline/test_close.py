@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from pyparallel.pipeline import GPipe, Interlocking, LinearHead, PipelineTrainer, PipeOptim
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+
 
 BATCH = torch.ones(4, 3), torch.ones(4, 3)
 CLOSED = "^PipelineTrainer must not be used after close\\(\\)$"
@@ -30,10 +34,6 @@ NEEDS_STAGES = {
     "spans": lambda trainer: trainer.spans,
     "bytes_sent": lambda trainer: trainer.bytes_sent,
 }
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def build(schedule, optimizer_fn=sgd, split=(1, 2), layers=None):

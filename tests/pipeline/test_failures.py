@@ -1,6 +1,7 @@
 """A failure on one stage ends all ranks within the timeout, with one error that names it."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from pyparallel.pipeline import (
 )
 from pyparallel.pipeline.messages.format import Refusal, RefusalKind
 from tests.pipeline.faults import raise_error, raise_in_backward
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+
 
 NUM_RANKS, NUM_MICROBATCHES = 3, 4
 
@@ -153,10 +157,6 @@ def build(layers, split, **options):
         [nn.Linear(4, 4) for _ in range(layers)], nn.functional.mse_loss, sgd,
         options.pop("schedule", GPipe()), num_microbatches=NUM_MICROBATCHES, split=split, **options,
     )  # fmt: skip
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 BATCH = torch.ones(8, 4), torch.ones(8, 4)

@@ -24,6 +24,9 @@ from pyparallel.pipeline import (
 )
 from tests.workers import call_each
 
+adam = partial(torch.optim.AdamW, lr=0.02)
+
+
 NUM_MICROBATCHES = 3
 
 
@@ -46,10 +49,6 @@ def batches(number, size=12):
             torch.randn(size, 6, generator=generator),
             torch.randint(0, 3, (size,), generator=generator),
         )
-
-
-def adam(parameters):
-    return torch.optim.AdamW(parameters, lr=0.02)
 
 
 def build(schedule, split=(3,), layers=None, optimizer_fn=adam, **options):

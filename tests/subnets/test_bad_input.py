@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+from functools import partial
 from itertools import product
 
 import pytest
@@ -17,13 +18,8 @@ from tests.cases import slow
 from tests.subnets.helpers.models import Attention, mlp
 from tests.workers import assert_equal_on_all_ranks, call_each, observe_ranks
 
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters)
+sgd = partial(torch.optim.SGD, lr=0.1)
+adam = torch.optim.Adam
 
 
 def between(*layers):

@@ -6,6 +6,7 @@ Those of its sketches are in ``tests/benchmarks/theory/test_quadratic.py``.
 import copy
 import math
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 
 import pytest
@@ -28,6 +29,9 @@ from tests.subnets.helpers.masked import (
 )
 from tests.subnets.helpers.models import RESIDUAL_RULES, TRANSFORMER_RULES, residual, transformer
 from tests.subnets.helpers.training import batch_of, held, train
+
+plain_sgd = partial(torch.optim.SGD, lr=0.1)
+
 
 INTERVAL = 3  # of counted steps
 ROUNDS = 20
@@ -101,10 +105,6 @@ def build(name):
     torch.manual_seed(0)
     make, partition, shape, layout = MODELS[name]
     return make(), partition, shape, layout
-
-
-def plain_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def count_steps(trainer, steps):

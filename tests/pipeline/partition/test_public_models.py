@@ -1,6 +1,6 @@
 """Models of transformers, timm and torchvision in stages train as the unsplit model does."""
 
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -25,15 +25,14 @@ from tests.pipeline.partition.public_models import (
     padded,
 )
 
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
 SPLITS = {2: [2], 4: [1, 3, 4]}  # of five layers
 FLUSHING = [GPipe(), OneForwardOneBackward()]
 STREAMING = [PipeDream(), PipeOptim("live"), PipeOptim("consistent")]
 RESNETS = {"timm": build_timm, "torchvision": build_torchvision}
 NUM_STEPS, NUM_MICROBATCHES = 3, 4
-
-
-def momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def batches(samples=9):

@@ -1,7 +1,7 @@
 """Tied weights and skip connections against the unsplit model."""
 
 import re
-from functools import cache
+from functools import cache, partial
 from itertools import cycle, product
 
 import pytest
@@ -29,6 +29,9 @@ from tests.cases import slow
 from tests.pipeline import reference
 from tests.pipeline.jobs import Trained, train_on
 from tests.pipeline.oracles import LastStep
+
+sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.01)
+
 
 WORDS, WIDTH, NUM_MICROBATCHES = 7, 6, 4
 FLUSHING = [GPipe(), OneForwardOneBackward(), ZeroBubble(), Interleaved()]
@@ -89,10 +92,6 @@ class Plain(nn.Module):
 
 def loss_fn(output, target):
     return cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, weight_decay=0.01)
 
 
 def batches(number=3):

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ from tests.pipeline.jobs import Case, train_case
 from tests.pipeline.models import OPTIMIZERS
 from tests.pipeline.test_equivalence import check, expected
 
+sgd = partial(torch.optim.SGD, lr=0.5)
+
 
 def build_layers():
     torch.manual_seed(0)
@@ -45,10 +48,6 @@ def test_the_kernels_of_clipping_do_not_grow_with_the_number_of_gradients():
     with OpCounter(*of_each, "_foreach_norm", "stack", "_foreach_mul_") as ops:
         clip_grad_norm_(gradients, 1.0, Run(None))
     assert ops.calls == {"_foreach_norm": 1, "stack": 1, "pow": 1, "_foreach_mul_": 2}
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.5)
 
 
 def build(layers, schedule, split):

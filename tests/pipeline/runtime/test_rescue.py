@@ -6,7 +6,7 @@ A new trainer loads it and goes on.
 import copy
 import itertools
 import warnings
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -24,6 +24,9 @@ from tests.pipeline import reference
 from tests.pipeline.faults import die, raise_error, raise_in_backward
 from tests.pipeline.jobs import IN_ANY_DTYPE
 from tests.workers import observe_ranks
+
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
 
 WIDTH, NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 3, 4, 3, 6
 SPLIT = [2, 4, 6]
@@ -55,10 +58,6 @@ def build_calls():
     generator = torch.Generator().manual_seed(5)
     pairs = torch.randn(NUM_STEPS, 2, 5, WIDTH, generator=generator, dtype=torch.float64)
     return [(inputs, target) for inputs, target in pairs]
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def build(schedule, fault=None, at=None, optimizer_fn=sgd):

@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -6,11 +7,10 @@ from torch import nn
 
 from pyparallel.pipeline import GPipe, PipeDream, PipelineTrainer, PipeOptim, ZeroBubble
 
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
 WIDTH = 64
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def build(layers, schedule, optimizer_fn=sgd, loss_fn=nn.functional.mse_loss, **options):
