@@ -1,7 +1,6 @@
 """SubnetTrainer in a training loop: on a single rank, and over gloo on two and three ranks."""
 
 import copy
-import io
 from itertools import product
 
 import pytest
@@ -117,22 +116,13 @@ def test_after_close_nothing_is_merged():
     assert trainer.round_index == 0
 
 
-def test_a_checkpoint_goes_through_a_file_and_must_fit():
-    def make(interval=2, seed=5):
-        return SubnetTrainer(build("mlp")[0], adam, Partition(seed=seed), interval)
+def test_a_checkpoint_must_fit():
+    def make(interval=2):
+        return SubnetTrainer(build("mlp")[0], adam, Partition(), interval)
 
-    trainer = make()
-    train(trainer, trainer.optimizer, range(3), 0, (4, 5))
-    file = io.BytesIO()
-    torch.save(trainer.state_dict(), file)
-    file.seek(0)
-    other = make()
-    other.load_state_dict(torch.load(file))
-    for each in (trainer, other):
-        train(each, each.optimizer, range(3, 6), 0, (4, 5))
-    assert same(held(trainer), held(other))
+    state = make().state_dict()
     with pytest.raises(DisagreementError, match="must have the same interval, 3, got 2"):
-        make(3).load_state_dict(trainer.state_dict())
+        make(3).load_state_dict(state)
     with pytest.raises(DisagreementError, match="must be that of rank 0 of 1, got one of None"):
         make().load_state_dict({})
 
