@@ -39,7 +39,11 @@ def run_before():
 
 # What cannot be cut: a module, rules, and a part of the error. More: partition/test_*.py.
 UNCUT = {
-    "no chain": (lambda: nn.Linear(5, 8), None, "an nn.Sequential only, got a module of Linear"),
+    "no chain": (
+        lambda: nn.Linear(5, 8),
+        None,
+        "an nn.Sequential only, got a module of Linear; declare what",
+    ),
     "statistics": (
         lambda: between(nn.BatchNorm1d(8, track_running_stats=False)),
         None,

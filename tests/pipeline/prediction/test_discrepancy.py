@@ -11,7 +11,6 @@ from pyparallel.pipeline.prediction.discrepancy import DiscrepancyCorrected
 from tests.pipeline.prediction.predictors import (
     OneStage,
     assert_close,
-    assert_equal,
     assert_resumes_bitwise,
     gradients_of,
 )
@@ -33,12 +32,6 @@ def test_constant_changes_are_undone_exactly(make):
         stage.step(gradients)
     for back in (1, 2, 5):
         assert_close(stage.predicted(-back), trail[-back], rtol=1e-4, atol=1e-4)
-
-
-def test_before_the_first_step_the_estimate_is_the_weights():
-    stage = Corrected(partial(Adam, lr=0.1))
-    assert_equal(stage.predicted(-3), stage.values())
-    assert not stage.optimizer.state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

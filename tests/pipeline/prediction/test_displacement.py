@@ -73,16 +73,22 @@ def test_with_momentum_it_follows_the_momentum_buffer(subtests):
                 assert_close(stage.predicted(horizon), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("centered", [False, True])
-def test_rmsprop_without_momentum_repeats_its_last_step(centered):
-    make = partial(RMSprop, lr=0.01, alpha=0.5, centered=centered, eps=0.1, weight_decay=0.1)
-    stage = OneStage(make, Displacement())
-    stage.step(gradients_of(stage, 0))
-    before = stage.values()
-    stage.step(gradients_of(stage, 1))
-    now = stage.values()
-    expected = [p + 3 * (p - q) for p, q in zip(now, before, strict=True)]
-    assert_close(stage.predicted(3), expected, rtol=1e-4, atol=2e-6)
+WITHOUT_MOMENTUM = [
+    partial(SGD, lr=0.1, weight_decay=0.5),
+    partial(RMSprop, lr=0.01, alpha=0.5, eps=0.1, weight_decay=0.1),
+    partial(RMSprop, lr=0.01, alpha=0.5, centered=True, eps=0.1, weight_decay=0.1),
+]
+
+
+def test_without_momentum_its_last_step_is_repeated_with_its_decay(subtests):
+    for make in WITHOUT_MOMENTUM:
+        with subtests.test(make=make):
+            stage = OneStage(make, Displacement())
+            stage.step(gradients_of(stage, 0))
+            before = stage.values()
+            stage.step(gradients_of(stage, 1))
+            expected = [p + 3 * (p - q) for p, q in zip(stage.values(), before, strict=True)]
+            assert_close(stage.predicted(3), expected, rtol=1e-4, atol=2e-6)
 
 
 def test_rmsprop_is_exact_once_its_average_has_converged():
@@ -92,15 +98,6 @@ def test_rmsprop_is_exact_once_its_average_has_converged():
         stage.step(gradients)
     expected = stage.twin().step(gradients, 3)
     assert_close(stage.predicted(3), expected, rtol=1e-5, atol=2e-6)
-
-
-def test_sgd_without_momentum_repeats_the_weight_decay_of_its_last_step():
-    stage = OneStage(partial(SGD, lr=0.1, weight_decay=0.5), Displacement())
-    before = stage.values()
-    stage.step(gradients_of(stage))
-    now = stage.values()
-    expected = [p + 2 * (p - q) for p, q in zip(now, before, strict=True)]
-    assert_close(stage.predicted(2), expected, rtol=1e-5, atol=2e-6)
 
 
 def test_decoupled_decay_is_not_predicted():
