@@ -5,10 +5,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adadelta, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adadelta, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
 
 from pyparallel.pipeline import Displacement
 from pyparallel.training import FlatBuckets
+from tests.pipeline.models import Lion, lion_of
 from tests.pipeline.prediction.predictors import (
     SHAPES,
     OneStage,
@@ -16,6 +17,7 @@ from tests.pipeline.prediction.predictors import (
     assert_equal,
     gradients_of,
 )
+from tests.pipeline.prediction.test_last_update import MATRICES, Subclass
 from tests.pipeline.reference import next_nadam_steps
 
 EXACT = [
@@ -214,23 +216,24 @@ def test_an_optimizer_can_have_its_own_rule():
     assert_equal(stage.parts(out), stage.predicted(3))
 
 
-class Subclass(SGD):
-    def step(self, closure=None):
-        super().step(closure)
-        super().step(closure)
+class MyMuon(Muon):
+    pass
 
 
-@pytest.mark.parametrize("make", [partial(Adadelta, lr=0.1), partial(Subclass, lr=0.1)])
+UNKNOWN = [Adadelta, Subclass, MyMuon, Lion, lion_of("my.lion")]
+
+
+@pytest.mark.parametrize("make", [partial(each, lr=0.1) for each in UNKNOWN], ids=name)
 def test_an_optimizer_without_a_rule_is_refused(make):
     sentence = (
         r"be of pyparallel.optim, or torch's SGD, Adam, AdamW, NAdam, RMSprop or Muon, or Lion of "
         r"lion-pytorch or timm, or have a method displacement\(parameter, state, group, horizon\), "
-        r"got .*(Adadelta|Subclass); add the method, pass an object that has it as "
+        r"got .*(Adadelta|Subclass|MyMuon|Lion); add the method, pass an object that has it as "
         r"prediction=Displacement\(rule\), or pass prediction=LastUpdate\(\), which repeats the "
         r"last update of any optimizer$"
     )
     with pytest.raises(ValueError, match=sentence):
-        OneStage(make, Displacement())
+        OneStage(make, Displacement(), shapes=MATRICES)
 
 
 def test_a_rule_of_another_shape_is_refused():

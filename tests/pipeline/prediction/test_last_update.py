@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD, Adadelta, AdamW, Muon
 
 from pyparallel.pipeline import Displacement, LastUpdate
-from tests.pipeline.models import LIONS, Lion, lion_of
+from tests.pipeline.models import LIONS
 from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
 
 MATRICES = [(7, 5), (3, 8), (4, 4), (1, 6)]
@@ -134,12 +134,3 @@ def test_weights_may_be_of_any_dtype(dtype):
     tolerance = 2**-6 if dtype == torch.bfloat16 else 1e-15
     assert_close(stage.predicted(2), expected, rtol=tolerance, atol=tolerance)
     assert {each.dtype for each in stage.predicted(2)} == {dtype}
-
-
-def test_only_these_classes_of_lion_and_muon_are_known():
-    class MyMuon(Muon):
-        pass
-
-    for make in (Lion, lion_of("my.lion"), MyMuon):
-        with pytest.raises(ValueError, match=r"got .*(Lion|MyMuon); add the method"):
-            build(Displacement(), partial(make, lr=0.1))
