@@ -102,30 +102,6 @@ def test_a_loss_that_is_not_differentiable_is_refused():
         trainer.step(batch(), batch())
 
 
-class Imaginary(nn.Module):
-    """Multiplies by the imaginary part of a conjugate: autograd saves a negative view."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, 2))
-
-    def forward(self, x):
-        return x * torch.view_as_complex(self.weight).conj().imag
-
-
-def test_views_of_weights_keep_their_sign():
-    results = []
-    for schedule in (GPipe(), PipeDream()):
-        layers = [*linears(1), Imaginary()]
-        trainer = PipelineTrainer(
-            layers, nn.functional.mse_loss, sgd, schedule, num_microbatches=1, split=[1]
-        )
-        trainer.step(batch(), batch())
-        trainer.flush()
-        results.append(weights_of(layers))
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize("schedule", [GPipe(), PipeDream(), ZeroBubble()])
 def test_a_stage_may_begin_with_an_in_place_operation(schedule):
     results = []
