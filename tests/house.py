@@ -171,15 +171,6 @@ def count_long_files(root: Path) -> int:
     return sum(len(path.read_text().splitlines()) >= LONG for path in find_files(root))
 
 
-def count_schedule_checks(root: Path) -> int:
-    """Calls ``isinstance(schedule, ...)``, of a name or an attribute, outside schedules/."""
-    return sum(
-        re.match(r"isinstance\(([\w.]+\.)?_?schedule,", ast.unparse(node)) is not None
-        for path, node in find_nodes(root, ast.Call)
-        if root / PACKAGE / "pipeline/schedules" not in path.parents
-    )
-
-
 def count_averager_members(root: Path) -> int:
     """Public methods, properties and class attributes of ``ModelAverager``, inherited ones too.
 
@@ -238,7 +229,6 @@ MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
     "attributes set on another object": (count_attributes_set, 60),
     "classes above 300 lines": (count_long_classes, 2),
     "files of 300 lines and more": (count_long_files, 10),
-    "isinstance(schedule, ...) outside schedules/": (count_schedule_checks, 0),
     "members of ModelAverager": (count_averager_members, 16),
     "methods that only forward": (count_forwarding_methods, 35),
     "files that write a gossip round out": (count_written_rounds, 1),
@@ -255,7 +245,6 @@ LIMITS = {
     "attributes set on another object": 60,
     "classes above 300 lines": 2,
     "files of 300 lines and more": 10,
-    "isinstance(schedule, ...) outside schedules/": 0,
     "members of ModelAverager": 17,
     "methods that only forward": 35,
     "files that write a gossip round out": 1,

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ from pyparallel.subnets import Partition, SubnetTrainer
 from tests.cases import slow
 from tests.gossip.every_algorithm import EVERY_ALGORITHM
 from tests.workers import observe_ranks, store_barrier
+
+sgd = partial(torch.optim.SGD, lr=0.01)
+
 
 NUM_RANKS, VICTIM, STEP = 4, 2, 6
 
@@ -53,10 +57,6 @@ def loop(forward, optimizer, num_steps=1000, record_loss=None):
         if record_loss:
             record_loss(loss)
         optimizer.step()
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.01)
 
 
 def wrap(algorithm, process_group=None):

@@ -30,13 +30,7 @@ FLOORS = [
 # Within a folder, likewise. OWN is what lies in the folder itself; its __init__.py is above all.
 OWN = "."
 SUB_FLOORS = {
-    "compression": [
-        {OWN},
-        {"quantizers", "sparsifiers"},
-        {"low_rank"},
-        {"wrappers"},
-        {"hooks"},
-    ],
+    "compression": [{OWN}, {"quantizers", "sparsifiers"}, {"low_rank"}, {"wrappers"}, {"hooks"}],
     "gossip": [{"topology"}, {"messages"}, {"push_sum"}, {"algorithms"}, {OWN}],
     "integrations": [{OWN}, {"lightning"}],
     "pipeline": [
@@ -233,16 +227,8 @@ def test_the_graph_is_that_of_this_package():
 
 
 def write_tree(root: Path, sources: dict[str, str]) -> Path:
-    rooms = [
-        "",
-        "comm",
-        "ops",
-        *TRAINERS,
-        "gossip/topology",
-        "pipeline/runtime",
-        "pipeline/simulation",
-        "pipeline/partition",
-    ]
+    of_pipeline = [f"pipeline/{folder}" for folder in ("runtime", "simulation", "partition")]
+    rooms = ["", "comm", "ops", *TRAINERS, "gossip/topology", *of_pipeline]
     packages = ["kernels/triton", *(f"pyparallel/{room}" for room in rooms)]
     for package in packages:
         (root / package).mkdir(parents=True)
@@ -252,60 +238,50 @@ def write_tree(root: Path, sources: dict[str, str]) -> Path:
     return root
 
 
-UPWARD = ["pyparallel.ops.x imports pyparallel.gossip, which lies above it"]
+ABOVE = "pyparallel.gossip, which lies above it"
+CAUGHT = [  # a file, its source, and what it must not import
+    *(
+        ("ops/x.py", source, ABOVE)
+        for source in (
+            "from pyparallel.gossip import SGP",
+            "import pyparallel.gossip as gossip",
+            "from .. import gossip",
+            "from ..gossip import SGP",
+            "def f():\n    from ..gossip import SGP",
+            "class A:\n    def f(self):\n        import pyparallel.gossip",
+            "if TYPE_CHECKING:\n    from ..gossip import SGP",
+            "try:\n    from ..gossip import SGP\nexcept ImportError:\n    pass",
+            "import importlib\nimportlib.import_module('pyparallel.gossip')",
+            "from importlib import import_module\nimport_module('..gossip', 'pyparallel.ops')",
+        )
+    ),
+    ("ops/x.py", "from pyparallel import SGP", "pyparallel, which lies above it"),
+    *(
+        ("gossip/x.py", f"from ..{there} import y",
+         f"pyparallel.{there}: trainers must not know each other")
+        for there in ("pipeline", "subnets")
+    ),
+    *(
+        ("pipeline/runtime/x.py", source, f"pyparallel.pipeline{where}, which lies above it")
+        for source, where in [
+            ("from ..simulation import y", ".simulation"),
+            ("from ... import pipeline", ""),
+            ("from ..trainer import y", ".trainer"),
+        ]
+    ),
+    ("pipeline/simulation/x.py", "from ..partition import y",
+     "pyparallel.pipeline.partition: folders of one floor are strangers"),
+]  # fmt: skip
 
 
-def test_an_upward_import_is_caught_wherever_it_hides(tmp_path):
-    path = write_tree(tmp_path, {}) / "pyparallel/ops/x.py"
-    for source in (
-        "from pyparallel.gossip import SGP",
-        "import pyparallel.gossip as gossip",
-        "from .. import gossip",
-        "from ..gossip import SGP",
-        "def f():\n    from ..gossip import SGP",
-        "class A:\n    def f(self):\n        import pyparallel.gossip",
-        "if TYPE_CHECKING:\n    from ..gossip import SGP",
-        "try:\n    from ..gossip import SGP\nexcept ImportError:\n    pass",
-        "import importlib\nimportlib.import_module('pyparallel.gossip')",
-        "from importlib import import_module\nimport_module('..gossip', 'pyparallel.ops')",
-    ):
-        path.write_text(source)
-        assert find_violations(tmp_path) == UPWARD, source
-
-
-def test_importing_the_whole_package_from_inside_is_caught(tmp_path):
-    tree = write_tree(tmp_path, {"pyparallel/ops/x.py": "from pyparallel import SGP"})
-    assert find_violations(tree) == ["pyparallel.ops.x imports pyparallel, which lies above it"]
-
-
-def test_an_import_between_trainers_is_caught(tmp_path):
-    path = write_tree(tmp_path, {}) / "pyparallel/gossip/x.py"
-    for there in ("pipeline", "subnets"):
-        path.write_text(f"from ..{there} import y")
-        sentence = f"gossip.x imports pyparallel.{there}: trainers must not know each other"
-        assert find_violations(tmp_path) == [f"pyparallel.{sentence}"]
-
-
-def test_an_upward_import_within_a_trainer_is_caught(tmp_path):
+def test_an_import_that_runs_upward_or_between_strangers_is_caught_wherever_it_hides(tmp_path):
     tree = write_tree(tmp_path, {"pyparallel/pipeline/trainer.py": ""})
-    for source, imported in [
-        ("from ..simulation import y", "pyparallel.pipeline.simulation"),
-        ("from ... import pipeline", "pyparallel.pipeline"),
-        ("from ..trainer import y", "pyparallel.pipeline.trainer"),
-    ]:
-        (tree / "pyparallel/pipeline/runtime/x.py").write_text(source)
-        sentence = f"runtime.x imports {imported}, which lies above it"
-        assert find_violations(tree) == [f"pyparallel.pipeline.{sentence}"]
-
-
-def test_an_import_between_folders_of_one_floor_is_caught(tmp_path):
-    tree = write_tree(
-        tmp_path, {"pyparallel/pipeline/simulation/x.py": "from ..partition import y"}
-    )
-    assert find_violations(tree) == [
-        "pyparallel.pipeline.simulation.x imports pyparallel.pipeline.partition: "
-        "folders of one floor are strangers"
-    ]
+    for name, source, sentence in CAUGHT:
+        path = tree / "pyparallel" / name
+        path.write_text(source)
+        module = f"pyparallel.{name.removesuffix('.py').replace('/', '.')}"
+        assert find_violations(tree) == [f"{module} imports {sentence}"], source
+        path.unlink()
 
 
 def find_wide_folders(root: Path) -> dict[str, int]:

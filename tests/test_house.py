@@ -55,7 +55,6 @@ class A:
     def h(self): return self.inner.h() + 1
 '''
 ROUND = "row = self.headers.of_round(1)\nself.exchange.start([])"
-SCHEDULES = "isinstance(schedule, A)\nisinstance(self._schedule, A | B)\nisinstance(schedules, A)"
 # One trainer uses w, z (through w), x and t; two use y, none uses v.
 COMM = {
     "comm/__init__.py": "from .x import a\nfrom .y import b\n__all__ = ['a', 'b']",
@@ -80,11 +79,6 @@ PLANTED = [
     ("classes above 300 lines", {"x.py": CLASS + ATTRIBUTE * 299}, 0),
     ("classes above 300 lines", {"x.py": CLASS + ATTRIBUTE * 300}, 1),
     ("files of 300 lines and more", {"x.py": LINE * 299, "y.py": LINE * 300}, 1),
-    (
-        "isinstance(schedule, ...) outside schedules/",
-        {"pipeline/x.py": SCHEDULES, "pipeline/schedules/x.py": SCHEDULES},
-        2,
-    ),
     ("members of ModelAverager", {"x.py": AVERAGER}, 5),
     ("methods that only forward", {"x.py": FORWARDS}, 2),
     ("files that write a gossip round out", {"gossip/x.py": ROUND, "comm/x.py": ROUND}, 1),

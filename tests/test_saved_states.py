@@ -26,18 +26,14 @@ from pyparallel.subnets import Partition
 from tests.cases import slow
 from tests.gossip.every_algorithm import COVERING, DETERMINISTIC, EVERY_ALGORITHM
 
+sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+adamw = partial(torch.optim.AdamW, lr=0.01)
+
+
 NUM_FLIPS = 60
 each_algorithm = pytest.mark.parametrize(
     "names", [COVERING, slow(DETERMINISTIC)], ids=["covering", "all"]
 )
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 class Gossip:

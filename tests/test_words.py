@@ -8,11 +8,7 @@ FOLDERS = ["pyparallel", "kernels", "csrc", "tests", "benchmarks", "examples", "
 SUFFIXES = {".py", ".h", ".cpp", ".cu", ".md"}
 # The golden jobs bear the names of saved states, and results
 # are records of runs.
-EXEMPT = [
-    "tests/golden/compression.py",
-    "tests/golden/test_golden.py",
-    "tests/test_words.py",
-]
+EXEMPT = ["tests/golden/compression.py", "tests/golden/test_golden.py", "tests/test_words.py"]
 EXEMPT_FOLDERS = ["benchmarks/results"]
 
 # Each pattern, and the field's term for it. Words that the field uses too, such as state, leader,

@@ -114,10 +114,7 @@ def test_a_row_that_changes_changes_its_picture(change, pictures):
     ("change_row", "message"),
     [
         (lambda row: [], r"pipeline-amd-epyc-2-threads\.csv has no row with .*'M = 8'.*PipeOptim"),
-        (
-            lambda row: [row, row],
-            r"pipeline-.*\.csv must have one row with .*got 2",
-        ),
+        (lambda row: [row, row], r"pipeline-.*\.csv must have one row with .*got 2"),
         (lambda row: [{**row, "of_limit": ""}], "has no of_limit in the row .*PipeOptim"),
         (lambda row: [{**row, "of_limit": "0.5"}], "no longer support: `PipeOptim` is faster"),
     ],
@@ -165,12 +162,6 @@ def test_a_verdict_on_a_paper_fails_without_the_rows(change, name, where, change
     change(name, where, changed_row)
     with pytest.raises(LookupError, match=f"no longer support: .*{message}"):
         rendered_pages.render(page)
-
-
-def test_a_table_with_two_rows_in_one_place_raises(change):
-    change(GOSSIP, {"method": "ADPSGD"}, lambda row: [row, row])
-    with pytest.raises(LookupError, match=r"must have one row with .*ADPSGD.*got 2"):
-        tables.pivot(GOSSIP, "lost_ms", "method", "case", part="stragglers")
 
 
 def test_a_picture_without_rows_raises():

@@ -188,10 +188,7 @@ JOBS = {
     "diloco-adam": _job(lambda n: DiLoCo(interval=2, outer_optimizer=outer_adam), exact=False),
     "noloco": _job(lambda n: NoLoCo(RandomMatching(n), interval=2)),
     "leadersgd": _job(lambda n: LeaderSGD(2, 2, 4, local_pull=0.1)),
-    "leadersgd-telling": Job(
-        partial(LossRecordingRun, LeaderSGD(2, 3, 3, local_pull=0.1)),
-        ways=2,
-    ),
+    "leadersgd-telling": Job(partial(LossRecordingRun, LeaderSGD(2, 3, 3, local_pull=0.1)), ways=2),
     "hierarchical": _job(lambda n: Hierarchical(SGP(OnePeerExponential(n // 2), overlap=1), 2)),
     "hierarchical-star": _job(lambda n: Hierarchical(SGP(Star(n // 2), overlap=2), 2)),
     "hierarchical-slowmo": _job(lambda n: Hierarchical(SlowMo(SGP(Ring(n // 2)), interval=3), 2)),

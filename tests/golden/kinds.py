@@ -10,17 +10,7 @@ from typing import Any
 import torch
 
 from tests.golden import compression, gossip, pipeline, subnets
-from tests.golden.job import (
-    Job,
-    Recorded,
-    any_rank,
-    differences,
-    from_bytes,
-    record,
-    resume,
-    resume_without,
-    this_cpu,
-)
+from tests.golden.job import Job, Recorded, differences, from_bytes, record, resume, this_cpu
 
 STATES = Path(__file__).parent / "states"
 
@@ -60,20 +50,12 @@ def record_all(rank: int, kind: str, names: list[str]) -> dict[str, Recorded | s
     return {name: _attempt(lambda name=name: record(jobs[name])) for name in names}
 
 
-def replay_all(rank: int, kind: str, *, without_state: bool) -> dict[str, list[str] | str]:
-    """Replay all jobs on one rank; return by job the differences found, or the error.
-
-    Args:
-        rank: this rank.
-        kind: the jobs to replay.
-        without_state: whether runs that lack pyparallel's part of the state, which must differ,
-            are replayed instead of those that load all of it.
-    """
+def replay_all(rank: int, kind: str) -> dict[str, list[str] | str]:
+    """Replay all jobs on one rank; return by job the differences found, or the error."""
     saved = load_saved(kind)
-    replay = _replay_without_state if without_state else _replay
     jobs = {name: job for name, job in KINDS[kind].jobs.items() if name in saved}
     return {
-        name: _attempt(lambda name=name, job=job: replay(rank, job, saved[name]))
+        name: _attempt(lambda name=name, job=job: _replay(rank, job, saved[name]))
         for name, job in jobs.items()
     }
 
@@ -85,14 +67,6 @@ def _replay(rank: int, job: Job, saved: Any) -> list[str]:
         for way in range(job.ways)
         for difference in differences(resume(job, state, way), expected, exact=_exact(job, saved))
     ]
-
-
-def _replay_without_state(rank: int, job: Job, saved: Any) -> list[str]:
-    if not job.remembers:
-        return []
-    result = resume_without(job, saved["states"][rank])
-    found = differences(result, saved["expected"][rank], exact=_exact(job, saved))
-    return [] if any_rank(bool(found)) else ["what pyparallel remembers makes no difference"]
 
 
 def _exact(job: Job, saved: Any) -> bool:

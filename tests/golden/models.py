@@ -5,10 +5,17 @@ drawn as integers.
 """
 
 import zlib
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+sgd = partial(torch.optim.SGD, lr=0.125, momentum=0.75)
+plain_sgd = partial(torch.optim.SGD, lr=0.125)
+adam = partial(torch.optim.Adam, lr=0.125)
+adamw = partial(torch.optim.AdamW, lr=0.125)
+
 
 WIDTH = 3
 
@@ -74,23 +81,3 @@ class Small(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         return self.last(nn.functional.leaky_relu(self.first(value), 0.25))
-
-
-def sgd(parameters: object) -> torch.optim.Optimizer:
-    """SGD with momentum."""
-    return torch.optim.SGD(parameters, lr=0.125, momentum=0.75)
-
-
-def plain_sgd(parameters: object) -> torch.optim.Optimizer:
-    """SGD without state."""
-    return torch.optim.SGD(parameters, lr=0.125)
-
-
-def adam(parameters: object) -> torch.optim.Optimizer:
-    """Adam."""
-    return torch.optim.Adam(parameters, lr=0.125)
-
-
-def adamw(parameters: object) -> torch.optim.Optimizer:
-    """AdamW."""
-    return torch.optim.AdamW(parameters, lr=0.125)

@@ -46,6 +46,11 @@ from tests.golden.models import (
     squared_error,
 )
 
+nesterov = partial(torch.optim.SGD, lr=0.03125, momentum=0.75, nesterov=True)
+rmsprop = partial(torch.optim.RMSprop, lr=0.0625, eps=0.125, centered=True)
+small_steps = partial(torch.optim.SGD, lr=0.03125, momentum=0.5, weight_decay=0.125)
+
+
 NUM_RANKS = 2
 SAMPLES = 2
 # Keys that pyparallel adds to an optimizer's state.
@@ -132,11 +137,7 @@ def _batch(step: int) -> Batch:
     return batch(step, SAMPLES, rank=0)
 
 
-def _job(
-    schedule: Any,
-    optimizer_fn: Callable[[Any], Any] = sgd,
-    **options: Any,
-) -> Job:
+def _job(schedule: Any, optimizer_fn: Callable[[Any], Any] = sgd, **options: Any) -> Job:
     def make(layers: list[nn.Module]) -> PipelineTrainer:
         return PipelineTrainer(
             layers,
@@ -206,22 +207,10 @@ def _tokens(step: int) -> Batch:
     return tokens, numbers((SAMPLES, WIDTH), "token targets", step)
 
 
-def nesterov(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.03125, momentum=0.75, nesterov=True)
-
-
 def nadam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.NAdam(
         parameters, lr=0.03125, betas=(0.75, 0.875), weight_decay=0.125, decoupled_weight_decay=True
     )
-
-
-def rmsprop(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(parameters, lr=0.0625, eps=0.125, centered=True)
-
-
-def small_steps(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.03125, momentum=0.5, weight_decay=0.125)
 
 
 DECAYING = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
@@ -246,10 +235,7 @@ JOBS = {
     "pipeoptim-rollout": _job(PipeOptim("consistent", Rollout(0.5)), small_steps),
     "pipeoptim-scheduler": _job(PipeOptim(), small_steps, scheduler_fn=DECAYING),
     "pipeoptim-int8": _job(
-        PipeOptim(),
-        small_steps,
-        compress_activations=Int8(seed=1),
-        compress_gradients=TopK(0.75),
+        PipeOptim(), small_steps, compress_activations=Int8(seed=1), compress_gradients=TopK(0.75)
     ),
     "pipemare": _job(PipeMare(), small_steps),
     "pipemare-annealing": _job(PipeMare(annealing=10), small_steps),
@@ -273,11 +259,7 @@ JOBS = {
         1, lambda layers: ConvHead(WIDTH, (2,)), layers_fn=_images, exact=False
     ),
     "tied-head": _interlocking(
-        1,
-        lambda layers: TiedHead(layers[0]),
-        layers_fn=_words,
-        next_batch=_tokens,
-        exact=False,
+        1, lambda layers: TiedHead(layers[0]), layers_fn=_words, next_batch=_tokens, exact=False
     ),
 }
 

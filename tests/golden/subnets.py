@@ -1,6 +1,7 @@
 """Jobs of SubnetTrainer: every placement, scale, rule and optimizer state policy."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ from pyparallel.subnets import (
 )
 from tests.golden.job import Job, Result, listed
 from tests.golden.models import WIDTH, Linear, adam, batch, plain_sgd, sgd, squared_error
+
+small_steps = partial(torch.optim.SGD, lr=0.0078125, momentum=0.5)
+amsgrad = partial(torch.optim.AdamW, lr=0.0625, amsgrad=True)
+
 
 NUM_RANKS = 2
 INTERVAL = 3
@@ -125,10 +130,7 @@ def _chain() -> nn.Sequential:
 
 def _normed() -> nn.Sequential:
     return nn.Sequential(
-        Linear(WIDTH, 4, name="0"),
-        nn.BatchNorm1d(4),
-        nn.PReLU(4),
-        Linear(4, WIDTH, name="3"),
+        Linear(WIDTH, 4, name="0"), nn.BatchNorm1d(4), nn.PReLU(4), Linear(4, WIDTH, name="3")
     )
 
 
@@ -148,14 +150,6 @@ OF_ATTENTION = {
     "2": FeedForward("0", "2"),
     "3": Heads(queries="q", keys="k", values="v", project="out", attribute="heads"),
 }
-
-
-def small_steps(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.0078125, momentum=0.5)
-
-
-def amsgrad(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.0625, amsgrad=True)
 
 
 def _job(

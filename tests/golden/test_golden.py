@@ -10,20 +10,20 @@ from tests.golden.kinds import KINDS, load_saved, replay_all
 from tests.workers import run_ranks
 
 
-def replay_kinds(rank, kinds, without_state):
-    return {kind: replay_all(rank, kind, without_state=without_state) for kind in kinds}
+def replay_kinds(rank, kinds):
+    return {kind: replay_all(rank, kind) for kind in kinds}
 
 
 @functools.cache
-def replayed(num_ranks, *, without_state=False):
+def replayed(num_ranks):
     """Replay the kinds that have this number of ranks, in one set of processes."""
     kinds = [kind for kind in KINDS if KINDS[kind].num_ranks == num_ranks]
-    return run_ranks(num_ranks, replay_kinds, kinds, without_state, time_limit=240)
+    return run_ranks(num_ranks, replay_kinds, kinds, time_limit=240)
 
 
-def failures(kind, **options):
+def failures(kind):
     """Return what went wrong, by job and rank; every job must have been replayed."""
-    ranks = [found[kind] for found in replayed(KINDS[kind].num_ranks, **options)]
+    ranks = [found[kind] for found in replayed(KINDS[kind].num_ranks)]
     assert all(found.keys() == KINDS[kind].jobs.keys() for found in ranks)
     return {
         f"{name}, rank {rank}": wrong
@@ -37,12 +37,6 @@ def failures(kind, **options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_runs_resume_bit_for_bit(kind):
     assert failures(kind) == {}, f"torch {torch.__version__}"
-
-
-@pytest.mark.slow  # the file was written only after the same check
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_the_state_runs_differ(kind):
-    assert failures(kind, without_state=True) == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)

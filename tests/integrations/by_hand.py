@@ -1,5 +1,7 @@
 """What the tests of hosts, which compare them with loops written by hand, have in common."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,24 @@ def compressed_ddp(module, compressor):
     state, hook = ddp_hook(compressor, ddp)
     ddp.register_comm_hook(state, hook)
     return ddp, state
+
+
+def train(model, optimizers, batches, accumulated=1, clip=None, dtype=None):
+    """Fit batches to themselves; return the losses."""
+    losses = []
+    for index, batch in enumerate(batches, 1):
+        with model.no_sync() if index % accumulated else contextlib.nullcontext():
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = nn.functional.mse_loss(model(batch), batch)
+            losses.append(loss.item())
+            (loss / accumulated).backward()
+        if index % accumulated == 0:
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+    return losses
 
 
 def assert_equal(found, expected):

@@ -1,6 +1,5 @@
 """Scripts with Accelerate train as the same loop written by hand."""
 
-import contextlib
 import copy
 from pathlib import Path
 
@@ -15,17 +14,14 @@ from pyparallel import SGP, GossipDataParallel, topology
 from pyparallel.compression import ErrorFeedback, TopK
 from pyparallel.gossip import AllReduce
 from tests.integrations.by_hand import assert_equal, checks, compressed_ddp
+from tests.integrations.by_hand import train as train_by_hand
 from tests.launched import forget_accelerate, launched
 
 load("accelerate")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType  # noqa: E402
 
-from pyparallel.integrations.accelerate import (  # noqa: E402
-    CompressedDDPKwargs,
-    RankStates,
-    prepare_gossip,
-)
+from pyparallel.integrations.accelerate import CompressedDDPKwargs, RankStates, prepare_gossip  # noqa: E402
 
 NUM_BATCHES, BATCH_SIZE = 6, 4
 
@@ -76,28 +72,17 @@ def batches_of(rank):
     return samples().split(BATCH_SIZE)[rank::2]
 
 
-def by_hand(rank, wrap, epochs, accumulated=1, max_norm=None, dtype=None):
+def by_hand(rank, wrap, epochs, **options):
     module = make_model()
     optimizer = make_optimizer(module)
     model, losses = wrap(module, optimizer), []
     for _ in range(epochs):
-        for index, batch in enumerate(batches_of(rank), 1):
-            with model.no_sync() if index % accumulated else contextlib.nullcontext():
-                with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                    output = model(batch).float()
-                loss = nn.functional.mse_loss(output, batch)
-                losses.append(loss.item())
-                (loss / accumulated).backward()
-            if index % accumulated == 0:
-                if max_norm:
-                    nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-                optimizer.step()
-                optimizer.zero_grad()
+        losses += train_by_hand(model, [optimizer], batches_of(rank), **options)
     return losses, module, model
 
 
 OPTIONS = [
-    ({"gradient_accumulation_steps": 2}, {"accumulated": 2, "max_norm": 0.01}),
+    ({"gradient_accumulation_steps": 2}, {"accumulated": 2, "clip": 0.01}),
     ({"mixed_precision": "bf16"}, {"dtype": torch.bfloat16}),
 ]
 
@@ -118,7 +103,7 @@ def check_gossip(rank, folder, cases=((OVERLAPPED, {}, {}),)):
 
         expected, module, reference = by_hand(rank, wrap, 2, **arguments)
         accelerator, model, optimizer, loader = prepare(algorithm, **options)
-        max_norm = arguments.get("max_norm")
+        max_norm = arguments.get("clip")
         losses = train(accelerator, model, optimizer, loader, max_norm)
         losses += train(accelerator, model, optimizer, loader, max_norm)
         assert losses == expected, (algorithm, options)

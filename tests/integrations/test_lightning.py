@@ -1,6 +1,5 @@
 """Lightning's ``Trainer`` with our strategies trains as the same loop written by hand."""
 
-import contextlib
 import copy
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from benchmarks.harness.libraries import load
 from pyparallel import SGP, GossipDataParallel, topology
 from pyparallel.compression import ErrorFeedback, Int8, TopK
 from pyparallel.gossip import AllReduce
-from tests.integrations.by_hand import assert_equal, checks, compressed_ddp
+from tests.integrations.by_hand import assert_equal, checks, compressed_ddp, train
 from tests.launched import launched
 
 L = load("lightning")
@@ -108,7 +107,7 @@ def batches_of(rank, epoch=None):
     return samples()[list(sampler)].split(BATCH_SIZE)
 
 
-def by_hand(rank, algorithm, epochs, make_optimizer=None, accumulated=1, clip=None, dtype=None):
+def by_hand(rank, algorithm, epochs, make_optimizer=None, dtype=None, **options):
     """Return losses, validation's losses, the last consensus and the bytes, without Lightning."""
     module = AutoEncoder()
     optimizer = (make_optimizer or AutoEncoder.configure_optimizers)(module)
@@ -116,18 +115,7 @@ def by_hand(rank, algorithm, epochs, make_optimizer=None, accumulated=1, clip=No
     several = optimizer if isinstance(optimizer, list) else [optimizer]
     losses, validation = [], []
     for epoch in range(epochs):
-        for index, batch in enumerate(batches_of(rank, epoch), 1):
-            with model.no_sync() if index % accumulated else contextlib.nullcontext():
-                with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                    loss = nn.functional.mse_loss(model(batch), batch)
-                losses.append(loss.item())
-                (loss / accumulated).backward()
-            if index % accumulated == 0:
-                if clip:
-                    nn.utils.clip_grad_norm_(module.parameters(), clip)
-                for each in several:
-                    each.step()
-                    each.zero_grad()
+        losses += train(model, several, batches_of(rank, epoch), dtype=dtype, **options)
         with model.consensus() as averaged, torch.no_grad():
             for batch in batches_of(rank):
                 with torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -209,12 +197,7 @@ def train_compressed(rank, compressor, epochs):
     ddp, state = compressed_ddp(module, compressor)
     optimizer, losses = module.configure_optimizers(), []
     for epoch in range(epochs):
-        for batch in batches_of(rank, epoch):
-            loss = nn.functional.mse_loss(ddp(batch), batch)
-            losses.append(loss.item())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        losses += train(ddp, [optimizer], batches_of(rank, epoch))
     return losses, module.state_dict(), state.metrics()["rank/bytes_sent"]
 
 

@@ -1,7 +1,6 @@
-"""The script of the page about Lightning, started in three ways, trains as the loop by hand."""
+"""The script of the page about Lightning, started in two ways, trains as the loop by hand."""
 
 import csv
-import os
 import sys
 from pathlib import Path
 
@@ -12,7 +11,8 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from pyparallel import SGP, GossipDataParallel, topology
-from tests.docs.snippets import ROOT, blocks_of, run_command, run_page
+from tests.docs.snippets import ROOT, blocks_of, run_command
+from tests.integrations.by_hand import train
 
 pytestmark = pytest.mark.slow  # test_lightning.py has a fast check of this host
 (SCRIPT,) = [b for b in blocks_of(ROOT / "docs/how_to/lightning.md") if b.script]
@@ -31,12 +31,7 @@ def by_hand(rank):
     sampler, losses = DistributedSampler(images, 2, rank, seed=0), []
     for epoch in range(8):
         sampler.set_epoch(epoch)
-        for batch in images[list(sampler)].split(32):
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(batch), batch)
-            losses.append(loss.item())
-            loss.backward()
-            optimizer.step()
+        losses += train(model, [optimizer], images[list(sampler)].split(32))
     with model.consensus() as averaged:
         return losses, {key: value.clone() for key, value in averaged.state_dict().items()}
 
@@ -54,23 +49,6 @@ def check_run(folder, losses, weights):
     assert saved.keys() == weights.keys()
     for key, tensor in weights.items():
         assert torch.equal(saved[key], tensor), key
-
-
-def run_script(rank, folder):
-    """Run the page's script on ranks that are there already."""
-    os.chdir(folder)
-    return run_page(rank, [SCRIPT, *_commands()], folder)
-
-
-def _commands():
-    return [b for b in blocks_of(ROOT / "docs/how_to/lightning.md") if b.language == "console"]
-
-
-def test_the_quick_start_trains_as_the_loop_by_hand(ranks, tmp_path):
-    (losses, weights), _ = ranks.run(2, by_hand)
-    printed, _ = ranks.run(2, run_script, tmp_path)
-    assert "resumed, after 8 epochs" in printed[0]
-    check_run(tmp_path, losses, weights)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun --standalone --nproc-per-node 2", sys.executable])

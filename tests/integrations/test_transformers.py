@@ -18,11 +18,7 @@ from tests.launched import forget_accelerate, launched
 
 transformers = load("transformers")
 
-from pyparallel.integrations.transformers import (  # noqa: E402
-    CompressedTrainer,
-    GossipTrainer,
-    check_ranks,
-)
+from pyparallel.integrations.transformers import CompressedTrainer, GossipTrainer, check_ranks  # noqa: E402
 
 NUM_BATCHES, BATCH_SIZE, LENGTH = 6, 2, 8
 

@@ -31,11 +31,7 @@ from pyparallel.pipeline import (
     ZeroBubble,
 )
 from tests.pipeline import reference
-from tests.pipeline.every_schedule import (
-    EVERY_SCHEDULE,
-    STREAMING,
-    one_of_each_kind,
-)
+from tests.pipeline.every_schedule import EVERY_SCHEDULE, one_of_each_kind
 from tests.pipeline.models import (
     OPTIMIZERS,
     SPLIT_WITH_BARE_STAGE,
@@ -43,10 +39,9 @@ from tests.pipeline.models import (
     Shift,
     build_calls,
     build_layers,
-    build_watched_layers,
     smooth_muon,
 )
-from tests.pipeline.oracles import Counting, LastStep, Multiples, Oracle
+from tests.pipeline.oracles import LastStep, Oracle
 from tests.pipeline.reference import microbatches_per_update
 from tests.workers import RankPool
 
@@ -79,12 +74,21 @@ class Case:
     bare_stage: bool = False
     correction: Correction | None = None
     halving: bool = False  # learning rates, with each update
+    max_norm: float | None = None
+    skips: bool = False  # an update: a target of the second step has a nan
+    trained: str = ""  # which layers are not frozen
+    backend: str = ""  # of torch.compile
 
     @property
     def streams(self) -> list[Calls]:
         even = max(12, 2 * self.num_microbatches)  # batch normalization needs two
-        large, small = (build_calls(3, samples, self.dtype) for samples in (even + 1, even))
-        return [large, small[:1]]
+        large = build_calls(3, even + (not self.backend), self.dtype)  # shapes are compiled once
+        if self.skips:
+            large[1][1][8] = float("nan")
+        return [large, build_calls(1, even, self.dtype)]
+
+    def layers(self) -> list[nn.Module]:
+        return build_layers(self.dtype, self.trained)
 
     @property
     def is_plain(self) -> bool:
@@ -137,30 +141,27 @@ def train(
 
 @smooth_muon()
 def train_case(case: Case, num_stages: int) -> Trained:
-    schedule = case.schedule
+    schedule, layers = case.schedule, case.layers()
     by_op = schedule.prediction == Displacement() and not case.optimizer.endswith("PredictedAdamW")
     if by_op and case.dtype == torch.float64:
         schedule = replace(schedule, prediction=Displacement(LastStep()))  # the ops take no float64
-    return train(
+    if case.backend:
+        torch.compiler.reset()
+        layers = [torch.compile(layer, backend=case.backend) for layer in layers]
+    done = train(
         schedule,
-        build_layers(case.dtype),
+        layers,
         case.split(num_stages),
         OPTIMIZERS[case.optimizer],
         case.streams,
         case.num_microbatches,
         correction=case.correction,
         scheduler_fn=partial(LambdaLR, lr_lambda=case.rates) if case.halving else None,
+        max_norm=case.max_norm,
+        nonfinite="skip" if case.skips else "raise",
     )
-
-
-def watch(schedule: Schedule, num_stages: int) -> list[tuple[list[float], list[float]]]:
-    """Return the multiples of the first weights that each layer's passes have read."""
-    layers = build_watched_layers(num_stages)
-    split = range(4, 4 * num_stages, 4)
-    if isinstance(schedule, PREDICTING):
-        schedule = replace(schedule, prediction=Multiples())
-    train(schedule, layers, split, Counting, [build_calls(3, 8, outputs=6)])
-    return [(layer.forwards, layer.backwards) for layer in layers]
+    done.state = {name.replace("_orig_mod.", ""): value for name, value in done.state.items()}
+    return done
 
 
 TWICE = [build_calls(3, 12), build_calls(1, 12)]
@@ -247,7 +248,9 @@ ONE_PROCESS = [
     *(Case(each, MUON, correction=how) for each, how in zip(LATE[::2], CORRECTIONS, strict=True)),
     Case(XPipe("live"), num_microbatches=2, correction=CORRECTIONS[2]),
     Case(REPEATING[0], MUON, halving=True),
-]
+    *(Case(each, correction=how, skips=True) for each, how in zip(
+        (PipeDream(), PipeDream2BW(), *REPEATING[::2], REPEATING[3]), CORRECTIONS, strict=False)),
+]  # fmt: skip
 LATE_CASES = [
     *(Case(each, MUON) for each in LATE),
     *(Case(each, MUON, correction=how) for each in LATE for how in CORRECTIONS),
@@ -271,7 +274,6 @@ ODD_CASES = [
     Case(PipeDream2BW(), "groups"),
     *(Case(CORRECTED, name, torch.float32) for name in ("momentum", "AdamW")),
 ]  # fmt: skip
-WATCHED = [GPipe(), *(schedule for schedule in STREAMING if schedule != CORRECTED)]
 EXACT = [
     PipeOptim("consistent"),
     PipeOptim("live"),
@@ -292,10 +294,14 @@ CASES_OF: dict[Size, list[Case]] = {
     (8, 1): [Case(each, num_microbatches=8) for each in (*PREDICTED_2BW, *STARTS[2:4])],
     DEEP: [Case(each) for each in OF_EACH_KIND],
 }
+COMPILED = [  # inductor compiles to C++, which takes long
+    *(replace(case, backend="aot_eager") for case in CASES),
+    *(Case(each, backend="inductor") for each in (ZeroBubble(), PipeMare())),
+]
 EVERY_CASE_OF: dict[Size, list[Case]] = {
     (1, 1): [*CASES, *SINGLE_CASES, *ADAM_CASES, *LATE_CASES[:20]],
     (2, 2): [*CASES, *SINGLE_CASES, *LATE_CASES],
-    DEEP: [*CASES, *ADAM_CASES, *ODD_CASES, *LATE_CASES],
+    DEEP: [*CASES, *ADAM_CASES, *ODD_CASES, *LATE_CASES, *COMPILED],
 }
 OTHER_CASES_OF = {
     size: [case for case in cases if case not in CASES_OF[size]]

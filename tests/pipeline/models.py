@@ -1,6 +1,5 @@
 """Models of layers whose backwards read weights in different ways."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -136,7 +135,28 @@ class Join(nn.Module):
         return torch.where(positive, value, bent) + bent + 0.1 * detached
 
 
-def build_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank addition that trains."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.layer(value) + self.up(self.down(value))
+
+
+# The layers that train where the others are frozen; stages are three layers each.
+TRAINED = {
+    "the last layers": [8, 10, 11],  # no stage before needs a gradient
+    "the first layer": [0],  # gradients go through three stages without anything to train
+    "adapters": [4, 10],  # in one layer of every second stage
+}
+
+
+def build_layers(dtype: torch.dtype = torch.float64, trained: str = "") -> list[nn.Module]:
     """Return twelve layers, to be split by SPLITS; the same ones every time."""
     torch.manual_seed(11)
     layers = [
@@ -147,6 +167,11 @@ def build_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
         *(nn.Tanh(), Matmul(), nn.Linear(WIDTH, 2)),
     ]
     layers[2].conv.bias.requires_grad_(False)
+    for number, layer in enumerate(layers) if trained else ():
+        if number not in TRAINED[trained]:
+            layer.requires_grad_(False)
+        elif trained == "adapters":
+            layers[number] = Adapted(layer)
     return [layer.to(dtype) for layer in layers]
 
 
@@ -169,47 +194,6 @@ class Shift(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         return value + self.weight * torch.eye(value.shape[1], dtype=value.dtype)[self.feature]
-
-
-class Watched(nn.Module):
-    """A layer that records which multiple of its first weights each of its passes has read.
-
-    The backward is linear in the weight, so that its input gradient reveals the multiple.
-    """
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-        self.first = (copy.deepcopy(layer),)  # in a tuple, so that it is not a submodule
-        self.forwards: list[float] = []
-        self.backwards: list[float] = []
-
-    def forward(self, value: Tensor) -> Tensor:
-        mine, first = (next(each.parameters()) for each in (self.layer, *self.first))
-        self.forwards.append((mine.flatten()[0] / first.flatten()[0]).item())
-        differentiable = value if value.requires_grad else value.detach().requires_grad_()
-        value = differentiable.clone()
-        output = self.layer(value)
-        arriving: list[Tensor] = []
-        output.register_hook(arriving.append)
-        given = value.detach()
-        value.register_hook(lambda leaving: self._record(given, arriving.pop(), leaving))
-        return output
-
-    def _record(self, value: Tensor, arriving: Tensor, leaving: Tensor) -> None:
-        with torch.enable_grad():
-            value.requires_grad_()
-            (once,) = torch.autograd.grad(self.first[0](value), value, arriving)
-        multiple = ((leaving * once).sum() / once.square().sum()).item()
-        torch.testing.assert_close(leaving, multiple * once)
-        self.backwards.append(multiple)
-
-
-def build_watched_layers(num_stages: int) -> list[Watched]:
-    """Return four watched layers for each stage."""
-    torch.manual_seed(13)
-    stage = (lambda: nn.Linear(WIDTH, WIDTH)), Matmul, (lambda: nn.LayerNorm(WIDTH)), Conv
-    return [Watched(build().double()) for _ in range(num_stages) for build in stage]
 
 
 def as_on_gpus(late=True):

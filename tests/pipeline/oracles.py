@@ -10,21 +10,6 @@ from torch.optim import Optimizer
 from pyparallel.training import FlatBuckets
 from tests.pipeline.reference import last_step
 
-AHEAD = 2.0**-10  # what one update ahead adds to a multiple that counts updates
-
-
-class Counting(Optimizer):
-    """An optimizer after v updates of which the weights are 1 + v times the first ones."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            first = self.state[parameter].setdefault("first", parameter.clone())
-            parameter.add_(first)
-
 
 @dataclass(frozen=True)
 class LastStep:
@@ -32,31 +17,6 @@ class LastStep:
 
     def displacement(self, parameter, state, group, horizon):
         return -group["lr"] * horizon * last_step(group, state, parameter.grad)
-
-
-@dataclass(frozen=True)
-class Multiples:
-    """A prediction for ``Counting``: adds ``AHEAD`` times the first weights for each update."""
-
-    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> "MultiplesPredictor":
-        return MultiplesPredictor(
-            optimizer, [buffer for each in weights for buffer in each.buffers]
-        )
-
-
-class MultiplesPredictor:
-    def __init__(self, optimizer: Optimizer, live: Sequence[Tensor]):
-        self.optimizer, self.live = optimizer, live
-        self.first = [buffer.clone() for buffer in live]
-
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
-        self.optimizer.step()
-        if horizon:
-            self.predict(horizon, out)
-
-    def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        for target, live, first in zip(out, self.live, self.first, strict=True):
-            target.copy_(live + horizon * AHEAD * first)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,18 @@
 """The end of a trainer: close(), copies that are refused, and optimizers with one trainer."""
 
-import copy
 import gc
-import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from pyparallel.comm import DisagreementError
 from pyparallel.pipeline import GPipe, Interlocking, LinearHead, PipelineTrainer, PipeOptim
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+
 
 BATCH = torch.ones(4, 3), torch.ones(4, 3)
 CLOSED = "^PipelineTrainer must not be used after close\\(\\)$"
@@ -33,10 +34,6 @@ NEEDS_STAGES = {
     "spans": lambda trainer: trainer.spans,
     "bytes_sent": lambda trainer: trainer.bytes_sent,
 }
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def build(schedule, optimizer_fn=sgd, split=(1, 2), layers=None):
@@ -78,30 +75,14 @@ def test_the_layers_stay_with_the_last_update():
     assert other.step(*BATCH) > other.evaluate(*BATCH)
 
 
-def test_a_copy_is_refused():
-    trainer = build(GPipe())
-    sentence = "^PipelineTrainer must not be copied or pickled: save its state_dict\\(\\)"
-    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=sentence):
-            duplicate(trainer)
-
-
-def test_an_optimizer_has_one_trainer_at_a_time():
-    layers = [nn.Linear(3, 3) for _ in range(3)]
-    shared = {id(p): sgd(list(layer.parameters())) for layer in layers for p in [layer.weight]}
-
-    def find(parameters):
-        return shared[id(parameters[0])]
-
-    first = build(GPipe(), find, layers=layers)
-    sentence = "an optimizer must be stepped by one trainer, got SGD, which a PipelineTrainer steps"
-    with pytest.raises((ValueError, DisagreementError), match=sentence):
-        build(PipeOptim(), find, layers=layers)
-    first.step(*BATCH)
-    first.close()
-    second = build(PipeOptim(), find, layers=layers)
-    second.step(*BATCH)
-    gone = weakref.ref(second)
-    del second
-    assert gone() is None, "a trainer is in no reference cycle"
-    build(GPipe(), find, layers=layers)
+def test_a_trainer_is_in_no_reference_cycle():
+    trainer = build(PipeOptim())
+    trainer.step(*BATCH)
+    trainer.flush()
+    gone = weakref.ref(trainer)
+    gc.disable()  # until a collection, process groups and their threads would live
+    try:
+        del trainer
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -117,8 +117,7 @@ FAST = {"two at once", "the store's host", "clipping", "interlocking"}
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_every_survivor_raises_the_same_error(name):
     num_ranks, schedule, victims, moment, has_host = CASES[name]

@@ -1,7 +1,6 @@
 """The ranks of a trainer compute what the reference computes in one process."""
 
 from functools import cache, partial
-from itertools import product
 
 import numpy as np
 import pytest
@@ -9,42 +8,32 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from pyparallel.pipeline import (
-    LastUpdate,
-    PipelineShape,
-    Rollout,
-    Schedule,
-)
+from pyparallel.pipeline import LastUpdate, PipelineShape, Rollout, Schedule
 from tests.pipeline import reference
 from tests.pipeline.every_schedule import FLUSHING, run
 from tests.pipeline.jobs import (
     CASES_OF,
-    DEEP,
     EXACT,
     OTHER_CASES_OF,
     ROLLING,
-    WATCHED,
     Case,
     Size,
     Trained,
     roll_downhill,
-    run_on,
     train_case,
     train_on,
     train_sequentially,
     train_with_exact_predictions,
-    watch,
 )
-from tests.pipeline.models import OPTIMIZERS, build_layers, smooth_muon
-from tests.pipeline.oracles import AHEAD
-from tests.pipeline.reference import microbatches_per_update, reads, train_plainly
+from tests.pipeline.models import OPTIMIZERS, smooth_muon
+from tests.pipeline.reference import microbatches_per_update, train_plainly
 
 
 @cache
 @smooth_muon()
 def expected(case: Case, num_stages: int) -> reference.Trained:
     return reference.train_in_one_process(
-        partial(build_layers, case.dtype),
+        case.layers,
         case.split(num_stages),
         mse_loss,
         OPTIMIZERS[case.optimizer],
@@ -54,6 +43,7 @@ def expected(case: Case, num_stages: int) -> reference.Trained:
         prediction_of(case.schedule),
         case.correction,
         case.rates,
+        case.max_norm,
     )
 
 
@@ -73,22 +63,24 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def check(size: Size, case: Case, found: Trained) -> None:
     wanted = expected(case, size[0])
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}[case.dtype]
-    assert found.losses == pytest.approx(wanted.losses, rel=tolerance)
+    assert found.losses == pytest.approx(wanted.losses, rel=tolerance, nan_ok=case.skips)
     exact = case.is_plain and case.dtype == torch.float32
     tolerance = 0 if exact else tolerance
     torch.testing.assert_close(found.state, wanted.state, rtol=tolerance, atol=tolerance)
-    assert found.state["4.num_batches_tracked"] == 4 * case.num_microbatches  # each of them once
+    (tracked,) = (each for name, each in found.state.items() if name.endswith("batches_tracked"))
+    assert tracked == 4 * case.num_microbatches  # each of them once
     shape = PipelineShape(size[0], case.num_microbatches, size[1])
     of_step = case.num_microbatches // case.schedule.microbatches_per_update(shape)
     streams = (case.schedule, 3), (case.schedule.after(3 * of_step), 1)
     runs = [run(schedule, shape, steps).weights.copies for schedule, steps in streams]
     copies = np.maximum(*runs).tolist()
-    if case.bare_stage:
-        copies[1] = 1  # a stage without parameters
+    for index, stage in enumerate(reference.cut(case.layers(), case.split(size[0]))):
+        if not any(parameter.requires_grad for parameter in stage.parameters()):
+            copies[index] = 1
     assert found.copies == dict(enumerate(copies))
-    if size == (1, 1) or (size[0] == 4 and case.schedule in FLUSHING):
+    if size == (1, 1) or (size[0] == 4 and case.schedule in FLUSHING and not case.backend):
         plain = train_plainly(
-            partial(build_layers, case.dtype),
+            case.layers,
             mse_loss,
             OPTIMIZERS[case.optimizer],
             case.streams,
@@ -114,21 +106,6 @@ def test_every_other_case(size, ranks, subtests):
     for case, found in zip(cases, train_on(ranks, size, train_case, cases), strict=True):
         with subtests.test(case=str(case)):
             check(size, case, found)
-
-
-@pytest.mark.slow  # follows from the references
-def test_every_layer_of_a_stage_reads_the_right_version(ranks):
-    num_stages, num_ranks = DEEP
-    of_schedules = run_on(ranks, DEEP, watch, WATCHED)
-    for (schedule, of_ranks), layer in product(
-        zip(WATCHED, of_schedules, strict=True), range(4 * num_stages)
-    ):
-        stage = layer // 4
-        rules = [reads(schedule, m, stage, num_stages, num_microbatches=4) for m in range(12)]
-        passes = of_ranks[stage % num_ranks][layer]
-        for found, wanted in zip(passes, zip(*rules, strict=True), strict=True):
-            multiples = [1 + read.version + AHEAD * read.horizon for read in wanted]
-            assert found == pytest.approx(multiples, rel=1e-9), (schedule, layer)
 
 
 def test_exact_predictions_equal_sequential_training(subtests):

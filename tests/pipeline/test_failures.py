@@ -1,6 +1,7 @@
 """A failure on one stage ends all ranks within the timeout, with one error that names it."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from pyparallel.pipeline import (
     ZeroBubble,
 )
 from pyparallel.pipeline.messages.format import Refusal, RefusalKind
-from tests.cases import slow
 from tests.pipeline.faults import raise_error, raise_in_backward
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+
 
 NUM_RANKS, NUM_MICROBATCHES = 3, 4
 
@@ -105,19 +108,15 @@ class Case:
 KEY = "KeyError: 'no such thing'"
 ZERO = "ZeroDivisionError: division by zero"
 INTERLOCKING = {
-    **{f"forward of stage {stage}, window {window}": Case(
-        raise_error, stage, None, f"the forward of microbatch 5 ({stage}F5): {KEY}", window)
-       for window, stage in ((1, 0), (1, 2), (3, 1))},
-    **{f"head of stage {stage}, window {window}": Case(
-        raise_error, stage, None, f"the head's loss of microbatch 5 ({stage}H5): {KEY}", window,
-        in_head=True)
-       for window, stage in ((1, 1), (3, 0))},
+    "forward of stage 2, window 1": Case(
+        raise_error, 2, None, f"the forward of microbatch 5 (2F5): {KEY}", 1),
+    "head of stage 0, window 3": Case(
+        raise_error, 0, None, f"the head's loss of microbatch 5 (0H5): {KEY}", 3, in_head=True),
     "backward of a head": Case(
         raise_in_backward, 1, None, f"the head's loss of microbatch 5 (1H5): {ZERO}", 2,
         in_head=True),
-    **{f"backward of stage {stage}, window {window}": Case(
-        raise_in_backward, stage, None, f"the backward of microbatch 5 ({stage}L5): {ZERO}", window)
-       for window, stage in ((1, 1), (2, 0), (2, 2), (3, 1))},
+    "backward of stage 0, window 2": Case(
+        raise_in_backward, 0, None, f"the backward of microbatch 5 (0L5): {ZERO}", 2),
     "backward for the inputs": Case(
         raise_in_backward, 1, None,
         f"the backward for the inputs of microbatch 5 (1I5): {ZERO}", 2),
@@ -153,30 +152,27 @@ CASES = {
 }  # fmt: skip
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
+def build(layers, split, **options):
+    return PipelineTrainer(
+        [nn.Linear(4, 4) for _ in range(layers)], nn.functional.mse_loss, sgd,
+        options.pop("schedule", GPipe()), num_microbatches=NUM_MICROBATCHES, split=split, **options,
+    )  # fmt: skip
 
 
-def fail_when_others_have_finished(rank):
+BATCH = torch.ones(8, 4), torch.ones(8, 4)
+
+
+def ranks_that_expect_no_messages_raise_it_too(rank):
     """Fail on a rank from which the others expect no more messages."""
-    trainer = PipelineTrainer(
-        [nn.Linear(4, 4) for _ in range(3)],
-        nn.functional.mse_loss,
-        sgd,
-        OneForwardOneBackward(),
-        num_microbatches=NUM_MICROBATCHES,
-        split=[1, 2],
-        max_norm=1.0,
-    )
-    batch = torch.ones(8, 4)
-    trainer.step(batch, batch)
+    trainer = build(3, [1, 2], schedule=OneForwardOneBackward(), max_norm=1.0)
+    trainer.step(*BATCH)
     if rank == 0:  # when ranks 1 and 2 are about to clip
         trainer.stages[0].module.register_forward_hook(fail_in_last_backward())
-    with pytest.raises(StageError) as caught:
-        trainer.step(batch, batch)
+    finished = rf"^stage 0 on rank 0 failed in the backward of microbatch 7 \(0B7\): {ZERO}$"
+    with pytest.raises(StageError, match=finished):
+        trainer.step(*BATCH)
     with pytest.raises(RuntimeError, match="the pipeline has failed; create a new PipelineTrainer"):
-        trainer.evaluate(batch, batch)
-    raise caught.value
+        trainer.evaluate(*BATCH)
 
 
 def fail_in_last_backward():
@@ -189,15 +185,9 @@ def fail_in_last_backward():
     return hook
 
 
-FINISHED = f"stage 0 on rank 0 failed in the backward of microbatch 7 (0B7): {ZERO}"
-
-
-def forge_a_refusal(rank):
+def a_refusal_amid_a_step_is_an_error_that_names_its_sender(rank):
     """Refuse a step in place of its second message."""
-    trainer = PipelineTrainer(
-        [nn.Linear(4, 4) for _ in range(NUM_RANKS)], nn.functional.mse_loss, sgd, GPipe(),
-        num_microbatches=NUM_MICROBATCHES, split=[1, 2],
-    )  # fmt: skip
+    trainer = build(3, [1, 2])
     send = trainer._pipeline.built.p2p.send
 
     def forge(endpoint, number, value, *batch):
@@ -205,57 +195,61 @@ def forge_a_refusal(rank):
 
     if rank == 0:
         trainer._pipeline.built.p2p.send = forge
-    trainer.step(torch.ones(8, 4), torch.ones(8, 4))
+    with pytest.raises(StageError) as caught:
+        trainer.step(*BATCH)
+    assert str(caught.value) == (
+        "rank 1 waited for the forward of microbatch 1 (1F1) on stage 1: rank 0 must refuse a step "
+        "in place of its first message, got a refusal in place of another: no"
+    )
 
 
-FORGED = (
-    "rank 1 waited for the forward of microbatch 1 (1F1) on stage 1: rank 0 must refuse a step in "
-    "place of its first message, got a refusal in place of another: no"
-)
+def an_interrupt_ends_the_other_ranks(rank):
+    place = r"stage 1 on rank 1 failed in the forward of microbatch 5 \(1F5\): KeyboardInterrupt: "
+    error, text = (KeyboardInterrupt, "^by the") if rank == 1 else (StageError, f"^{place}by the")
+    with pytest.raises(error, match=f"{text} user$"):
+        train(rank, interrupt, 1, PipeDream())
 
 
-def make_other_calls(rank):
+def other_calls_on_another_rank_are_one_error(rank):
     group = dist.new_group([0, 1])
     if rank == 2:
-        return
-    trainer = PipelineTrainer(
-        [nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss, sgd, GPipe(),
-        num_microbatches=NUM_MICROBATCHES, split=[1], process_group=group,
-    )  # fmt: skip
-    batch = torch.ones(8, 4)
-    trainer.step(batch, batch)
-    if rank == 0:
-        trainer.flush()
-    else:
-        trainer.step(batch, batch)
+        return None
+    trainer = build(2, [1], process_group=group)
+    trainer.step(*BATCH)
+    sentence = r"do all ranks make the same calls, with the same schedule\?"
+    with pytest.raises(StageError, match=sentence) as caught:
+        trainer.step(*BATCH) if rank else trainer.flush()
+    return str(caught.value)
 
 
-COVERING = [name for name in CASES if name not in INTERLOCKING]
-COVERING += [
-    "forward of stage 2, window 1", "head of stage 0, window 3", "backward of stage 0, window 2",
-    "backward for the inputs",
-]  # fmt: skip
+OTHERS = [
+    ranks_that_expect_no_messages_raise_it_too,
+    a_refusal_amid_a_step_is_an_error_that_names_its_sender,
+    an_interrupt_ends_the_other_ranks,
+    other_calls_on_another_rank_are_one_error,
+]
 
 
-def fail_in_each_case(rank, names):
+def fail_in_each_case(rank):
     """Return the error of each case, as text."""
     errors = []
-    for name in names:
+    for case in CASES.values():
         with pytest.raises(StageError) as caught:
-            CASES[name].train(rank)
+            case.train(rank)
         errors.append(str(caught.value))
     return errors
 
 
-def errors_of(ranks, job, *arguments):
-    return [each.error for each in ranks.observe(NUM_RANKS, job, *arguments)]
+def test_every_rank_raises_an_error_that_names_the_failed_stage_and_action(ranks):
+    by_rank = ranks.run(NUM_RANKS, fail_in_each_case)
+    for (name, case), *errors in zip(CASES.items(), *by_rank, strict=True):
+        assert errors == [case.error] * NUM_RANKS, name
 
 
-@pytest.mark.parametrize("names", [COVERING, slow([*CASES])], ids=["covering", "all"])
-def test_every_rank_raises_an_error_that_names_the_failed_stage_and_action(names, ranks):
-    by_rank = ranks.run(NUM_RANKS, fail_in_each_case, names)
-    for name, *errors in zip(names, *by_rank, strict=True):
-        assert errors == [CASES[name].error] * NUM_RANKS, name
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.__name__)
+def test_other_failures(case, ranks):
+    first, second, _ = ranks.run(NUM_RANKS, case)
+    assert first == second
 
 
 def test_the_error_in_one_process_is_the_same():
@@ -263,26 +257,3 @@ def test_the_error_in_one_process_is_the_same():
         with pytest.raises(StageError) as caught:
             case.train(0)
         assert str(caught.value) == case.error.replace(f"rank {case.stage}", "rank 0")
-
-
-def test_ranks_that_expect_no_messages_raise_it_too(ranks):
-    assert (
-        errors_of(ranks, fail_when_others_have_finished) == [f"StageError: {FINISHED}"] * NUM_RANKS
-    )
-
-
-def test_a_refusal_amid_a_step_is_an_error_that_names_its_sender(ranks):
-    assert errors_of(ranks, forge_a_refusal) == [f"StageError: {FORGED}"] * NUM_RANKS
-
-
-def test_an_interrupt_ends_the_other_ranks(ranks):
-    first, middle, last = errors_of(ranks, train, interrupt, 1, PipeDream())
-    assert middle == "KeyboardInterrupt: by the user"
-    place = "stage 1 on rank 1 failed in the forward of microbatch 5 (1F5)"
-    assert first == last == f"StageError: {place}: KeyboardInterrupt: by the user"
-
-
-def test_other_calls_on_another_rank_are_one_error(ranks):
-    first, second, _ = errors_of(ranks, make_other_calls)
-    assert first == second
-    assert "do all ranks make the same calls, with the same schedule?" in first

@@ -17,20 +17,17 @@ from pyparallel.pipeline import (
     Displacement,
     GPipe,
     Interlocking,
-    LastUpdate,
     PipeDream,
     PipeDream2BW,
     PipelineTrainer,
     PipeOptim,
-    StageMomentum,
     Sum,
-    UpdateErrorFeedback,
     XPipe,
     ZeroBubble,
 )
 from pyparallel.pipeline.schedules.streaming import Streaming
 from tests.cases import slow
-from tests.pipeline import jobs, reference
+from tests.pipeline import reference
 from tests.pipeline.every_schedule import FLUSHING, one_of_each_kind_first
 from tests.pipeline.jobs import CORRECTED, PREDICTING, SCHEDULES
 from tests.pipeline.models import OPTIMIZERS, as_on_gpus, build_calls, build_layers
@@ -48,15 +45,6 @@ TARGET = (
     "every rank, got None"
 )
 NAN = "rank {last}, step 1: the loss of microbatch 6 must be finite, got nan"
-
-
-CORRECTED_SKIPS = [
-    (PipeDream(), UpdateErrorFeedback()),
-    (PipeDream2BW(), UpdateErrorFeedback(None)),
-    (PipeOptim("live", LastUpdate()), UpdateErrorFeedback(0.5)),
-    (PipeOptim("consistent", LastUpdate()), None),
-    (XPipe("live", LastUpdate()), StageMomentum()),
-]
 
 
 def dtype_of(schedule):
@@ -176,22 +164,6 @@ def expected(schedule, split):
         partial(build_layers, dtype_of(schedule)), split, mse_loss,
         OPTIMIZERS["momentum"], schedule, [[first, *others, final], [first]], NUM_MICROBATCHES,
     ).state  # fmt: skip
-
-
-def test_skipped_updates_leave_corrections_and_predictions_in_order(subtests):
-    for schedule, correction in CORRECTED_SKIPS:
-        with subtests.test(schedule=str(schedule)):
-            split, momentum = SPLIT_OF[4], OPTIMIZERS["momentum"]
-            streams = [calls_of(schedule)]
-            state = jobs.train(
-                schedule, build_layers(), split, momentum, streams,
-                correction=correction, nonfinite="skip",
-            ).state  # fmt: skip
-            wanted = reference.train_in_one_process(
-                build_layers, split, mse_loss, momentum, schedule, streams, NUM_MICROBATCHES,
-                reference.repeat_last_update, correction,
-            ).state  # fmt: skip
-            torch.testing.assert_close(state, wanted, rtol=1e-12, atol=1e-12)
 
 
 LOCAL = [  # the schedule, and which stages skip an update without the loss of stage 1, or 2

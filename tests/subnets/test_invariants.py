@@ -6,6 +6,7 @@ Those of its sketches are in ``tests/benchmarks/theory/test_quadratic.py``.
 import copy
 import math
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 
 import pytest
@@ -26,10 +27,12 @@ from tests.subnets.helpers.masked import (
     smooth_mlp,
     train_together,
 )
-from tests.subnets.helpers.models import TRANSFORMER_RULES, transformer
+from tests.subnets.helpers.models import RESIDUAL_RULES, TRANSFORMER_RULES, residual, transformer
 from tests.subnets.helpers.training import batch_of, held, train
 
-NEVER = 10**9
+plain_sgd = partial(torch.optim.SGD, lr=0.1)
+
+
 INTERVAL = 3  # of counted steps
 ROUNDS = 20
 PLACED = [((8, 8), Sharded()), ((13, 10), Central(0)), ((4, 5), Sharded())]
@@ -67,6 +70,20 @@ MODELS = {
             "10": (None, 1, "8"),
         },
     ),
+    "residual": (
+        lambda: residual().double(),
+        Partition(RESIDUAL_RULES, seed=4),
+        (4, 2, 6, 6),
+        {
+            f"{block}.{layer}": dims
+            for block in (1, 2)
+            for layer, dims in {
+                "conv1": (f"{block}.conv1", 1, None),
+                "bn1": (f"{block}.conv1", 1, None),
+                "conv2": (None, 1, f"{block}.conv1"),
+            }.items()
+        },
+    ),
     "transformer": (
         lambda: transformer().double(),
         Partition(TRANSFORMER_RULES, seed=3),
@@ -88,10 +105,6 @@ def build(name):
     torch.manual_seed(0)
     make, partition, shape, layout = MODELS[name]
     return make(), partition, shape, layout
-
-
-def plain_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def count_steps(trainer, steps):
@@ -117,19 +130,6 @@ def sizes_of(units, num):
 
 
 # Without process groups.
-
-
-def test_cut_dims_are_drawn_independently():
-    rounds, num, units = 1500, 3, 6
-    cut_dims = Partition().cut_dims(smooth_mlp(units, units))
-    together = torch.zeros(units, units)
-    for round_index in range(rounds):
-        draw = Partition(seed=4).draw(cut_dims, round_index, num)
-        for first, second in zip(draw["0"], draw["2"], strict=True):
-            together[first[:, None], second] += 1
-    # Two units of different cut dimensions are in one subnet in one round of ``num``.
-    deviation = math.sqrt(rounds * (1 / num) * (1 - 1 / num))
-    assert ((together - rounds / num).abs() < 5 * deviation).all()
 
 
 def test_inner_entries_are_trained_as_often_as_expected(subtests):
@@ -198,16 +198,6 @@ def masked(rank):
 def _gap(found, wanted):
     assert found.shape == wanted.shape, (found.shape, wanted.shape)
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=0.1))
-
-
-def one_round(rank, first, second):
-    """Return this rank's units, and the entries of the full model changed by one step."""
-    torch.manual_seed(0)
-    trainer = SubnetTrainer(smooth_mlp(first, second), plain_sgd, Partition(seed=3), 1)
-    before, units = held(trainer), trainer.units
-    train(trainer, trainer.optimizer, [0], rank)
-    after = held(trainer)
-    return units, {key: before[key] != after[key] for key in before}
 
 
 def steps_counted(rank):
@@ -302,30 +292,6 @@ def watched():
         yield calls
 
 
-def narrow_nets(rank):
-    """Return whether a run without merges trains like the subnet alone, bit for bit."""
-    same = {}
-    for name, rule in RULES.items():
-        torch.manual_seed(0)
-        trainer = SubnetTrainer(smooth_mlp(7, 13), rule.make, Partition(), NEVER)
-        narrow = copy.deepcopy(trainer.subnet)
-        optimizer = rule.make(narrow.parameters())
-        train(trainer, trainer.optimizer, range(6), rank)
-        train(narrow, optimizer, range(6), rank)
-        mine = dict(trainer.subnet.named_parameters())
-        same[name] = all(
-            torch.equal(mine[key], parameter)
-            and all(
-                torch.equal(trainer.optimizer.state[mine[key]][k], optimizer.state[parameter][k])
-                for k in rule.keys
-            )
-            for key, parameter in narrow.named_parameters()
-        )
-        units, weights = trainer.units, {k: p.detach().clone() for k, p in mine.items()}
-        same[name, "merged"] = units, weights, held(trainer)
-    return same
-
-
 def carried(rank):
     """Return weights, and this rank's rows of the optimizer's state, after some rounds."""
     found = {}
@@ -355,33 +321,14 @@ def memory(rank):
 
 
 def all_cases(rank):
-    cases = [masked, steps_counted, many_rounds, evaluated, traffic, narrow_nets, carried, memory]
-    found = {case.__name__: case(rank) for case in cases}
-    widths = [(12, 12), (7, 13)]
-    return found | {("one_round", each): one_round(rank, *each) for each in widths}
+    cases = [masked, steps_counted, many_rounds, evaluated, traffic, carried, memory]
+    return {case.__name__: case(rank) for case in cases}
 
 
 @pytest.fixture(scope="module", params=[1, slow(2), 3], ids=str)
 def outcomes(ranks, request):
     """Return what each rank has found, of one, two and three ranks."""
     return ranks.run(request.param, all_cases)
-
-
-def test_a_round_changes_the_diagonal_blocks_of_inner_weights_and_all_of_the_outer(outcomes):
-    for widths in [(12, 12), (7, 13)]:
-        model = smooth_mlp(*widths)
-        units = dict(zip(("0", "2"), widths, strict=True))
-        gathered = [rank["one_round", widths] for rank in outcomes]
-        trained = torch.zeros(model[2].weight.shape, dtype=torch.bool)
-        for kept, _ in gathered:
-            trained |= blocks_of(model, MLP_LAYOUT, kept, units)["2.weight"]
-        inner = [sizes_of(width, len(outcomes)) for width in widths]
-        assert trained.sum() == sum(a * b for a, b in zip(*inner, strict=True))
-        if widths == (12, 12):
-            assert len(outcomes) * trained.sum() == trained.numel()
-        for _, changed in gathered:
-            assert torch.equal(changed["2.weight"], trained)
-            assert all(each.all() for key, each in changed.items() if key != "2.weight")
 
 
 def test_a_subnet_equals_the_full_model_with_the_other_units_masked(outcomes):
@@ -489,22 +436,6 @@ def owner_of(row, num_rows, num, place):
     if place == "central":
         return num - 1
     return next(o for o in range(num) if row < (o + 1) * num_rows // num)
-
-
-def test_without_merges_subnets_train_like_narrow_networks(outcomes):
-    for rule in RULES:
-        model = smooth_mlp(7, 13)
-        units = {"0": 7, "2": 13}
-        assert all(rank["narrow_nets"][rule] for rank in outcomes)
-        for rank in outcomes:
-            kept, weights, merged = rank["narrow_nets"][rule, "merged"]
-            for key, block in blocks_of(model, MLP_LAYOUT, kept, units).items():
-                if key != "4.bias":
-                    assert torch.equal(merged[key][block], weights[key].flatten())
-        biases = [rank["narrow_nets"][rule, "merged"] for rank in outcomes]
-        mean = sum(weights["4.bias"] for _, weights, _ in biases) / len(outcomes)
-        for _, _, merged in biases:
-            torch.testing.assert_close(merged["4.bias"], mean, rtol=1e-14, atol=1e-16)
 
 
 def test_optimizer_state_moves_with_its_weight(outcomes):

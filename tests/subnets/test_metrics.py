@@ -1,6 +1,7 @@
 """What SubnetTrainer.metrics() returns, against values computed in other ways."""
 
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -9,13 +10,12 @@ from torch import nn
 from pyparallel import SubnetTrainer
 from pyparallel.subnets import Central, Partition
 
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
 INTERVAL = 3
 CUT_BYTES = 4 * (5 * 4 + 4 + 4 * 2)  # of a rank: half of the 8 hidden units' weights and biases
 SHARED_BYTES = 4 * 2  # the output's bias
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def measure(rank):

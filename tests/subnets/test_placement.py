@@ -11,9 +11,3 @@ def test_owners_have_all_rows_in_order(subtests):
             owned = [placement.rows(rows, owner, 3) for owner in range(3)]
             assert [row for each in owned for row in each] == list(range(rows))
             assert all(a.stop == b.start for a, b in pairwise(owned))
-
-
-def test_the_rank_of_central_must_exist():
-    assert Central(2).validation_error(3) is None
-    assert Central(3).validation_error(3) == "Central's rank must be one of 3, got 3"
-    assert Sharded().validation_error(3) is None

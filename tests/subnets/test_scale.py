@@ -31,11 +31,6 @@ def test_inputs_of_consumers_are_scaled_by_all_units_over_the_subnets():
     assert not torch.equal(scaled(x), plain(x))
 
 
-def test_one_rank_is_not_scaled():
-    x = torch.randn(4, 5)
-    assert torch.equal(subnet_of(Scaled(), 1)(x), subnet_of(Unscaled(), 1)(x))
-
-
 def test_only_the_mean_enlarges_weights():
     policies = (Unscaled(), Scaled(), Averaged())
     assert [policy.enlargement(4) for policy in policies] == [1, 1, 4]

@@ -8,7 +8,6 @@ from pyparallel.subnets import Partition, Sharded
 from pyparallel.subnets.partition.tensor_cut import find_cuts
 from pyparallel.subnets.shards import ModelShards
 from pyparallel.subnets.subnet import tensors_of
-from tests.subnets.helpers.local_collectives import run_local_ranks
 from tests.subnets.helpers.models import mlp
 
 
@@ -17,19 +16,6 @@ def make(collectives):
     tensors = tensors_of(model)
     cuts = find_cuts(Partition().cut_dims(model), tensors)
     return ModelShards(cuts, tensors, Sharded(), collectives), tensors
-
-
-def test_ranks_hold_a_share_of_the_rows():
-    def run(collectives):
-        shards, tensors = make(collectives)
-        held = {name: len(rows) for name, rows in shards.state_dict()["rows"].items()}
-        return held, len(tensors["2.weight"])
-
-    (first, rows), (second, _), (third, _) = run_local_ranks(3, run)
-    assert [first["2.weight"], second["2.weight"], third["2.weight"]] == [4, 4, 4]
-    assert rows == 12
-    assert [first["0.weight"], second["0.weight"], third["0.weight"]] == [2, 3, 3]
-    assert "4.bias" not in first
 
 
 def test_state_that_no_subnet_has_had_is_zero():

@@ -7,7 +7,7 @@ import torch
 
 from pyparallel.comm import Collectives
 from pyparallel.subnets.exchange import average
-from tests.subnets.helpers.local_collectives import run_local_ranks
+from tests.compression.local_collectives import run_locally
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -19,7 +19,7 @@ def test_the_average_of_equal_values_is_exact(subtests):
                 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
             )
             values = values.to(dtype)
-            for (mean,) in run_local_ranks(num, partial(average, [values])):
+            for (mean,) in run_locally(num, partial(average, [values])):
                 assert mean.dtype == dtype
                 assert torch.equal(mean, values)
 
@@ -29,7 +29,7 @@ def test_tensors_of_several_dtypes_are_averaged_each_in_its_own():
         tensors = [torch.full((2, 3), float(collectives.rank), dtype=dtype) for dtype in DTYPES]
         return average([*tensors, torch.tensor(4.0 * collectives.rank)], collectives)
 
-    for means in run_local_ranks(3, run):
+    for means in run_locally(3, run):
         assert [mean.dtype for mean in means] == [*DTYPES, torch.float32]
         assert all(mean.eq(1).all() and mean.shape == (2, 3) for mean in means[:4])
         assert means[4] == 4
@@ -37,7 +37,7 @@ def test_tensors_of_several_dtypes_are_averaged_each_in_its_own():
 
 def test_infinities_stay():
     mask = torch.tensor([0.0, -torch.inf], dtype=torch.float64)
-    for (mean,) in run_local_ranks(2, lambda collectives: average([mask], collectives)):
+    for (mean,) in run_locally(2, lambda collectives: average([mask], collectives)):
         assert torch.equal(mean, mask)
 
 

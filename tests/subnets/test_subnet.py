@@ -8,7 +8,7 @@ from torch import nn
 from pyparallel.subnets import Partition, SequentialChain
 from pyparallel.subnets.partition.tensor_cut import find_cuts
 from pyparallel.subnets.subnet import build_subnet, tensors_of
-from tests.subnets.helpers.models import TRANSFORMER_RULES, convolutions, mlp, transformer
+from tests.subnets.helpers.models import mlp
 
 
 def build(model, partition, rank, num):
@@ -18,25 +18,6 @@ def build(model, partition, rank, num):
 
 def num_weights(module):
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def test_a_hidden_matrix_has_one_part_in_n_squared():
-    subnet = build(mlp(16, 16), Partition(), 1, 4)
-    assert subnet[2].weight.shape == (4, 4)
-    assert (subnet[2].in_features, subnet[2].out_features) == (4, 4)
-    assert subnet[0].weight.shape == (4, 5)
-    assert subnet[4].weight.shape == (3, 4)
-
-
-def test_forward_and_attributes_fit():
-    model = convolutions()
-    subnet = build(model, Partition(), 2, 3)
-    assert subnet[1].num_features == 2
-    assert subnet[7].in_features == 2 * 9
-    assert subnet(torch.randn(4, 2, 6, 6)).shape == (4, 3)
-    parts = build(transformer(), Partition(TRANSFORMER_RULES), 0, 2)
-    assert (parts[1].num_heads, parts[2].heads) == (2, 2)
-    assert parts(torch.randn(4, 7, 5)).shape == (4, 7, 3)
 
 
 def test_uncut_parameters_are_copies():

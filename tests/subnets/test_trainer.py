@@ -1,7 +1,6 @@
 """SubnetTrainer in a training loop: on a single rank, and over gloo on two and three ranks."""
 
 import copy
-import io
 from itertools import product
 
 import pytest
@@ -98,8 +97,6 @@ def test_the_module_has_memory_only_inside_full_model():
     trainer = SubnetTrainer(model, sgd, partition, 2)
     with trainer.full_model() as module:
         assert module is model
-        with pytest.raises(RuntimeError, match="must not be entered inside itself"):
-            trainer.full_model().__enter__()
         assert all(p.isfinite().all() for p in parameters)
     with pytest.raises(KeyError, match="inside"), trainer.full_model():
         raise KeyError("inside")
@@ -117,22 +114,13 @@ def test_after_close_nothing_is_merged():
     assert trainer.round_index == 0
 
 
-def test_a_checkpoint_goes_through_a_file_and_must_fit():
-    def make(interval=2, seed=5):
-        return SubnetTrainer(build("mlp")[0], adam, Partition(seed=seed), interval)
+def test_a_checkpoint_must_fit():
+    def make(interval=2):
+        return SubnetTrainer(build("mlp")[0], adam, Partition(), interval)
 
-    trainer = make()
-    train(trainer, trainer.optimizer, range(3), 0, (4, 5))
-    file = io.BytesIO()
-    torch.save(trainer.state_dict(), file)
-    file.seek(0)
-    other = make()
-    other.load_state_dict(torch.load(file))
-    for each in (trainer, other):
-        train(each, each.optimizer, range(3, 6), 0, (4, 5))
-    assert same(held(trainer), held(other))
+    state = make().state_dict()
     with pytest.raises(DisagreementError, match="must have the same interval, 3, got 2"):
-        make(3).load_state_dict(trainer.state_dict())
+        make(3).load_state_dict(state)
     with pytest.raises(DisagreementError, match="must be that of rank 0 of 1, got one of None"):
         make().load_state_dict({})
 
@@ -147,10 +135,7 @@ BAD = [
         r"got a dict with keys ''; wrap it, Partition\(rules\)",
     ),
     ({"partition": "0"}, "partition must be .*, got '0'"),
-    (
-        {"placement": Central},
-        r"placement must be an object such as Sharded\(\) or Central",
-    ),
+    ({"placement": Central}, r"placement must be an object such as Sharded\(\) or Central"),
     ({"placement": "central"}, "placement must be .*, got 'central'"),
     ({"scale": "averaged"}, r"scale must be an object such as Unscaled\(\) or Averaged\(\), got"),
     ({"optimizer_state": ResetState}, "optimizer_state must be .*, got the class ResetState"),
@@ -158,10 +143,10 @@ BAD = [
     ({"module": [mlp()]}, "module must be a torch.nn.Module, got a list of 1: "),
     ({"module": nn.Sequential(nn.ReLU())}, "must have parameters that require gradients"),
     ({"module": nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))}, "0.weight, which is lazy"),
-    ({"module": nn.Linear(2, 2)}, "an nn.Sequential only, got a module of Linear; declare what"),
     ({"placement": Central(1)}, "Central's rank must be one of 1, got 1"),
     ({"optimizer_fn": lambda p: p}, "must return a torch optimizer, got list"),
     ({"optimizer_fn": lambda p: sgd(p[1:])}, "lacks 1 and has 0 others"),
+    ({"optimizer_fn": lambda p: sgd([*p, nn.Parameter(p[0] + 1)])}, "lacks 0 and has 1 others"),
     ({"optimizer_fn": lambda p: {}["lr"]}, "optimizer_fn: KeyError: 'lr'"),
 ]
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -14,13 +15,8 @@ from tests.subnets.helpers.models import mlp
 from tests.subnets.helpers.training import held
 from tests.workers import assert_equal_on_all_ranks, call_each
 
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01)
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+adamw = partial(torch.optim.AdamW, lr=0.01)
 
 
 def make(optimizer_fn=sgd, interval=2, *, module=None, **options):

@@ -3,22 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.compression import bench, cost, links
-from benchmarks.compression.systems import ALONE
+from benchmarks.compression import cost, links
 from benchmarks.harness.ranks import run_on_loopback
-
-
-def test_rows_of_failures_have_a_reason():
-    speeds = {
-        "fp32": links.Speed([0.2, 0.4], 3e6, 1000),
-        "torch bf16": links.Speed(problem="TypeError: no"),
-        ALONE: links.Speed([0.15], 0.0, 0),
-    }
-    rows = bench.rows_of_links(speeds, "100 Mbit/s", bench.Dry.on_links)
-    assert [row["system"] for row in rows] == [*speeds]
-    assert [row.get("ratio") for row in rows] == ["1.000", None, "0.500"]
-    assert [row["wire_mb"] for row in rows] == ["3.000", "0.000", "0.000"]
-    assert (rows[1]["note"], rows[1]["payload_share"]) == ("TypeError: no", "")
 
 
 def raises(sentence):

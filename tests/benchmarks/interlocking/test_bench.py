@@ -1,14 +1,8 @@
-"""The parts of the interlocking benchmark: its systems, its straggler, both ways of gradients."""
+"""The parts of the interlocking benchmark: its systems and its straggler."""
 
 import torch
-from torch import nn
 
-from benchmarks.interlocking import cotangents
-from benchmarks.interlocking.bench import Dry
 from benchmarks.interlocking.sleeping import Slowdown, Straggler, end_to_end
-from pyparallel.pipeline.interlocking.stage import InterlockingStage
-from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
-from pyparallel.pipeline.runtime.stage_weights import LiveWeights
 
 
 def names(systems):
@@ -27,23 +21,3 @@ def test_the_straggler_is_slow_from_its_step_on_in_every_turn(monkeypatch):
     for _ in range(6):
         layer(torch.ones(1, requires_grad=True)).sum().backward()
     assert slept == [0, 0, 0.5, 0, 0, 0.5]
-
-
-def test_both_ways_give_the_same_gradients():
-    for compute in Dry.computes:
-        check_both_ways(compute)
-
-
-def check_both_ways(compute):
-    torch.manual_seed(0)
-    module = compute.build()
-    assert isinstance(module, nn.Module)
-    stage = InterlockingStage(0, module, [], LiveWeights(None), None, None)
-    output = stage.forward(
-        0, compute.make_input().requires_grad_(), MicrobatchSplitter(None, None, 0, 1)
-    )
-    gradients = [(torch.randn_like(output),) for _ in range(3)]
-    together, apart = (cotangents.input_vjp(stage, gradients, at_once) for at_once in (3, 1))
-    assert len(together) == len(apart) == 3
-    for (one,), (other,) in zip(together, apart, strict=True):
-        torch.testing.assert_close(one, other)

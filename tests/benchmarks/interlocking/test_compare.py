@@ -1,43 +1,24 @@
 """The comparison of windows: what it trains, its rows, its table and its picture."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
 
-from benchmarks.harness.learning_rate import rate as rate_at
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows
 from benchmarks.interlocking import compare as compare_interlocking
 from benchmarks.interlocking.compare import runs_of
 from benchmarks.interlocking.picture import PICTURES
-from benchmarks.interlocking.table import BITS, markdown, order_of, series
+from benchmarks.interlocking.table import BITS, markdown, order_of
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS
 from benchmarks.pipeline.table import ACCURACY
 from benchmarks.pipeline.tasks import FIELDS, train
-from examples.models import Block
+from tests.benchmarks.pipeline.test_compare import plain_losses
 
 DIGITS, BYTES = TRIALS
 FEW_BYTES = replace(BYTES, task=replace(BYTES.task, batch_size=2, num_held_out=4))
 UPDATES = 3
 NAMES = ["1", "2", "3", "4", "2 mean", "3 mean", "1 deep", "2 deep", "3 deep"]
-
-
-def train_without_a_pipeline(task, seed):
-    torch.manual_seed(seed)
-    model = task.build()
-    optimizer = task.make_optimizer(model.parameters(), lr=task.main_rate)
-    losses = []
-    for update, (inputs, target) in enumerate(itertools.islice(task.batches(seed), UPDATES)):
-        optimizer.param_groups[0]["lr"] = task.main_rate * rate_at(update, UPDATES)
-        optimizer.zero_grad()
-        loss = task.loss(model(inputs), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(task.units_per_nat * loss.item())
-    return losses
 
 
 @pytest.mark.slow  # 4 seconds
@@ -49,30 +30,12 @@ def test_the_widest_window_is_training_end_to_end_and_the_others_are_not():
         }
         assert list(found) == NAMES
         whole = found[str(NUM_STAGES)]
-        alone = train_without_a_pipeline(trial.task, 3)
+        alone, _ = plain_losses(trial.task, trial.task.main_rate, 3, UPDATES)
         assert whole == pytest.approx(alone, rel=1e-4), trial.task.name
         firsts = [losses[0] for losses in found.values()]
         same = pytest.approx([whole[0]] * len(firsts), rel=1e-5)  # the same weights
         assert firsts == same, trial.task.name
         assert len({f"{losses[-1]:.6f}" for losses in found.values()}) == len(NAMES)
-
-
-def test_every_stage_has_two_layers_or_two_blocks():
-    for trial, kinds in ((DIGITS, nn.Conv2d | nn.Linear), (BYTES, Block)):
-        model, edges = trial.task.build(), [0, *trial.task.split, None]
-        stages = [model[begin:end] for begin, end in itertools.pairwise(edges)]
-        layers = [sum(isinstance(each, kinds) for each in stage) for stage in stages]
-        assert layers == [2] * NUM_STAGES, trial.task.name
-
-
-def test_windows_run_at_all_rates_with_one_seed():
-    task = DIGITS.task
-    at_seed = {
-        seed: [(r.name, r.rate) for r in runs_of(DIGITS, ["2 deep", "4"], seed)] for seed in (0, 1)
-    }
-    deep = ("2 deep", task.main_rate)
-    assert at_seed[0] == [deep, *(("4", rate) for rate in task.rates)]
-    assert at_seed[1] == [deep, ("4", task.main_rate)]
 
 
 def make_row(window=1, seed=0, trial=DIGITS, accuracy="0.97", loss=0.5, rate=None):
@@ -103,13 +66,6 @@ def test_without_accuracy_less_loss_is_better():
     assert orders.endswith("| window 2 | window 1 (local) | 0.1 | 0.0141 |\n")
     near = [{**row, "held_out_loss": "2.9"} for row in rows]
     assert "\n\n" not in markdown(near)  # no order is claimed
-
-
-def test_windows_with_the_same_rule_and_heads_are_compared():
-    assert series(NAMES) == [
-        ["1", "2", "3", "4"], ["1", "2 mean", "3 mean", "4"], ["1 deep", "2 deep", "3 deep", "4"],
-    ]  # fmt: skip
-    assert series(["2 deep", "1"]) == [["1"], ["2 deep"]]
 
 
 @pytest.mark.slow  # 5 seconds

@@ -1,13 +1,9 @@
 """The race of schedules against the clock: each entry trains the whole model."""
 
-from dataclasses import replace
-
 import pytest
-import torch
 
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows, write_rows
-from benchmarks.pipeline import clock
 from benchmarks.pipeline.clock import FIELDS, Entry, race, rows_of
 from benchmarks.pipeline.picture import PICTURES
 from benchmarks.pipeline.systems.peers import ONE_FORWARD_ONE_BACKWARD, ZERO_BUBBLE
@@ -39,30 +35,3 @@ def test_all_entries_begin_with_the_same_weights_and_learn(ranks, tmp_path):
     rows = read_rows(tmp_path / "rows.csv")
     assert table_of_race(rows).count("\n") == 5
     assert drawn(PICTURES, rows, tmp_path) == ["race"]
-
-
-@pytest.mark.slow  # 11 seconds
-def test_the_first_update_of_torch_is_that_of_one_process(ranks):
-    bits, _ = ranks.run(2, first_update, time_limit=60)
-    assert bits == pytest.approx(alone(), rel=1e-5)
-
-
-def first_update(rank):
-    return race(rank, [replace(ENTRIES[2], turn=1, schedule=ENTRIES[1].schedule)], 1, seed=3)[0][1][
-        2
-    ]
-
-
-def alone():
-    """Return the held-out bits after one update without a pipeline."""
-    torch.manual_seed(3)
-    model = clock.IN_TWO.build()
-    optimizer = clock.MAKERS["adamw"](list(model.parameters()), lr=0.01)
-    scheduler = clock.decayed(optimizer, 1, clock.WARM_UP)
-    inputs, target = next(clock.IN_TWO.batches(3))
-    clock.IN_TWO.loss(model(inputs), target).backward()
-    optimizer.step()
-    scheduler.step()
-    with torch.no_grad():
-        held_out, wanted = clock.IN_TWO.held_out()
-        return clock.IN_TWO.units_per_nat * float(clock.IN_TWO.loss(model(held_out), wanted))

@@ -9,10 +9,10 @@ from torch import nn
 
 from benchmarks.harness.learning_rate import rate as rate_at
 from benchmarks.harness.pictures import drawn
-from benchmarks.pipeline.compare import CONTESTANTS, SWEPT
+from benchmarks.pipeline.compare import CONTESTANTS
 from benchmarks.pipeline.picture import PICTURES
 from benchmarks.pipeline.table import ACCURACY, HELD_OUT, finite_differences
-from benchmarks.pipeline.tasks import FIELDS, TASKS, Contestant, Run, perform, runs_of, train
+from benchmarks.pipeline.tasks import FIELDS, TASKS, Contestant, Run, perform, train
 from pyparallel.pipeline import StageError
 
 DIGITS, ADAM, ADAMW = TASKS
@@ -92,17 +92,6 @@ def test_other_failures_are_not_taken_for_divergence():
     object.__setattr__(broken, "build", lambda: nn.Sequential(*(Wrong(1, 1) for _ in range(4))))
     with pytest.raises(StageError, match="not this"):
         train(broken, Contestant(CONTESTANTS["naive"].schedule, 1), 0.1, 0, 2)
-
-
-def test_some_schedules_run_at_all_rates():
-    def rates(task, names, seed):
-        contestants = {name: CONTESTANTS[name] for name in names}
-        return [(run.name, run.rate) for run in runs_of(task, contestants, SWEPT, seed)]
-
-    main = ("2bw", ADAM.main_rate)
-    assert rates(ADAM, ["gpipe", "2bw"], 0) == [*(("gpipe", rate) for rate in ADAM.rates), main]
-    assert rates(ADAM, ["gpipe", "2bw"], 1) == [("gpipe", ADAM.main_rate), main]
-    assert rates(DIGITS, ["gpipe"], 1) == [("gpipe", rate) for rate in DIGITS.rates]
 
 
 def make_row(schedule="pipeoptim", seed=0, rate=0.04, loss=0.5, accuracy="0.97", task=DIGITS):

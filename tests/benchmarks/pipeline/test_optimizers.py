@@ -13,10 +13,8 @@ from benchmarks.pipeline.optimizers import (
     Rows,
     Run,
     choose_rate,
-    every_contestant,
     finals,
     perform,
-    search,
 )
 
 RUN = Run(4, "muon", "PipeOptim", "error feedback", 0.006, 2)
@@ -89,11 +87,3 @@ def test_the_long_runs_are_at_the_own_rate_and_at_that_of_gpipe():
     deep = [run.rate for run in finals(8, "muon", found) if run.seed == 2]
     assert deep == [0.02, 0.01, 0.01, 0.01, 0.02]
     assert {run.updates for run in runs} == {1500}
-
-
-def test_every_contestant_is_searched_once():
-    rows = Scored(0.012)
-    contestants = every_contestant(4)
-    assert len(contestants) == len(set(contestants)) == 13
-    assert search(rows, 4, "adamw", contestants).keys() == set(contestants)
-    assert every_contestant(2) == [("GPipe", "none"), ("PipeOptim", "none")]

@@ -6,14 +6,7 @@ import torch
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows
 from benchmarks.subnets import compare_sketches
-from benchmarks.subnets.compare_sketches import (
-    FIELDS,
-    make_problem,
-    measure,
-    run,
-    sample,
-    sketch_methods,
-)
+from benchmarks.subnets.compare_sketches import FIELDS, make_problem, run, sample, sketch_methods
 from benchmarks.subnets.picture import PICTURES
 
 
@@ -29,14 +22,6 @@ def test_gradient_descent_reaches_the_solution():
     assert curves.to_solution == curves.to_limit
     assert curves.to_solution[0] == 1
     assert curves.to_solution[-1] < 1e-6
-
-
-def test_the_limit_of_the_heterogeneous_sketch_is_that_of_the_paper():
-    problem = make_problem(4, 3)
-    method = find("heterogeneous", problem)
-    assert method.largest_step == pytest.approx(1)
-    of_paper = (problem.diagonals.rsqrt() * problem.slopes).mean(0) / 2
-    torch.testing.assert_close(method.limit, of_paper)
 
 
 def test_preconditioning_changes_the_step_size_and_not_the_limit():
@@ -68,21 +53,6 @@ def test_recorded_rounds_are_denser_at_first():
     assert rounds[-1] == 300
     assert rounds == sorted(set(rounds))
     assert sample(1) == [0, 1]
-
-
-def test_rows_for_each_step_size_and_for_gradient_descent():
-    rows = measure(make_problem(2, 3), [1.0, 0.1], 5, 2)
-    assert [(row["sketch"], row["relative_step"], row["runs"]) for row in rows] == [
-        ("whole", "1", 1),
-        *(
-            (name, step, 2)
-            for name in ("plain", "preconditioned", "heterogeneous")
-            for step in ("1", "0.1")
-        ),
-    ]
-    for row in rows:
-        counts = [len(row[field].split()) for field in ("rounds", "to_solution_at", "to_limit_at")]
-        assert counts == [6, 6, 6]
 
 
 def test_the_program_writes_rows(tmp_path, monkeypatch, capsys):

@@ -79,21 +79,6 @@ def estimate(quadratic, sketches):
     return (sketches @ quadratic.curvatures @ sketches).mean(0)
 
 
-def is_eye(matrix):
-    return torch.equal(matrix, torch.eye(len(matrix), dtype=torch.float64))
-
-
-@every_size
-def test_the_mean_of_sketches_is_the_identity_and_so_is_each_in_expectation(num_ranks, d):
-    all_of_them = torch.stack(
-        enumerate_sketches(torch.full((num_ranks, d), float(num_ranks)).double())
-    )
-    for sketches in all_of_them:
-        assert is_eye(sketches.mean(0))
-    for of_rank in all_of_them.mean(0):
-        assert is_eye(of_rank)
-
-
 def test_a_draw_is_one_of_the_enumerated():
     quadratic = make(3, 3)
     known = torch.stack(enumerate_sketches(heterogeneous(quadratic)))
@@ -135,18 +120,6 @@ def test_the_gradient_of_the_mean_is_zero_at_the_solution():
     torch.testing.assert_close(
         quadratic.gradients(quadratic.solution.expand(3, 3)).mean(0), torch.zeros(3).double()
     )
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("step_size", [1.0, 0.3])
-def test_the_heterogeneous_limit_is_reached_in_expectation(num_ranks, step_size):
-    quadratic = make(num_ranks, num_ranks)
-    all_of_them = enumerate_sketches(heterogeneous(quadratic))
-    x = random(num_ranks, seed=5)
-    for _ in range(60):  # a step is linear in x: the mean over draws goes by the mean over orders
-        x = torch.stack([quadratic.descend(x, each, step_size) for each in all_of_them]).mean(0)
-    torch.testing.assert_close(x, limit_of_the_paper(quadratic), rtol=0, atol=1e-6)
-    assert (x - quadratic.solution).norm() > 0.1
 
 
 @every_size

@@ -200,22 +200,6 @@ def train_built(seed: int, num_stages: int) -> Trained:
 
 
 WINDOWS = [1, 2, 3, 4]
-EVERY_CASE = [
-    *(Case(window, losses, n) for window in WINDOWS for losses in RULES for n in (1, 3)),
-    *(
-        Case(4, num_microbatches=n, optimizer=name)
-        for n in (1, 3)
-        for name in OPTIMIZERS
-        if "fused" not in name
-    ),  # which take no float64
-    *(Case(window, optimizer="groups") for window in WINDOWS[:3]),
-    *(
-        Case(window, losses, bare_stage=True)
-        for window in WINDOWS
-        for losses in (Farthest(), Sum())
-    ),
-    *(Case(window, dtype=torch.float32) for window in (2, 3)),
-]
 # Every window with every rule, and every optimizer, dtype and split with some window.
 CASES = [
     *(Case(*each) for each in pairwise_cases(WINDOWS, list(RULES), (1, 3))),
@@ -227,7 +211,6 @@ CASES = [
     Case(4, Sum(), bare_stage=True),
     Case(3, dtype=torch.float32),
 ]
-OTHER_CASES = list(dict.fromkeys(case for case in EVERY_CASE if case not in CASES))
 OVER_RANKS = [
     Case(1, num_microbatches=1),
     Case(2),

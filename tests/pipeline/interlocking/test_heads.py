@@ -52,25 +52,17 @@ def test_outputs_and_gradients(subtests):
                 assert each.grad.abs().sum() > 0
 
 
-def test_a_head_has_the_dtype_of_its_stages_output(subtests):
+def test_a_head_has_the_dtype_and_the_device_of_its_stages_output(subtests):
     for head, shape, outputs in BUILT:
-        for dtype in [torch.float64, torch.bfloat16]:
-            with subtests.test(head=head, shape=shape, dtype=dtype):
-                value = torch.randn(shape, dtype=dtype)
+        for kind in ({"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}):
+            with subtests.test(head=head, shape=shape, kind=kind):
+                value = torch.empty(shape, **kind).zero_()
                 module = head.build(value)
-                assert {each.dtype for each in module.parameters()} <= {dtype}
-                assert call(head, module, value).dtype == dtype
-                assert call(head, module, value).shape == outputs
-
-
-def test_a_head_is_on_the_device_of_its_stages_output(subtests):
-    for head, shape, outputs in BUILT:
-        with subtests.test(head=head, shape=shape):
-            value = torch.empty(shape, device="meta")
-            module = head.build(value)
-            assert {each.device.type for each in module.parameters()} <= {"meta"}
-            weight = () if head.shared is None else (head.shared.to("meta"),)
-            assert module(value, *weight).shape == outputs
+                weight = () if head.shared is None else (head.shared.to(value),)
+                output = module(value, *weight)
+                assert output.shape == outputs
+                for each in (output, *module.parameters()):
+                    assert (each.dtype, each.device) == (value.dtype, value.device)
 
 
 def test_heads_are_new_and_drawn_from_the_global_generator(subtests):

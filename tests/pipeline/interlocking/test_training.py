@@ -13,7 +13,6 @@ from pyparallel.pipeline.interlocking.stage import InterlockingStage
 from tests.pipeline.interlocking.jobs import (
     CASES,
     OF_TWO,
-    OTHER_CASES,
     OVER_RANKS,
     RULES,
     WINDOWS,
@@ -37,35 +36,17 @@ from tests.pipeline.interlocking.reference import ReferenceTrainer
 from tests.pipeline.jobs import DEEP, Trained, train_on
 from tests.pipeline.models import OPTIMIZERS, build_calls
 
-RANKS = {DEEP: OVER_RANKS, (2, 2): OF_TWO}  # stages, ranks
+SINGLE = [Case(1, num_microbatches=1), Case(1, num_microbatches=3)]
+RANKS = {(4, 1): CASES, (1, 1): SINGLE, DEEP: OVER_RANKS, (2, 2): OF_TWO}  # stages, ranks
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
-def test_one_process_trains_like_the_reference(subtests):
-    for case in CASES:
-        with subtests.test(case=str(case)):
-            assert_same(train_case(case, 4), expected(case, 4), TOLERANCE[case.dtype])
-
-
-@pytest.mark.slow
-def test_one_process_trains_like_the_reference_in_every_other_case(subtests):
-    for case in OTHER_CASES:
-        with subtests.test(case=str(case)):
-            assert_same(train_case(case, 4), expected(case, 4), TOLERANCE[case.dtype])
-
-
-@pytest.mark.parametrize("size", RANKS, ids="{0[1]} ranks".format)
+@pytest.mark.parametrize("size", RANKS, ids="{0[0]} stages on {0[1]} ranks".format)
 def test_ranks_train_like_the_reference(size, ranks, subtests):
     cases = RANKS[size]
     for case, found in zip(cases, train_on(ranks, size, train_case, cases), strict=True):
         with subtests.test(case=str(case)):
             assert_same(found, expected(case, size[0]), TOLERANCE[case.dtype])
-
-
-def test_a_single_stage_has_no_heads_and_trains_plainly(subtests):
-    for case in (Case(1, num_microbatches=1), Case(1, num_microbatches=3)):
-        with subtests.test(case=str(case)):
-            assert_same(train_case(case, 1), expected(case, 1))
 
 
 def test_dropout_draws_what_it_draws_without_a_pipeline(ranks, subtests):

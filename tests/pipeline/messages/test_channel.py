@@ -12,7 +12,7 @@ from pyparallel.comm.errors import PeerError, RemoteError
 from pyparallel.pipeline.messages import Channel, P2PGroups
 from pyparallel.pipeline.messages.format import Refusal, RefusalKind
 from pyparallel.pipeline.messages.payloads import INLINE_BYTES
-from tests.workers import observe_ranks, run_ranks, store_barrier
+from tests.workers import call_each, observe_ranks, run_ranks
 
 STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
 
@@ -46,61 +46,44 @@ def build_value(stream, number, rank):
 def exchange(rank, header_group, kind, num_via_host):
     channel = connect(rank, header_group, kind)
     channel.expect(STREAMS)
-    seen = []
     for number, stream in enumerate(STREAMS):
         via_host = number < num_via_host
         channel.send(stream, number, build_value(stream, number, rank), via_host=via_host)
     for number, stream in enumerate(STREAMS):
-        arrived = channel.recv()
-        expected = build_value(stream, number, 1 - rank)
-        as_sent = len(arrived.value) == len(expected) and all(
-            torch.equal(left, right) for left, right in zip(arrived.value, expected, strict=True)
-        )
-        seen.append((arrived.stream, arrived.number) == (stream, number) and as_sent)
+        arrived, expected = channel.recv(), build_value(stream, number, 1 - rank)
+        assert (arrived.stream, arrived.number) == (stream, number)
+        assert len(arrived.value) == len(expected)
+        assert all(map(torch.equal, arrived.value, expected))
     channel.flush()
-    return seen, channel.bytes_sent > 0
+    assert channel.bytes_sent > 0
 
 
-EXCHANGES = [
-    (False, P2PGroups, 0),
-    (True, P2PGroups, 0),
-    (True, Untagged, 4),
-    (False, Untagged, 0),  # all from the host's memory
-]
+def messages_of_any_length_arrive_in_order(rank):
+    exchange(rank, False, P2PGroups, 0)
+    exchange(rank, True, P2PGroups, 0)
+    exchange(rank, True, Untagged, 4)
+    exchange(rank, False, Untagged, 0)  # all from the host's memory
 
 
-def exchange_all(rank):
-    return [exchange(rank, *each) for each in EXCHANGES]
-
-
-def test_messages_of_any_length_arrive_in_order(ranks):
-    arrived = [([True] * len(STREAMS), True)] * len(EXCHANGES)
-    assert ranks.run(2, exchange_all) == [arrived] * 2
-
-
-def leaves_before_the_peer_receives(rank, numel):
-    channel, store = connect(rank), dist.group.WORLD.get_group_store()
-    if rank == 1:
-        for number in range(3):
-            channel.send(0, number, torch.full((numel,), float(number)))
-        del channel
-        gc.collect()
-        store.set("gone", "")
-        return None
-    store.wait(["gone"])
-    time.sleep(0.1)
-    channel.expect([0, 0, 0])
-    return [channel.recv().value[0].item() for _ in range(3)]
-
-
-def test_what_a_channel_has_sent_arrives_although_it_is_gone(ranks):
+def what_a_channel_has_sent_arrives_although_it_is_gone(rank):
     """As of a trainer that one rank drops after its last step, while another still takes it."""
+    store = dist.group.WORLD.get_group_store()
     for numel in (4, 100_000):
-        assert ranks.run(2, leaves_before_the_peer_receives, numel, time_limit=40)[0] == [0, 1, 2]
+        channel = connect(rank)
+        if rank == 1:
+            for number in range(3):
+                channel.send(0, number, torch.full((numel,), float(number)))
+            del channel
+            gc.collect()
+            store.set(f"gone {numel}", "")
+        else:
+            store.wait([f"gone {numel}"])
+            time.sleep(0.1)
+            channel.expect([0, 0, 0])
+            assert [channel.recv().value[0].item() for _ in range(3)] == [0, 1, 2]
 
 
-def order_of_posts(rank):
-    """Return what is posted for two payloads, as with NCCL."""
+def a_payload_is_sent_before_its_header_and_received_after_it_on_nccl(rank):
     posted = []
 
     class Recorded:
@@ -126,12 +109,8 @@ def order_of_posts(rank):
     for _ in range(2):
         channel.recv()
     channel.flush()
-    return posted
-
-
-def test_a_payload_is_sent_before_its_header_and_received_after_it_on_nccl(ranks):
-    wanted = ["recv header"] * 2 + ["send payload", "send header"] * 2 + ["recv payload"] * 2
-    assert ranks.run(2, order_of_posts) == [wanted] * 2
+    sent, received = ["send payload", "send header"], ["recv payload"]
+    assert posted == ["recv header"] * 2 + sent * 2 + received * 2
 
 
 LENGTHS = [  # of payloads in bytes, and in how many messages each is sent
@@ -152,6 +131,12 @@ LENGTHS = [  # of payloads in bytes, and in how many messages each is sent
 ]
 
 
+def short_payloads_are_sent_behind_their_headers(rank):
+    if sys.platform == "linux":  # elsewhere the default transport of gloo is not TCP
+        for late in (False, True):
+            count_messages(rank, late)
+
+
 def count_messages(rank, late):
     """Send all; receive all, with the receives posted before, or each when it is needed."""
     channel = connect(rank)
@@ -159,38 +144,24 @@ def count_messages(rank, late):
     streams = [number % 2 for number in range(len(values))]
     if not late:
         channel.expect(streams)
-    counts = []
-    for number, value in enumerate(values):
+    for number, (value, (_, count)) in enumerate(zip(values, LENGTHS, strict=True)):
         channel.send(streams[number], number, value)
-        counts.append(len(channel._sent[-1]))
-        if counts[-1] == 1:
+        assert len(channel._sent[-1]) == count
+        if count == 1:
             value.add_(100)  # sent behind its header, it was copied
-    arrived = []
-    for stream in streams:
+    for number, stream in enumerate(streams):
         if late:
             channel.expect([stream])
-        arrived.append(channel.recv().value)
+        assert torch.equal(channel.recv().value, torch.full((LENGTHS[number][0],), number).byte())
     channel.abort("rank 0 failed") if rank == 0 else None
-    as_sent = [
-        torch.equal(value, torch.full((length,), number).byte())
-        for number, (value, (length, _)) in enumerate(zip(arrived, LENGTHS, strict=True))
-    ]
     channel.expect([0])
     if rank == 1:
         with pytest.raises(RemoteError, match="rank 0 failed"):
             channel.recv()
     dist.barrier()
-    return counts, all(as_sent)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the default transport of gloo is not TCP")
-def test_short_payloads_are_sent_behind_their_headers(ranks):
-    expected = [count for _, count in LENGTHS]
-    for late in (False, True):
-        assert ranks.run(2, count_messages, late) == [(expected, True)] * 2
-
-
-def send_ahead(rank):
+def a_send_does_not_wait_for_the_receiver(rank):
     """Send 20 messages before rank 1 receives the first."""
     channel = connect(rank)
     if rank == 0:
@@ -198,94 +169,42 @@ def send_ahead(rank):
             channel.send(0, number, torch.full((1000,), float(number)))
         dist.barrier()
         channel.flush()
-        return True
-    dist.barrier()
-    channel.expect([0] * 20)
-    return [channel.recv().value[0].item() for _ in range(20)] == list(range(20))
+    else:
+        dist.barrier()
+        channel.expect([0] * 20)
+        assert [channel.recv().value[0].item() for _ in range(20)] == list(range(20))
 
 
-def test_a_send_does_not_wait_for_the_receiver(ranks):
-    assert ranks.run(2, send_ahead) == [True, True]
-
-
-def count_held_sends(rank):
-    """Return the most sends held at once."""
+def delivered_sends_are_released(rank):
     channel = connect(rank)
     channel.expect([0] * 30)
-    held = []
     for number in range(30):
         if rank == 0:
             channel.send(0, number, torch.ones(10))
             channel.recv()
         else:
             channel.send(0, number, channel.recv().value)
-        held.append(len(channel._sent))
+        assert len(channel._sent) <= 2
     channel.flush()
-    return max(held)
 
 
-def test_delivered_sends_are_released(ranks):
-    assert max(ranks.run(2, count_held_sends)) <= 2
-
-
-def abort(rank):
+def an_abort_takes_the_place_of_a_message(rank):
     channel = connect(rank)
     if rank == 0:
         channel.send(0, 0, torch.ones(3))
         channel.abort("rank 0 failed")
-        channel.flush_abort()
-        return None
-    channel.expect([0, 0, 0])
-    channel.recv()
-    try:
+    else:
+        channel.expect([0, 0, 0])
         channel.recv()
-    except RemoteError as error:
+        with pytest.raises(RemoteError, match=r"^rank 0 failed$"):
+            channel.recv()
         channel.abort("a reply, which is not sent")
-        channel.flush_abort()
-        return str(error)
+    channel.flush_abort()
 
 
-def test_an_abort_takes_the_place_of_a_message(ranks):
-    assert ranks.run(2, abort) == [None, "rank 0 failed"]
-
-
-def receive_after_the_peer_left(rank):
-    """Post receives after the peer has left; its abort has arrived."""
-    channel, store = connect(rank), dist.group.WORLD.get_group_store()
-    if rank == 0:
-        channel.send(0, 0, torch.ones(3))
-        channel.abort("rank 0 failed")
-        channel.flush_abort()
-        dist.destroy_process_group()
-        store.set("gone", "")
-        return None
-    channel.expect([0, 0])
-    first = channel.recv().value.tolist()
-    store.wait(["gone"])
-    time.sleep(0.1)
-    channel.expect([0, 0])
-    with pytest.raises(RemoteError) as caught:
-        channel.recv()
-    return first, str(caught.value)
-
-
-def test_what_has_arrived_outlives_the_connection():
-    assert run_ranks(2, receive_after_the_peer_left) == [None, ([1.0] * 3, "rank 0 failed")]
-
-
-def die(rank):
-    channel = connect(rank)
-    store_barrier("channels")  # before it, the death would cut off a rank still connecting
-    if rank == 0:
-        os._exit(1)
-    channel.expect([0])
-    channel.recv()
-
-
-def test_the_error_names_a_dead_peer():
-    outcomes = observe_ranks(2, die, time_limit=40, group_timeout=10)
-    message = "PeerError: rank 1: a message was not delivered: rank 0 died, or ended"
-    assert outcomes[1].error.startswith(message)
+def a_refusal_is_a_message_after_which_others_follow(rank):
+    for header_group, kind in ((False, P2PGroups), (True, P2PGroups), (True, Untagged)):
+        refuse(rank, header_group, kind)
 
 
 def refuse(rank, header_group, kind):
@@ -310,36 +229,48 @@ def refuse(rank, header_group, kind):
         channel.send(number % 2, number, torch.full((300,), float(number)))
     channel.expect([0, 1])
     channel.expect([0, 1])
-    values = [channel.recv().value.mean().item() for _ in range(4)]
+    assert [channel.recv().value.mean().item() for _ in range(4)] == [0, 1, 2, 3]
     channel.flush()
-    return values
 
 
-KINDS = [(False, P2PGroups), (True, P2PGroups), (True, Untagged)]
+CASES = [
+    messages_of_any_length_arrive_in_order,
+    what_a_channel_has_sent_arrives_although_it_is_gone,
+    a_payload_is_sent_before_its_header_and_received_after_it_on_nccl,
+    short_payloads_are_sent_behind_their_headers,
+    a_send_does_not_wait_for_the_receiver,
+    delivered_sends_are_released,
+    an_abort_takes_the_place_of_a_message,
+    a_refusal_is_a_message_after_which_others_follow,
+]
 
 
-def refuse_all(rank):
-    return [refuse(rank, *each) for each in KINDS]
+def test_cases(ranks):
+    ranks.run(2, call_each, [(case,) for case in CASES])
 
 
-def test_a_refusal_is_a_message_after_which_others_follow(ranks):
-    assert ranks.run(2, refuse_all) == [[[0.0, 1.0, 2.0, 3.0]] * len(KINDS)] * 2
-
-
-def send_another_stream(rank):
-    channel = connect(rank)
+def receive_after_the_peer_left(rank):
+    """Post receives after the peer has left; its abort has arrived."""
+    channel, store = connect(rank), dist.group.WORLD.get_group_store()
     if rank == 0:
-        channel.send(1, 0, torch.ones(3))
-        dist.barrier()
-        return
-    channel.expect([0])
-    with pytest.raises(PeerError, match="stream 1 where 0 was expected: do all ranks make"):
+        channel.send(0, 0, torch.ones(3))
+        channel.abort("rank 0 failed")
+        channel.flush_abort()
+        dist.destroy_process_group()
+        store.set("gone", "")
+        return None
+    channel.expect([0, 0])
+    first = channel.recv().value.tolist()
+    store.wait(["gone"])
+    time.sleep(0.1)
+    channel.expect([0, 0])
+    with pytest.raises(RemoteError) as caught:
         channel.recv()
-    dist.barrier()  # no rank leaves before
+    return first, str(caught.value)
 
 
-def test_another_stream_than_expected_is_refused(ranks):
-    ranks.run(2, send_another_stream)
+def test_what_has_arrived_outlives_the_connection():
+    assert run_ranks(2, receive_after_the_peer_left) == [None, ([1.0] * 3, "rank 0 failed")]
 
 
 def abort_and_exit(rank):

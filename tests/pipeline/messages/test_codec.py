@@ -1,5 +1,7 @@
 """Compressed values between ranks, and pipelines that send them."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from pyparallel.compression import AttachPoint, Cast, CorruptMessageError, Error
 from pyparallel.pipeline import GPipe, Interleaved, PipelineTrainer, PipeOptim, StageError
 from pyparallel.pipeline.messages.codec import Codec
 from tests.compression.catalog import CATALOG
+from tests.workers import assert_equal_on_all_ranks, call_each
 
 STREAM = "activations for stage 1"
 INT8 = Codec(Int8(), rank=0)
@@ -92,11 +95,6 @@ def test_draws_depend_on_rank_stream_and_number_alone():
         assert not torch.equal(other[2], first)
 
 
-def test_doubles_are_refused():
-    with pytest.raises(ValueError, match="compression supports float32, bfloat16 and float16 only"):
-        INT8.encode(torch.randn(3).double(), STREAM, 0)
-
-
 CORRUPTIONS = [
     (lambda parts: (torch.empty(0, 2), *parts[1:]), r"a first tensor of shape \[0, 2\]"),
     (lambda parts: parts[:1], "got 0 tensors instead of one"),
@@ -171,70 +169,45 @@ def train(make_layers, schedule, dtype=torch.float32, steps=12, **options):
 
 
 BOTH = {"compress_activations": Int8(), "compress_gradients": Int8(seed=1)}
-SCHEDULES = [GPipe(), PipeOptim()]
 
 
-def train_all(rank):
-    """Return (losses, bytes sent) of each training."""
-    results = {}
-    for schedule in SCHEDULES:
-        results[schedule, None] = train(two_linears, schedule)
-        results[schedule, "both"] = train(two_linears, schedule, **BOTH)
-        results[schedule, "again"] = train(two_linears, schedule, **BOTH)
-    results["mask", None] = train(masked, GPipe())
-    results["mask", "both"] = train(masked, GPipe(), **BOTH)
+def int8_trains_almost_as_well_with_a_quarter_of_the_bytes(rank):
+    for make_layers, schedule in (
+        (two_linears, GPipe()),
+        (two_linears, PipeOptim()),
+        (masked, GPipe()),
+    ):
+        plain, all_bytes = train(make_layers, schedule)
+        quantized, fewer_bytes = train(make_layers, schedule, **BOTH)
+        assert train(make_layers, schedule, **BOTH) == (quantized, fewer_bytes)  # deterministic
+        if make_layers is two_linears:
+            assert 0.24 * all_bytes < fewer_bytes < 0.28 * all_bytes
+        if rank == 1:
+            assert plain[-1] < 0.8 * plain[0]
+            assert quantized != plain
+            assert quantized == pytest.approx(plain, rel=0.03)
+
+
+def a_cast_of_bfloat16_changes_nothing(rank):
     cast = {"compress_activations": Cast(), "compress_gradients": Cast()}
-    results["cast", None] = train(two_linears, GPipe(), torch.bfloat16)
-    results["cast", "both"] = train(two_linears, GPipe(), torch.bfloat16, **cast)
-    results["one way"] = train(two_linears, GPipe(), compress_gradients=TopK(0.1))
-    results["interleaved"] = train(four_layers, Interleaved(), num_stages=4, **BOTH)
-    results["mistakes"] = make_mistakes(rank)
-    results["failures"] = [fail(how) for how, _ in FAILURES]
-    return results
+    plain, _ = train(two_linears, GPipe(), torch.bfloat16)
+    assert train(two_linears, GPipe(), torch.bfloat16, **cast)[0] == plain
 
 
-@pytest.fixture(scope="module")
-def results(ranks):
-    """Return the results of all trainings on each rank, and the errors of the bad ones."""
-    return ranks.run(2, train_all)
+def one_direction_alone_can_be_compressed(rank):
+    plain, all_bytes = train(two_linears, GPipe())
+    sparse, fewer_bytes = train(two_linears, GPipe(), compress_gradients=TopK(0.1))
+    if rank == 0:
+        assert fewer_bytes == all_bytes  # activations, uncompressed
+    else:
+        assert 0.2 * all_bytes < fewer_bytes < 0.25 * all_bytes
+        assert plain[0] == sparse[0]
+        assert plain[-1] != sparse[-1]
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "mask"], ids=str)
-def test_int8_trains_almost_as_well(results, schedule):
-    plain, quantized = (results[1][schedule, how][0] for how in (None, "both"))
-    assert plain[-1] < 0.8 * plain[0]
-    assert quantized != plain
-    torch.testing.assert_close(torch.tensor(quantized), torch.tensor(plain), rtol=0.03, atol=0)
-
-
-def test_compressed_training_is_deterministic(results):
-    for schedule in SCHEDULES:
-        assert results[1][schedule, "both"] == results[1][schedule, "again"], schedule
-
-
-def test_int8_sends_about_a_quarter_of_the_bytes(results, subtests):
-    for rank in [0, 1]:
-        for schedule in SCHEDULES:
-            with subtests.test(rank=rank, schedule=schedule):
-                plain, quantized = (results[rank][schedule, how][1] for how in (None, "both"))
-                assert 0.24 * plain < quantized < 0.28 * plain
-
-
-def test_a_cast_of_bfloat16_changes_nothing(results):
-    assert results[1]["cast", None][0] == results[1]["cast", "both"][0]
-
-
-def test_one_direction_alone_can_be_compressed(results):
-    plain, sparse = [each[GPipe(), None] for each in results], [each["one way"] for each in results]
-    assert plain[0][1] == sparse[0][1]  # activations, uncompressed
-    assert 0.2 * plain[1][1] < sparse[1][1] < 0.25 * plain[1][1]
-    assert plain[1][0][0] == sparse[1][0][0]
-    assert plain[1][0][-1] != sparse[1][0][-1]
-
-
-def test_several_stages_on_a_rank_train(results):
-    losses = results[1]["interleaved"][0]
-    assert losses[-1] < 0.8 * losses[0]
+def several_stages_on_a_rank_train(rank):
+    losses, _ = train(four_layers, Interleaved(), num_stages=4, **BOTH)
+    assert rank == 0 or losses[-1] < 0.8 * losses[0]
 
 
 class Unsupported(Int8):
@@ -253,21 +226,12 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-def make_mistakes(rank):
-    errors = []
-    for options in [{"compress_activations": Int8(seed=rank)}, *(each for each, _ in MISTAKES)]:
-        with pytest.raises(ValueError, match="must") as caught:
+def mistakes_are_one_error_on_every_rank(rank):
+    differ = "all ranks must have the same compress_activations, got Int8("
+    for options, message in [({"compress_activations": Int8(seed=rank)}, differ), *MISTAKES]:
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
             train(two_linears, GPipe(), **options)
-        errors.append(str(caught.value))
-    return errors
-
-
-def test_mistakes_are_one_error_on_every_rank(results):
-    first, second = (each["mistakes"] for each in results)
-    assert first == second
-    assert "all ranks must have the same compress_activations, got Int8(" in first[0]
-    for error, (_, message) in zip(first[1:], MISTAKES, strict=True):
-        assert message in error
+        assert_equal_on_all_ranks(str(caught.value))
 
 
 class Corrupting(TopK):
@@ -278,28 +242,14 @@ class Corrupting(TopK):
         return values, indices + 10**6 * (state.step == 5)
 
 
-BAD_TRAININGS = {
-    "doubles": {"dtype": torch.float64, "compress_gradients": Int8()},
-    "corrupt": {"compress_activations": Corrupting(0.1)},
-}
-
-
-def fail(how):
-    """Return the error of a training that fails on one rank."""
-    torch.manual_seed(0)
-    with pytest.raises(StageError) as caught:
-        train(two_linears, GPipe(), **BAD_TRAININGS[how])
-    return str(caught.value)
-
-
 FAILURES = [
     (
-        "doubles",
+        {"dtype": torch.float64, "compress_gradients": Int8()},
         "stage 1 on rank 1 failed in the backward of microbatch 0 (1B0): ValueError: compression "
         "supports float32, bfloat16 and float16 only, got torch.float64",
     ),
     (
-        "corrupt",
+        {"compress_activations": Corrupting(0.1)},
         "stage 1 on rank 1 failed in the forward of microbatch 4 (1F4): CorruptMessageError: "
         "activations for stage 1 must be encoded by their compressor, got a corrupt message from "
         "rank 0 (",
@@ -307,8 +257,22 @@ FAILURES = [
 ]
 
 
-def test_a_failure_to_encode_or_decode_is_one_error_on_every_rank(results):
-    for index, (how, message) in enumerate(FAILURES):
-        first, second = (each["failures"][index] for each in results)
-        assert first == second, how
-        assert first.startswith(message), how
+def a_failure_to_encode_or_decode_is_one_error_on_every_rank(rank):
+    for options, message in FAILURES:
+        with pytest.raises(StageError, match=f"^{re.escape(message)}") as caught:
+            train(two_linears, GPipe(), **options)
+        assert_equal_on_all_ranks(str(caught.value))
+
+
+CASES = [
+    int8_trains_almost_as_well_with_a_quarter_of_the_bytes,
+    a_cast_of_bfloat16_changes_nothing,
+    one_direction_alone_can_be_compressed,
+    several_stages_on_a_rank_train,
+    mistakes_are_one_error_on_every_rank,
+    a_failure_to_encode_or_decode_is_one_error_on_every_rank,
+]
+
+
+def test_cases(ranks):
+    ranks.run(2, call_each, [(case,) for case in CASES])

@@ -10,23 +10,12 @@ from pyparallel.pipeline.messages.format import Header, RefusalKind
 from tests.pipeline.messages.headers import write_checksum
 
 NUM_MICROBATCHES = 2
-STREAM, NUMBER, RECEIVED, COUNT, VIA_HOST, CHECKSUM = range(6)
+STREAM, NUMBER, RECEIVED, COUNT, VIA_HOST = range(5)
 DTYPE, GRADIENT, DIMENSIONS, SIZE = range(9, 13)
 # More of them: test_format.py.
 # A word of the header of a float32 tensor (3, 4) that requires a gradient, and what it becomes.
-# Corrupt: its checksum is that of the header before.
-CORRUPT = {
-    "another stream": (STREAM, 0),
-    "another number": (NUMBER, 1),
-    "a negative count of received messages": (RECEIVED, -1),
-    "2**62 tensors": (COUNT, 2**62),
-    "a failure": (COUNT, -1),
-    "via the host": (VIA_HOST, 1),
-    "another checksum": (CHECKSUM, 0),
-    "an unknown dtype": (DTYPE, 99),
-    "another shape of as many bytes": (DIMENSIONS, 1),
-    "a size that overflows": (SIZE, 2**62),
-}
+# Corrupt: its checksum is that of the header before. Every word: test_format.py.
+CORRUPT = {"another number": (NUMBER, 1), "2**62 tensors": (COUNT, 2**62)}
 # Forged: with the checksum that belongs to it.
 FORGED = {
     "another stream": (STREAM, 0, "sent a message of stream 0 where 3 was expected"),

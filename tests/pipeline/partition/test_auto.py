@@ -8,19 +8,6 @@ from pyparallel.comm import DisagreementError
 from pyparallel.pipeline.partition.auto import check_split, split_automatically
 from tests.pipeline.clock import Clock, Takes
 
-
-def test_good_splits(subtests):
-    for split, num_layers, num_stages in [
-        ((), 1, 1),
-        ((), 5, 1),
-        ((1, 2), 3, 3),
-        ([3], 5, 2),
-        ((1, 4), 5, 3),
-    ]:
-        with subtests.test(split=split, num_layers=num_layers, num_stages=num_stages):
-            check_split(split, num_layers, num_stages)
-
-
 FEW = "num_stages must be from 1 to the number of layers, got 8 stages for 5 layers: "
 COUNT = "split must hold the first layer of each stage after the first, 2 indices for 3 stages, got"
 RANGE = "split must ascend, from 1 or more to 4 or less, so that every stage has one of the 5"

@@ -20,6 +20,10 @@ from pyparallel.pipeline import (
     UpdateErrorFeedback,
 )
 
+adam = partial(optim.AdamW, lr=0.05)
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
 WORDS, WIDTH = 7, 6
 
 
@@ -41,14 +45,6 @@ class Layers(list):
     def __init__(self, model):
         super().__init__([model.embed, *model.blocks, nn.Sequential(model.norm, model.head)])
         self.model = model
-
-
-def adam(parameters):
-    return optim.AdamW(parameters, lr=0.05)
-
-
-def momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def alone(parameters):

@@ -1,15 +1,13 @@
 """Models of transformers, timm and torchvision in stages train as the unsplit model does."""
 
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 from pyparallel.pipeline import (
-    Displacement,
     GPipe,
     OneForwardOneBackward,
     PipeDream,
@@ -18,27 +16,23 @@ from pyparallel.pipeline import (
     split_model,
 )
 from tests.cases import slow
-from tests.pipeline import reference
-from tests.pipeline.oracles import LastStep
 from tests.pipeline.partition.public_models import (
     LANGUAGE_MODELS,
     build_ids,
-    build_llama,
     build_timm,
     build_torchvision,
     next_token_loss,
     padded,
 )
 
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
 SPLITS = {2: [2], 4: [1, 3, 4]}  # of five layers
 FLUSHING = [GPipe(), OneForwardOneBackward()]
 STREAMING = [PipeDream(), PipeOptim("live"), PipeOptim("consistent")]
 RESNETS = {"timm": build_timm, "torchvision": build_torchvision}
 NUM_STEPS, NUM_MICROBATCHES = 3, 4
-
-
-def momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def batches(samples=9):
@@ -94,49 +88,6 @@ def train_alone(model, loss_of):
     return model, losses
 
 
-class FromIds(nn.Module):
-    """The first layer with arguments that follow from the ids."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, ids):
-        return self.layer(ids, **padded(ids))
-
-
-def build_layers():
-    first, *rest = split_model(build_llama().double())
-    return [FromIds(first), *rest]
-
-
-def train_streaming(schedule, num_stages):
-    """Return losses and the state of this rank's stages, under names of layers."""
-    if isinstance(schedule, PipeOptim):  # the ops that predict take no float64
-        schedule = replace(schedule, prediction=Displacement(LastStep()))
-    trainer = PipelineTrainer(
-        build_layers(), next_token_loss, momentum, schedule,
-        num_microbatches=NUM_MICROBATCHES, split=SPLITS[num_stages],
-    )  # fmt: skip
-    losses = [trainer.step(ids, ids) for ids in batches()]
-    trainer.flush()
-    state = {}
-    for stage in trainer.stages:
-        state |= {name: each.clone() for name, each in stage.module.state_dict().items()}
-    return losses, state
-
-
-@cache
-def reference_of(schedule, num_stages):
-    if isinstance(schedule, PipeOptim):
-        schedule = replace(schedule, prediction=Displacement())
-    streams = [[(ids, ids) for ids in batches()]]
-    return reference.train_in_one_process(
-        build_layers, SPLITS[num_stages], next_token_loss, momentum, schedule, streams,
-        NUM_MICROBATCHES,
-    )  # fmt: skip
-
-
 def images_of(ids):
     generator = torch.Generator().manual_seed(int(ids.sum()))
     return torch.randn(len(ids), 3, 33, 33, dtype=torch.float64, generator=generator)
@@ -171,58 +122,45 @@ def resnet_alone(name):
     return model.state_dict(), losses
 
 
-def train_all(rank, num_stages):
-    """Return what each training has returned, in the order of the tests below."""
-    del rank
-    return (
-        [train_language_model(f, s, num_stages) for f in LANGUAGE_MODELS for s in FLUSHING],
-        [train_streaming(schedule, num_stages) for schedule in STREAMING],
-        [train_resnet(name, FLUSHING[-1], num_stages) for name in RESNETS],
-    )
+def train_language_models(rank, num_stages):
+    return [train_language_model(*case, num_stages) for case in product(LANGUAGE_MODELS, FLUSHING)]
 
 
-@cache
-def results(ranks, num_stages, num_ranks):
+def train_resnets(rank, num_stages):
+    return [train_resnet(name, FLUSHING[-1], num_stages) for name in RESNETS]
+
+
+def train_on(ranks, job, num_stages, num_ranks):
+    """Return the last rank's losses of each model, and rank 0's states of the whole."""
     if num_ranks == 1:
-        return [train_all(0, num_stages)]
-    return ranks.run(num_ranks, train_all, num_stages, time_limit=150)
+        by_rank = [job(0, num_stages)]
+    else:
+        by_rank = ranks.run(num_ranks, job, num_stages, time_limit=150)
+    return [
+        (losses, state) for (losses, _), (_, state) in zip(by_rank[-1], by_rank[0], strict=True)
+    ]
 
 
 # Each rank would import the libraries, which takes longer than all that it trains.
-SIZES = pytest.mark.parametrize(("num_stages", "num_ranks"), [(4, 1), slow(2, 2), slow(4, 4)])
+SIZES = pytest.mark.parametrize("size", [(4, 1), slow((2, 2)), slow((4, 4))])  # stages, ranks
 
 
-def assert_close(found, wanted):
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+def assert_trained(found, losses, state):
+    assert found[0] == pytest.approx(losses, rel=1e-12)
+    torch.testing.assert_close(found[1], state, rtol=1e-12, atol=1e-12)
 
 
 @SIZES
-def test_language_models_train_as_the_unsplit_ones(num_stages, num_ranks, ranks):
-    every = results(ranks, num_stages, num_ranks)
-    cases = [(family, schedule) for family in LANGUAGE_MODELS for schedule in FLUSHING]
-    for index, (family, _) in enumerate(cases):
+def test_language_models_train_as_the_unsplit_ones(size, ranks):
+    trained = train_on(ranks, train_language_models, *size)
+    for (family, _), found in zip(product(LANGUAGE_MODELS, FLUSHING), trained, strict=True):
         model, losses, evaluated = language_model_alone(family)
-        found = every[-1][0][index][0]
-        assert found == pytest.approx([*losses, evaluated], rel=1e-12)
+        assert_trained(found, [*losses, evaluated], model.state_dict())
         assert losses[-1] < losses[0]
-        assert_close(every[0][0][index][1], model.state_dict())
 
 
 @SIZES
-def test_a_llama_streams_as_its_reference(num_stages, num_ranks, ranks):
-    every = results(ranks, num_stages, num_ranks)
-    for index, schedule in enumerate(STREAMING):
-        wanted = reference_of(schedule, num_stages)
-        assert every[-1][1][index][0] == pytest.approx(wanted.losses, rel=1e-12)
-        states = [rank[1][index][1] for rank in every]
-        found = {name: each for state in states for name, each in state.items()}
-        assert_close(found, dict(wanted.state))
-
-
-@SIZES
-def test_resnets_train_as_the_unsplit_ones(num_stages, num_ranks, ranks):
-    every = results(ranks, num_stages, num_ranks)
-    for index, name in enumerate(RESNETS):
+def test_resnets_train_as_the_unsplit_ones(size, ranks):
+    for name, found in zip(RESNETS, train_on(ranks, train_resnets, *size), strict=True):
         state, losses = resnet_alone(name)
-        assert every[-1][2][index][0] == pytest.approx(losses, rel=1e-12)
-        assert_close(every[0][2][index][1], state)
+        assert_trained(found, losses, state)

@@ -1,11 +1,12 @@
 """Tied weights and skip connections against the unsplit model."""
 
 import re
-from functools import cache
+from functools import cache, partial
 from itertools import cycle, product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, linear
 
@@ -26,7 +27,11 @@ from pyparallel.pipeline import (
 )
 from tests.cases import slow
 from tests.pipeline import reference
+from tests.pipeline.jobs import Trained, train_on
 from tests.pipeline.oracles import LastStep
+
+sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.01)
+
 
 WORDS, WIDTH, NUM_MICROBATCHES = 7, 6, 4
 FLUSHING = [GPipe(), OneForwardOneBackward(), ZeroBubble(), Interleaved()]
@@ -34,7 +39,7 @@ OPTIONS = [(None, 1), (0.1, 1), (0.1, 3)]  # the norm, and accumulated steps
 EVERY_CASE = [(schedule, *options) for schedule, options in product(FLUSHING, OPTIONS)]
 COVERING = [(each, *options) for each, options in zip(FLUSHING, cycle(OPTIONS), strict=False)]
 LAST_STEP = Displacement(LastStep())  # the ops take no float64
-SPLITS = {1: [2, 5], 2: [3], 4: [1, 3, 5]}
+SPLITS = {2: [3], 3: [2, 5], 4: [1, 3, 5]}  # by the number of stages
 STREAMING = [  # with the norm that gradients are clipped to
     (PipeDream(), None),
     (PipeDream2BW(), 0.1),
@@ -89,10 +94,6 @@ def loss_fn(output, target):
     return cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, weight_decay=0.01)
-
-
 def batches(number=3):
     generator = torch.Generator().manual_seed(1)
     return [
@@ -101,29 +102,23 @@ def batches(number=3):
     ]
 
 
-def train(rank, schedule, split, max_norm=None, accumulated=1):
+def train(case, num_stages):
+    """Return the losses of steps and then of an evaluation, and the state."""
+    schedule, max_norm, *accumulated = case
     layers = build_layers()
-    if rank:
+    if dist.get_rank():
         nn.init.ones_(layers[-1].weight)  # the rank of the first stage decides
     trainer = PipelineTrainer(
         layers, loss_fn, sgd, schedule,
-        num_microbatches=NUM_MICROBATCHES, split=split, max_norm=max_norm,
-        gradient_accumulation_steps=accumulated,
+        num_microbatches=NUM_MICROBATCHES, split=SPLITS[num_stages], max_norm=max_norm,
+        gradient_accumulation_steps=sum(accumulated) or 1,
     )  # fmt: skip
-    losses = [trainer.step(*batch) for batch in batches()]
+    done = Trained([trainer.step(*batch) for batch in batches()])
     trainer.flush()
-    state = {}
     for stage in trainer.stages:
-        for name, value in stage.module.state_dict().items():
-            state[name] = value.clone()
-    return losses, state, trainer.evaluate(*batches(1)[0])
-
-
-def merge(outcomes):
-    """Return the losses, the state of all stages, and the loss in evaluation."""
-    state = {name: value for _, each, _ in outcomes for name, value in each.items()}
-    losses = [each for losses, *_ in outcomes for each in losses if each is not None]
-    return losses, state, next(loss for *_, loss in outcomes if loss is not None)
+        done.state |= {name: value.clone() for name, value in stage.module.state_dict().items()}
+    done.losses.append(trainer.evaluate(*batches(1)[0]))
+    return done
 
 
 @cache
@@ -140,38 +135,24 @@ def train_unsplit(max_norm, accumulated):
             optimizer.step()
             optimizer.zero_grad()
     words, target = batches(1)[0]
-    return losses, model.layers.state_dict(), loss_fn(model(words), target).item()
+    losses.append(loss_fn(model(words), target).item())
+    return losses, model.layers.state_dict()
 
 
-def check_equal(actual, expected):
-    torch.testing.assert_close(actual[0], expected[0], rtol=1e-12, atol=1e-12)
-    assert actual[1].keys() == expected[1].keys()
-    for name, value in expected[1].items():
-        torch.testing.assert_close(actual[1][name], value, rtol=1e-12, atol=1e-12, msg=name)
-    torch.testing.assert_close(actual[2], expected[2], rtol=1e-12, atol=1e-12)
-
-
-def train_each(rank, cases, split):
-    return [train(rank, schedule, split, *options) for schedule, *options in cases]
-
-
-def train_on(ranks, num_ranks, cases):
-    """Return of each case, a schedule and options, what each rank returns."""
-    args = cases, SPLITS[num_ranks]
-    found = [train_each(0, *args)] if num_ranks == 1 else ranks.run(num_ranks, train_each, *args)
-    return list(zip(*found, strict=True))
+def check_equal(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "cases"), [(2, COVERING), slow(1, EVERY_CASE), slow(4, EVERY_CASE)]
+    ("size", "cases"), [((2, 2), COVERING), slow((3, 1), EVERY_CASE), slow((4, 4), EVERY_CASE)]
 )
-def test_schedules_that_flush_train_as_the_unsplit_model(num_ranks, cases, ranks, subtests):
-    for case, outcomes in zip(cases, train_on(ranks, num_ranks, cases), strict=True):
+def test_schedules_that_flush_train_as_the_unsplit_model(size, cases, ranks, subtests):
+    for case, found in zip(cases, train_on(ranks, size, train, cases), strict=True):
         with subtests.test(str(case)):
-            check_equal(merge(outcomes), train_unsplit(*case[1:]))
-            copies = [state for _, state, _ in outcomes]
-            owned, copy = copies[0]["0.weight"], copies[-1]["6.weight"]
-            assert torch.equal(owned, copy)
+            losses, state = train_unsplit(*case[1:])
+            check_equal(found.losses, losses)
+            check_equal(found.state, dict(state))
+            assert torch.equal(found.state["0.weight"], found.state["6.weight"])
 
 
 class Carried(nn.Module):
@@ -201,24 +182,21 @@ def build_reference_layers():
     return [Carried(layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, slow(4)])
+@pytest.mark.parametrize("size", [(3, 1), (2, 2), slow((4, 4))])
 def test_schedules_that_do_not_flush_carry_the_weight_that_the_first_stage_reads(
-    num_ranks, ranks, subtests
+    size, ranks, subtests
 ):
-    trained = train_on(ranks, num_ranks, STREAMING)
-    for (schedule, max_norm), outcomes in zip(STREAMING, trained, strict=True):
+    trained = train_on(ranks, size, train, STREAMING)
+    for (schedule, max_norm), found in zip(STREAMING, trained, strict=True):
         with subtests.test(f"{schedule}"):
-            losses, state, _ = merge(outcomes)
-            expected = reference.train_in_one_process(
-                build_reference_layers, SPLITS[num_ranks], loss_fn, sgd, schedule, [batches()],
+            wanted = reference.train_in_one_process(
+                build_reference_layers, SPLITS[size[0]], loss_fn, sgd, schedule, [batches()],
                 NUM_MICROBATCHES, max_norm=max_norm,
             )  # fmt: skip
-            weights = {name.replace(".layer", ""): w for name, w in expected.state.items()}
+            weights = {name.replace(".layer", ""): w for name, w in wanted.state.items()}
             weights["6.weight"] = weights["0.weight"]
-            torch.testing.assert_close(sum(losses), sum(expected.losses), rtol=1e-12, atol=1e-12)
-            assert state.keys() == weights.keys()
-            for name, value in weights.items():
-                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12, msg=name)
+            check_equal(found.losses[:-1], wanted.losses)
+            check_equal(found.state, weights)
 
 
 def make_mistakes(rank):

@@ -92,10 +92,7 @@ NAN = float("nan")
 
 
 BAD_ARGUMENTS = [
-    (
-        ([1, 2], 3),
-        f"{NUMBER} 3 stages for 2 layers: use fewer stages, or divide the model into",
-    ),
+    (([1, 2], 3), f"{NUMBER} 3 stages for 2 layers: use fewer stages, or divide the model into"),
     (([1, 2], 0), f"{NUMBER} 0 stages for 2 layers"),
     (([1, 2], 1.0), f"{NUMBER} 1.0 stages for 2 layers"),
     (([1, -2], 2), r"costs must be finite and not negative, got \[1.0, -2.0\]"),

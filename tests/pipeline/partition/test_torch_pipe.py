@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 from pyparallel.pipeline import GPipe, PipelineTrainer
 from pyparallel.pipeline.partition.torch_pipe import layers_and_split
+
+sgd = partial(torch.optim.SGD, lr=0.1)
 
 
 class Chain(nn.Module):
@@ -20,10 +23,6 @@ class Chain(nn.Module):
 
     def forward(self, x, shift=0):
         return self.second((self.first(x) + shift).tanh())
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 BATCHES = {  # what a step is given, of a tensor and another one that is added to it inside

@@ -1,7 +1,7 @@
 """A loss scale for float16, against torch's GradScaler on the unsplit model."""
 
 import re
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -21,6 +21,9 @@ from pyparallel.pipeline import (
     ZeroBubble,
 )
 
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
 NUM_MICROBATCHES, STEPS, MAX_NORM = 2, 8, 0.5
 
 
@@ -37,10 +40,6 @@ def build_layers(dtype=torch.float64):
     torch.manual_seed(0)
     layers = [nn.Linear(4, 6), Overflow(), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)]
     return [layer.to(dtype) for layer in layers]
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def batches(dtype=torch.float64):

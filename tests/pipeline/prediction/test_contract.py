@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 
+import pytest
 import torch
 from torch.optim import RMSprop
 
@@ -11,11 +12,13 @@ from tests.pipeline.prediction import test_displacement, test_last_update, test_
 from tests.pipeline.prediction.predictors import (
     SHAPES,
     OneStage,
+    assert_close,
     assert_equal,
     assert_resumes_bitwise,
     assert_same_state,
     gradients_of,
 )
+from tests.pipeline.prediction.test_last_update import in_float32  # noqa: F401
 
 OF_DISPLACEMENT = [
     *test_displacement.EXACT,
@@ -77,3 +80,25 @@ def test_a_loaded_state_predicts_and_trains_bitwise_as_the_saved_one(subtests):
     for case in CASES:
         with subtests.test(case=case[:2]):
             assert_resumes_bitwise(partial(build, *case))
+
+
+# For constant gradients they are those steps; the tolerance grows with an iteration's rounding.
+EXACT = [
+    *((Displacement(), make, SHAPES, 2e-6)
+      for make in (*test_displacement.EXACT, *test_displacement.NADAM)),
+    *((Rollout(), make, SHAPES, 1e-5) for make in test_rollout.MAKERS),
+    *((Displacement(), make, test_last_update.MATRICES, 1e-5) for make in test_last_update.EXACT),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("in_float32")
+def test_constant_gradients_are_predicted_exactly_at_every_step(subtests):
+    for prediction, make, shapes, tolerance in EXACT:
+        for horizon in (1, 2, 5):
+            with subtests.test(prediction=prediction, make=make, horizon=horizon):
+                stage = build(prediction, make, shapes)
+                gradients = gradients_of(stage)
+                for _ in range(4):
+                    stage.step(gradients)
+                    expected = stage.twin().step(gradients, horizon)
+                    assert_close(stage.predicted(horizon), expected, rtol=2e-5, atol=tolerance)

@@ -11,7 +11,6 @@ from pyparallel.pipeline.prediction.pipemare import DiscrepancyCorrected
 from tests.pipeline.prediction.predictors import (
     OneStage,
     assert_close,
-    assert_equal,
     assert_resumes_bitwise,
     gradients_of,
 )
@@ -21,21 +20,6 @@ class Corrected(OneStage):
     def __init__(self, make, decay=0.5, groups=({},), dtypes=(torch.float32,)):
         super().__init__(make, Displacement(), groups, dtypes)
         self.predictor = DiscrepancyCorrected(self.predictor, self.optimizer, self.weights, decay)
-
-
-def test_the_estimate_is_the_average_of_all_changes_times_the_updates():
-    stage = Corrected(partial(SGD, lr=0.1), 0.75, [{}, {"lr": 0.3}])
-    averages = [torch.zeros_like(each) for each in stage.parameters]
-    for seed in range(4):
-        before = stage.values()
-        stage.step(gradients_of(stage, seed))
-        now = stage.values()
-        averages = [
-            0.75 * average + 0.25 * (new - old)
-            for average, new, old in zip(averages, now, before, strict=True)
-        ]
-        expected = [new - 3 * average for new, average in zip(now, averages, strict=True)]
-        assert_close(stage.predicted(-3), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [partial(SGD, lr=0.1), partial(Adam, lr=0.1)])
@@ -48,23 +32,6 @@ def test_constant_changes_are_undone_exactly(make):
         stage.step(gradients)
     for back in (1, 2, 5):
         assert_close(stage.predicted(-back), trail[-back], rtol=1e-4, atol=1e-4)
-
-
-def test_steps_and_predictions_are_those_of_the_inner_predictor():
-    stage, plain = Corrected(partial(Adam, lr=0.1)), OneStage(partial(Adam, lr=0.1), Displacement())
-    for seed in range(3):
-        gradients = gradients_of(stage, seed)
-        gradients[seed] = None
-        stage.step(gradients)
-        plain.step(gradients)
-        assert_equal(stage.values(), plain.values())
-        assert_equal(stage.predicted(2), plain.predicted(2))
-
-
-def test_before_the_first_step_the_estimate_is_the_weights():
-    stage = Corrected(partial(Adam, lr=0.1))
-    assert_equal(stage.predicted(-3), stage.values())
-    assert not stage.optimizer.state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

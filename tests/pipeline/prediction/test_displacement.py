@@ -5,10 +5,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adadelta, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adadelta, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
 
 from pyparallel.pipeline import Displacement
 from pyparallel.training import FlatBuckets
+from tests.pipeline.models import Lion, lion_of
 from tests.pipeline.prediction.predictors import (
     SHAPES,
     OneStage,
@@ -16,6 +17,7 @@ from tests.pipeline.prediction.predictors import (
     assert_equal,
     gradients_of,
 )
+from tests.pipeline.prediction.test_last_update import MATRICES, Subclass
 from tests.pipeline.reference import next_nadam_steps
 
 EXACT = [
@@ -46,42 +48,6 @@ def name(make):
     return f"{make.func.__name__}-{options}"
 
 
-def test_constant_gradients_are_predicted_exactly_at_every_step(subtests):
-    for make in [*EXACT, *NADAM]:
-        for horizon in [1, 2, 5]:
-            with subtests.test(make=make, horizon=horizon):
-                stage = OneStage(make, Displacement())
-                gradients = gradients_of(stage)
-                for _ in range(4):
-                    stage.step(gradients)
-                    expected = stage.twin().step(gradients, horizon)
-                    assert_close(stage.predicted(horizon), expected, rtol=1e-5, atol=2e-6)
-
-
-def one_number(make, prediction=Displacement()):  # noqa: B008 - immutable
-    return OneStage(make, prediction, shapes=[(1,)])
-
-
-@pytest.mark.parametrize(
-    ("steps", "predicted", "true"), [(1, -0.300, -0.805), (10, -1.954, -2.150), (100, -3.0, -3.0)]
-)
-def test_the_error_with_momentum_is_that_of_the_theory(steps, predicted, true):
-    # lr 0.1, momentum u 0.9, horizon s 3, gradient 1. The prediction error is
-    # -lr * (s / (1 - u) - u (1 - u^s) / (1 - u) * (1 / (1 - u) - m) - s m).
-    lr, u, s = 0.1, 0.9, 3
-    stage = one_number(partial(SGD, lr=lr, momentum=u))
-    gradients = [torch.ones(1)]
-    for _ in range(steps):
-        stage.step(gradients)
-    (now,), (ahead,) = stage.values(), stage.predicted(s)
-    (then,) = stage.twin().step(gradients, s)
-    assert (ahead - now).item() == pytest.approx(predicted, abs=6e-4)
-    assert (then - now).item() == pytest.approx(true, abs=6e-4)
-    m = (1 - u**steps) / (1 - u)
-    missing = -lr * (s / (1 - u) - u * (1 - u**s) / (1 - u) * (1 / (1 - u) - m) - s * m)
-    assert (then - ahead).item() == pytest.approx(missing, abs=1e-5)
-
-
 MOMENTUM = [
     partial(SGD, lr=0.1, momentum=0.9),
     partial(SGD, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),
@@ -109,16 +75,22 @@ def test_with_momentum_it_follows_the_momentum_buffer(subtests):
                 assert_close(stage.predicted(horizon), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("centered", [False, True])
-def test_rmsprop_without_momentum_repeats_its_last_step(centered):
-    make = partial(RMSprop, lr=0.01, alpha=0.5, centered=centered, eps=0.1, weight_decay=0.1)
-    stage = OneStage(make, Displacement())
-    stage.step(gradients_of(stage, 0))
-    before = stage.values()
-    stage.step(gradients_of(stage, 1))
-    now = stage.values()
-    expected = [p + 3 * (p - q) for p, q in zip(now, before, strict=True)]
-    assert_close(stage.predicted(3), expected, rtol=1e-4, atol=2e-6)
+WITHOUT_MOMENTUM = [
+    partial(SGD, lr=0.1, weight_decay=0.5),
+    partial(RMSprop, lr=0.01, alpha=0.5, eps=0.1, weight_decay=0.1),
+    partial(RMSprop, lr=0.01, alpha=0.5, centered=True, eps=0.1, weight_decay=0.1),
+]
+
+
+def test_without_momentum_its_last_step_is_repeated_with_its_decay(subtests):
+    for make in WITHOUT_MOMENTUM:
+        with subtests.test(make=make):
+            stage = OneStage(make, Displacement())
+            stage.step(gradients_of(stage, 0))
+            before = stage.values()
+            stage.step(gradients_of(stage, 1))
+            expected = [p + 3 * (p - q) for p, q in zip(stage.values(), before, strict=True)]
+            assert_close(stage.predicted(3), expected, rtol=1e-4, atol=2e-6)
 
 
 def test_rmsprop_is_exact_once_its_average_has_converged():
@@ -128,15 +100,6 @@ def test_rmsprop_is_exact_once_its_average_has_converged():
         stage.step(gradients)
     expected = stage.twin().step(gradients, 3)
     assert_close(stage.predicted(3), expected, rtol=1e-5, atol=2e-6)
-
-
-def test_sgd_without_momentum_repeats_the_weight_decay_of_its_last_step():
-    stage = OneStage(partial(SGD, lr=0.1, weight_decay=0.5), Displacement())
-    before = stage.values()
-    stage.step(gradients_of(stage))
-    now = stage.values()
-    expected = [p + 2 * (p - q) for p, q in zip(now, before, strict=True)]
-    assert_close(stage.predicted(2), expected, rtol=1e-5, atol=2e-6)
 
 
 def test_decoupled_decay_is_not_predicted():
@@ -253,23 +216,24 @@ def test_an_optimizer_can_have_its_own_rule():
     assert_equal(stage.parts(out), stage.predicted(3))
 
 
-class Subclass(SGD):
-    def step(self, closure=None):
-        super().step(closure)
-        super().step(closure)
+class MyMuon(Muon):
+    pass
 
 
-@pytest.mark.parametrize("make", [partial(Adadelta, lr=0.1), partial(Subclass, lr=0.1)])
+UNKNOWN = [Adadelta, Subclass, MyMuon, Lion, lion_of("my.lion")]
+
+
+@pytest.mark.parametrize("make", [partial(each, lr=0.1) for each in UNKNOWN], ids=name)
 def test_an_optimizer_without_a_rule_is_refused(make):
     sentence = (
         r"be of pyparallel.optim, or torch's SGD, Adam, AdamW, NAdam, RMSprop or Muon, or Lion of "
         r"lion-pytorch or timm, or have a method displacement\(parameter, state, group, horizon\), "
-        r"got .*(Adadelta|Subclass); add the method, pass an object that has it as "
+        r"got .*(Adadelta|Subclass|MyMuon|Lion); add the method, pass an object that has it as "
         r"prediction=Displacement\(rule\), or pass prediction=LastUpdate\(\), which repeats the "
         r"last update of any optimizer$"
     )
     with pytest.raises(ValueError, match=sentence):
-        OneStage(make, Displacement())
+        OneStage(make, Displacement(), shapes=MATRICES)
 
 
 def test_a_rule_of_another_shape_is_refused():

@@ -86,17 +86,3 @@ def test_the_momentum_can_be_switched_on_and_off_in_training():
         stage.step(gradients)
         expected = [p - 0.2 * g for p, g in zip(stage.values(), gradients, strict=True)]
         assert_close(stage.predicted(2), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_an_out_of_another_length_is_refused():
-    stage = OneStage(partial(SGD, lr=0.1), Displacement())
-    stage.step(gradients_of(stage))
-    with pytest.raises(ValueError, match=r"^out must be .* with param's length and device"):
-        stage.predictor.predict(1, [torch.zeros(3)])
-
-
-def test_a_negative_horizon_is_refused():
-    stage = OneStage(partial(SGD, lr=0.1), Displacement())
-    stage.step(gradients_of(stage))
-    with pytest.raises(ValueError, match=r"^horizon must be at least 0, got -1$"):
-        stage.predicted(-1)

@@ -10,7 +10,6 @@ from pyparallel.pipeline import Displacement
 from pyparallel.pipeline.prediction.pipemare import LRRescheduled
 from tests.pipeline.prediction.predictors import (
     OneStage,
-    assert_close,
     assert_equal,
     assert_resumes_bitwise,
     gradients_of,
@@ -73,14 +72,3 @@ def test_the_rate_is_restored_if_the_step_fails():
 
 def test_the_count_is_saved_with_the_optimizer():
     assert_resumes_bitwise(partial(Doubling, MAKERS[0]))
-
-
-def test_predictions_are_those_of_the_inner_predictor():
-    stage, plain = Doubling(MAKERS[0]), OneStage(MAKERS[0], Displacement())
-    gradients = gradients_of(stage)
-    stage.step(gradients)
-    plain.step([each / 8 for each in gradients])
-    ahead = [
-        now + 8 * (then - now) for now, then in zip(plain.values(), plain.predicted(2), strict=True)
-    ]
-    assert_close(stage.predicted(2), ahead, rtol=1e-4, atol=1e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam
 
-from pyparallel.pipeline import Displacement, Rollout
+from pyparallel.pipeline import Rollout
 from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
 
 MAKERS = [
@@ -18,18 +18,6 @@ MAKERS = [
     partial(SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     partial(SGD, lr=0.1, momentum=1.0),
 ]
-
-
-def test_it_is_exact_for_constant_gradients_at_every_step(subtests):
-    for make in MAKERS:
-        for horizon in [1, 2, 7]:
-            with subtests.test(make=make, horizon=horizon):
-                stage = OneStage(make, Rollout())
-                gradients = gradients_of(stage)
-                for _ in range(3):
-                    stage.step(gradients)
-                    expected = stage.twin().step(gradients, horizon)
-                    assert_close(stage.predicted(horizon), expected, rtol=2e-5, atol=5e-6)
 
 
 def test_without_persistence_the_momentum_decays(subtests):
@@ -50,15 +38,6 @@ def test_gradients_may_persist_in_part():
     stage.step(gradients)
     expected = stage.twin().step([each / 4 for each in gradients], 4)
     assert_close(stage.predicted(4), expected, rtol=1e-5, atol=2e-6)
-
-
-def test_it_is_exact_after_one_step_where_the_displacement_is_not():
-    stages = [OneStage(MAKERS[1], each, shapes=[(1,)]) for each in (Rollout(), Displacement())]
-    ones = [torch.ones(1)]
-    for stage in stages:
-        stage.step(ones)
-    moved = [(stage.predicted(3)[0] - stage.values()[0]).item() for stage in stages]
-    assert moved == [pytest.approx(-0.8049, abs=1e-5), pytest.approx(-0.3, abs=1e-5)]
 
 
 def test_in_bfloat16_it_rounds_once():

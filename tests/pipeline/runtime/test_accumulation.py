@@ -15,6 +15,7 @@ from pyparallel.comm import DisagreementError, NonFiniteError
 from pyparallel.pipeline import PipelineTrainer
 from tests.cases import slow
 from tests.pipeline.every_schedule import FLUSHING
+from tests.pipeline.jobs import Trained, train_on
 from tests.pipeline.models import OPTIMIZERS, SPLITS, as_on_gpus, build_calls, build_layers
 
 STEPS = 3
@@ -37,13 +38,9 @@ def build(schedule, num_stages, **options):
     )  # fmt: skip
 
 
-def train(rank, schedule, num_stages, late):
-    """Return losses and the state; flush, evaluate and refused steps between change nothing.
-
-    Args:
-        late: check losses at the end of a step, as on a GPU.
-    """
-    with as_on_gpus(late):
+def train(schedule, num_stages):
+    """Train; flush, evaluate and refused steps between change nothing."""
+    with as_on_gpus(FLUSHING.index(schedule) % 2 == 1):  # some check losses after the step
         trainer, losses = build(schedule, num_stages), []
     short = build_calls(1, 3)[0]
     for number, call in enumerate(calls_with_a_nan()):
@@ -51,7 +48,7 @@ def train(rank, schedule, num_stages, late):
             with pytest.raises(DisagreementError, match="at least one for each of the 4"):
                 trainer.step(*short)
         if number == 4:
-            last = 0 if not dist.is_initialized() else dist.get_world_size() - 1
+            last = dist.get_world_size() - 1
             error = f"rank {last}, step 4: the loss of microbatch .* must be finite, got nan"
             with pytest.raises(NonFiniteError, match=error):
                 trainer.step(*call)
@@ -75,7 +72,7 @@ def train(rank, schedule, num_stages, late):
     state = {}
     for stage in trainer.stages:
         state |= {name: value.clone() for name, value in stage.module.state_dict().items()}
-    return losses, state
+    return Trained(losses, state)
 
 
 def train_plainly():
@@ -101,22 +98,10 @@ def train_plainly():
     return losses, model.state_dict()
 
 
-def train_each(rank, num_stages):
-    return [
-        train(rank, schedule, num_stages, late=index % 2 == 1)
-        for index, schedule in enumerate(FLUSHING)
-    ]
-
-
-@pytest.mark.parametrize(("num_stages", "num_ranks"), [(4, 2), slow(2, 2), slow(4, 4), slow(4, 1)])
-def test_an_update_takes_the_mean_gradient_of_the_steps(ranks, subtests, num_stages, num_ranks):
-    if num_ranks == 1:
-        found = [train_each(0, num_stages)]
-    else:
-        found = ranks.run(num_ranks, train_each, num_stages, time_limit=90)
+@pytest.mark.parametrize("size", [(4, 2), *map(slow, [(2, 2), (4, 4), (4, 1)])])
+def test_an_update_takes_the_mean_gradient_of_the_steps(ranks, subtests, size):
     losses, wanted = train_plainly()
-    for schedule, *of_ranks in zip(FLUSHING, *found, strict=True):
+    for schedule, found in zip(FLUSHING, train_on(ranks, size, train, FLUSHING), strict=True):
         with subtests.test(schedule=str(schedule)):
-            assert of_ranks[-1][0] == pytest.approx(losses, rel=1e-12)
-            state = {name: each for _, own in of_ranks for name, each in own.items()}
-            torch.testing.assert_close(state, wanted, rtol=1e-12, atol=1e-12)
+            assert found.losses == pytest.approx(losses, rel=1e-12)
+            torch.testing.assert_close(found.state, wanted, rtol=1e-12, atol=1e-12)

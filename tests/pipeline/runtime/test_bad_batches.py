@@ -9,13 +9,7 @@ from torch import nn
 from pyparallel.comm import DisagreementError
 from pyparallel.pipeline import Displacement, Interlocking, OneForwardOneBackward, PipeOptim
 from tests.pipeline.oracles import LastStep
-from tests.pipeline.runtime.tokens import (
-    IGNORED,
-    VOCAB,
-    WIDTH,
-    build,
-    draw_batches,
-)
+from tests.pipeline.runtime.tokens import IGNORED, VOCAB, WIDTH, build, draw_batches
 
 MISTAKES = {  # of a batch on a rank, with 7 samples: the arguments, and the error on every rank
     "samples": (

@@ -21,6 +21,7 @@ from pyparallel.pipeline import (
 )
 from tests.cases import slow
 from tests.pipeline import reference
+from tests.pipeline.jobs import Trained, train_on
 from tests.pipeline.oracles import LastStep
 from tests.pipeline.runtime.tokens import (
     IGNORED,
@@ -173,23 +174,22 @@ def test_every_form_of_a_batch_trains_like_the_unsplit_model_by_token(ranks, sub
             assert [isinstance(each, list) for each in predicted] == [is_list] * len(SIZES)
 
 
-def stream(rank, schedules, num_stages):
-    found = []
-    for schedule in schedules:
-        for form in ("a loader's", "split"):
-            trainer = build(schedule, num_stages, build_layers(partial(nn.Embedding, VOCAB, WIDTH)))
-            losses = []
-            for ids, mask, target in draw_batches():
-                parts = list(cut((ids, mask, target), NUM_MICROBATCHES))
-                args, targets = [(part[0],) for part in parts], [part[2] for part in parts]
-                losses.append(
-                    trainer.step(arg_mbs=args, target_mbs=targets)
-                    if form == "split"
-                    else trainer.step(ids, target)
-                )
-            trainer.flush()
-            found.append((losses, parameters_of(trainer)))
-    return found
+STREAMED = [(schedule, is_split) for schedule in STREAMING for is_split in (False, True)]
+
+
+def stream(case, num_stages):
+    schedule, is_split = case
+    trainer = build(schedule, num_stages, build_layers(partial(nn.Embedding, VOCAB, WIDTH)))
+    losses = []
+    for ids, mask, target in draw_batches():
+        parts = list(cut((ids, mask, target), NUM_MICROBATCHES))
+        split = {
+            "arg_mbs": [(part[0],) for part in parts],
+            "target_mbs": [part[2] for part in parts],
+        }
+        losses.append(trainer.step(**split) if is_split else trainer.step(ids, target))
+    trainer.flush()
+    return Trained(losses, parameters_of(trainer))
 
 
 @cache
@@ -201,17 +201,15 @@ def expected(schedule, num_stages):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_stages", "num_ranks"), [(4, 2), slow(2, 2), slow(4, 4)])
-def test_losses_by_token_follow_the_reference(num_stages, num_ranks, ranks, subtests):
-    by_rank = ranks.run(num_ranks, stream, STREAMING, num_stages)
-    twice = [schedule for schedule in STREAMING for _ in range(2)]
-    for schedule, *found in zip(twice, *by_rank, strict=True):
-        with subtests.test(str(schedule)):
-            wanted = expected(schedule, num_stages)
-            assert found[-1][0] == pytest.approx(wanted.losses, rel=1e-12)
-            weights = {name: each for _, own in found for name, each in own.items()}
-            close(weights, {name: wanted.state[name] for name in weights})
-            assert len(weights) == 9
+@pytest.mark.parametrize("size", [(4, 2), *map(slow, [(2, 2), (4, 4)])])
+def test_losses_by_token_follow_the_reference(size, ranks, subtests):
+    trained = train_on(ranks, size, stream, STREAMED)
+    for case, found in zip(STREAMED, trained, strict=True):
+        with subtests.test(str(case)):
+            wanted = expected(case[0], size[0])
+            assert found.losses == pytest.approx(wanted.losses, rel=1e-12)
+            close(found.state, {name: wanted.state[name] for name in found.state})
+            assert len(found.state) == 9
 
 
 class Flatten(nn.Module):

@@ -262,6 +262,7 @@ def test_a_function_of_two_parameters_is_called_with_names(schedule, subtests):
             train(trainer, batches(1))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads
 def test_names_are_those_of_the_model_before_it_was_compiled_or_frozen():
     linears = [torch.compile(nn.Linear(WIDTH, WIDTH), backend="eager") for _ in range(2)]
     layers = [nn.Sequential(nn.LayerNorm(WIDTH), linears[0]), linears[1]]
@@ -272,8 +273,12 @@ def test_names_are_those_of_the_model_before_it_was_compiled_or_frozen():
         seen.append(names)
         return SGD(parameters, lr=0.1)
 
-    PipelineTrainer(layers, mse_loss, sgd, PipeOptim(), num_microbatches=1, split=[1])
+    trainer = PipelineTrainer(layers, mse_loss, sgd, PipeOptim(), num_microbatches=1, split=[1])
     assert seen == [["0.0.weight", "0.1.weight", "0.1.bias"], ["1.weight", "1.bias"]]
+    trainer.step(*batches(1)[0])
+    trainer.flush()
+    assert set(trainer.full_state_dict()) == {"0.0.bias", *seen[0], *seen[1]}
+    assert trainer.state_dict()["1"]["module"].keys() == {*seen[1]}
 
 
 def test_a_head_has_names_too():

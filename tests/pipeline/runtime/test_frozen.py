@@ -1,7 +1,7 @@
 """Models of which a part is frozen train as the unsplit model does, under every schedule."""
 
-from functools import cache, partial
-from itertools import cycle, product
+from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -20,90 +20,29 @@ from pyparallel.pipeline import (
     XPipe,
 )
 from tests.cases import slow
-from tests.pipeline import reference
 from tests.pipeline.every_schedule import FLUSHING, one_of_each_kind
-from tests.pipeline.jobs import IN_ANY_DTYPE, train
-from tests.pipeline.models import OPTIMIZERS, SPLITS, WIDTH, build_calls, build_layers
+from tests.pipeline.jobs import IN_ANY_DTYPE, Case, train_case, train_on
+from tests.pipeline.models import OPTIMIZERS, TRAINED, WIDTH, build_calls, build_layers
+from tests.pipeline.test_equivalence import check
 
-# The layers that train; stages are three layers each.
-TRAINED = {
-    "the last layers": [8, 10, 11],  # no stage before needs a gradient
-    "the first layer": [0],  # gradients go through three stages without anything to train
-    "adapters": [4, 10],  # in one layer of every second stage
-}
-EVERY_CASE = list(product(IN_ANY_DTYPE, TRAINED))
-COVERING = list(zip(one_of_each_kind(IN_ANY_DTYPE), cycle(TRAINED), strict=False))
-STREAMS = [build_calls(3, 13), build_calls(1, 12)]
-NUM_STAGES = 4
-
-
-class Adapted(nn.Module):
-    """A frozen layer with a low-rank addition that trains."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.down = nn.Linear(WIDTH, 2, bias=False, dtype=torch.float64)
-        self.up = nn.Linear(2, WIDTH, bias=False, dtype=torch.float64)
-
-    def forward(self, value):
-        return self.layer(value) + self.up(self.down(value))
-
-
-def build_frozen(what):
-    layers = build_layers()
-    for number, layer in enumerate(layers):
-        if number not in TRAINED[what]:
-            layer.requires_grad_(False)
-        elif what == "adapters":
-            layers[number] = Adapted(layer)
-    return layers
-
-
-def norm_of(schedule):
-    return None if schedule in FLUSHING else 0.3
-
-
-def split_and_train(rank, cases):
-    """Return the state of each schedule and way of freezing."""
-    return [
-        train(
-            schedule, build_frozen(what), SPLITS[NUM_STAGES], OPTIMIZERS["momentum"], STREAMS,
-            max_norm=norm_of(schedule),
-        ).state
-        for schedule, what in cases
-    ]  # fmt: skip
-
-
-@cache
-def train_whole(schedule, what):
-    if schedule in FLUSHING:
-        return reference.train_plainly(
-            lambda: build_frozen(what), mse_loss, OPTIMIZERS["momentum"], STREAMS, 4,
-            update_each=False,
-        ).state_dict()  # fmt: skip
-    return reference.train_in_one_process(
-        lambda: build_frozen(what), SPLITS[NUM_STAGES], mse_loss, OPTIMIZERS["momentum"],
-        schedule, STREAMS, 4, max_norm=norm_of(schedule),
-    ).state  # fmt: skip
+FREEZING = [
+    Case(schedule, trained=what, max_norm=None if schedule in FLUSHING else 0.3)
+    for what in TRAINED
+    for schedule in IN_ANY_DTYPE
+]
+FIRST = zip(one_of_each_kind(IN_ANY_DTYPE), cycle(TRAINED), strict=False)
+COVERING = [case for pair in FIRST for case in FREEZING if (case.schedule, case.trained) == pair]
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "cases"), [(2, COVERING), slow(1, EVERY_CASE), slow(4, EVERY_CASE)]
+    ("size", "cases"), [((4, 2), COVERING), slow((4, 1), FREEZING), slow((4, 4), FREEZING)]
 )
-def test_the_trained_layers_alone_change(num_ranks, cases, ranks, subtests):
-    if num_ranks == 1:
-        of_ranks = [split_and_train(0, cases)]
-    else:
-        of_ranks = ranks.run(num_ranks, split_and_train, cases)
-    for (schedule, what), *states in zip(cases, *of_ranks, strict=True):
-        with subtests.test(schedule=str(schedule), trained=what):
-            state = {name: value for each in states for name, value in each.items()}
-            wanted = train_whole(schedule, what)
-            torch.testing.assert_close(state, wanted, rtol=1e-12, atol=1e-12)
-            first = nn.Sequential(*build_frozen(what))
-            for name, parameter in first.named_parameters():
-                assert torch.equal(parameter, state[name]) != parameter.requires_grad, name
+def test_the_trained_layers_alone_change(size, cases, ranks, subtests):
+    for case, found in zip(cases, train_on(ranks, size, train_case, cases), strict=True):
+        with subtests.test(case=str(case)):
+            check(size, case, found)
+            for name, parameter in nn.Sequential(*case.layers()).named_parameters():
+                assert torch.equal(parameter, found.state[name]) != parameter.requires_grad, name
 
 
 class Recorder(nn.Module):
@@ -169,11 +108,11 @@ def step_and_flush(trainer, x, y):
 
 
 def unfreeze_too_late(rank, schedule):
-    layers = build_frozen("the last layers")
+    layers = build_layers(trained="the last layers")
     trainer = PipelineTrainer(
         layers, mse_loss, OPTIMIZERS["momentum"], schedule, num_microbatches=4, split=[6]
     )
-    x, y = STREAMS[0][0]
+    x, y = build_calls(1, 13)[0]
     trainer.step(x, y)
     layers[1].requires_grad_(True)
     with pytest.raises(StageError) as caught:
@@ -194,7 +133,7 @@ def test_what_was_frozen_before_the_build_cannot_be_unfrozen(ranks, subtests):
 
 
 def test_what_was_unfrozen_may_be_added_to_the_optimizer_where_the_schedule_flushes():
-    layers = build_frozen("the first layer")
+    layers = build_layers(trained="the first layer")
     trainer = PipelineTrainer(
         layers, mse_loss, OPTIMIZERS["momentum"], OneForwardOneBackward(),
         num_microbatches=4, split=[6],
@@ -202,5 +141,5 @@ def test_what_was_unfrozen_may_be_added_to_the_optimizer_where_the_schedule_flus
     layers[1].requires_grad_(True)
     trainer.stages[0].optimizer.add_param_group({"params": layers[1].parameters()})
     before = layers[1].weight.detach().clone()
-    trainer.step(*STREAMS[0][0])
+    trainer.step(*build_calls(1, 13)[0])
     assert not torch.equal(layers[1].weight, before)

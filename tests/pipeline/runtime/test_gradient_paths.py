@@ -36,18 +36,12 @@ CASES = {
         lambda x, w, b: torch.addmm(b, x, w.t().relu()).relu(),
         [("bw", ["Addmm0"], [], True)],
     ),
-    "through a function of parameters": (
-        lambda x, w, b: x @ (w @ b),
-        [("bw", ["Mm0"], [], True)],
-    ),
+    "through a function of parameters": (lambda x, w, b: x @ (w @ b), [("bw", ["Mm0"], [], True)]),
     "joined by a product": (
         lambda x, w, b: torch.cat([x @ w, x @ (w @ b)]),
         [("bw", ["Mm0", "Mm0"], [], True)],
     ),
-    "in a row": (
-        lambda x, w, b: (x @ w).relu() @ w,
-        [("w", ["Mm0", "Mm0"], [], False)],
-    ),
+    "in a row": (lambda x, w, b: (x @ w).relu() @ w, [("w", ["Mm0", "Mm0"], [], False)]),
     "of an indivisible kernel": (
         lambda x, w, b: torch.prelu(x, w[0]) * b,
         [("b", ["Mul0"], [], True), ("w", ["PreluKernel0"], [], False)],

@@ -74,10 +74,3 @@ def test_all_state_is_restored_after_an_error():
     assert module.w.grad is None
     assert module.written.sum() == 0
     assert module.training
-
-
-def test_a_layer_that_occurs_twice_is_restored():
-    layer = nn.BatchNorm1d(3)
-    with preserving_state([layer, layer]):
-        layer(torch.randn(4, 3))
-    assert layer.num_batches_tracked == 0

@@ -6,7 +6,7 @@ A new trainer loads it and goes on.
 import copy
 import itertools
 import warnings
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -23,8 +23,10 @@ from pyparallel.pipeline import (
 from tests.pipeline import reference
 from tests.pipeline.faults import die, raise_error, raise_in_backward
 from tests.pipeline.jobs import IN_ANY_DTYPE
-from tests.pipeline.runtime.test_inputs import sgd
 from tests.workers import observe_ranks
+
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
 
 WIDTH, NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 3, 4, 3, 6
 SPLIT = [2, 4, 6]

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from pyparallel.pipeline import Delayed, Live, Predicted, Stashed
-from pyparallel.pipeline.runtime.stage_weights import LiveWeights, StageWeights
+from pyparallel.pipeline.runtime.stage_weights import StageWeights
 from pyparallel.training import FlatBuckets
 
 
@@ -187,13 +187,3 @@ def test_restarting_with_microbatches_in_flight_is_refused():
         layer(torch.ones(1, 1))
     with pytest.raises(RuntimeError, match=r"microbatches \[0\] are still in the pipeline"):
         weights.restart(Live())
-
-
-def test_live_weights_count_and_step():
-    weights = LiveWeights(None)
-    weights.update()
-    with weights.forward(0) as version:
-        assert version == (1, 0)
-    weights.restart(Live())
-    with weights.backward(0) as version:
-        assert version == (0, 0)

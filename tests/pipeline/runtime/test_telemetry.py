@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -25,6 +26,9 @@ from pyparallel.pipeline import (
     simulate,
 )
 
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
 NUM_RANKS, NUM_MICROBATCHES, STEPS = 3, 4, 3
 SCHEDULES = [
     OneForwardOneBackward(), Interleaved(), ZeroBubble(), PipeOptim(), PipeDream2BW(),
@@ -36,10 +40,6 @@ DELAY = 0.05  # seconds of each forward of stage 0
 def build_layers():
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def batch_of(step):

@@ -1,9 +1,14 @@
 """A model of tokens, its loss by token, and batches of samples with different numbers of them."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from pyparallel.pipeline import PipelineTrainer
+
+sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
+
 
 VOCAB, WIDTH, NUM_MICROBATCHES = 11, 6, 3
 IGNORED = -100
@@ -44,10 +49,6 @@ def cross_entropy(output, target):
 
 def count_tokens(target):
     return (target != IGNORED).sum()
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
 
 
 def build(schedule, num_stages=2, layers=None, **options):

@@ -23,8 +23,3 @@ def test_anything_else_is_refused_in_one_sentence(subtests):
             pytest.raises(ValueError, match=r"^an action must be a stage, .* as in 2F0, got '.*'$"),
         ):
             parse_action(text)
-
-
-def test_actions_are_immutable():
-    with pytest.raises(AttributeError):
-        parse_action("2F0").stage = 3

@@ -14,7 +14,6 @@ from pyparallel.pipeline import (
     ZeroBubble,
     parse_action,
     read_csv,
-    simulate,
     without_updates,
     write_csv,
 )
@@ -138,9 +137,3 @@ def test_the_error_names_line_and_column_of_a_bad_entry(tmp_path):
     (tmp_path / "bad.csv").write_text("0F0,0B0\n1F0,1Q0\n")
     with pytest.raises(ValueError, match=r"bad\.csv, line 2, column 2: an action must .* '1Q0'$"):
         read_csv(tmp_path / "bad.csv")
-
-
-def test_a_file_with_a_deadlock_is_refused_by_the_simulator(tmp_path):
-    (tmp_path / "deadlock.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
-    with pytest.raises(ValueError, match="rank 0 at 0B0, rank 1 at 1F1 that wait forever"):
-        simulate(read_csv(tmp_path / "deadlock.csv"))

@@ -15,7 +15,6 @@ from pyparallel.pipeline import (
     parse_action,
     simulate,
 )
-from pyparallel.pipeline.simulation.event_loop import run_reference
 from tests.pipeline.every_schedule import STREAMING, run
 
 EVEN = Costs(forward=1, backward=1)
@@ -184,8 +183,3 @@ def test_a_table_with_an_unknown_action_is_refused_in_one_sentence(subtests):
             pytest.raises(ValueError, match=r"and a kind from 0 to 6, got \("),
         ):
             simulate([[row]])
-
-
-def test_the_reference_loop_can_be_used():
-    done = simulate(GPipe().actions(4, 6), loop=run_reference)
-    assert done.bubble == pytest.approx(3 / 9)

@@ -70,36 +70,6 @@ def test_2bw_has_the_smallest_possible_staleness(stages, microbatches, delay):
         simulate(actions, versions=Delayed(delay - 1))  # a smaller delay is impossible
 
 
-def test_the_horizon_is_the_true_version_difference(subtests):
-    for schedule in [PipeOptim(), SpecTrain(2), XPipe()]:
-        for shape in [PipelineShape(4, 5, 4), PipelineShape(4, 2, 2), PipelineShape(8, 3, 8)]:
-            with subtests.test(schedule=schedule, shape=shape):
-                done = run(schedule, shape, steps=6)
-                assert np.array_equal(done.weights.version + done.weights.horizon,
-                                      done.weights.version + done.weights.staleness)  # fmt: skip
-                assert done.weights.horizon.max() > 0
-
-
-STREAMING = [
-    PipeDream(),
-    PipeDream2BW(),
-    SpecTrain(1),
-    SpecTrain(2),
-    XPipe(),
-    PipeOptim(),
-    PipeMare(),
-]
-
-
-def test_one_stage_has_no_staleness_and_no_prediction(subtests):
-    for schedule in STREAMING:
-        with subtests.test(schedule=schedule):
-            done = run(schedule, PipelineShape(1, 3, 1), steps=4)
-            assert done.weights.staleness.tolist() == [0] * len(done.table.rows)
-            assert done.weights.horizon.tolist() == [0] * len(done.table.rows)
-            assert done.weights.copies.tolist() == [1]
-
-
 def test_actions_without_updates_read_the_first_version():
     actions = [[a for a in rank if a.kind is not Kind.UPDATE] for rank in GPipe().actions(2, 3)]
     done = simulate(actions)

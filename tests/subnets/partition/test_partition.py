@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.libraries import load
 from pyparallel.subnets import FeedForward, Hidden, Partition, SequentialChain
 from pyparallel.subnets.partition.partition import find_units_error
 from tests.subnets.helpers.models import (
@@ -33,6 +34,14 @@ def test_a_star_stands_for_one_part_of_a_name():
         "net.1.0",
         "net.1.2",
     ]
+
+
+def test_one_rule_cuts_every_block_of_a_resnet():
+    with torch.device("meta"):
+        model = load("torchvision.models.resnet").resnet18()
+    partition = Partition({"layer?.*": Hidden("conv1", "conv2", norms="bn1")})
+    blocks = [f"layer{layer}.{block}.conv1" for layer in (1, 2, 3, 4) for block in (0, 1)]
+    assert names(partition, model) == blocks
 
 
 def test_all_cut_dims_are_drawn():
