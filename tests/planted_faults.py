@@ -217,7 +217,7 @@ FAULTS = [
     ),
     Fault(
         "an outer step with a delay loses what a rank learned meanwhile",
-        "pyparallel/gossip/algorithms/periodic.py",
+        "pyparallel/gossip/algorithms/fragments.py",
         "each.copy_(torch.lerp(new, each.float(), mix) if mix else new)",
         "each.copy_(new)",
         "tests/gossip/algorithms/test_streaming.py",
@@ -361,7 +361,8 @@ FAULTS = [
     Fault(
         "evaluation leaves microbatches in flight",
         "pyparallel/pipeline/trainer.py",
-        """        self._flush()
+        """        if self._pipeline is not None:
+            self._pipeline.drain()
         batch =""",
         "        batch =",
         "tests/pipeline/test_trainer.py",
