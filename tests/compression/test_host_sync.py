@@ -7,14 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyparallel.compression import (
-    Cast,
-    ErrorFeedback,
-    PowerSGD,
-    Switch,
-    Threshold,
-    ddp_hook,
-)
+from pyparallel.compression import Cast, ErrorFeedback, PowerSGD, Switch, Threshold, ddp_hook
 from pyparallel.compression.hooks.fsdp_collectives import (
     compressed_all_gather,
     compressed_reduce_scatter,

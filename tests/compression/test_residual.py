@@ -1,10 +1,6 @@
 import torch
 
-from pyparallel.compression.residual import (
-    add_residual,
-    clear_non_finite,
-    update_residual,
-)
+from pyparallel.compression.residual import add_residual, clear_non_finite, update_residual
 
 INF, NAN = float("inf"), float("nan")
 

@@ -18,14 +18,7 @@ from tests.ops.parity import (
     each_implementation,
     fuzz,
 )
-from tests.ops.steps import (
-    FLOAT,
-    SPANS,
-    StepTests,
-    in_spans,
-    normals,
-    surroundings,
-)
+from tests.ops.steps import FLOAT, SPANS, StepTests, in_spans, normals, surroundings
 
 BUFFERS = ("param", "grad", "exp_avg", "exp_avg_sq")
 ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}

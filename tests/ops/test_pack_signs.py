@@ -9,12 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyparallel.ops import (
-    dequantize_statistical,
-    pack_signs,
-    quantize_statistical,
-    unpack_signs,
-)
+from pyparallel.ops import dequantize_statistical, pack_signs, quantize_statistical, unpack_signs
 from pyparallel.ops.pack_signs import (
     dequantize_statistical_reference,
     pack_signs_reference,

@@ -18,14 +18,7 @@ from tests.ops.parity import (
     each_implementation,
     fuzz,
 )
-from tests.ops.steps import (
-    FLOAT,
-    SPANS,
-    StepTests,
-    in_spans,
-    normals,
-    surroundings,
-)
+from tests.ops.steps import FLOAT, SPANS, StepTests, in_spans, normals, surroundings
 
 BUFFERS = ("param", "grad", "momentum_buffer")
 PLAIN = {"momentum": 0.9, "dampening": 0.25, "weight_decay": 0.1}

@@ -5,10 +5,7 @@ import torch
 
 from benchmarks.theory.contraction import contraction
 from pyparallel import ops
-from pyparallel.compression import (
-    BufferLayout,
-    RandomK,
-)
+from pyparallel.compression import BufferLayout, RandomK
 from pyparallel.recommend.profile import SingleRankCollectives
 from tests.compression.means import CPU, gradient, send
 

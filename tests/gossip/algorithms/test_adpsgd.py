@@ -13,13 +13,7 @@ from pyparallel.comm import Run
 from pyparallel.gossip import ADPSGD
 from pyparallel.gossip.topology import Complete, Ring, Star
 from tests.cases import slow
-from tests.gossip.loops import (
-    SMOOTH,
-    batches,
-    start,
-    train,
-    train_alone,
-)
+from tests.gossip.loops import SMOOTH, batches, start, train, train_alone
 from tests.workers import observe_ranks
 
 LR = 0.1

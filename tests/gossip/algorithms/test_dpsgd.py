@@ -8,11 +8,7 @@ from pyparallel import GossipDataParallel
 from pyparallel.gossip import DPSGD
 from pyparallel.gossip.algorithms.dpsgd import dpsgd
 from pyparallel.gossip.algorithms.sgp import sgp
-from pyparallel.gossip.topology import (
-    Hypercube,
-    Lazy,
-    Ring,
-)
+from pyparallel.gossip.topology import Hypercube, Lazy, Ring
 
 
 def lian_et_al(topology, targets, num_steps, lr):

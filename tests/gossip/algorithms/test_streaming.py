@@ -7,15 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pyparallel.compression import DGC, ErrorFeedback, TopK
-from pyparallel.gossip import (
-    DiLoCo,
-    LocalSGD,
-    MuLoCo,
-    NoLoCo,
-    SlowMo,
-    SparseLoCo,
-    StreamingDiLoCo,
-)
+from pyparallel.gossip import DiLoCo, LocalSGD, MuLoCo, NoLoCo, SlowMo, SparseLoCo, StreamingDiLoCo
 from pyparallel.gossip.algorithms.diloco import OuterOptimizerRule
 from pyparallel.gossip.algorithms.fragments import find_fragments
 from pyparallel.gossip.topology import Hypercube
