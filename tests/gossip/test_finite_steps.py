@@ -72,18 +72,6 @@ def test_equals_training_alone_bit_for_bit(ranks):
     ranks.run(2, compare_with_training_alone)
 
 
-def skip_on_one_rank(rank):
-    for overlap, name in ((0, "adamw, fused"), (1, "sgd")):
-        algorithm = SGP(Ring(3), overlap=overlap)
-        _, _, flushed, weight = train_wrapped(rank, name, algorithm, 4, False, False)
-        assert weight == 1.0, name
-        assert flushed.isfinite().all(), name
-
-
-def test_a_step_skipped_on_one_rank_does_not_stop_the_others(ranks):
-    ranks.run(3, skip_on_one_rank)
-
-
 def close(rank):
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -19,7 +19,6 @@ from pyparallel.gossip.topology import (
     DirectedExponential,
     OnePeerExponential,
     Phases,
-    Ring,
     Star,
 )
 from tests.gossip.loops import take_step
@@ -103,21 +102,6 @@ def test_one_round_and_one_exact_weight_per_step_for_any_dtypes(ranks):
         assert weight.dtype == torch.float64
         assert weight == 1.0
         assert num_groups == 2  # the default and the trainer's: not one for each edge
-
-
-def test_messages_are_received_where_the_parameters_are():
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-    def rank_main(exchange):
-        averaging = PushSum.of_dense(
-            [torch.full((3,), float(exchange.rank), device=device)], exchange, Ring(2)
-        )
-        averaging.after_step()
-        return averaging.buffers[0], averaging._round_buffers[0]._receive_buffers[0].device
-
-    for mixed, inbox_device in run_threads(2, rank_main):
-        assert inbox_device == mixed.device == device
-        assert mixed.tolist() == [0.5] * 3
 
 
 class OneOffset(Circulant):

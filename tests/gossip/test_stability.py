@@ -47,13 +47,6 @@ def test_combine_while_adapt_is_limited_by_the_least_eigenvalue():
             assert stability_limit(algorithm) == pytest.approx(1 + least, abs=1e-5), graph
 
 
-def test_a_lazier_mix_raises_the_limit():
-    ring = Ring(4)
-    limits = [stability_limit(SGP(Lazy(ring, g), overlap=1)) for g in (1, 0.75, 0.5, 0.25)]
-    assert limits == sorted(limits)
-    assert limits[-1] > 2 * limits[0]
-
-
 def test_a_circulant_topology_has_the_limit_of_its_matrices():
     for graph in (Ring(5), OnePeerExponential(6), OnePeerExponential(8, peers=2)):
         assert isinstance(graph, Circulant)

@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from pyparallel import GossipDataParallel
 from pyparallel.comm import Run
 from pyparallel.gossip import SGP, AllReduce, Hierarchical, NoLoCo, SlowMo
 from pyparallel.gossip.algorithms.hierarchical import hierarchical
@@ -245,24 +243,6 @@ def test_unequal_numbers_of_batches_or_of_averages_are_one_error(ranks):
                 "ValueError: join() must be given equal numbers of batches on all ranks with "
                 f"Hierarchical, got {number} without any while others still train"
             )
-
-
-def train_in_subgroup(rank):
-    group = dist.new_group([0, 1, 3, 4])
-    if rank == 2:
-        return None
-    model = build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    algorithm = Hierarchical(SGP(Ring(2), overlap=1), 2)
-    wrapped = GossipDataParallel(model, optimizer, algorithm, process_group=group)
-    return train(model, optimizer, list(batches(rank, 4)), forward=wrapped)
-
-
-def test_nodes_within_a_subgroup(ranks):
-    results = ranks.run(5, train_in_subgroup)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[3], results[4])
-    assert not torch.equal(results[0], results[3])
 
 
 def test_a_model_too_small_to_shard_is_an_error():

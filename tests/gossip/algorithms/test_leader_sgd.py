@@ -61,11 +61,6 @@ def test_the_lowest_loss_leads_and_of_equals_the_lowest_rank():
     assert find_leader([5.0, 1.0, 4.0, 4.0], range(2, 4)) == 2
 
 
-def test_a_rank_with_a_non_finite_loss_never_leads():
-    assert find_leader([NAN, 2.0, math.inf, -math.inf], range(4)) == 1
-    assert find_leader([NAN, math.inf], range(2)) is None
-
-
 @given(st.lists(st.floats(), min_size=1, max_size=9))
 def test_a_leader_has_the_lowest_finite_loss(losses):
     leader = find_leader(losses, range(len(losses)))

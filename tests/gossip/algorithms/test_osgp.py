@@ -27,7 +27,7 @@ from pyparallel.gossip.topology import (
 )
 from tests.cases import slow
 from tests.gossip.graphs import StarWithChords
-from tests.gossip.loops import batches, flat, start, take_step, train
+from tests.gossip.loops import flat, start, take_step
 from tests.local_transport import run_threads
 
 LR = 0.1
@@ -181,25 +181,6 @@ def test_osgp_is_algorithm_2_on_gloo(ranks):
     for (graph, delay, biased, make, options), histories in zip(cases, results, strict=True):
         expected = algorithm_2(graph, delay, 21, biased, **options)
         check_histories(histories, expected, 1e-5, f"{graph}, {delay}, {biased}, {make}, {options}")
-
-
-def see_flush(rank, algorithm):
-    model, optimizer, wrapped = start(algorithm)
-    train(model, optimizer, batches(rank, 5), forward=wrapped)
-    with wrapped.consensus() as averaged:
-        mean = flat(averaged)
-    before = flat(model)
-    wrapped.flush()
-    return mean, before, flat(model), float(wrapped.push_sum_weight)
-
-
-def test_the_consensus_includes_messages_in_flight(ranks):
-    for algorithm in (OSGP(Complete(3)), OSGP(OnePeerExponential(3), 2, biased=True)):
-        outcomes = ranks.run(3, see_flush, algorithm)
-        flushed = torch.stack([after for _, _, after, _ in outcomes]).mean(0)
-        for mean, _, _, weight in outcomes:
-            assert weight == pytest.approx(1)
-            torch.testing.assert_close(mean, flushed)
 
 
 def meet_errors(rank):

@@ -111,14 +111,6 @@ def test_training_finds_the_minimum_of_all_data():
     )
 
 
-def test_two_ranks_in_lockstep_average_instead_of_swapping():
-    world = World(Complete(2), [[torch.tensor([4.0])], [torch.tensor([0.0])]])
-    for _ in range(4):
-        world.step(0)
-        world.step(1)
-    assert world.values().tolist() == [[2.0], [2.0]]
-
-
 def test_an_exchange_averages_two_ranks_whatever_updates_there_are_meanwhile():
     world = World(Complete(2), random_values(2))
     x, sent, generator = list(world.values()), None, torch.Generator().manual_seed(8)
@@ -132,19 +124,6 @@ def test_an_exchange_averages_two_ranks_whatever_updates_there_are_meanwhile():
             if rank == 0 and step % 2 == 0:  # it has applied the reply, and sends the next request
                 sent = x[0]
             torch.testing.assert_close(world.as_merged(), torch.stack(x), rtol=0, atol=2e-6)
-
-
-def test_a_rank_continues_while_its_partner_sleeps():
-    world = World(Ring(4), random_values(4))
-    for _ in range(20):
-        for rank in (0, 1, 2):
-            world.step(rank, lambda _: 0.5)
-    sleeper = world.averagers[3]
-    assert sleeper.run.stats.wire_bytes == 0
-    assert world.averagers[0].run.stats.wire_bytes > 0
-    expected = world.as_merged().sum(0)
-    world.flush()
-    torch.testing.assert_close(world.values().sum(0), expected, rtol=0, atol=2e-5)
 
 
 def test_ranks_that_are_active_and_passive_do_both():

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pyparallel.comm import PeerError
-from pyparallel.gossip import SGP, DiLoCo, LocalSGD, NoLoCo, SlowMo
+from pyparallel.gossip import SGP, DiLoCo, LocalSGD, SlowMo
 from pyparallel.gossip.algorithms.periodic import local_sgd
-from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching, Ring, Star
+from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring, Star
 from tests.gossip.loops import batches, build_model, flat, start, train, train_alone, train_wrapped
 
 STEPS, INTERVAL, RANKS = 7, 3, 3
@@ -122,31 +122,6 @@ def test_slowmo_reaches_exact_consensus_with_any_inner_algorithm(ranks):
     for algorithm, found in zip(inner, zip(*results, strict=True), strict=True):
         assert all(distance < 1e-6 for distance, _ in found), algorithm
         assert sum(weight for _, weight in found) == pytest.approx(4), algorithm
-
-
-def load_and_continue(rank, algorithms):
-    """Return whether a trainer that has loaded parameters continues as a new one, bit for bit."""
-    equal = []
-    for algorithm in algorithms:
-        expected = train_wrapped(algorithm, batches(rank, STEPS))
-        model, optimizer, wrapped = start(algorithm)
-        train(model, optimizer, batches(2 + rank, 2 * INTERVAL), forward=wrapped)
-        wrapped.load_state_dict(build_model().state_dict())
-        found = train(model, optimizer, batches(rank, STEPS), forward=wrapped)
-        equal.append(torch.equal(found, expected))
-    return equal
-
-
-def test_loading_parameters_resets_anchors_and_slow_momentum(ranks):
-    algorithms = [
-        LocalSGD(INTERVAL),
-        SlowMo(None, INTERVAL),
-        SlowMo(SGP(Ring(2)), INTERVAL),
-        DiLoCo(INTERVAL),
-        DiLoCo(INTERVAL, make_adam),
-        NoLoCo(RandomMatching(2), INTERVAL),
-    ]
-    assert ranks.run(2, load_and_continue, algorithms) == [[True] * len(algorithms)] * 2
 
 
 def lose_a_rank(rank, algorithms):

@@ -149,47 +149,37 @@ def test_delays_and_orders_do_not_change_the_result(data):
         assert a[2] == b[2]
 
 
-def test_weights_are_one_at_every_update_with_overlap_one():
-    seen = []
-
-    def rank_main(exchange):
-        averager = PushSum.of_dense([torch.zeros(3)], exchange, OnePeerExponential(4), overlap=1)
-        for _ in range(10):
-            averager.before_step()
-            seen.append(float(averager.status.weight))
-            averager.after_step()
-
-    run_threads(4, rank_main)
-    assert seen == [1.0] * 40
+SEEN = [
+    SGP(Ring(4), overlap=1),
+    SGP(Ring(4), overlap=4),
+    OSGP(Complete(4)),
+    OSGP(OnePeerExponential(4), 2, biased=True),
+]
 
 
-def see_consensus(rank, overlap):
-    model, optimizer, wrapped = start(SGP(Ring(4), overlap=overlap))
-    mine = list(batches(rank, 9))
-    before = train(model, optimizer, mine[:5], forward=wrapped)
-    weight = float(wrapped.push_sum_weight)
+def see_consensus(rank, algorithm):
+    """Return the consensus and the flushed parameters, while a message is in flight."""
+    model, optimizer, wrapped = start(algorithm)
+    before = train(model, optimizer, batches(rank, 5), forward=wrapped)
     with wrapped.consensus() as averaged:
         mean = flat(averaged)
-    after = flat(model)
-    distance = wrapped.consensus_distance()
-    train(model, optimizer, mine[5:], forward=wrapped)  # nothing has changed
+    assert torch.equal(before, flat(model)), algorithm
+    assert 0 < wrapped.consensus_distance() < 1, algorithm
     wrapped.flush()
-    return weight, before, mean, after, distance, float(wrapped.push_sum_weight)
+    assert float(wrapped.push_sum_weight) == pytest.approx(1, abs=1e-9), algorithm
+    return mean, flat(model), before
 
 
-def see_both(rank):
-    return see_consensus(rank, 1), see_consensus(rank, 4)
+def see_each(rank):
+    return [see_consensus(rank, algorithm) for algorithm in SEEN]
 
 
-def test_consensus_includes_messages_in_flight_and_changes_nothing(ranks):
-    for overlap, outcomes in zip((1, 4), zip(*ranks.run(4, see_both), strict=True), strict=True):
-        means = [mean for _, _, mean, _, _, _ in outcomes]
-        for weight, before, mean, after, distance, weight_after in outcomes:
-            assert weight == pytest.approx(1 / 3, abs=1e-9), overlap
-            assert torch.equal(before, after), overlap
-            torch.testing.assert_close(mean, means[0])
-            assert 0 < distance < 1, overlap
-            assert weight_after == 1.0, overlap
+def test_the_consensus_includes_messages_in_flight_and_changes_nothing(ranks):
+    for algorithm, outcomes in zip(SEEN, zip(*ranks.run(4, see_each), strict=True), strict=True):
+        means, flushed, before = (torch.stack(each) for each in zip(*outcomes, strict=True))
+        for mean in means:
+            torch.testing.assert_close(mean, flushed.mean(0), msg=str(algorithm))
+        assert not torch.equal(flushed, before), algorithm
 
 
 def delay_a_step(name, rank, algorithm, blocked):

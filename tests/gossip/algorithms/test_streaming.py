@@ -1,14 +1,11 @@
 """Outer steps of fragments, compressed and late, against the papers' rules in float64."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from pyparallel.compression import DGC, ErrorFeedback, TopK
-from pyparallel.gossip import DiLoCo, LocalSGD, MuLoCo, NoLoCo, SlowMo, SparseLoCo, StreamingDiLoCo
-from pyparallel.gossip.algorithms.diloco import OuterOptimizerRule
+from pyparallel.gossip import DiLoCo, NoLoCo
 from pyparallel.gossip.algorithms.fragments import find_fragments
 from pyparallel.gossip.topology import Hypercube
 from pyparallel.training import FlatBuckets
@@ -121,51 +118,6 @@ def test_messages_are_the_largest_differences_and_what_was_not_sent(ranks):
     for index, found in enumerate(zip(*ranks.run(RANKS, train_sparse), strict=True)):
         for ours, theirs in zip(found, stream(*SPARSE[index][1]), strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_the_outer_rule_in_float64():
-    weights = torch.randn(9, dtype=torch.float64)
-    rule = OuterOptimizerRule(nesterov, [weights.clone()])
-    outer, velocity = weights.clone(), torch.zeros_like(weights)
-    for seed in range(5):
-        average = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        velocity = MOMENTUM * velocity + outer - average
-        outer = outer - OUTER_LR * (outer - average + MOMENTUM * velocity)
-        torch.testing.assert_close(rule.step([average])[0], outer, rtol=1e-12, atol=1e-12)
-
-
-STREAMED = {"fragments": 2, "delay": 3}
-RESUMED = [
-    DiLoCo(INTERVAL, nesterov, compressor=ErrorFeedback(TopK(0.2)), **STREAMED),
-    LocalSGD(INTERVAL, **STREAMED),
-    SlowMo(None, INTERVAL, reset_momentum=False, **STREAMED),
-    NoLoCo(Hypercube(RANKS), INTERVAL, **STREAMED),
-    StreamingDiLoCo(INTERVAL, **STREAMED),
-    SparseLoCo(INTERVAL, **STREAMED),
-    MuLoCo(INTERVAL, **STREAMED),
-]
-
-
-def resume(rank, algorithms):
-    """Return whether a run that loads a state with messages in flight is the same as without."""
-    data, found = list(batches(rank, STEPS)), []
-    for algorithm in algorithms:
-        model, optimizer, wrapped = start(algorithm, lr=LR)
-        train(model, optimizer, data[:8], forward=wrapped)
-        state = copy.deepcopy(wrapped.algorithm_state_dict())
-        assert None not in state["in_flight"]
-        weights = {name: value.clone() for name, value in wrapped.state_dict().items()}
-        expected = train(model, optimizer, data[8:], forward=wrapped).clone()
-        model, optimizer, other = start(algorithm, lr=LR)
-        train(model, optimizer, data[:3], forward=other)
-        other.load_state_dict(weights)
-        other.load_algorithm_state_dict(state)
-        found.append(torch.equal(train(model, optimizer, data[8:], forward=other), expected))
-    return found
-
-
-def test_a_state_holds_what_is_in_flight(ranks):
-    assert ranks.run(RANKS, resume, RESUMED) == [[True] * len(RESUMED)] * RANKS
 
 
 def go_ahead(rank, algorithms):
