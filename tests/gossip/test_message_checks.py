@@ -9,7 +9,7 @@ from torch import nn
 
 from pyparallel.comm import PeerError
 from pyparallel.compression import Int8
-from pyparallel.gossip import SGP, LeaderSGD, LocalSGD, NoLoCo
+from pyparallel.gossip import SGP, AllReduce, LeaderSGD, LocalSGD, NoLoCo
 from pyparallel.gossip.topology import RandomMatching, Ring, Star
 from tests.cases import slow
 from tests.gossip.loops import step, wrap
@@ -155,21 +155,23 @@ def test_impossible_masses_name_their_sender(ranks):
 
 
 def joins_unevenly(rank):
-    """Train with unequal numbers of batches in join(), then with equal ones."""
-    for algorithm in (SGP(Ring(2)), SGP(Ring(2), overlap=2), LocalSGD(2)):
+    """Train with unequal numbers of batches in join(), twice, then with equal ones."""
+    for algorithm in (SGP(Ring(2)), SGP(Ring(2), overlap=2), LocalSGD(2), AllReduce()):
         model, optimizer = wrap(algorithm, nn.Linear(4, 2))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with model.join():
-                for _ in range(2 + 2 * rank):
-                    step(model, optimizer)
+            for _ in range(2):
+                with model.join():
+                    for _ in range(2 + 2 * rank):
+                        step(model, optimizer)
+            assert not model._rounds.joined._join_config.enable, algorithm
             for _ in range(3):
                 step(model, optimizer)
             model.flush()
         assert model._averager.run.counts.steps == 3, algorithm
 
 
-def test_counts_are_not_compared_in_join(ranks):
+def test_counts_are_not_compared_in_join_which_leaves_no_configuration_behind(ranks):
     ranks.run(2, joins_unevenly)
 
 

@@ -20,7 +20,7 @@ from pyparallel.pipeline import GPipe, PipelineTrainer
 from pyparallel.subnets import Partition, SubnetTrainer
 from tests.gossip.every_algorithm import EVERY_ALGORITHM
 from tests.gossip.graphs import StarWithChords
-from tests.gossip.loops import ALGORITHMS, step, wrap
+from tests.gossip.loops import step, wrap
 
 
 def fail(*_):
@@ -127,21 +127,6 @@ def test_replaced_layers_are_an_error(ranks):
 
 def test_parameters_outside_the_flat_buffers_are_an_error(ranks):
     ranks.run(1, replaces_parameters)
-
-
-def joins_and_continues(rank):
-    for algorithm in ALGORITHMS:
-        model, optimizer = wrap(algorithm, nn.Linear(4, 2))
-        for _ in range(2):
-            with model.join():
-                for _ in range(2 + rank):
-                    step(model, optimizer)
-        assert not model._rounds.joined._join_config.enable, algorithm
-        step(model, optimizer)
-
-
-def test_join_leaves_no_configuration_behind(ranks):
-    ranks.run(2, joins_and_continues)
 
 
 def uses_another_optimizer(rank):

@@ -4,8 +4,9 @@ import math
 
 import networkx as nx
 import pytest
+import torch
 
-from pyparallel.compression import Int8
+from pyparallel.compression import DGC, ErrorFeedback, Int8, TopK
 from pyparallel.gossip import (
     ADPSGD,
     DPSGD,
@@ -51,6 +52,8 @@ WRONG_TYPES = [
         lambda: SGP(Ring(4), compressor=Int8),
         "^compressor must be .*, got the class Int8; create an",
     ),
+    (lambda: SGP(Ring(2), compressor="int8"), "compressor must be .*, or None, got 'int8'"),
+    (lambda: DiLoCo(4, compressor="int8"), "compressor must be an object such as Int8"),
     (lambda: SlowMo(SGP, 3), INNER + r"the class SGP; create an object, SGP\(...\)$"),
     (lambda: SlowMo("sgp", 3), INNER + "'sgp'$"),
     (lambda: Hierarchical(Ring(2), 2), INNER + r"Ring\(2\); wrap it, SGP\(Ring\(2\)\)$"),
@@ -63,6 +66,10 @@ WRONG_TYPES = [
 
 def no_lo_co(**options):
     return lambda: NoLoCo(RandomMatching(2), **options)
+
+
+def di_lo_co(**options):
+    return lambda: DiLoCo(4, **options)
 
 
 def leader(ranks_per_node=1, **options):
@@ -96,6 +103,12 @@ OUT_OF_RANGE = [
     (no_lo_co(outer_lr=math.nan), "outer_lr must be positive and finite, got nan"),
     (no_lo_co(pull=0.0), r"pull must be in \(0, 3\), .* got 0.0"),
     (no_lo_co(momentum=0.0, pull=2.0), r"pull must be in \(0, 2\), .* got 2.0"),
+    (di_lo_co(delay=4), "delay must be below the interval of 4 steps, got 4"),
+    (di_lo_co(delay=-1), "delay must be an integer of at least 0, got -1"),
+    (di_lo_co(mix=1.0), r"mix must be in \[0, 1\), got 1.0"),
+    (di_lo_co(fragments=5), "fragments must be from 1 to the 4 steps of the interval, got 5"),
+    (di_lo_co(fragments=0), "fragments must be"),
+    (di_lo_co(compressor=DGC(0.1)), "must not accumulate momentum for the differences of outer"),
     (leader(0), "ranks_per_node must be a positive number of ranks, got 0"),
     (leader(interval=0), "interval must be a positive number of steps, got 0"),
     (leader(interval=3), "global_interval must be a multiple of interval, got 16 and 3"),
@@ -139,7 +152,29 @@ def on_rank_one(algorithm, other):
     return lambda rank: other if rank == 1 else algorithm
 
 
+class Variable(Int8):
+    """A compressor whose messages have variable length."""
+
+    fixed_length = False
+
+
+class OtherOnRankOne(TopK):
+    """A compressor that makes longer messages on rank 1, which its repr does not show."""
+
+    def compress(self, tensor, state, residual=None):
+        message = super().compress(tensor, state, residual)
+        return (*message, torch.zeros(torch.distributed.get_rank()))
+
+
+class NotForGossip(Int8):
+    """A compressor that is not for gossip."""
+
+    def validation_error(self, place):
+        return f"compressor must not serve {place.value}"
+
+
 NOT_INNER = "ValueError: inner must be a gossip algorithm, got "
+SAME = "DisagreementError: all ranks must have the same algorithm, got "
 MISTAKES = [  # the number of ranks, an algorithm or a function of the rank, and the one error
     (2, SlowMo(LeaderSGD(1), 3), f"{NOT_INNER}LeaderSGD"),
     (2, SlowMo(AllReduce(), 3), f"{NOT_INNER}AllReduce"),
@@ -148,7 +183,36 @@ MISTAKES = [  # the number of ranks, an algorithm or a function of the rank, and
     (
         2,
         on_rank_one(NoLoCo(RandomMatching(2)), NoLoCo(RandomMatching(2, seed=1))),
-        "DisagreementError: all ranks must have the same algorithm, got NoLoCo(",
+        f"{SAME}NoLoCo(",
+    ),
+    *(
+        (2, on_rank_one(OSGP(Ring(2)), other), f"{SAME}OSGP(topology=Ring(2), delay=1")
+        for other in (OSGP(Ring(2), 2), OSGP(Ring(2), biased=True), SGP(Ring(2), overlap=1))
+    ),
+    *(
+        (
+            2,
+            on_rank_one(SGP(Ring(2), compressor=Int8()), SGP(Ring(2), compressor=other)),
+            f"{SAME}SGP",
+        )
+        for other in (Int8(seed=1), None)
+    ),
+    *(
+        (
+            2,
+            SGP(Ring(2), compressor=compressor),
+            f"DisagreementError: ranks 0-1: compressor must {rule}",
+        )
+        for compressor, rule in [
+            (ErrorFeedback(TopK(0.1)), "not have error feedback for gossip messages"),
+            (Variable(), "make messages of one length for gossip"),
+            (NotForGossip(), "not serve gossip messages"),
+        ]
+    ),
+    (
+        2,
+        SGP(Ring(2), compressor=OtherOnRankOne(0.1)),
+        "DisagreementError: all ranks must have the same message lengths of bucket 0, got ",
     ),
     (
         3,
@@ -173,7 +237,7 @@ MISTAKES = [  # the number of ranks, an algorithm or a function of the rank, and
     (
         3,
         on_rank_one(ADPSGD(Ring(3)), ADPSGD(Ring(3), seed=1)),
-        "DisagreementError: all ranks must have the same algorithm, got ADPSGD(topology=Ring(3), s",
+        f"{SAME}ADPSGD(topology=Ring(3), s",
     ),
     (
         4,

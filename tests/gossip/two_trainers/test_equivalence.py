@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel.gossip import DPSGD, OSGP, SGP, AllReduce
+from pyparallel.gossip.algorithms.osgp import osgp
+from pyparallel.gossip.algorithms.sgp import combine_while_adapt
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
 from tests.cases import slow
 from tests.gossip.loops import flat
@@ -83,12 +85,12 @@ class Matrices:
 
     def __init__(self, module, algorithm, lr):
         self.module, self.topology, self.lr = module.double(), algorithm.topology, lr
-        self.merges_first = isinstance(algorithm, SGP)  # else Algorithm 2 of Assran et al.
+        self.is_sgp = isinstance(algorithm, SGP)
         num_ranks = self.topology.num_ranks
         self.x = flat(module).repeat(num_ranks, 1)
         self.w = torch.ones(num_ranks, 1, dtype=torch.float64)
         self.buffers = [[b.clone() for b in module.buffers()] for _ in range(num_ranks)]
-        self.sent, self.index = (0, 0), 0
+        self.sent, self.index = None if self.is_sgp else {}, 0
 
     def at(self, rank):
         """Return the module as it is on a rank, which forwards may change the buffers of."""
@@ -100,15 +102,15 @@ class Matrices:
 
     def step(self, gradients):
         matrix = torch.as_tensor(self.topology.mixing_matrix(self.index), dtype=torch.float64)
-        kept = torch.diag(matrix.diag())
-        if self.merges_first:
-            self.x, self.w = self.x + self.sent[0], self.w + self.sent[1]
-        self.x = self.x - self.lr * gradients
-        sent = (matrix - kept) @ self.x, (matrix - kept) @ self.w
-        self.x, self.w = kept @ self.x, kept @ self.w
-        if not self.merges_first:
-            self.x, self.w = self.x + self.sent[0], self.w + self.sent[1]
-        self.sent, self.index = sent, self.index + 1
+        if self.is_sgp:
+            self.x, self.w, self.sent = combine_while_adapt(
+                self.x, self.w, self.sent, lambda z: self.lr * gradients, matrix, merges=True
+            )
+        else:
+            self.x, self.w = osgp(
+                self.index, self.x, self.w, self.sent, lambda z, x: self.lr * gradients, matrix, 1
+            )
+        self.index += 1
 
 
 def gradient(loss, module):
