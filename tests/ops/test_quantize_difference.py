@@ -149,15 +149,6 @@ def test_out_and_ratios_of_every_kind():
     assert torch.equal(results[0], results[2])
 
 
-@pytest.mark.slow  # those of the steps are fast
-def test_compiles_into_a_graph_without_breaks():
-    expected, found = sample(1000), sample(1000)
-    quantize_difference_(*expected, 0.5)
-    torch.compile(quantize_difference_, fullgraph=True, backend="aot_eager")(*found, 0.5)
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-
-
 def good():
     z, replica = sample(100)
     return {"z": z, "replica": replica, "ratio": double(1.0)}
