@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import pickle
-import warnings
 import weakref
 from functools import partial
 from itertools import chain, product
@@ -349,37 +348,6 @@ def test_the_first_step_within_inference_mode():
     assert_trained_alike(pairs)
 
 
-def test_a_default_device_and_dtype():
-    pair = Pair("Adam", lr=1e-2)
-    pair.set_gradients()
-    with torch.device("meta"):
-        pair.ours.step()
-    pair.theirs.step()
-    pair.check()
-    torch.set_default_dtype(torch.float64)
-    try:
-        pair.step()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    pair.check()
-
-
-def test_named_parameters_generators_and_lists():
-    for make in (
-        lambda m: m.named_parameters(),
-        lambda m: m.parameters(),
-        lambda m: list(m.parameters()),
-        lambda m: [{"params": m[0].parameters()}, {"params": m[3].parameters(), "lr": 0.1}],
-    ):
-        models = model(), model()
-        pairs = [(models[0], Adam(make(models[0]))), (models[1], torch.optim.Adam(make(models[1])))]
-        for m, optimizer in pairs:
-            train(m, optimizer)
-        assert_trained_alike(pairs)
-        own, other = (o.state_dict()["param_groups"] for _, o in pairs)
-        assert [g.get("param_names") for g in own] == [g.get("param_names") for g in other]
-
-
 def test_lazy_modules():
     for name, options in ALL.items():
         pairs = []
@@ -504,15 +472,6 @@ def test_gradients_that_are_not_finite_are_left_out_and_counted():
 
 
 @pytest.mark.slow
-def test_compiled_modules():
-    pairs = both("AdamW", lr=1e-2)
-    for m, optimizer in pairs:
-        compiled = torch.compile(m, backend="aot_eager")
-        train(compiled, optimizer, 4)
-    assert_trained_alike(pairs)
-
-
-@pytest.mark.slow
 def test_a_step_called_in_a_compiled_function():
     pairs = both("AdamW", lr=1e-2)
     optimizer = pairs[0][1]
@@ -596,13 +555,3 @@ def test_meta_parameters():
             p.grad = torch.zeros(3, device="meta")
         cls(parameters).step()
     assert all(p.is_meta for p in parameters)
-
-
-def test_no_warnings():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for name, options in ALL.items():
-            optimizer = Pair(name, **options).ours
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            optimizer.step()
-            scheduler.step()
