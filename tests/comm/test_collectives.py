@@ -109,19 +109,6 @@ def test_a_broadcast_reaches_all_ranks(ranks):
 def alone(rank):
     collectives = Collectives()
     tensor = torch.arange(3.0)
-    collectives.all_reduce_(tensor)
-    handed = collectives.all_to_all(tensor, [3], [3])
-    gathered = collectives.all_gather_uneven((tensor, tensor[:0]))
-    return tensor.tolist(), handed.tolist(), len(gathered), collectives.stats.wire_bytes
-
-
-def test_one_rank_sends_nothing(ranks):
-    assert ranks.run(1, alone) == [([0, 1, 2], [0, 1, 2], 1, 0)]
-
-
-def test_one_rank_alone_needs_no_group():
-    collectives = Collectives()
-    tensor = torch.arange(3.0)
     collectives.broadcast_(tensor, 0)
     collectives.all_reduce_(tensor)
     assert (collectives.rank, collectives.size, collectives.stats.wire_bytes) == (0, 1, 0)
@@ -131,9 +118,16 @@ def test_one_rank_alone_needs_no_group():
             collectives.all_to_all(tensor, sizes, [3])
     assert collectives.all_to_all(tensor, [3], [3]) is tensor
     assert collectives.all_gather(tensor).tolist() == [[0, 1, 2]]
+    assert len(collectives.all_gather_uneven((tensor, tensor[:0]))) == 1
     collectives.run.agree([("seed", "0")], None)
     with pytest.raises(DisagreementError, match=r"^rank 0: it is wrong$"):
         collectives.run.agree([], "it is wrong")
+    assert collectives.stats.wire_bytes == 0
+
+
+def test_one_rank_sends_nothing_and_needs_no_group(ranks):
+    alone(0)
+    ranks.run(1, alone)
 
 
 def send_every_dtype(rank):

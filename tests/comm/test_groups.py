@@ -9,21 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 
-from pyparallel import GossipDataParallel, PipelineTrainer, SubnetTrainer
+from pyparallel import GossipDataParallel
 from pyparallel.comm import Run, process_groups, store_of
 from pyparallel.comm.process_groups import create_group, device_of
-from pyparallel.compression import Int8, ddp_hook
 from pyparallel.gossip import SGP
 from pyparallel.gossip.algorithms.node_averager import counterparts_of, node_of
 from pyparallel.gossip.topology import Ring
-from pyparallel.pipeline import PipeOptim
 from pyparallel.pipeline.messages import P2PGroups
-from pyparallel.subnets import Partition
 from tests.cases import slow
+from tests.comm import trainers
 from tests.gossip.loops import batches, build_model, train
 from tests.workers import observe_ranks
 
@@ -67,17 +63,6 @@ def test_a_subgroup_is_divided_without_the_others(ranks):
     outcomes = ranks.run(5, make_parts, [0, 1, 3, 4])
     assert [sums for sums, _ in outcomes] == [[1, 3, 1], [1, 5, 1], None, [7, 3, 7], [7, 5, 7]]
     assert {total for _, total in outcomes} == {10}
-
-
-def make_a_group_that_one_rank_is_not_in(rank):
-    if rank < 2:
-        new_run([0, 1], None)
-    return sum_of_ranks(new_run(range(3), None).group)
-
-
-def test_ranks_in_more_groups_than_others_can_create_one(ranks):
-    # A name based on the number of a rank's groups would differ and time out.
-    assert ranks.run(3, make_a_group_that_one_rank_is_not_in, time_limit=40) == [3, 3, 3]
 
 
 def trains_in_overlapping_groups(rank):
@@ -223,39 +208,8 @@ def test_the_device_of_a_group_is_that_of_its_backend(monkeypatch):
         assert device_of(group) == torch.device(wanted)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05)
-
-
-def make_gossip():
-    model = build_model()
-    optimizer = sgd(model.parameters())
-    trainer = GossipDataParallel(model, optimizer, SGP(Ring(2), overlap=1))
-    train(model, optimizer, list(batches(dist.get_rank(), 2)), forward=trainer)
-    return trainer
-
-
-def make_pipeline():
-    layers = [nn.Linear(4, 8), nn.Linear(8, 4)]
-    trainer = PipelineTrainer(layers, nn.functional.mse_loss, sgd, PipeOptim(), num_microbatches=2)
-    for _ in range(2):
-        trainer.step(torch.ones(4, 4), torch.ones(4, 4))
-    return trainer
-
-
-def make_subnets():
-    layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    trainer = SubnetTrainer(layers, sgd, Partition(), interval=1)
-    trainer(torch.ones(2, 4)).sum().backward()
-    trainer.optimizer.step()
-    return trainer
-
-
 def make_hook():
-    replica = DistributedDataParallel(nn.Linear(4, 4), process_group=PARENTS[-1])
-    replica.register_comm_hook(*ddp_hook(Int8(), replica))
-    for _ in range(2):
-        replica(torch.ones(2, 4)).sum().backward()
+    return trainers.hook(process_group=PARENTS[-1])[1:]
 
 
 PARENTS = []
@@ -266,19 +220,21 @@ def make_many(rank, make, count):
     PARENTS.append(dist.group.WORLD)  # each DDP would hold another
     found = []
     for number in range(count):
-        trainer = make()
-        if trainer is not None and number % 2:
-            trainer.close()
-        del trainer
+        *trainer, step = make()
+        for _ in range(2):
+            step()
+        if trainer and number % 2:
+            trainer[0].close()
+        del trainer, step
         found.append([len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task")])
     PARENTS.clear()
     return found
 
 
-KINDS = [make_gossip, make_pipeline, make_subnets, make_hook]
+KINDS = [trainers.gossip, trainers.pipeline, trainers.subnets, make_hook]
 
 
-@pytest.mark.parametrize(("makes", "count"), [([make_gossip], 40), slow(KINDS, 100)])
+@pytest.mark.parametrize(("makes", "count"), [([trainers.gossip], 40), slow(KINDS, 100)])
 def test_trainers_give_their_groups_back(ranks, makes, count):
     """Those that were closed or dropped are destroyed several at a time."""
     for make in makes:

@@ -20,6 +20,7 @@ from tests.cases import slow
 from tests.gossip.every_algorithm import DETERMINISTIC, EVERY_ALGORITHM
 from tests.local_transport import LocalRun
 from tests.ops.op_counter import OpCounter
+from tests.workers import on_ranks
 
 IRREGULAR = FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)]))
 SMALL_BUCKETS = 0.0005  # MiB: several for each parameter group
@@ -233,15 +234,12 @@ def test_mistakes_end_no_run(ranks):
     assert len(set(map(str, ranks.run(2, misuse)))) == 1
 
 
-def disagree(rank):
+@on_ranks(2)
+def test_another_kind_of_optimizer_on_a_rank_is_an_error_on_all(rank):
     groups = {"lr": 0.01} if rank else {"lr": 0.01, "foreach": None}
     package = optim if rank else torch.optim
     with pytest.raises(ValueError, match="buckets"):
         Loop(package, SGP(Ring(2)), **groups)
-
-
-def test_another_kind_of_optimizer_on_a_rank_is_an_error_on_all(ranks):
-    ranks.run(2, disagree)
 
 
 class FailingExchange(NeighborExchange):

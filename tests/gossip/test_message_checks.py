@@ -13,6 +13,7 @@ from pyparallel.gossip import SGP, AllReduce, LeaderSGD, LocalSGD, NoLoCo
 from pyparallel.gossip.topology import RandomMatching, Ring, Star
 from tests.cases import slow
 from tests.gossip.loops import step, wrap
+from tests.workers import on_ranks
 
 
 def fill(model, value):
@@ -154,7 +155,8 @@ def test_impossible_masses_name_their_sender(ranks):
         assert is_unchanged, algorithm
 
 
-def joins_unevenly(rank):
+@on_ranks(2)
+def test_counts_are_not_compared_in_join_which_leaves_no_configuration_behind(rank):
     """Train with unequal numbers of batches in join(), twice, then with equal ones."""
     for algorithm in (SGP(Ring(2)), SGP(Ring(2), overlap=2), LocalSGD(2), AllReduce()):
         model, optimizer = wrap(algorithm, nn.Linear(4, 2))
@@ -169,10 +171,6 @@ def joins_unevenly(rank):
                 step(model, optimizer)
             model.flush()
         assert model._averager.run.counts.steps == 3, algorithm
-
-
-def test_counts_are_not_compared_in_join_which_leaves_no_configuration_behind(ranks):
-    ranks.run(2, joins_unevenly)
 
 
 def steps_twice(model, optimizer):
@@ -203,15 +201,13 @@ RULES = {
 }
 
 
-def makes_each_mistake(rank):
+def test_a_step_that_one_rank_takes_alone_is_told_at_the_next_round(ranks):
     algorithms = SGP(Ring(2)), SGP(Ring(2), overlap=1), LocalSGD(4)
     cases = [(algorithm, mistake) for algorithm in algorithms for mistake in RULES]
-    return [(*case, steps_unlike(rank, *case)) for case in cases]
-
-
-def test_a_step_that_one_rank_takes_alone_is_told_at_the_next_round(ranks):
-    for rank, found in enumerate(ranks.run(2, makes_each_mistake)):
-        for algorithm, mistake, error in found:
+    for (algorithm, mistake), found in zip(
+        cases, ranks.run_each(2, steps_unlike, cases), strict=True
+    ):
+        for rank, error in enumerate(found):
             assert error is not None, (algorithm, mistake)
             assert error.startswith(f"rank {rank}, "), error
             assert RULES[mistake] in error, (algorithm, mistake, error)

@@ -21,13 +21,15 @@ from pyparallel.subnets import Partition, SubnetTrainer
 from tests.gossip.every_algorithm import EVERY_ALGORITHM
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import step, wrap
+from tests.workers import on_ranks
 
 
 def fail(*_):
     raise KeyError("a user's hook")
 
 
-def interrupted_step(rank):
+@on_ranks(3)
+def test_an_exception_inside_the_step_restores_debiased_parameters(rank):
     model, optimizer = wrap(SGP(StarWithChords(3)), nn.Linear(4, 2))
     step(model, optimizer)
     assert model.push_sum_weight != 1
@@ -39,10 +41,6 @@ def interrupted_step(rank):
     hook.remove()
     torch.testing.assert_close(model.state_dict()["weight"], before)
     return step(model, optimizer)
-
-
-def test_an_exception_inside_the_step_restores_debiased_parameters(ranks):
-    ranks.run(3, interrupted_step)
 
 
 class Derived(torch.optim.SGD):
@@ -77,7 +75,8 @@ def half_frozen(layer):
     return layer
 
 
-def replaces_parameters(rank):
+@on_ranks(1)
+def test_parameters_outside_the_flat_buffers_are_an_error(rank):
     model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     with pytest.raises(RuntimeError, match="the optimizer must train the parameters it had"):
@@ -97,7 +96,8 @@ def replaces_parameters(rank):
             use()
 
 
-def replaces_layers(rank):
+@on_ranks(1)
+def test_replaced_layers_are_an_error(rank):
     def replace(module):
         module[3] = nn.Linear(8, 2)
 
@@ -119,14 +119,6 @@ def replaces_layers(rank):
     model, optimizer = wrap(SGP(Ring(1)))  # what needs no training is the user's
     model.module[2], model.module[3] = nn.Tanh(), nn.Identity()
     step(model, optimizer)
-
-
-def test_replaced_layers_are_an_error(ranks):
-    ranks.run(1, replaces_layers)
-
-
-def test_parameters_outside_the_flat_buffers_are_an_error(ranks):
-    ranks.run(1, replaces_parameters)
 
 
 def uses_another_optimizer(rank):
@@ -253,7 +245,8 @@ def test_steps_and_forwards_are_counted_and_compile_nothing_again(ranks):
     assert num_compilations == 1
 
 
-def skips_a_step(rank):
+@on_ranks(2)
+def test_a_step_that_a_rank_has_skipped_is_told_where_all_ranks_meet(rank):
     """What all ranks do together after one has skipped a step is one error."""
     for algorithm in (SGP(Complete(2), overlap=1), LocalSGD(5)):
         model, optimizer = wrap(algorithm, nn.Linear(4, 2))
@@ -270,10 +263,6 @@ def skips_a_step(rank):
                 "inside no_sync(), or use join() for unequal numbers of batches"
             )
         model.close()
-
-
-def test_a_step_that_a_rank_has_skipped_is_told_where_all_ranks_meet(ranks):
-    ranks.run(2, skips_a_step)
 
 
 def test_a_process_without_a_group_is_an_error():

@@ -17,6 +17,7 @@ from pyparallel.gossip.topology import OnePeerExponential, Ring
 from pyparallel.pipeline import OneForwardOneBackward, PipelineTrainer
 from pyparallel.training import clone_tensors_for_torch_save, seal
 from tests.gossip.loops import step, wrap
+from tests.workers import on_ranks
 
 
 class Model(nn.Sequential):
@@ -112,7 +113,8 @@ class Derived(GossipDataParallel):
         return (1).typo
 
 
-def refuses_conversions(rank):
+@on_ranks(1)
+def test_a_conversion_that_changes_nothing_is_accepted(rank):
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(2, 2).bfloat16())
     module.to(memory_format=torch.channels_last)
     module.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
@@ -145,17 +147,14 @@ def refuses_conversions(rank):
             move()
 
 
-def test_a_conversion_that_changes_nothing_is_accepted(ranks):
-    ranks.run(1, refuses_conversions)
-
-
 def size(value):
     file = io.BytesIO()
     torch.save(value, file)
     return len(file.getvalue())
 
 
-def saves_parts(rank):
+@on_ranks(1)
+def test_a_part_is_saved_without_its_bucket(rank):
     embedding = nn.Embedding(1000, 8)
     head = nn.Linear(8, 1000, bias=False)
     head.weight = embedding.weight
@@ -177,10 +176,6 @@ def saves_parts(rank):
     with torch.no_grad():
         module[1].weight += 1
     assert torch.equal(state["1.weight"], module[1].weight)  # still the live tensors
-
-
-def test_a_part_is_saved_without_its_bucket(ranks):
-    ranks.run(1, saves_parts)
 
 
 def pipeline_keys(rank):
@@ -247,7 +242,8 @@ def test_loading_by_torchs_functions_merges_and_resets(ranks, tmp_path):
     ranks.run(2, loads, str(tmp_path))
 
 
-def fused(rank):
+@on_ranks(2)
+def test_creating_the_state_of_a_fused_optimizer_is_no_round(rank):
     from pyparallel.optim import AdamW
 
     module = build()
@@ -259,10 +255,6 @@ def fused(rank):
     sent = model.bytes_sent
     checkpoints.get_optimizer_state_dict(model, optimizer)
     assert model.bytes_sent == sent
-
-
-def test_creating_the_state_of_a_fused_optimizer_is_no_round(ranks):
-    ranks.run(2, fused)
 
 
 def resumes_compiled(rank, algorithm):

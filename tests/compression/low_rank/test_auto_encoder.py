@@ -15,15 +15,6 @@ CPU = torch.device("cpu")
 SMALL = ConvAutoEncoder(channels=(4, 8), code_channels=2)
 
 
-class Alone:
-    """Collectives of a group of one rank, as training needs."""
-
-    size = 1
-
-    def all_reduce_(self, tensor):
-        pass
-
-
 class Linear(ConvAutoEncoder):
     """An auto-encoder that decodes by a fixed matrix and encodes by its transpose."""
 
@@ -127,7 +118,7 @@ def test_the_loss_falls(subtests):
             losses = []
             for step in range(60):
                 values = scale * waves(step)
-                train_step_(auto_encoder, state, values, values, Alone(), 0.01)
+                train_step_(auto_encoder, state, values, values, Collectives(), 0.01)
                 losses.append(float(state["loss"]))
             assert min(losses[:3]) > 0.5
             assert max(losses[-10:]) < 0.1
@@ -137,13 +128,13 @@ def test_non_finite_gradients_are_skipped(subtests):
     for bad in [float("nan"), float("inf")]:
         with subtests.test(str(bad)):
             state = init_training_state(SMALL, CPU)
-            train_step_(SMALL, state, waves(0), waves(0), Alone(), 0.01)
+            train_step_(SMALL, state, waves(0), waves(0), Collectives(), 0.01)
             before = {key: state[key].clone() for key in ("weights", "velocity")}
             poisoned = waves(1)
             poisoned[3] = bad
-            train_step_(SMALL, state, poisoned, poisoned, Alone(), 0.01)
+            train_step_(SMALL, state, poisoned, poisoned, Collectives(), 0.01)
             assert all(torch.equal(state[key], before[key]) for key in before)
-            train_step_(SMALL, state, torch.zeros(200), torch.zeros(200), Alone(), 0.01)
+            train_step_(SMALL, state, torch.zeros(200), torch.zeros(200), Collectives(), 0.01)
             assert all(state[key].isfinite().all() for key in before)
 
 
@@ -153,7 +144,7 @@ def test_a_step_is_bounded():
     values = torch.zeros(200)
     values[7] = 1e6  # one outlier: the gradient is large at any scale
     state["weights"].mul_(30)
-    train_step_(SMALL, state, values, values, Alone(), 0.01)
+    train_step_(SMALL, state, values, values, Collectives(), 0.01)
     assert float((state["weights"] - 30 * before).norm()) == pytest.approx(0.01, rel=1e-2)
 
 

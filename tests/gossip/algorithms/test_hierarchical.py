@@ -126,19 +126,17 @@ def test_one_node_is_all_reduce_and_one_rank_per_node_the_inner_algorithm(ranks)
         assert torch.equal(single, inner)
 
 
-def count_bytes(rank, cases):
-    found = []
-    for inner in cases:
-        model, optimizer, wrapped = start(Hierarchical(inner, 2))
-        train(model, optimizer, list(batches(rank, STEPS)), forward=wrapped)
-        found.append((wrapped.bytes_sent, wrapped._buckets.num_bytes))
-    return found
+def count_bytes(rank, inner):
+    model, optimizer, wrapped = start(Hierarchical(inner, 2))
+    train(model, optimizer, list(batches(rank, STEPS)), forward=wrapped)
+    return wrapped.bytes_sent, wrapped._buckets.num_bytes
 
 
 def test_bytes_sent_match_the_docstring(ranks):
     cases = SGP(OnePeerExponential(2)), SGP(Ring(2), overlap=1)
-    for found in ranks.run(4, count_bytes, cases):
-        for inner, (sent, model_bytes) in zip(cases, found, strict=True):
+    results = ranks.run_each(4, count_bytes, [(inner,) for inner in cases])
+    for inner, found in zip(cases, results, strict=True):
+        for sent, model_bytes in found:
             gathers = STEPS - inner.overlap  # the last message is still in flight
             between = STEPS * (model_bytes // 2 + 64)  # a header goes beside it
             within = gathers * (model_bytes // 2) + STEPS * model_bytes

@@ -297,15 +297,10 @@ COMPARISONS = [  # losses of four ranks, and their leaders
 ]
 
 
-def compare_each(rank):
-    algorithm = LeaderSGD(2, interval=1, global_interval=1, local_pull=0.5, global_pull=0.25)
-    return [compare_once(rank, algorithm, losses) for losses, _, _ in COMPARISONS]
-
-
 def test_all_ranks_follow_the_same_leaders_which_do_not_move(ranks):
-    for (losses, local_leaders, leader), *results in zip(
-        COMPARISONS, *ranks.run(4, compare_each), strict=True
-    ):
+    algorithm = LeaderSGD(2, interval=1, global_interval=1, local_pull=0.5, global_pull=0.25)
+    found = ranks.run_each(4, compare_once, [(algorithm, losses) for losses, _, _ in COMPARISONS])
+    for (losses, local_leaders, leader), results in zip(COMPARISONS, found, strict=True):
         before = [first for first, _ in results]
         for rank, (mine, after) in enumerate(results):
             expected = mine + 0.5 * (before[local_leaders[rank // 2]] - mine)

@@ -159,10 +159,6 @@ def train_on_gloo(rank, topology, delay, biased, make_optimizer, options):
     return history
 
 
-def train_each_on_gloo(rank, cases):
-    return [train_on_gloo(rank, *case) for case in cases]
-
-
 @pytest.mark.slow  # 26 seconds; the order alone is tested without processes
 def test_osgp_is_algorithm_2_on_gloo(ranks):
     graphs = [OnePeerExponential(4), Ring(4), Star(4), Complete(4), GRAPHS["phases"]]
@@ -176,7 +172,7 @@ def test_osgp_is_algorithm_2_on_gloo(ranks):
             strict=False,
         )
     ] + [(Star(4), 1, False, optim.SGD, NESTEROV), (Star(4), 2, True, optim.SGD, NESTEROV)]
-    results = zip(*ranks.run(4, train_each_on_gloo, cases), strict=True)
+    results = ranks.run_each(4, train_on_gloo, cases)
     for (graph, delay, biased, make, options), histories in zip(cases, results, strict=True):
         expected = algorithm_2(graph, delay, 21, biased, **options)
         check_histories(histories, expected, 1e-5, f"{graph}, {delay}, {biased}, {make}, {options}")

@@ -90,10 +90,6 @@ def test_diloco_follows_the_paper(ranks, make):
     assert_equal_on_all_ranks(ranks, algorithm, expected)
 
 
-def train_each(rank, algorithms):
-    return [train_rank(rank, algorithm) for algorithm in algorithms]
-
-
 def test_algorithms_that_are_equal_in_theory_are_equal(ranks):
     algorithms = [
         SlowMo(None, INTERVAL, momentum=0.0, reset_momentum=False),
@@ -102,24 +98,22 @@ def test_algorithms_that_are_equal_in_theory_are_equal(ranks):
         SGP(Complete(3)),
         LocalSGD(1),
     ]
-    for slowmo, local, inner, sgp, exact in ranks.run(3, train_each, algorithms):
-        for one, other in [(slowmo, local), (inner, sgp), (exact, sgp)]:
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    results = ranks.run_each(3, train_rank, [(algorithm,) for algorithm in algorithms])
+    slowmo, local, inner, sgp, exact = map(torch.stack, results)
+    for one, other in [(slowmo, local), (inner, sgp), (exact, sgp)]:
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def consensus_after(rank, algorithms):
-    results = []
-    for algorithm in algorithms:
-        model, optimizer, wrapped = start(algorithm, momentum=0.9)
-        train(model, optimizer, list(batches(rank, 6)), forward=wrapped)
-        results.append((wrapped.consensus_distance(), float(wrapped.push_sum_weight)))
-    return results
+def consensus_after(rank, algorithm):
+    model, optimizer, wrapped = start(algorithm, momentum=0.9)
+    train(model, optimizer, list(batches(rank, 6)), forward=wrapped)
+    return wrapped.consensus_distance(), float(wrapped.push_sum_weight)
 
 
 def test_slowmo_reaches_exact_consensus_with_any_inner_algorithm(ranks):
     inner = SGP(Ring(4)), SGP(OnePeerExponential(4), overlap=1), SGP(Star(4), overlap=2)
-    results = ranks.run(4, consensus_after, [SlowMo(each, 3) for each in inner])
-    for algorithm, found in zip(inner, zip(*results, strict=True), strict=True):
+    results = ranks.run_each(4, consensus_after, [(SlowMo(each, 3),) for each in inner])
+    for algorithm, found in zip(inner, results, strict=True):
         assert all(distance < 1e-6 for distance, _ in found), algorithm
         assert sum(weight for _, weight in found) == pytest.approx(4), algorithm
 

@@ -2,6 +2,7 @@
 
 import time
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -30,7 +31,15 @@ from tests.gossip.loops import batches, flat, start, take_step, train
 from tests.local_transport import run_threads
 
 KINDS = [Ring, OnePeerExponential, DirectedExponential, Complete, BaseGraph, RandomMatching]
-IRREGULAR = [Star, StarWithChords]
+
+
+def in_phases(num_ranks):
+    """Return a topology whose number of peers changes: the authors' code lost mass then."""
+    sparse = OnePeerExponential(num_ranks)
+    return Phases([(sparse, 2 * sparse.period), (Complete(num_ranks), 3), (Star(num_ranks), None)])
+
+
+IRREGULAR = [Star, StarWithChords, in_phases]
 LR = 0.1
 
 
@@ -170,19 +179,16 @@ def see_consensus(rank, algorithm):
     return mean, flat(model), before
 
 
-def see_each(rank):
-    return [see_consensus(rank, algorithm) for algorithm in SEEN]
-
-
 def test_the_consensus_includes_messages_in_flight_and_changes_nothing(ranks):
-    for algorithm, outcomes in zip(SEEN, zip(*ranks.run(4, see_each), strict=True), strict=True):
+    cases = [(algorithm,) for algorithm in SEEN]
+    for (algorithm,), outcomes in zip(cases, ranks.run_each(4, see_consensus, cases), strict=True):
         means, flushed, before = (torch.stack(each) for each in zip(*outcomes, strict=True))
         for mean in means:
             torch.testing.assert_close(mean, flushed.mean(0), msg=str(algorithm))
         assert not torch.equal(flushed, before), algorithm
 
 
-def delay_a_step(name, rank, algorithm, blocked):
+def delay_a_step(rank, name, algorithm, blocked):
     """Rank 1 delays its step 3 until rank 0 has taken all steps before ``blocked``.
 
     Return whether rank 0's step ``blocked`` ended after rank 1's step 3 began.
@@ -214,22 +220,14 @@ DELAYED = [  # and the step of rank 0 that waits
 ]
 
 
-def delay_each(rank):
-    return [delay_a_step(name, rank, *case) for name, case in enumerate(DELAYED)]
-
-
 def test_a_sleeping_peer_blocks_the_other_only_after_overlap_steps(ranks):
     # Rounds start after steps 0, tau, 2 tau, ...; the first one after step 3 is delayed.
-    assert ranks.run(2, delay_each) == [[True] * len(DELAYED), [None] * len(DELAYED)]
+    cases = [(name, *case) for name, case in enumerate(DELAYED)]
+    assert ranks.run_each(2, delay_a_step, cases) == [(True, None)] * len(DELAYED)
 
 
 DENSE_ROUNDS = 2
 HEADER_BYTES = 64
-
-
-def send_in_each_way(rank):
-    ways = (0, torch.float32), (1, torch.float32), (1, torch.bfloat16)
-    return [send_dense_rounds(rank, *way) for way in ways]
 
 
 def send_dense_rounds(rank, overlap, dtype):
@@ -252,11 +250,12 @@ def send_dense_rounds(rank, overlap, dtype):
 
 
 def test_a_complete_round_sends_the_bytes_of_a_ring_all_reduce(ranks):
-    for *of_float32, of_16_bits in ranks.run(4, send_in_each_way):
-        for size, sent, values in of_float32:
-            dense = 2 * 3 * size // 4 + 3 * HEADER_BYTES
-            assert sent == [dense] * DENSE_ROUNDS + [size + HEADER_BYTES] * 2
-            torch.testing.assert_close(values, torch.full_like(values, 1.5))
-        size, sent, values = of_16_bits
+    ways = (0, torch.float32), (1, torch.float32), (1, torch.bfloat16)
+    *of_float32, of_16_bits = ranks.run_each(4, send_dense_rounds, ways)
+    for size, sent, values in chain(*of_float32):
+        dense = 2 * 3 * size // 4 + 3 * HEADER_BYTES
+        assert sent == [dense] * DENSE_ROUNDS + [size + HEADER_BYTES] * 2
+        torch.testing.assert_close(values, torch.full_like(values, 1.5))
+    for size, sent, values in of_16_bits:
         assert sent[0] == 3 * (size + HEADER_BYTES)  # a message to each
         assert torch.equal(values, torch.full_like(values, 1.5))

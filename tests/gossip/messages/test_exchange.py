@@ -12,10 +12,6 @@ from tests.gossip.loops import error_of
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-def send_to_all(rank):
-    return [send_dtype_to_all(rank, dtype) for dtype in DTYPES]
-
-
 def send_dtype_to_all(rank, dtype):
     exchange = NeighborExchange(Run())
     others = [peer for peer in range(exchange.num_ranks) if peer != rank]
@@ -34,8 +30,9 @@ def send_dtype_to_all(rank, dtype):
 
 
 def test_messages_arrive_in_order(ranks):
-    for rank, results in enumerate(ranks.run(4, send_to_all)):
-        for dtype, (arrived, bytes_sent) in zip(DTYPES, results, strict=True):
+    results = ranks.run_each(4, send_dtype_to_all, [(dtype,) for dtype in DTYPES])
+    for dtype, found in zip(DTYPES, results, strict=True):
+        for rank, (arrived, bytes_sent) in enumerate(found):
             assert len(arrived) == 3 * 5 * 2, dtype
             for (peer, step, part), values in arrived.items():
                 assert values == [peer, rank, step, part], dtype

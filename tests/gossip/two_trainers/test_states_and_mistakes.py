@@ -92,7 +92,7 @@ def test_an_inf_on_one_rank_is_skipped_on_all_with_all_reduce(ranks):
 # ----------------------------------------------------------------------------------- checkpoints
 
 
-def resume(rank, folder, as_files):
+def resume(rank, folder):
     """Return whether new trainers go on as those that were saved, with messages in flight."""
     graph = OnePeerExponential(2)
 
@@ -114,23 +114,14 @@ def resume(rank, folder, as_files):
     gan, states = make()
     train_on(gan, data[:5])
     scalers = [each.state_dict() for each in gan.scalers]
-    if as_files:
-        values = {name: state.state_dict() for name, state in states.items()}
-        torch.save({**values, "scalers": scalers}, folder / f"{rank}.pt")
-    else:  # what ranks have under one key is saved once
-        dcp.save({**states, f"scalers-{rank}": scalers}, checkpoint_id=folder)
+    # What ranks have under one key is saved once.
+    dcp.save({**states, f"scalers-{rank}": scalers}, checkpoint_id=folder)
     in_flight = [model._averager.status.in_flight for model in gan.models]
     expected = train_on(gan, data[5:])
     gan_again, states = make()
-    if as_files:
-        loaded = torch.load(folder / f"{rank}.pt")
-        for name, state in states.items():
-            state.load_state_dict(loaded[name])
-        scalers = loaded["scalers"]
-    else:
-        loaded = {**states, f"scalers-{rank}": [each.state_dict() for each in gan_again.scalers]}
-        dcp.load(loaded, checkpoint_id=folder)
-        scalers = loaded[f"scalers-{rank}"]
+    loaded = {**states, f"scalers-{rank}": [each.state_dict() for each in gan_again.scalers]}
+    dcp.load(loaded, checkpoint_id=folder)
+    scalers = loaded[f"scalers-{rank}"]
     for scaler, saved in zip(gan_again.scalers, scalers, strict=True):
         scaler.load_state_dict(saved)
     losses = train_on(gan_again, data[5:])
@@ -145,9 +136,8 @@ def resume(rank, folder, as_files):
     return same, in_flight, [each.get_scale() for each in gan.scalers], scalers
 
 
-@pytest.mark.parametrize("as_files", [True, False])
-def test_both_resume_bit_for_bit_with_messages_in_flight(ranks, as_files, tmp_path):
-    results = ranks.run(2, resume, tmp_path, as_files)
+def test_both_resume_bit_for_bit_with_messages_in_flight(ranks, tmp_path):
+    results = ranks.run(2, resume, tmp_path)
     for same, in_flight, *_ in results:
         assert all(same), same
         assert all(in_flight)
