@@ -15,19 +15,6 @@ CPU = torch.device("cpu")
 SMALL = ConvAutoEncoder(channels=(4, 8), code_channels=2)
 
 
-class Linear(ConvAutoEncoder):
-    """An auto-encoder that decodes by a fixed matrix and encodes by its transpose."""
-
-    def encode(self, weights, values):
-        return values @ self.matrix(len(values))
-
-    def decode(self, weights, code, numel):
-        return self.matrix(numel) @ code
-
-    def matrix(self, numel):
-        return torch.randn(numel, numel // 4, generator=torch.Generator().manual_seed(0))
-
-
 def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -99,15 +86,6 @@ def test_shares_add_up_to_the_decoded_mean():
         torch.testing.assert_close(share, decoded + jacobian @ (code - mean_code))
     torch.testing.assert_close(torch.stack(shares).mean(0), decoded)
     assert not torch.allclose(shares[0], decoded)
-
-
-def test_a_linear_decoder_s_share_is_its_own_decoded_code():
-    codes = draw(3, 10)
-    linear = Linear()
-    _, share = decode_mean(linear, torch.zeros(1), codes[0], codes.mean(0), 40)
-    torch.testing.assert_close(
-        share, linear.decode(torch.zeros(1), codes[0], 40), atol=1e-5, rtol=1e-5
-    )
 
 
 def test_the_loss_falls(subtests):

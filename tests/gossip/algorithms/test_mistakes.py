@@ -148,10 +148,6 @@ def test_topologies_that_an_algorithm_cannot_use_are_named():
         assert (error is None) if sentence is None else (sentence in error), algorithm
 
 
-def on_rank_one(algorithm, other):
-    return lambda rank: other if rank == 1 else algorithm
-
-
 class Variable(Int8):
     """A compressor whose messages have variable length."""
 
@@ -174,91 +170,59 @@ class NotForGossip(Int8):
 
 
 NOT_INNER = "ValueError: inner must be a gossip algorithm, got "
-SAME = "DisagreementError: all ranks must have the same algorithm, got "
-MISTAKES = [  # the number of ranks, an algorithm or a function of the rank, and the one error
-    (2, SlowMo(LeaderSGD(1), 3), f"{NOT_INNER}LeaderSGD"),
-    (2, SlowMo(AllReduce(), 3), f"{NOT_INNER}AllReduce"),
-    (2, Hierarchical(AllReduce(), 2), f"{NOT_INNER}AllRed"),
-    (2, Hierarchical(AllReduce(), 1), f"{NOT_INNER}AllRed"),
-    (
-        2,
-        on_rank_one(NoLoCo(RandomMatching(2)), NoLoCo(RandomMatching(2, seed=1))),
-        f"{SAME}NoLoCo(",
-    ),
-    *(
-        (2, on_rank_one(OSGP(Ring(2)), other), f"{SAME}OSGP(topology=Ring(2), delay=1")
-        for other in (OSGP(Ring(2), 2), OSGP(Ring(2), biased=True), SGP(Ring(2), overlap=1))
-    ),
-    *(
-        (
-            2,
-            on_rank_one(SGP(Ring(2), compressor=Int8()), SGP(Ring(2), compressor=other)),
-            f"{SAME}SGP",
-        )
-        for other in (Int8(seed=1), None)
-    ),
-    *(
-        (
-            2,
-            SGP(Ring(2), compressor=compressor),
-            f"DisagreementError: ranks 0-1: compressor must {rule}",
-        )
-        for compressor, rule in [
-            (ErrorFeedback(TopK(0.1)), "not have error feedback for gossip messages"),
-            (Variable(), "make messages of one length for gossip"),
-            (NotForGossip(), "not serve gossip messages"),
-        ]
-    ),
-    (
-        2,
-        SGP(Ring(2), compressor=OtherOnRankOne(0.1)),
-        "DisagreementError: all ranks must have the same message lengths of bucket 0, got ",
-    ),
-    (
-        3,
-        Hierarchical(SGP(Ring(1)), 2),
-        "DisagreementError: ranks 0-2: ranks_per_node must divide the process group's 3 ranks",
-    ),
-    (
-        3,
-        LeaderSGD(2),
-        "DisagreementError: ranks 0-2: ranks_per_node must divide the process group's 3 ranks, go",
-    ),
-    (
-        3,
-        ADPSGD(StarWithChords(3)),
-        "DisagreementError: ranks 0-2: topology must be symmetric for ADPSGD (SGP takes any)",
-    ),
-    (
-        3,
-        ADPSGD(Ring(4)),
-        "DisagreementError: ranks 0-2: topology must be for the process group's 3 ranks, got Ring",
-    ),
-    (
-        3,
-        on_rank_one(ADPSGD(Ring(3)), ADPSGD(Ring(3), seed=1)),
-        f"{SAME}ADPSGD(topology=Ring(3), s",
-    ),
-    (
-        4,
-        Hierarchical(SGP(Ring(4)), 2),
-        "DisagreementError: ranks 0-3: inner must be for 2 nodes as its ranks: topology must be",
-    ),
-    (4, Hierarchical(LeaderSGD(1), 2), f"{NOT_INNER}LeaderS"),
-    (4, SlowMo(Hierarchical(SGP(Ring(2)), 2), 3), f"{NOT_INNER}Hierarchical("),
-]
+SAME = "DisagreementError: all ranks must have the same "
+
+
+def differ(algorithm, *others):
+    """Return mistakes in each of which rank 1 has another algorithm than the other ranks."""
+    sentence = f"{SAME}algorithm, got {type(algorithm).__name__}("
+    return [
+        (lambda rank, other=other: other if rank == 1 else algorithm, sentence) for other in others
+    ]
+
+
+MISTAKES = {  # by the number of ranks: an algorithm or a function of the rank, and the one error
+    2: [
+        (SlowMo(LeaderSGD(1), 3), f"{NOT_INNER}LeaderSGD"),
+        (SlowMo(AllReduce(), 3), f"{NOT_INNER}AllReduce"),
+        (Hierarchical(AllReduce(), 2), f"{NOT_INNER}AllRed"),
+        (Hierarchical(AllReduce(), 1), f"{NOT_INNER}AllRed"),
+        (SGP(Ring(2), compressor=ErrorFeedback(TopK(0.1))), "compressor must not have error feedb"),
+        (SGP(Ring(2), compressor=Variable()), "compressor must make messages of one length for g"),
+        (SGP(Ring(2), compressor=NotForGossip()), "compressor must not serve gossip messages"),
+        (SGP(Ring(2), compressor=OtherOnRankOne(0.1)), f"{SAME}message lengths of bucket 0, got "),
+        *differ(NoLoCo(RandomMatching(2)), NoLoCo(RandomMatching(2, seed=1))),
+        *differ(OSGP(Ring(2)), OSGP(Ring(2), 2), OSGP(Ring(2), biased=True), SGP(Ring(2), 1)),
+        *differ(
+            SGP(Ring(2), compressor=Int8()), SGP(Ring(2), compressor=Int8(seed=1)), SGP(Ring(2))
+        ),
+    ],
+    3: [
+        (Hierarchical(SGP(Ring(1)), 2), "ranks_per_node must divide the process group's 3 ranks"),
+        (LeaderSGD(2), "ranks_per_node must divide the process group's 3 ranks, go"),
+        (ADPSGD(StarWithChords(3)), "topology must be symmetric for ADPSGD (SGP takes any)"),
+        (ADPSGD(Ring(4)), "topology must be for the process group's 3 ranks, got Ring"),
+        *differ(ADPSGD(Ring(3)), ADPSGD(Ring(3), seed=1)),
+    ],
+    4: [
+        (Hierarchical(SGP(Ring(4)), 2), "inner must be for 2 nodes as its ranks: topology must be"),
+        (Hierarchical(LeaderSGD(1), 2), f"{NOT_INNER}LeaderS"),
+        (SlowMo(Hierarchical(SGP(Ring(2)), 2), 3), f"{NOT_INNER}Hierarchical("),
+    ],
+}
 
 
 def make_mistakes(rank, num_ranks):
-    algorithms = [each for number, each, _ in MISTAKES if number == num_ranks]
+    algorithms = [each for each, _ in MISTAKES[num_ranks]]
     return [error_of(start, each(rank) if callable(each) else each) for each in algorithms]
 
 
 def test_a_mistake_is_one_error_on_every_rank(ranks, subtests):
-    for num_ranks in (2, 3, 4):
-        expected = [sentence for number, _, sentence in MISTAKES if number == num_ranks]
+    for num_ranks, rows in MISTAKES.items():
         errors = zip(*ranks.run(num_ranks, make_mistakes, num_ranks), strict=True)
-        for found, sentence in zip(errors, expected, strict=True):
+        of_all = f"DisagreementError: ranks 0-{num_ranks - 1}: "
+        for found, (_, rule) in zip(errors, rows, strict=True):
+            sentence = rule if "Error: " in rule else of_all + rule
             with subtests.test(sentence):
                 assert len(set(found)) == 1
                 assert found[0].startswith(sentence), found[0]

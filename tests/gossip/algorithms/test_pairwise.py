@@ -126,15 +126,6 @@ def test_an_exchange_averages_two_ranks_whatever_updates_there_are_meanwhile():
             torch.testing.assert_close(world.as_merged(), torch.stack(x), rtol=0, atol=2e-6)
 
 
-def test_ranks_that_are_active_and_passive_do_both():
-    world = World(Complete(4), random_values(4))
-    for _ in range(200):
-        for rank in range(4):
-            world.step(rank)
-    for averager in world.averagers:
-        assert averager.run.stats.wire_bytes > 20 * 32  # messages of 8 floats
-
-
 def test_16_bit_buffers_conserve_the_sum_up_to_rounding():
     for dtype in (torch.bfloat16, torch.float16):
         world = World(Ring(4), random_values(4, dtype))

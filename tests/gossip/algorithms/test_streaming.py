@@ -75,48 +75,30 @@ def stream(parts, delay, mix, density=None, error_feedback=True):
     return [flat(model) for model in models]
 
 
-def train_rank(rank, algorithms):
-    found = []
-    for algorithm in algorithms:
-        model, optimizer, wrapped = start(algorithm, lr=LR, cap=1e-4)
-        found.append(train(model, optimizer, list(batches(rank, STEPS)), forward=wrapped))
-    return found
+def train_rank(rank, options, cap):
+    algorithm = DiLoCo(INTERVAL, nesterov, **options)
+    model, optimizer, wrapped = start(algorithm, lr=LR, cap=cap)
+    return train(model, optimizer, list(batches(rank, STEPS)), forward=wrapped)
 
 
 WHOLE = [["0", "2"]]
-CASES = [
-    ({}, (WHOLE, 0, 0)),
-    ({"fragments": 2}, (LAYERS, 0, 0)),
-    ({"fragments": [["2"], ["0.weight", "0.bias"]], "mix": 0.25}, ([["2"], ["0"]], 0, 0.25)),
-    ({"delay": 3}, (WHOLE, 3, 0.5)),
-    ({"fragments": 2, "delay": 2, "mix": 0.3}, (LAYERS, 2, 0.3)),
-]
-SPARSE = [
-    ({"compressor": TopK(0.2)}, (LAYERS, 0, 0, 0.2, False)),
-    ({"compressor": ErrorFeedback(TopK(0.2)), "delay": 1}, (LAYERS, 1, 0.5, 0.2)),
+SPARSE, FED_BACK = {"compressor": TopK(0.2)}, {"compressor": ErrorFeedback(TopK(0.2))}
+# A buffer for each parameter with the smallest cap: of sparse messages it must be the layer.
+CASES = [  # options of the algorithm, MiB of buckets, arguments of `stream`
+    ({}, 1e-4, (WHOLE, 0, 0)),
+    ({"fragments": 2}, 1e-4, (LAYERS, 0, 0)),
+    ({"fragments": [["2"], ["0.weight", "0.bias"]], "mix": 0.25}, 1e-4, ([["2"], ["0"]], 0, 0.25)),
+    ({"delay": 3}, 1e-4, (WHOLE, 3, 0.5)),
+    ({"fragments": 2, "delay": 2, "mix": 0.3}, 1e-4, (LAYERS, 2, 0.3)),
+    ({"fragments": 2, **SPARSE}, 25.0, (LAYERS, 0, 0, 0.2, False)),
+    ({"fragments": 2, "delay": 1, **FED_BACK}, 25.0, (LAYERS, 1, 0.5, 0.2)),
 ]
 
 
 def test_outer_steps_follow_the_paper(ranks):
-    # A buffer for each parameter with the smallest cap: of sparse messages it must be the layer.
-    algorithms = [DiLoCo(INTERVAL, nesterov, **options) for options, _ in CASES]
-    for index, found in enumerate(zip(*ranks.run(RANKS, train_rank, algorithms), strict=True)):
-        for ours, theirs in zip(found, stream(*CASES[index][1]), strict=True):
-            torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
-
-
-def train_sparse(rank):
-    found = []
-    for options, _ in SPARSE:
-        algorithm = DiLoCo(INTERVAL, nesterov, fragments=2, **options)
-        model, optimizer, wrapped = start(algorithm, lr=LR)
-        found.append(train(model, optimizer, list(batches(rank, STEPS)), forward=wrapped))
-    return found
-
-
-def test_messages_are_the_largest_differences_and_what_was_not_sent(ranks):
-    for index, found in enumerate(zip(*ranks.run(RANKS, train_sparse), strict=True)):
-        for ours, theirs in zip(found, stream(*SPARSE[index][1]), strict=True):
+    results = ranks.run_each(RANKS, train_rank, [case[:2] for case in CASES])
+    for (*_, arguments), found in zip(CASES, results, strict=True):
+        for ours, theirs in zip(found, stream(*arguments), strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
 
 
