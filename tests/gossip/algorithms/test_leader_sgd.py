@@ -16,16 +16,7 @@ from pyparallel.gossip.algorithms.leader import find_leader
 from pyparallel.gossip.algorithms.leader_sgd import leader_sgd, pulled
 from pyparallel.training import FlatBuckets
 from tests.cases import slow
-from tests.gossip.loops import (
-    SMOOTH,
-    batches,
-    build_model,
-    error_of,
-    flat,
-    start,
-    take_step,
-    train_alone,
-)
+from tests.gossip.loops import SMOOTH, batches, error_of, flat, start, take_step, train_alone
 
 NO_PULL = {"local_pull": 0.0, "global_pull": 0.0, "local_drift": 0.0, "global_drift": 0.0}
 PULLS = {"local_pull": 0.3, "global_pull": 0.2, "local_drift": 0.4, "global_drift": 0.1}
@@ -74,69 +65,6 @@ def test_a_leader_has_the_lowest_finite_loss(losses):
 # -------------------------------------------------------------------------------- the update rule
 
 
-def simulate(algorithm, num_ranks, num_steps, recorded):
-    """Train all ranks in turn, in float64, by the rule of the authors' code."""
-    models = [build_model().double() for _ in range(num_ranks)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
-    data = [list(batches(rank, num_steps)) for rank in range(num_ranks)]
-    nodes = [range(i, i + algorithm.ranks_per_node)
-             for i in range(0, num_ranks, algorithm.ranks_per_node)]  # fmt: skip
-    local, overall, window = {}, None, []
-    history = []
-
-    def move(rank, target, fraction):
-        vector = pulled(flat(models[rank]), [(target, fraction)])
-        nn.utils.vector_to_parameters(vector, models[rank].parameters())
-
-    for step in range(1, num_steps + 1):
-        window.append(recorded[step - 1])
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            inputs, targets = data[rank][step - 1]
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(inputs.double()), targets.double()).backward()
-            optimizer.step()
-            if overall is not None:
-                move(rank, overall, algorithm.global_drift / algorithm.global_interval)
-            if rank in local:
-                move(rank, local[rank], algorithm.local_drift / algorithm.interval)
-        if step % algorithm.interval == 0:
-            losses = [sum(column) / len(window) for column in zip(*window, strict=True)]
-            window = []
-            if algorithm.ranks_per_node > 1:
-                for node in nodes:
-                    leader = min(node, key=lambda rank: (losses[rank], rank))
-                    parameters = flat(models[leader])
-                    for rank in node:
-                        local[rank] = parameters
-                        move(rank, parameters, algorithm.local_pull)
-            if step % algorithm.global_interval == 0 and len(nodes) > 1:
-                leader = min(range(num_ranks), key=lambda rank: (losses[rank], rank))
-                overall = flat(models[leader])
-                for rank in range(num_ranks):
-                    move(rank, overall, algorithm.global_pull)
-        history.append([flat(model) for model in models])
-    return history
-
-
-def train_with_losses(rank, algorithm, recorded):
-    mine = [losses[rank] for losses in recorded]
-    return start_and_train(algorithm, batches(rank, len(recorded)), mine, momentum=0.9)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node"), [(4, 2), (4, 1), slow(4, 4), slow(6, 2)], ids=str
-)
-def test_pulls_follow_the_rule_of_the_authors_code(ranks, num_ranks, ranks_per_node):
-    algorithm = LeaderSGD(ranks_per_node, interval=2, global_interval=4, **PULLS)
-    generator = torch.Generator().manual_seed(3)
-    recorded = torch.rand(13, num_ranks, generator=generator, dtype=torch.float64).tolist()
-    expected = simulate(algorithm, num_ranks, 13, recorded)
-    for rank, history in enumerate(ranks.run(num_ranks, train_with_losses, algorithm, recorded)):
-        for step, parameters in enumerate(history):
-            theirs = expected[step][rank].float()
-            torch.testing.assert_close(parameters, theirs, rtol=1e-5, atol=2e-6)
-
-
 # f_r(x) = 1/2 (x - center_r)' H (x - center_r) of two parameters of 2 and 3 elements; the first has
 # learning rate 0.1 and the second 0.04, which a schedule multiplies by 0.9 after every step.
 CURVATURE = numpy.array([1.0, 0.5, 2.0, 0.3, 1.2])
@@ -146,8 +74,8 @@ RATES = numpy.array([0.1, 0.1, 0.04, 0.04, 0.04])
 MOMENTUM, DECAY = 0.8, 0.05
 
 
-def lsgd_of_the_paper(losses, interval, global_interval, strength, global_strength):
-    """Return x of all ranks, (steps, 4, 5), by ``leader_sgd``, two nodes of two workers.
+def train_by_the_rule(losses, ranks_per_node, interval, global_interval, form):
+    """Return x of all ranks, (steps, 4, 5), by ``leader_sgd`` or, with pulls, by ``pulled``.
 
     The update is SGD's with momentum, u <- m u + g, and g includes L2 decay. Leaders have the
     lowest mean loss since the last choice.
@@ -159,13 +87,25 @@ def lsgd_of_the_paper(losses, interval, global_interval, strength, global_streng
     for k in range(len(losses)):
         rate = rates * 0.9**k
         u = MOMENTUM * u + curvature * (x - centers) + DECAY * x
-        x = leader_sgd(x, rate * u, rate, overall + local)
+        if "local_strength" in form:
+            x = leader_sgd(x, rate * u, rate, overall + local)
+        else:
+            x = pulled(x - rate * u, overall + local)
         if (k + 1) % interval == 0:
             means = losses[k + 1 - interval : k + 1].mean(axis=0)
-            first, second = means[:2].argmin(), 2 + means[2:].argmin()
-            local = [(x[[first, first, second, second]], strength)]
-            if (k + 1) % global_interval == 0:
-                overall = [(x[means.argmin()], global_strength)]
+            if ranks_per_node > 1:
+                firsts = range(0, 4, ranks_per_node)
+                chosen = [
+                    first + means[first : first + ranks_per_node].argmin() for first in firsts
+                ]
+                leaders = x[numpy.repeat(chosen, ranks_per_node)]
+                local = [(leaders, form.get("local_strength") or form["local_drift"] / interval)]
+                x = pulled(x, [(leaders, form.get("local_pull", 0.0))])
+            if (k + 1) % global_interval == 0 and ranks_per_node < 4:
+                leader = x[means.argmin()]
+                strength = form.get("global_strength") or form["global_drift"] / global_interval
+                overall = [(leader, strength)]
+                x = pulled(x, [(leader, form.get("global_pull", 0.0))])
         history.append(x.numpy())
     return numpy.array(history)
 
@@ -191,11 +131,19 @@ def train_quadratic(rank, algorithm, losses):
     return history
 
 
-def test_strengths_follow_the_papers_rule(ranks):
+@pytest.mark.parametrize(
+    ("ranks_per_node", "form"),
+    [(2, STRENGTHS), (2, PULLS), (1, PULLS), slow(4, PULLS)],
+    ids=["paper", "code", "code, no nodes", "code, one node"],
+)
+def test_leaders_pull_by_the_rules_of_the_paper_and_of_the_authors_code(
+    ranks, ranks_per_node, form
+):
     losses = numpy.random.default_rng(7).random((17, 4))
-    algorithm = LeaderSGD(2, 2, 4, **STRENGTHS)
-    expected = lsgd_of_the_paper(losses, 2, 4, 1.5, 0.8)
-    assert numpy.abs(expected - lsgd_of_the_paper(losses, 2, 4, 1.5, 0.7)).max() > 1e-3
+    algorithm = LeaderSGD(ranks_per_node, 2, 4, **form)
+    expected = train_by_the_rule(losses, ranks_per_node, 2, 4, form)
+    freely = train_by_the_rule(losses, ranks_per_node, 2, 4, NO_PULL)
+    assert numpy.abs(expected - freely).max() > 1e-2
     for rank, history in enumerate(ranks.run(4, train_quadratic, algorithm, losses)):
         numpy.testing.assert_allclose(history, expected[:, rank], rtol=0, atol=1e-12)
 
