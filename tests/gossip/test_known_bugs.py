@@ -18,6 +18,7 @@ from pyparallel.gossip.topology import (
     Phases,
     Star,
 )
+from tests.workers import on_ranks
 
 
 def test_no_peer_comes_twice_in_a_period():
@@ -37,7 +38,8 @@ def test_no_offset_is_lost_to_a_rounded_logarithm():
         topology.validate()
 
 
-def train_two_dtypes(rank):
+@on_ranks(4)
+def test_one_round_and_one_exact_weight_per_step_for_any_dtypes(rank):
     model = nn.ModuleDict({"low": nn.Linear(4, 4).bfloat16(), "high": nn.Linear(4, 4)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     counting = CountingExponential(4)
@@ -51,8 +53,11 @@ def train_two_dtypes(rank):
             loss = model["high"](x).sum() + model["low"](x.bfloat16()).float().sum()
             loss.backward()
         optimizer.step()
-    kinds = {buffer.dtype for buffer in wrapped._buckets.buffers}
-    return sorted(set(counting.called)), wrapped.push_sum_weight, kinds, num_groups
+    assert sorted(set(counting.called)) == [0, 1]  # not once for each dtype, bucket or backward
+    assert {each.dtype for each in wrapped._buckets.buffers} == {torch.float32, torch.bfloat16}
+    assert wrapped.push_sum_weight.dtype == torch.float64
+    assert wrapped.push_sum_weight == 1.0
+    assert num_groups == 2  # the default and the trainer's: not one for each edge
 
 
 class CountingExponential(OnePeerExponential):
@@ -65,15 +70,6 @@ class CountingExponential(OnePeerExponential):
     def out_peers(self, rank, round_index):
         self.called.append(round_index)
         return super().out_peers(rank, round_index)
-
-
-def test_one_round_and_one_exact_weight_per_step_for_any_dtypes(ranks):
-    for called, weight, dtypes, num_groups in ranks.run(4, train_two_dtypes):
-        assert called == [0, 1]  # not once for each dtype, bucket or backward
-        assert dtypes == {torch.float32, torch.bfloat16}
-        assert weight.dtype == torch.float64
-        assert weight == 1.0
-        assert num_groups == 2  # the default and the trainer's: not one for each edge
 
 
 class OneOffset(Circulant):

@@ -1,6 +1,5 @@
 """A list of optimizers, such as Muon for matrices and AdamW for the rest."""
 
-import copy
 import gc
 import io
 import weakref
@@ -13,11 +12,13 @@ from torch import nn
 from pyparallel import GossipDataParallel, optim
 from pyparallel.comm import NonFiniteError
 from pyparallel.gossip import SGP, AllReduce, GossipState, LocalSGD
+from pyparallel.gossip.algorithms.sgp import sgp
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
 from tests.cases import slow
 from tests.gossip.every_algorithm import DETERMINISTIC, EVERY_ALGORITHM, FEW
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import batches, build_model, flat
+from tests.workers import on_ranks
 
 
 def split(model):
@@ -59,30 +60,23 @@ def train(model, optimizers, data, schedulers=()):
 
 def algorithm_1(topology, num_steps):
     """Algorithm 1 of Assran et al. with both optimizers on each rank's numerator x; return z, w."""
-    num_ranks = topology.num_ranks
-    models = [build_model() for _ in range(num_ranks)]
+    models = [build_model() for _ in range(topology.num_ranks)]
     optimizers = [muon_and_adamw(model) for model in models]
-    data = [list(batches(rank, num_steps)) for rank in range(num_ranks)]
-    weights = torch.ones(num_ranks, dtype=torch.float64)
-    for step in range(num_steps):
+    data = [list(batches(rank, num_steps)) for rank in range(topology.num_ranks)]
+    x, w = torch.stack([flat(model).double() for model in models]), torch.ones(len(models), 1)
+
+    def update(z):
         for rank, model in enumerate(models):
-            debiased = copy.deepcopy(model)  # the model's own parameters are x
-            with torch.no_grad():
-                for p in debiased.parameters():
-                    p.div_(weights[rank])
-            backward(debiased, data[rank][step])
-            for p, z in zip(model.parameters(), debiased.parameters(), strict=True):
-                p.grad = z.grad
+            nn.utils.vector_to_parameters(z[rank].float(), model.parameters())
+            backward(model, data[rank][step])
+            nn.utils.vector_to_parameters(x[rank].float(), model.parameters())
             for each in optimizers[rank]:
                 each.step()
-        matrix = torch.as_tensor(topology.mixing_matrix(step), dtype=torch.float64)
-        weights = matrix @ weights
-        with torch.no_grad():
-            for same in zip(*(model.parameters() for model in models), strict=True):
-                stacked = torch.stack([p.double() for p in same])
-                for p, mixed in zip(same, torch.tensordot(matrix, stacked, 1), strict=True):
-                    p.copy_(mixed)
-    return [flat(model) / w for model, w in zip(models, weights, strict=True)], weights
+        return x - torch.stack([flat(model) for model in models])
+
+    for step in range(num_steps):
+        x, w = sgp(x, w.double(), update, torch.from_numpy(topology.mixing_matrix(step)))
+    return (x / w).float(), w
 
 
 def train_sgp(rank, topology, num_steps):
@@ -153,26 +147,21 @@ def test_two_optimizers_equal_one_of_two_groups_bit_for_bit(ranks, subtests, nam
                 assert is_equal
 
 
-def mixes_fused(rank):
-    found = {}
+@on_ranks(4)
+def test_fused_optimizers_may_be_in_the_list(rank):
     for name in ("sgp-star", "leadersgd"):
         algorithm = EVERY_ALGORITHM[name](4)
         torchs = train_with(algorithm, one_of(torch.optim.SGD))
         fused = train_with(algorithm, one_of(optim.SGD))
         listed = train_with(algorithm, lambda a, b: [one_of(optim.SGD)(a, b)])
-        found[name] = torch.equal(fused[0], listed[0]) and fused[1:] == listed[1:]
+        assert torch.equal(fused[0], listed[0])
+        assert fused[1:] == listed[1:]
         for make in (
             two_of(optim.SGD),
             lambda a, b: [sgd(optim.SGD, a, 0.05), sgd(torch.optim.SGD, b, 0.1)],
             lambda a, b: [sgd(torch.optim.SGD, a, 0.05), sgd(optim.SGD, b, 0.1)],
         ):
             torch.testing.assert_close(train_with(algorithm, make)[0], torchs[0])
-    return found
-
-
-def test_fused_optimizers_may_be_in_the_list(ranks):
-    for found in ranks.run(4, mixes_fused):
-        assert all(found.values()), found
 
 
 # ------------------------------------------------------------------------------ inf and nan
@@ -346,7 +335,8 @@ class Both(torch.optim.Optimizer):
             each.step()
 
 
-def ends_cleanly(rank):
+@on_ranks(1)
+def test_trainers_are_freed_and_closed(rank):
     gc.disable()
     model = build_model()
     optimizers = muon_and_adamw(model)
@@ -356,7 +346,7 @@ def ends_cleanly(rank):
     Both(optimizers).step()
     assert wrapped._run.counts.steps == 3
     del wrapped, optimizers
-    freed = [each() is None for each in left]
+    assert [each() for each in left] == [None, None]
     gc.enable()
     optimizers = [optim.SGD(split(model)[0], lr=0.1), torch.optim.SGD(split(model)[1], lr=0.1)]
     wrapped = GossipDataParallel(model, optimizers, SGP(Ring(1)))
@@ -370,11 +360,6 @@ def ends_cleanly(rank):
     backward(wrapped, next(batches(0, 1)))
     with pytest.raises(RuntimeError, match=r"after SGD \(optimizer\[0\]\) was deleted"):
         optimizers[0].step()
-    return freed
-
-
-def test_trainers_are_freed_and_closed(ranks):
-    assert ranks.run(1, ends_cleanly) == [[True, True]]
 
 
 # ------------------------------------------------------------------------------ saved states

@@ -19,6 +19,7 @@ from pyparallel import SubnetTrainer
 from pyparallel.optim import SGD, Adam, AdamW
 from pyparallel.subnets import CarryState, Partition, ResetState
 from tests.optim.pairs import ALL, Pair, make_parameters
+from tests.workers import on_ranks
 
 
 def model(dtype=torch.float32):
@@ -505,32 +506,19 @@ def test_distributed_checkpoints_state_dicts():
         assert_trained_alike(fresh)
 
 
-def test_ddp(ranks):
+@on_ranks(2)
+def test_ddp(rank):
     """On two ranks, with gradients that are views of DDP's buckets, and ones that are not."""
-    for per_rank in ranks.run(2, train_with_ddp):
-        for own, other in per_rank:
-            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
-
-
-def train_with_ddp(rank):
-    results = []
     for (name, options), as_view in product(ALL.items(), (False, True)):
         pairs = both(name, lr=1e-2, **options)
         for m, optimizer in pairs:
             wrapped = DistributedDataParallel(m, gradient_as_bucket_view=as_view)
             train(wrapped, optimizer, seed=rank)
-        weights = [nn.utils.parameters_to_vector(m.parameters()).detach() for m, _ in pairs]
-        results.append([each.clone() for each in weights])
-    return results
+        assert_trained_alike(pairs)
 
 
-def test_subnet_trainer(ranks):
-    for own, other in ranks.run(2, train_subnets)[0]:
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
-
-
-def train_subnets(rank):
-    results = []
+@on_ranks(2)
+def test_subnet_trainer(rank):
     for name, policy in product(("SGD", "AdamW"), (CarryState(), ResetState())):
         ends = []
         for module in (pyparallel.optim, torch.optim):
@@ -544,8 +532,7 @@ def train_subnets(rank):
             with trainer.full_model():
                 flat = [p.detach().flatten() for p in m.parameters()]
                 ends.append(torch.cat(flat))
-        results.append(ends)
-    return results
+        torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
 
 
 def test_meta_parameters():

@@ -17,6 +17,7 @@ from pyparallel.gossip.algorithms.leader_sgd import leader_sgd, pulled
 from pyparallel.training import FlatBuckets
 from tests.cases import slow
 from tests.gossip.loops import SMOOTH, batches, error_of, flat, start, take_step, train_alone
+from tests.workers import on_ranks
 
 NO_PULL = {"local_pull": 0.0, "global_pull": 0.0, "local_drift": 0.0, "global_drift": 0.0}
 PULLS = {"local_pull": 0.3, "global_pull": 0.2, "local_drift": 0.4, "global_drift": 0.1}
@@ -260,15 +261,12 @@ def test_all_ranks_follow_the_same_leaders_which_do_not_move(ranks):
 # ------------------------------------------------------------------------------ losses and errors
 
 
-def count_bytes(rank):
+@on_ranks(4)
+def test_bytes_sent_match_the_docstring(rank):
     model, optimizer, wrapped = start(LeaderSGD(2, 2, 4))
     train(model, optimizer, batches(rank, 8), wrapped)
-    return wrapped.bytes_sent, wrapped._buckets.num_bytes
-
-
-def test_bytes_sent_match_the_docstring(ranks):
-    for sent, model_bytes in ranks.run(4, count_bytes):
-        assert sent == 4 * (model_bytes // 2) + 2 * (model_bytes * 3 // 4) + 4 * 3 * (16 + 64)
+    size = wrapped._buckets.num_bytes
+    assert wrapped.bytes_sent == 4 * (size // 2) + 2 * (size * 3 // 4) + 4 * 3 * (16 + 64)
 
 
 def skip_losses(rank, missing, form):
@@ -331,19 +329,15 @@ def test_ranks_without_batches_move_only_at_the_authors_comparisons(ranks):
         assert torch.equal(own, after) == (form is STRENGTHS)
 
 
-def lose_one_loss(rank):
+@on_ranks(3)
+def test_without_nodes_one_finite_loss_is_enough(rank):
     model, _, wrapped = start(LeaderSGD(1, 1, 1, global_pull=1.0))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(rank)
     wrapped.record_loss([NAN, 2.0, 1.0][rank])
     wrapped._rounds.joined.shadow_round()
-    return flat(model)
-
-
-def test_without_nodes_one_finite_loss_is_enough(ranks):
-    for parameters in ranks.run(3, lose_one_loss):
-        assert torch.equal(parameters, torch.full_like(parameters, 2.0))
+    assert flat(model).eq(2).all()
 
 
 def test_a_form_has_the_same_name_in_saved_runs_as_before_there_were_two():
