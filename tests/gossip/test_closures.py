@@ -74,27 +74,20 @@ CASES = [
 ]
 
 
-def compare_with_closures(rank, cases):
-    found = {}
-    for algorithm, make_optimizer, options in cases:
-        plain, losses, _ = train(algorithm, rank, False, make_optimizer, **options)
-        end, others, in_flight = train(algorithm, rank, True, make_optimizer, **options)
-        label = f"{algorithm} {make_optimizer.__module__} {make_optimizer.__name__}"
-        same = torch.equal(plain, end) and losses == others
-        found[label] = same, in_flight == (6 if getattr(algorithm, "overlap", 0) else 0)
-    return found
+def compare_with_closures(rank, algorithm, make_optimizer, options):
+    plain, losses, _ = train(algorithm, rank, False, make_optimizer, **options)
+    end, others, in_flight = train(algorithm, rank, True, make_optimizer, **options)
+    assert torch.equal(plain, end)
+    assert losses == others
+    assert in_flight == (6 if getattr(algorithm, "overlap", 0) else 0)  # during a closure
 
 
 # Each algorithm with one optimizer, in turns, and compressed messages with a fused one.
 @pytest.mark.parametrize(
     "cases", [[*CASES[::4], CASES[9], CASES[17]], slow(CASES)], ids=["covering", "all"]
 )
-def test_trajectories_with_a_closure_are_those_without_it(ranks, subtests, cases):
-    for rank, found in enumerate(ranks.run(3, compare_with_closures, cases)):
-        for label, (same, hides) in found.items():
-            with subtests.test(label, rank=rank):
-                assert same, "other bits"
-                assert hides, "messages must travel during a closure"
+def test_trajectories_with_a_closure_are_those_without_it(ranks, cases):
+    ranks.run_each(3, compare_with_closures, cases)
 
 
 class Perturbs(torch.optim.Optimizer):

@@ -19,7 +19,7 @@ from tests.cases import slow
 from tests.gossip.every_algorithm import DETERMINISTIC, EVERY_ALGORITHM
 from tests.local_transport import LocalRun
 from tests.ops.op_counter import OpCounter
-from tests.workers import on_ranks
+from tests.workers import assert_equal_on_all_ranks, on_ranks
 
 IRREGULAR = FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)]))
 SMALL_BUCKETS = 0.0005  # MiB: several for each parameter group
@@ -74,45 +74,30 @@ class Loop:
         return values
 
 
-def differ(algorithm, name="AdamW", mode="plain", steps=5):
-    """Return the largest difference from torch's optimizer."""
+def equals_torchs(rank, algorithm, name, mode):
     ends = []
     for package in (torch.optim, optim):
         loop = Loop(package, algorithm, name)
-        loop.train(steps, mode)
+        loop.train(6, mode)
         ends.append(loop.end())
-    return float((ends[0] - ends[1]).abs().max())
+    torch.testing.assert_close(*ends, rtol=0, atol=2e-6)
 
 
-def train_every_algorithm(rank):
-    return {
-        name: differ(build(4), steps=6)
-        for name, build in EVERY_ALGORITHM.items()
-        if name in DETERMINISTIC and getattr(build(4), "compressor", None) is None
-    }
+EVERY_ORDER = [
+    (SGP(Ring(4)), "SGD", "closure"),
+    (SGP(IRREGULAR), "AdamW", "no_sync"),
+    (SGP(OnePeerExponential(4), overlap=1), "Adam", "no_sync"),
+    (SGP(IRREGULAR, overlap=1), "SGD", "closure"),
+    (SGP(Ring(4), overlap=2), "AdamW", "closure"),
+    (SGP(IRREGULAR, overlap=3), "Adam", "no_sync"),
+]
+ALL = [(EVERY_ALGORITHM[name](4), "AdamW", "plain") for name in DETERMINISTIC]
+UNCOMPRESSED = [row for row in ALL if getattr(row[0], "compressor", None) is None]
 
 
-def train_every_order(rank):
-    found = {}
-    for overlap, topology, name, mode in [
-        (0, Ring(4), "SGD", "closure"),
-        (0, IRREGULAR, "AdamW", "no_sync"),
-        (1, OnePeerExponential(4), "Adam", "no_sync"),
-        (1, IRREGULAR, "SGD", "closure"),
-        (2, Ring(4), "AdamW", "closure"),
-        (3, IRREGULAR, "Adam", "no_sync"),
-    ]:
-        algorithm = SGP(topology, overlap=overlap)
-        found[f"{algorithm} {name} {mode}"] = differ(algorithm, name, mode)
-    return found
-
-
-@pytest.mark.parametrize("train", [slow(train_every_algorithm), train_every_order])
-def test_training_is_that_of_torchs_optimizers(ranks, subtests, train):
-    for rank, found in enumerate(ranks.run(4, train)):
-        for name, difference in found.items():
-            with subtests.test(name, rank=rank):
-                assert difference < 2e-6
+@pytest.mark.parametrize("rows", [slow(UNCOMPRESSED), EVERY_ORDER], ids=["all", "orders"])
+def test_training_is_that_of_torchs_optimizers(ranks, rows):
+    ranks.run_each(4, equals_torchs, rows)
 
 
 @on_ranks(4)
@@ -184,7 +169,8 @@ def test_a_step_that_amp_skips_still_takes_its_round(ranks):
     assert others == {4.0}
 
 
-def misuse(rank):
+@on_ranks(2)
+def test_mistakes_end_no_run(rank):
     loop = Loop(optim, SGP(Ring(2)))
     loop.train(1)
     errors = []
@@ -207,11 +193,7 @@ def misuse(rank):
     loop.train(2)  # nothing was lost, and no rank waits
     loop.end()
     loop.optimizer.step()  # alone again
-    return errors
-
-
-def test_mistakes_end_no_run(ranks):
-    assert len(set(map(str, ranks.run(2, misuse)))) == 1
+    assert_equal_on_all_ranks(errors)
 
 
 @on_ranks(2)

@@ -22,17 +22,13 @@ from tests.gossip.every_algorithm import DETERMINISTIC, EVERY_ALGORITHM, FEW
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import ALGORITHMS, step, wrap
 from tests.local_transport import LocalRun
-from tests.workers import on_ranks
+from tests.workers import assert_equal_on_all_ranks, on_ranks
 
 
-def starts_from_rank_zero(rank):
+@on_ranks(2)
+def test_all_ranks_start_from_rank_zero(rank):
     states = [wrap(algorithm)[0].state_dict() for algorithm in ALGORITHMS]
-    return [tensor.clone() for state in states for tensor in state.values()]
-
-
-def test_all_ranks_start_from_rank_zero(ranks):
-    first, second = ranks.run(2, starts_from_rank_zero)
-    assert all(map(torch.equal, first, second))
+    assert_equal_on_all_ranks([each.tolist() for state in states for each in state.values()])
 
 
 def test_buckets_are_larger_on_gpus():
@@ -237,9 +233,7 @@ def frozen_and_tied(rank):
 
 
 def test_frozen_and_tied_parameters_and_channels_last(ranks):
-    first, second = ranks.run(2, frozen_and_tied)
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*ranks.run(2, frozen_and_tied))
 
 
 def fine_tune(rank, name, given):

@@ -24,6 +24,7 @@ from tests.gossip.two_trainers.gan import (
     two_backwards,
     weights,
 )
+from tests.workers import assert_equal_on_all_ranks, on_ranks
 
 # ---------------------------------------------------------------------------------- loss scales
 
@@ -144,24 +145,19 @@ def test_both_resume_bit_for_bit_with_messages_in_flight(ranks, tmp_path):
     assert results[0][3] != results[1][3]  # the scales of ranks differ
 
 
-def load_wrongly(rank):
+@on_ranks(2)
+def test_the_state_of_the_other_network_is_refused_on_all_ranks(rank):
     """Load with the states of the two networks exchanged, on one rank and on both."""
     gan = Gan([SGP(Ring(2), overlap=1)] * 2)
     states = [GossipState(*pair) for pair in zip(gan.models, gan.optimizers, strict=True)]
     train(gan, one_fake, data_of(3, rank, 2))
-    saved, before, errors = [state.state_dict() for state in states], weights(gan), []
+    saved, before = [state.state_dict() for state in states], weights(gan)
     for exchanged_on in ([0], [0, 1]):
         with pytest.raises(ValueError, match="must be of the same") as error:
             states[0].load_state_dict(saved[rank in exchanged_on])
         assert all(map(torch.equal, weights(gan), before))
-        errors.append(str(error.value))
+        assert_equal_on_all_ranks(str(error.value))
     states[0].load_state_dict(saved[0])
-    return errors
-
-
-def test_the_state_of_the_other_network_is_refused_on_all_ranks(ranks):
-    first, second = ranks.run(2, load_wrongly)
-    assert first == second
 
 
 # ------------------------------------------------------------------------------------ mistakes
