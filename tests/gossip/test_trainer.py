@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel
-from pyparallel.comm import ANY, Run
+from pyparallel.comm import Run
 from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.join import JoinedRounds
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
@@ -276,34 +276,6 @@ def test_frozen_parameters_may_be_in_the_optimizer(ranks, subtests, names):
 
 
 # ------------------------------------------------------------------------ join(), without processes
-
-
-class Recording(ModelAverager):
-    """Records the calls in order, and which counts a header would have."""
-
-    def __init__(self, run):
-        super().__init__([torch.zeros(1)], run)
-        self.called = []
-
-    def before_step(self):
-        self.called.append(("before_step", self.run.fields()[3]))
-
-    def after_step(self):
-        self.called.append(("after_step", self.run.fields()[3]))
-
-
-def test_a_rank_without_batches_receives_and_sends_in_each_step_of_the_others():
-    run = LocalRun(0, 2)
-    run.counts.reset(3)
-    averager = Recording(run)
-    joined = JoinedRounds(averager, run)
-    hook = joined.join_hook()
-    hook.main_hook()
-    assert averager.called == [("before_step", ANY), ("after_step", ANY)]  # it counts no step
-    assert run.fields()[3] == 3
-    hook.post_hook(True)
-    assert run.fields()[3] == 0
-    assert joined.join_device == torch.device("cpu")
 
 
 def test_ranks_join_in_the_process_group_or_in_the_default_one():

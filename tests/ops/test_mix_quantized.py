@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyparallel.ops import dequantize, mix_, mix_quantized_, quantize
+from pyparallel.ops import mix_, mix_quantized_, quantize
 from pyparallel.ops._formats import decode_message, find_format
 from pyparallel.ops.mix_quantized import mix_quantized_reference
 from tests.ops.parity import (
@@ -115,38 +115,6 @@ def test_many_messages_go_in_groups(implementation):
 def test_compiled_cpu_on_anything(numel, num_messages, kind, block_size, dtype, replicas):
     options = {"block_size": block_size, "dtype": dtype, "replicas": replicas}
     parity(COMPILED_CPU, sample(numel, num_messages, kind, **options))
-
-
-def test_equals_mix_of_the_decoded_messages():
-    for kind, num_messages in product(FORMATS, (1, 3)):
-        z, weight, codes, scales, masses, bits, format, *_ = sample(4097, num_messages, kind)
-        named = {"bits": bits, "format": format}
-        messages = [
-            dequantize(code, scale, **named, numel=4097)
-            for code, scale in zip(codes, scales, strict=True)
-        ]
-        expected, total = z.clone(), weight.clone()
-        mix_(expected, total, messages, masses)
-        mix_quantized_(z, weight, codes, scales, masses, **named)
-        assert torch.equal(z, expected), f"{num_messages} of {kind}"
-        assert torch.equal(weight, total), f"{num_messages} of {kind}"
-
-
-def test_with_replicas_equals_decoding_into_them_first():
-    for kind, num_messages, dtype in product(FORMATS, (1, 3), DTYPES):
-        arguments = sample(4097, num_messages, kind, dtype=dtype, replicas=True)
-        z, weight, codes, scales, masses, bits, format, _, replicas, _ = arguments
-        named = {"bits": bits, "format": format}
-        updated = [
-            dequantize(code, scale, **named, numel=4097, out=replica.clone(), accumulate=True)
-            for code, scale, replica in zip(codes, scales, replicas, strict=True)
-        ]
-        expected, total = z.clone(), weight.clone()
-        mix_(expected, total, updated, masses)
-        mix_quantized_(z, weight, codes, scales, masses, **named, replicas=tuple(replicas))
-        found = [z, weight, *replicas]
-        for actual, wanted in zip(found, [expected, total, *updated], strict=True):
-            assert torch.equal(actual, wanted), f"{num_messages} of {kind}, {dtype}"
 
 
 def corrupt_samples(kind, replicas=False):

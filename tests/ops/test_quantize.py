@@ -209,18 +209,6 @@ def test_sums_of_messages(implementation):
 
 
 @each_format
-def test_a_sum_has_the_bits_of_one_message_after_the_other(kind):
-    for numel, count in ((1, 1), (1000, 5), (40_001, 3)):
-        codes, scales, *_ = sum_sample(numel, kind, count)
-        options = {**named(kind), "block_size": 64, "numel": numel}
-        total = torch.zeros(numel)
-        for message in zip(codes, scales.contiguous(), strict=True):
-            dequantize(*message, **options, out=total, accumulate=True)
-        total.div_(count)
-        assert torch.equal(dequantize_sum(codes, scales, **options, divisor=count), total)
-
-
-@each_format
 def test_a_sum_refuses_a_corrupt_message_on_the_cpu_and_a_gpu_leaves_it_out(kind):
     for wrong, wrong_scales, count in corrupt_messages(kind):
         right, right_scales = message(101, *kind, 32)

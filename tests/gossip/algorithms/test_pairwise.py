@@ -138,17 +138,6 @@ def test_16_bit_buffers_conserve_the_sum_up_to_rounding():
         assert (world.values() - expected / 4).abs().max() < 0.03, dtype
 
 
-def test_equal_ranks_do_not_change():
-    value = random_values(1)[0]
-    world = World(Complete(4), [value] * 4)
-    before = world.values()
-    for _ in range(50):
-        for rank in range(4):
-            world.step(rank)
-    assert torch.equal(world.values(), before)
-    assert all(averager.run.stats.wire_bytes > 0 for averager in world.averagers)
-
-
 @settings(deadline=None, max_examples=30)
 @given(num_ranks=st.integers(1, 6), order=ORDERS, more=ORDERS, later=ORDERS)
 def test_a_checkpoint_conserves_the_sum_and_changes_nothing(num_ranks, order, more, later):
