@@ -50,12 +50,6 @@ def test_mass_is_conserved_over_200_rounds(ranks, num_ranks):
     check_mass(average_somewhere(ranks, StarWithChords(num_ranks), 200))
 
 
-@pytest.mark.slow
-def test_mass_is_conserved_over_1000_rounds_of_eight_processes(ranks):
-    for kind in (OnePeerExponential, StarWithChords):
-        check_mass(ranks.run(8, average_over_gloo, kind(8), 1000))
-
-
 @pytest.mark.parametrize("num_ranks", [slow(3), slow(4), 8])
 def test_irregular_graphs_reach_the_mean_where_unweighted_averaging_fails(ranks, num_ranks):
     results = average_somewhere(ranks, StarWithChords(num_ranks), 150)
