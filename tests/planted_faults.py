@@ -241,7 +241,7 @@ FAULTS = [
         "pyparallel/gossip/algorithms/periodic.py",
         "            each.load_in_flight(in_flight)\n",
         "            each.load_in_flight(None)\n",
-        "tests/gossip/algorithms/test_streaming.py",
+        "tests/gossip/test_checkpoint.py",
     ),
     Fault(
         "AD-PSGD's active rank takes the whole difference",

@@ -7,6 +7,7 @@ so that a function that starts and ends cleanly costs a connection instead of a 
 import datetime
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,14 +154,34 @@ def assert_equal_on_all_ranks(value: Any) -> None:
     assert everywhere == [value] * len(everywhere)
 
 
-def call_each(rank: int, calls: list[tuple[Any, ...]]) -> None:
+def call_each(rank: int, calls: list[tuple[Any, ...]]) -> list[Any]:
     """Make calls, each of a function and its arguments, in one group; an error names its call."""
+    results = []
     for function, *arguments in calls:
         try:
-            function(rank, *arguments)
+            results.append(function(rank, *arguments))
         except BaseException as error:
             error.add_note(f"in {function.__name__} of {arguments}")
             raise
+    return results
+
+
+def on_ranks(num_ranks: int) -> Callable[[Callable[[int], object]], Callable[["RankPool"], None]]:
+    """Make a test of a function of the rank, which all ranks of a pool run."""
+
+    def decorate(function: Callable[[int], object]) -> Callable[["RankPool"], None]:
+        def test(ranks: RankPool) -> None:
+            ranks.run(num_ranks, _run_test, function.__module__, function.__name__)
+
+        test.__name__, test.__doc__ = function.__name__, function.__doc__
+        test.__module__, test.on_rank = function.__module__, function  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_test(rank: int, module: str, name: str) -> None:
+    getattr(importlib.import_module(module), name).on_rank(rank)
 
 
 def _send(sender: Any, value: Any, error: str | None) -> None:
@@ -195,6 +216,17 @@ class RankPool:
         """Return function(rank, *arguments) of each rank of a gloo group; all must succeed."""
         limits = {"time_limit": time_limit, "group_timeout": group_timeout}
         return _values(self.observe(num_ranks, function, *arguments, **limits))
+
+    def run_each(
+        self,
+        num_ranks: int,
+        function: Callable[..., Any],
+        rows: Iterable[tuple[Any, ...]],
+        **limits: float,
+    ) -> list[tuple[Any, ...]]:
+        """Return function(rank, *row) for each row, of all ranks; they share a group."""
+        calls = [(function, *row) for row in rows]
+        return list(zip(*self.run(num_ranks, call_each, calls, **limits), strict=True))
 
     def observe(
         self,

@@ -15,6 +15,7 @@ from pyparallel.comm.consistency import (
 )
 from pyparallel.comm.errors import PeerError
 from tests.gossip import loops
+from tests.workers import on_ranks
 
 
 def check(rank, fields_of, problem_of):
@@ -71,14 +72,11 @@ def test_each_sentence_is_stated_once_with_its_ranks():
         assert (type(error), str(error)) == (DisagreementError, text)
 
 
-def alone(rank):
+@on_ranks(1)
+def test_a_group_of_one_rank_is_consistent(rank):
     check_consistent_across_ranks(SAME, None)
     with pytest.raises(DisagreementError, match="rank 0: no"):
         check_consistent_across_ranks(SAME, "no")
-
-
-def test_a_group_of_one_rank_is_consistent(ranks):
-    ranks.run(1, alone)
 
 
 MALFORMED = [  # the length that a rank sends, and its bytes

@@ -9,21 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 
-from pyparallel import GossipDataParallel, PipelineTrainer, SubnetTrainer
+from pyparallel import GossipDataParallel
 from pyparallel.comm import Run, process_groups, store_of
 from pyparallel.comm.process_groups import create_group, device_of
-from pyparallel.compression import Int8, ddp_hook
 from pyparallel.gossip import SGP
 from pyparallel.gossip.algorithms.node_averager import counterparts_of, node_of
 from pyparallel.gossip.topology import Ring
-from pyparallel.pipeline import PipeOptim
 from pyparallel.pipeline.messages import P2PGroups
-from pyparallel.subnets import Partition
 from tests.cases import slow
+from tests.comm import trainers
 from tests.gossip.loops import batches, build_model, train
 from tests.workers import observe_ranks
 
@@ -69,17 +65,6 @@ def test_a_subgroup_is_divided_without_the_others(ranks):
     assert {total for _, total in outcomes} == {10}
 
 
-def make_a_group_that_one_rank_is_not_in(rank):
-    if rank < 2:
-        new_run([0, 1], None)
-    return sum_of_ranks(new_run(range(3), None).group)
-
-
-def test_ranks_in_more_groups_than_others_can_create_one(ranks):
-    # A name based on the number of a rank's groups would differ and time out.
-    assert ranks.run(3, make_a_group_that_one_rank_is_not_in, time_limit=40) == [3, 3, 3]
-
-
 def trains_in_overlapping_groups(rank):
     """Ranks 0 and 1, and 1 and 2, each with trainers, of which one is closed and made again."""
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
@@ -91,7 +76,7 @@ def trains_in_overlapping_groups(rank):
             dist.new_group([0], use_local_synchronization=True)
         model = build_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        wrapped = GossipDataParallel(model, optimizer, SGP(Ring(2)), process_group=pair)
+        wrapped = GossipDataParallel(model, optimizer, SGP(Ring(2), overlap=1), process_group=pair)
         train(model, optimizer, list(batches(rank, 2)), forward=wrapped)
         assert wrapped.process_group is pair
         numbers.append(wrapped._run.trainer)
@@ -132,22 +117,6 @@ def test_a_member_that_dies_before_connecting_is_an_error_on_the_others():
             f"PeerError: rank {rank}: a process group of ranks [{rank}, 2] could not be created: "
             "rank 2 d"  # died, or did not respond
         )
-
-
-def overlap_in_a_subgroup(rank):
-    group = dist.new_group([1, 2])
-    if rank in (1, 2):
-        model = build_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        algorithm = SGP(Ring(2), overlap=1)
-        wrapped = GossipDataParallel(model, optimizer, algorithm, process_group=group)
-        train(model, optimizer, list(batches(rank, 4)), forward=wrapped)
-        wrapped.flush()
-    return sum_of_ranks(dist.new_group([0, 1, 2]))
-
-
-def test_overlapping_rounds_in_a_subgroup_do_not_affect_later_groups(ranks):
-    assert ranks.run(3, overlap_in_a_subgroup, time_limit=30) == [3, 3, 3]
 
 
 def wait_for_a_silent_rank(rank):
@@ -224,39 +193,8 @@ def test_the_device_of_a_group_is_that_of_its_backend(monkeypatch):
         assert device_of(group) == torch.device(wanted)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05)
-
-
-def make_gossip():
-    model = build_model()
-    optimizer = sgd(model.parameters())
-    trainer = GossipDataParallel(model, optimizer, SGP(Ring(2), overlap=1))
-    train(model, optimizer, list(batches(dist.get_rank(), 2)), forward=trainer)
-    return trainer
-
-
-def make_pipeline():
-    layers = [nn.Linear(4, 8), nn.Linear(8, 4)]
-    trainer = PipelineTrainer(layers, nn.functional.mse_loss, sgd, PipeOptim(), num_microbatches=2)
-    for _ in range(2):
-        trainer.step(torch.ones(4, 4), torch.ones(4, 4))
-    return trainer
-
-
-def make_subnets():
-    layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    trainer = SubnetTrainer(layers, sgd, Partition(), interval=1)
-    trainer(torch.ones(2, 4)).sum().backward()
-    trainer.optimizer.step()
-    return trainer
-
-
 def make_hook():
-    replica = DistributedDataParallel(nn.Linear(4, 4), process_group=PARENTS[-1])
-    replica.register_comm_hook(*ddp_hook(Int8(), replica))
-    for _ in range(2):
-        replica(torch.ones(2, 4)).sum().backward()
+    return trainers.hook(process_group=PARENTS[-1])[1:]
 
 
 PARENTS = []
@@ -267,19 +205,21 @@ def make_many(rank, make, count):
     PARENTS.append(dist.group.WORLD)  # each DDP would hold another
     found = []
     for number in range(count):
-        trainer = make()
-        if trainer is not None and number % 2:
-            trainer.close()
-        del trainer
+        *trainer, step = make()
+        for _ in range(2):
+            step()
+        if trainer and number % 2:
+            trainer[0].close()
+        del trainer, step
         found.append([len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task")])
     PARENTS.clear()
     return found
 
 
-KINDS = [make_gossip, make_pipeline, make_subnets, make_hook]
+KINDS = [trainers.gossip, trainers.pipeline, trainers.subnets, make_hook]
 
 
-@pytest.mark.parametrize(("makes", "count"), [([make_gossip], 40), slow(KINDS, 100)])
+@pytest.mark.parametrize(("makes", "count"), [([trainers.gossip], 40), slow(KINDS, 100)])
 def test_trainers_give_their_groups_back(ranks, makes, count):
     """Those that were closed or dropped are destroyed several at a time."""
     for make in makes:

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pyparallel.comm import DisagreementError
-from pyparallel.compression import Int8, TopK, compress_fsdp, ddp_hook
+from pyparallel.compression import Int8, TopK, compress_fsdp
 from pyparallel.gossip import SGP, GossipState
 from pyparallel.gossip.topology import OnePeerExponential
-from pyparallel.pipeline import OneForwardOneBackward, PipelineTrainer, PipeOptim
-from pyparallel.subnets import Partition, SubnetTrainer
+from pyparallel.pipeline import OneForwardOneBackward, PipeOptim
+from tests.comm import trainers
 from tests.gossip.every_algorithm import COVERING, EVERY_ALGORITHM
 from tests.gossip.loops import step, wrap
 
@@ -57,27 +57,17 @@ def gossip(name, num_ranks):
     model.close()
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def subnets():
-    trainer = SubnetTrainer(
-        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), sgd, Partition(), 1
-    )
-    trainer(torch.randn(2, 4)).sum().backward()
-    trainer.optimizer.step()
+    trainer, step = trainers.subnets()
+    step()
     trainer.load_state_dict(trainer.state_dict())
     with trainer.full_model():
         pass
 
 
 def pipeline(schedule, split):
-    layers = [nn.Linear(4, 4) for _ in range(5)]
     batch = torch.randn(4, 4), torch.randn(4, 4)
-    trainer = PipelineTrainer(
-        layers, nn.functional.mse_loss, sgd, schedule, num_microbatches=2, split=split
-    )
+    trainer, _ = trainers.pipeline(schedule, num_layers=5, split=split)
     trainer.prepare(*batch)
     trainer.step(*batch)
     trainer.export_chrome_trace(os.devnull)
@@ -89,15 +79,13 @@ def pipeline(schedule, split):
 
 
 def hooks():
-    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
-    state, hook = ddp_hook(TopK(0.5))
-    model.register_comm_hook(state, hook)
-    model(torch.randn(2, 4)).sum().backward()
+    state, step = trainers.hook(TopK(0.5))
+    step()
     state.load_state_dict(state.state_dict())
     sharded = nn.Linear(4, 2)
     fully_shard(sharded)
     compress_fsdp(sharded, gradients=Int8())
-    sharded(torch.randn(2, 4)).sum().backward()
+    trainers.backward(sharded)
 
 
 def train_everything(rank, num_ranks):
@@ -118,10 +106,7 @@ def test_no_rank_unpickles_what_another_sent(ranks):
 def save_folders(folder):
     """Return a pipeline and a gossip trainer with its state, both of which are saved."""
     torch.manual_seed(0)
-    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    trainer = PipelineTrainer(
-        layers, nn.functional.mse_loss, sgd, PipeOptim(), num_microbatches=2, split=[1]
-    )
+    trainer, _ = trainers.pipeline(split=[1])
     trainer.prepare(torch.randn(4, 4), torch.randn(4, 4))
     model, optimizer = wrap(SGP(OnePeerExponential(2)), nn.Linear(4, 2))
     step(model, optimizer)

@@ -2,44 +2,23 @@
 
 import copy
 
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-from pyparallel import GossipDataParallel, SubnetTrainer
-from pyparallel.compression import Int8, ddp_hook
 from pyparallel.gossip import LocalSGD
-from pyparallel.subnets import Partition
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def backward(module):
-    module(torch.ones(2, 4)).sum().backward()
+from tests.comm import trainers
 
 
 def gossip():
-    module = nn.Linear(4, 4)
-    optimizer = sgd(module.parameters())
-    trainer = GossipDataParallel(module, optimizer, LocalSGD(1))
-    states = trainer.algorithm_state_dict, trainer.load_algorithm_state_dict
-    return lambda: (backward(trainer), optimizer.step()), *states
+    trainer, step = trainers.gossip(LocalSGD(1))
+    return step, trainer.algorithm_state_dict, trainer.load_algorithm_state_dict
 
 
 def subnets():
-    layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    trainer = SubnetTrainer(layers, sgd, Partition(), interval=1)
-    states = trainer.state_dict, trainer.load_state_dict
-    return lambda: (backward(trainer), trainer.optimizer.step()), *states
+    trainer, step = trainers.subnets()
+    return step, trainer.state_dict, trainer.load_state_dict
 
 
 def hook():
-    replica = DistributedDataParallel(nn.Linear(4, 4))
-    state, run = ddp_hook(Int8(), replica)
-    replica.register_comm_hook(state, run)
-    return lambda: backward(replica), state.state_dict, state.load_state_dict
+    state, step = trainers.hook()
+    return step, state.state_dict, state.load_state_dict
 
 
 def load_on_one(rank, make, loader):

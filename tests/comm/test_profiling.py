@@ -2,45 +2,16 @@
 
 import gc
 
-import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from pyparallel import GossipDataParallel, PipelineTrainer
-from pyparallel.gossip import SGP
-from pyparallel.gossip.topology import Complete
-from pyparallel.pipeline import PipeOptim
+from tests.comm import trainers
 from tests.workers import observe_ranks
-
-
-def start_gossip():
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = GossipDataParallel(model, optimizer, SGP(Complete(2), overlap=1))
-
-    def step():
-        optimizer.zero_grad()
-        trainer(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-
-    return step, trainer
-
-
-def start_pipeline():
-    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    optimizer_fn = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
-    trainer = PipelineTrainer(
-        layers, nn.functional.mse_loss, optimizer_fn, PipeOptim(), num_microbatches=2, split=[1]
-    )
-    x = torch.ones(4, 4)
-    return lambda: trainer.step(x, x), trainer
 
 
 def profile_steps(rank):
     """Return the names in the last profiles of both trainers."""
     names = set()
-    for start in (start_gossip, start_pipeline):
-        step, trainer = start()
+    for trainer, step in (trainers.gossip(), trainers.pipeline(split=[1])):
         profiles = []
         for _ in range(3):
             with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as last:

@@ -7,14 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyparallel.compression import (
-    Cast,
-    ErrorFeedback,
-    PowerSGD,
-    Switch,
-    Threshold,
-    ddp_hook,
-)
+from pyparallel.compression import Cast, ErrorFeedback, PowerSGD, Switch, Threshold, ddp_hook
 from pyparallel.compression.hooks.fsdp_collectives import (
     compressed_all_gather,
     compressed_reduce_scatter,
@@ -22,6 +15,7 @@ from pyparallel.compression.hooks.fsdp_collectives import (
 from pyparallel.compression.state_store import StateStore
 from pyparallel.recommend.profile import SingleRankCollectives
 from tests.compression.catalog import CATALOG, LAYOUT
+from tests.workers import on_ranks
 
 META = torch.device("meta")
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -92,11 +86,8 @@ def test_no_collective_of_fsdp_waits(subtests):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_no_hook_waits_on_a_gpu(ranks):
-    ranks.run(1, step_on_a_gpu)
-
-
-def step_on_a_gpu(rank):
+@on_ranks(1)
+def test_no_hook_waits_on_a_gpu(rank):
     device = torch.device("cuda", 0)
     group = dist.new_group([0], backend="nccl")
     for compressor in EVERY:

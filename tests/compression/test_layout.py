@@ -18,9 +18,3 @@ def test_pieces_are_views():
     flat = torch.zeros(5)
     BufferLayout.of([("a", torch.zeros(2)), ("b", torch.zeros(3, 1))]).split(flat)[1].fill_(1)
     assert flat.tolist() == [0, 0, 1, 1, 1]
-
-
-def test_an_empty_layout_has_no_entries():
-    assert BufferLayout(()).numel == 0
-    assert BufferLayout(()).split(torch.zeros(0)) == []
-    assert BufferLayout.flat(0).numel == 0

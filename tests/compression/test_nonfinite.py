@@ -21,7 +21,6 @@ from pyparallel.compression import (
 from pyparallel.compression.layout import BufferLayout
 from pyparallel.compression.nonfinite import NonFiniteCheck, first_nonfinite_part
 from pyparallel.recommend.profile import SingleRankCollectives
-from pyparallel.training.nonfinite import is_finite
 from tests.compression.local_collectives import run_locally
 
 NAN, INF = float("nan"), float("inf")
@@ -29,12 +28,10 @@ PARAMETERS = {"a": torch.empty(2, 3), "empty": torch.empty(0), "b": torch.ones(4
 LAYOUT = BufferLayout.of(PARAMETERS.items())
 
 
-def test_what_is_finite(subtests):
+def test_the_first_part_that_is_not_finite_is_found(subtests):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         with subtests.test(str(dtype)):
             largest = torch.full((10,), torch.finfo(dtype).max, dtype=dtype)
-            assert is_finite(largest)  # though its sum is not
-            assert is_finite(largest[:0])
             assert first_nonfinite_part(largest, LAYOUT) == -1
             for bad in (NAN, INF, -INF):
                 for place, piece in ((5, 0), (6, 2)):

@@ -81,6 +81,13 @@ def test_a_loaded_but_unused_state_is_saved():
     assert other.norm("residual") == store.norm("residual") > 0
 
 
+def test_missing_entries_keep_their_values():
+    state = COMPRESSOR.init(layout("ab"), CPU)
+    state.entries["residual"].fill_(1)
+    state.load_state({"a": {"residual": torch.zeros(4, 3)}}, {})
+    assert state.entries["residual"].tolist() == [0] * 12 + [1] * 7
+
+
 def test_loading_copies():
     store, other = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
     compress(store, "abc", 0)

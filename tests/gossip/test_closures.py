@@ -14,6 +14,7 @@ from pyparallel.gossip.topology import FromGraph, OnePeerExponential, Ring
 from tests.cases import slow
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import batches, start
+from tests.workers import on_ranks
 
 IRREGULAR = FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))
 
@@ -73,27 +74,20 @@ CASES = [
 ]
 
 
-def compare_with_closures(rank, cases):
-    found = {}
-    for algorithm, make_optimizer, options in cases:
-        plain, losses, _ = train(algorithm, rank, False, make_optimizer, **options)
-        end, others, in_flight = train(algorithm, rank, True, make_optimizer, **options)
-        label = f"{algorithm} {make_optimizer.__module__} {make_optimizer.__name__}"
-        same = torch.equal(plain, end) and losses == others
-        found[label] = same, in_flight == (6 if getattr(algorithm, "overlap", 0) else 0)
-    return found
+def compare_with_closures(rank, algorithm, make_optimizer, options):
+    plain, losses, _ = train(algorithm, rank, False, make_optimizer, **options)
+    end, others, in_flight = train(algorithm, rank, True, make_optimizer, **options)
+    assert torch.equal(plain, end)
+    assert losses == others
+    assert in_flight == (6 if getattr(algorithm, "overlap", 0) else 0)  # during a closure
 
 
 # Each algorithm with one optimizer, in turns, and compressed messages with a fused one.
 @pytest.mark.parametrize(
     "cases", [[*CASES[::4], CASES[9], CASES[17]], slow(CASES)], ids=["covering", "all"]
 )
-def test_trajectories_with_a_closure_are_those_without_it(ranks, subtests, cases):
-    for rank, found in enumerate(ranks.run(3, compare_with_closures, cases)):
-        for label, (same, hides) in found.items():
-            with subtests.test(label, rank=rank):
-                assert same, "other bits"
-                assert hides, "messages must travel during a closure"
+def test_trajectories_with_a_closure_are_those_without_it(ranks, cases):
+    ranks.run_each(3, compare_with_closures, cases)
 
 
 class Perturbs(torch.optim.Optimizer):
@@ -116,9 +110,9 @@ class Perturbs(torch.optim.Optimizer):
         return loss
 
 
-def evaluate_often(rank):
-    """Return what each kind of optimizer gets to see: parameters that no step changes."""
-    warned, seen = {}, {}
+@on_ranks(3)
+def test_optimizers_that_evaluate_often_or_elsewhere_see_debiased_parameters(rank):
+    """Parameters that no step changes."""
     for kind, options in ((torch.optim.LBFGS, {"max_iter": 4}), (Perturbs, {})):
         for overlap in (0, 1):
             torch.manual_seed(3)
@@ -143,30 +137,14 @@ def evaluate_often(rank):
                     optimizer.step(closure)
             model.flush()
             assert float(model.push_sum_weight) != 1
-            seen[kind, overlap] = (
-                max(float(value.abs().max()) for value in values),
-                float((module.weight - initial).abs().max()),
-                len(values),
+            assert max(float(value.abs().max()) for value in values) < 1e-6, kind
+            assert float((module.weight - initial).abs().max()) < 1e-6, kind
+            assert len(values) == (10 if kind is torch.optim.LBFGS else 5)
+            warned = [str(each.message) for each in caught if "overlap" in str(each.message)]
+            expected = (
+                f"{kind.__name__} may evaluate its closure several times in a step, or at other "
+                "parameters, so messages are received before the first evaluation: overlap hides "
+                "nothing; call backward() and then step() without a closure"
             )
-            warned[kind, overlap] = [
-                str(each.message) for each in caught if "overlap" in str(each.message)
-            ]
+            assert warned == [expected] * overlap
             model.close()
-    return seen, warned
-
-
-def test_optimizers_that_evaluate_often_or_elsewhere_see_debiased_parameters(ranks):
-    for seen, warned in ranks.run(3, evaluate_often):
-        for (kind, _), (difference, end, count) in seen.items():
-            assert difference < 1e-6, kind
-            assert end < 1e-6, kind
-            assert count == (10 if kind is torch.optim.LBFGS else 5)
-        for (kind, overlap), texts in warned.items():
-            if overlap:
-                assert texts == [
-                    f"{kind.__name__} may evaluate its closure several times in a step, or at "
-                    "other parameters, so messages are received before the first evaluation: "
-                    "overlap hides nothing; call backward() and then step() without a closure"
-                ]
-            else:
-                assert texts == []

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pyparallel import GossipDataParallel
-from pyparallel.gossip import SGP, AllReduce
+from pyparallel.gossip import OSGP, SGP, AllReduce
 from pyparallel.gossip.topology import Complete, Ring
 from tests.gossip.graphs import Broken, StarWithChords
 from tests.gossip.loops import error_of
@@ -263,9 +263,11 @@ def test_a_mistake_is_one_error_on_every_rank(ranks, subtests):
 def wrap_16_bit_parameters(rank):
     model = nn.Linear(4, 2).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    GossipDataParallel(model, optimizer, SGP(StarWithChords(3)))
+    algorithms = SGP(StarWithChords(3)), OSGP(Ring(3))
+    return [error_of(GossipDataParallel, model, optimizer, each) for each in algorithms]
 
 
-def test_16_bit_parameters_are_an_error_on_irregular_graphs(ranks):
-    for outcome in ranks.observe(3, wrap_16_bit_parameters):
-        assert "parameters must be float32 if push-sum weights differ from 1" in outcome.error
+def test_16_bit_parameters_are_an_error_on_irregular_graphs_and_for_osgp(ranks):
+    for of_sgp, of_osgp in ranks.run(3, wrap_16_bit_parameters):
+        assert "parameters must be float32 if push-sum weights differ from 1" in of_sgp
+        assert "parameters must be float32 for OSGP" in of_osgp

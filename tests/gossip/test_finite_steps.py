@@ -14,6 +14,7 @@ from pyparallel.ops._corrupt import CorruptCounter
 from pyparallel.optim.finite_steps import FiniteSteps
 from tests.cases import pairwise, slow
 from tests.gossip.loops import batches, build_model, flat
+from tests.workers import on_ranks
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -60,7 +61,8 @@ def train_alone(name, spoiled, clips):
     return train(model, optimizer, list(batches(0, 8)), spoiled=spoiled, clips=clips)
 
 
-def compare_with_training_alone(rank):
+@on_ranks(2)
+def test_equals_training_alone_bit_for_bit(rank):
     for clips, name in product((False, True), sorted(OPTIMIZERS.keys() - {"pyparallel"})):
         alone, scale = train_alone(name, 4, clips)
         result, its_scale, *_ = train_wrapped(rank, name, SGP(Ring(2)), 4, clips, True)
@@ -68,33 +70,14 @@ def compare_with_training_alone(rank):
         assert its_scale == scale
 
 
-def test_equals_training_alone_bit_for_bit(ranks):
-    ranks.run(2, compare_with_training_alone)
-
-
-def skip_on_one_rank(rank):
-    for overlap, name in ((0, "adamw, fused"), (1, "sgd")):
-        algorithm = SGP(Ring(3), overlap=overlap)
-        _, _, flushed, weight = train_wrapped(rank, name, algorithm, 4, False, False)
-        assert weight == 1.0, name
-        assert flushed.isfinite().all(), name
-
-
-def test_a_step_skipped_on_one_rank_does_not_stop_the_others(ranks):
-    ranks.run(3, skip_on_one_rank)
-
-
-def close(rank):
+@on_ranks(1)
+def test_close_restores_the_optimizer(rank):
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = GossipDataParallel(model, optimizer, SGP(Ring(1)))
-    inside = hasattr(optimizer, "_step_supports_amp_scaling")
+    assert hasattr(optimizer, "_step_supports_amp_scaling")
     wrapped.close()
-    return inside, hasattr(optimizer, "_step_supports_amp_scaling")
-
-
-def test_close_restores_the_optimizer(ranks):
-    assert ranks.run(1, close) == [(True, False)]
+    assert not hasattr(optimizer, "_step_supports_amp_scaling")
 
 
 def spoil(rank, policy, name, algorithm):
@@ -174,7 +157,8 @@ def test_a_step_with_a_nan_is_taken_by_the_policy(ranks, subtests, rows):
                 assert counts == ({8.0} if policy == "allow" else {7.0})
 
 
-def large_gradients(rank):
+@on_ranks(1)
+def test_large_sparse_and_missing_gradients(rank):
     """A norm that overflows in float32 is no inf; sparse and missing gradients are read, too."""
     model = torch.nn.ModuleList([torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -192,10 +176,6 @@ def large_gradients(rank):
     optimizer.step()
     with pytest.raises(ValueError, match="nonfinite must be 'raise', 'skip' or 'allow', got 'no'"):
         GossipDataParallel(torch.nn.Linear(2, 2), optimizer, SGP(Ring(1)), nonfinite="no")
-
-
-def test_large_sparse_and_missing_gradients(ranks):
-    ranks.run(1, large_gradients)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -11,7 +11,6 @@ from torch import nn
 
 from pyparallel import GossipDataParallel, optim
 from pyparallel.comm import PeerError
-from pyparallel.compression import Int8
 from pyparallel.gossip import SGP, GossipState
 from pyparallel.gossip.messages import NeighborExchange
 from pyparallel.gossip.push_sum import PushSum
@@ -20,6 +19,7 @@ from tests.cases import slow
 from tests.gossip.every_algorithm import DETERMINISTIC, EVERY_ALGORITHM
 from tests.local_transport import LocalRun
 from tests.ops.op_counter import OpCounter
+from tests.workers import assert_equal_on_all_ranks, on_ranks
 
 IRREGULAR = FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)]))
 SMALL_BUCKETS = 0.0005  # MiB: several for each parameter group
@@ -74,78 +74,51 @@ class Loop:
         return values
 
 
-def differ(algorithm, name="AdamW", mode="plain", steps=5):
-    """Return the largest difference from torch's optimizer."""
+def equals_torchs(rank, algorithm, name, mode):
     ends = []
     for package in (torch.optim, optim):
         loop = Loop(package, algorithm, name)
-        loop.train(steps, mode)
+        loop.train(6, mode)
         ends.append(loop.end())
-    return float((ends[0] - ends[1]).abs().max())
+    torch.testing.assert_close(*ends, rtol=0, atol=2e-6)
 
 
-def train_every_algorithm(rank):
-    return {
-        name: differ(build(4), steps=6)
-        for name, build in EVERY_ALGORITHM.items()
-        if name in DETERMINISTIC and getattr(build(4), "compressor", None) is None
-    }
+EVERY_ORDER = [
+    (SGP(Ring(4)), "SGD", "closure"),
+    (SGP(IRREGULAR), "AdamW", "no_sync"),
+    (SGP(OnePeerExponential(4), overlap=1), "Adam", "no_sync"),
+    (SGP(IRREGULAR, overlap=1), "SGD", "closure"),
+    (SGP(Ring(4), overlap=2), "AdamW", "closure"),
+    (SGP(IRREGULAR, overlap=3), "Adam", "no_sync"),
+]
+ALL = [(EVERY_ALGORITHM[name](4), "AdamW", "plain") for name in DETERMINISTIC]
+UNCOMPRESSED = [row for row in ALL if getattr(row[0], "compressor", None) is None]
 
 
-def train_every_order(rank):
-    found = {}
-    for overlap, topology, name, mode in [
-        (0, Ring(4), "SGD", "closure"),
-        (0, IRREGULAR, "AdamW", "no_sync"),
-        (1, OnePeerExponential(4), "Adam", "no_sync"),
-        (1, IRREGULAR, "SGD", "closure"),
-        (2, Ring(4), "AdamW", "closure"),
-        (3, IRREGULAR, "Adam", "no_sync"),
+@pytest.mark.parametrize("rows", [slow(UNCOMPRESSED), EVERY_ORDER], ids=["all", "orders"])
+def test_training_is_that_of_torchs_optimizers(ranks, rows):
+    ranks.run_each(4, equals_torchs, rows)
+
+
+@on_ranks(4)
+def test_a_step_is_one_op_a_bucket(rank):
+    for algorithm, ops_of_a_step in [
+        (SGP(Ring(4)), ["adamw_step_", "mix_"]),
+        (SGP(Ring(4), overlap=1), ["adamw_step_"]),
+        (SGP(OnePeerExponential(4), overlap=2), ["adamw_step_"]),
     ]:
-        algorithm = SGP(topology, overlap=overlap)
-        found[f"{algorithm} {name} {mode}"] = differ(algorithm, name, mode)
-    return found
-
-
-@pytest.mark.parametrize("train", [slow(train_every_algorithm), train_every_order])
-def test_training_is_that_of_torchs_optimizers(ranks, subtests, train):
-    for rank, found in enumerate(ranks.run(4, train)):
-        for name, difference in found.items():
-            with subtests.test(name, rank=rank):
-                assert difference < 2e-6
-
-
-def count_ops(rank):
-    found = {}
-    for label, algorithm in {
-        "0": SGP(Ring(4)),
-        "1": SGP(Ring(4), overlap=1),
-        "2": SGP(OnePeerExponential(4), overlap=2),
-        "int8": SGP(Ring(4), compressor=Int8()),
-    }.items():
         loop = Loop(optim, algorithm)
-        loop.train(2)  # the first messages of compressed gossip are uncompressed
+        loop.train(2)
         loop.ops.calls.clear()
         loop.train(6)
-        found[label] = dict(loop.ops.calls), len(loop.model._buckets.buffers)
+        num_buckets = len(loop.model._buckets.buffers)
+        assert num_buckets > 2
+        assert loop.ops.calls == dict.fromkeys(ops_of_a_step, 6 * num_buckets), algorithm
         loop.end()
-    return found
 
 
-def test_a_step_is_one_op_a_bucket(ranks):
-    for found in ranks.run(4, count_ops):
-        for label, ops_of_a_step in {
-            "0": ["adamw_step_", "mix_"],
-            "1": ["adamw_step_"],
-            "2": ["adamw_step_"],
-        }.items():
-            calls, num_buckets = found[label]
-            assert num_buckets > 2
-            assert calls == dict.fromkeys(ops_of_a_step, 6 * num_buckets), label
-
-
-def resume(rank):
-    differences = {}
+@on_ranks(3)
+def test_a_state_in_flight_follows_parameters_into_other_buckets(rank):
     for overlap, saves, loads in (
         (1, torch.optim, optim),
         (3, optim, torch.optim),
@@ -163,14 +136,7 @@ def resume(rank):
         loop.train(4)
         other.train(4)
         difference = float((loop.end() - other.end()).abs().max())
-        differences[overlap, saves is loads] = difference
-    return differences
-
-
-def test_a_state_in_flight_follows_parameters_into_other_buckets(ranks):
-    for differences in ranks.run(3, resume):
-        for (*_, same), difference in differences.items():
-            assert difference == 0 if same else difference < 1e-6
+        assert difference == 0 if saves is loads else difference < 1e-6
 
 
 def scale(rank):
@@ -203,7 +169,8 @@ def test_a_step_that_amp_skips_still_takes_its_round(ranks):
     assert others == {4.0}
 
 
-def misuse(rank):
+@on_ranks(2)
+def test_mistakes_end_no_run(rank):
     loop = Loop(optim, SGP(Ring(2)))
     loop.train(1)
     errors = []
@@ -226,22 +193,15 @@ def misuse(rank):
     loop.train(2)  # nothing was lost, and no rank waits
     loop.end()
     loop.optimizer.step()  # alone again
-    return errors
+    assert_equal_on_all_ranks(errors)
 
 
-def test_mistakes_end_no_run(ranks):
-    assert len(set(map(str, ranks.run(2, misuse)))) == 1
-
-
-def disagree(rank):
+@on_ranks(2)
+def test_another_kind_of_optimizer_on_a_rank_is_an_error_on_all(rank):
     groups = {"lr": 0.01} if rank else {"lr": 0.01, "foreach": None}
     package = optim if rank else torch.optim
     with pytest.raises(ValueError, match="buckets"):
         Loop(package, SGP(Ring(2)), **groups)
-
-
-def test_another_kind_of_optimizer_on_a_rank_is_an_error_on_all(ranks):
-    ranks.run(2, disagree)
 
 
 class FailingExchange(NeighborExchange):

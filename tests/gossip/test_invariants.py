@@ -12,6 +12,7 @@ from tests.cases import slow
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import SMOOTH, batches, flat, start, train, train_alone, train_wrapped
 from tests.local_transport import run_threads
+from tests.workers import on_ranks
 
 REGULAR = [Ring, OnePeerExponential, DirectedExponential, Complete]
 
@@ -47,12 +48,6 @@ def check_mass(results):
 @pytest.mark.parametrize("num_ranks", [slow(2), 3, slow(4), slow(6)])
 def test_mass_is_conserved_over_200_rounds(ranks, num_ranks):
     check_mass(average_somewhere(ranks, StarWithChords(num_ranks), 200))
-
-
-@pytest.mark.slow
-def test_mass_is_conserved_over_1000_rounds_of_eight_processes(ranks):
-    for kind in (OnePeerExponential, StarWithChords):
-        check_mass(ranks.run(8, average_over_gloo, kind(8), 1000))
 
 
 @pytest.mark.parametrize("num_ranks", [slow(3), slow(4), 8])
@@ -106,7 +101,8 @@ def test_complete_equals_all_reduce(ranks, num_ranks):
             torch.testing.assert_close(parameters, expected, rtol=1e-5, atol=2e-6)
 
 
-def train_as_the_bare_module(rank):
+@on_ranks(1)
+def test_one_rank_is_bit_equal_to_the_bare_module(rank):
     for make_optimizer, options in ((torch.optim.SGD, SMOOTH), (torch.optim.AdamW, {})):
         expected = train_alone(batches(0, 10), make_optimizer, **options)
         for algorithm in (
@@ -119,7 +115,3 @@ def train_as_the_bare_module(rank):
         ):
             found = train_wrapped(algorithm, batches(0, 10), make_optimizer, **options)
             assert torch.equal(found, expected), (algorithm, make_optimizer)
-
-
-def test_one_rank_is_bit_equal_to_the_bare_module(ranks):
-    ranks.run(1, train_as_the_bare_module)

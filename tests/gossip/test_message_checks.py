@@ -9,10 +9,11 @@ from torch import nn
 
 from pyparallel.comm import PeerError
 from pyparallel.compression import Int8
-from pyparallel.gossip import SGP, LeaderSGD, LocalSGD, NoLoCo
+from pyparallel.gossip import SGP, AllReduce, LeaderSGD, LocalSGD, NoLoCo
 from pyparallel.gossip.topology import RandomMatching, Ring, Star
 from tests.cases import slow
 from tests.gossip.loops import step, wrap
+from tests.workers import on_ranks
 
 
 def fill(model, value):
@@ -49,10 +50,10 @@ def test_trainers_stepped_in_another_order_name_each_other(ranks, algorithm):
     assert (rank, other_rank, other_trainer - trainer) == (0, 1, 1)
 
 
-def sends_own_messages(rank):
+@on_ranks(2)
+def test_a_users_own_messages_pass_those_of_a_trainer(rank):
     """Receive from the other rank across a step, in messages of any length."""
     model, optimizer = wrap(SGP(Ring(2)), fill(nn.Linear(4, 2), 1.0), lr=0.0)
-    received = []
     for numel in (1, 8192, sum(len(buffer) for buffer in model._buckets.buffers)):
         message = torch.full((numel,), 7.0)
         if rank == 0:
@@ -62,12 +63,8 @@ def sends_own_messages(rank):
         if rank == 1:
             work = torch.distributed.isend(message, 0)
         work.wait()
-        received.append(bool((message == 7).all()))
-    return received, float(model.module.bias[0])
-
-
-def test_a_users_own_messages_pass_those_of_a_trainer(ranks):
-    assert ranks.run(2, sends_own_messages) == [([True] * 3, 1.0)] * 2
+        assert (message == 7).all()
+    assert model.module.bias[0] == 1
 
 
 def drops_its_replicas(averager):
@@ -154,23 +151,22 @@ def test_impossible_masses_name_their_sender(ranks):
         assert is_unchanged, algorithm
 
 
-def joins_unevenly(rank):
-    """Train with unequal numbers of batches in join(), then with equal ones."""
-    for algorithm in (SGP(Ring(2)), SGP(Ring(2), overlap=2), LocalSGD(2)):
+@on_ranks(2)
+def test_counts_are_not_compared_in_join_which_leaves_no_configuration_behind(rank):
+    """Train with unequal numbers of batches in join(), twice, then with equal ones."""
+    for algorithm in (SGP(Ring(2)), SGP(Ring(2), overlap=2), LocalSGD(2), AllReduce()):
         model, optimizer = wrap(algorithm, nn.Linear(4, 2))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with model.join():
-                for _ in range(2 + 2 * rank):
-                    step(model, optimizer)
+            for _ in range(2):
+                with model.join():
+                    for _ in range(2 + 2 * rank):
+                        step(model, optimizer)
+            assert not model._rounds.joined._join_config.enable, algorithm
             for _ in range(3):
                 step(model, optimizer)
             model.flush()
         assert model._averager.run.counts.steps == 3, algorithm
-
-
-def test_counts_are_not_compared_in_join(ranks):
-    ranks.run(2, joins_unevenly)
 
 
 def steps_twice(model, optimizer):
@@ -201,15 +197,13 @@ RULES = {
 }
 
 
-def makes_each_mistake(rank):
+def test_a_step_that_one_rank_takes_alone_is_told_at_the_next_round(ranks):
     algorithms = SGP(Ring(2)), SGP(Ring(2), overlap=1), LocalSGD(4)
     cases = [(algorithm, mistake) for algorithm in algorithms for mistake in RULES]
-    return [(*case, steps_unlike(rank, *case)) for case in cases]
-
-
-def test_a_step_that_one_rank_takes_alone_is_told_at_the_next_round(ranks):
-    for rank, found in enumerate(ranks.run(2, makes_each_mistake)):
-        for algorithm, mistake, error in found:
+    for (algorithm, mistake), found in zip(
+        cases, ranks.run_each(2, steps_unlike, cases), strict=True
+    ):
+        for rank, error in enumerate(found):
             assert error is not None, (algorithm, mistake)
             assert error.startswith(f"rank {rank}, "), error
             assert RULES[mistake] in error, (algorithm, mistake, error)

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import re
 
 import pytest
 import torch
@@ -20,14 +21,16 @@ from pyparallel.pipeline import GPipe, PipelineTrainer
 from pyparallel.subnets import Partition, SubnetTrainer
 from tests.gossip.every_algorithm import EVERY_ALGORITHM
 from tests.gossip.graphs import StarWithChords
-from tests.gossip.loops import ALGORITHMS, step, wrap
+from tests.gossip.loops import step, wrap
+from tests.workers import on_ranks
 
 
 def fail(*_):
     raise KeyError("a user's hook")
 
 
-def interrupted_step(rank):
+@on_ranks(3)
+def test_an_exception_inside_the_step_restores_debiased_parameters(rank):
     model, optimizer = wrap(SGP(StarWithChords(3)), nn.Linear(4, 2))
     step(model, optimizer)
     assert model.push_sum_weight != 1
@@ -41,10 +44,6 @@ def interrupted_step(rank):
     return step(model, optimizer)
 
 
-def test_an_exception_inside_the_step_restores_debiased_parameters(ranks):
-    ranks.run(3, interrupted_step)
-
-
 class Derived(torch.optim.SGD):
     """An optimizer for which torch runs the step hooks of this class and of its parent."""
 
@@ -52,7 +51,8 @@ class Derived(torch.optim.SGD):
         return super().step(closure)
 
 
-def counts_rounds(rank):
+@on_ranks(2)
+def test_a_derived_optimizer_takes_one_round_a_step(rank):
     torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # now torch hooks the parent's step
     module = nn.Linear(4, 2)
     optimizer = Derived(module.parameters(), lr=0.1)
@@ -64,12 +64,7 @@ def counts_rounds(rank):
         step(model, optimizer)
     hook.remove()
     step(model, optimizer)
-    return once, model.bytes_sent
-
-
-def test_a_derived_optimizer_takes_one_round_a_step(ranks):
-    for once, twice in ranks.run(2, counts_rounds):
-        assert twice == 2 * once > 0
+    assert model.bytes_sent == 2 * once > 0
 
 
 def half_frozen(layer):
@@ -77,7 +72,8 @@ def half_frozen(layer):
     return layer
 
 
-def replaces_parameters(rank):
+@on_ranks(1)
+def test_parameters_outside_the_flat_buffers_are_an_error(rank):
     model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     with pytest.raises(RuntimeError, match="the optimizer must train the parameters it had"):
@@ -97,7 +93,8 @@ def replaces_parameters(rank):
             use()
 
 
-def replaces_layers(rank):
+@on_ranks(1)
+def test_replaced_layers_are_an_error(rank):
     def replace(module):
         module[3] = nn.Linear(8, 2)
 
@@ -121,43 +118,26 @@ def replaces_layers(rank):
     step(model, optimizer)
 
 
-def test_replaced_layers_are_an_error(ranks):
-    ranks.run(1, replaces_layers)
+ANOTHER = (
+    "the parameters of a GossipDataParallel must be stepped by the SGD that it was given, got a "
+    "step of another optimizer, SGD, after which no round would be taken; nothing has been "
+    "stepped: step the one it was given, or close() the trainer and wrap again with this one"
+)
 
 
-def test_parameters_outside_the_flat_buffers_are_an_error(ranks):
-    ranks.run(1, replaces_parameters)
-
-
-def joins_and_continues(rank):
-    for algorithm in ALGORITHMS:
-        model, optimizer = wrap(algorithm, nn.Linear(4, 2))
-        for _ in range(2):
-            with model.join():
-                for _ in range(2 + rank):
-                    step(model, optimizer)
-        assert not model._rounds.joined._join_config.enable, algorithm
-        step(model, optimizer)
-
-
-def test_join_leaves_no_configuration_behind(ranks):
-    ranks.run(2, joins_and_continues)
-
-
-def uses_another_optimizer(rank):
-    """Return the errors of other optimizers' steps, all of them before anything has changed."""
+@on_ranks(1)
+def test_a_step_of_another_optimizer_is_an_error_before_it(rank):
+    """All errors of other optimizers' steps come before anything has changed."""
     model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     other.step()  # no gradients: nothing to step
     first = next(model.parameters())
-    errors = []
     for _ in range(2):
         model(torch.ones(3, 4)).sum().backward()
         before = first.detach().clone()
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(RuntimeError, match=f"^{re.escape(ANOTHER)}$"):
             other.step()
         assert torch.equal(first, before)
-        errors.append(str(error.value))
     with pytest.raises(RuntimeError, match="got a step of another optimizer, LBFGS"):
         torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
     with model.no_sync():
@@ -177,7 +157,6 @@ def uses_another_optimizer(rank):
     optimizer.step()
     again = GossipDataParallel(model.module, optimizer, SGP(Ring(1)))
     step(again, optimizer)
-    return errors
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -191,7 +170,8 @@ class Wrapper(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
-def wraps_optimizers(rank):
+@on_ranks(2)
+def test_an_optimizer_may_be_wrapped(rank):
     """Wrap the trainer's optimizer, and give the trainer a wrapper."""
     model, optimizer = wrap(SGP(Complete(2)), nn.Linear(4, 2))
     step(model, Wrapper(optimizer))
@@ -201,10 +181,11 @@ def wraps_optimizers(rank):
     optimizer = Wrapper(torch.optim.SGD(module.parameters(), lr=0.1))
     model = GossipDataParallel(module, optimizer, SGP(Complete(2)))
     step(model, optimizer)
-    return once, model.bytes_sent
+    assert once == model.bytes_sent > 0
 
 
-def trainer_goes_inside_a_step(rank):
+@on_ranks(1)
+def test_a_trainer_may_go_inside_a_step(rank):
     """Collect a trainer while another optimizer's step goes through torch's hooks."""
     trainers, module = [], nn.Linear(4, 2)
 
@@ -222,24 +203,12 @@ def trainer_goes_inside_a_step(rank):
     module(torch.ones(3, 4)).sum().backward()
     torch.optim.SGD(module.parameters(), lr=0.1).step()  # the parameters are no trainer's now
     wrap(SGP(Ring(1)), nn.Linear(4, 2))
-    return len(_global_optimizer_pre_hooks) + 1 - num_hooks
+    assert len(_global_optimizer_pre_hooks) + 1 == num_hooks
 
 
-def test_a_step_of_another_optimizer_is_an_error_before_it(ranks):
-    ((first, second),) = ranks.run(1, uses_another_optimizer)
-    assert first == second
-    assert first == (
-        "the parameters of a GossipDataParallel must be stepped by the SGD that it was given, got "
-        "a step of another optimizer, SGD, after which no round would be taken; nothing has been "
-        "stepped: step the one it was given, or close() the trainer and wrap again with this one"
-    )
-    for inner, outer in ranks.run(2, wraps_optimizers):
-        assert inner == outer > 0
-    assert ranks.run(1, trainer_goes_inside_a_step) == [0]
-
-
-def counts_steps(rank):
-    """Return the counts after steps that are ordinary, repeated, local, and compiled."""
+@on_ranks(1)
+def test_steps_and_forwards_are_counted_and_compile_nothing_again(rank):
+    """Steps that are ordinary, repeated, local, and compiled."""
     model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
     counts, found = model._averager.run.counts, []
     step(model, optimizer)
@@ -259,16 +228,12 @@ def counts_steps(rank):
     for _ in range(4):
         step(compiled, optimizer)
     found.append((counts.steps, counts.repeats, counts.forwards))
-    return found, len(compilations)
-
-
-def test_steps_and_forwards_are_counted_and_compile_nothing_again(ranks):
-    ((found, num_compilations),) = ranks.run(1, counts_steps)
     assert found == [(1, 0, 1), (3, 2, 1), (4, 2, 3), (8, 2, 3)]
-    assert num_compilations == 1
+    assert len(compilations) == 1
 
 
-def skips_a_step(rank):
+@on_ranks(2)
+def test_a_step_that_a_rank_has_skipped_is_told_where_all_ranks_meet(rank):
     """What all ranks do together after one has skipped a step is one error."""
     for algorithm in (SGP(Complete(2), overlap=1), LocalSGD(5)):
         model, optimizer = wrap(algorithm, nn.Linear(4, 2))
@@ -285,10 +250,6 @@ def skips_a_step(rank):
                 "inside no_sync(), or use join() for unequal numbers of batches"
             )
         model.close()
-
-
-def test_a_step_that_a_rank_has_skipped_is_told_where_all_ranks_meet(ranks):
-    ranks.run(2, skips_a_step)
 
 
 def test_a_process_without_a_group_is_an_error():

@@ -17,6 +17,7 @@ from pyparallel.gossip.topology import OnePeerExponential, Ring
 from pyparallel.pipeline import OneForwardOneBackward, PipelineTrainer
 from pyparallel.training import clone_tensors_for_torch_save, seal
 from tests.gossip.loops import step, wrap
+from tests.workers import on_ranks
 
 
 class Model(nn.Sequential):
@@ -112,7 +113,8 @@ class Derived(GossipDataParallel):
         return (1).typo
 
 
-def refuses_conversions(rank):
+@on_ranks(1)
+def test_a_conversion_that_changes_nothing_is_accepted(rank):
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(2, 2).bfloat16())
     module.to(memory_format=torch.channels_last)
     module.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
@@ -145,17 +147,14 @@ def refuses_conversions(rank):
             move()
 
 
-def test_a_conversion_that_changes_nothing_is_accepted(ranks):
-    ranks.run(1, refuses_conversions)
-
-
 def size(value):
     file = io.BytesIO()
     torch.save(value, file)
     return len(file.getvalue())
 
 
-def saves_parts(rank):
+@on_ranks(1)
+def test_a_part_is_saved_without_its_bucket(rank):
     embedding = nn.Embedding(1000, 8)
     head = nn.Linear(8, 1000, bias=False)
     head.weight = embedding.weight
@@ -179,11 +178,8 @@ def saves_parts(rank):
     assert torch.equal(state["1.weight"], module[1].weight)  # still the live tensors
 
 
-def test_a_part_is_saved_without_its_bucket(ranks):
-    ranks.run(1, saves_parts)
-
-
-def pipeline_keys(rank):
+@on_ranks(1)
+def test_a_compiled_layer_of_a_pipeline_has_plain_keys(rank):
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     compiled = [layers[0], torch.compile(copy.deepcopy(layers[1]), backend="eager")]
     states = []
@@ -197,13 +193,9 @@ def pipeline_keys(rank):
     old["0"]["module"] = trainer.stages[0].module.state_dict()
     trainer.load_state_dict(states[0])
     trainer.load_state_dict({"0": seal(old["0"])})
-    return [list(each["0"]["module"]) for each in states], list(old["0"]["module"])
-
-
-def test_a_compiled_layer_of_a_pipeline_has_plain_keys(ranks):
-    (((plain, of_compiled), old),) = ranks.run(1, pipeline_keys)
+    plain, of_compiled = (list(each["0"]["module"]) for each in states)
     assert plain == of_compiled
-    assert "1._orig_mod.weight" in old
+    assert "1._orig_mod.weight" in old["0"]["module"]
 
 
 # ----------------------------------------------------------------- two ranks: saving and loading
@@ -247,7 +239,8 @@ def test_loading_by_torchs_functions_merges_and_resets(ranks, tmp_path):
     ranks.run(2, loads, str(tmp_path))
 
 
-def fused(rank):
+@on_ranks(2)
+def test_creating_the_state_of_a_fused_optimizer_is_no_round(rank):
     from pyparallel.optim import AdamW
 
     module = build()
@@ -259,10 +252,6 @@ def fused(rank):
     sent = model.bytes_sent
     checkpoints.get_optimizer_state_dict(model, optimizer)
     assert model.bytes_sent == sent
-
-
-def test_creating_the_state_of_a_fused_optimizer_is_no_round(ranks):
-    ranks.run(2, fused)
 
 
 def resumes_compiled(rank, algorithm):

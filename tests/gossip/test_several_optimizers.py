@@ -1,8 +1,8 @@
 """A list of optimizers, such as Muon for matrices and AdamW for the rest."""
 
-import copy
 import gc
 import io
+import re
 import weakref
 
 import pytest
@@ -13,11 +13,13 @@ from torch import nn
 from pyparallel import GossipDataParallel, optim
 from pyparallel.comm import NonFiniteError
 from pyparallel.gossip import SGP, AllReduce, GossipState, LocalSGD
+from pyparallel.gossip.algorithms.sgp import sgp
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
 from tests.cases import slow
 from tests.gossip.every_algorithm import DETERMINISTIC, EVERY_ALGORITHM, FEW
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import batches, build_model, flat
+from tests.workers import on_ranks
 
 
 def split(model):
@@ -59,30 +61,23 @@ def train(model, optimizers, data, schedulers=()):
 
 def algorithm_1(topology, num_steps):
     """Algorithm 1 of Assran et al. with both optimizers on each rank's numerator x; return z, w."""
-    num_ranks = topology.num_ranks
-    models = [build_model() for _ in range(num_ranks)]
+    models = [build_model() for _ in range(topology.num_ranks)]
     optimizers = [muon_and_adamw(model) for model in models]
-    data = [list(batches(rank, num_steps)) for rank in range(num_ranks)]
-    weights = torch.ones(num_ranks, dtype=torch.float64)
-    for step in range(num_steps):
+    data = [list(batches(rank, num_steps)) for rank in range(topology.num_ranks)]
+    x, w = torch.stack([flat(model).double() for model in models]), torch.ones(len(models), 1)
+
+    def update(z):
         for rank, model in enumerate(models):
-            debiased = copy.deepcopy(model)  # the model's own parameters are x
-            with torch.no_grad():
-                for p in debiased.parameters():
-                    p.div_(weights[rank])
-            backward(debiased, data[rank][step])
-            for p, z in zip(model.parameters(), debiased.parameters(), strict=True):
-                p.grad = z.grad
+            nn.utils.vector_to_parameters(z[rank].float(), model.parameters())
+            backward(model, data[rank][step])
+            nn.utils.vector_to_parameters(x[rank].float(), model.parameters())
             for each in optimizers[rank]:
                 each.step()
-        matrix = torch.as_tensor(topology.mixing_matrix(step), dtype=torch.float64)
-        weights = matrix @ weights
-        with torch.no_grad():
-            for same in zip(*(model.parameters() for model in models), strict=True):
-                stacked = torch.stack([p.double() for p in same])
-                for p, mixed in zip(same, torch.tensordot(matrix, stacked, 1), strict=True):
-                    p.copy_(mixed)
-    return [flat(model) / w for model, w in zip(models, weights, strict=True)], weights
+        return x - torch.stack([flat(model) for model in models])
+
+    for step in range(num_steps):
+        x, w = sgp(x, w.double(), update, torch.from_numpy(topology.mixing_matrix(step)))
+    return (x / w).float(), w
 
 
 def train_sgp(rank, topology, num_steps):
@@ -135,44 +130,34 @@ def one_of(kind):
     return lambda a, b: sgd(kind, [{"params": a}, {"params": b, "lr": 0.1}], 0.05)
 
 
-def equals_one_optimizer(rank, names):
-    found = {}
-    for name in names:
-        algorithm, joins = EVERY_ALGORITHM[name](4), name in ("sgp-star", "allreduce")
-        one = train_with(algorithm, one_of(torch.optim.SGD), joins)
-        two = train_with(algorithm, two_of(torch.optim.SGD), joins)
-        found[name] = torch.equal(one[0], two[0]) and one[1:] == two[1:]
-    return found
+def equals_one_optimizer(rank, name):
+    algorithm, joins = EVERY_ALGORITHM[name](4), name in ("sgp-star", "allreduce")
+    one = train_with(algorithm, one_of(torch.optim.SGD), joins)
+    two = train_with(algorithm, two_of(torch.optim.SGD), joins)
+    assert torch.equal(one[0], two[0])
+    assert one[1:] == two[1:]
 
 
 @pytest.mark.parametrize("names", [FEW, slow(DETERMINISTIC)], ids=["few", "all"])
-def test_two_optimizers_equal_one_of_two_groups_bit_for_bit(ranks, subtests, names):
-    for rank, found in enumerate(ranks.run(4, equals_one_optimizer, names)):
-        for name, is_equal in found.items():
-            with subtests.test(name, rank=rank):
-                assert is_equal
+def test_two_optimizers_equal_one_of_two_groups_bit_for_bit(ranks, names):
+    ranks.run_each(4, equals_one_optimizer, [(name,) for name in names])
 
 
-def mixes_fused(rank):
-    found = {}
+@on_ranks(4)
+def test_fused_optimizers_may_be_in_the_list(rank):
     for name in ("sgp-star", "leadersgd"):
         algorithm = EVERY_ALGORITHM[name](4)
         torchs = train_with(algorithm, one_of(torch.optim.SGD))
         fused = train_with(algorithm, one_of(optim.SGD))
         listed = train_with(algorithm, lambda a, b: [one_of(optim.SGD)(a, b)])
-        found[name] = torch.equal(fused[0], listed[0]) and fused[1:] == listed[1:]
+        assert torch.equal(fused[0], listed[0])
+        assert fused[1:] == listed[1:]
         for make in (
             two_of(optim.SGD),
             lambda a, b: [sgd(optim.SGD, a, 0.05), sgd(torch.optim.SGD, b, 0.1)],
             lambda a, b: [sgd(torch.optim.SGD, a, 0.05), sgd(optim.SGD, b, 0.1)],
         ):
             torch.testing.assert_close(train_with(algorithm, make)[0], torchs[0])
-    return found
-
-
-def test_fused_optimizers_may_be_in_the_list(ranks):
-    for found in ranks.run(4, mixes_fused):
-        assert all(found.values()), found
 
 
 # ------------------------------------------------------------------------------ inf and nan
@@ -279,9 +264,21 @@ def test_the_policy_decides_over_all_optimizers_before_the_first_one(ranks, subt
 # ------------------------------------------------------------------------------ order of the steps
 
 
-def keeps_the_order(rank):
-    """Return what misuse raises; the run that it interrupts ends as one without it."""
-    results, texts = [], []
+SECOND = (
+    "each of several optimizers must take one step in a training step, got a second one of Muon "
+    "(optimizer[0]) before one of AdamW (optimizer[1]); nothing has been stepped: call step() of "
+    "AdamW (optimizer[1]) first, in every training step"
+)
+CLOSURE = "several optimizers must be stepped without a closure"
+OTHER = (
+    r"stepped by the Muon .* and AdamW.*step those it was given, or close\(\) the trainer and wrap "
+)
+
+
+@on_ranks(4)
+def test_a_misused_step_is_one_error_and_nothing_is_lost(rank):
+    """The run that it interrupts ends as one without it."""
+    results = []
     for misuses in (False, True):
         model = build_model()
         muon, adamw = optimizers = muon_and_adamw(model)
@@ -291,18 +288,15 @@ def keeps_the_order(rank):
             muon.step()
             if misuses and index == 2:
                 before = flat(model).clone()
-                for misuse in (muon.step, lambda step=adamw.step: step(lambda: 1.0)):
-                    with pytest.raises(RuntimeError) as raised:
-                        misuse()
-                    texts.append(str(raised.value))
-                with pytest.raises(ValueError, match="states must be saved between") as raised:
+                with pytest.raises(RuntimeError, match=f"^{re.escape(SECOND)}$"):
+                    muon.step()
+                with pytest.raises(RuntimeError, match=CLOSURE):
+                    adamw.step(lambda: 1.0)
+                after = r"states must be saved between .*after a step of Muon .* and none of AdamW"
+                with pytest.raises(ValueError, match=after):
                     GossipState(wrapped, optimizers).state_dict()
-                texts.append(str(raised.value))
-                with pytest.raises(
-                    RuntimeError, match=r"stepped by the Muon .* and AdamW"
-                ) as raised:
+                with pytest.raises(RuntimeError, match=OTHER):
                     torch.optim.SGD(model.parameters(), lr=0.1).step()
-                texts.append(str(raised.value))
                 wrapped.eval()
                 with torch.no_grad():
                     wrapped(batch[0])
@@ -316,21 +310,6 @@ def keeps_the_order(rank):
     (clean, mass), (interrupted, its_mass) = results
     torch.testing.assert_close(interrupted, clean, rtol=0, atol=4e-4)
     assert its_mass == mass
-    return texts
-
-
-def test_a_misused_step_is_one_error_and_nothing_is_lost(ranks):
-    for second, closure, state, other in ranks.run(4, keeps_the_order):
-        assert second == (
-            "each of several optimizers must take one step in a training step, got a second one of "
-            "Muon (optimizer[0]) before one of AdamW (optimizer[1]); nothing has been stepped: "
-            "call step() of AdamW (optimizer[1]) first, in every training step"
-        )
-        assert closure.startswith("several optimizers must be stepped without a closure")
-        assert "after a step of Muon (optimizer[0]) and none of AdamW (optimizer[1])" in state
-        assert other.endswith(
-            "step those it was given, or close() the trainer and wrap again with this one"
-        )
 
 
 class Both(torch.optim.Optimizer):
@@ -346,7 +325,8 @@ class Both(torch.optim.Optimizer):
             each.step()
 
 
-def ends_cleanly(rank):
+@on_ranks(1)
+def test_trainers_are_freed_and_closed(rank):
     gc.disable()
     model = build_model()
     optimizers = muon_and_adamw(model)
@@ -356,7 +336,7 @@ def ends_cleanly(rank):
     Both(optimizers).step()
     assert wrapped._run.counts.steps == 3
     del wrapped, optimizers
-    freed = [each() is None for each in left]
+    assert [each() for each in left] == [None, None]
     gc.enable()
     optimizers = [optim.SGD(split(model)[0], lr=0.1), torch.optim.SGD(split(model)[1], lr=0.1)]
     wrapped = GossipDataParallel(model, optimizers, SGP(Ring(1)))
@@ -370,11 +350,6 @@ def ends_cleanly(rank):
     backward(wrapped, next(batches(0, 1)))
     with pytest.raises(RuntimeError, match=r"after SGD \(optimizer\[0\]\) was deleted"):
         optimizers[0].step()
-    return freed
-
-
-def test_trainers_are_freed_and_closed(ranks):
-    assert ranks.run(1, ends_cleanly) == [[True, True]]
 
 
 # ------------------------------------------------------------------------------ saved states
@@ -408,12 +383,12 @@ def resume(rank, name):
     return model, optimizers, wrapped, torch.load(file), expected
 
 
-def resumes_bit_for_bit(rank):
-    found, texts = {}, []
+@on_ranks(2)
+def test_a_run_resumes_bit_for_bit(rank):
     for name in ("sgp-overlap-1", "slowmo", "allreduce"):
         model, optimizers, wrapped, saved, expected = resume(rank, name)
         wrapped.flush()
-        found[name] = torch.equal(flat(model), expected)
+        assert torch.equal(flat(model), expected), name
         with pytest.raises(ValueError, match="optimizer must be what the trainer"):
             GossipState(wrapped, optimizers[0])
         with pytest.raises(ValueError, match="Muon, AdamW, got AdamW, Muon"):
@@ -422,24 +397,13 @@ def resumes_bit_for_bit(rank):
         model = build_model()
         one = torch.optim.AdamW(model.parameters(), lr=0.01)
         wrapped = GossipDataParallel(model, one, EVERY_ALGORITHM[name](2))
-        with pytest.raises(ValueError, match="of the same optimizer") as raised:
+        rule = "^ranks 0-1: state_dict must be of the same optimizers, AdamW, got Muon, AdamW$"
+        with pytest.raises(ValueError, match=rule):
             GossipState(wrapped, one).load_state_dict(saved)
-        texts.append(str(raised.value))
         (values,) = (each.values for each in GossipState(wrapped, [one]).state_dict().values())
         assert values["optimizer_kind"] == "AdamW"
         assert values["optimizer"].keys() == one.state_dict().keys()
         wrapped.close()
-    return found, texts
-
-
-def test_a_run_resumes_bit_for_bit(ranks):
-    for found, texts in ranks.run(2, resumes_bit_for_bit):
-        assert all(found.values()), found
-        for text in texts:
-            assert (
-                text
-                == "ranks 0-1: state_dict must be of the same optimizers, AdamW, got Muon, AdamW"
-            )
 
 
 # ------------------------------------------------------------------------------ bad input
@@ -501,9 +465,9 @@ MISTAKES = {
 }
 
 
-def makes_mistakes(rank):
-    texts = {}
-    for name, (make, _) in MISTAKES.items():
+@on_ranks(2)
+def test_a_mistake_is_one_sentence_on_every_rank(rank):
+    for name, (make, expected) in MISTAKES.items():
         model = build_model()
         optimizers = (make if rank == 1 else muon_and_adamw)(model)
         before = [p.data_ptr() for p in model.parameters()]
@@ -511,13 +475,5 @@ def makes_mistakes(rank):
             GossipDataParallel(model, optimizers, AllReduce())
         assert before == [p.data_ptr() for p in model.parameters()]
         assert isinstance(raised.value, TypeError) == (name == "no optimizer")
-        texts[name] = str(raised.value)
+        assert str(raised.value) == expected, name
     GossipDataParallel(model := build_model(), tuple(muon_and_adamw(model)), SGP(Complete(2)))
-    return texts
-
-
-def test_a_mistake_is_one_sentence_on_every_rank(ranks, subtests):
-    for rank, texts in enumerate(ranks.run(2, makes_mistakes)):
-        for name, (_, expected) in MISTAKES.items():
-            with subtests.test(name, rank=rank):
-                assert texts[name] == expected

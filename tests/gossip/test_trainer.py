@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from itertools import chain
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel
-from pyparallel.comm import ANY, Run
+from pyparallel.comm import Run
 from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.join import JoinedRounds
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
@@ -21,16 +22,13 @@ from tests.gossip.every_algorithm import DETERMINISTIC, EVERY_ALGORITHM, FEW
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import ALGORITHMS, step, wrap
 from tests.local_transport import LocalRun
+from tests.workers import assert_equal_on_all_ranks, on_ranks
 
 
-def starts_from_rank_zero(rank):
+@on_ranks(2)
+def test_all_ranks_start_from_rank_zero(rank):
     states = [wrap(algorithm)[0].state_dict() for algorithm in ALGORITHMS]
-    return [tensor.clone() for state in states for tensor in state.values()]
-
-
-def test_all_ranks_start_from_rank_zero(ranks):
-    first, second = ranks.run(2, starts_from_rank_zero)
-    assert all(map(torch.equal, first, second))
+    assert_equal_on_all_ranks([each.tolist() for state in states for each in state.values()])
 
 
 def test_buckets_are_larger_on_gpus():
@@ -91,15 +89,10 @@ def bytes_per_step(rank, algorithm):
     return sent, model.consensus_distance()
 
 
-def count_bytes(rank):
-    return [bytes_per_step(rank, algorithm) for algorithm in ALGORITHMS]
-
-
 def test_no_sync_skips_the_communication(ranks):
-    for found in ranks.run(2, count_bytes):
-        for algorithm, ((nothing, once, still_once, twice), distance) in zip(
-            ALGORITHMS, found, strict=True
-        ):
+    results = ranks.run_each(2, bytes_per_step, [(algorithm,) for algorithm in ALGORITHMS])
+    for algorithm, found in zip(ALGORITHMS, results, strict=True):
+        for (nothing, once, still_once, twice), distance in found:
             assert nothing == 0
             assert 0 < once == still_once
             assert twice == 2 * once
@@ -165,14 +158,6 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
-def train_each(rank, cases):
-    return [
-        trains(rank, algorithm, *case)
-        for case in cases
-        for algorithm in (SGP(OnePeerExponential(2)), AllReduce())
-    ]
-
-
 MODELS = [
     (small_model, torch.float32, adamw),
     (bf16_model, torch.bfloat16, sgd),
@@ -186,10 +171,10 @@ MODELS = [
     ids=["dtypes", "inductor"],
 )
 def test_trains(ranks, cases):
-    for results in ranks.run(2, train_each, cases, time_limit=240):
-        for first, last, distance in results:
-            assert last < 0.5 * first
-            assert distance < 0.5
+    rows = [(algorithm, *case) for case in cases for algorithm in ALGORITHMS[::2]]
+    for first, last, distance in chain(*ranks.run_each(2, trains, rows, time_limit=240)):
+        assert last < 0.5 * first
+        assert distance < 0.5
 
 
 def works_on_a_subgroup(rank):
@@ -207,7 +192,8 @@ def test_a_subgroup_gossips_alone(ranks):
     assert not torch.allclose(first, second)
 
 
-def trains_alone_after_close(rank):
+@on_ranks(2)
+def test_close_stops_the_communication(rank):
     model, optimizer = wrap(SGP(Complete(2)), nn.Linear(4, 2))
     step(model, optimizer)
     model.close()
@@ -218,12 +204,10 @@ def trains_alone_after_close(rank):
         model(torch.ones(1, 4))
 
 
-def test_close_stops_the_communication(ranks):
-    ranks.run(2, trains_alone_after_close)
-
-
-def is_freed(rank):
+@on_ranks(1)
+def test_a_dropped_trainer_is_freed_without_garbage_collection(rank):
     """Nothing is left of a trainer once it and the optimizer are dropped."""
+    # Or else it would keep gloo's threads beyond destroy_process_group().
     gc.disable()
     for algorithm in (SGP(Ring(1), overlap=1), AllReduce()):
         model, optimizer = wrap(algorithm)
@@ -232,11 +216,6 @@ def is_freed(rank):
         del model, optimizer
         assert [each() for each in left] == [None, None], algorithm
     gc.enable()
-
-
-def test_a_dropped_trainer_is_freed_without_garbage_collection(ranks):
-    # Or else it would keep gloo's threads beyond destroy_process_group().
-    ranks.run(1, is_freed)
 
 
 def frozen_and_tied(rank):
@@ -254,9 +233,7 @@ def frozen_and_tied(rank):
 
 
 def test_frozen_and_tied_parameters_and_channels_last(ranks):
-    first, second = ranks.run(2, frozen_and_tied)
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*ranks.run(2, frozen_and_tied))
 
 
 def fine_tune(rank, name, given):
@@ -299,34 +276,6 @@ def test_frozen_parameters_may_be_in_the_optimizer(ranks, subtests, names):
 
 
 # ------------------------------------------------------------------------ join(), without processes
-
-
-class Recording(ModelAverager):
-    """Records the calls in order, and which counts a header would have."""
-
-    def __init__(self, run):
-        super().__init__([torch.zeros(1)], run)
-        self.called = []
-
-    def before_step(self):
-        self.called.append(("before_step", self.run.fields()[3]))
-
-    def after_step(self):
-        self.called.append(("after_step", self.run.fields()[3]))
-
-
-def test_a_rank_without_batches_receives_and_sends_in_each_step_of_the_others():
-    run = LocalRun(0, 2)
-    run.counts.reset(3)
-    averager = Recording(run)
-    joined = JoinedRounds(averager, run)
-    hook = joined.join_hook()
-    hook.main_hook()
-    assert averager.called == [("before_step", ANY), ("after_step", ANY)]  # it counts no step
-    assert run.fields()[3] == 3
-    hook.post_hook(True)
-    assert run.fields()[3] == 0
-    assert joined.join_device == torch.device("cpu")
 
 
 def test_ranks_join_in_the_process_group_or_in_the_default_one():

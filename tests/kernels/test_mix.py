@@ -3,10 +3,7 @@
 from dataclasses import replace
 
 from pyparallel.kernels import mix
-from tests.kernels.inspect_triton import (
-    Compilation,
-    find_problems_of,
-)
+from tests.kernels.inspect_triton import Compilation, find_problems_of
 
 DOUBLES = {"weight": "*fp64", "masses": "*fp64"}
 

@@ -136,9 +136,7 @@ def _compare(
         require_compiled(implementation.device)
     expected = copy.deepcopy(arguments)
     expected_result = reference(*expected)
-    actual = pytree.tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(implementation.device), copy.deepcopy(arguments)
-    )
+    actual = moved(copy.deepcopy(arguments), implementation.device)
     with np.errstate(all="ignore"):  # numpy in the interpreter warns of inf and nan
         actual_result = implementation.find(op)(*actual)
     torch.testing.assert_close(
@@ -196,6 +194,25 @@ def assert_refused_directly(op: str, rows: Iterable[tuple[tuple[Any, ...], str]]
     calls = [(partial(_dispatched(op), *arguments), text) for arguments, text in rows]
     problems = [each for call, text in calls for each in find_problem(call, RuntimeError, text)]
     assert not problems, "\n".join(problems)
+
+
+def assert_corrupt_is_refused(
+    op: str, reference: Callable[..., Any], arguments: tuple[Any, ...], text: str
+) -> None:
+    """Check that the compiled op and the reference raise the text before anything is written."""
+    require_compiled("cpu")
+    before = copy.deepcopy(arguments)
+    for call in (_dispatched(op), reference):
+        with pytest.raises(RuntimeError, match=text):
+            call(*arguments)
+        torch.testing.assert_close(
+            _tensors(arguments), _tensors(before), rtol=0.0, atol=0.0, equal_nan=True
+        )
+
+
+def moved(tree: Any, device: str) -> Any:
+    """Return arguments with their tensors on a device."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tree)
 
 
 def find_problem(call: Callable[[], Any], error_type: type[Exception], text: str) -> list[str]:

@@ -18,14 +18,7 @@ from tests.ops.parity import (
     each_implementation,
     fuzz,
 )
-from tests.ops.steps import (
-    FLOAT,
-    SPANS,
-    StepTests,
-    in_spans,
-    normals,
-    surroundings,
-)
+from tests.ops.steps import FLOAT, SPANS, StepTests, in_spans, normals, surroundings
 
 BUFFERS = ("param", "grad", "exp_avg", "exp_avg_sq")
 ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
@@ -174,8 +167,3 @@ def test_states_and_numbers_that_do_not_fit_are_refused():
         ({"step": 0}, "step must be at least 1, got 0"),
     ]
     assert_refused(adamw_step_, lambda: sample(100), rows)
-
-
-def test_amsgrad_is_not_an_argument():
-    with pytest.raises(TypeError, match="amsgrad"):
-        adamw_step_(**sample(100), amsgrad=True)

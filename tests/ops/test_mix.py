@@ -123,15 +123,6 @@ def test_equal_messages_change_nothing():
         assert torch.equal(z, before), f"{dtype}"
 
 
-@pytest.mark.slow  # those of the steps are fast
-def test_compiles_into_a_graph_without_breaks():
-    arguments = sample(1000, 2)
-    expected = [argument.clone() for argument in arguments[:2]]
-    mix_reference(*expected, *arguments[2:])
-    torch.compile(mix_, fullgraph=True, backend="aot_eager")(*arguments)
-    torch.testing.assert_close(list(arguments[:2]), expected, rtol=0.0, atol=0.0)
-
-
 def test_bad_arguments_are_refused():
     def good():
         return dict(zip(NAMES, sample(100, 2), strict=True))

@@ -7,20 +7,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils import _pytree as pytree
 
-from pyparallel.ops import dequantize, mix_, mix_quantized_, quantize
+from pyparallel.ops import mix_, mix_quantized_, quantize
 from pyparallel.ops._formats import decode_message, find_format
 from pyparallel.ops.mix_quantized import mix_quantized_reference
 from tests.ops.parity import (
     COMPILED,
     COMPILED_CPU,
     DTYPES,
+    assert_corrupt_is_refused,
     assert_parity,
     assert_refused,
     each_compiled,
     fuzz,
-    require_compiled,
+    moved,
 )
 
 FORMATS = [(8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2")]
@@ -117,38 +117,6 @@ def test_compiled_cpu_on_anything(numel, num_messages, kind, block_size, dtype, 
     parity(COMPILED_CPU, sample(numel, num_messages, kind, **options))
 
 
-def test_equals_mix_of_the_decoded_messages():
-    for kind, num_messages in product(FORMATS, (1, 3)):
-        z, weight, codes, scales, masses, bits, format, *_ = sample(4097, num_messages, kind)
-        named = {"bits": bits, "format": format}
-        messages = [
-            dequantize(code, scale, **named, numel=4097)
-            for code, scale in zip(codes, scales, strict=True)
-        ]
-        expected, total = z.clone(), weight.clone()
-        mix_(expected, total, messages, masses)
-        mix_quantized_(z, weight, codes, scales, masses, **named)
-        assert torch.equal(z, expected), f"{num_messages} of {kind}"
-        assert torch.equal(weight, total), f"{num_messages} of {kind}"
-
-
-def test_with_replicas_equals_decoding_into_them_first():
-    for kind, num_messages, dtype in product(FORMATS, (1, 3), DTYPES):
-        arguments = sample(4097, num_messages, kind, dtype=dtype, replicas=True)
-        z, weight, codes, scales, masses, bits, format, _, replicas, _ = arguments
-        named = {"bits": bits, "format": format}
-        updated = [
-            dequantize(code, scale, **named, numel=4097, out=replica.clone(), accumulate=True)
-            for code, scale, replica in zip(codes, scales, replicas, strict=True)
-        ]
-        expected, total = z.clone(), weight.clone()
-        mix_(expected, total, updated, masses)
-        mix_quantized_(z, weight, codes, scales, masses, **named, replicas=tuple(replicas))
-        found = [z, weight, *replicas]
-        for actual, wanted in zip(found, [expected, total, *updated], strict=True):
-            assert torch.equal(actual, wanted), f"{num_messages} of {kind}, {dtype}"
-
-
 def corrupt_samples(kind, replicas=False):
     for place in (0, 700, -1):
         arguments = sample(1001, 2, kind, block_size=32, replicas=replicas)
@@ -163,109 +131,38 @@ def corrupt_samples(kind, replicas=False):
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 def test_the_cpu_changes_nothing_for_a_corrupt_message(kind):
-    require_compiled("cpu")
     for arguments in (*corrupt_samples(kind), *corrupt_samples(kind, replicas=True)):
-        z, weight, codes, scales, masses, bits, format, block_size, replicas, _ = arguments
-        before = [each.clone() for each in (z, *replicas)]
-        for op in (torch.ops.pyparallel.mix_quantized_, mix_quantized_reference):
-            with pytest.raises(RuntimeError, match="codes and scales must be what quantize emits"):
-                op(*arguments)
-        with pytest.raises(RuntimeError, match="codes and scales must be what quantize emits"):
-            mix_quantized_(
-                z, weight, codes, scales, masses, bits=bits, format=format, block_size=block_size,
-                replicas=replicas,
-            )  # fmt: skip
-        assert all(map(torch.equal, (z, *replicas), before))
-        assert float(weight) == 0.5
-
-
-@pytest.mark.parametrize("implementation", COMPILED[1:], ids=str)
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
-def test_on_gpus_a_corrupt_entry_counts_as_equal_to_z(implementation, kind):
-    device = implementation.device
-    for arguments in corrupt_samples(kind):
-        z, weight, codes, scales, masses, bits, format, block_size, *_ = arguments
+        text = "codes and scales must be what quantize emits"
+        assert_corrupt_is_refused("mix_quantized_", mix_quantized_reference, arguments, text)
+        *buffers, bits, format, block_size, replicas, _ = arguments
         named = {"bits": bits, "format": format, "block_size": block_size}
-        decoded, found = [], 0
-        for code, scale in zip(codes, scales, strict=True):
-            clean_scale = torch.where((scale < 0) | scale.isinf(), float("nan"), scale)
-            clean = code.clone()
-            is_clean = (scale == clean_scale).all()
-            raw = clean.view(torch.uint8)
-            good = code_is_emitted(kind, raw)
-            raw[~good] = 0
-            values = dequantize(clean, clean_scale, **named, numel=1001)
-            mask = values.isnan()
-            if is_clean:
-                each = good.repeat_interleave(8 // bits)[:1001]
-                mask |= ~each
-                if bits == 4:  # only the low nibble is wrong
-                    mask[1::2] = False
-                    values = dequantize(
-                        torch.where(good, code, code & 0xF0), scale, **named, numel=1001
-                    )
-            found += int(mask.sum())
-            decoded.append(torch.where(mask, z, values))
-        expected, total = z.clone(), weight.clone()
-        mix_(expected, total, decoded, masses)
-        moved = [
-            [t.to(device) for t in a] if isinstance(a, list)
-            else a.to(device) if isinstance(a, torch.Tensor) else a
-            for a in arguments
-        ]  # fmt: skip
-        implementation.find("mix_quantized_")(*moved)
-        assert found > 0
-        assert int(moved[-1]) == found
-        assert torch.equal(moved[0].cpu(), expected)
-        assert torch.equal(moved[1].cpu(), total)
+        with pytest.raises(RuntimeError, match=text):
+            mix_quantized_(*buffers, **named, replicas=replicas)
 
 
 @pytest.mark.parametrize("implementation", COMPILED[1:], ids=str)
-def test_on_gpus_a_corrupt_entry_leaves_its_replica_unchanged(implementation):
-    samples = [each for kind in FORMATS for each in corrupt_samples(kind, replicas=True)]
-    for arguments in samples[:: 3 if implementation.is_slow else 1]:
-        z, weight, codes, scales, masses, bits, format, block_size, replicas, _ = arguments
-        updated, found = [], 0
-        for code, scale, replica in zip(codes, scales, replicas, strict=True):
+@pytest.mark.parametrize("replicas", [False, True])
+def test_on_gpus_a_corrupt_entry_counts_as_equal_to_z_or_leaves_its_replica(
+    implementation, replicas
+):
+    samples = [each for kind in FORMATS for each in corrupt_samples(kind, replicas=replicas)]
+    for arguments in samples[:: 3 if implementation.is_slow and replicas else 1]:
+        z, weight, codes, scales, masses, bits, format, block_size, copies, _ = arguments
+        mixed, found = [], 0
+        for code, scale, old in zip(codes, scales, copies or [z, z], strict=True):
             kind = find_format(bits, format)
             values, is_corrupt = decode_message(code, scale, kind, block_size, 1001)
-            updated.append(torch.where(is_corrupt, replica, replica + values))
+            mixed.append(torch.where(is_corrupt, old, old + values if replicas else values))
             found += int(is_corrupt.sum())
         expected, total = z.clone(), weight.clone()
-        mix_(expected, total, updated, masses)
-        moved = pytree.tree_map_only(
-            torch.Tensor, lambda each: each.to(implementation.device), arguments
+        mix_(expected, total, mixed, masses)
+        own = moved(arguments, implementation.device)
+        implementation.find("mix_quantized_")(*own)
+        assert int(own[-1]) == found > 0
+        wanted = expected, total, *(mixed if replicas else [])
+        assert all(
+            torch.equal(a.cpu(), b) for a, b in zip((*own[:2], *own[-2]), wanted, strict=True)
         )
-        implementation.find("mix_quantized_")(*moved)
-        assert int(moved[-1]) == found > 0
-        for actual, wanted in zip(
-            (*moved[:2], *moved[-2]), (expected, total, *updated), strict=True
-        ):
-            assert torch.equal(actual.cpu(), wanted)
-
-
-def code_is_emitted(kind, raw):
-    if kind == (4, "int"):
-        return raw & 15 != 8
-    if kind == (8, "int"):
-        return raw != 0x80
-    return raw & 0x7F != 0x7F if kind[1] == "e4m3" else raw & 0x7C != 0x7C
-
-
-@pytest.mark.slow  # those of the steps are fast
-def test_compiles_into_a_graph_without_breaks():
-    arguments = sample(1000, 2)
-    expected = [argument.clone() for argument in arguments[:2]]
-    mix_quantized_reference(*expected, *arguments[2:])
-    compiled = torch.compile(mix_quantized_, fullgraph=True, backend="aot_eager")
-    compiled(*arguments[:5], bits=8)
-    torch.testing.assert_close(list(arguments[:2]), expected, rtol=0.0, atol=0.0)
-    written = sample(1000, 2, replicas=True)
-    expected = copy.deepcopy(written)
-    mix_quantized_reference(*expected)
-    compiled(*written[:5], bits=8, replicas=written[-2])
-    assert torch.equal(written[0], expected[0])
-    assert all(map(torch.equal, written[-2], expected[-2]))
 
 
 CODES, SCALES = torch.zeros(100, dtype=torch.int8), torch.zeros(1)

@@ -9,12 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyparallel.ops import (
-    dequantize_statistical,
-    pack_signs,
-    quantize_statistical,
-    unpack_signs,
-)
+from pyparallel.ops import dequantize_statistical, pack_signs, quantize_statistical, unpack_signs
 from pyparallel.ops.pack_signs import (
     dequantize_statistical_reference,
     pack_signs_reference,
@@ -27,10 +22,12 @@ from tests.ops.parity import (
     DTYPES,
     LENGTHS,
     ON_GPU,
+    assert_corrupt_is_refused,
     assert_parity,
     assert_refused,
     each_compiled,
     fuzz,
+    moved,
 )
 
 BLOCK_SIZES = [32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -201,24 +198,6 @@ def test_tiny_blocks_are_sent_as_zeros():
         assert torch.equal(residual, x), f"{magnitude}"
 
 
-@pytest.mark.slow  # those of the steps are fast
-def test_compiles_into_a_graph_without_breaks():
-    x, _, residual, *_ = sample(3000)
-    expected_residual = residual.clone()
-    expected = pack_signs(x, residual=expected_residual)
-
-    def there_and_back(x, residual):
-        message = pack_signs(x, residual=residual)
-        return *message, unpack_signs(*message, numel=3000)
-
-    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
-    words, scales, out = compiled(x, residual)
-    assert torch.equal(words, expected[0])
-    assert torch.equal(scales, expected[1])
-    assert torch.equal(residual, expected_residual)
-    assert torch.equal(out, unpack_signs(*expected, numel=3000))
-
-
 def test_bad_arguments_are_refused():
     def good():
         return {"x": torch.zeros(100), "block_size": 1024, "residual": torch.zeros(100)}
@@ -264,29 +243,31 @@ CORRUPT = [-1.0, -1e-45, math.inf, -math.inf]
 
 def test_a_corrupt_message_changes_nothing_on_the_cpu():
     for scale, accumulate in product(CORRUPT, (False, True)):
-        words, scales, block_size, _, out, corrupt = sample_message(5003, accumulate=accumulate)
-        scales[3] = scale
-        before = out.clone()
-        for op in (torch.ops.pyparallel.unpack_signs, unpack_signs_reference):
-            with pytest.raises(RuntimeError, match="scales must be what pack_signs emits, got"):
-                op(words, scales, block_size, accumulate, out, corrupt)
-        assert torch.equal(out, before), f"scale {scale}"
+        arguments = sample_message(5003, accumulate=accumulate)
+        arguments[1][3] = scale
+        text = "scales must be what pack_signs emits, got"
+        assert_corrupt_is_refused("unpack_signs", unpack_signs_reference, arguments, text)
+
+
+def check_skipped(op, reference, arguments, places, wrong, skipped):
+    """Check that a GPU leaves out and counts the skipped entries, whose scales are wrong."""
+    *_, accumulate, out, corrupt = arguments
+    expected = out.clone()
+    reference(*arguments[:-2], expected, corrupt)
+    expected = torch.where(skipped, out if accumulate else 0.0, expected)
+    arguments[1][places] = wrong
+    own = moved(arguments, ON_GPU.device)
+    ON_GPU.find(op)(*own)
+    assert torch.equal(own[-2].cpu(), expected), f"{wrong}"
+    assert int(own[-1]) == int(skipped.sum()), f"{wrong}"
 
 
 def test_corrupt_blocks_are_skipped_and_counted_on_cuda():
+    skipped = torch.zeros(5003, dtype=torch.bool)
+    skipped[1024:2048] = skipped[4096:] = True
     for scale, accumulate in product(CORRUPT, (False, True)):
-        words, scales, block_size, _, out, corrupt = sample_message(5003, accumulate=accumulate)
-        expected, clean = out.clone(), scales.clone()
-        unpack_signs_reference(words, clean, block_size, accumulate, expected, corrupt)
-        skipped = torch.zeros(5003, dtype=torch.bool)
-        skipped[1024:2048] = skipped[4096:] = True
-        expected = torch.where(skipped, out if accumulate else 0.0, expected)
-        scales[1] = scales[4] = scale
-        message = [tensor.to(ON_GPU.device) for tensor in (words, scales)]
-        out, corrupt = out.to(ON_GPU.device), corrupt.to(ON_GPU.device)
-        ON_GPU.find("unpack_signs")(*message, block_size, accumulate, out, corrupt)
-        assert torch.equal(out.cpu(), expected), f"scale {scale}"
-        assert int(corrupt) == int(skipped.sum()), f"scale {scale}"
+        arguments = sample_message(5003, accumulate=accumulate)
+        check_skipped("unpack_signs", unpack_signs_reference, arguments, [1, 4], scale, skipped)
 
 
 def sample_bins(numel, *, bits=2, block_size=4096, dtypes=(torch.float32,) * 2, make=None):
@@ -418,31 +399,19 @@ CORRUPT_MEANS = [(-1, math.inf), (4, -math.inf), (5, 9.0), (5, math.nan), (slice
 
 def test_a_corrupt_table_changes_nothing_on_the_cpu():
     for (place, mean), accumulate in product(CORRUPT_MEANS, (False, True)):
-        codes, tables, *rest, out, corrupt = message_of_bins(5003, accumulate=accumulate)
-        tables[place] = mean
-        before = out.clone()
-        for op in (torch.ops.pyparallel.dequantize_statistical, dequantize_statistical_reference):
-            with pytest.raises(
-                RuntimeError, match="tables must be what quantize_statistical emits"
-            ):
-                op(codes, tables, *rest, out, corrupt)
-        assert torch.equal(out, before), f"mean {mean}"
+        arguments = message_of_bins(5003, accumulate=accumulate)
+        arguments[1][place] = mean
+        text = "tables must be what quantize_statistical emits"
+        reference = dequantize_statistical_reference
+        assert_corrupt_is_refused("dequantize_statistical", reference, arguments, text)
 
 
 def test_corrupt_means_are_skipped_and_counted_on_cuda():
+    skipped = torch.arange(5003) >= 4096
     for (place, mean), accumulate in product(CORRUPT_MEANS, (False, True)):
-        codes, tables, *rest, out, corrupt = message_of_bins(5003, accumulate=accumulate)
-        expected = out.clone()
-        dequantize_statistical_reference(codes, tables, *rest, expected, corrupt)
-        skipped = torch.zeros(5003, dtype=torch.bool)
-        skipped[4096:] = True
-        expected = torch.where(skipped, out if accumulate else 0.0, expected)
-        tables[place] = mean
-        message = [tensor.to(ON_GPU.device) for tensor in (codes, tables)]
-        out, corrupt = out.to(ON_GPU.device), corrupt.to(ON_GPU.device)
-        ON_GPU.find("dequantize_statistical")(*message, *rest, out, corrupt)
-        assert torch.equal(out.cpu(), expected), f"mean {mean}"
-        assert int(corrupt) == 907, f"mean {mean}"
+        arguments = message_of_bins(5003, accumulate=accumulate)
+        reference = dequantize_statistical_reference
+        check_skipped("dequantize_statistical", reference, arguments, place, mean, skipped)
 
 
 def test_bad_bins_are_refused():

@@ -218,17 +218,6 @@ def test_unsent_entries_stay_in_the_residual():
     assert torch.equal(sent + residual, before)  # exact: a rounding error is a float32
 
 
-@pytest.mark.slow  # those of the steps are fast
-def test_compiles_into_a_graph_without_breaks():
-    x, _, residual, _ = sample(1000, 100)
-    expected_residual = residual.clone()
-    draw = {"seed": 2**64 - 1, "offset": torch.tensor(5)}
-    expected = random_k(x, 100, **draw, residual=expected_residual)
-    compiled = torch.compile(random_k, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, 100, **draw, residual=residual), expected)
-    assert torch.equal(residual, expected_residual)
-
-
 def test_bad_draws_are_refused():
     rows = [
         ({"numel": -1}, r"numel must be in \[0, 2\*\*62\], got -1"),

@@ -18,14 +18,7 @@ from tests.ops.parity import (
     each_implementation,
     fuzz,
 )
-from tests.ops.steps import (
-    FLOAT,
-    SPANS,
-    StepTests,
-    in_spans,
-    normals,
-    surroundings,
-)
+from tests.ops.steps import FLOAT, SPANS, StepTests, in_spans, normals, surroundings
 
 BUFFERS = ("param", "grad", "momentum_buffer")
 PLAIN = {"momentum": 0.9, "dampening": 0.25, "weight_decay": 0.1}
@@ -172,28 +165,6 @@ def test_steps_on_the_numerator(options):
     x -= 1e-2 * (grad + 0.9 * velocity if "nesterov" in options else velocity)
     torch.testing.assert_close(own["param"].double(), x / mass, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(own["momentum_buffer"].double(), velocity, rtol=1e-6, atol=1e-6)
-
-
-def test_rounds_between_steps_conserve_the_numerators():
-    # Two ranks that exchange half of their mass: with lr = 0 the sum of mass * param is conserved.
-    ranks = [buffers(1000), buffers(1000)]
-    ranks[1]["param"] = ranks[1]["param"].roll(1)
-    masses = [double(1.0), double(1.0)]
-    total = sum(rank["param"].double() for rank in ranks)
-    outgoing = [rank["param"].clone() for rank in ranks]
-    for _ in range(30):
-        incoming, outgoing = outgoing[::-1], [torch.empty(1000), torch.empty(1000)]
-        sent = [0.375 * mass for mass in masses][::-1]
-        for rank, mass, message, share, out in zip(
-            ranks, masses, incoming, sent, outgoing, strict=True
-        ):
-            mass.mul_(0.625)
-            around = {"mass": mass, "messages": [message], "masses": share.reshape(1)}
-            sgd_step_(**rank, lr=0.0, momentum=0.9, **around, message=out)
-    assert sum(masses).item() == pytest.approx(2.0, rel=1e-14)
-    held = sum(mass * rank["param"].double() for mass, rank in zip(masses, ranks, strict=True))
-    torch.testing.assert_close(held, total, rtol=0.0, atol=3e-6)
-    torch.testing.assert_close(ranks[0]["param"], ranks[1]["param"], rtol=0.0, atol=1e-6)
 
 
 def test_states_and_numbers_that_do_not_fit_are_refused():

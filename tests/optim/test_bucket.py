@@ -76,17 +76,6 @@ def test_a_state_of_another_size_is_refused():
             pair.ours.step()
 
 
-def test_missing_gradients_leave_no_state():
-    for name, options in ALL.items():
-        pair = Pair(name, **options)
-        pair.step(missing=(0, 2))
-        assert len(pair.ours.state) == 3
-        pair.check()
-        pair.step(missing=range(5))
-        assert len(pair.ours.state) == 3
-        pair.check()
-
-
 def test_steps_skipped_on_the_device_with_missing_gradients():
     """The host does not know which counts are equal, and steps none with the count of another."""
     pair = Pair("Adam", lr=1e-2, torch_options={"fused": True})

@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import pickle
-import warnings
 import weakref
 from functools import partial
 from itertools import chain, product
@@ -20,6 +19,7 @@ from pyparallel import SubnetTrainer
 from pyparallel.optim import SGD, Adam, AdamW
 from pyparallel.subnets import CarryState, Partition, ResetState
 from tests.optim.pairs import ALL, Pair, make_parameters
+from tests.workers import on_ranks
 
 
 def model(dtype=torch.float32):
@@ -349,37 +349,6 @@ def test_the_first_step_within_inference_mode():
     assert_trained_alike(pairs)
 
 
-def test_a_default_device_and_dtype():
-    pair = Pair("Adam", lr=1e-2)
-    pair.set_gradients()
-    with torch.device("meta"):
-        pair.ours.step()
-    pair.theirs.step()
-    pair.check()
-    torch.set_default_dtype(torch.float64)
-    try:
-        pair.step()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    pair.check()
-
-
-def test_named_parameters_generators_and_lists():
-    for make in (
-        lambda m: m.named_parameters(),
-        lambda m: m.parameters(),
-        lambda m: list(m.parameters()),
-        lambda m: [{"params": m[0].parameters()}, {"params": m[3].parameters(), "lr": 0.1}],
-    ):
-        models = model(), model()
-        pairs = [(models[0], Adam(make(models[0]))), (models[1], torch.optim.Adam(make(models[1])))]
-        for m, optimizer in pairs:
-            train(m, optimizer)
-        assert_trained_alike(pairs)
-        own, other = (o.state_dict()["param_groups"] for _, o in pairs)
-        assert [g.get("param_names") for g in own] == [g.get("param_names") for g in other]
-
-
 def test_lazy_modules():
     for name, options in ALL.items():
         pairs = []
@@ -504,15 +473,6 @@ def test_gradients_that_are_not_finite_are_left_out_and_counted():
 
 
 @pytest.mark.slow
-def test_compiled_modules():
-    pairs = both("AdamW", lr=1e-2)
-    for m, optimizer in pairs:
-        compiled = torch.compile(m, backend="aot_eager")
-        train(compiled, optimizer, 4)
-    assert_trained_alike(pairs)
-
-
-@pytest.mark.slow
 def test_a_step_called_in_a_compiled_function():
     pairs = both("AdamW", lr=1e-2)
     optimizer = pairs[0][1]
@@ -546,32 +506,19 @@ def test_distributed_checkpoints_state_dicts():
         assert_trained_alike(fresh)
 
 
-def test_ddp(ranks):
+@on_ranks(2)
+def test_ddp(rank):
     """On two ranks, with gradients that are views of DDP's buckets, and ones that are not."""
-    for per_rank in ranks.run(2, train_with_ddp):
-        for own, other in per_rank:
-            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
-
-
-def train_with_ddp(rank):
-    results = []
     for (name, options), as_view in product(ALL.items(), (False, True)):
         pairs = both(name, lr=1e-2, **options)
         for m, optimizer in pairs:
             wrapped = DistributedDataParallel(m, gradient_as_bucket_view=as_view)
             train(wrapped, optimizer, seed=rank)
-        weights = [nn.utils.parameters_to_vector(m.parameters()).detach() for m, _ in pairs]
-        results.append([each.clone() for each in weights])
-    return results
+        assert_trained_alike(pairs)
 
 
-def test_subnet_trainer(ranks):
-    for own, other in ranks.run(2, train_subnets)[0]:
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
-
-
-def train_subnets(rank):
-    results = []
+@on_ranks(2)
+def test_subnet_trainer(rank):
     for name, policy in product(("SGD", "AdamW"), (CarryState(), ResetState())):
         ends = []
         for module in (pyparallel.optim, torch.optim):
@@ -585,8 +532,7 @@ def train_subnets(rank):
             with trainer.full_model():
                 flat = [p.detach().flatten() for p in m.parameters()]
                 ends.append(torch.cat(flat))
-        results.append(ends)
-    return results
+        torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
 
 
 def test_meta_parameters():
@@ -596,13 +542,3 @@ def test_meta_parameters():
             p.grad = torch.zeros(3, device="meta")
         cls(parameters).step()
     assert all(p.is_meta for p in parameters)
-
-
-def test_no_warnings():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for name, options in ALL.items():
-            optimizer = Pair(name, **options).ours
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            optimizer.step()
-            scheduler.step()

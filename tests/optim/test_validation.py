@@ -9,6 +9,7 @@ from torch import nn
 import pyparallel.optim
 from pyparallel.optim import SGD, Adam, AdamW, FusedOptimizer
 from tests.optim.pairs import ALL, make_parameters
+from tests.workers import on_ranks
 
 CLASSES = (SGD, Adam, AdamW)
 
@@ -56,19 +57,15 @@ def test_parameters_are_refused_at_once_and_in_groups_added_later():
             optimizer.step()
 
 
-def test_a_dtensor_is_refused(ranks):
-    for error in ranks.run(1, dtensor_error):
-        assert "got a DTensor as number 0 of a group; use torch.optim.AdamW" in error
-
-
-def dtensor_error(rank):
+@on_ranks(1)
+def test_a_dtensor_is_refused(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     tensor = distribute_tensor(torch.zeros(3), init_device_mesh("cpu", (1,)), [Replicate()])
     with refused("AdamW") as caught:
         AdamW([nn.Parameter(tensor)])
-    return str(caught.value)
+    assert "got a DTensor as number 0 of a group; use torch.optim.AdamW" in str(caught.value)
 
 
 def test_parameters_converted_later_are_refused():

@@ -30,6 +30,11 @@ def average(tensor, group=None):
     return tensor / dist.get_world_size(group)
 
 
+def batches(rank, count, *shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [torch.randn(*shape, generator=generator).to(dtype) for _ in range(count)]
+
+
 def backward(model, batch, factor=1.0):
     (model(batch).square().mean() * factor).backward()
 

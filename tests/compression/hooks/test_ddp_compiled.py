@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyparallel.compression import Cast, ErrorFeedback, Int8, TopK, ddp_hook
 from pyparallel.compression.hooks.ddp_compiled import CustomOp, StepDetector
 from tests.cases import slow
-from tests.compression.hooks.steps import average
+from tests.compression.hooks.steps import average, batches
 from tests.workers import assert_equal_on_all_ranks, call_each, run_ranks
 
 COMPRESSORS = [  # and the largest error of a step, relative to the norm of its gradients
@@ -21,6 +21,7 @@ COMPRESSORS = [  # and the largest error of a step, relative to the norm of its 
     (ErrorFeedback(TopK(0.1)), 1.0),
     (TopK(1.0), 1e-6),
 ]
+SHAPE = 4, 20  # of a batch
 ONE_BY_ONE = {"optimize_ddp": "python_reducer"}
 TRACED = {
     **ONE_BY_ONE,
@@ -45,11 +46,6 @@ class Net(nn.Module):
 def build():
     torch.manual_seed(0)
     return Net()
-
-
-def batches(rank, count):
-    generator = torch.Generator().manual_seed(100 + rank)
-    return [torch.randn(4, 20, generator=generator) for _ in range(count)]
 
 
 def flat_gradients(model):
@@ -99,7 +95,7 @@ def compare_with_truth(rank, form):
             ddp, state = wrap(compressor, **options)
             step = training(ddp, compiled)
             expected, payloads = 0.0, set()
-            for batch in batches(rank, 3):
+            for batch in batches(rank, 3, *SHAPE):
                 truth = true_gradients(batch)
                 ddp.zero_grad()
                 step(batch)
@@ -129,7 +125,7 @@ FORMS = {  # by name: compressors, configuration, what is compiled, DDP's option
 
 
 def accumulate(rank, config, compiled=None):
-    first, second = batches(rank, 2)
+    first, second = batches(rank, 2, *SHAPE)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(config):
         ddp, state = wrap(Cast())
@@ -146,7 +142,7 @@ def accumulate(rank, config, compiled=None):
 
 def change_of_form(rank):
     """Resume the residuals of buckets with gradients averaged one by one."""
-    first, second = batches(rank, 2)
+    first, second = batches(rank, 2, *SHAPE)
     ddp, state = wrap(ErrorFeedback(TopK(0.1)), find_unused_parameters=True)
     training(ddp)(first)
     expected = true_gradients(first) - flat_gradients(ddp.module)

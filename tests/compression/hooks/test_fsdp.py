@@ -25,6 +25,7 @@ from tests.compression.hooks.steps import (
     CorruptScale,
     average,
     backward,
+    batches,
     check_nan,
     each_policy,
     flat_gradients,
@@ -32,6 +33,7 @@ from tests.compression.hooks.steps import (
 )
 from tests.workers import assert_equal_on_all_ranks, call_each
 
+SHAPE = 4, 5, 7  # of a batch
 SPARSE = ErrorFeedback(TopK(0.1))
 
 
@@ -57,11 +59,6 @@ def build(mesh=None, dtype=torch.float32, width=36, **options):
     return model
 
 
-def batches(rank, count, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(100 + rank)
-    return [torch.randn(4, 5, 7, generator=generator).to(dtype) for _ in range(count)]
-
-
 def relative(got, truth):
     return float((got - truth).norm() / truth.norm())
 
@@ -80,7 +77,7 @@ def compare_with_plain(rank, compressor, dtype, options, error, share):
     plain, model = build(dtype=dtype, **options), build(dtype=dtype, **options)
     state = compress_fsdp(model, gradients=compressor)
     expected = 0
-    for batch in batches(rank, 2, dtype):
+    for batch in batches(rank, 2, *SHAPE, dtype=dtype):
         truth, got = gradients_of(plain, batch), gradients_of(model, batch)
         assert relative(got, truth) < error
         expected = expected + truth - got
@@ -124,7 +121,7 @@ def be_alone(rank):
     """FSDP2 calls no collective in a group of one rank."""
     plain, model = build(), build()
     state = compress_fsdp(model, gradients=Int8(), parameters=Int8())
-    batch = batches(rank, 1)[0]
+    batch = batches(rank, 1, *SHAPE)[0]
     assert torch.equal(gradients_of(model, batch), gradients_of(plain, batch))
     assert state.last_step.payload_bytes == 0
     reduce_with_every_op(rank)
@@ -145,7 +142,7 @@ def gather_parameters(rank, compressor, dtype, options, error):
     plain, model = build(dtype=dtype, **options), build(dtype=dtype, **options)
     state = compress_fsdp(model, parameters=compressor)
     seen, truth = unsharded(model), unsharded(plain)
-    (batch,) = batches(rank, 1, dtype)
+    (batch,) = batches(rank, 1, *SHAPE, dtype=dtype)
     assert relative(gradients_of(model, batch), gradients_of(plain, batch)) < 10 * error
     assert all(relative(seen[name], truth[name]) < error for name in truth)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -180,16 +177,16 @@ def resume(rank):
     for compressor in (ErrorFeedback(Int8()), SPARSE):
         whole = build()
         compress(whole, compressor)
-        expected = train(whole, batches(rank, 4))
+        expected = train(whole, batches(rank, 4, *SHAPE))
         first, second = build(), build()
         state = compress(first, compressor)
-        train(first, batches(rank, 4)[:2])
+        train(first, batches(rank, 4, *SHAPE)[:2])
         weights, saved = copy.deepcopy(first.state_dict()), copy.deepcopy(state.state_dict())
         assert state.residual_norm > 0
         resumed = compress(second, compressor)
         second.load_state_dict(weights)
         resumed.load_state_dict(saved)
-        assert all(map(torch.equal, train(second, batches(rank, 4)[2:]), expected))
+        assert all(map(torch.equal, train(second, batches(rank, 4, *SHAPE)[2:]), expected))
     refuse_states_of_others(rank, saved)
 
 
@@ -208,14 +205,14 @@ def refuse_states_of_others(rank, saved):
     model = build(width=40)
     compress(model, SPARSE).load_state_dict(saved)
     with pytest.raises(ValueError, match="state must be of this model, got a residual of shape"):
-        train(model, batches(rank, 1))
+        train(model, batches(rank, 1, *SHAPE))
 
 
 def accumulate(rank):
     """Without a sync no gradients are sent; with it, the sum is compressed once."""
     plain, model = build(), build()
     state = compress_fsdp(model, gradients=Cast())
-    first, second = batches(rank, 2)
+    first, second = batches(rank, 2, *SHAPE)
     for each in (plain, model):
         each.set_requires_gradient_sync(False)
         backward(each, first)
@@ -230,7 +227,7 @@ def hybrid(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))
     plain, model = build(mesh), build(mesh)
     compress_fsdp(model, gradients=ErrorFeedback(Int8()), parameters=Cast())
-    batch = batches(rank, 1)[0]
+    batch = batches(rank, 1, *SHAPE)[0]
     assert 0 < relative(gradients_of(model, batch), gradients_of(plain, batch)) < 5e-2
 
 
@@ -238,7 +235,7 @@ def subgroup(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
     plain, model = build(mesh), build(mesh)
     compress_fsdp(model, gradients=TopK(1.0), process_group=mesh.get_group())
-    batch = batches(rank, 1)[0]
+    batch = batches(rank, 1, *SHAPE)[0]
     assert relative(gradients_of(model, batch), gradients_of(plain, batch)) < 1e-6
 
 
@@ -290,7 +287,7 @@ def send_garbage(rank):
         model = build()
         compress_fsdp(model, **options)
         with pytest.raises(CorruptMessageError, match="got a corrupt one from rank 1"):
-            train(model, batches(rank, 3))
+            train(model, batches(rank, 3, *SHAPE))
 
 
 def meet_nan(rank, compressor, policy):
@@ -298,7 +295,7 @@ def meet_nan(rank, compressor, policy):
         model = build()
         return model, compress_fsdp(model, gradients=compressor, nonfinite=nonfinite)
 
-    check_nan(rank, start, batches(rank, 3), policy, "from rank 1 in ")
+    check_nan(rank, start, batches(rank, 3, *SHAPE), policy, "from rank 1 in ")
 
 
 def overflow_gradient_of(model, name):
@@ -318,20 +315,20 @@ def name_what_is_not_finite(rank):
         if rank == 2:
             overflow_gradient_of(model, name)
         with pytest.raises(NonFiniteError, match=f"from rank 2 in {name}: "):
-            backward(model, batches(rank, 1)[0])
+            backward(model, batches(rank, 1, *SHAPE)[0])
 
 
 def test_gradients_are_those_of_plain_fsdp(ranks):
-    ranks.run(3, call_each, [(compare_with_plain, *row) for row in PLAIN_CASES])
+    ranks.run_each(3, compare_with_plain, PLAIN_CASES)
 
 
 def test_all_ranks_compute_with_the_same_parameters(ranks):
-    ranks.run(3, call_each, [(gather_parameters, *row) for row in GATHER_CASES])
+    ranks.run_each(3, gather_parameters, GATHER_CASES)
 
 
 @each_policy([ErrorFeedback(Int8()), SPARSE, Cast()])
 def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, rows):
-    ranks.run(3, call_each, [(meet_nan, *row) for row in rows])
+    ranks.run_each(3, meet_nan, rows)
 
 
 CASES = {

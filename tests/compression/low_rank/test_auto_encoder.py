@@ -15,28 +15,6 @@ CPU = torch.device("cpu")
 SMALL = ConvAutoEncoder(channels=(4, 8), code_channels=2)
 
 
-class Alone:
-    """Collectives of a group of one rank, as training needs."""
-
-    size = 1
-
-    def all_reduce_(self, tensor):
-        pass
-
-
-class Linear(ConvAutoEncoder):
-    """An auto-encoder that decodes by a fixed matrix and encodes by its transpose."""
-
-    def encode(self, weights, values):
-        return values @ self.matrix(len(values))
-
-    def decode(self, weights, code, numel):
-        return self.matrix(numel) @ code
-
-    def matrix(self, numel):
-        return torch.randn(numel, numel // 4, generator=torch.Generator().manual_seed(0))
-
-
 def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -110,15 +88,6 @@ def test_shares_add_up_to_the_decoded_mean():
     assert not torch.allclose(shares[0], decoded)
 
 
-def test_a_linear_decoder_s_share_is_its_own_decoded_code():
-    codes = draw(3, 10)
-    linear = Linear()
-    _, share = decode_mean(linear, torch.zeros(1), codes[0], codes.mean(0), 40)
-    torch.testing.assert_close(
-        share, linear.decode(torch.zeros(1), codes[0], 40), atol=1e-5, rtol=1e-5
-    )
-
-
 def test_the_loss_falls(subtests):
     for scale in [1e-4, 1e-25, 1e25]:
         with subtests.test(str(scale)):
@@ -127,7 +96,7 @@ def test_the_loss_falls(subtests):
             losses = []
             for step in range(60):
                 values = scale * waves(step)
-                train_step_(auto_encoder, state, values, values, Alone(), 0.01)
+                train_step_(auto_encoder, state, values, values, Collectives(), 0.01)
                 losses.append(float(state["loss"]))
             assert min(losses[:3]) > 0.5
             assert max(losses[-10:]) < 0.1
@@ -137,13 +106,13 @@ def test_non_finite_gradients_are_skipped(subtests):
     for bad in [float("nan"), float("inf")]:
         with subtests.test(str(bad)):
             state = init_training_state(SMALL, CPU)
-            train_step_(SMALL, state, waves(0), waves(0), Alone(), 0.01)
+            train_step_(SMALL, state, waves(0), waves(0), Collectives(), 0.01)
             before = {key: state[key].clone() for key in ("weights", "velocity")}
             poisoned = waves(1)
             poisoned[3] = bad
-            train_step_(SMALL, state, poisoned, poisoned, Alone(), 0.01)
+            train_step_(SMALL, state, poisoned, poisoned, Collectives(), 0.01)
             assert all(torch.equal(state[key], before[key]) for key in before)
-            train_step_(SMALL, state, torch.zeros(200), torch.zeros(200), Alone(), 0.01)
+            train_step_(SMALL, state, torch.zeros(200), torch.zeros(200), Collectives(), 0.01)
             assert all(state[key].isfinite().all() for key in before)
 
 
@@ -153,7 +122,7 @@ def test_a_step_is_bounded():
     values = torch.zeros(200)
     values[7] = 1e6  # one outlier: the gradient is large at any scale
     state["weights"].mul_(30)
-    train_step_(SMALL, state, values, values, Alone(), 0.01)
+    train_step_(SMALL, state, values, values, Collectives(), 0.01)
     assert float((state["weights"] - 30 * before).norm()) == pytest.approx(0.01, rel=1e-2)
 
 

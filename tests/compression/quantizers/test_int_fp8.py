@@ -28,22 +28,6 @@ def test_messages_are_those_of_the_op(subtests):
             assert codes.dtype == dtype
 
 
-def test_contractions(subtests):
-    for compressor, numel, delta in [
-        (Int8(), 0, 1.0),
-        (Int8(), 1, 1.0),
-        (Int8(), 10_000, 1 / (1 + 255 / 254**2)),
-        (Int4(), 10_000, 1 / (1 + 255 / 14**2)),
-        (Int4(), 50, 1 / (1 + 49 / 14**2)),
-        (Int4(seed=0), 50, 1 - 49 / 14**2),
-        (Int4(seed=0), 10_000, None),
-        (Fp8(), 10_000, 1 - 2**-7),
-        (Fp8("e5m2", seed=0), 10_000, 1 - 2**-5),
-    ]:
-        with subtests.test(f"{compressor} {numel}"):
-            assert contraction(compressor, BufferLayout.flat(numel)) == pytest.approx(delta)
-
-
 def test_the_worst_block_loses_what_is_declared():
     """All but the largest entry lie half way between levels, the largest possible error."""
     x = torch.full((256,), 0.5)

@@ -5,21 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from pyparallel.compression import (
-    Chain,
-    CorruptMessageError,
-    Int8,
-    PermK,
-    RandomK,
-    Threshold,
-    TopK,
-)
+from pyparallel.compression import Chain, CorruptMessageError, Int8, PermK, RandomK, Threshold, TopK
 from pyparallel.compression.layout import BufferLayout
-from pyparallel.compression.sparsifiers.base import (
-    Sparsifier,
-    check_numbers,
-    propagate_nonfinite_,
-)
+from pyparallel.compression.sparsifiers.base import Sparsifier, check_numbers, propagate_nonfinite_
 
 
 def test_numbers_are_non_negative_integers():

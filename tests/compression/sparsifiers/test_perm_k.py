@@ -13,10 +13,9 @@ from pyparallel.compression import (
     CompressorState,
     ErrorFeedback,
     PermK,
-    StateStore,
 )
-from pyparallel.compression.hooks.fsdp_collectives import compressed_reduce_scatter
 from tests.compression.means import gradient, send
+from tests.workers import on_ranks
 
 NAN, INF = float("nan"), float("inf")
 CASES = [(1, 3), (2, 3), (7, 3), (50, 4), (1000, 4), (1000, 3), (1037, 3), (64, 1)]
@@ -67,7 +66,8 @@ def test_a_single_message_needs_the_number_of_ranks():
         PermK(num_ranks=0)
 
 
-def check_on_rank(rank):
+@on_ranks(3)
+def test_means_over_ranks(rank):
     collectives = Collectives()
     for numel in (0, 1, 2, 50, 1037):
         own = gradient(rank, 0, numel)
@@ -85,20 +85,7 @@ def check_on_rank(rank):
     PermK().mean_(undeclared, start(50, rank), collectives)
     PermK(num_ranks=2).mean_(x, start(50, rank), collectives)
     assert torch.equal(x, undeclared)
-    check_reduce_scatter(collectives)
     check_density_1(dist.new_group([rank], use_local_synchronization=True))
-
-
-def check_reduce_scatter(collectives):
-    """As in FSDP2: sent shares have one length and add up to whole buffers."""
-    assert PermK(num_ranks=3).validation_error(AttachPoint.FSDP_GRADIENTS) is None
-    store, mine = (
-        StateStore(PermK(num_ranks=3), collectives.rank, 3),
-        slice(115 * collectives.rank, None),
-    )
-    x = gradient(0, 0, 345)
-    total = compressed_reduce_scatter(x, "module", store, collectives)
-    torch.testing.assert_close(total, 3 * x[mine][:115])
 
 
 def check_density_1(alone):
@@ -108,7 +95,3 @@ def check_density_1(alone):
         x, ErrorFeedback(PermK()).init(BufferLayout.flat(100), x.device), Collectives(Run(alone))
     )
     assert torch.equal(x, gradient(0, 0, 100))
-
-
-def test_means_over_ranks(ranks):
-    ranks.run(3, check_on_rank)

@@ -34,14 +34,6 @@ def test_shares_are_disjoint_and_cover_the_buffer(subtests):
             )
 
 
-def test_take_and_put_are_inverse():
-    order, x = draw(1037, 3), torch.randn(1037)
-    out = torch.zeros_like(x)
-    for share in range(3):
-        order.put_(out, order.take(x, share), share)
-    assert torch.equal(out, x)
-
-
 def test_draws_depend_on_seed_step_and_names_only():
     def who(**options):
         return draw(1000, 4, **options).runs.tolist()

@@ -13,6 +13,7 @@ from pyparallel.compression import (
     Threshold,
 )
 from tests.compression.means import gradient
+from tests.workers import on_ranks
 
 NUMEL = 500
 NAN, INF = float("nan"), float("inf")
@@ -66,13 +67,10 @@ def test_it_needs_variable_lengths():
     assert "messages of fixed length" in Threshold(1.0).validation_error(AttachPoint.GOSSIP)
 
 
-def average_with_an_empty_message(rank):
+@on_ranks(3)
+def test_a_rank_may_send_nothing(rank):
     x = gradient(rank, 0, NUMEL) if rank < 2 else torch.zeros(NUMEL)
     dense = x.clone()
     dist.all_reduce(dense)
     Threshold(1e-30).mean_(x, start(), Collectives())
     torch.testing.assert_close(x, dense / 3)
-
-
-def test_a_rank_may_send_nothing(ranks):
-    ranks.run(3, average_with_an_empty_message)

@@ -12,7 +12,6 @@ from pyparallel.compression import (
     BufferLayout,
     Cast,
     Collectives,
-    CommStats,
     ErrorFeedback,
     Int8,
     PermK,
@@ -26,8 +25,8 @@ from pyparallel.compression import (
     ddp_hook,
 )
 from tests.compression.means import CPU, gradient, send
+from tests.workers import on_ranks
 
-NAN = float("nan")
 MIXED = PerParameter({"*.bias": Cast(), "head.*": Int8(), "*": ErrorFeedback(TopK(0.1))})
 LAYOUT = BufferLayout(
     (
@@ -124,31 +123,12 @@ def test_state_and_draws_follow_a_parameter_into_another_buffer():
     for layout in (weights, biases):
         state = store.of(layout, CPU)
         for step in range(3):
-            run_alone(compressor, gradient(0, step, layout.numel), state)
+            compressor.mean_(gradient(0, step, layout.numel), state, Collectives())
     expected = {name: tensor.clone() for name, tensor in residuals(store).items()}
     state = store.of(LAYOUT, CPU)
     assert residuals(store).keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in residuals(store).items())
     assert [inner.inner[0].step for inner in state.inner] == [3, 3]
-
-
-def run_alone(compressor, x, state):
-    """Return a mean in a group of one, without a process group."""
-    compressor.mean_(x, state, Alone())
-
-
-class Alone(Collectives):
-    def __init__(self):
-        self.rank, self.size, self.stats = 0, 1, CommStats()
-
-    def all_reduce_(self, tensor):
-        pass
-
-    def all_gather(self, tensor):
-        return tensor.view(1, -1)
-
-    def all_to_all(self, tensor, sizes_out, sizes_in):
-        return tensor
 
 
 def residuals(store):
@@ -161,7 +141,8 @@ def residuals(store):
     }
 
 
-def check_in_ddp(rank):
+@on_ranks(3)
+def test_means_over_ranks(rank):
     """Use buckets of some parameters each, rebuilt after the first step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 4))
@@ -187,7 +168,3 @@ def check_in_ddp(rank):
                 torch.testing.assert_close(parameter.grad, own[name] / 3, rtol=0.02, atol=1e-3)
     assert state.state_dict()["of_all"]["3.bias"]["1.step"] == 4
     assert state.residual_norm > 0
-
-
-def test_means_over_ranks(ranks):
-    ranks.run(3, check_in_ddp)

@@ -13,13 +13,7 @@ from pyparallel.comm import Run
 from pyparallel.gossip import ADPSGD
 from pyparallel.gossip.topology import Complete, Ring, Star
 from tests.cases import slow
-from tests.gossip.loops import (
-    SMOOTH,
-    batches,
-    start,
-    train,
-    train_alone,
-)
+from tests.gossip.loops import SMOOTH, batches, start, train, train_alone
 from tests.workers import observe_ranks
 
 LR = 0.1
@@ -59,8 +53,10 @@ def conserve(rank, topology, num_steps):
     return before, middle, unchanged, parameter.detach().double(), wrapped.bytes_sent
 
 
-def check_sum(ranks, topology, num_steps):
-    num_ranks = topology.num_ranks
+@pytest.mark.parametrize("kind", [slow(Ring), Complete, Star])
+@pytest.mark.parametrize(("num_ranks", "num_steps"), [(4, 30), slow(8, 60)])
+def test_the_sum_is_conserved(ranks, kind, num_ranks, num_steps):
+    topology = kind(num_ranks)
     results = ranks.run(num_ranks, conserve, topology, num_steps)
     mean = sum(before for before, *_ in results) / num_ranks
     for _, middle, unchanged, _, bytes_sent in results:
@@ -69,17 +65,6 @@ def check_sum(ranks, topology, num_steps):
         assert bytes_sent > 0
     after = sum(after for *_, after, _ in results) / num_ranks
     torch.testing.assert_close(after, mean - 2 * LR * num_steps, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", [slow(Ring), Complete, Star])
-def test_the_sum_is_conserved(ranks, kind):
-    check_sum(ranks, kind(4), 30)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Ring, Complete, Star])
-def test_the_sum_of_eight_ranks_is_conserved(ranks, kind):
-    check_sum(ranks, kind(8), 60)
 
 
 def train_unequally(rank, topology):

@@ -9,6 +9,7 @@ from pyparallel.gossip import AllReduce
 from pyparallel.gossip.algorithms.all_reduce import all_reduce_sgd
 from tests.gossip.loops import batches, build_model, flat, start
 from tests.gossip.loops import train as train_on
+from tests.workers import on_ranks
 
 
 def train_wrapped_model(rank):
@@ -71,15 +72,7 @@ def train(rank, is_plain, sparse, leaves_out, no_sync):
     return [*found, *(p.detach().clone() for p in model.parameters())]
 
 
-def compare(rank):
-    """Return the cases whose numbers are not those of a plain DistributedDataParallel."""
-    cases = [(False, False, True), (True, False, False), (False, True, False)]
-    return [
-        case
-        for case in cases
-        if not all(map(torch.equal, train(rank, True, *case), train(rank, False, *case)))
-    ]
-
-
-def test_gradients_and_parameters_are_those_of_ddp(ranks):
-    assert ranks.run(3, compare) == [[]] * 3
+@on_ranks(3)
+def test_gradients_and_parameters_are_those_of_ddp(rank):
+    for case in [(False, False, True), (True, False, False), (False, True, False)]:
+        assert all(map(torch.equal, train(rank, True, *case), train(rank, False, *case))), case

@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from pyparallel import GossipDataParallel
 from pyparallel.comm import Run
 from pyparallel.gossip import SGP, AllReduce, Hierarchical, NoLoCo, SlowMo
 from pyparallel.gossip.algorithms.hierarchical import hierarchical
@@ -23,6 +21,7 @@ from tests.gossip.loops import (
     train,
     train_wrapped,
 )
+from tests.workers import on_ranks
 
 STEPS = 10
 
@@ -128,19 +127,17 @@ def test_one_node_is_all_reduce_and_one_rank_per_node_the_inner_algorithm(ranks)
         assert torch.equal(single, inner)
 
 
-def count_bytes(rank, cases):
-    found = []
-    for inner in cases:
-        model, optimizer, wrapped = start(Hierarchical(inner, 2))
-        train(model, optimizer, list(batches(rank, STEPS)), forward=wrapped)
-        found.append((wrapped.bytes_sent, wrapped._buckets.num_bytes))
-    return found
+def count_bytes(rank, inner):
+    model, optimizer, wrapped = start(Hierarchical(inner, 2))
+    train(model, optimizer, list(batches(rank, STEPS)), forward=wrapped)
+    return wrapped.bytes_sent, wrapped._buckets.num_bytes
 
 
 def test_bytes_sent_match_the_docstring(ranks):
     cases = SGP(OnePeerExponential(2)), SGP(Ring(2), overlap=1)
-    for found in ranks.run(4, count_bytes, cases):
-        for inner, (sent, model_bytes) in zip(cases, found, strict=True):
+    results = ranks.run_each(4, count_bytes, [(inner,) for inner in cases])
+    for inner, found in zip(cases, results, strict=True):
+        for sent, model_bytes in found:
             gathers = STEPS - inner.overlap  # the last message is still in flight
             between = STEPS * (model_bytes // 2 + 64)  # a header goes beside it
             within = gathers * (model_bytes // 2) + STEPS * model_bytes
@@ -231,38 +228,16 @@ def step_in_no_sync(rank):
         train(model, optimizer, list(batches(rank, 1)), forward=wrapped)
 
 
-def make_mistakes(rank):
-    numbers = [3, 3, 3, 3], [4, 4, 3, 3], [0, 1, 1, 1]
-    return [error_of(step_in_no_sync, rank), *(error_of(train_in_join, rank, n) for n in numbers)]
-
-
-def test_unequal_numbers_of_batches_or_of_averages_are_one_error(ranks):
-    for no_sync, equal, *unequal in ranks.run(4, make_mistakes):
-        assert "optimizer.step() must be called outside of no_sync() with Hierarchical" in no_sync
-        assert equal is None
-        for number, error in zip((2, 1), unequal, strict=True):
-            assert error.startswith(
-                "ValueError: join() must be given equal numbers of batches on all ranks with "
-                f"Hierarchical, got {number} without any while others still train"
-            )
-
-
-def train_in_subgroup(rank):
-    group = dist.new_group([0, 1, 3, 4])
-    if rank == 2:
-        return None
-    model = build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    algorithm = Hierarchical(SGP(Ring(2), overlap=1), 2)
-    wrapped = GossipDataParallel(model, optimizer, algorithm, process_group=group)
-    return train(model, optimizer, list(batches(rank, 4)), forward=wrapped)
-
-
-def test_nodes_within_a_subgroup(ranks):
-    results = ranks.run(5, train_in_subgroup)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[3], results[4])
-    assert not torch.equal(results[0], results[3])
+@on_ranks(4)
+def test_unequal_numbers_of_batches_or_of_averages_are_one_error(rank):
+    no_sync = error_of(step_in_no_sync, rank)
+    assert "optimizer.step() must be called outside of no_sync() with Hierarchical" in no_sync
+    train_in_join(rank, [3, 3, 3, 3])
+    for number, numbers in (2, [4, 4, 3, 3]), (1, [0, 1, 1, 1]):
+        assert error_of(train_in_join, rank, numbers).startswith(
+            "ValueError: join() must be given equal numbers of batches on all ranks with "
+            f"Hierarchical, got {number} without any while others still train"
+        )
 
 
 def test_a_model_too_small_to_shard_is_an_error():

@@ -16,16 +16,8 @@ from pyparallel.gossip.algorithms.leader import find_leader
 from pyparallel.gossip.algorithms.leader_sgd import leader_sgd, pulled
 from pyparallel.training import FlatBuckets
 from tests.cases import slow
-from tests.gossip.loops import (
-    SMOOTH,
-    batches,
-    build_model,
-    error_of,
-    flat,
-    start,
-    take_step,
-    train_alone,
-)
+from tests.gossip.loops import SMOOTH, batches, error_of, flat, start, take_step, train_alone
+from tests.workers import on_ranks
 
 NO_PULL = {"local_pull": 0.0, "global_pull": 0.0, "local_drift": 0.0, "global_drift": 0.0}
 PULLS = {"local_pull": 0.3, "global_pull": 0.2, "local_drift": 0.4, "global_drift": 0.1}
@@ -61,11 +53,6 @@ def test_the_lowest_loss_leads_and_of_equals_the_lowest_rank():
     assert find_leader([5.0, 1.0, 4.0, 4.0], range(2, 4)) == 2
 
 
-def test_a_rank_with_a_non_finite_loss_never_leads():
-    assert find_leader([NAN, 2.0, math.inf, -math.inf], range(4)) == 1
-    assert find_leader([NAN, math.inf], range(2)) is None
-
-
 @given(st.lists(st.floats(), min_size=1, max_size=9))
 def test_a_leader_has_the_lowest_finite_loss(losses):
     leader = find_leader(losses, range(len(losses)))
@@ -79,69 +66,6 @@ def test_a_leader_has_the_lowest_finite_loss(losses):
 # -------------------------------------------------------------------------------- the update rule
 
 
-def simulate(algorithm, num_ranks, num_steps, recorded):
-    """Train all ranks in turn, in float64, by the rule of the authors' code."""
-    models = [build_model().double() for _ in range(num_ranks)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
-    data = [list(batches(rank, num_steps)) for rank in range(num_ranks)]
-    nodes = [range(i, i + algorithm.ranks_per_node)
-             for i in range(0, num_ranks, algorithm.ranks_per_node)]  # fmt: skip
-    local, overall, window = {}, None, []
-    history = []
-
-    def move(rank, target, fraction):
-        vector = pulled(flat(models[rank]), [(target, fraction)])
-        nn.utils.vector_to_parameters(vector, models[rank].parameters())
-
-    for step in range(1, num_steps + 1):
-        window.append(recorded[step - 1])
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            inputs, targets = data[rank][step - 1]
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(inputs.double()), targets.double()).backward()
-            optimizer.step()
-            if overall is not None:
-                move(rank, overall, algorithm.global_drift / algorithm.global_interval)
-            if rank in local:
-                move(rank, local[rank], algorithm.local_drift / algorithm.interval)
-        if step % algorithm.interval == 0:
-            losses = [sum(column) / len(window) for column in zip(*window, strict=True)]
-            window = []
-            if algorithm.ranks_per_node > 1:
-                for node in nodes:
-                    leader = min(node, key=lambda rank: (losses[rank], rank))
-                    parameters = flat(models[leader])
-                    for rank in node:
-                        local[rank] = parameters
-                        move(rank, parameters, algorithm.local_pull)
-            if step % algorithm.global_interval == 0 and len(nodes) > 1:
-                leader = min(range(num_ranks), key=lambda rank: (losses[rank], rank))
-                overall = flat(models[leader])
-                for rank in range(num_ranks):
-                    move(rank, overall, algorithm.global_pull)
-        history.append([flat(model) for model in models])
-    return history
-
-
-def train_with_losses(rank, algorithm, recorded):
-    mine = [losses[rank] for losses in recorded]
-    return start_and_train(algorithm, batches(rank, len(recorded)), mine, momentum=0.9)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node"), [(4, 2), (4, 1), slow(4, 4), slow(6, 2)], ids=str
-)
-def test_pulls_follow_the_rule_of_the_authors_code(ranks, num_ranks, ranks_per_node):
-    algorithm = LeaderSGD(ranks_per_node, interval=2, global_interval=4, **PULLS)
-    generator = torch.Generator().manual_seed(3)
-    recorded = torch.rand(13, num_ranks, generator=generator, dtype=torch.float64).tolist()
-    expected = simulate(algorithm, num_ranks, 13, recorded)
-    for rank, history in enumerate(ranks.run(num_ranks, train_with_losses, algorithm, recorded)):
-        for step, parameters in enumerate(history):
-            theirs = expected[step][rank].float()
-            torch.testing.assert_close(parameters, theirs, rtol=1e-5, atol=2e-6)
-
-
 # f_r(x) = 1/2 (x - center_r)' H (x - center_r) of two parameters of 2 and 3 elements; the first has
 # learning rate 0.1 and the second 0.04, which a schedule multiplies by 0.9 after every step.
 CURVATURE = numpy.array([1.0, 0.5, 2.0, 0.3, 1.2])
@@ -151,8 +75,8 @@ RATES = numpy.array([0.1, 0.1, 0.04, 0.04, 0.04])
 MOMENTUM, DECAY = 0.8, 0.05
 
 
-def lsgd_of_the_paper(losses, interval, global_interval, strength, global_strength):
-    """Return x of all ranks, (steps, 4, 5), by ``leader_sgd``, two nodes of two workers.
+def train_by_the_rule(losses, ranks_per_node, interval, global_interval, form):
+    """Return x of all ranks, (steps, 4, 5), by ``leader_sgd`` or, with pulls, by ``pulled``.
 
     The update is SGD's with momentum, u <- m u + g, and g includes L2 decay. Leaders have the
     lowest mean loss since the last choice.
@@ -164,13 +88,25 @@ def lsgd_of_the_paper(losses, interval, global_interval, strength, global_streng
     for k in range(len(losses)):
         rate = rates * 0.9**k
         u = MOMENTUM * u + curvature * (x - centers) + DECAY * x
-        x = leader_sgd(x, rate * u, rate, overall + local)
+        if "local_strength" in form:
+            x = leader_sgd(x, rate * u, rate, overall + local)
+        else:
+            x = pulled(x - rate * u, overall + local)
         if (k + 1) % interval == 0:
             means = losses[k + 1 - interval : k + 1].mean(axis=0)
-            first, second = means[:2].argmin(), 2 + means[2:].argmin()
-            local = [(x[[first, first, second, second]], strength)]
-            if (k + 1) % global_interval == 0:
-                overall = [(x[means.argmin()], global_strength)]
+            if ranks_per_node > 1:
+                firsts = range(0, 4, ranks_per_node)
+                chosen = [
+                    first + means[first : first + ranks_per_node].argmin() for first in firsts
+                ]
+                leaders = x[numpy.repeat(chosen, ranks_per_node)]
+                local = [(leaders, form.get("local_strength") or form["local_drift"] / interval)]
+                x = pulled(x, [(leaders, form.get("local_pull", 0.0))])
+            if (k + 1) % global_interval == 0 and ranks_per_node < 4:
+                leader = x[means.argmin()]
+                strength = form.get("global_strength") or form["global_drift"] / global_interval
+                overall = [(leader, strength)]
+                x = pulled(x, [(leader, form.get("global_pull", 0.0))])
         history.append(x.numpy())
     return numpy.array(history)
 
@@ -196,11 +132,19 @@ def train_quadratic(rank, algorithm, losses):
     return history
 
 
-def test_strengths_follow_the_papers_rule(ranks):
+@pytest.mark.parametrize(
+    ("ranks_per_node", "form"),
+    [(2, STRENGTHS), (2, PULLS), (1, PULLS), slow(4, PULLS)],
+    ids=["paper", "code", "code, no nodes", "code, one node"],
+)
+def test_leaders_pull_by_the_rules_of_the_paper_and_of_the_authors_code(
+    ranks, ranks_per_node, form
+):
     losses = numpy.random.default_rng(7).random((17, 4))
-    algorithm = LeaderSGD(2, 2, 4, **STRENGTHS)
-    expected = lsgd_of_the_paper(losses, 2, 4, 1.5, 0.8)
-    assert numpy.abs(expected - lsgd_of_the_paper(losses, 2, 4, 1.5, 0.7)).max() > 1e-3
+    algorithm = LeaderSGD(ranks_per_node, 2, 4, **form)
+    expected = train_by_the_rule(losses, ranks_per_node, 2, 4, form)
+    freely = train_by_the_rule(losses, ranks_per_node, 2, 4, NO_PULL)
+    assert numpy.abs(expected - freely).max() > 1e-2
     for rank, history in enumerate(ranks.run(4, train_quadratic, algorithm, losses)):
         numpy.testing.assert_allclose(history, expected[:, rank], rtol=0, atol=1e-12)
 
@@ -302,15 +246,10 @@ COMPARISONS = [  # losses of four ranks, and their leaders
 ]
 
 
-def compare_each(rank):
-    algorithm = LeaderSGD(2, interval=1, global_interval=1, local_pull=0.5, global_pull=0.25)
-    return [compare_once(rank, algorithm, losses) for losses, _, _ in COMPARISONS]
-
-
 def test_all_ranks_follow_the_same_leaders_which_do_not_move(ranks):
-    for (losses, local_leaders, leader), *results in zip(
-        COMPARISONS, *ranks.run(4, compare_each), strict=True
-    ):
+    algorithm = LeaderSGD(2, interval=1, global_interval=1, local_pull=0.5, global_pull=0.25)
+    found = ranks.run_each(4, compare_once, [(algorithm, losses) for losses, _, _ in COMPARISONS])
+    for (losses, local_leaders, leader), results in zip(COMPARISONS, found, strict=True):
         before = [first for first, _ in results]
         for rank, (mine, after) in enumerate(results):
             expected = mine + 0.5 * (before[local_leaders[rank // 2]] - mine)
@@ -322,15 +261,12 @@ def test_all_ranks_follow_the_same_leaders_which_do_not_move(ranks):
 # ------------------------------------------------------------------------------ losses and errors
 
 
-def count_bytes(rank):
+@on_ranks(4)
+def test_bytes_sent_match_the_docstring(rank):
     model, optimizer, wrapped = start(LeaderSGD(2, 2, 4))
     train(model, optimizer, batches(rank, 8), wrapped)
-    return wrapped.bytes_sent, wrapped._buckets.num_bytes
-
-
-def test_bytes_sent_match_the_docstring(ranks):
-    for sent, model_bytes in ranks.run(4, count_bytes):
-        assert sent == 4 * (model_bytes // 2) + 2 * (model_bytes * 3 // 4) + 4 * 3 * (16 + 64)
+    size = wrapped._buckets.num_bytes
+    assert wrapped.bytes_sent == 4 * (size // 2) + 2 * (size * 3 // 4) + 4 * 3 * (16 + 64)
 
 
 def skip_losses(rank, missing, form):
@@ -393,19 +329,15 @@ def test_ranks_without_batches_move_only_at_the_authors_comparisons(ranks):
         assert torch.equal(own, after) == (form is STRENGTHS)
 
 
-def lose_one_loss(rank):
+@on_ranks(3)
+def test_without_nodes_one_finite_loss_is_enough(rank):
     model, _, wrapped = start(LeaderSGD(1, 1, 1, global_pull=1.0))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(rank)
     wrapped.record_loss([NAN, 2.0, 1.0][rank])
     wrapped._rounds.joined.shadow_round()
-    return flat(model)
-
-
-def test_without_nodes_one_finite_loss_is_enough(ranks):
-    for parameters in ranks.run(3, lose_one_loss):
-        assert torch.equal(parameters, torch.full_like(parameters, 2.0))
+    assert flat(model).eq(2).all()
 
 
 def test_a_form_has_the_same_name_in_saved_runs_as_before_there_were_two():

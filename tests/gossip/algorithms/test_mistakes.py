@@ -6,7 +6,7 @@ import networkx as nx
 import pytest
 import torch
 
-from pyparallel.compression import Int8, Threshold
+from pyparallel.compression import DGC, ErrorFeedback, Int8, Threshold, TopK
 from pyparallel.gossip import (
     ADPSGD,
     DPSGD,
@@ -52,6 +52,8 @@ WRONG_TYPES = [
         lambda: SGP(Ring(4), compressor=Int8),
         "^compressor must be .*, got the class Int8; create an",
     ),
+    (lambda: SGP(Ring(2), compressor="int8"), "compressor must be .*, or None, got 'int8'"),
+    (lambda: DiLoCo(4, compressor="int8"), "compressor must be an object such as Int8"),
     (lambda: SlowMo(SGP, 3), INNER + r"the class SGP; create an object, SGP\(...\)$"),
     (lambda: SlowMo("sgp", 3), INNER + "'sgp'$"),
     (lambda: Hierarchical(Ring(2), 2), INNER + r"Ring\(2\); wrap it, SGP\(Ring\(2\)\)$"),
@@ -64,6 +66,10 @@ WRONG_TYPES = [
 
 def no_lo_co(**options):
     return lambda: NoLoCo(RandomMatching(2), **options)
+
+
+def di_lo_co(**options):
+    return lambda: DiLoCo(4, **options)
 
 
 def leader(ranks_per_node=1, **options):
@@ -106,6 +112,12 @@ OUT_OF_RANGE = [
     (no_lo_co(pull_turns=0), "pull_turns must be a positive integer, got 0"),
     (no_lo_co(pull=0.0), r"pull must be in \(0, 3\), .* got 0.0"),
     (no_lo_co(momentum=0.0, pull=2.0), r"pull must be in \(0, 2\), .* got 2.0"),
+    (di_lo_co(delay=4), "delay must be below the interval of 4 steps, got 4"),
+    (di_lo_co(delay=-1), "delay must be an integer of at least 0, got -1"),
+    (di_lo_co(mix=1.0), r"mix must be in \[0, 1\), got 1.0"),
+    (di_lo_co(fragments=5), "fragments must be from 1 to the 4 steps of the interval, got 5"),
+    (di_lo_co(fragments=0), "fragments must be"),
+    (di_lo_co(compressor=DGC(0.1)), "must not accumulate momentum for the differences of outer"),
     (leader(0), "ranks_per_node must be a positive number of ranks, got 0"),
     (leader(interval=0), "interval must be a positive number of steps, got 0"),
     (leader(interval=3), "global_interval must be a multiple of interval, got 16 and 3"),
@@ -145,71 +157,82 @@ def test_topologies_that_an_algorithm_cannot_use_are_named():
         assert (error is None) if sentence is None else (sentence in error), algorithm
 
 
-def on_rank_one(algorithm, other):
-    return lambda rank: other if rank == 1 else algorithm
+class Variable(Int8):
+    """A compressor whose messages have variable length."""
+
+    fixed_length = False
+
+
+class OtherOnRankOne(TopK):
+    """A compressor that makes longer messages on rank 1, which its repr does not show."""
+
+    def compress(self, tensor, state, residual=None):
+        message = super().compress(tensor, state, residual)
+        return (*message, torch.zeros(torch.distributed.get_rank()))
+
+
+class NotForGossip(Int8):
+    """A compressor that is not for gossip."""
+
+    def validation_error(self, place):
+        return f"compressor must not serve {place.value}"
 
 
 NOT_INNER = "ValueError: inner must be a gossip algorithm, got "
-MISTAKES = [  # the number of ranks, an algorithm or a function of the rank, and the one error
-    (2, SlowMo(LeaderSGD(1), 3), f"{NOT_INNER}LeaderSGD"),
-    (2, SlowMo(AllReduce(), 3), f"{NOT_INNER}AllReduce"),
-    (2, Hierarchical(AllReduce(), 2), f"{NOT_INNER}AllRed"),
-    (2, Hierarchical(AllReduce(), 1), f"{NOT_INNER}AllRed"),
-    (
-        2,
-        on_rank_one(NoLoCo(RandomMatching(2)), NoLoCo(RandomMatching(2, seed=1))),
-        "DisagreementError: all ranks must have the same algorithm, got NoLoCo(",
-    ),
-    (
-        2,
-        on_rank_one(DiLoCo(4), DiLoCo(4, delay=1)),
-        "DisagreementError: all ranks must have the same algorithm, got DiLoCo(interval=4",
-    ),
-    (
-        3,
-        Hierarchical(SGP(Ring(1)), 2),
-        "DisagreementError: ranks 0-2: ranks_per_node must divide the process group's 3 ranks",
-    ),
-    (
-        3,
-        LeaderSGD(2),
-        "DisagreementError: ranks 0-2: ranks_per_node must divide the process group's 3 ranks, go",
-    ),
-    (
-        3,
-        ADPSGD(StarWithChords(3)),
-        "DisagreementError: ranks 0-2: topology must be symmetric for ADPSGD (SGP takes any)",
-    ),
-    (
-        3,
-        ADPSGD(Ring(4)),
-        "DisagreementError: ranks 0-2: topology must be for the process group's 3 ranks, got Ring",
-    ),
-    (
-        3,
-        on_rank_one(ADPSGD(Ring(3)), ADPSGD(Ring(3), seed=1)),
-        "DisagreementError: all ranks must have the same algorithm, got ADPSGD(topology=Ring(3), s",
-    ),
-    (
-        4,
-        Hierarchical(SGP(Ring(4)), 2),
-        "DisagreementError: ranks 0-3: inner must be for 2 nodes as its ranks: topology must be",
-    ),
-    (4, Hierarchical(LeaderSGD(1), 2), f"{NOT_INNER}LeaderS"),
-    (4, SlowMo(Hierarchical(SGP(Ring(2)), 2), 3), f"{NOT_INNER}Hierarchical("),
-]
+SAME = "DisagreementError: all ranks must have the same "
+
+
+def differ(algorithm, *others):
+    """Return mistakes in each of which rank 1 has another algorithm than the other ranks."""
+    sentence = f"{SAME}algorithm, got {type(algorithm).__name__}("
+    return [
+        (lambda rank, other=other: other if rank == 1 else algorithm, sentence) for other in others
+    ]
+
+
+MISTAKES = {  # by the number of ranks: an algorithm or a function of the rank, and the one error
+    2: [
+        (SlowMo(LeaderSGD(1), 3), f"{NOT_INNER}LeaderSGD"),
+        (SlowMo(AllReduce(), 3), f"{NOT_INNER}AllReduce"),
+        (Hierarchical(AllReduce(), 2), f"{NOT_INNER}AllRed"),
+        (Hierarchical(AllReduce(), 1), f"{NOT_INNER}AllRed"),
+        (SGP(Ring(2), compressor=ErrorFeedback(TopK(0.1))), "compressor must not have error feedb"),
+        (SGP(Ring(2), compressor=Variable()), "compressor must make messages of one length for g"),
+        (SGP(Ring(2), compressor=NotForGossip()), "compressor must not serve gossip messages"),
+        (SGP(Ring(2), compressor=OtherOnRankOne(0.1)), f"{SAME}message lengths of bucket 0, got "),
+        *differ(DiLoCo(4), DiLoCo(4, delay=1)),
+        *differ(NoLoCo(RandomMatching(2)), NoLoCo(RandomMatching(2, seed=1))),
+        *differ(OSGP(Ring(2)), OSGP(Ring(2), 2), OSGP(Ring(2), biased=True), SGP(Ring(2), 1)),
+        *differ(
+            SGP(Ring(2), compressor=Int8()), SGP(Ring(2), compressor=Int8(seed=1)), SGP(Ring(2))
+        ),
+    ],
+    3: [
+        (Hierarchical(SGP(Ring(1)), 2), "ranks_per_node must divide the process group's 3 ranks"),
+        (LeaderSGD(2), "ranks_per_node must divide the process group's 3 ranks, go"),
+        (ADPSGD(StarWithChords(3)), "topology must be symmetric for ADPSGD (SGP takes any)"),
+        (ADPSGD(Ring(4)), "topology must be for the process group's 3 ranks, got Ring"),
+        *differ(ADPSGD(Ring(3)), ADPSGD(Ring(3), seed=1)),
+    ],
+    4: [
+        (Hierarchical(SGP(Ring(4)), 2), "inner must be for 2 nodes as its ranks: topology must be"),
+        (Hierarchical(LeaderSGD(1), 2), f"{NOT_INNER}LeaderS"),
+        (SlowMo(Hierarchical(SGP(Ring(2)), 2), 3), f"{NOT_INNER}Hierarchical("),
+    ],
+}
 
 
 def make_mistakes(rank, num_ranks):
-    algorithms = [each for number, each, _ in MISTAKES if number == num_ranks]
+    algorithms = [each for each, _ in MISTAKES[num_ranks]]
     return [error_of(start, each(rank) if callable(each) else each) for each in algorithms]
 
 
 def test_a_mistake_is_one_error_on_every_rank(ranks, subtests):
-    for num_ranks in (2, 3, 4):
-        expected = [sentence for number, _, sentence in MISTAKES if number == num_ranks]
+    for num_ranks, rows in MISTAKES.items():
         errors = zip(*ranks.run(num_ranks, make_mistakes, num_ranks), strict=True)
-        for found, sentence in zip(errors, expected, strict=True):
+        of_all = f"DisagreementError: ranks 0-{num_ranks - 1}: "
+        for found, (_, rule) in zip(errors, rows, strict=True):
+            sentence = rule if "Error: " in rule else of_all + rule
             with subtests.test(sentence):
                 assert len(set(found)) == 1
                 assert found[0].startswith(sentence), found[0]

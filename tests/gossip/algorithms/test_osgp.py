@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from pyparallel import GossipDataParallel, optim
-from pyparallel.comm import DisagreementError
-from pyparallel.gossip import OSGP, SGP
+from pyparallel.gossip import OSGP
 from pyparallel.gossip.algorithms.osgp import osgp
 from pyparallel.gossip.push_sum import buffer as round_buffer
 from pyparallel.gossip.push_sum.delayed import DelayedPushSum
@@ -27,7 +26,7 @@ from pyparallel.gossip.topology import (
 )
 from tests.cases import slow
 from tests.gossip.graphs import StarWithChords
-from tests.gossip.loops import batches, flat, start, take_step, train
+from tests.gossip.loops import flat, take_step
 from tests.local_transport import run_threads
 
 LR = 0.1
@@ -160,10 +159,6 @@ def train_on_gloo(rank, topology, delay, biased, make_optimizer, options):
     return history
 
 
-def train_each_on_gloo(rank, cases):
-    return [train_on_gloo(rank, *case) for case in cases]
-
-
 @pytest.mark.slow  # 26 seconds; the order alone is tested without processes
 def test_osgp_is_algorithm_2_on_gloo(ranks):
     graphs = [OnePeerExponential(4), Ring(4), Star(4), Complete(4), GRAPHS["phases"]]
@@ -177,50 +172,7 @@ def test_osgp_is_algorithm_2_on_gloo(ranks):
             strict=False,
         )
     ] + [(Star(4), 1, False, optim.SGD, NESTEROV), (Star(4), 2, True, optim.SGD, NESTEROV)]
-    results = zip(*ranks.run(4, train_each_on_gloo, cases), strict=True)
+    results = ranks.run_each(4, train_on_gloo, cases)
     for (graph, delay, biased, make, options), histories in zip(cases, results, strict=True):
         expected = algorithm_2(graph, delay, 21, biased, **options)
         check_histories(histories, expected, 1e-5, f"{graph}, {delay}, {biased}, {make}, {options}")
-
-
-def see_flush(rank, algorithm):
-    model, optimizer, wrapped = start(algorithm)
-    train(model, optimizer, batches(rank, 5), forward=wrapped)
-    with wrapped.consensus() as averaged:
-        mean = flat(averaged)
-    before = flat(model)
-    wrapped.flush()
-    return mean, before, flat(model), float(wrapped.push_sum_weight)
-
-
-def test_the_consensus_includes_messages_in_flight(ranks):
-    for algorithm in (OSGP(Complete(3)), OSGP(OnePeerExponential(3), 2, biased=True)):
-        outcomes = ranks.run(3, see_flush, algorithm)
-        flushed = torch.stack([after for _, _, after, _ in outcomes]).mean(0)
-        for mean, _, _, weight in outcomes:
-            assert weight == pytest.approx(1)
-            torch.testing.assert_close(mean, flushed)
-
-
-def meet_errors(rank):
-    texts = []
-    for algorithm in (
-        OSGP(Ring(2), delay=1 + rank),
-        OSGP(Ring(2), biased=bool(rank)),
-        SGP(Ring(2), overlap=1) if rank else OSGP(Ring(2)),
-    ):
-        with pytest.raises(DisagreementError) as caught:
-            start(algorithm)
-        texts.append(str(caught.value))
-    model = nn.Linear(2, 2).bfloat16()
-    with pytest.raises(ValueError, match="parameters must be float32 for OSGP") as caught:
-        GossipDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), OSGP(Ring(2)))
-    return [*texts, str(caught.value)]
-
-
-def test_another_order_or_delay_on_another_rank_is_one_sentence_on_all(ranks):
-    first, second = ranks.run(2, meet_errors)
-    assert first == second
-    for text, value in zip(first, ("delay=2", "biased=True", "overlap=1"), strict=False):
-        assert value in text
-        assert "algorithm" in text

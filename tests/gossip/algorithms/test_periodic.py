@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pyparallel.comm import PeerError
-from pyparallel.gossip import SGP, DiLoCo, LocalSGD, NoLoCo, SlowMo
+from pyparallel.gossip import SGP, DiLoCo, LocalSGD, SlowMo
 from pyparallel.gossip.algorithms.periodic import local_sgd
-from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching, Ring, Star
+from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring, Star
 from tests.gossip.loops import batches, build_model, flat, start, train, train_alone, train_wrapped
 
 STEPS, INTERVAL, RANKS = 7, 3, 3
@@ -90,10 +90,6 @@ def test_diloco_follows_the_paper(ranks, make):
     assert_equal_on_all_ranks(ranks, algorithm, expected)
 
 
-def train_each(rank, algorithms):
-    return [train_rank(rank, algorithm) for algorithm in algorithms]
-
-
 def test_algorithms_that_are_equal_in_theory_are_equal(ranks):
     algorithms = [
         SlowMo(None, INTERVAL, momentum=0.0, reset_momentum=False),
@@ -102,51 +98,24 @@ def test_algorithms_that_are_equal_in_theory_are_equal(ranks):
         SGP(Complete(3)),
         LocalSGD(1),
     ]
-    for slowmo, local, inner, sgp, exact in ranks.run(3, train_each, algorithms):
-        for one, other in [(slowmo, local), (inner, sgp), (exact, sgp)]:
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    results = ranks.run_each(3, train_rank, [(algorithm,) for algorithm in algorithms])
+    slowmo, local, inner, sgp, exact = map(torch.stack, results)
+    for one, other in [(slowmo, local), (inner, sgp), (exact, sgp)]:
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def consensus_after(rank, algorithms):
-    results = []
-    for algorithm in algorithms:
-        model, optimizer, wrapped = start(algorithm, momentum=0.9)
-        train(model, optimizer, list(batches(rank, 6)), forward=wrapped)
-        results.append((wrapped.consensus_distance(), float(wrapped.push_sum_weight)))
-    return results
+def consensus_after(rank, algorithm):
+    model, optimizer, wrapped = start(algorithm, momentum=0.9)
+    train(model, optimizer, list(batches(rank, 6)), forward=wrapped)
+    return wrapped.consensus_distance(), float(wrapped.push_sum_weight)
 
 
 def test_slowmo_reaches_exact_consensus_with_any_inner_algorithm(ranks):
     inner = SGP(Ring(4)), SGP(OnePeerExponential(4), overlap=1), SGP(Star(4), overlap=2)
-    results = ranks.run(4, consensus_after, [SlowMo(each, 3) for each in inner])
-    for algorithm, found in zip(inner, zip(*results, strict=True), strict=True):
+    results = ranks.run_each(4, consensus_after, [(SlowMo(each, 3),) for each in inner])
+    for algorithm, found in zip(inner, results, strict=True):
         assert all(distance < 1e-6 for distance, _ in found), algorithm
         assert sum(weight for _, weight in found) == pytest.approx(4), algorithm
-
-
-def load_and_continue(rank, algorithms):
-    """Return whether a trainer that has loaded parameters continues as a new one, bit for bit."""
-    equal = []
-    for algorithm in algorithms:
-        expected = train_wrapped(algorithm, batches(rank, STEPS))
-        model, optimizer, wrapped = start(algorithm)
-        train(model, optimizer, batches(2 + rank, 2 * INTERVAL), forward=wrapped)
-        wrapped.load_state_dict(build_model().state_dict())
-        found = train(model, optimizer, batches(rank, STEPS), forward=wrapped)
-        equal.append(torch.equal(found, expected))
-    return equal
-
-
-def test_loading_parameters_resets_anchors_and_slow_momentum(ranks):
-    algorithms = [
-        LocalSGD(INTERVAL),
-        SlowMo(None, INTERVAL),
-        SlowMo(SGP(Ring(2)), INTERVAL),
-        DiLoCo(INTERVAL),
-        DiLoCo(INTERVAL, make_adam),
-        NoLoCo(RandomMatching(2), INTERVAL),
-    ]
-    assert ranks.run(2, load_and_continue, algorithms) == [[True] * len(algorithms)] * 2
 
 
 def lose_a_rank(rank, algorithms):

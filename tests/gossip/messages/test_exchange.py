@@ -8,12 +8,9 @@ import torch
 from pyparallel.comm import Run
 from pyparallel.gossip.messages import NeighborExchange, SymmetricMemoryExchange, Transfer
 from tests.gossip.loops import error_of
+from tests.workers import on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-def send_to_all(rank):
-    return [send_dtype_to_all(rank, dtype) for dtype in DTYPES]
 
 
 def send_dtype_to_all(rank, dtype):
@@ -34,22 +31,20 @@ def send_dtype_to_all(rank, dtype):
 
 
 def test_messages_arrive_in_order(ranks):
-    for rank, results in enumerate(ranks.run(4, send_to_all)):
-        for dtype, (arrived, bytes_sent) in zip(DTYPES, results, strict=True):
+    results = ranks.run_each(4, send_dtype_to_all, [(dtype,) for dtype in DTYPES])
+    for dtype, found in zip(DTYPES, results, strict=True):
+        for rank, (arrived, bytes_sent) in enumerate(found):
             assert len(arrived) == 3 * 5 * 2, dtype
             for (peer, step, part), values in arrived.items():
                 assert values == [peer, rank, step, part], dtype
             assert bytes_sent == 3 * 5 * 2 * 4 * dtype.itemsize
 
 
-def nothing(rank):
+@on_ranks(2)
+def test_an_empty_round_returns_at_once(rank):
     exchange = NeighborExchange(Run())
     exchange.start([], []).wait()
-    return exchange.run.stats.wire_bytes
-
-
-def test_an_empty_round_returns_at_once(ranks):
-    assert ranks.run(2, nothing) == [0, 0]
+    assert exchange.run.stats.wire_bytes == 0
 
 
 def fail_to_share_memory(rank):

@@ -19,32 +19,12 @@ def delivered(values):
     return buffer
 
 
-def test_as_merged_changes_nothing():
-    buffer = delivered(torch.zeros(2))
-    values, weight = buffer.as_merged()
-    assert values.tolist() == [2.0, 2.0]
-    assert weight == 2
-    assert buffer.values.tolist() == [0.0, 0.0]
-    assert buffer.weight == 1
-    assert buffer.in_flight
-
-
 def test_a_round_is_merged_once():
     buffer = delivered(torch.zeros(2))
     buffer.merge()
     buffer.merge()
     assert buffer.values.tolist() == [2.0, 2.0]
     assert buffer.weight == 2
-
-
-def test_numerator_and_debiased_are_inverse():
-    buffer = delivered(torch.tensor([1.0, -3.0]))
-    buffer.weight.fill_(0.5)
-    buffer.to_numerator()
-    assert buffer.values.tolist() == [0.5, -1.5]
-    buffer.to_debiased()
-    buffer.to_debiased()
-    assert buffer.values.tolist() == [1.0, -3.0]
 
 
 def test_outgoing_mass_is_a_share_of_the_weight_and_does_not_change_it():

@@ -17,7 +17,6 @@ from pyparallel.compression import (
     BufferLayout,
     Cast,
     CorruptMessageError,
-    ErrorFeedback,
     Fp8,
     Int4,
     Int8,
@@ -188,42 +187,6 @@ def test_signs_reduce_the_consensus_distance_slowly():
 
 def test_bfloat16_buffers_reach_the_mean():
     assert distance_after(Ring(4), Int8(), 40, dtype=torch.bfloat16) < 2e-2
-
-
-def test_float16_messages_are_close_to_uncompressed_rounds():
-    topology = StarWithChords(5)
-
-    def rank_main(exchange):
-        plain, coarse = random(exchange.rank, 50), random(exchange.rank, 50)
-        plainly = PushSum.of_dense(plain, exchange, topology)
-        coarsely = compressed(coarse, exchange, topology, Cast(torch.float16))
-        for _ in range(7):
-            plainly.after_step()
-            coarsely.after_step()
-        assert plainly.status.weight == coarsely.status.weight
-        torch.testing.assert_close(plain[0], coarse[0], rtol=1e-3, atol=2e-3)
-        assert not torch.equal(plain[0], coarse[0])
-
-    run_threads(5, rank_main)
-
-
-@pytest.mark.parametrize("kind", [Ring, RandomMatching, StarWithChords])
-def test_both_ends_of_every_edge_have_equal_replicas(kind):
-    topology = kind(5)
-
-    def rank_main(exchange):
-        averaging = compressed(random(exchange.rank, 40), exchange, topology, Int8())
-        for _ in range(topology.period + 3):
-            averaging.after_step()
-        return averaging.state_dict()["averaging"]["buffers"][0]["mirrors"]
-
-    held = {}
-    for replicas in run_threads(5, rank_main):
-        for each in replicas:
-            key = each["teller"], tuple(each["audience"])
-            held.setdefault(key, []).append(each["mirror"]["values"])
-    assert all(len(copies) == 1 + len(receivers) for (_, receivers), copies in held.items())
-    assert all(torch.equal(copies[0], copy) for copies in held.values() for copy in copies)
 
 
 def test_int8_messages_after_the_first_are_a_quarter_of_its_size():
@@ -529,61 +492,6 @@ def test_training_with_compressed_messages(ranks):
             assert distance < 2 * plain[1] + 1e-3
             assert num_bytes - 64 < 0.27 * plain[2]  # without the header
         assert mean.isfinite().all()
-
-
-class Variable(Int8):
-    """A compressor whose messages have variable length."""
-
-    fixed_length = False
-
-
-class OtherOnRankOne(TopK):
-    """A compressor that makes longer messages on rank 1, which its repr does not show."""
-
-    def compress(self, tensor, state, residual=None):
-        message = super().compress(tensor, state, residual)
-        return (*message, torch.zeros(torch.distributed.get_rank()))
-
-
-class NotForGossip(Int8):
-    """A compressor that is not for gossip."""
-
-    def validation_error(self, place):
-        return f"compressor must not serve {place.value}"
-
-
-def make_mistakes(rank):
-    mistakes = [
-        SGP(Ring(2), compressor=Int8(seed=rank)),
-        SGP(Ring(2), compressor=Int8() if rank else None),
-        SGP(Ring(2), compressor=ErrorFeedback(TopK(0.1))),
-        SGP(Ring(2), compressor=Variable()),
-        SGP(Ring(2), compressor=NotForGossip()),
-        SGP(Ring(2), compressor=OtherOnRankOne(0.1)),
-    ]
-    errors = []
-    for algorithm in mistakes:
-        with pytest.raises(ValueError, match="must") as caught:
-            wrap(algorithm, nn.Linear(4, 2))
-        errors.append(str(caught.value))
-    return errors
-
-
-def test_mistakes_are_one_error_on_every_rank(ranks):
-    first, second = ranks.run(2, make_mistakes)
-    assert first == second
-    expected = [
-        "all ranks must have the same algorithm, got",
-        "all ranks must have the same algorithm, got",
-        "compressor must not have error feedback for gossip messages",
-        "compressor must make messages of one length for gossip",
-        "compressor must not serve gossip messages",
-        "all ranks must have the same message lengths of bucket 0, got ",
-    ]
-    for error, sentence in zip(first, expected, strict=True):
-        assert sentence in error
-    with pytest.raises(TypeError, match=r"compressor must be .*, or None, got 'int8'"):
-        SGP(Ring(2), compressor="int8")
 
 
 def tamper(exchange):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyparallel.compression import BufferLayout, Cast, CorruptMessageError, Int8, TopK
+from pyparallel.compression import BufferLayout, Cast, Int8, TopK
 from pyparallel.gossip.push_sum.replicas import Replica, Replicas
 
 COMPRESSORS = [Int8(), Int8(seed=3), Cast(torch.float16), TopK(0.1)]
@@ -16,15 +16,6 @@ def make_replica(compressor, numel=300, dtype=torch.float32):
 
 
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
-
-
-@every_compressor
-def test_compression_errors_are_sent_with_later_messages(compressor):
-    replica, values = make_replica(compressor), torch.randn(300)
-    replica.encode_(torch.zeros(300), NO_MASS)
-    for _ in range(11):
-        replica.encode_(values, NO_MASS)
-    torch.testing.assert_close(replica.values, values, rtol=1e-6, atol=1e-7)
 
 
 @every_compressor
@@ -43,15 +34,6 @@ def test_after_loading_an_empty_state_the_next_message_is_uncompressed():
     replica.load_state_dict(state)
     values = torch.randn(300)
     assert torch.equal(replica.encode_(values, NO_MASS)[0], values)
-
-
-def test_a_corrupt_message_leaves_the_replica_unchanged():
-    sender, receiver = make_replica(TopK(0.1)), make_replica(TopK(0.1))
-    receiver.apply(sender.encode_(torch.zeros(300), NO_MASS))
-    values, indices = sender.encode_(torch.randn(300), NO_MASS)
-    with pytest.raises(CorruptMessageError):
-        receiver.apply((values, indices + 300))
-    assert not receiver.values.any()
 
 
 def make_replicas():
@@ -94,14 +76,3 @@ def test_messages_of_other_lengths_are_not_sent():
         replicas.encode_((0,), torch.ones(300), NO_MASS)
     with pytest.raises(ValueError, match=r"of one length, got \[300, 3\] .* after \[300, 2\]"):
         replicas.encode_((0,), torch.ones(300), NO_MASS)
-
-
-def test_the_state_holds_all_replicas():
-    saved, loaded = make_replicas(), make_replicas()
-    saved.of(1, (0, 2)).encode_(torch.ones(300), NO_MASS)
-    saved.of(2, (1,)).apply((torch.ones(300) * 2,))
-    loaded.of(0, (1,)).apply((torch.ones(300) * 3,))
-    loaded.load_state_dict(saved.state_dict())
-    assert loaded.of(1, (0, 2)).values.tolist() == [1] * 300
-    assert loaded.of(2, (1,)).values.tolist() == [2] * 300
-    assert loaded.of(0, (1,)).values is None

@@ -114,13 +114,6 @@ def test_contract(name, sizes):
         check_contract(topology)
 
 
-def test_one_rank_has_no_peers():
-    for name, make in MAKERS.items():
-        if make(1).num_ranks == 1:
-            assert make(1).out_peers(0, 0) == (), name
-            assert make(1).in_peers(0, 0) == (), name
-
-
 def test_rounds_to_the_exact_average():
     for topology, rounds in [
         *[(OnePeerExponential(2**m), m) for m in range(7)],

@@ -1,4 +1,4 @@
-"""Two trainers in one training step: equal to one GAN on the joined batch, and to the papers."""
+"""Two trainers in one training step: equal to one GAN on the joined batch, and to each alone."""
 
 import random
 import time
@@ -7,24 +7,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from pyparallel import GossipDataParallel
 from pyparallel.gossip import DPSGD, OSGP, SGP, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
 from tests.cases import slow
 from tests.gossip.loops import flat
-from tests.gossip.two_trainers.gan import (
-    LR,
-    STEPS,
-    Gan,
-    build,
-    critic_loss,
-    data_of,
-    is_real,
-    one_fake,
-    train,
-    weights,
-)
+from tests.gossip.two_trainers.gan import LR, STEPS, Gan, build, data_of, one_fake, train, weights
 
 # ------------------------------------------------------------------- replicas equal one network
 
@@ -71,103 +60,43 @@ def test_replicas_equal_one_gan_on_the_joined_batch(ranks, subtests, sizes):
                     assert all(map(torch.equal, found[0][1], final))
 
 
-# -------------------------------------------------------------------------- against the papers
-
-
-class Matrices:
-    """A network of all ranks by the paper's rule, with numerators x and weights w as matrices.
-
-    Args:
-        module: in float64, at the start; evaluated with the weights of one rank after another.
-    """
-
-    def __init__(self, module, algorithm, lr):
-        self.module, self.topology, self.lr = module.double(), algorithm.topology, lr
-        self.merges_first = isinstance(algorithm, SGP)  # else Algorithm 2 of Assran et al.
-        num_ranks = self.topology.num_ranks
-        self.x = flat(module).repeat(num_ranks, 1)
-        self.w = torch.ones(num_ranks, 1, dtype=torch.float64)
-        self.buffers = [[b.clone() for b in module.buffers()] for _ in range(num_ranks)]
-        self.sent, self.index = (0, 0), 0
-
-    def at(self, rank):
-        """Return the module as it is on a rank, which forwards may change the buffers of."""
-        values = self.x[rank] / self.w[rank]
-        nn.utils.vector_to_parameters(values.clone(), self.module.parameters())
-        for buffer, own in zip(self.module.buffers(), self.buffers[rank], strict=True):
-            buffer.data = own
-        return self.module
-
-    def step(self, gradients):
-        matrix = torch.as_tensor(self.topology.mixing_matrix(self.index), dtype=torch.float64)
-        kept = torch.diag(matrix.diag())
-        if self.merges_first:
-            self.x, self.w = self.x + self.sent[0], self.w + self.sent[1]
-        self.x = self.x - self.lr * gradients
-        sent = (matrix - kept) @ self.x, (matrix - kept) @ self.w
-        self.x, self.w = kept @ self.x, kept @ self.w
-        if not self.merges_first:
-            self.x, self.w = self.x + self.sent[0], self.w + self.sent[1]
-        self.sent, self.index = sent, self.index + 1
-
-
-def gradient(loss, module):
-    found = torch.autograd.grad(loss, list(module.parameters()))
-    return torch.cat([each.flatten() for each in found])
-
-
-def one_fake_by_hand(generators, discriminators, data):
-    """Take the steps of `one_fake`; return the weights z of all ranks, and w."""
-    num_ranks = len(data)
-    for batches in zip(*data, strict=True):
-        reals, noises = ([each[i].double() for each in batches] for i in (0, 1))
-        rows = []
-        for rank in range(num_ranks):
-            critic = discriminators.at(rank)
-            fake = generators.at(rank)(noises[rank][0]).detach()
-            rows.append(gradient(critic_loss(critic, reals[rank], fake), critic))
-        discriminators.step(torch.stack(rows))
-        rows = []
-        for rank in range(num_ranks):
-            critic, generator = discriminators.at(rank), generators.at(rank)
-            loss = is_real(critic(generator(noises[rank][0])))
-            rows.append(gradient(loss, generator))
-        generators.step(torch.stack(rows))
-    return [(each.x / each.w, each.w) for each in (generators, discriminators)]
+# ------------------------------------------------------------------ each trainer as if it was alone
 
 
 def overlapped(num_ranks):
     graph = OnePeerExponential(num_ranks)
-    return {
-        "sgp": [SGP(graph, 1)] * 2,
-        "osgp": [OSGP(graph)] * 2,
-        "one each": [SGP(graph, 1), OSGP(graph)],
-    }
+    return [SGP(graph, 1)] * 2, [OSGP(graph)] * 2, [SGP(graph, 1), OSGP(graph)]
 
 
-def train_overlapped(rank, num_steps):
-    num_ranks, found = dist.get_world_size(), {}
-    for name, algorithms in overlapped(num_ranks).items():
-        gan = Gan(algorithms, momentum=0)
-        train(gan, one_fake, data_of(num_steps, rank, num_ranks))
-        found[name] = weights(gan), [float(model.push_sum_weight) for model in gan.models]
-    return found
+def replay(rank, algorithms):
+    """Train a GAN; then step each network alone, with a trainer, by the gradients that it had."""
+    gan, gradients = Gan(algorithms, momentum=0), ([], [])
+
+    def record(index):
+        parameters = gan.models[index].parameters()
+        gradients[index].append([parameter.grad.clone() for parameter in parameters])
+
+    gan.before_step = record
+    train(gan, one_fake, data_of(8, rank, dist.get_world_size()))
+    for index, module in enumerate(build()):
+        optimizer = torch.optim.SGD(module.parameters(), lr=(LR, 2 * LR)[index])
+        alone = GossipDataParallel(module, optimizer, algorithms[index])
+        for step in gradients[index]:
+            for parameter, gradient in zip(module.parameters(), step, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        assert torch.equal(weights(gan)[index], flat(module)), algorithms
+        assert gan.models[index].push_sum_weight == alone.push_sum_weight
+    return weights(gan)
 
 
 @pytest.mark.parametrize("num_ranks", [slow(2), 4])
-def test_overlapped_messages_of_both_follow_the_papers(ranks, subtests, num_ranks):
-    results = ranks.run(num_ranks, train_overlapped, 8)
-    for name, algorithms in overlapped(num_ranks).items():
-        with subtests.test(name):
-            networks = map(Matrices, build(), algorithms, (LR, 2 * LR))
-            data = [data_of(8, rank, num_ranks) for rank in range(num_ranks)]
-            expected = one_fake_by_hand(*networks, data)
-            for network, (z, w) in enumerate(expected):
-                assert (z - z.mean(0)).abs().max() > 1e-3  # ranks differ
-                for rank, result in enumerate(results):
-                    own, weight = (each[network] for each in result[name])
-                    torch.testing.assert_close(own.double(), z[rank], rtol=0, atol=2e-6)
-                    assert weight == float(w[rank])
+def test_overlapped_messages_of_both_are_those_of_trainers_alone(ranks, num_ranks):
+    """Which follow the papers: test_sgp.py and test_osgp.py."""
+    cases = [(algorithms,) for algorithms in overlapped(num_ranks)]
+    for of_ranks in ranks.run_each(num_ranks, replay, cases):
+        for network in zip(*of_ranks, strict=True):
+            assert (network[0] - network[1]).abs().max() > 1e-3  # ranks differ
 
 
 # ------------------------------------------------------------------------- ranks of other speeds

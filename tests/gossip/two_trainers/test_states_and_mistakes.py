@@ -24,6 +24,7 @@ from tests.gossip.two_trainers.gan import (
     two_backwards,
     weights,
 )
+from tests.workers import assert_equal_on_all_ranks, on_ranks
 
 # ---------------------------------------------------------------------------------- loss scales
 
@@ -92,7 +93,7 @@ def test_an_inf_on_one_rank_is_skipped_on_all_with_all_reduce(ranks):
 # ----------------------------------------------------------------------------------- checkpoints
 
 
-def resume(rank, folder, as_files):
+def resume(rank, folder):
     """Return whether new trainers go on as those that were saved, with messages in flight."""
     graph = OnePeerExponential(2)
 
@@ -114,23 +115,14 @@ def resume(rank, folder, as_files):
     gan, states = make()
     train_on(gan, data[:5])
     scalers = [each.state_dict() for each in gan.scalers]
-    if as_files:
-        values = {name: state.state_dict() for name, state in states.items()}
-        torch.save({**values, "scalers": scalers}, folder / f"{rank}.pt")
-    else:  # what ranks have under one key is saved once
-        dcp.save({**states, f"scalers-{rank}": scalers}, checkpoint_id=folder)
+    # What ranks have under one key is saved once.
+    dcp.save({**states, f"scalers-{rank}": scalers}, checkpoint_id=folder)
     in_flight = [model._averager.status.in_flight for model in gan.models]
     expected = train_on(gan, data[5:])
     gan_again, states = make()
-    if as_files:
-        loaded = torch.load(folder / f"{rank}.pt")
-        for name, state in states.items():
-            state.load_state_dict(loaded[name])
-        scalers = loaded["scalers"]
-    else:
-        loaded = {**states, f"scalers-{rank}": [each.state_dict() for each in gan_again.scalers]}
-        dcp.load(loaded, checkpoint_id=folder)
-        scalers = loaded[f"scalers-{rank}"]
+    loaded = {**states, f"scalers-{rank}": [each.state_dict() for each in gan_again.scalers]}
+    dcp.load(loaded, checkpoint_id=folder)
+    scalers = loaded[f"scalers-{rank}"]
     for scaler, saved in zip(gan_again.scalers, scalers, strict=True):
         scaler.load_state_dict(saved)
     losses = train_on(gan_again, data[5:])
@@ -145,33 +137,27 @@ def resume(rank, folder, as_files):
     return same, in_flight, [each.get_scale() for each in gan.scalers], scalers
 
 
-@pytest.mark.parametrize("as_files", [True, False])
-def test_both_resume_bit_for_bit_with_messages_in_flight(ranks, as_files, tmp_path):
-    results = ranks.run(2, resume, tmp_path, as_files)
+def test_both_resume_bit_for_bit_with_messages_in_flight(ranks, tmp_path):
+    results = ranks.run(2, resume, tmp_path)
     for same, in_flight, *_ in results:
         assert all(same), same
         assert all(in_flight)
     assert results[0][3] != results[1][3]  # the scales of ranks differ
 
 
-def load_wrongly(rank):
+@on_ranks(2)
+def test_the_state_of_the_other_network_is_refused_on_all_ranks(rank):
     """Load with the states of the two networks exchanged, on one rank and on both."""
     gan = Gan([SGP(Ring(2), overlap=1)] * 2)
     states = [GossipState(*pair) for pair in zip(gan.models, gan.optimizers, strict=True)]
     train(gan, one_fake, data_of(3, rank, 2))
-    saved, before, errors = [state.state_dict() for state in states], weights(gan), []
+    saved, before = [state.state_dict() for state in states], weights(gan)
     for exchanged_on in ([0], [0, 1]):
         with pytest.raises(ValueError, match="must be of the same") as error:
             states[0].load_state_dict(saved[rank in exchanged_on])
         assert all(map(torch.equal, weights(gan), before))
-        errors.append(str(error.value))
+        assert_equal_on_all_ranks(str(error.value))
     states[0].load_state_dict(saved[0])
-    return errors
-
-
-def test_the_state_of_the_other_network_is_refused_on_all_ranks(ranks):
-    first, second = ranks.run(2, load_wrongly)
-    assert first == second
 
 
 # ------------------------------------------------------------------------------------ mistakes
