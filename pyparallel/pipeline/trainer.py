@@ -243,7 +243,7 @@ class PipelineTrainer(Trainer):
     def flush(self) -> None:
         """Run all pending backwards and updates; weight versions then start at 0 again.
 
-        Errors are as of ``step``, if a stage has skipped an update here; the pipeline is empty.
+        A stage that has skipped an update here raises what ``step`` does; the pipeline is empty.
         """
         self._check_usable()
         if self._pipeline is not None:
@@ -315,8 +315,8 @@ class PipelineTrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages: modules, optimizers and schedulers.
 
-        Nothing is copied: what is written is the state of then. A RuntimeError is as of
-        ``sharded_state_dict``.
+        Nothing is copied: what is written is the state of then. Microbatches in flight, or
+        accumulated gradients, are a RuntimeError.
         """
         pipeline, counts = self._pipeline, self._run.counts
 
@@ -345,7 +345,8 @@ class PipelineTrainer(Trainer):
         pyparallel, and states of different steps, are a DisagreementError on all ranks, which have
         changed nothing. Steps may differ if a rank's state is of ``rescue_state_dict``; other
         ranks, such as one that died, may then load an older checkpoint. A RuntimeWarning names a
-        stage that may be half updated. A RuntimeError is as of ``sharded_state_dict``.
+        stage that may be half updated. Microbatches in flight, accumulated gradients, or stages
+        that are not built yet, are a RuntimeError.
         """
         pipeline = self._check_built("load_state_dict()")
         pipeline.load(load_stages(pipeline.stages, state, self._run))
@@ -354,9 +355,9 @@ class PipelineTrainer(Trainer):
         """Return the state dict of the whole model, with its own keys; all ranks call it together.
 
         On rank 0 copies in the CPU's memory, which the plain model loads; {} elsewhere. Those of a
-        list of layers have the names of ``nn.Sequential`` of it. Errors are as of
-        ``sharded_state_dict``; stages of torch's whose tensors have one name, as they are not of
-        one model, are a ValueError.
+        list of layers have the names of ``nn.Sequential`` of it. Microbatches in flight, or stages
+        that are not built yet, are a RuntimeError; stages of torch's whose tensors have one name,
+        as they are not of one model, a ValueError.
         """
         return full_state(self._named_stages("full_state_dict()"), self._run)
 
@@ -380,7 +381,8 @@ class PipelineTrainer(Trainer):
 
         The number of stages, the split and the schedule may be others than those that saved it. All
         ranks call it together; one of another model or other optimizers is a DisagreementError,
-        before anything is written, and a RuntimeError is as of ``sharded_state_dict``.
+        before anything is written. Microbatches in flight, or stages that are not built yet, are a
+        RuntimeError.
         """
         stages = self._named_stages("load_checkpoint()")
         pipeline = self._check_built("load_checkpoint()")
