@@ -4,9 +4,11 @@ import math
 
 import pytest
 
-from benchmarks.gossip import compare
+from benchmarks.gossip import compare, outer_steps
 from benchmarks.gossip.compare import FIELDS, Run
+from benchmarks.gossip.table import outer_steps as outer_table
 from benchmarks.gossip.tasks import columns_of
+from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.tables import MEASURES, differences
 
 DIGITS, TEXT = MEASURES
@@ -51,3 +53,30 @@ def test_a_run_learns_and_reports(subtests):
             losses = [float(loss) for loss in row["losses"].split()]
             assert losses[0] > losses[-1]
             assert all(map(math.isfinite, losses))
+
+
+def test_outer_steps_are_compared_at_the_rate_of_most_seeds():
+    def row(algorithm, rate, seed, score, bits):
+        columns = {"link": "100 Mbit/s", "algorithm": algorithm, "rate": rate, "seed": seed}
+        measured = {"score": score, "bits_per_parameter": bits, "waiting": "0.1", "seconds": "50"}
+        return {**columns, **measured, "ranks": "4", "steps": "9"}
+
+    ddp = [row("ddp", "0.02", seed, "2.0", "48") for seed in "01"]
+    found = [("0.01", "0", "1.0"), ("0.02", "0", "2.2"), ("0.02", "1", "2.1")]
+    *_, last = outer_table(
+        [*ddp, *(row("sparseloco", *each, "0.5") for each in found)]
+    ).splitlines()
+    cells = [cell.strip() for cell in last.strip("|").split("|")]
+    assert cells == [
+        "sparseloco", "0.02", "2.150", "+10.0 % +5.0 %", "0.5", "96x", "10.0 %", "50"
+    ]  # fmt: skip
+
+
+@pytest.mark.slow  # four processes
+def test_outer_steps_learn_and_report():
+    run = outer_steps.Run("loopback", "noloco-sparse", 1e-2, 0, steps=25)
+    for row in run_on_loopback(outer_steps.RANKS, 120, outer_steps.train, run):
+        assert row["losses"][-1] < row["losses"][0]
+        # Two outer steps: 14 bits for 64 of 4,096 entries, and of 1 in 16 all 32.
+        assert row["bits_per_parameter"] == pytest.approx(2 * (14 / 64 + 32 / 16) / 25, rel=0.05)
+        assert 0 < row["waiting"] < 1
