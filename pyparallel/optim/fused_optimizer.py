@@ -31,7 +31,8 @@ class FusedOptimizer(Optimizer):
     A subclass derives from this class and then from torch's, whose constructor it has. The first
     step makes the parameters views of flat buckets, one for each parameter group, dtype and device,
     and lays out the optimizer's state likewise; the ``nn.Parameter`` objects stay the same. Views
-    of their old memory no longer follow them, as ``ZeroRedundancyOptimizer`` needs with
+    of their old memory no longer follow them, such as those that
+    ``torch.distributed.optim.ZeroRedundancyOptimizer`` makes with
     ``parameters_as_bucket_view=True``. Gradients stay where autograd has put them and are not
     written, also not unscaled under ``GradScaler``; a parameter without one is not stepped.
 
@@ -70,6 +71,7 @@ class FusedOptimizer(Optimizer):
 
     @override
     def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, as torch's optimizers do."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])

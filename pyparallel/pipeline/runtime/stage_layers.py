@@ -44,6 +44,7 @@ class Skippable(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer."""
         return self.module(*args, **kwargs)
 
     @override
