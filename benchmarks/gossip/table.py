@@ -1,6 +1,5 @@
 """The tables of the rows of ``benchmarks.gossip.compare`` and of ``benchmarks.gossip.rates``."""
 
-import math
 import statistics
 from collections.abc import Sequence
 
@@ -141,15 +140,16 @@ def _chosen(rows: Sequence[Row]) -> list[str]:
 
 
 def outer_steps(rows: Sequence[Row]) -> str:
-    """Return a table for each link, of the runs at each one's best rate."""
+    """Return a table for each link, of the runs at each one's best rate; DDP is of any link."""
     measure, parts = tables.measure_of("text"), []
+    baseline = _at_best_rate(tables.where(rows, algorithm="ddp"))
+    of_ddp = tables.mean(baseline, "bits_per_parameter")
     for link, of_link in tables.grouped(rows, "link").items():
         by_name = tables.grouped(of_link, "algorithm", ["ddp", "ddp-muon"])
         best = {name: _at_best_rate(found) for name, found in by_name.items()}
-        baseline = best.get("ddp", [])
         head = [
             f"{link}, {of_link[0]['ranks']} ranks, {of_link[0]['steps']} steps",
-            "best rate",
+            "rate",
             measure.title,
             "against DDP with AdamW",
             "bits a parameter and step",
@@ -159,16 +159,15 @@ def outer_steps(rows: Sequence[Row]) -> str:
         ]
         lines = []
         for name, found in best.items():
-            differences = tables.differences(found, baseline, measure)
+            differences = [] if name == "ddp" else tables.differences(found, baseline, measure)
             bits = tables.mean(found, "bits_per_parameter")
-            of_ddp = tables.mean(baseline, "bits_per_parameter") / bits if baseline else math.nan
             lines.append([
                 name,
                 found[0]["rate"],
                 measure.show.format(tables.mean(found, "score")),
                 " ".join(f"{each:+.1f} %" for each in differences),
                 f"{bits:.3g}",
-                f"{of_ddp:,.0f}x",
+                f"{of_ddp / bits:,.0f}x",
                 f"{100 * _median(found, 'waiting'):.1f} %",
                 f"{_median(found, 'seconds'):.0f}",
             ])  # fmt: skip
