@@ -29,8 +29,8 @@ struct Tile {
   }
 };
 
-// What all kernels use but the steps. Of eight divisions that were compared on an H200 none was more
-// than 4 % faster.
+// What all kernels use but the steps. Of eight divisions that were compared on an H200 none was
+// more than 4 % faster.
 using DefaultTile = Tile<kThreads, kPerThread, kPerThread>;
 // Of steps, which take most registers: of an H200's bandwidth they reached 0.96 in blocks of 256
 // threads and 0.91 in blocks of 512.
