@@ -2,10 +2,15 @@
 
 import statistics
 from collections.abc import Sequence
+from itertools import product
 
 from benchmarks.harness import tables
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
+from pyparallel.gossip import DiLoCo, NoLoCo, SparseLoCo, StreamingDiLoCo
+from pyparallel.gossip.algorithms.base import Periodic
+from pyparallel.gossip.topology import RandomMatching
+from pyparallel.recommend import Compute, Cost, Link, StepTime, choose, predict, predict_outer
 
 BASELINE = "allreduce"
 ALL_REDUCE = "all-reduce"  # of the runs of rates.py
@@ -183,3 +188,45 @@ def _at_best_rate(rows: Sequence[Row]) -> list[Row]:
 
 def _median(rows: Sequence[Row], field: str) -> float:
     return statistics.median(float(row[field]) for row in rows)
+
+
+def fastest(rows: Sequence[Row]) -> str:
+    """Return a table of predictions: what is fastest by link, ranks and size of the model.
+
+    A step computes for half a second; encoding is not counted. Simpler ways come first, and another
+    is named if it is faster than all of these by more than ``NOISE``.
+    """
+    sizes, lines = [1e7, 1e8, 1e9], []
+    for rate, ranks in product((1e3, 100, 20), (4, 64)):
+        link = Link(rate * 1e6 / 8, 1e-3, ranks)
+        found = [choose(_predictions(size, link)) for size in sizes]
+        cells = [f"{each.name}, {each.step:,.2f} s" for each in found]
+        lines.append([f"{rate:,.0f} Mbit/s", ranks, *cells])
+    return tables.markdown_table(["link", "ranks", "10 M", "100 M", "1 B parameters"], lines)
+
+
+def _predictions(size: float, link: Link) -> list[StepTime]:
+    """Return the predicted steps of a model of so many parameters, the simplest way first."""
+    compute, ranks = Compute(0.2, 0.3, (0.1,) * 10), link.num_ranks
+    around, to_all = 2 * (ranks - 1) / ranks, ranks - 1
+
+    def cost(name: str, bits: float) -> Cost:
+        return Cost(name, 0.0, bits * size / 8, bits * size / 8, 1)
+
+    def outer(name: str, bits: float, algorithm: Periodic, interval: int) -> StepTime:
+        assert isinstance(algorithm.fragments, int)
+        shape = {"fragments": algorithm.fragments, "delay": algorithm.delay}
+        return predict_outer(cost(name, bits), compute, link, interval=interval, **shape)
+
+    pairs, sparse = NoLoCo(RandomMatching(ranks)), 14 / 64  # bits of an entry
+    return [
+        predict(cost("DDP", 32 * around), compute, link),
+        predict(cost("DDP in bfloat16", 16 * around), compute, link),
+        predict_outer(
+            cost("`SGP(overlap=1)`", 32), compute, link, interval=1, fragments=1, delay=1
+        ),
+        outer("`DiLoCo`", 32 * around, DiLoCo(), 500),
+        outer("`StreamingDiLoCo`", 4 * around, StreamingDiLoCo(), 100),
+        outer("`SparseLoCo`", sparse * to_all, SparseLoCo(), 30),
+        outer("`NoLoCo`, sparse", sparse + 32 / pairs.pull_turns, pairs, pairs.interval),
+    ]
