@@ -170,7 +170,7 @@ def outer_steps(rows: Sequence[Row]) -> str:
                 name,
                 found[0]["rate"],
                 measure.show.format(tables.mean(found, "score")),
-                " ".join(f"{each:+.1f} %" for each in differences),
+                ", ".join(f"{each:+.1f}" for each in differences) + " %" * bool(differences),
                 f"{bits:.3g}",
                 f"{of_ddp / bits:,.0f}x",
                 f"{100 * _median(found, 'waiting'):.1f} %",

@@ -68,7 +68,7 @@ def test_outer_steps_are_compared_at_the_rate_of_most_seeds():
     ).splitlines()
     cells = [cell.strip() for cell in last.strip("|").split("|")]
     assert cells == [
-        "sparseloco", "0.02", "2.150", "+10.0 % +5.0 %", "0.5", "96x", "10.0 %", "50"
+        "sparseloco", "0.02", "2.150", "+10.0, +5.0 %", "0.5", "96x", "10.0 %", "50"
     ]  # fmt: skip
 
 
