@@ -218,8 +218,8 @@ FAULTS = [
     Fault(
         "compressed pairs always average the same slice of their weights",
         "pyparallel/gossip/messages/averages.py",
-        "turn = index // self._interleaved % self._turns",
-        "turn = 0",
+        "turn, turns = index // self._interleaved % self._turns, self._turns",
+        "turn, turns = 0, self._turns",
         "tests/gossip/algorithms/test_noloco.py",
     ),
     Fault(

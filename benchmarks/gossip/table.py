@@ -214,8 +214,7 @@ def _predictions(size: float, link: Link) -> list[StepTime]:
         return Cost(name, 0.0, bits * size / 8, bits * size / 8, 1)
 
     def outer(name: str, bits: float, algorithm: Periodic, interval: int) -> StepTime:
-        assert isinstance(algorithm.fragments, int)
-        shape = {"fragments": algorithm.fragments, "delay": algorithm.delay}
+        shape = {"fragments": algorithm.num_fragments, "delay": algorithm.delay}
         return predict_outer(cost(name, bits), compute, link, interval=interval, **shape)
 
     pairs, sparse = NoLoCo(RandomMatching(ranks)), 14 / 64  # bits of an entry

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..gossip import DiLoCo
 from .candidates import CANDIDATES, OUTER_STEPS, Candidate
 from .link import max_over_ranks, measure_link
 from .model import Compute, Cost, Link, StepTime, predict, predict_outer
@@ -40,8 +39,15 @@ class Measurements:
     def outer_predictions(self) -> list[StepTime]:
         """Return the predicted mean time of a local step with each kind of outer steps."""
         return [
-            predict_outer(cost, self.compute, self.link, **_shape(algorithm))
-            for cost, algorithm in zip(self.outer_costs, OUTER_STEPS, strict=True)
+            predict_outer(
+                cost,
+                self.compute,
+                self.link,
+                interval=each.interval,
+                fragments=each.num_fragments,
+                delay=each.delay,
+            )
+            for cost, each in zip(self.outer_costs, OUTER_STEPS, strict=True)
         ]
 
 
@@ -71,12 +77,6 @@ def benchmark_ranks(
             _max_over_ranks(cost, _RANK_DEPENDENT_COSTS, device) for cost in local.outer_costs
         ],
     )
-
-
-def _shape(algorithm: DiLoCo) -> dict[str, int]:
-    fragments = algorithm.fragments
-    count = fragments if isinstance(fragments, int) else len(fragments)
-    return {"interval": algorithm.interval, "fragments": count, "delay": algorithm.delay}
 
 
 def _max_over_ranks(local: _Measured, names: Sequence[str], device: torch.device) -> _Measured:

@@ -99,6 +99,11 @@ class Periodic(Algorithm):
         return (0.5 if self.delay else 0.0) if self.mix is None else self.mix
 
     @property
+    def num_fragments(self) -> int:
+        """Return how many parts of the model take outer steps of their own."""
+        return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
+
+    @property
     def is_at_once(self) -> bool:
         """Whether whole models are averaged while the ranks wait."""
         return self.fragments == 1 and not self.delay
@@ -112,7 +117,7 @@ class Periodic(Algorithm):
                 raise problem if isinstance(problem, TypeError) else ValueError(problem)
         if isinstance(self.fragments, int):
             check_integer("fragments", self.fragments)
-        count = self.fragments if isinstance(self.fragments, int) else len(self.fragments)
+        count = self.num_fragments
         rule = f"fragments must be from 1 to the {interval} steps of the interval"
         require(1 <= count <= interval, rule, count)
         check_integer("delay", self.delay, 0)

@@ -49,7 +49,7 @@ class NoLoCo(Periodic, OnTopology):
 
     with means over the pair. The last term keeps ranks together in place of a global average; slow
     weights and momentum stay local. Only the sum of both means is needed, so each partner sends one
-    message of the size of the model, in float32. A rank without a partner (one of an odd number in
+    message of the size of the model, in float32 without a compressor. A rank without a partner (one of an odd number in
     each round, and a single rank always) is its own mean: it takes a local outer step with
     heavy-ball momentum, as DiLoCo with torch's ``SGD(lr=outer_lr, momentum=momentum)``.
 
@@ -99,9 +99,8 @@ class NoLoCo(Periodic, OnTopology):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PeriodicAverager:
-        count = self.fragments if isinstance(self.fragments, int) else len(self.fragments)
-        exchange = NeighborExchange(run)
-        pairs = Pairs(exchange, self.topology, self.compressor, self.pull_turns, count)
+        options = self.compressor, self.pull_turns, self.num_fragments
+        pairs = Pairs(NeighborExchange(run), self.topology, *options)
         make_rule = partial(NoLoCoRule, self)
         return PeriodicAverager(self, self.interval, make_rule, module, buckets, run, average=pairs)
 

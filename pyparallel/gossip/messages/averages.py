@@ -196,14 +196,18 @@ class Pairs:
     ) -> Callable[[], list[Tensor]]:
         assert self.store is not None
         compressor, stats = self.store.compressor, self._exchange.run.stats
-        turn = index // self._interleaved % self._turns
+        turn, turns = index // self._interleaved % self._turns, self._turns
         slices, messages = [], []
+
+        def in_turn(tensor: Tensor) -> Tensor:
+            n = tensor.numel()
+            return tensor[n * turn // turns : n * (turn + 1) // turns]
+
         for layout, tensor, other in zip(layouts, tensors, others, strict=True):
             with stats.encoding():
                 state = self.store.of(layout, tensor.device)
                 messages.append(compressor.compress(tensor - other, state))
-            n = layout.numel
-            slices.append(other[n * turn // self._turns : n * (turn + 1) // self._turns])
+            slices.append(in_turn(other))
         parts = [part for message in messages for part in message] + slices
         swapped = swap(parts)
 
@@ -218,9 +222,7 @@ class Pairs:
                     compressor.decompress(received, layout, mean, accumulate=True)
                 means.append(mean.mul_(0.5).add_(other))
             for mean, own in zip(means, slices, strict=True):
-                n = mean.numel()
-                change = (next(theirs) - own).mul_(0.5)
-                mean[n * turn // self._turns : n * (turn + 1) // self._turns] += change
+                in_turn(mean).add_((next(theirs) - own).mul_(0.5))
             return means
 
         return wait

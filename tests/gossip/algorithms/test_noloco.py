@@ -65,18 +65,21 @@ def simulate(algorithm, num_ranks, num_steps):
     return history
 
 
+def assert_follows(rule, algorithm, num_ranks):
+    def rank_main(exchange):
+        rank = Rank(algorithm, exchange, target_of(exchange.rank))
+        return [rank.step() for _ in range(STEPS)]
+
+    histories = torch.stack([torch.stack(each) for each in run_threads(num_ranks, rank_main)])
+    expected = torch.stack(rule(algorithm, num_ranks, STEPS), 1)
+    torch.testing.assert_close(histories.double(), expected, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.3, "outer_lr": 0.9, "pull": 1.4}])
 def test_follows_the_papers_rule(options):
     for num_ranks in range(1, 5):
         algorithm = NoLoCo(RandomMatching(num_ranks, seed=5), INTERVAL, **options)
-
-        def rank_main(exchange, algorithm=algorithm):
-            rank = Rank(algorithm, exchange, target_of(exchange.rank))
-            return [rank.step() for _ in range(STEPS)]
-
-        histories = torch.stack([torch.stack(each) for each in run_threads(num_ranks, rank_main)])
-        expected = torch.stack(simulate(algorithm, num_ranks, STEPS), 1)
-        torch.testing.assert_close(histories.double(), expected, rtol=2e-5, atol=2e-6)
+        assert_follows(simulate, algorithm, num_ranks)
 
 
 DENSITY, TURNS = 0.4, 2
@@ -117,14 +120,7 @@ def simulate_compressed(algorithm, num_ranks, num_steps):
 def test_compressed_changes_and_a_pull_in_turns():
     for num_ranks in (2, 3):
         algorithm = NoLoCo(RandomMatching(num_ranks, seed=5), INTERVAL, **COMPRESSED)
-
-        def rank_main(exchange, algorithm=algorithm):
-            rank = Rank(algorithm, exchange, target_of(exchange.rank))
-            return [rank.step() for _ in range(STEPS)]
-
-        histories = torch.stack([torch.stack(each) for each in run_threads(num_ranks, rank_main)])
-        expected = torch.stack(simulate_compressed(algorithm, num_ranks, STEPS), 1)
-        torch.testing.assert_close(histories.double(), expected, rtol=2e-5, atol=2e-6)
+        assert_follows(simulate_compressed, algorithm, num_ranks)
 
 
 def train_rank(rank, algorithm, data_seed=None):
