@@ -142,7 +142,7 @@ def rows_of(
 
 # Equal in most rows of a file, or long.
 UNPRINTED = {"torch", "commit", "device", "compute", "options", "text", "texts", "rounds"}
-UNPRINTED |= {"to_solution_at", "to_limit_at"}
+UNPRINTED |= {"to_solution_at", "to_limit_at", "loss_at"}
 
 
 def print_rows(rows: Iterable[Row]) -> None:

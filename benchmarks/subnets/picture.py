@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks.harness import pictures
-from benchmarks.harness.pictures import BLACK, BLUE, GRAY, GREEN, ORANGE, panels
+from benchmarks.harness.pictures import BLACK, BLUE, GRAY, GREEN, ORANGE, SKY, panels
 from benchmarks.harness.rows import Row
-from benchmarks.harness.tables import numbers, where
-from benchmarks.subnets.table import by_method, read_curve
+from benchmarks.harness.tables import grouped, numbers, where
+from benchmarks.subnets.table import best_rows, by_method, read_curve
 
 SHOWN = {"digits": (0.9, 1.0)}  # range of scores; below it all rise alike
 COLORS = {
@@ -29,6 +29,13 @@ LABELS = {
     "plain": "PermK",
     "preconditioned": "PermK, preconditioned",
     "heterogeneous": "PermK, a diagonal per rank",
+}
+OF_GRADIENT = {
+    "gradient descent": GRAY,
+    "subnetworks": BLUE,
+    "subnetworks, 10 local steps": SKY,
+    "compressed gradients": ORANGE,
+    "EF21": GREEN,
 }
 DASHES = ["-", ":"]  # of the largest and the smallest step
 
@@ -101,6 +108,62 @@ def draw_sketches(rows: Sequence[Row], field: str, title: str, ylabel: str) -> F
     return figure
 
 
+def draw_gradients(rows: Sequence[Row]) -> Figure | None:
+    """Draw the distance to the solution over updates, of one problem for each number of ranks."""
+    rows = [row for row in rows if row.get("task") == "quadratic" and "to_solution_at" in row]
+    if not rows:
+        return None
+    sizes = sorted({int(row["ranks"]) for row in rows})
+    rows = where(rows, seed=min(row["seed"] for row in rows))
+    title = "Subnetworks stay at a limit of their own, compressed gradients go on"
+    figure, all_axes = panels(title, len(sizes), 4.2, sharey=True)
+    for axes, size in zip(all_axes, sizes, strict=True):
+        for row in where(rows, ranks=str(size)):
+            if dash := {"1": "-", "0.1": ":"}.get(row["relative_step"]):
+                color, rounds = OF_GRADIENT[row["method"]], numbers(row["rounds"])
+                axes.plot(rounds, numbers(row["to_solution_at"]), dash, color=color, linewidth=1.6)
+        axes.set(title=f"{size} ranks", xlabel="update", yscale="log", ylim=(1e-4, 2))
+        axes.set_xscale("symlog", linthresh=10, linscale=0.3)
+        axes.set_xlim(0)
+        axes.set_xticks([0, 10, 100, 1000, 10000], ["0", "10", "100", "1k", "10k"])
+        axes.grid()
+    all_axes[0].set_ylabel("distance to $x^*$, of $|x^*|$")
+    add_gradient_legend(figure, rows)
+    return figure
+
+
+def draw_received(rows: Sequence[Row]) -> Figure | None:
+    """Draw the test loss over what a rank receives, each method at its own best step size."""
+    rows = [row for row in rows if row.get("task") == "network" and "received_numbers" in row]
+    if not rows:
+        return None
+    sizes = sorted({int(row["ranks"]) for row in rows})
+    figure, all_axes = panels("The same network, by what a rank receives", len(sizes), 4.2,
+                              sharey=True)  # fmt: skip
+    for axes, size in zip(all_axes, sizes, strict=True):
+        for method, group in grouped(where(rows, ranks=str(size)), "method").items():
+            best = best_rows(group)
+            received = float(best[0]["received_numbers"]) * 4 / 1e6
+            losses = np.mean([numbers(row["loss_at"]) for row in best], axis=0)
+            megabytes = [update * received for update in numbers(best[0]["rounds"])]
+            axes.plot(megabytes, losses, color=OF_GRADIENT[method], linewidth=1.6)
+        axes.set(title=f"{size} ranks", xlabel="MB received by a rank", yscale="log")
+        axes.set_xscale("log")
+        axes.grid()
+    all_axes[0].set_ylabel("test loss, mean of seeds")
+    add_gradient_legend(figure, rows)
+    return figure
+
+
+def add_gradient_legend(figure: Figure, rows: Sequence[Row]) -> None:
+    found = sorted({row["method"] for row in rows}, key=list(OF_GRADIENT).index)
+    lines = [Line2D([], [], color=OF_GRADIENT[each], label=each) for each in found]
+    if any(row["relative_step"] for row in rows):
+        for dash, step in (("-", "the largest step"), (":", "0.1 of it")):
+            lines.append(Line2D([], [], color=BLACK, linestyle=dash, label=step))
+    figure.legend(handles=lines, loc="outside lower center", ncols=3)
+
+
 PICTURES = {
     "digits": partial(draw_race, task="digits"),
     "bytes": partial(draw_race, task="bytes"),
@@ -116,6 +179,8 @@ PICTURES = {
         title="How near does each sketch come to its own limit?",
         ylabel="distance to $x^\\infty$, of $|x^\\infty|$",
     ),
+    "gradients": draw_gradients,
+    "received": draw_received,
 }
 
 if __name__ == "__main__":

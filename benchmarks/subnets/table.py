@@ -9,6 +9,7 @@ from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import Measure, grouped, markdown_table, mean, numbers, where
 
 BASELINE = "DDP"
+COSTS = ("sent_numbers", "received_numbers", "computed_share")  # of a rank and update
 TASKS = {"digits": "digits", "bytes": "text"}  # their names among the measures
 ORDER = ["DDP", "DDP, bf16 hook", "LocalSGD", "SubnetTrainer", "SubnetTrainer, averaged"]
 
@@ -60,6 +61,28 @@ def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
         numbers = [f"{mean(rows, 'steps'):,.0f}", f"{sent:,.0f}"]
         numbers += [*mean_time_to_target(runs, measure), f"{held:.1f}", len(rows)]
         lines.append([name, average, " to ".join(ends_of), *numbers])
+    return markdown_table(head, lines)
+
+
+def best_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows, one a seed, of the step size with the lowest mean loss."""
+    groups = grouped(rows, "step_size")
+    return min(groups.values(), key=lambda group: mean(group, "loss"))
+
+
+def gradients(rows: Sequence[Row]) -> str:
+    """Return the table of subnetworks and compressed gradients on digits, of compare_gradients."""
+    head = ["ranks", "", "step size", "test accuracy, mean of seeds", "test loss"]
+    head += ["numbers sent", "received", "computed"]
+    lines = []
+    for ranks, of_ranks in grouped(where(rows, task="network"), "ranks").items():
+        for method, group in grouped(of_ranks, "method").items():
+            best = best_rows(group)
+            costs = [f"{float(best[0][name]):,.0f}" for name in COSTS[:2]]
+            lines.append([
+                ranks, method, best[0]["step_size"], f"{100 * mean(best, 'accuracy'):.1f} %",
+                f"{mean(best, 'loss'):.3f}", *costs, f"{float(best[0][COSTS[2]]):.0%}",
+            ])  # fmt: skip
     return markdown_table(head, lines)
 
 

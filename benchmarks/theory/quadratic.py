@@ -73,6 +73,14 @@ class Quadratic:
         gradients = self.gradients(_times(sketches, x[..., None, :]))
         return _times(sketches, gradients).mean(-2)
 
+    def compressed_gradient(self, x: Tensor, sketches: Tensor) -> Tensor:
+        """Return ``mean_i C_i grad f_i(x)``, (..., d): unbiased where the mean of the sketches is.
+
+        Shapes are those of `sketched_gradient`, which reads ``C_i x`` instead of x.
+        """
+        points = x[..., None, :].expand(*x.shape[:-1], *self.slopes.shape)
+        return _times(sketches, self.gradients(points)).mean(-2)
+
     def descend(self, x: Tensor, sketches: Tensor, step_size: float | Tensor) -> Tensor:
         """Return ``x - step_size * sketched_gradient``: the step of the theory for scaled sketches.
 
@@ -106,6 +114,17 @@ class Quadratic:
         kept = torch.full((d, d), together, dtype=torch.float64).fill_diagonal_(1)
         scaled = scales[:, :, None] * self.curvatures * scales[:, None, :]
         return _solve((scaled * kept).mean(0), (scales * self.slopes).mean(0))
+
+
+def ef21(estimates: Tensor, gradients: Tensor, kept: Tensor) -> Tensor:
+    """Return the estimates of all ranks' gradients after EF21's messages (arXiv 2106.05203).
+
+    Args:
+        estimates: (..., n, d) g_i.
+        gradients: (..., n, d) grad f_i(x), at the new x.
+        kept: (..., n, d) 1 for the entries that rank i sends, else 0: unscaled, so contractive.
+    """
+    return estimates + kept * (gradients - estimates)  # g_i <- g_i + C(grad f_i(x) - g_i)
 
 
 def drawn_sketches(

@@ -29,7 +29,7 @@ PROGRAMS = {
     "pipeline": ["bench", "compare", "optimizers", "clock", "paper"],
     "interlocking": ["bench", "compare"],
     "compression": ["bench", "compare"],
-    "subnets": ["compare", "compare_sketches"],
+    "subnets": ["compare", "compare_gradients", "compare_sketches"],
     "language_models": ["bench", "compare", "start"],
     "tiles": ["in_flight"],
 }
