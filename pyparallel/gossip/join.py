@@ -38,6 +38,11 @@ class JoinedRounds(Joinable):
                 "without batches would take the rounds of one of them only, and the others wait "
                 "for it; give all ranks equally many batches, such as by drop_last=True"
             )
+        if enable and not self._averager.traits.can_join:
+            raise ValueError(
+                "join() must be with an algorithm of rounds, got one whose ranks step at their own "
+                "pace and wait for each other: let a rank that has no batches left call flush()"
+            )
         joinable = self._averager.joinable or self
         before = joinable._join_config
         _in_join.extend([joinable] * enable)

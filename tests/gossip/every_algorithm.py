@@ -6,9 +6,11 @@ from pyparallel.compression import ErrorFeedback, Int8, TopK
 from pyparallel.gossip import (
     ADPSGD,
     DPSGD,
+    EASGD,
     OSGP,
     SGP,
     AllReduce,
+    AsynchronousLeaderSGD,
     DiLoCo,
     Hierarchical,
     LeaderSGD,
@@ -54,6 +56,8 @@ EVERY_ALGORITHM = {
     "noloco": lambda n: NoLoCo(RandomMatching(n), interval=2),
     "leadersgd": lambda n: LeaderSGD(ranks_per_node=2, interval=2, global_interval=4),
     "leadersgd-code": lambda n: LeaderSGD(2, interval=2, global_interval=4, local_pull=0.1),
+    "leadersgd-asynchronous": lambda n: AsynchronousLeaderSGD(2, interval=2, global_interval=4),
+    "easgd": lambda n: EASGD(interval=2),
     "hierarchical": lambda n: Hierarchical(SGP(OnePeerExponential(n // 2), overlap=1), 2),
     "hierarchical-star": lambda n: Hierarchical(SGP(Star(n // 2), overlap=2), 2),
     "hierarchical-osgp": lambda n: Hierarchical(OSGP(OnePeerExponential(n // 2)), 2),
@@ -61,8 +65,8 @@ EVERY_ALGORITHM = {
     "allreduce": lambda n: AllReduce(),
 }
 
-# The order of exchanges depends on timing: no two runs are equal.
-NONDETERMINISTIC = {"adpsgd"}
+# The order of exchanges, or when leaders are chosen, depends on timing: no two runs are equal.
+NONDETERMINISTIC = {"adpsgd", "leadersgd-asynchronous"}
 DETERMINISTIC = [name for name in EVERY_ALGORITHM if name not in NONDETERMINISTIC]
 # One of each kind of average, order and message: what fast tests take.
 COVERING = [
@@ -71,5 +75,7 @@ COVERING = [
 ]  # fmt: skip
 # Of these a few, for what is decided before an average is taken.
 FEW = ["sgp-star", "slowmo", "leadersgd", "hierarchical-star", "allreduce"]
-# Unequal numbers of batches are an error: a rank without batches cannot contribute its shard.
+# join() is an error with unequal numbers of batches, or at all: a rank without batches cannot
+# contribute its shard, or calls flush() instead.
 NEEDS_EQUAL_BATCHES = {"hierarchical", "hierarchical-star", "hierarchical-osgp"}
+NEEDS_EQUAL_BATCHES |= {"leadersgd-asynchronous"}

@@ -6,20 +6,22 @@ from .base import Algorithm
 from .diloco import DiLoCo, MuLoCo, SparseLoCo, StreamingDiLoCo
 from .dpsgd import DPSGD
 from .hierarchical import Hierarchical
-from .leader_sgd import LeaderSGD
 from .noloco import NoLoCo
 from .osgp import OSGP
 from .periodic import LocalSGD
+from .pulls import EASGD, AsynchronousLeaderSGD, LeaderSGD
 from .sgp import SGP
 from .slowmo import SlowMo
 
 __all__ = [
     "ADPSGD",
     "DPSGD",
+    "EASGD",
     "OSGP",
     "SGP",
     "Algorithm",
     "AllReduce",
+    "AsynchronousLeaderSGD",
     "DiLoCo",
     "Hierarchical",
     "LeaderSGD",

@@ -12,8 +12,8 @@ from torch import nn
 import pyparallel
 from pyparallel.comm import Run
 from pyparallel.gossip import LeaderSGD
-from pyparallel.gossip.algorithms.leader import find_leader
-from pyparallel.gossip.algorithms.leader_sgd import leader_sgd, pulled
+from pyparallel.gossip.algorithms.pulls.leader import find_leader
+from pyparallel.gossip.algorithms.pulls.leader_sgd import leader_sgd, pulled
 from pyparallel.training import FlatBuckets
 from tests.cases import slow
 from tests.gossip.loops import SMOOTH, batches, error_of, flat, start, take_step, train_alone

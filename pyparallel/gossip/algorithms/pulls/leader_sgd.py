@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import Collectives, Run
-from ...comm.profiling import profiled
-from ...training import FlatBuckets, ModelAverager, SavedProgress, Traits, check_like
-from ...training.arguments import check_in, check_integer, require
-from ..messages import MessageHeaders
-from .base import Algorithm
+from ....comm import Collectives, Run
+from ....comm.profiling import profiled
+from ....training import FlatBuckets, ModelAverager, SavedProgress, Traits, check_like
+from ....training.arguments import check_in, check_integer, require
+from ...messages import MessageHeaders
+from ..base import Algorithm
 from .leader import Leader, MeanLoss, PullAtGradient, check_losses, find_leader
-from .node_averager import find_ranks_per_node_error, node_of
+from ..node_averager import find_ranks_per_node_error, node_of
 
 Leaders = Sequence[tuple[Tensor, float]]
 """Parameters of the leaders that a rank has, x_G and x_L, each with the factor of its pull."""
@@ -49,7 +49,7 @@ def pulled(x: Tensor, leaders: Leaders) -> Tensor:
 
 
 _DEFAULT = 0.1  # of all strengths, pulls and drifts: that of the authors' scripts
-_AUTHORS = ("local_pull", "global_pull", "local_drift", "global_drift")
+AUTHORS = ("local_pull", "global_pull", "local_drift", "global_drift")
 _PAPERS = ("local_strength", "global_strength")
 
 
@@ -120,18 +120,18 @@ class LeaderSGD(Algorithm):
             "global_interval must be a multiple of interval",
             f"{self.global_interval} and {self.interval}",
         )
-        given = [name for name in (*_PAPERS, *_AUTHORS) if getattr(self, name) is not None]
-        if {*given} & {*_PAPERS} and {*given} & {*_AUTHORS}:
+        given = [name for name in (*_PAPERS, *AUTHORS) if getattr(self, name) is not None]
+        if {*given} & {*_PAPERS} and {*given} & {*AUTHORS}:
             raise ValueError(
                 "strengths (the paper's rule) must not be given together with pulls or drifts (the "
                 f"authors' code), got {', '.join(given)}"
             )
-        names = _AUTHORS if {*given} & {*_AUTHORS} else _PAPERS
+        names = AUTHORS if {*given} & {*AUTHORS} else _PAPERS
         for name in set(names) - set(given):
             object.__setattr__(self, name, _DEFAULT)
         for name in names:
             value = getattr(self, name)
-            if names is _AUTHORS:
+            if names is AUTHORS:
                 check_in(name, value, "[0, 1]")
             else:
                 require(0 <= value < math.inf, f"{name} must be finite and at least 0", value)
@@ -140,7 +140,7 @@ class LeaderSGD(Algorithm):
         """Show only the arguments of the form in use; saved runs compare it."""
         values = ((each.name, getattr(self, each.name)) for each in fields(self))
         shown = (f"{name}={value!r}" for name, value in values if value is not None)
-        return f"LeaderSGD({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     @override
     def validation_error(self, num_ranks: int) -> str | None:
@@ -163,7 +163,7 @@ class LeaderAverager(ModelAverager):
     ) -> None:
         super().__init__(buckets.buffers, run)
         self._options = options
-        self._collectives = Collectives(run, run.stats)
+        self._collectives = Collectives(self._run_of_comparisons(run), run.stats)
         self._num_ranks = self._collectives.size
         self._headers = MessageHeaders(run)
         self._node = node_of(self._collectives.rank, options.ranks_per_node)
@@ -193,6 +193,10 @@ class LeaderAverager(ModelAverager):
         self._steps = 0
         self._updates = 0
 
+    def _run_of_comparisons(self, run: Run) -> Run:
+        """Return the run in whose group losses are compared and the global leader is sent."""
+        return run
+
     @override
     def before_step(self) -> None:
         self._pull.clear()
@@ -214,17 +218,21 @@ class LeaderAverager(ModelAverager):
     def after_step(self) -> None:
         self._steps += 1
         if self._num_ranks > 1 and self._steps % self._options.interval == 0:
-            self._compare()
+            self._choose(self._gather(self._steps), self._steps)
 
-    def _compare(self) -> None:
-        losses, statuses = self._gather()
+    def _choose(self, rows: Sequence[Sequence[float]], step: int) -> None:
+        """Follow the leaders, given each rank's mean loss, its status and more.
+
+        The global one every ``global_interval`` steps: ``step`` counts them, from 1 on.
+        """
+        losses, statuses = [row[0] for row in rows], [row[1] for row in rows]
         self._losses.clear()
         self._updates = 0
         size = len(self._node) if self._local else self._num_ranks
         nodes = [node_of(first, size) for first in range(0, self._num_ranks, size)]
-        check_losses(losses, statuses, nodes, self._steps)
+        check_losses(losses, statuses, nodes, step)
         self._follow(self._local, losses, self._node)
-        if self._steps % self._options.global_interval == 0:
+        if step % self._options.global_interval == 0:
             self._follow(self._global, losses, range(self._num_ranks))
         self._headers.raise_nonfinite()
 
@@ -233,18 +241,22 @@ class LeaderAverager(ModelAverager):
         if leader and best is not None:
             leader.follow(best - ranks[0])
 
-    def _gather(self) -> tuple[list[float], list[float]]:
+    def _gather(self, step: int, *more: float) -> list[list[float]]:
+        """Return each rank's mean loss, its status and ``more``, once their headers agree."""
         mean, status = self._losses.mean(), self._losses.status(has_batches=self._updates > 0)
-        header = self.run.row(mean.device, self._steps)
-        mine = torch.cat([torch.stack([mean, torch.full_like(mean, status)]), header])
+        row = self.run.row(mean.device, step)
+        numbers = [mean, *(torch.full_like(mean, each) for each in (status, *more))]
         with profiled("pyparallel::compare_losses"):
-            rows = self._collectives.all_gather(mine).tolist()
-        self._headers.check_gathered([row[2:] for row in rows])
-        return [row[0] for row in rows], [row[1] for row in rows]
+            rows = self._collectives.all_gather(torch.cat([torch.stack(numbers), row])).tolist()
+        self._headers.check_gathered([row[len(numbers) :] for row in rows])
+        return rows
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the leaders' parameters, the counters, and the losses since the comparison."""
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         return {
             "steps": self._steps,
             "updates": self._updates,
@@ -265,7 +277,7 @@ class LeaderAverager(ModelAverager):
 
     @override
     def check_state(self, state: dict[str, Any]) -> SavedProgress:
-        own = self.state_dict()
+        own = self._state()
         leaders = own.pop("leaders")
         check_like({key: each for key, each in state.items() if key != "leaders"}, own, "algorithm")
         for index, (saved, leader) in enumerate(zip(state["leaders"], leaders, strict=True)):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...comm import Collectives
-from ...training import FlatBuckets
+from ....comm import Collectives
+from ....training import FlatBuckets
 
 # Whether a rank has a mean loss to compare, and why not; all-gathered with it.
 _HAS_LOSS, _NO_LOSS_RECORDED, _NO_BATCHES = 0.0, 1.0, 2.0
