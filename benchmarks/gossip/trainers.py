@@ -59,6 +59,8 @@ class Training:
         self._optimizer.zero_grad()
         loss = self._module(self._inputs).mean()
         loss.backward()
+        if isinstance(self._module, GossipDataParallel):
+            self._module.record_loss(loss)  # only LeaderSGD needs it
         return loss
 
     def finish(self) -> None:
@@ -156,6 +158,8 @@ BESIDE_STRAGGLERS = [
     OVERLAPPED,
     Method("SGP, overlap=4", sgp(4)),
     Method("ADPSGD", by_gossip(lambda n: gossip.ADPSGD(Ring(n)))),
+    Method("LeaderSGD", by_gossip(lambda n: gossip.LeaderSGD(1, 16, 16))),
+    Method("AsynchronousLeaderSGD", by_gossip(lambda n: gossip.AsynchronousLeaderSGD(1, 16, 16))),
 ]
 SLOWER, SLOW_RANK, PROBABILITY = 3, 3, 0.1
 STRAGGLING_MODEL = RealCompute(layers=2, width=64, batch=8)
