@@ -59,17 +59,27 @@ def scatter(
 
 
 @torch.no_grad()
-def merge(tensors: Iterable[CutTensor], assignments: Assignments, collectives: Collectives) -> None:
-    """Write the owners' rows from the subnets' parts; entries that no subnet has stay."""
+def merge(
+    tensors: Iterable[CutTensor],
+    assignments: Assignments,
+    collectives: Collectives,
+    copies: int = 1,
+) -> None:
+    """Write the owners' rows from the subnets' parts; entries that no subnet has stay.
+
+    So many neighboring ranks have copies of a subnet, which are averaged.
+    """
     for group in _by_dtype(tensors):
         owned, held = _blocks(group, assignments)
         pieces = [
             [tensor.part[block.span] for tensor, block in zip(group, blocks, strict=True)]
             for blocks in held
         ]
-        for blocks, values in zip(owned, _exchange(pieces, owned, collectives), strict=True):
-            for tensor, block, value in zip(group, blocks, values, strict=True):
-                block.put_(tensor.rows, value)
+        received = _exchange(pieces, owned, collectives)
+        for first in range(0, len(owned), copies):
+            of_copies = zip(*received[first : first + copies], strict=True)
+            for tensor, block, values in zip(group, owned[first], of_copies, strict=True):
+                block.put_(tensor.rows, _mean(torch.stack(values)) if copies > 1 else values[0])
 
 
 def _assign_one(

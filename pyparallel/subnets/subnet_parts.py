@@ -50,7 +50,7 @@ class SubnetParts:
         """Merge all subnets, and begin round ``round_index`` with other units."""
         parts, states = self.tensors, self.carried_state(optimizer)
         tensors = [*self.shards.cut_tensors(parts), *self.shards.state_tensors(states)]
-        merge(tensors, self._assignments, self.collectives)
+        merge(tensors, self._assignments, self.collectives, self.partition.copies)
         shared = self.shared
         shared += [s for name in parts if name not in self.cuts for s in states[name].values()]
         for tensor, mean in zip(shared, average(shared, self.collectives), strict=True):
@@ -63,7 +63,8 @@ class SubnetParts:
     def gather_into(self, module: nn.Module) -> None:
         """Write the full model, with the steps since the last merge, into a module."""
         parts, targets = self.tensors, tensors_of(module)
-        merge(self.shards.cut_tensors(parts), self._assignments, self.collectives)
+        cut, copies = self.shards.cut_tensors(parts), self.partition.copies
+        merge(cut, self._assignments, self.collectives, copies)
         self.shards.gather_into({name: tensor.data for name, tensor in targets.items()})
         means = average(self.shared, self.collectives)
         averaged = dict(zip(self.shared_names, means, strict=True))
@@ -84,10 +85,11 @@ class SubnetParts:
     def payload_bytes(self) -> int:
         """Bytes of all subnets' cut tensors."""
         size, tensors = self.collectives.size, self.tensors
+        subnets = [self.partition.subnet_of(rank, size) for rank in range(size)]
         return sum(
-            torch.Size(cut.part_shape(subnet, size)).numel() * tensors[name].element_size()
+            torch.Size(cut.part_shape(*subnet)).numel() * tensors[name].element_size()
             for name, cut in self.cuts.items()
-            for subnet in range(size)
+            for subnet in subnets
         )
 
     @property

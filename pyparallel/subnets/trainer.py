@@ -111,11 +111,11 @@ class SubnetTrainer(Trainer):
         tensors = tensors_of(module)
         self._cuts = find_cuts(self._cut_dims, tensors)
         with raising_on_all_ranks(run.agree, "module must support copying: "):
-            place = collectives.rank, collectives.size
+            place = partition.subnet_of(collectives.rank, collectives.size)
             self.subnet = build_subnet(module, self._cut_dims, self._cuts, *place)
             scale.apply(self.subnet, self._cut_dims, *place)
         enlarged = (name for cut_dim in self._cut_dims for name in cut_dim.consumer_weights)
-        enlargement = dict.fromkeys(enlarged, scale.enlargement(collectives.size))
+        enlargement = dict.fromkeys(enlarged, scale.enlargement(place[1]))
         self._shards = ModelShards(self._cuts, tensors, placement, collectives, enlargement)
         self._round, self._steps = 0, 0
         self._waiting_seconds = 0.0  # in the last step

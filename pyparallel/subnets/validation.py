@@ -15,7 +15,7 @@ from ..training.module_checks import check_module, find_device_error, find_maste
 from ..training.state_checks import modernize_saved
 from ..training.trainer import find_owner_error
 from .partition.cut_dim import CutDim
-from .partition.partition import Partition, find_units_error
+from .partition.partition import Partition
 from .placement import Placement
 from .shards import ModelShards
 from .subnet import is_released
@@ -94,7 +94,8 @@ def find_validation_error(
         cut_dims = partition.cut_dims(module)
     except ValueError as error:
         return str(error)
-    return find_units_error(cut_dims, num_ranks) or placement.validation_error(num_ranks)
+    error_text = partition.find_units_error(cut_dims, num_ranks)
+    return error_text or placement.validation_error(num_ranks)
 
 
 def find_optimizer_error(optimizer: Any, parameters: Sequence[nn.Parameter]) -> str | None:

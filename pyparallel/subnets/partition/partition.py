@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from ...training import has_methods, wrong_type
-from ...training.arguments import check_type, require
+from ...training.arguments import check_integer, check_type, require
 from .chain import SequentialChain
 from .cut_dim import CutDim
 from .layers import join
@@ -17,7 +17,7 @@ from .unit_assignment import draw_units
 Rules = Mapping[str, Rule | Sequence[Rule]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Partition:
     """The units of a model that are divided among the subnets, and their random assignment.
 
@@ -31,10 +31,15 @@ class Partition:
             ``fnmatch`` in each of its parts ("blocks.*" are the children of blocks, not their
             children); "" is the model itself. Modules that no rule names are not cut. None infers
             the hidden dimensions of an ``nn.Sequential``: ``{"": SequentialChain()}``.
+        seed: of the draws.
+        copies: how many ranks have each unit, a divisor of their number: so many neighboring ranks
+            train the same subnet, of so many times more units, and a merge averages them. 1: the
+            paper's; all ranks: local SGD, whose optimizer state is averaged too if it is carried.
     """
 
     rules: Rules | None = None
     seed: int = 0
+    copies: int = 1
     _items: tuple[tuple[str, tuple[Rule, ...]], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -46,11 +51,21 @@ class Partition:
             for pattern, rule in rules.items()
         )
         object.__setattr__(self, "_items", items)
+        check_integer("copies", self.copies, rule="a positive number of ranks")
         for pattern, chosen in items:
             for rule in chosen:
                 if not has_methods(rule, "cut_dims"):
                     example = 'a rule such as FeedForward("up", "down") or a list of them'
                     raise wrong_type(f"rules[{pattern!r}]", example, rule)
+
+    def __repr__(self) -> str:
+        """Show copies if there are several: saved runs compare it with those of before."""
+        copies = f", copies={self.copies!r}" if self.copies != 1 else ""
+        return f"Partition(rules={self.rules!r}, seed={self.seed!r}{copies})"
+
+    def subnet_of(self, rank: int, num_ranks: int) -> tuple[int, int]:
+        """Return which subnet a rank trains, and of how many."""
+        return rank // self.copies, num_ranks // self.copies
 
     def cut_dims(self, module: nn.Module) -> list[CutDim]:
         """Return all cut dimensions, each place checked against the model.
@@ -74,27 +89,37 @@ class Partition:
         return found
 
     def draw(
-        self, cut_dims: Sequence[CutDim], round_index: int, num_subnets: int
+        self, cut_dims: Sequence[CutDim], round_index: int, num_ranks: int
     ) -> dict[str, list[Tensor]]:
-        """Return each subnet's units in a round, ascending, by the name of the cut dimension."""
-        return {
-            cut_dim.name: draw_units(
-                cut_dim.name, cut_dim.units, num_subnets, seed=self.seed, round_index=round_index
+        """Return each rank's units in a round, ascending, by the name of the cut dimension."""
+        subnets = [self.subnet_of(rank, num_ranks) for rank in range(num_ranks)]
+        num_subnets = subnets[0][1]
+        found = {}
+        for each in cut_dims:
+            pieces = draw_units(
+                each.name, each.units, num_subnets, seed=self.seed, round_index=round_index
             )
-            for cut_dim in cut_dims
-        }
+            found[each.name] = [pieces[subnet] for subnet, _ in subnets]
+        return found
 
-
-def find_units_error(cut_dims: Sequence[CutDim], num_subnets: int) -> str | None:
-    """Return why the units cannot be divided among ``num_subnets`` subnets, or None."""
-    for cut_dim in cut_dims:
-        if cut_dim.units < num_subnets:
+    def find_units_error(self, cut_dims: Sequence[CutDim], num_ranks: int) -> str | None:
+        """Return why the units cannot be divided among the ranks, or None."""
+        if num_ranks % self.copies:
             return (
-                f"every cut dimension must have at least one unit per rank, got {num_subnets} "
-                f"ranks and {cut_dim.name} with {cut_dim.units} units; leave it out of the rules "
-                "or use fewer ranks"
+                "copies of Partition must divide the number of ranks, got "
+                f"{self.copies} copies and {num_ranks} ranks"
             )
-    return None
+        num_subnets = num_ranks // self.copies
+        for cut_dim in cut_dims:
+            if cut_dim.units < num_subnets:
+                got = f"{num_ranks} ranks" if self.copies == 1 else f"{num_subnets} subnets"
+                per = "rank" if self.copies == 1 else "subnet"
+                return (
+                    f"every cut dimension must have at least one unit per {per}, got {got} and "
+                    f"{cut_dim.name} with {cut_dim.units} units; leave it out of the rules "
+                    "or use fewer ranks"
+                )
+        return None
 
 
 def _matches(path: str, pattern: str) -> bool:

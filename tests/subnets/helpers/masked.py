@@ -115,7 +115,7 @@ def train_together(model, layout, draws, batches, interval, rule):
     Args:
         model: trained in place.
         layout: where hidden dimensions dims.
-        draws: for each round the units of each rank, by hidden dimension.
+        draws: for each round the units of each rank, by hidden dimension; ranks may share some.
         batches: for each step the (inputs, targets) of each rank; the last steps are merged too.
         interval: steps between merges.
         rule: the optimizer.
@@ -124,7 +124,7 @@ def train_together(model, layout, draws, batches, interval, rule):
         the final state, by parameter and key.
     """
     num = len(batches[0])
-    units = {name: sum(map(len, pieces)) for name, pieces in draws[0].items()}
+    units = {name: len(torch.cat(pieces).unique()) for name, pieces in draws[0].items()}
     state = {
         name: {key: torch.zeros_like(p) for key in rule.keys}
         for name, p in model.named_parameters()
@@ -157,13 +157,10 @@ def train_together(model, layout, draws, batches, interval, rule):
 
 
 def _merged(before, parts):
-    """Return the entries of disjoint blocks; the average of blocks that all ranks have."""
-    if all(block.all() for block, _ in parts):
-        return sum(values for _, values in parts) / len(parts)
-    after = before.clone()
-    for block, values in parts:
-        after[block] = values[block]
-    return after
+    """Return the average of each entry over the subnets that have it; of none, as before."""
+    holders = sum(block.to(before.dtype) for block, _ in parts)
+    total = sum(torch.where(block, values, 0) for block, values in parts)
+    return torch.where(holders > 0, total / holders.clamp(min=1), before)
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ from torch import nn
 
 from benchmarks.harness.libraries import load
 from pyparallel.subnets import FeedForward, Hidden, Partition, SequentialChain
-from pyparallel.subnets.partition.partition import find_units_error
 from tests.subnets.helpers.models import (
     RESIDUAL_RULES,
     TRANSFORMER_RULES,
@@ -52,8 +51,18 @@ def test_all_cut_dims_are_drawn():
     assert all(torch.equal(a, b) for a, b in zip(drawn["0"], again["0"], strict=True))
 
 
+def test_so_many_neighboring_ranks_have_each_unit():
+    cut_dims = Partition().cut_dims(mlp())
+    drawn = Partition(seed=4, copies=2).draw(cut_dims, 2, 6)
+    for name, pieces in Partition(seed=4).draw(cut_dims, 2, 3).items():
+        assert len(drawn[name]) == 6
+        for rank, units in enumerate(drawn[name]):
+            assert torch.equal(units, pieces[rank // 2])
+
+
 def test_the_repr_is_complete():
     assert repr(Partition()) == "Partition(rules=None, seed=0)"
+    assert repr(Partition(copies=2)) == "Partition(rules=None, seed=0, copies=2)"
     assert repr(Partition({"a": FeedForward("x", "y")}, seed=3)) == (
         "Partition(rules={'a': FeedForward(expand='x', contract='y')}, seed=3)"
     )
@@ -104,8 +113,11 @@ def test_a_tied_parameter_that_stays_whole_is_none_of_the_rules():
 
 def test_a_width_of_fewer_units_than_ranks_is_named():
     cut_dims = Partition().cut_dims(mlp(hidden=3))
-    assert find_units_error(cut_dims, 3) is None
-    assert "4 ranks and 0 with 3 units" in find_units_error(cut_dims, 4)
+    assert Partition().find_units_error(cut_dims, 3) is None
+    assert "4 ranks and 0 with 3 units" in Partition().find_units_error(cut_dims, 4)
+    assert Partition(copies=2).find_units_error(cut_dims, 6) is None
+    error = Partition(copies=2).find_units_error(cut_dims, 8)
+    assert "at least one unit per subnet, got 4 subnets and 0 with 3 units" in error
 
 
 def test_rules_of_a_wrong_type_are_an_error():
