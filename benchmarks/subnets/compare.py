@@ -1,4 +1,4 @@
-"""``python -m benchmarks.subnets.compare [--tasks digits bytes] [--seeds 0 1 2] [--dry-run]``.
+"""``python -m benchmarks.subnets.compare [--tasks digits bytes] [--seeds 0 1 2] [--updates 600]``.
 
 Four gloo processes on the CPU, one thread each, each behind a link of limited rate (network
 namespaces, which need root), train for the same time: DistributedDataParallel, with torch's hook
@@ -8,6 +8,9 @@ which do not count as time, record the full model's score over seconds and bytes
 A row for each method and seed is written to ``benchmarks/results/subnets-<machine>.csv``, replacing
 the previous one, and the tables of all rows are printed. ``python -m benchmarks.subnets.picture
 FILE.csv`` draws them. ``--dry-run`` runs a little of everything on the loopback, as a test.
+
+With ``--updates`` all methods take so many steps on the loopback, and rows go to
+``subnets-updates.csv``: DDP on bytes, and subnets of which each unit has 1, 2 or 4 ranks.
 """
 
 import statistics
@@ -24,9 +27,9 @@ from torch import Tensor
 from benchmarks.harness.link import LOOPBACK, Rendezvous, limited_links, loopback, read_sent
 from benchmarks.harness.program import make_parser, prepare_for_ranks
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.harness.rows import Key, Row, RunRows, machine, read_rows
+from benchmarks.harness.rows import RESULTS, Key, Row, RunRows, machine, read_rows
 from benchmarks.harness.turns import largest
-from benchmarks.subnets.methods import BYTES, DIGITS, Entry, MakeOptimizer, Method, Training
+from benchmarks.subnets.methods import BYTES, COPIES, DIGITS, Entry, MakeOptimizer, Method, Training
 from benchmarks.subnets.table import markdown
 from benchmarks.subnets.tasks import Batch, Bytes, Digits, Task
 from pyparallel.subnets import recalibrate
@@ -40,11 +43,12 @@ FIELDS = [
 
 
 @dataclass(frozen=True)
-class TimeBudget:
-    """The training time of a run."""
+class Budget:
+    """How long a run trains: seconds, of which evaluations are none, or updates."""
 
-    seconds: float  # seconds of training; evaluations do not count
-    every: float  # seconds between two evaluations, fewer at first
+    amount: float
+    every: float  # between two evaluations, fewer at first
+    in_updates: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def race(
     method: Method,
     make_optimizer: MakeOptimizer,
     seed: int,
-    budget: TimeBudget,
+    budget: Budget,
 ) -> Run:
     """Train with a method until the time is over; all ranks take equally many steps."""
     torch.manual_seed(seed)
@@ -84,12 +88,20 @@ def race(
         last = points[-1]
         seconds, steps = last.seconds + elapsed, last.steps + due
         points.append(Point(seconds, steps, last.sent + sent, score_of(task, training)))
-        due = steps_due(due, elapsed, budget.seconds - seconds, budget.every)
+        spent, total = (due, steps) if budget.in_updates else (elapsed, seconds)
+        due = steps_due(due, spent, budget.amount - total, budget.every)
     return Run(points, count_bytes(training.held()))
 
 
 def steps_due(done: int, elapsed: float, left: float, every: float) -> int:
-    """Return the steps until the next evaluation: at most three times as many; 0 at the end."""
+    """Return the steps until the next evaluation: at most three times as many; 0 at the end.
+
+    Args:
+        done: steps since the last evaluation.
+        elapsed: seconds that they took, or their number where the budget is one of updates.
+        left: of the budget.
+        every: of the budget.
+    """
     per_step = elapsed / done
     last = round(left / per_step)
     if left < 0.01 * every or last < 1:
@@ -136,7 +148,7 @@ class Sizes:
     """The extent of the measurements."""
 
     entries: Sequence[Entry] = (*DIGITS, *BYTES)
-    budget = TimeBudget(seconds=30.0, every=3.0)
+    budget = Budget(30.0, every=3.0)
     link_name = "100 Mbit/s"
 
     def link(self) -> AbstractContextManager[Rendezvous]:
@@ -150,23 +162,38 @@ class Dry(Sizes):
     """That of a dry run, on the loopback."""
 
     entries = tuple(replace(each, task=TINY[each.task.name]) for each in Sizes.entries)
-    budget = TimeBudget(seconds=0.1, every=0.1)
+    budget = Budget(0.1, every=0.1)
     link_name = LOOPBACK
 
     def link(self) -> AbstractContextManager[Rendezvous]:
         return loopback()
 
 
+class Updates(Sizes):
+    """That of so many updates, on the loopback."""
+
+    entries = COPIES
+    link_name = LOOPBACK
+
+    def __init__(self, updates: int) -> None:
+        self.budget = Budget(updates, every=updates / 12, in_updates=True)
+
+    def link(self) -> AbstractContextManager[Rendezvous]:
+        return loopback()
+
+
 def main() -> None:
-    parser = make_parser("subnets.compare", __doc__, f"subnets-{machine()}")
+    parser = make_parser("subnets.compare", __doc__)
+    parser.add_argument("--updates", type=int, help="so many instead of 30 s, on the loopback")
     parser.add_argument("--tasks", nargs="*", default=["digits", "bytes"], help="none: print only")
     parser.add_argument("--methods", nargs="+", help="only these, by name")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     prepare_for_ranks()
-    rows = RunRows(options.out, FIELDS, num_keys=3)
-    sizes = Dry() if options.dry_run else Sizes()
+    name = "updates" if options.updates else machine()
+    rows = RunRows(options.out or RESULTS / f"subnets-{name}.csv", FIELDS, num_keys=3)
+    sizes = Dry() if options.dry_run else Updates(options.updates) if options.updates else Sizes()
     for seed in options.seeds:
         for entry in sizes.entries:
             name = entry.method.name
@@ -179,7 +206,7 @@ def main() -> None:
 
 
 def measure(entry: Entry, seed: int, sizes: Sizes) -> Row:
-    limit = 120 + 4 * sizes.budget.seconds
+    limit = 120 + 4 * sizes.budget.amount
     arguments = (entry.task, entry.method, entry.make_optimizer, seed, sizes.budget)
     with sizes.link() as place:
         runs: list[Run] = run_ranks(RANKS, place, limit, race, *arguments)

@@ -5,8 +5,8 @@ Theoretical Understanding of Independent Subnetwork Training" (arXiv 2306.16484)
 draws of permutations, subnetworks take ``mean_i C_i grad f_i(C_i x)``, compressed gradients
 ``mean_i C_i grad f_i(x)``, and EF21 sends differences to the gradients that it knows.
 
-On quadratics all is computable, the limit too; a network with one hidden layer, on digits, is cut by
-hidden units. Ranks are rows of a tensor in one process. A row for each number of ranks, method,
+On quadratics all is computable, the limit too; a network with one hidden layer, on digits, is cut
+by hidden units. Ranks are rows of a tensor in one process. A row for each number of ranks, method,
 step size and seed, of the problem or of the network, goes to ``subnets-gradients.csv`` in
 ``benchmarks/results``, with what a rank sends, receives and computes in an update.
 """

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -78,10 +78,12 @@ class Subnets(Method):
     interval: int
     scale: subnets.Scale = field(default_factory=subnets.Unscaled)
     optimizer_state: subnets.OptimizerState = field(default_factory=subnets.CarryState)
+    copies: int = 1
 
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
-        module, partition = task.build(), task.partition()
-        subnets.shrink_consumers(module, partition, self.scale.enlargement(dist.get_world_size()))
+        module, partition = task.build(), replace(task.partition(), copies=self.copies)
+        num_subnets = dist.get_world_size() // self.copies
+        subnets.shrink_consumers(module, partition, self.scale.enlargement(num_subnets))
         trainer = subnets.SubnetTrainer(
             module,
             make_optimizer,
@@ -157,5 +159,15 @@ BYTES = tuple(
         DDP,
         Subnets(INTERVAL, name="SubnetTrainer"),
         Subnets(INTERVAL, subnets.Averaged(), name="SubnetTrainer, averaged"),
+    )
+)
+# By updates instead of seconds: each hidden unit and head has 1, 2 or all 4 ranks.
+COPIES = tuple(
+    Entry(Bytes(), method, AdamW(3e-3))
+    for method in (
+        DDP,
+        Subnets(INTERVAL, subnets.Averaged(), name="SubnetTrainer, averaged"),
+        Subnets(INTERVAL, subnets.Averaged(), copies=2, name="SubnetTrainer, 2 copies"),
+        Subnets(INTERVAL, subnets.Averaged(), copies=4, name="SubnetTrainer, 4 copies"),
     )
 )

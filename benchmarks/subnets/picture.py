@@ -22,6 +22,8 @@ COLORS = {
     "LocalSGD": ORANGE,
     "SubnetTrainer": BLUE,
     "SubnetTrainer, averaged": GREEN,
+    "SubnetTrainer, 2 copies": SKY,
+    "SubnetTrainer, 4 copies": ORANGE,
 }
 OF_SKETCH = {"whole": GRAY, "plain": ORANGE, "preconditioned": GREEN, "heterogeneous": BLUE}
 LABELS = {

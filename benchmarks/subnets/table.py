@@ -12,6 +12,7 @@ BASELINE = "DDP"
 COSTS = ("sent_numbers", "received_numbers", "computed_share")  # of a rank and update
 TASKS = {"digits": "digits", "bytes": "text"}  # their names among the measures
 ORDER = ["DDP", "DDP, bf16 hook", "LocalSGD", "SubnetTrainer", "SubnetTrainer, averaged"]
+ORDER += ["SubnetTrainer, 2 copies", "SubnetTrainer, 4 copies"]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import read_rows
 from benchmarks.pipeline.tasks import load_images
 from benchmarks.subnets import compare as compare_subnets
-from benchmarks.subnets.compare import FIELDS, TimeBudget, count_bytes, race, steps_due
+from benchmarks.subnets.compare import FIELDS, Budget, count_bytes, race, steps_due
 from benchmarks.subnets.methods import DDP, DDP_BF16, SGD, LocalSteps, Subnets, states_of
 from benchmarks.subnets.picture import PICTURES
 from benchmarks.subnets.table import Curve, markdown, measure_of, time_to_target
@@ -35,8 +35,8 @@ def train_all(rank):
     """Return this rank's shard, a run of every method, and one run's bytes."""
     digits, tiny = Digits(width=8), Bytes(width=16, context=8, batch_size=2)
     methods = (DDP, DDP_BF16, LocalSteps(3), Subnets(3))
-    runs = [race(rank, digits, each, SGD(0.1), 0, TimeBudget(0.05, 0.05)) for each in methods]
-    runs.append(race(rank, tiny, Subnets(1), SGD(0.01), 0, TimeBudget(1e-6, 1.0)))
+    runs = [race(rank, digits, each, SGD(0.1), 0, Budget(0.05, 0.05)) for each in methods]
+    runs.append(race(rank, tiny, Subnets(1), SGD(0.01), 0, Budget(1e-6, 1.0)))
     return digits.calibration()[0].flatten(1).tolist(), runs
 
 

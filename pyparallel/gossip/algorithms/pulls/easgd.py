@@ -33,7 +33,7 @@ def easgd(x: Tensor, center: Tensor, update: Tensor, alpha: float) -> tuple[Tens
 
 @dataclass(frozen=True)
 class EASGD(Algorithm):
-    """Elastic averaging SGD, synchronous (Zhang, Choromanska, LeCun, NeurIPS 2015, arXiv 1412.6651).
+    """Synchronous elastic averaging SGD (Zhang, Choromanska, LeCun, NIPS 2015, arXiv 1412.6651).
 
     All ranks have the same center, which begins at their parameters. Every ``interval`` steps each
     is pulled towards it, and it towards the mean of all, by their places before the step::

@@ -16,8 +16,8 @@ from ....training import FlatBuckets, ModelAverager, SavedProgress, Traits, chec
 from ....training.arguments import check_in, check_integer, require
 from ...messages import MessageHeaders
 from ..base import Algorithm
-from .leader import Leader, MeanLoss, PullAtGradient, check_losses, find_leader
 from ..node_averager import find_ranks_per_node_error, node_of
+from .leader import Leader, MeanLoss, PullAtGradient, check_losses, find_leader
 
 Leaders = Sequence[tuple[Tensor, float]]
 """Parameters of the leaders that a rank has, x_G and x_L, each with the factor of its pull."""
