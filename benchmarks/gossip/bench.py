@@ -10,10 +10,11 @@ Four gloo processes on the CPU with one thread each; the methods take turns with
 * ``update``: the cost of a step of SGP with overlap without communication, in one pass and in two.
 * ``nonfinite``: the cost of a step of each policy for gradients that are not finite.
 * ``stragglers``: how much speed the other ranks keep when some are slow.
+* ``leaders``: the same of methods that follow leaders or a center.
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from benchmarks.gossip import cost, trainers
 from benchmarks.gossip.models import RealCompute, SleepingCompute
@@ -140,8 +141,16 @@ def bench_nonfinite(sizes: Sizes) -> Iterator[list[Row]]:
 
 def bench_stragglers(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure the speed of each method with stragglers, relative to without."""
+    yield rows_of_stragglers("stragglers", trainers.measure_stragglers, sizes)
+
+
+def bench_leaders(sizes: Sizes) -> Iterator[list[Row]]:
+    yield rows_of_stragglers("leaders", trainers.measure_leaders, sizes)
+
+
+def rows_of_stragglers(part: str, measure: Callable[..., object], sizes: Sizes) -> list[Row]:
     times: dict[tuple[str, str], list[float]] = {}
-    for answer in run_on_loopback(RANKS, 580, trainers.measure_stragglers, sizes.stragglers):
+    for answer in run_on_loopback(RANKS, 580, measure, sizes.stragglers):
         for key, values in answer.items():
             times.setdefault(key, []).extend(values)
     columns = {"ranks": RANKS, "numel": trainers.STRAGGLING_MODEL.numel}
@@ -150,9 +159,9 @@ def bench_stragglers(sizes: Sizes) -> Iterator[list[Row]]:
     for (method, case), values in times.items():
         taken, even = (statistics.mean(times[method, each]) for each in (case, trainers.EVEN))
         lost = {"ratio": f"{even / taken:.3f}", "lost_ms": f"{(taken - even) * 1e3:.2f}"}
-        names = (method, "speed without stragglers", "stragglers", case)
+        names = (method, "speed without stragglers", part, case)
         rows += rows_of_methods({method: values}, *names, more=lambda _, lost=lost: lost, **columns)
-    yield rows
+    return rows
 
 
 PARTS = {
@@ -160,6 +169,7 @@ PARTS = {
     "update": bench_update,
     "nonfinite": bench_nonfinite,
     "stragglers": bench_stragglers,
+    "leaders": bench_leaders,
     "closures": bench_closures,
     "steps": bench_steps,
 }

@@ -158,6 +158,10 @@ BESIDE_STRAGGLERS = [
     OVERLAPPED,
     Method("SGP, overlap=4", sgp(4)),
     Method("ADPSGD", by_gossip(lambda n: gossip.ADPSGD(Ring(n)))),
+]
+LEADERS = [
+    DDP,
+    Method("EASGD", by_gossip(lambda n: gossip.EASGD(16))),
     Method("LeaderSGD", by_gossip(lambda n: gossip.LeaderSGD(1, 16, 16))),
     Method("AsynchronousLeaderSGD", by_gossip(lambda n: gossip.AsynchronousLeaderSGD(1, 16, 16))),
 ]
@@ -185,15 +189,25 @@ class StragglerPlan:
     seconds: float
 
 
-def measure_stragglers(rank: int, plan: StragglerPlan) -> dict[tuple[str, str], list[float]]:
+def measure_leaders(rank: int, plan: StragglerPlan) -> dict[tuple[str, str], list[float]]:
+    """Return the same of methods that follow leaders or a center, beside one slow rank."""
+    return measure_stragglers(rank, plan, LEADERS, (EVEN, ONE_SLOW))
+
+
+def measure_stragglers(
+    rank: int,
+    plan: StragglerPlan,
+    methods: Sequence[Method] = BESIDE_STRAGGLERS,
+    scenarios: Sequence[str] = SCENARIOS,
+) -> dict[tuple[str, str], list[float]]:
     """Return this rank's seconds per step by method and scenario, one entry for each turn.
 
     The rank that is always slow is left out of its scenario.
     """
-    trainings = {method.name: Training(STRAGGLING_MODEL, method) for method in BESIDE_STRAGGLERS}
+    trainings = {method.name: Training(STRAGGLING_MODEL, method) for method in methods}
     seconds: dict[tuple[str, str], list[float]] = {}
     for turn in range(plan.turns):
-        for scenario in SCENARIOS:
+        for scenario in scenarios:
             for name, training in trainings.items():
                 elapsed = time_steps(training, scenario, rank, turn, plan)
                 if (scenario, rank) != (ONE_SLOW, SLOW_RANK):

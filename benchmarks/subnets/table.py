@@ -87,6 +87,38 @@ def gradients(rows: Sequence[Row]) -> str:
     return markdown_table(head, lines)
 
 
+def quadratics(rows: Sequence[Row]) -> str:
+    """Return the table of subnetworks and compressed gradients on quadratics."""
+    head = ["ranks", "problem", "subnetworks' limit", "subnetworks"]
+    head += ["compressed gradients", "EF21", "numbers received"]
+    lines = []
+    for ranks, of_ranks in grouped(where(rows, task="quadratic"), "ranks").items():
+        for seed, own in grouped(of_ranks, "seed").items():
+            groups = grouped(own, "method")
+            away = {
+                method: " ".join(row["average_to_solution"] for row in group)
+                for method, group in groups.items()
+            }
+            limit = groups["subnetworks"][0]["limit_to_solution"]
+            received = ", ".join(group[0]["received_numbers"] for group in groups.values())
+            lines.append([ranks, seed, limit, *away.values(), received])
+    return markdown_table(head, lines)
+
+
+def by_updates(rows: Sequence[Row]) -> str:
+    """Return the table of subnets with copies after as many updates as DDP, of compare.py."""
+    groups = by_method(rows, "bytes")
+    updates = [int(each) for each in groups[BASELINE][0]["at_steps"].split()[-1:]]
+    head = ["", "bits per byte, mean of seeds", "least to greatest", "MB sent by a rank", "seeds"]
+    lines = []
+    for name, own in groups.items():
+        scores = [float(row["score"]) for row in own]
+        ends = f"{min(scores):.3f} to {max(scores):.3f}"
+        sent = f"{mean(own, 'sent_bytes_of_rank') / 1e6:,.0f}"
+        lines.append([name, f"{statistics.fmean(scores):.3f}", ends, sent, len(own)])
+    return f"After {updates[0]:,} updates:\n\n{markdown_table(head, lines)}"
+
+
 def mean_time_to_target(runs: Sequence[tuple[Curve, float]], measure: Measure) -> tuple[str, str]:
     """Return mean seconds and MB to the first evaluation within the limit, if all runs reach it."""
     first = [time_to_target(curve, end, measure) for curve, end in runs]
