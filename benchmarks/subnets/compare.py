@@ -1,4 +1,4 @@
-"""``python -m benchmarks.subnets.compare [--tasks digits bytes] [--seeds 0 1 2] [--updates 600]``.
+"""``python -m benchmarks.subnets.compare [--tasks digits bytes] [--seeds 0 1 2] [--updates 300]``.
 
 Four gloo processes on the CPU, one thread each, each behind a link of limited rate (network
 namespaces, which need root), train for the same time: DistributedDataParallel, with torch's hook
