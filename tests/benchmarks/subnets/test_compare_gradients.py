@@ -118,4 +118,5 @@ def test_the_program_writes_rows(tmp_path, monkeypatch, capsys):
     assert set(rows[0]) == set(FIELDS)
     assert drawn(PICTURES, rows, tmp_path) == ["gradients", "received"]
     assert len(table.gradients(rows).splitlines()) == 2 + 5
+    assert len(table.quadratics(rows).splitlines()) == 2 + 1
     assert "average_to_limit " in capsys.readouterr().out
