@@ -16,7 +16,7 @@ class Phases(OfOthers):
 
     Assran et al. (ICML 2019) recover most of the accuracy that one peer a round costs on many ranks
     by averaging with all ranks, or with two peers, for the first third of training. Mass is sent
-    with each message, so it is conserved when the number of peers changes. A sparse topology and one
+    with each message, so it is conserved when the number of peers changes. A sparse topology and a
     round of ``Complete``, over and over, are Gossip-PGA (Chen et al., ICML 2021, arXiv 2105.09080).
 
     Args:
