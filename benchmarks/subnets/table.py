@@ -109,13 +109,12 @@ def by_updates(rows: Sequence[Row]) -> str:
     """Return the table of subnets with copies after as many updates as DDP, of compare.py."""
     groups = by_method(rows, "bytes")
     updates = [int(each) for each in groups[BASELINE][0]["at_steps"].split()[-1:]]
-    head = ["", "bits per byte, mean of seeds", "least to greatest", "MB sent by a rank", "seeds"]
+    head = ["", "bits per byte, mean of seeds", "least to greatest", "seeds"]
     lines = []
     for name, own in groups.items():
         scores = [float(row["score"]) for row in own]
         ends = f"{min(scores):.3f} to {max(scores):.3f}"
-        sent = f"{mean(own, 'sent_bytes_of_rank') / 1e6:,.0f}"
-        lines.append([name, f"{statistics.fmean(scores):.3f}", ends, sent, len(own)])
+        lines.append([name, f"{statistics.fmean(scores):.3f}", ends, len(own)])
     return f"After {updates[0]:,} updates:\n\n{markdown_table(head, lines)}"
 
 
