@@ -98,21 +98,27 @@ def scatter_chunks_reference(
     corrupt: Tensor,
 ) -> None:
     """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
-    chunks, width = -(-len(out) // chunk), num_bytes_of_indices(k)
-    octets = torch.nn.functional.pad(indices, (0, chunks * width - len(indices))).view(-1, width)
+    sums = torch.nn.functional.pad(out if accumulate else torch.zeros_like(out), (0, 1))
+    rows, messages = torch.atleast_2d(values), torch.atleast_2d(indices)
+    places = [_places_in_chunks(each, rows.size(1), k, chunk, len(out)) for each in messages]
+    for each in places:  # before anything is written
+        refuse_or_count(each == len(out), corrupt, _CORRUPT_CHUNKS)
+    for each, row in zip(places, rows, strict=True):
+        sums[each] = (sums[each].float() + row.float()).to(out.dtype)
+    out.copy_(sums[:-1])
+
+
+def _places_in_chunks(octets: Tensor, count: int, k: int, chunk: int, numel: int) -> Tensor:
+    """Return the positions of a message's values; ``numel`` for those that are corrupt."""
+    chunks, width = -(-numel // chunk), num_bytes_of_indices(k)
+    octets = torch.nn.functional.pad(octets, (0, chunks * width - len(octets))).view(-1, width)
     octets = torch.nn.functional.pad(octets, (0, -width % 3)).int().unflatten(1, (-1, 3))
     words = octets[:, :, 0] | octets[:, :, 1] << 8 | octets[:, :, 2] << 16
     places = torch.stack([words & 0xFFF, words >> 12], dim=2).flatten(1)[:, :k]
-    begins = torch.arange(chunks, device=out.device)[:, None] * chunk
-    wrong = places >= (len(out) - begins).clamp(max=chunk)
+    begins = torch.arange(chunks, device=octets.device)[:, None] * chunk
+    wrong = places >= (numel - begins).clamp(max=chunk)
     wrong[:, 1:] |= places[:, 1:] <= places[:, :-1]
-    wrong = wrong.flatten()[: len(values)]
-    refuse_or_count(wrong, corrupt, _CORRUPT_CHUNKS)
-    target = (places + begins).flatten()[: len(values)].masked_fill(wrong, len(out))  # one more
-    before = out.float() if accumulate else torch.zeros_like(out, dtype=torch.float32)
-    sums = torch.nn.functional.pad(before, (0, 1))
-    sums[target] += values.float()
-    out.copy_(sums[:-1])
+    return (places + begins).masked_fill(wrong, numel).flatten()[:count]
 
 
 def num_bytes_of_indices(k: int) -> int:
@@ -255,23 +261,26 @@ def scatter_chunks(
 ) -> Tensor:
     """Decode messages of ``top_k_chunks``: values at their indices, 0 elsewhere.
 
+    Several are added one after the other, to the bit as by as many calls, in one pass over ``out``.
     Indices of a chunk that do not ascend strictly, or lie behind its end, are corrupt. The CPU
     rejects the message before anything is written; elsewhere they are skipped and counted.
 
     Args:
-        values, indices: as returned by ``top_k_chunks``; values in any of its dtypes.
+        values, indices: as returned by ``top_k_chunks``, values in any of its dtypes; or of several
+            messages, (messages, values) and (messages, bytes), contiguous.
         k, chunk: as given to it.
         numel: n, the number of entries.
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
-        accumulate: add to ``out``, which must be given, rounding once, instead of overwriting it.
+        accumulate: add to ``out``, which must be given, instead of overwriting it.
         corrupt: 0-d int64 on values' device, as for ``scatter_add_``.
     """
     _check_chunks(k, chunk)
-    check_buffer("values", values)
+    check_buffer("values", values.flatten())
+    rows = values.shape[:-1][:1]
     out = output(out, numel, accumulate, values.device)
     num_values, num_bytes = sizes_of_chunks(numel, k, chunk)
-    check_tensor("values", values, values.dtype, (num_values,), out.device)
-    check_tensor("indices", indices, torch.uint8, (num_bytes,), out.device)
+    check_tensor("values", values, values.dtype, (*rows, num_values), out.device)
+    check_tensor("indices", indices, torch.uint8, (*rows, num_bytes), out.device)
     counter = corrupt_counter(corrupt, out)
     _scatter_chunks_checked(values, indices, k, chunk, accumulate, out, counter)
     stop_if_corrupt(corrupt, counter, _CORRUPT_CHUNKS)
