@@ -1,10 +1,11 @@
 """Codecs of outer steps against the best of several formulations with torch's ops.
 
-``python -m benchmarks --ops codecs --sizes 16 20 24``: what SparseLoCo, MuLoCo, streaming DiLoCo and
-natural compression send, encoded without a residual and decoded, on one thread and on two. A peer
-writes and reads messages of the same layout: codes packed in bytes, indices in 12 bits. Its entries
-of equal codes are summed by comparisons, ``scatter_add_`` or ``bincount``, its tables are looked up
-by ``gather`` or ``index_select``, its values are put in place by ``scatter_`` or ``index_put_``.
+``python -m benchmarks --ops codecs --sizes 16 20 24``: what SparseLoCo, MuLoCo, streaming DiLoCo
+and natural compression send, encoded without a residual and decoded, on one thread and on all. A
+peer writes and reads messages of the same layout: codes packed in bytes, indices in 12 bits. It
+sums entries of equal codes by comparisons, ``scatter_add_`` or ``bincount``, looks tables up by
+``gather`` or ``index_select``, and puts values in place by ``scatter_``, ``index_put_`` or
+``index_add_``. It checks nothing, and minds neither ties nor what is not finite.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,12 +19,11 @@ from pyparallel.ops._formats import find_format
 
 K, CHUNK, BLOCK = 64, 4096, 256  # BLOCK: of scales
 NUM_RANKS = 8
-THREADS = (1, 2)
 Runs = dict[str, Callable[[], object]]
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Return codes, uint8, in as many bits, the first in the lowest: neighbors are read as words."""
+    """Return codes, uint8, in as many bits; neighbors are read as words."""
     if bits == 8:
         return codes
     if bits == 4:
@@ -253,7 +253,7 @@ def cases(device: str, sizes: list[int]) -> Iterator[Case]:
             ours, peers, bytes_each = make(numel)
             providers = [Provider("pyparallel" if peers else "torch", ours)]
             providers += [Provider(f"torch {peer}", run) for peer, run in peers.items()]
-            for threads in THREADS:
+            for threads in sorted({1, torch.get_num_threads()}):
                 of_threads = f"{name}, {threads} thread{'s' * (threads > 1)}"
                 num_bytes = int(bytes_each * numel)
                 yield Case("codecs", of_threads, numel, num_bytes, providers, threads=threads)
