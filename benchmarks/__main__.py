@@ -38,8 +38,10 @@ def cases(device: str, sizes: list[int], names: list[str], *, peers: bool = True
         for name in names:
             if large and name not in ONE_PASS:
                 continue
-            module = f"bench_{name}" if name in OPS else name
-            bench = importlib.import_module(f"benchmarks.ops.{module}")
+            module = {CODECS: "compression.codecs", HOOKS: "ops.hooks"}.get(
+                name, f"ops.bench_{name}"
+            )
+            bench = importlib.import_module(f"benchmarks.{module}")
             for case in bench.cases(device, [numel]):
                 providers = case.providers[: None if peers and not large else 1]
                 yield replace(case, providers=providers)
