@@ -9,6 +9,7 @@ Rows: ``benchmarks/results/outer-steps.csv``.
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -180,7 +181,7 @@ def train(rank: int, run: Run) -> Row:
         losses.append(loss.item())
     seconds, measured = time.perf_counter() - begin, model.metrics()
     with model.consensus() as averaged:
-        score = text.score(averaged)
+        score = text.score(averaged) if rank == 0 else math.nan
     return {
         "options": repr(model.algorithm),
         "steps": steps,
