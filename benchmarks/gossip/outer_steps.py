@@ -96,7 +96,7 @@ TASKS = {
     # With 0.01 DDP with AdamW, DiLoCo and streaming DiLoCo end higher.
     "bytes": Task(transformer, BLOCKS, 4, 1200, [2e-2]),
     "bytes-long": Task(transformer, BLOCKS, 4, 6000, [1e-2], FAST),
-    "GPT-2": Task(gpt2, ("model.transformer.h.",), 1, 600, [1e-3], FAST),
+    "GPT-2": Task(gpt2, ("model.transformer.h.",), 1, 400, [1e-3], FAST),
 }
 
 
