@@ -1,7 +1,7 @@
 """The tables of the rows of ``benchmarks.gossip.compare`` and of ``benchmarks.gossip.rates``."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 from benchmarks.harness import tables
@@ -145,15 +145,18 @@ def _chosen(rows: Sequence[Row]) -> list[str]:
 
 
 def outer_steps(rows: Sequence[Row]) -> str:
-    """Return a table for each link, of the runs at each one's best rate; DDP is of any link."""
+    """Return a table for each task and link, of the runs at each one's best rate.
+
+    DDP is of any link.
+    """
     measure, parts = tables.measure_of("text"), []
-    baseline = _at_best_rate(tables.where(rows, algorithm="ddp"))
-    of_ddp = tables.mean(baseline, "bits_per_parameter")
-    for link, of_link in tables.grouped(rows, "link").items():
+    for (task, link), of_link in _by_task_and_link(rows):
+        baseline = _at_best_rate(tables.where(rows, task=task, algorithm="ddp"))
+        of_ddp = tables.mean(baseline, "bits_per_parameter")
         by_name = tables.grouped(of_link, "algorithm", ["ddp", "ddp-muon"])
         best = {name: _at_best_rate(found) for name, found in by_name.items()}
         head = [
-            f"{link}, {of_link[0]['ranks']} ranks, {of_link[0]['steps']} steps",
+            f"{task}, {link}, {of_link[0]['ranks']} ranks, {of_link[0]['steps']} steps",
             "rate",
             measure.title,
             "against DDP with AdamW",
@@ -178,6 +181,12 @@ def outer_steps(rows: Sequence[Row]) -> str:
             ])  # fmt: skip
         parts.append(tables.markdown_table(head, lines))
     return "\n".join(parts)
+
+
+def _by_task_and_link(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, str], list[Row]]]:
+    for task, of_task in tables.grouped(rows, "task").items():
+        for link, found in tables.grouped(of_task, "link").items():
+            yield (task, link), found
 
 
 def _at_best_rate(rows: Sequence[Row]) -> list[Row]:
