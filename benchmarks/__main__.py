@@ -23,7 +23,7 @@ from benchmarks.harness.rows import RESULTS, Row, machine, record
 OPS = sorted(
     path.stem.removeprefix("bench_") for path in Path(__file__).with_name("ops").glob("bench_*.py")
 )
-HOOKS = "hooks"
+CODECS, HOOKS = "codecs", "hooks"
 # By device, what matters most first: a deadline may cut the rest.
 SIZES = {"cpu": [16, 20, 25], "cuda": [27, 24, 20, 30]}
 LONGEST_CALL = {"cpu": math.inf, "cuda": 0.5}  # seconds; what takes longer runs once
@@ -38,8 +38,10 @@ def cases(device: str, sizes: list[int], names: list[str], *, peers: bool = True
         for name in names:
             if large and name not in ONE_PASS:
                 continue
-            module = f"bench_{name}" if name in OPS else name
-            bench = importlib.import_module(f"benchmarks.ops.{module}")
+            module = {CODECS: "compression.codecs", HOOKS: "ops.hooks"}.get(
+                name, f"ops.bench_{name}"
+            )
+            bench = importlib.import_module(f"benchmarks.{module}")
             for case in bench.cases(device, [numel]):
                 providers = case.providers[: None if peers and not large else 1]
                 yield replace(case, providers=providers)
@@ -71,9 +73,9 @@ def main() -> None:
     parser.add_argument(
         "--ops",
         nargs="+",
-        choices=[*OPS, HOOKS],
+        choices=[*OPS, CODECS, HOOKS],
         default=OPS,
-        help="measured in this order; hooks: the local work of DDP hooks",
+        help="measured in this order; codecs: of outer steps; hooks: the local work of DDP hooks",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--sizes", nargs="+", type=int, help="exponents of two, in this order")

@@ -57,16 +57,29 @@ inline void check_scatter_add_arguments(const Tensor& dense, const Tensor& value
   check_corrupt(corrupt, dense);
 }
 
+// Of values or indices: one, flat, or a row for each.
+inline int64_t num_messages(const Tensor& rows) { return rows.dim() == 2 ? rows.size(0) : 1; }
+
+// A contiguous tensor of this dtype and length, or with rows of it, on the model's device.
+inline bool has_rows(const Tensor& tensor, ScalarType dtype, int64_t length, const Tensor& model) {
+  return tensor.scalar_type() == dtype && (tensor.dim() == 1 || tensor.dim() == 2) &&
+         tensor.size(tensor.dim() - 1) == length && tensor.is_contiguous() &&
+         on_same_device(tensor, model);
+}
+
 inline void check_chunks(const Chunks& chunks, const Tensor& values, const Tensor& indices,
                          const Tensor& model) {
   require(
       chunks.chunk >= 32 && chunks.chunk <= kMaxChunk && (chunks.chunk & (chunks.chunk - 1)) == 0,
       "chunk", "a power of two from 32 to 4096");
   require(1 <= chunks.k && chunks.k <= chunks.chunk, "k", "a number from 1 to chunk");
-  check_values(values, model);
-  require(values.numel() == chunks.num_values(), "values", "k of each chunk");
-  require(is_flat(indices, ScalarType::Byte, chunks.num_bytes(), model), "indices",
+  require(is_float(values.scalar_type()) &&
+              has_rows(values, values.scalar_type(), chunks.num_values(), model),
+          "values", "k floats of each chunk, contiguous, on the buffers' device");
+  require(has_rows(indices, ScalarType::Byte, chunks.num_bytes(), model), "indices",
           "a contiguous uint8 tensor with 12 bits for each value on the buffers' device");
+  require(indices.dim() == values.dim() && num_messages(indices) == num_messages(values), "indices",
+          "as many rows as values");
 }
 
 inline void check_top_k_chunks_arguments(const Tensor& x, const Chunks& chunks,
@@ -75,7 +88,8 @@ inline void check_top_k_chunks_arguments(const Tensor& x, const Chunks& chunks,
   check_buffer("x", x);
   if (residual) check_like("residual", *residual, x);
   check_chunks(chunks, values, indices, x);
-  require(values.scalar_type() == x.scalar_type(), "values", "the dtype of x");
+  require(values.dim() == 1 && values.scalar_type() == x.scalar_type(), "values",
+          "1-d, of the dtype of x");
 }
 
 inline void check_scatter_chunks_arguments(const Tensor& values, const Tensor& indices,

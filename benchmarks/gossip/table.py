@@ -1,7 +1,7 @@
 """The tables of the rows of ``benchmarks.gossip.compare`` and of ``benchmarks.gossip.rates``."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 from benchmarks.harness import tables
@@ -145,15 +145,21 @@ def _chosen(rows: Sequence[Row]) -> list[str]:
 
 
 def outer_steps(rows: Sequence[Row]) -> str:
-    """Return a table for each link, of the runs at each one's best rate; DDP is of any link."""
+    """Return a table for each task and link of outer steps, of the runs at each one's best rate.
+
+    The loss of DDP is that of any link, the time is not.
+    """
     measure, parts = tables.measure_of("text"), []
-    baseline = _at_best_rate(tables.where(rows, algorithm="ddp"))
-    of_ddp = tables.mean(baseline, "bits_per_parameter")
-    for link, of_link in tables.grouped(rows, "link").items():
+    for (task, link), of_link in _by_task_and_link(rows):
+        baseline = _at_best_rate(tables.where(rows, task=task, algorithm="ddp"))
+        of_ddp = tables.mean(baseline, "bits_per_parameter")
+        if all(row["algorithm"].startswith("ddp") for row in of_link):
+            continue
         by_name = tables.grouped(of_link, "algorithm", ["ddp", "ddp-muon"])
+        by_name = {"ddp": baseline} | by_name
         best = {name: _at_best_rate(found) for name, found in by_name.items()}
         head = [
-            f"{link}, {of_link[0]['ranks']} ranks, {of_link[0]['steps']} steps",
+            f"{task}, {link}, {of_link[0]['ranks']} ranks, {of_link[0]['steps']} steps",
             "rate",
             measure.title,
             "against DDP with AdamW",
@@ -166,6 +172,7 @@ def outer_steps(rows: Sequence[Row]) -> str:
         for name, found in best.items():
             differences = [] if name == "ddp" else tables.differences(found, baseline, measure)
             bits = tables.mean(found, "bits_per_parameter")
+            is_here = found[0]["link"] == link
             lines.append([
                 name,
                 found[0]["rate"],
@@ -173,11 +180,17 @@ def outer_steps(rows: Sequence[Row]) -> str:
                 ", ".join(f"{each:+.1f}" for each in differences) + " %" * bool(differences),
                 f"{bits:.3g}",
                 f"{of_ddp / bits:,.0f}x",
-                f"{100 * _median(found, 'waiting'):.1f} %",
-                f"{_median(found, 'seconds'):.0f}",
+                f"{100 * _median(found, 'waiting'):.1f} %" * is_here,
+                f"{_median(found, 'seconds'):.0f}" * is_here,
             ])  # fmt: skip
         parts.append(tables.markdown_table(head, lines))
     return "\n".join(parts)
+
+
+def _by_task_and_link(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, str], list[Row]]]:
+    for task, of_task in tables.grouped(rows, "task").items():
+        for link, found in tables.grouped(of_task, "link").items():
+            yield (task, link), found
 
 
 def _at_best_rate(rows: Sequence[Row]) -> list[Row]:

@@ -11,8 +11,9 @@ from pyparallel import ops
 def largest_cases(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of each op's largest size, one list per case: ours first, the copy last.
 
-    Of sizes with peers, if any: the largest may be of ours alone.
+    Of sizes with peers, if any: the largest may be of ours alone. Codecs have a table of their own.
     """
+    rows = [row for row in rows if row["op"] != "codecs"]
     counts = Counter((row["op"], row["case"], row["numel"]) for row in rows)
     largest: dict[str, tuple[bool, int]] = {}
     for (op, _, numel), count in counts.items():
@@ -44,6 +45,27 @@ def markdown(rows: Sequence[Row]) -> str:
             best = [f"{float(peer['speedup_of_ours']):.3g}x", name]
         lines.append([op, ours["case"], *times, *best])
     return markdown_table(head, lines)
+
+
+def codecs(rows: Sequence[Row]) -> str:
+    """Return a line for each codec: ms and the speed relative to the best peer's, by size."""
+    cases: dict[str, dict[str, list[Row]]] = {}
+    for row in where(rows, op="codecs"):
+        cases.setdefault(row["case"], {}).setdefault(row["numel"], []).append(row)
+    sizes = of(where(rows, op="codecs"), "numel")
+    lines = []
+    for name, by_size in cases.items():
+        cells, peers = [], []
+        for numel in sizes:
+            case = by_size[numel]
+            peer = best_peer(case)
+            cells.append(f"{float(case[0]['median_ms']):.3g} ms")
+            if peer:
+                cells[-1] += f", {float(peer['speedup_of_ours']):.3g}x"
+                peers.append(peer["provider"].removeprefix("torch "))
+        lines.append([name, *cells, "; ".join(dict.fromkeys(peers))])
+    head = [f"{int(numel) // 1024:,} Ki entries" for numel in sizes]
+    return markdown_table(["", *head, "best peers"], lines)
 
 
 def calls(rows: Sequence[Row]) -> str:

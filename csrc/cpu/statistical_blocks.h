@@ -1,8 +1,12 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 
+#include "cpu/bin_totals.h"
 #include "cpu/codes.h"
+#include "cpu/compress.h"
 #include "cpu/encode.h"
 #include "cpu/map.h"
 #include "statistical.h"
@@ -56,6 +60,15 @@ class Table {
 #endif
   }
 
+  // Of entries i to i + 7. Eight loads take less than a gather of 256 means.
+  Lanes at(const uint8_t* codes, int64_t i) const {
+    if constexpr (BITS < 8) return (*this)[load_codes<BinCodes<BITS>>(codes, i)];
+    const uint8_t* own = codes + i;
+    const float* table = table_;
+    return Lanes{table[own[0]], table[own[1]], table[own[2]], table[own[3]],
+                 table[own[4]], table[own[5]], table[own[6]], table[own[7]]};
+  }
+
  private:
   const float* table_;
   Lanes low_{}, high_{};
@@ -63,14 +76,15 @@ class Table {
 
 template <int BITS>
 class BinnedBlock {
+  using Codes = BinCodes<BITS>;
+
  public:
-  static constexpr int kBins = BinCodes<BITS>::kBins;
+  static constexpr int kBins = Codes::kBins;
 
   // Reads acc and writes codes and table. Returns whether the residual is to be written.
   template <typename Source>
   bool encode(const Source& source, int64_t begin, int64_t count, uint8_t* codes, float* table) {
     count_ = count;
-    num_vectors_ = (count + kLanes - 1) / kLanes;
     const float largest = same_bits<float>(store_values(
         count, acc_, [&](int64_t i) { return source.load(begin + i); },
         [&](int64_t i, int64_t rest) {
@@ -81,53 +95,55 @@ class BinnedBlock {
     const bool is_finite = largest < __builtin_inff();
     is_live_ = is_finite && largest >= kSmallestMagnitude;
     if (!is_live_) {
-      std::memset(codes, 0, static_cast<size_t>(num_code_bytes<BinCodes<BITS>>(count)));
+      std::memset(codes, 0, static_cast<size_t>(num_code_bytes<Codes>(count)));
       std::fill(table, table + kBins, is_finite ? 0.0f : __builtin_nanf(""));
       return is_finite;
     }
-    find_codes(find_statistics(kUnits / largest));
+    per_unit_ = kUnits / largest;
+    find_statistics();
     write_codes(codes);
-    for (int bin = 0; bin < kBins; ++bin) {
-      table[bin] = mean_of_bin(sums_[bin], counts_[bin], bin, kBins, bins_, largest / kUnits);
-    }
+    write_means(largest / kUnits, table);
     return true;
   }
 
-  // acc minus what the codes stand for.
+  // acc minus what the codes, which have been written, stand for.
   template <typename Kept>
-  void keep_rest(const float* table, Kept* residual) const {
+  void keep_rest(const uint8_t* codes, const float* table, Kept* residual) const {
     const Table<BITS> values(table);
-    for (int64_t v = 0; v < num_vectors_; ++v) {
-      const int64_t i = v * kLanes;
+    const auto rest_of = [&](int64_t i, LaneBits own) {
       Lanes rest = load_lanes(acc_ + i);
-      if (is_live_) rest -= values[codes_[v]];
-      rest = is_finite<LaneBits>(rest) ? rest : Lanes{};  // two large numbers of one bin
-      if (count_ - i >= kLanes) {
-        store_lanes(rest, residual + i);
-      } else {
-        store_some_lanes(rest, residual + i, count_ - i);
-      }
+      if (is_live_) rest -= values[own];
+      return is_finite<LaneBits>(rest) ? rest : Lanes{};  // two large numbers of one bin
+    };
+    int64_t i = 0;
+    for (; i + kLanes <= count_; i += kLanes) {
+      store_lanes(rest_of(i, load_codes<Codes>(codes, i)), residual + i);
     }
+    if (i == count_) return;
+    const LaneBits last = load_some_codes<Codes>(codes, i, count_ - i);
+    store_some_lanes(rest_of(i, last), residual + i, count_ - i);
   }
 
  private:
-  Bins find_statistics(float per_unit) {
+  typedef double Doubles __attribute__((vector_size(32)));
+
+  LaneInts units_at(int64_t i) const { return round_to_ints(load_lanes(acc_ + i) * per_unit_); }
+
+  void find_statistics() {
     LaneInts sum{};
     LongLanes squares{};
-    for (int64_t v = 0; v < num_vectors_; ++v) {
-      const LaneInts units = round_to_ints(load_lanes(acc_ + v * kLanes) * per_unit);
-      units_[v] = units;
+    for (int64_t i = 0; i < count_; i += kLanes) {
+      const LaneInts units = units_at(i);
       sum += units;
       squares += squares_of(units);
     }
-    int64_t total = 0, total_of_squares = 0;
-    for (int64_t lane = 0; lane < kLanes; ++lane) total += sum[lane];
+    int64_t total_of_squares = 0;
+    total_ = 0;
+    for (int64_t lane = 0; lane < kLanes; ++lane) total_ += sum[lane];
     for (int64_t lane = 0; lane < kLanes / 2; ++lane) total_of_squares += squares[lane];
-    return find_bins(static_cast<double>(total), static_cast<double>(total_of_squares), count_,
-                     kBins);
+    bins_ = find_bins(static_cast<double>(total_), static_cast<double>(total_of_squares), count_,
+                      kBins);
   }
-
-  typedef int64_t LongLanes __attribute__((vector_size(32)));
 
   // Of four pairs of lanes.
   static LongLanes squares_of(LaneInts numbers) {
@@ -142,75 +158,60 @@ class BinnedBlock {
 #endif
   }
 
-  // The codes, and the sum and number of the entries of each bin.
-  void find_codes(const Bins& bins) {
-    bins_ = bins;
-    const auto code_of = [&](LaneInts units) {
-      const Lanes place = round_down(place_in_bins(to_floats(units), bins, kBins));
-      return reinterpret_cast<LaneBits>(
-          round_to_ints(at_least(at_most(place, kBins - 1.0f), 0.0f)));
-    };
-    if constexpr (BITS == 2) {
-      LaneInts sums[kBins]{}, counts[kBins]{};
-      for (int64_t v = 0; v < num_vectors_; ++v) {
-        codes_[v] = code_of(units_[v]);
-        for (int bin = 0; bin < kBins; ++bin) {
-          const LaneInts is_in = codes_[v] == static_cast<uint32_t>(bin);
-          sums[bin] += units_[v] & is_in;
-          counts[bin] -= is_in;
-        }
-      }
-      for (int bin = 0; bin < kBins; ++bin) {
-        sums_[bin] = counts_[bin] = 0;
-        for (int64_t lane = 0; lane < kLanes; ++lane) {
-          sums_[bin] += sums[bin][lane];
-          counts_[bin] += counts[bin][lane];
-        }
-      }
-    } else {
-      // A sum of units and, in its low bits, the number; several, as an addition takes cycles.
-      constexpr int kCopies = 4, kCountBits = 13;
-      int64_t totals[kCopies][kBins] = {};
-      for (int64_t v = 0; v < num_vectors_; ++v) {
-        codes_[v] = code_of(units_[v]);
-        for (int64_t lane = 0; lane < kLanes; ++lane) {
-          totals[lane % kCopies][codes_[v][lane]] +=
-              int64_t{units_[v][lane]} * (int64_t{1} << kCountBits) + 1;
-        }
-      }
-      for (int bin = 0; bin < kBins; ++bin) {
-        int64_t total = 0;
-        for (int copy = 0; copy < kCopies; ++copy) total += totals[copy][bin];
-        sums_[bin] = total >> kCountBits;
-        counts_[bin] = total & ((1 << kCountBits) - 1);
-      }
-    }
-    if (count_ % kLanes == 0) return;
-    const int64_t missing = kLanes - count_ % kLanes;  // zeros, at the end
-    counts_[codes_[num_vectors_ - 1][kLanes - 1]] -= missing;
-    for (int64_t lane = kLanes - missing; lane < kLanes; ++lane) codes_[num_vectors_ - 1][lane] = 0;
-  }
-
+  // Writes the codes, and finds the sum and number of the entries of each bin.
   void write_codes(uint8_t* target) {
-    constexpr int64_t kBytes = num_code_bytes<BinCodes<BITS>>(kChunk);
+    constexpr int64_t kBytes = num_code_bytes<Codes>(kChunk);
+    std::conditional_t<BITS == 2, FewBins<kBins>, ManyBins<kBins>> counter;
+    LaneBits codes[kVectors];
     for (int64_t i = 0; i < count_; i += kChunk, target += kBytes) {
-      LaneBits codes[kVectors];
+      LaneInts units[kVectors];
       for (int64_t v = 0; v < kVectors; ++v) {
-        codes[v] = i + v * kLanes < count_ ? codes_[i / kLanes + v] : LaneBits{};
+        units[v] = units_at(i + v * kLanes);
+        const Lanes place = round_down(place_in_bins(to_floats(units[v]), bins_, kBins));
+        const Lanes within = at_least(at_most(place, kBins - 1.0f), 0.0f);
+        codes[v] = reinterpret_cast<LaneBits>(round_to_ints(within));
       }
-      const Bytes bytes = pack_codes<BinCodes<BITS>>(codes);
-      const int64_t rest = num_code_bytes<BinCodes<BITS>>(count_ - i);
-      std::memcpy(target, &bytes, static_cast<size_t>(std::min(kBytes, rest)));
+      counter.add(units, codes);
+      const int64_t rest = std::min(kChunk, count_ - i);
+      if (rest < kChunk) {
+        counter.forget_zeros(kChunk - rest, codes[kVectors - 1][kLanes - 1]);
+        for (int64_t j = rest; j < kChunk; ++j) codes[j / kLanes][j % kLanes] = 0;
+      }
+      const Bytes bytes = pack_codes<Codes>(codes);
+      std::memcpy(target, &bytes, static_cast<size_t>(num_code_bytes<Codes>(rest)));
+    }
+    counter.finish(count_, total_, totals_);
+  }
+
+  // As mean_of_bin does, of four bins at a time.
+  void write_means(float unit, float* table) const {
+    const double width = bins_.per_width > 0.0f ? 1.0 / static_cast<double>(bins_.per_width) : 0.0;
+    const Doubles least = Doubles{} - kUnits, most = Doubles{} + kUnits;
+    Doubles places = Doubles{0, 1, 2, 3} - kBins / 2 + 0.5;
+    for (int bin = 0; bin < kBins; bin += 4, places += 4.0) {
+      LongLanes total;
+      std::memcpy(&total, totals_ + bin, sizeof total);
+      const LongLanes count = total & (kOne - 1);
+      const Doubles mean = to_doubles(total - count) * (1.0 / kOne) / to_doubles(count);
+      const Doubles center = static_cast<double>(bins_.middle) + places * width;
+      const Doubles within = center < least ? least : center > most ? most : center;
+      const Doubles found = count > 0 ? mean : within;
+      for (int i = 0; i < 4; ++i) table[bin + i] = static_cast<float>(found[i]) * unit;
     }
   }
 
-  int64_t count_ = 0, num_vectors_ = 0;
+  // Of integers below 2^51.
+  static Doubles to_doubles(LongLanes integers) {
+    const Doubles offset = Doubles{} + 0x1.8p52;
+    return reinterpret_cast<Doubles>(integers + reinterpret_cast<LongLanes>(offset)) - offset;
+  }
+
+  int64_t count_ = 0, total_ = 0;
   bool is_live_ = false;
+  float per_unit_ = 0.0f;
   Bins bins_{};
-  int64_t sums_[kBins], counts_[kBins];
+  int64_t totals_[kBins];
   float acc_[kMaxBlock];
-  LaneInts units_[kMaxBlock / kLanes];
-  LaneBits codes_[kMaxBlock / kLanes];
 };
 
 // write(block, first element, elements) for all blocks, each thread with a block of its own.
@@ -235,16 +236,27 @@ void quantize_blocks(const Source& source, int64_t numel, int64_t block_size, Ke
         float* table = tables + begin / block_size * BinCodes<BITS>::kBins;
         uint8_t* target = codes + num_code_bytes<BinCodes<BITS>>(begin);
         const bool keeps = block.encode(source, begin, count, target, table);
-        if (residual != nullptr && keeps) block.keep_rest(table, residual + begin);
+        if (residual != nullptr && keeps) block.keep_rest(target, table, residual + begin);
       });
+}
+
+// As is_corrupt_mean says, of all bins: if the means ascend, the outer ones tell.
+inline bool is_corrupt_table(const float* table, int num_bins) {
+  LaneInts ascending = LaneInts{} - 1;
+  int bin = 0;
+  for (; bin + kLanes < num_bins; bin += kLanes) {
+    ascending &= load_lanes(table + bin) <= load_lanes(table + bin + 1);
+  }
+  bool all = mask_of(reinterpret_cast<LaneBits>(ascending)) == 0xff;
+  for (; bin + 1 < num_bins; ++bin) all &= table[bin] <= table[bin + 1];
+  bool any = is_corrupt_mean(table, 0, num_bins) || is_corrupt_mean(table, num_bins - 1, num_bins);
+  for (bin = 0; !all && bin < num_bins; ++bin) any |= is_corrupt_mean(table, bin, num_bins);
+  return any;
 }
 
 inline void refuse_corrupt_tables(const float* tables, int64_t count, int num_bins) {
   bool any = false;
-  for (int64_t i = 0; i < count; ++i) {
-    const int bin = static_cast<int>(i % num_bins);
-    any |= is_corrupt_mean(tables + i - bin, bin, num_bins);
-  }
+  for (int64_t i = 0; i < count; i += num_bins) any |= is_corrupt_table(tables + i, num_bins);
   STD_TORCH_CHECK(!any, "tables must be what quantize_statistical emits, got a corrupt message");
 }
 
@@ -261,9 +273,7 @@ void look_up_blocks(const uint8_t* codes, const float* tables, int64_t numel, in
           const int64_t begin = b * block_size, end = std::min(numel, begin + block_size);
           write_range(
               begin, end, stream, out,
-              [&](int64_t i) {
-                return combine(values[load_codes<Codes>(codes, i)], out + i, kLanes);
-              },
+              [&](int64_t i) { return combine(values.at(codes, i), out + i, kLanes); },
               [&](int64_t i, int64_t rest) {
                 return combine(values[load_some_codes<Codes>(codes, i, rest)], out + i, rest);
               });

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/scatter_chunks.h"
 #include "cpu/top_k_select.h"
 #include "cpu/top_k_select_chunks.h"
 #include "float_types.h"
@@ -320,12 +321,14 @@ void scatter_chunks_cpu(Tensor values, Tensor indices, int64_t k, int64_t chunk,
                         Tensor out, Tensor corrupt) {
   const Chunks chunks{out.numel(), k, chunk};
   check_scatter_chunks_arguments(values, indices, chunks, out, corrupt);
-  const uint8_t* bytes = indices.const_data_ptr<uint8_t>();
-  refuse_corrupt_chunks(chunks, bytes);
   with_float_types(
       [&](auto source, auto target) {
-        write_chunks(chunks, values.const_data_ptr<decltype(source)>(), bytes, accumulate,
-                     out.mutable_data_ptr<decltype(target)>());
+        using Value = decltype(source);
+        const ChunkMessages<Value> messages{chunks, num_messages(values),
+                                            values.const_data_ptr<Value>(),
+                                            indices.const_data_ptr<uint8_t>()};
+        messages.refuse_corrupt();
+        write_chunks(messages, accumulate, out.mutable_data_ptr<decltype(target)>());
       },
       values, out);
 }

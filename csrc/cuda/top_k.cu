@@ -220,8 +220,8 @@ void scatter_chunks_cuda(Tensor values, Tensor indices, int64_t k, int64_t chunk
     using Out = decltype(type);
     Out* target = out.mutable_data_ptr<Out>();
     launch(scatter_chunks_kernel<Out>, chunks.count(), kThreads, current_stream(out),
-           Stream(values), indices.const_data_ptr<uint8_t>(), chunks, accumulate, target,
-           is_aligned(target),
+           Stream(values), indices.const_data_ptr<uint8_t>(), num_messages(values), chunks,
+           accumulate, target, is_aligned(target),
            reinterpret_cast<unsigned long long*>(corrupt.mutable_data_ptr<int64_t>()));
   });
 }

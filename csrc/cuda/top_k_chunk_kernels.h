@@ -90,26 +90,30 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Corrupt entries are skipped and counted.
+// Adds messages one after the other. Corrupt entries are skipped and counted.
 template <typename Out>
 __global__ void __launch_bounds__(kThreads)
-    scatter_chunks_kernel(Stream values, const uint8_t* indices, Chunks chunks, bool accumulate,
-                          Out* out, bool aligned, unsigned long long* corrupt) {
+    scatter_chunks_kernel(Stream values, const uint8_t* indices, int64_t num_messages,
+                          Chunks chunks, bool accumulate, Out* out, bool aligned,
+                          unsigned long long* corrupt) {
   const int64_t c = blockIdx.x, begin = c * chunks.chunk;
   const int length = static_cast<int>(chunks.length(c)), first = threadIdx.x * kPerThread;
   if (!accumulate) {
     const int rest = max(0, length - first);
     store_packet(Packet<>{}, out, Place<>{begin + first, rest, aligned && rest >= kPerThread});
-    __syncthreads();
   }
-  const uint8_t* bytes = indices + c * num_index_bytes(chunks.k);
-  for (int64_t i = threadIdx.x; i < chunks.num_sent(c); i += kThreads) {
-    const int index = load_index(bytes, i), previous = i > 0 ? load_index(bytes, i - 1) : -1;
-    if (index <= previous || index >= length) {
-      atomicAdd(corrupt, 1ull);
-    } else {
-      Out* target = out + begin + index;
-      *target = scatter_add(*target, read_element(values, c * chunks.k + i));
+  for (int64_t j = 0; j < num_messages; ++j) {
+    if (j > 0 || !accumulate) __syncthreads();
+    const uint8_t* bytes = indices + j * chunks.num_bytes() + c * num_index_bytes(chunks.k);
+    for (int64_t i = threadIdx.x; i < chunks.num_sent(c); i += kThreads) {
+      const int index = load_index(bytes, i), previous = i > 0 ? load_index(bytes, i - 1) : -1;
+      if (index <= previous || index >= length) {
+        atomicAdd(corrupt, 1ull);
+      } else {
+        const int64_t place = j * chunks.num_values() + c * chunks.k + i;
+        Out* target = out + begin + index;
+        *target = scatter_add(*target, read_element(values, place));
+      }
     }
   }
 }

@@ -1,7 +1,7 @@
 """The compressor interface: encode and decode a flat buffer, and average it over ranks."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 import torch
@@ -142,14 +142,19 @@ class Compressor(abc.ABC):
         self, messages: Sequence[Message], layout: BufferLayout, x: Tensor, *, divisor: int
     ) -> None:
         """Replace x by the sum of all ranks' messages over ``divisor``."""
-        total = x.zero_() if x.dtype == torch.float32 else torch.zeros_like(x).float()
-        for sender, each in enumerate(messages):
-            with with_sender(sender):
-                self.decompress(each, layout, total, accumulate=True)
+        total = x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+        self._sum_(messages, layout, total)
         if divisor != 1:
             total.div_(divisor)
         if total is not x:
             x.copy_(total)
+
+    def _sum_(self, messages: Iterable[Message], layout: BufferLayout, total: Tensor) -> None:
+        """Replace total, (numel,) float32, by the sum of all ranks' messages, in their order."""
+        total.zero_()
+        for sender, each in enumerate(messages):
+            with with_sender(sender):
+                self.decompress(each, layout, total, accumulate=True)
 
 
 def not_a_compressor(compressor: object, name: str = "compressor") -> TypeError | None:

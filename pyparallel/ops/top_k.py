@@ -2,14 +2,12 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ._checks import check_block_size, check_buffer, check_like, check_tensor, describe, output
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._library import checked, define
 
-_INFINITY = 0x7F800000
-_NAN = 0x7FC00000
-_INDEX_DTYPES = (torch.int32, torch.int64)
 _CORRUPT_RULE = "indices must be strictly ascending and in [0, {})"
 _CORRUPT_CHUNKS = "indices must ascend strictly within each chunk, got a corrupt message"
 
@@ -35,7 +33,7 @@ def _keys(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return acc, and its magnitudes as int32 that order as they do."""
     acc = x.float() if residual is None else x.float() + residual.float()
     bits = acc.view(torch.int32) & 0x7FFFFFFF
-    return acc, torch.where(bits > _INFINITY, _NAN, bits)
+    return acc, torch.where(bits > 0x7F800000, 0x7FC00000, bits)  # infinity, nan
 
 
 def _send(acc: Tensor, chosen: Tensor, residual: Tensor | None, values: Tensor) -> None:
@@ -75,14 +73,13 @@ def top_k_chunks_reference(
 ) -> None:
     """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
     acc, keys = _keys(x, residual)
-    missing = -len(keys) % chunk
-    keys = torch.nn.functional.pad(keys, (0, missing), value=-1).view(-1, chunk)
+    keys = pad(keys, (0, -len(keys) % chunk), value=-1).view(-1, chunk)
     order = keys.sort(dim=1, descending=True, stable=True).indices
     places = order[:, :k].sort(dim=1).values  # those that are missing at the end of the last row
     begins = torch.arange(len(keys), device=x.device)[:, None] * chunk
     _send(acc, (places + begins).flatten()[: len(values)], residual, values)
     places = torch.where(places + begins < len(acc), places, 0)
-    pairs = torch.nn.functional.pad(places, (0, k % 2)).unflatten(1, (-1, 2))
+    pairs = pad(places, (0, k % 2)).unflatten(1, (-1, 2))
     words = pairs[:, :, 0] | pairs[:, :, 1] << 12
     octets = torch.stack([words & 0xFF, words >> 8 & 0xFF, words >> 16], dim=2).flatten(1)
     indices.copy_(octets[:, : num_bytes_of_indices(k)].flatten()[: len(indices)])
@@ -98,21 +95,26 @@ def scatter_chunks_reference(
     corrupt: Tensor,
 ) -> None:
     """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
-    chunks, width = -(-len(out) // chunk), num_bytes_of_indices(k)
-    octets = torch.nn.functional.pad(indices, (0, chunks * width - len(indices))).view(-1, width)
-    octets = torch.nn.functional.pad(octets, (0, -width % 3)).int().unflatten(1, (-1, 3))
-    words = octets[:, :, 0] | octets[:, :, 1] << 8 | octets[:, :, 2] << 16
-    places = torch.stack([words & 0xFFF, words >> 12], dim=2).flatten(1)[:, :k]
-    begins = torch.arange(chunks, device=out.device)[:, None] * chunk
-    wrong = places >= (len(out) - begins).clamp(max=chunk)
-    wrong[:, 1:] |= places[:, 1:] <= places[:, :-1]
-    wrong = wrong.flatten()[: len(values)]
-    refuse_or_count(wrong, corrupt, _CORRUPT_CHUNKS)
-    target = (places + begins).flatten()[: len(values)].masked_fill(wrong, len(out))  # one more
-    before = out.float() if accumulate else torch.zeros_like(out, dtype=torch.float32)
-    sums = torch.nn.functional.pad(before, (0, 1))
-    sums[target] += values.float()
+    sums = pad(out if accumulate else torch.zeros_like(out), (0, 1))
+    rows, messages = torch.atleast_2d(values), torch.atleast_2d(indices)
+    places = [_places_in_chunks(each, rows.size(1), k, chunk, len(out)) for each in messages]
+    refuse_or_count(torch.cat(places) == len(out), corrupt, _CORRUPT_CHUNKS)
+    for each, row in zip(places, rows, strict=True):
+        sums[each] = (sums[each].float() + row.float()).to(out.dtype)
     out.copy_(sums[:-1])
+
+
+def _places_in_chunks(octets: Tensor, count: int, k: int, chunk: int, numel: int) -> Tensor:
+    """Return the positions of a message's values; ``numel`` for those that are corrupt."""
+    chunks, width = -(-numel // chunk), num_bytes_of_indices(k)
+    octets = pad(octets, (0, chunks * width - len(octets))).view(-1, width)
+    first, second, third = pad(octets, (0, -width % 3)).int().unflatten(1, (-1, 3)).unbind(2)
+    words = first | second << 8 | third << 16
+    places = torch.stack([words & 0xFFF, words >> 12], dim=2).flatten(1)[:, :k]
+    begins = torch.arange(chunks, device=octets.device)[:, None] * chunk
+    wrong = places >= (numel - begins).clamp(max=chunk)
+    wrong[:, 1:] |= places[:, 1:] <= places[:, :-1]
+    return (places + begins).masked_fill(wrong, numel).flatten()[:count]
 
 
 def num_bytes_of_indices(k: int) -> int:
@@ -126,10 +128,8 @@ top_k_unchecked = define(
     top_k_reference,
 )
 _top_k_checked = checked(top_k_unchecked)
-scatter_add_unchecked = define(
-    "scatter_add_(Tensor(a!) dense, Tensor values, Tensor indices, Tensor(b!) corrupt) -> ()",
-    scatter_add_reference,
-)
+_ADD = "scatter_add_(Tensor(a!) dense, Tensor values, Tensor indices, Tensor(b!) corrupt) -> ()"
+scatter_add_unchecked = define(_ADD, scatter_add_reference)
 _scatter_add_checked = checked(scatter_add_unchecked)
 
 _SCHEMA_OF_CHUNKS = (
@@ -174,9 +174,8 @@ def top_k(
         check_like("residual", residual, "x", x)
     if threshold is not None:
         check_tensor("threshold", threshold, torch.float32, (), x.device)
-    values = torch.empty(k, dtype=x.dtype, device=x.device)
     index_dtype = torch.int32 if len(x) < 2**31 else torch.int64
-    indices = torch.empty(k, dtype=index_dtype, device=x.device)
+    values, indices = x.new_empty(k), x.new_empty(k, dtype=index_dtype)
     _top_k_checked(x, residual, threshold, values, indices)
     return values, indices
 
@@ -236,8 +235,7 @@ def top_k_chunks(
     if residual is not None:
         check_like("residual", residual, "x", x)
     num_values, num_bytes = sizes_of_chunks(x.numel(), k, chunk)
-    values = torch.empty(num_values, dtype=x.dtype, device=x.device)
-    indices = torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
+    values, indices = x.new_empty(num_values), x.new_empty(num_bytes, dtype=torch.uint8)
     _top_k_chunks_checked(x, k, chunk, residual, values, indices)
     return values, indices
 
@@ -255,23 +253,25 @@ def scatter_chunks(
 ) -> Tensor:
     """Decode messages of ``top_k_chunks``: values at their indices, 0 elsewhere.
 
+    Several are added one after the other, to the bit as by as many calls, in one pass over ``out``.
     Indices of a chunk that do not ascend strictly, or lie behind its end, are corrupt. The CPU
     rejects the message before anything is written; elsewhere they are skipped and counted.
 
     Args:
-        values, indices: as returned by ``top_k_chunks``; values in any of its dtypes.
-        k, chunk: as given to it.
-        numel: n, the number of entries.
+        values, indices: as returned by ``top_k_chunks``, values in any of its dtypes; of several
+            messages (messages, values) and (messages, bytes), contiguous.
+        k, chunk: as given to it; numel: n, the number of entries.
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
-        accumulate: add to ``out``, which must be given, rounding once, instead of overwriting it.
+        accumulate: add to ``out``, which must be given, instead of overwriting it.
         corrupt: 0-d int64 on values' device, as for ``scatter_add_``.
     """
     _check_chunks(k, chunk)
-    check_buffer("values", values)
+    check_buffer("values", values.flatten())
+    rows = values.shape[:-1][:1]
     out = output(out, numel, accumulate, values.device)
     num_values, num_bytes = sizes_of_chunks(numel, k, chunk)
-    check_tensor("values", values, values.dtype, (num_values,), out.device)
-    check_tensor("indices", indices, torch.uint8, (num_bytes,), out.device)
+    check_tensor("values", values, values.dtype, (*rows, num_values), out.device)
+    check_tensor("indices", indices, torch.uint8, (*rows, num_bytes), out.device)
     counter = corrupt_counter(corrupt, out)
     _scatter_chunks_checked(values, indices, k, chunk, accumulate, out, counter)
     stop_if_corrupt(corrupt, counter, _CORRUPT_CHUNKS)
@@ -291,7 +291,7 @@ def _check_chunks(k: int, chunk: int) -> None:
 
 
 def _check_indices(indices: Tensor, values: Tensor) -> None:
-    fits = indices.dtype in _INDEX_DTYPES and indices.shape == values.shape
+    fits = indices.dtype in (torch.int32, torch.int64) and indices.shape == values.shape
     if not (fits and indices.is_contiguous() and indices.device == values.device):
         raise ValueError(
             "indices must be a contiguous 1-d tensor of int32 or int64 with values's length and "

@@ -404,9 +404,14 @@ def sample_chunks(numel, *, k=64, chunk=4096, dtype=torch.float32, kept=torch.fl
     return x, k, chunk, residual, values, torch.full((num_bytes,), 0xA5, dtype=torch.uint8)
 
 
-def message_of_chunks(numel, *, k=64, chunk=4096, accumulate=False, dtypes=(torch.float32,) * 2):
+def message_of_chunks(
+    numel, *, k=64, chunk=4096, accumulate=False, dtypes=(torch.float32,) * 2, messages=None
+):
     x, *_ = sample_chunks(numel)
     values, indices = top_k_chunks(x.to(dtypes[0]), k, chunk=chunk)
+    if messages is not None:
+        each = [top_k_chunks(x.roll(i).to(dtypes[0]), k, chunk=chunk) for i in range(messages)]
+        values, indices = (torch.stack(parts) for parts in zip(*each, strict=True))
     out = heavy_tailed(numel, 3).to(dtypes[1])
     return values, indices, k, chunk, accumulate, out, torch.tensor(0)
 
@@ -444,6 +449,26 @@ def test_chunks_of_dtypes(implementation):
         chunk_parity(implementation, 5003, dtype=dtype, kept=kept)
         dtypes = dtype, kept or torch.float32
         chunk_parity_of_inverse(implementation, 5003, accumulate=accumulate, dtypes=dtypes)
+
+
+@each_compiled
+def test_sums_of_messages_in_chunks(implementation):
+    """Several messages equal one call after the other, to the bit, and are refused as one."""
+    for numel, messages, accumulate in ((1, 1, True), (5003, 3, False), (5003, 2, True)):
+        options = {"messages": messages, "accumulate": accumulate}
+        for dtypes in implementation.cases(DTYPES, DTYPES):
+            chunk_parity_of_inverse(implementation, numel, **options, dtypes=dtypes)
+        chunk_parity_of_inverse(implementation, numel, **options, k=7, chunk=32)
+
+
+@pytest.mark.parametrize("numel", [5003, 2**21 + 5])
+def test_sum_of_messages_in_chunks_equals_calls(numel):
+    for dtype in DTYPES:
+        values, indices, *_ = message_of_chunks(numel, messages=3)
+        out = torch.zeros(numel, dtype=dtype)
+        for each in zip(values, indices, strict=True):
+            scatter_chunks(*each, numel=numel, out=out, accumulate=True)
+        assert torch.equal(scatter_chunks(values, indices, numel=numel, out=out.clone()), out)
 
 
 def put_ties(x):
@@ -521,9 +546,10 @@ def spoil_index(indices, i, index):
 
 
 def test_corrupt_chunks_are_refused_before_anything_is_written():
-    for (i, index, _), accumulate in itertools.product(CORRUPT_CHUNKS, (False, True)):
-        arguments = message_of_chunks(5000, accumulate=accumulate)
-        spoil_index(arguments[1], i, index)
+    cases = itertools.product(CORRUPT_CHUNKS, (False, True), (None, 2))
+    for (i, index, _), accumulate, messages in cases:
+        arguments = message_of_chunks(5000, accumulate=accumulate, messages=messages)
+        spoil_index(arguments[1] if messages is None else arguments[1][-1], i, index)
         text = "indices must ascend strictly within each"
         assert_corrupt_is_refused("scatter_chunks", scatter_chunks_reference, arguments, text)
 
@@ -564,6 +590,7 @@ def test_bad_chunks_are_refused():
     rows = [
         ({"values": torch.zeros(127)}, r"values must be a contiguous float32 .* \[128\].* \[127\]"),
         ({"values": torch.zeros(128).double()}, "values must be .* got float64"),
+        ({"values": torch.zeros(2, 128)}, r"indices must be .* \[2, 192\].* \[192\]"),
         ({"indices": torch.zeros(192)}, "indices must be a contiguous uint8 .* got float32"),
         ({"indices": torch.zeros(191, dtype=torch.uint8)}, r"indices must be .* \[192\].* \[191\]"),
         ({"k": 4097}, r"k must be in \[1, 4096\], got 4097"),

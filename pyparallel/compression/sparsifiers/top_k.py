@@ -1,6 +1,8 @@
 """Top-K sparsification: the largest entries, of a buffer or of each of its chunks."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from ...ops._checks import check_block_size
 from ...ops.top_k import sizes_of_chunks
 from ...training.arguments import check_in, require
 from ..compressor import Message
-from ..corrupt_messages import refusing_corrupt
+from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import Residual
 from ..state import CompressorState
@@ -144,6 +146,17 @@ class ChunkTopK(Sparsifier):
                 out=out,
                 accumulate=accumulate,
             )
+
+    @override
+    def _sum_(self, messages: Iterable[Message], layout: BufferLayout, total: Tensor) -> None:
+        each = list(messages)
+        values, indices = (torch.stack(parts) for parts in zip(*each, strict=True))
+        options: dict[str, Any] = {"chunk": self.chunk, "numel": layout.numel, "out": total}
+        try:
+            with refusing_corrupt():
+                ops.scatter_chunks(values, indices, self.k, **options)
+        except CorruptMessageError:
+            super()._sum_(each, layout, total)  # one by one: raises with the sender
 
     @override
     def num_values(self, where: Message, layout: BufferLayout) -> int:

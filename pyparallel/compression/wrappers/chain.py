@@ -1,5 +1,6 @@
 """A sparsifier followed by a quantizer of its values."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,7 +10,7 @@ from typing_extensions import override
 from ...comm.collectives import Collectives
 from ...training.arguments import require, summarize
 from ..compressor import Compressor, Message
-from ..corrupt_messages import CorruptMessageError, refusing_corrupt
+from ..corrupt_messages import CorruptMessageError, refusing_corrupt, with_sender
 from ..layout import BufferLayout
 from ..quantizers.blockwise import BlockwiseCompressor
 from ..residual import Residual
@@ -66,6 +67,13 @@ class Chain(Composed):
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
+        decoded = self._decode_values(message, layout, out.device)
+        return self.first.decompress(decoded, layout, out, accumulate=accumulate)
+
+    def _decode_values(
+        self, message: Message, layout: BufferLayout, device: torch.device
+    ) -> Message:
+        """Return the first's message, of values that the second decodes."""
         num_tensors = len(self.second.sizes(0))
         where = message[num_tensors:]
         with refusing_corrupt():
@@ -75,9 +83,21 @@ class Chain(Composed):
             raise CorruptMessageError(
                 f"sizes must fit {num_values} values, got tensors of {sizes} entries"
             )
-        values = torch.empty(num_values, dtype=torch.float32, device=out.device)
+        values = torch.empty(num_values, dtype=torch.float32, device=device)
         self.second.decompress(message[:num_tensors], BufferLayout.flat(num_values), values)
-        return self.first.decompress((values, *where), layout, out, accumulate=accumulate)
+        return (values, *where)
+
+    @override
+    def _sum_(self, messages: Iterable[Message], layout: BufferLayout, total: Tensor) -> None:
+        self.first._sum_(self._decode_each(messages, layout, total.device), layout, total)
+
+    def _decode_each(
+        self, messages: Iterable[Message], layout: BufferLayout, device: torch.device
+    ) -> Iterator[Message]:
+        for sender, each in enumerate(messages):
+            with with_sender(sender):
+                decoded = self._decode_values(each, layout, device)
+            yield decoded
 
     @override
     def mean_(

@@ -57,7 +57,13 @@ def test_a_run_learns_and_reports(subtests):
 
 def test_outer_steps_are_compared_at_the_rate_of_most_seeds():
     def row(algorithm, rate, seed, score, bits):
-        columns = {"link": "100 Mbit/s", "algorithm": algorithm, "rate": rate, "seed": seed}
+        columns = {
+            "task": "bytes",
+            "link": "100 Mbit/s",
+            "algorithm": algorithm,
+            "rate": rate,
+            "seed": seed,
+        }
         measured = {"score": score, "bits_per_parameter": bits, "waiting": "0.1", "seconds": "50"}
         return {**columns, **measured, "ranks": "4", "steps": "9"}
 
@@ -74,7 +80,7 @@ def test_outer_steps_are_compared_at_the_rate_of_most_seeds():
 
 @pytest.mark.slow  # four processes
 def test_outer_steps_learn_and_report():
-    run = outer_steps.Run("loopback", "noloco-sparse", 1e-2, 0, steps=25)
+    run = outer_steps.Run("bytes", "loopback", "noloco-sparse", 1e-2, 0, steps=25)
     for row in run_on_loopback(outer_steps.RANKS, 120, outer_steps.train, run):
         assert row["losses"][-1] < row["losses"][0]
         # Two outer steps: 14 bits for 64 of 4,096 entries, and of 1 in 16 all 32.

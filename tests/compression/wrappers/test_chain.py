@@ -21,6 +21,7 @@ from pyparallel.compression import (
     Threshold,
     TopK,
 )
+from pyparallel.compression.corrupt_messages import CorruptMessageError
 from tests.compression.means import CPU, gradient, send
 from tests.workers import on_ranks
 
@@ -114,6 +115,24 @@ def test_means_over_ranks(rank):
     assert collectives.stats.payload_bytes == 2 * (100 + 4) + 8, (
         "no indices, one byte per code, encoded twice"
     )
+
+
+@pytest.mark.parametrize("compressor", [ChunkTopK(), Chain(ChunkTopK(), Statistical())])
+def test_sums_of_chunks_equal_messages_one_by_one(compressor):
+    numel = 10_000
+    layout = BufferLayout.flat(numel)
+    messages = [
+        compressor.compress(gradient(i, 0, numel), start(compressor, numel)) for i in (0, 1)
+    ]
+    for dtype in (torch.float32, torch.bfloat16):
+        total, x = torch.zeros(numel), torch.ones(numel, dtype=dtype)
+        for each in messages:
+            compressor.decompress(each, layout, total, accumulate=True)
+        compressor._add_up_(messages, layout, x, divisor=2)
+        assert torch.equal(x, (total / 2).to(dtype))
+    messages[1][-1].fill_(255)
+    with pytest.raises(CorruptMessageError, match="from rank 1"):
+        compressor._add_up_(messages, layout, x, divisor=2)
 
 
 def test_sparseloco_takes_a_quarter_of_a_bit_an_entry():

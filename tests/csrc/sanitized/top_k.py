@@ -20,6 +20,8 @@ for numel, kept in product((1, 7, 31, 32, 33, 4095, 4097, 70_001), (None, *ops.F
             out = torch.zeros(numel)
             options = {"numel": numel, "out": out, "accumulate": accumulate}
             ops.scatter_chunks(values, indices, k, chunk=chunk, **options)
+            several = values.expand(3, -1).contiguous(), indices.expand(3, -1).contiguous()
+            ops.scatter_chunks(*several, k, chunk=chunk, **options)
             indices.random_(256)
             with contextlib.suppress(RuntimeError):
                 ops.scatter_chunks(values, indices, k, chunk=chunk, **options)
