@@ -10,8 +10,8 @@ the previous one, and the tables of all rows are printed. ``python -m benchmarks
 FILE.csv`` draws them. ``--dry-run`` runs a little of everything on the loopback, as a test.
 
 With ``--updates`` all methods take so many steps on the loopback, and rows go to
-``subnets-updates.csv``: DDP on bytes, and subnets of which each unit has 1, 2 or 4 ranks. Bytes sent
-are then those of all processes that use the loopback.
+``subnets-updates.csv``: DDP on bytes, and subnets of which each unit has 1, 2 or 4 ranks. Bytes
+sent are then those of all processes that use the loopback.
 """
 
 import statistics

@@ -65,6 +65,8 @@ class AsynchronousLeaderAverager(LeaderAverager):
         self._store = store_of(run.group) if run.size > 1 else None
         self._every = run.size * options.interval
         self._due, self._num_choices = self._every, 0
+        self._counted = 0  # of the steps in the store, those of this rank
+        self._missing = self._every  # until the next choice, when all ranks last waited
 
     @override
     def _run_of_comparisons(self, run: Run) -> Run:
@@ -75,6 +77,7 @@ class AsynchronousLeaderAverager(LeaderAverager):
     def after_step(self) -> None:
         self._steps += 1
         if self._store is not None:
+            self._counted += 1
             total = self._count(1)
             while total >= self._due:
                 self._take_part(waits=False)
@@ -87,8 +90,10 @@ class AsynchronousLeaderAverager(LeaderAverager):
     def _take_part(self, *, waits: bool) -> bool:
         """Take part in a choice; return whether instead all ranks wait for each other."""
         with self.run.counts.not_compared():  # steps, which differ
-            rows = self._gather(self._num_choices, float(waits))
+            rows = self._gather(self._num_choices, float(waits), float(self._counted))
         if all(row[2] for row in rows):
+            # Not of the store: a rank may go on before another one reads it.
+            self._missing = self._due - int(sum(row[3] for row in rows))
             return True
         self._num_choices += 1
         self._due += self._every
@@ -115,13 +120,12 @@ class AsynchronousLeaderAverager(LeaderAverager):
 
     @override
     def _state(self) -> dict[str, Any]:
-        missing = self._due - self._count(0) if self._store is not None else self._every
-        return super()._state() | {"choices": self._num_choices, "missing": missing}
+        return super()._state() | {"choices": self._num_choices, "missing": self._missing}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._num_choices = state["choices"]
+        self._num_choices, self._missing = state["choices"], state["missing"]
         if self._store is not None:
             self._due = self._count(0) + state["missing"]
             self._collectives.run.barrier()  # no rank steps before all have read the count
