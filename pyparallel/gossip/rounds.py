@@ -110,7 +110,7 @@ class SteppedRounds:
     def _after_the_step(self) -> Iterator[None]:
         """Keep what a message says of its sender's gradients until the step is complete."""
         try:
-            with self.run.interruptible():
+            with self.run.interruptible(), self.run.as_one_replica():
                 yield
         except NonFiniteError as error:
             self._received_error = error
