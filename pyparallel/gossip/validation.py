@@ -163,13 +163,14 @@ def check_states_together(
     check_on_all_ranks(check, run.agree)
     total = torch.tensor(mass, dtype=torch.float64, device=averager.status.weight.device)
     collectives = Collectives(run)
-    collectives.all_reduce_(total)
     num_ranks = collectives.size
-    if not abs(total.item() - num_ranks) <= num_ranks * MASS_TOLERANCE:
-        raise DisagreementError(
-            f"the push-sum masses of all ranks' states must sum to {num_ranks}, the number of "
-            f"ranks, got {total.item()}: load the files of one step on all ranks"
-        )
+    with run.as_one_replica():
+        collectives.all_reduce_(total)
+        if not abs(total.item() - num_ranks) <= num_ranks * MASS_TOLERANCE:
+            raise DisagreementError(
+                f"the push-sum masses of all ranks' states must sum to {num_ranks}, the number of "
+                f"ranks, got {total.item()}: load the files of one step on all ranks"
+            )
 
 
 def _find_tensor_error(parameters: Sequence[tuple[str, Tensor]]) -> str | None:
