@@ -101,7 +101,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._wrap(module)
         self.algorithm = algorithm
         self.process_group = process_group
-        self._shards = Shards(self.module)
+        self._shards, self._kind = Shards(self.module), type(self.module)
         run = self._open_run(process_group, StepCounts(policy=nonfinite), replica)
         cap_bytes = int(validation.resolve_bucket_cap_mb(module, bucket_cap_mb) * 2**20)
         optimizers = validation.as_optimizers(optimizer)
@@ -155,6 +155,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             self._rounds.see_forward(counts=is_eager)
             if is_eager and self._buckets.first_has_moved:  # else the forward may fail on dtypes
                 self._buckets.check([])
+            if is_eager and not self._shards.modules and type(self.module) is not self._kind:
+                self._check_module()  # fully_shard has given it a class of its own
         averager.restore_debiased()
         if averager.traits.has_equal_batches:
             self._rounds.joined.before_forward()

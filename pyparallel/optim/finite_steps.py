@@ -210,4 +210,5 @@ def _with_gradients(optimizer: Any) -> list[Any]:
 
 
 def _values(gradient: Tensor) -> Tensor:
+    gradient = local_of(gradient)
     return gradient._values() if gradient.layout == torch.sparse_coo else gradient

@@ -195,4 +195,4 @@ def describe_shard(module: nn.Module) -> list[tuple[str, str]]:
     if found is None or found.device_mesh.ndim > 1:
         return []
     mesh = found.device_mesh
-    return [("shard", f"{mesh.get_local_rank()} of {mesh.size()}")]
+    return [("shard of the module", f"{mesh.get_local_rank()} of {mesh.size()}")]
