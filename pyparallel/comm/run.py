@@ -31,7 +31,7 @@ from .counts import (
     format_number,
     make_row,
 )
-from .errors import NonFiniteError, PeerError, place_of
+from .errors import PeerError, place_of
 from .failures import is_of_backend, peer_error
 from .process_groups import create_group, device_of, give_back
 from .reports import Reports
@@ -46,8 +46,8 @@ class Run:
     ``Run(process_group)`` has no number, for communication outside of any trainer; None is the
     default group, or a single rank if none was initialized. ``within`` is the run of the same
     trainer whose group's ranks ``process_group`` has a part of. ``replica`` is the run of the
-    ranks that together hold one replica, such as FSDP2's shards, of which each has another ``group``
-    with its counterparts of other replicas; None: this rank holds a whole one.
+    ranks that together hold one replica, such as FSDP2's shards, each of which has a ``group`` of
+    its own with its counterparts of other replicas; None: this rank holds a whole one.
 
     ``stats`` are bytes sent and seconds waited for training, in all groups of the trainer;
     ``read_loss`` is called with the loss of each batch that the user records.
@@ -244,42 +244,11 @@ class Run:
         call: Call = Call.ARGUMENTS,
     ) -> None:
         """Do ``check_consistent_across_ranks`` in the group, whose ranks all call this."""
-        replica_group = self.replica and self.replica.group
+        replica_group = None if self.replica is None else self.replica.group
         if self.size > 1 or replica_group is not None:
             check_consistent_across_ranks(config_fields, problem, self.group, call, replica_group)
         elif problem:
             raise error_of({0: problem})
-
-    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank of the group; the hosts wait for each other."""
-        row = torch.tensor(numbers, dtype=torch.float64, device=device_of(self.group))
-        with self.raising("the comparison of the parts of a replica failed"):
-            rows: list[list[float]] = gather_rows(row, self.group).tolist()
-        return rows
-
-    @contextmanager
-    def as_one_replica(self) -> Iterator[None]:
-        """Raise an error inside on all ranks that hold the replica, whose rounds are then over.
-
-        A NonFiniteError ends no round, and is of all of them.
-        """
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        if self.replica is not None:
-            is_over = failure is not None and not isinstance(failure, NonFiniteError)
-            rows = self.replica.gather([is_over])
-            failed = [self.replica.global_rank(rank) for rank, row in enumerate(rows) if row[0]]
-            if failed and not is_over:
-                failure = PeerError(
-                    f"{self.here}: a round must be completed on all ranks that hold the replica, "
-                    f"got an error on rank {', '.join(map(str, failed))}, which says why; the "
-                    "replica's parts no longer agree: stop the run and load a checkpoint"
-                )
-        if failure is not None:
-            raise failure
 
     def barrier(self) -> None:
         """Return once all ranks of the group have called it; with NCCL once it is queued."""

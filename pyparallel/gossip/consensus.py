@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Collectives
+from ..training.shards import gather
 from .algorithms.base import copy_all
 
 
@@ -40,7 +41,7 @@ def distance(tensors: Sequence[Tensor], weight: Tensor, collectives: Collectives
         squares += (tensor.double() - mean).square().sum()
     collectives.all_reduce_(squares)
     if (replica := collectives.run.replica) is not None:
-        squares.fill_(sum(row[0] for row in replica.gather([float(squares)])))
+        squares.fill_(sum(row[0] for row in gather(replica, [float(squares)])))
     return float((squares / collectives.size).sqrt())
 
 

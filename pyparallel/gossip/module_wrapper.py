@@ -44,8 +44,8 @@ class ModuleWrapper(nn.Module):
             raise RuntimeError(
                 "the module must keep the parameters it was wrapped with, got new ones, which are "
                 f"neither stepped nor averaged: {', '.join(new[:3])}{', ...' if new[3:] else ''} "
-                "(from replacing or sharding a layer, or load_state_dict(assign=True)); close() and "
-                "wrap again"
+                "(from replacing or sharding a layer, or load_state_dict(assign=True)); close() "
+                "and wrap again"
             )
 
     @override

@@ -119,9 +119,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._running: ModelAverager | None = averager
         self._own(optimizers)
         device = self._buckets.parameters[0].device
-        finite_steps = FiniteSteps(
-            optimizers, nonfinite, run.counts, device, replica=run.replica
-        )
+        finite_steps = FiniteSteps(optimizers, nonfinite, run.counts, device, replica=run.replica)
         self._rounds = rounds = SteppedRounds(averager, run, finite_steps, self.module, in_pass)
         for each in fused:
             each.adopt(rounds.step_buckets if in_pass else None)

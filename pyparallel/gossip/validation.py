@@ -35,6 +35,7 @@ from ..training.shards import local_of
 from ..training.step_hook import name_optimizers
 from ..training.trainer import find_owner_error
 from .push_sum.buffer import MASS_TOLERANCE
+from .rounds import as_one_replica
 
 BUCKETS, IN_MODULE_ORDER = "buckets", "in the order of the module's parameters"
 
@@ -51,7 +52,7 @@ def check_types(module: object, optimizer: object, bucket_cap_mb: object) -> Non
 
 
 def resolve_group(
-    process_group: dist.ProcessGroup | None, mesh: object
+    process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> dist.ProcessGroup | None:
     """Return the process group of the ranks that train together: the given one, or the mesh's."""
     if mesh is None:
@@ -164,7 +165,7 @@ def check_states_together(
     total = torch.tensor(mass, dtype=torch.float64, device=averager.status.weight.device)
     collectives = Collectives(run)
     num_ranks = collectives.size
-    with run.as_one_replica():
+    with as_one_replica(run):
         collectives.all_reduce_(total)
         if not abs(total.item() - num_ranks) <= num_ranks * MASS_TOLERANCE:
             raise DisagreementError(

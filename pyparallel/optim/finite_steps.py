@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..comm import Run, StepCounts
 from ..ops._corrupt import CorruptCounter
 from ..training.nonfinite import NonFinitePolicy, all_finite, count_nonfinite, first_nonfinite
-from ..training.shards import local_of
+from ..training.shards import gather, local_of
 from .fused_optimizer import FusedOptimizer
 
 
@@ -144,7 +144,7 @@ class FiniteSteps:
         if self._replica is not None:
             numbers = [] if are_finite else list(map(count_nonfinite, gradients))
             first = next((index for index, number in enumerate(numbers) if number), 0)
-            rows = self._replica.gather([sum(numbers), first])
+            rows = gather(self._replica, [sum(numbers), first])
             total = sum(row[0] for row in rows)
             self._counts.count_nonfinite(total)
             if total:

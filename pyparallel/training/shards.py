@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..comm import Collectives, Run
+
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, the live one; another tensor itself."""
@@ -110,6 +112,13 @@ class Shards:
             for group in [state._fsdp_param_group] if groups is None else groups:
                 if group is not None:
                     yield from group.fsdp_params
+
+
+def gather(replica: Run, numbers: Sequence[float]) -> list[list[float]]:
+    """Return the numbers of all ranks that hold a replica; their hosts wait for each other."""
+    row = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    rows: list[list[float]] = Collectives(replica).all_gather(row).tolist()
+    return rows
 
 
 def replica_group(module: nn.Module) -> dist.ProcessGroup | None:

@@ -14,6 +14,7 @@ from ...comm import Collectives, Run
 from ...comm.profiling import profiled
 from ...training import FlatBuckets, ModelAverager, SavedProgress, Traits, check_like
 from ...training.arguments import check_in, check_integer, require
+from ...training.shards import gather
 from ..messages import MessageHeaders
 from .base import Algorithm
 from .leader import Leader, MeanLoss, PullAtGradient, check_losses, find_leader
@@ -237,7 +238,7 @@ class LeaderAverager(ModelAverager):
     def _gather(self) -> tuple[list[float], list[float]]:
         mean, status = self._losses.mean(), self._losses.status(has_batches=self._updates > 0)
         if self.run.replica is not None:  # its loss is the mean of its ranks'
-            rows = self.run.replica.gather([float(mean), status])
+            rows = gather(self.run.replica, [float(mean), status])
             mean.fill_(sum(row[0] for row in rows) / len(rows))
             status = max(row[1] for row in rows)
         header = self.run.row(mean.device, self._steps)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from pyparallel.comm import DisagreementError
 from pyparallel.gossip import GossipState
-from tests.gossip.test_sharded import (
+from tests.gossip.sharded.test_shards import (
     ADAMW,
     ALGORITHMS,
     FUSED_ADAMW,
@@ -122,17 +122,20 @@ def exchanges_with_fsdp2(rank, kind):
     model_state, optimizer_state = get_state_dict(trainer, optimizer)
     saved = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(saved, checkpoint_id=folder / "fsdp2")
-    set_state_dict(trainer, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    set_state_dict(
+        trainer, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+    )
     assert_same(full(module), full(plain))
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         for key, value in own.state[theirs].items():
             found = optimizer.state[mine][key]
-            if isinstance(value, DTensor):
-                found, value = found.full_tensor(), value.full_tensor()
-            assert torch.equal(found, value), key
+            pair = (
+                each.full_tensor() if isinstance(each, DTensor) else each for each in (found, value)
+            )
+            assert torch.equal(*pair), key
     options = StateDictOptions(full_state_dict=True)
     everything = get_model_state_dict(trainer, options=options)
-    assert_same({name: each for name, each in everything.items()}, full(plain))
+    assert_same(dict(everything), full(plain))
     set_model_state_dict(trainer, {n: each * 2 for n, each in everything.items()}, options=options)
     assert_same(full(module), {name: each * 2 for name, each in everything.items()})
     train(mesh, trainer, optimizer, range(1))  # the next all-gathers read what was loaded

@@ -1,4 +1,4 @@
-"""Wrong arguments, bad gradients and refused messages of sharded replicas are of all their ranks."""
+"""Mistakes, bad gradients and refused messages of one shard are of all ranks of its replica."""
 
 import pytest
 import torch
@@ -9,13 +9,22 @@ from torch.distributed.fsdp import fully_shard
 
 import pyparallel.optim
 from pyparallel import GossipDataParallel, PipelineTrainer, SubnetTrainer
-from pyparallel.comm import DisagreementError, NonFiniteError, PeerError
+from pyparallel.comm import NonFiniteError, PeerError
 from pyparallel.gossip import ADPSGD, SGP, AllReduce, Hierarchical
 from pyparallel.gossip.topology import OnePeerExponential, Ring
 from pyparallel.pipeline import OneForwardOneBackward
 from pyparallel.subnets import Partition
-from tests.gossip.test_sharded import FUSED_SGD, SGD, Uneven, backward, batch, build, make_mesh
-from tests.gossip.test_sharded import shard, start, train
+from tests.gossip.sharded.test_shards import (
+    FUSED_SGD,
+    SGD,
+    backward,
+    batch,
+    build,
+    make_mesh,
+    shard,
+    start,
+    train,
+)
 from tests.workers import assert_equal_on_all_ranks, call_each
 
 SGP2 = SGP(OnePeerExponential(2))
@@ -187,6 +196,8 @@ def test_mistakes_are_errors_of_all_ranks(ranks):
 
 @pytest.mark.slow
 def test_other_steps_are_of_the_whole_replica(ranks):
-    rows = [(leaves_out_steps_together, kind, p) for kind in (SGD, FUSED_SGD) for p in ("raise", "skip")]
+    rows = [
+        (leaves_out_steps_together, kind, p) for kind in (SGD, FUSED_SGD) for p in ("raise", "skip")
+    ]
     rows += [(raises_on_the_whole_replica, 0), (trains_with_mixed_precision,)]
     ranks.run(4, call_each, rows)
