@@ -126,7 +126,7 @@ class Run:
             groups.append(whole._create_group(range(whole.size), backend="gloo"))
             replica = cls(groups[-1], counts=counts)
         run = cls(group, counts=counts, trainer=int(number), replica=replica)
-        run._groups += map(weakref.ref, groups)
+        run._groups.extend(map(weakref.ref, groups))
         return run
 
     def within(

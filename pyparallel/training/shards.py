@@ -94,10 +94,13 @@ class Shards:
     def follow(self) -> None:
         """Have the next all-gathers read the memory in which the shards now are."""
         for each in self._parameters():
-            shard = each.sharded_param._local_tensor
-            numel = math.prod(each.padded_sharded_param_size)
-            # Of an empty shard the offset is kept, and the padding behind a shard is zero.
-            each._sharded_param_data = shard.as_strided((numel,), (1,), shard.storage_offset())
+            shard = local_of(each.sharded_param)
+            sizes = each.padded_sharded_param_size
+            strides = torch.empty(sizes, device="meta").stride()
+            # An empty shard has its place too, and the padding behind a shard is zero.
+            move_shard(each.sharded_param, shard.as_strided(sizes, strides))
+            each.reset_sharded_param()
+            move_shard(each.sharded_param, shard)
 
     @property
     def are_pinned(self) -> bool:
