@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from ..ops import FLOAT_DTYPES
 from ..training.arguments import require
-from ..training.shards import is_sharded, local_of
+from ..training.shards import is_in_one_dimension, is_sharded, local_of
 
 
 def check_options(group: dict[str, Any], name: str) -> None:
@@ -54,7 +54,8 @@ def check_unsharded(parameters: Iterable[Tensor], name: str) -> None:
 def _find_fault(parameter: Tensor) -> str | None:
     if is_lazy(parameter):
         return None  # its dtype may still change
-    parameter = local_of(parameter)
+    if is_sharded(parameter) and is_in_one_dimension(parameter):
+        parameter = local_of(parameter)
     if type(parameter) not in (Tensor, nn.Parameter):
         return f"a {type(parameter).__name__}"
     if parameter.layout != torch.strided:

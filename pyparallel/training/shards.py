@@ -23,6 +23,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return local_of(tensor) is not tensor
 
 
+def is_in_one_dimension(tensor: Any) -> bool:
+    """Return whether a DTensor is in shards of one dimension, as of ``fully_shard``'s 1-D mesh."""
+    return [type(each).__name__ for each in tensor.placements] == ["Shard"]
+
+
 def padded_numel(tensor: Tensor) -> int:
     """Return how many elements FSDP2 sends of a parameter in an all-gather: equally many per rank.
 
@@ -178,8 +183,7 @@ def find_shard_error(module: nn.Module, replicas: Any) -> str | None:
 def _find_placement_error(named: Sequence[tuple[str, Any]], replicas: Any) -> str | None:
     first, mesh = named[0][0], named[0][1].device_mesh
     for name, p in named:
-        kinds = [type(each).__name__ for each in p.placements]
-        if kinds != ["Shard"]:
+        if not is_in_one_dimension(p):
             return (
                 "parameters must be sharded in one dimension, got "
                 f"{name} with placements {list(p.placements)}: fully_shard(model, "
