@@ -257,8 +257,10 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         del merged
         self._preserve_saved_states()
         with consensus.assigned([*self._buckets.buffers, *buffers], averages):
-            yield self.module
-            self._shards.reshard()
+            try:
+                yield self.module
+            finally:
+                self._shards.reshard()
 
     def consensus_distance(self) -> float:
         """Return the root mean square over ranks of ``||z_i - average||_2``.
