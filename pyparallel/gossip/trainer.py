@@ -86,7 +86,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
                 "torch.distributed.init_process_group first"
             )
         super().__init__()
-        replica = replica_group(module) if mesh is not None else None
+        is_module = isinstance(module, nn.Module)
+        replica = replica_group(module) if mesh is not None and is_module else None
         compared, error_text = _collect_config(
             module, optimizer, algorithm, process_group, mesh, bucket_cap_mb, nonfinite
         )

@@ -1,6 +1,7 @@
 """Parameters that FSDP2 (``fully_shard``) has sharded: the part of each that this rank holds."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,11 +82,9 @@ class Shards:
     """The modules that ``fully_shard`` has sharded within a module, in its order; none: plain."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.modules: Sequence[Any] = []
-        if any(map(is_sharded, module.parameters())):
-            from torch.distributed.fsdp import FSDPModule  # takes long to import; here it is loaded
-
-            self.modules = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes long to import
+        kinds = () if fsdp is None else fsdp.FSDPModule
+        self.modules: list[Any] = [each for each in module.modules() if isinstance(each, kinds)]
 
     def reshard(self) -> None:
         """Free gathered parameters, which would not follow what is written into the shards.
@@ -130,7 +129,11 @@ def gather(replica: Run, numbers: Sequence[float]) -> list[list[float]]:
 
 
 def replica_group(module: nn.Module) -> dist.ProcessGroup | None:
-    """Return the process group whose ranks together hold a module; None if each holds it whole."""
+    """Return the process group whose ranks together hold a module; None if each holds it whole.
+
+    Parameters that are gathered are freed before.
+    """
+    Shards(module).reshard()
     for parameter in module.parameters():
         if is_sharded(parameter):
             of_mesh: Any = parameter

@@ -88,6 +88,8 @@ MISTAKES = [
     ("twins", lambda m: wrap(shard(build(), m["shard"]), mesh=DeviceMesh(
         "cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("a", "b"))["a"]),
      "all ranks must have the same shard of the module, got"),
+    ("no module", lambda m: GossipDataParallel(3, SGD([torch.zeros(1)]), SGP2, mesh=m["replicate"]),
+     "module must be a torch.nn.Module, got 3"),
     ("both", lambda m: on(m, shard(build(), m["shard"]), process_group=dist.group.WORLD),
      "process_group must be None with mesh"),
     ("plain", lambda m: on(m, build()), "module must be sharded by fully_shard over another dim"),
@@ -177,6 +179,8 @@ def trains_with_mixed_precision(rank):
     mesh = make_mesh()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     module = shard(build(), mesh["shard"], mp_policy=policy)
+    with torch.no_grad():
+        module(torch.randn(3, 6))  # gathers parameters
     optimizer = FUSED_SGD(module.parameters(), lr=0.05)
     trainer = GossipDataParallel(module, optimizer, SGP2, mesh=mesh["replicate"])
     train(mesh, trainer, optimizer, range(2))
