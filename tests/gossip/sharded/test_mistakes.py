@@ -179,9 +179,9 @@ def trains_with_mixed_precision(rank):
     mesh = make_mesh()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     module = shard(build(), mesh["shard"], mp_policy=policy)
+    optimizer = FUSED_SGD(module.parameters(), lr=0.05)
     with torch.no_grad():
         module(torch.randn(3, 6))  # gathers parameters
-    optimizer = FUSED_SGD(module.parameters(), lr=0.05)
     trainer = GossipDataParallel(module, optimizer, SGP2, mesh=mesh["replicate"])
     train(mesh, trainer, optimizer, range(2))
     assert {p.dtype for p in module.parameters()} == {torch.float32}
