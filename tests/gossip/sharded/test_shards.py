@@ -164,7 +164,6 @@ def trains_each_shard_alone(rank, name, kind=SGD, num_replicas=2, make=Uneven):
 JOINED = [name for name in ALGORITHMS if "int8" not in name and "top-k" not in name]
 QUICK = [
     (equals_joined_batches, "sgp-overlap-1", FUSED_ADAMW),
-    (equals_joined_batches, "leadersgd"),
     (equals_joined_batches, "sgp-int8", FUSED_SGD, 2, build_even),
     (trains_each_shard_alone, "diloco-top-k", ADAMW, 2, build_even),
 ]

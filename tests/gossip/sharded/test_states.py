@@ -142,13 +142,13 @@ def exchanges_with_fsdp2(rank, kind):
     trainer.close()
 
 
-def test_resume_and_exchange(ranks):
-    rows = [(resumes_to_the_bit, "sgp-overlap-1", FUSED_ADAMW), (exchanges_with_fsdp2, FUSED_ADAMW)]
-    ranks.run(4, call_each, rows)
+def test_a_run_resumes_to_the_bit(ranks):
+    ranks.run(4, resumes_to_the_bit, "sgp-overlap-1", FUSED_ADAMW)
 
 
 @pytest.mark.slow
 def test_every_algorithm_resumes(ranks):
     rows = [(resumes_to_the_bit, name, ADAMW) for name in ALGORITHMS]
-    rows += [(refuses_another_shard,), (exchanges_with_fsdp2, ADAMW)]
+    rows += [(refuses_another_shard,)]
+    rows += [(exchanges_with_fsdp2, kind) for kind in (ADAMW, FUSED_ADAMW)]
     ranks.run(4, call_each, rows, time_limit=180)
