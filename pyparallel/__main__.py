@@ -1,4 +1,4 @@
-"""The command line: ``python -m pyparallel doctor``, ``topology``, ``plan``, ``recommend``."""
+"""The command line: ``python -m pyparallel doctor``, ``topology``, ``plan``, ``shards``, ...."""
 
 import argparse
 import importlib
@@ -10,6 +10,7 @@ _COMMANDS = {
     "topology": "the cost and mixing rate of topologies",
     "plan": "the costs of all pipeline schedules",
     "recommend": "which compressor is fastest on a link",
+    "shards": "what a rank holds and sends of a sharded model",
 }
 
 

@@ -36,16 +36,48 @@ def check_consistent_across_ranks(
     problem: str | TypeError | None,
     process_group: dist.ProcessGroup | None = None,
     call: Call = Call.ARGUMENTS,
+    replica_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Raise the same error on all ranks if any has a problem or their configurations differ.
 
     Every rank of the group must call this, also one that has a problem: it must not raise alone.
+    With a ``replica_group`` an error is also raised on its ranks, whose groups are others.
 
     Fields are (name, value), in the same order on all ranks. A DisagreementError names the ranks
     and their problem, the first field that differs, or what another rank calls instead; it is an
     ArgumentTypeError if every problem is a TypeError. A PeerError: a rank died or did not call this
     within the process group's timeout.
     """
+    error: DisagreementError | None = None
+    try:
+        _check_in_group(config_fields, problem, process_group, call)
+    except DisagreementError as found:
+        error = found
+    if replica_group is not None:
+        is_type = isinstance(error, ArgumentTypeError)
+        mine = [None if error is None else str(error), is_type]
+        rows = gather_json(mine, replica_group, "errors", "arguments", _parse_error, call)
+        error = next((each for each in rows if each is not None), None)
+    if error is not None:
+        raise error
+
+
+def _parse_error(sent: Any) -> DisagreementError | None:
+    """Return the error that a rank has sent; a TypeError or a ValueError if it sent another."""
+    text, is_type = sent
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise ValueError("something else than text")
+    return ArgumentTypeError(text) if is_type else DisagreementError(text)
+
+
+def _check_in_group(
+    config_fields: Sequence[tuple[str, str]],
+    problem: str | TypeError | None,
+    process_group: dist.ProcessGroup | None,
+    call: Call,
+) -> None:
     fields = [(str(name), str(value)) for name, value in config_fields]
     text = str(problem) if problem else None
     own = [text, isinstance(problem, TypeError), fields]

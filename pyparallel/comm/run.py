@@ -45,7 +45,9 @@ class Run:
     errors. Rank numbers of ``group`` count from 0; errors and ``rank`` have global ones.
     ``Run(process_group)`` has no number, for communication outside of any trainer; None is the
     default group, or a single rank if none was initialized. ``within`` is the run of the same
-    trainer whose group's ranks ``process_group`` has a part of.
+    trainer whose group's ranks ``process_group`` has a part of. ``replica`` is the run of the
+    ranks that together hold one replica, such as FSDP2's shards, each of which has a ``group`` of
+    its own with its counterparts of other replicas; None: this rank holds a whole one.
 
     ``stats`` are bytes sent and seconds waited for training, in all groups of the trainer;
     ``read_loss`` is called with the loss of each batch that the user records.
@@ -60,6 +62,7 @@ class Run:
         counts: StepCounts | None = None,
         trainer: int | None = None,
         within: "Run | None" = None,
+        replica: "Run | None" = None,
     ) -> None:
         is_alone = process_group is None and not dist.is_initialized()
         self._group = process_group
@@ -73,7 +76,7 @@ class Run:
             )
             raise ValueError(f"{rule}, got one without it; {fix}")
         self.counts = StepCounts(ANY) if counts is None else counts
-        self.trainer, self._within = trainer, within
+        self.trainer, self._within, self.replica = trainer, within, replica
         self._world = None if is_alone else weakref.ref(dist.group.WORLD)
         self._interrupted: str | None = None  # what an interrupt has left half done
         self._is_closed = self._has_warned = False
@@ -89,9 +92,15 @@ class Run:
 
     @classmethod
     def open(
-        cls, process_group: dist.ProcessGroup | None, counts: StepCounts | None = None
+        cls,
+        process_group: dist.ProcessGroup | None,
+        counts: StepCounts | None = None,
+        replica_group: dist.ProcessGroup | None = None,
     ) -> "Run":
         """Open the run of a new trainer, in a process group of its own with the ranks of another.
+
+        With a ``replica_group``, of the ranks that hold one replica, also in one of those, in which
+        only hosts communicate.
 
         All ranks must call this together, once for each trainer, after their arguments have been
         checked. Trainers are numbered in the order of their creation, equally on all ranks. NCCL
@@ -111,8 +120,13 @@ class Run:
         except RuntimeError as error:
             what = "the trainer's number could not be agreed on"
             raise cls(group).error(what, error, step=None) from error
-        run = cls(group, counts=counts, trainer=int(number))
-        run._groups.append(weakref.ref(group))
+        replica, groups = None, [group]
+        if replica_group is not None:
+            whole = cls(replica_group)
+            groups.append(whole._create_group(range(whole.size), backend="gloo"))
+            replica = cls(groups[-1], counts=counts)
+        run = cls(group, counts=counts, trainer=int(number), replica=replica)
+        run._groups.extend(map(weakref.ref, groups))
         return run
 
     def within(
@@ -121,7 +135,9 @@ class Run:
         """Return the run of the same trainer in a new group of its ranks, as ``create_group``."""
         group = self._create_group(members, backend=backend, for_p2p=for_p2p)
         self._root._groups.append(weakref.ref(group))
-        return Run(group, counts=self.counts, trainer=self.trainer, within=self)
+        return Run(
+            group, counts=self.counts, trainer=self.trainer, within=self, replica=self.replica
+        )
 
     def _create_group(self, members: Sequence[int], **options: Any) -> dist.ProcessGroup:
         try:
@@ -228,8 +244,9 @@ class Run:
         call: Call = Call.ARGUMENTS,
     ) -> None:
         """Do ``check_consistent_across_ranks`` in the group, whose ranks all call this."""
-        if self.size > 1:
-            check_consistent_across_ranks(config_fields, problem, self.group, call)
+        replica_group = None if self.replica is None else self.replica.group
+        if self.size > 1 or replica_group is not None:
+            check_consistent_across_ranks(config_fields, problem, self.group, call, replica_group)
         elif problem:
             raise error_of({0: problem})
 
@@ -295,6 +312,8 @@ class Run:
     def close(self) -> None:
         """End the run: its trainer is no more among this process's, and gives its groups back."""
         self._is_closed, self._group = True, None
+        if self.replica is not None and self._within is None:
+            self.replica.close()
         self._give_back()
         Run._open.discard(self)
 

@@ -4,7 +4,6 @@ import copy
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import training
-from ..comm import check_consistent_across_ranks, first_difference
+from ..comm import first_difference
+from ..training.shards import describe_shard, like, locals_of
 from ..training.state_checks import modernize_saved
 from .trainer import GossipDataParallel
 from .validation import (
@@ -66,9 +66,11 @@ class GossipState:
     ``state.load_state_dict(torch.load(path))``. ``state.load(checkpoint_id)`` is the second line
     with one sentence as its error for a checkpoint of another number of ranks.
 
+    Of a module that ``fully_shard`` has sharded, a rank saves its shards, as plain tensors.
+
     A run must resume with the same number of ranks, algorithm and ``bucket_cap_mb``. With another
-    number of ranks, restart from the consensus: save ``averaged.state_dict()`` inside ``with
-    model.consensus() as averaged``, and load it into the bare module.
+    number of ranks, or other shards, restart from the consensus: save ``averaged.state_dict()``
+    inside ``with model.consensus() as averaged``, and load it into the bare module.
 
     Args:
         optimizer: the optimizer it was created with, or the list of several.
@@ -88,6 +90,8 @@ class GossipState:
             )
         group = model.process_group
         self._key = f"rank-{dist.get_rank(group)}-of-{dist.get_world_size(group)}"
+        for _, shard in describe_shard(model.module):
+            self._key += f"-shard-{shard.replace(' ', '-')}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state under this rank's key; it stays that of this step.
@@ -101,9 +105,9 @@ class GossipState:
         values: dict[str, Any] = {
             "facts": self._model.config_fields,
             "algorithm": algorithm,
-            "module": self._model.state_dict(),
+            "module": self._local(self._model.state_dict()),
             "optimizer_kind": [training.optimizer_kind(each) for each in self._optimizers],
-            "optimizer": [each.state_dict() for each in self._optimizers],
+            "optimizer": [self._local(each.state_dict()) for each in self._optimizers],
         }
         if len(self._optimizers) == 1:  # as before there could be several
             values.update({key: values[key][0] for key in ("optimizer_kind", "optimizer")})
@@ -123,9 +127,13 @@ class GossipState:
         # This one may be of now, and messages in flight are about to be merged.
         model._preserve_saved_states()
         values = state_dict[self._key].values
-        model.load_state_dict(values["module"])
+        module = values["module"]
+        if model._shards.modules:
+            own, plain = model.state_dict(), training.plain_keys(module)
+            module = {key: like(own[key], value) for key, value in plain.items()}
+        model.load_state_dict(module)
         for optimizer, saved in zip(self._optimizers, _as_list(values["optimizer"]), strict=True):
-            optimizer.load_state_dict(saved)
+            optimizer.load_state_dict(_like_parameters(optimizer, saved))
         averager.load_state_dict(averagers_part(values["algorithm"]))
         averager.run.mend()
 
@@ -135,7 +143,6 @@ class GossipState:
         ``name`` is the key of this object when it was saved, as in ``save({"gossip": state})``.
         Errors are as of ``load_state_dict``.
         """
-        group = self._model.process_group
         state: dict[str, Any] = {name: {self._key: None}}
 
         def check() -> list[tuple[str, str]]:
@@ -145,9 +152,12 @@ class GossipState:
             training.read_checkpoint(state, checkpoint_id)
             return []
 
-        agree = partial(check_consistent_across_ranks, process_group=group)
-        training.check_on_all_ranks(check, agree)
+        training.check_on_all_ranks(check, self._model._run.agree)
         self.load_state_dict(state[name])
+
+    def _local(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state without DTensors, whose mesh another process does not have."""
+        return locals_of(state) if self._model._shards.modules else state
 
     def _check_key(self, keys: list[str], argument: str) -> None:
         if self._key not in keys:
@@ -168,7 +178,7 @@ class GossipState:
             {**values, training.FORMAT_KEY: algorithm.get(training.FORMAT_KEY, 1)}
         )
         self._check_fields(values["facts"])
-        own, module = self._model.state_dict(), training.plain_keys(values["module"])
+        own, module = self._local(self._model.state_dict()), training.plain_keys(values["module"])
         training.check_like(module, own, "module")
         self._check_optimizers(_as_list(values["optimizer"]), values.get("optimizer_kind"))
         if not self._model._averager.traits.has_equal_parameters:
@@ -195,6 +205,21 @@ class GossipState:
         if difference := first_difference(fields, saved):
             name, here, there = difference
             raise ValueError(f"state_dict must be of the same {name}, {here}, got {there}")
+
+
+def _like_parameters(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with DTensors where its parameters are."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    owner = dict(zip(numbers, parameters, strict=True))
+    state = {
+        number: {
+            name: like(owner[number], value) if isinstance(value, Tensor) else value
+            for name, value in of_parameter.items()
+        }
+        for number, of_parameter in saved["state"].items()
+    }
+    return {**saved, "state": state}
 
 
 def _join_kinds(optimizers: Sequence[Any]) -> str:

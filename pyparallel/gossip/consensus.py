@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Collectives
+from ..training.shards import gather
 from .algorithms.base import copy_all
 
 
@@ -30,12 +31,17 @@ def average(tensors: Sequence[Tensor], weight: Tensor, collectives: Collectives)
 
 @torch.no_grad()
 def distance(tensors: Sequence[Tensor], weight: Tensor, collectives: Collectives) -> float:
-    """Return the root mean square over ranks of the Euclidean distance ||z_i - average||."""
+    """Return the root mean square over ranks of the Euclidean distance ||z_i - average||.
+
+    Of sharded replicas z_i is the whole of one, over replicas.
+    """
     averages = average(tensors, weight, collectives)
     squares = torch.zeros_like(weight)
     for tensor, mean in zip(tensors, averages, strict=True):
         squares += (tensor.double() - mean).square().sum()
     collectives.all_reduce_(squares)
+    if (replica := collectives.run.replica) is not None:
+        squares.fill_(sum(row[0] for row in gather(replica, [float(squares)])))
     return float((squares / collectives.size).sqrt())
 
 

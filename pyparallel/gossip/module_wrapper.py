@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..training import keys_of, uncompiled, with_own_storage
+from ..training.shards import is_sharded, like, local_of
 
 _MODULE = "module"  # the attribute
 
@@ -43,7 +44,8 @@ class ModuleWrapper(nn.Module):
             raise RuntimeError(
                 "the module must keep the parameters it was wrapped with, got new ones, which are "
                 f"neither stepped nor averaged: {', '.join(new[:3])}{', ...' if new[3:] else ''} "
-                "(from replacing a layer, or load_state_dict(assign=True)); close() and wrap again"
+                "(from replacing or sharding a layer, or load_state_dict(assign=True)); close() "
+                "and wrap again"
             )
 
     @override
@@ -90,9 +92,14 @@ class ModuleWrapper(nn.Module):
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         own: dict[tuple[Any, ...], Tensor] = {}  # tied weights stay so
         for key, value in state.items():
-            if type(value) is Tensor and 0 < value.nbytes < value.untyped_storage().nbytes():
-                place = (value.data_ptr(), value.dtype, value.shape, value.stride())
-                state[key] = own[place] = own.get(place, with_own_storage(value))
+            if not (type(value) is Tensor or is_sharded(value)):
+                continue  # extra state, of any type
+            tensor = local_of(value)
+            if 0 < tensor.nbytes < tensor.untyped_storage().nbytes():
+                place = (tensor.data_ptr(), tensor.dtype, value.shape, tensor.stride())
+                if place not in own:
+                    own[place] = like(value, with_own_storage(tensor))
+                state[key] = own[place]
         return state
 
     @override

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -17,6 +18,7 @@ from ..optim.finite_steps import FiniteSteps
 from ..training import ModelAverager, StepHooks, check_format, refuse_other_optimizers, seal
 from ..training.arguments import find_error
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
+from ..training.shards import Shards, describe_shard, find_shard_error, local_of, replica_group
 from ..training.trainer import Trainer
 from . import consensus, validation
 from .algorithms.base import TRANSPORT, Algorithm, JoinedOptimizers, find_algorithm_error
@@ -47,6 +49,10 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             begins before the first one's update and ends after the last one's.
         algorithm: for example ``SGP(OnePeerExponential(num_ranks))`` or ``AllReduce()``.
         process_group: the ranks that train together; None means the default group.
+        mesh: instead, of a module that ``fully_shard`` has sharded over another dimension of the
+            same mesh: the dimension of its replicas, such as ``mesh["replicate"]``. A rank
+            exchanges its shard with the ranks that hold the same one of other replicas; push-sum
+            weight, round and what is done about a step are of a replica as a whole.
         bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB. None: 25 on the
             CPU, 256 on GPUs; a model of one dtype below it is one message to each neighbor.
         nonfinite: what a step does whose gradients hold an inf or a nan, unless a GradScaler
@@ -69,32 +75,40 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         algorithm: Algorithm,
         *,
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         bucket_cap_mb: float | None = None,
         nonfinite: NonFinitePolicy = "raise",
     ) -> None:
+        process_group = validation.resolve_group(process_group, mesh)
         if process_group is None and not dist.is_initialized():
             raise ValueError(
                 "process_group must be initialized, got none; call "
                 "torch.distributed.init_process_group first"
             )
         super().__init__()
+        is_module = isinstance(module, nn.Module)
+        replica = replica_group(module) if mesh is not None and is_module else None
         compared, error_text = _collect_config(
-            module, optimizer, algorithm, process_group, bucket_cap_mb, nonfinite
+            module, optimizer, algorithm, process_group, mesh, bucket_cap_mb, nonfinite
         )
         self.config_fields = [each for each in compared if each[0] != TRANSPORT]
         # Not saved: states have the classes themselves, and a run may go on with another policy.
         classes = ("optimizers", _describe_optimizers(optimizer))
         policy = ("nonfinite", str(nonfinite))
         config_fields = [classes, *compared, policy]
-        check_consistent_across_ranks(config_fields, error_text, process_group)
+        check_consistent_across_ranks(
+            config_fields, error_text, process_group, replica_group=replica
+        )
         self._wrap(module)
         self.algorithm = algorithm
         self.process_group = process_group
-        run = self._open_run(process_group, StepCounts(policy=nonfinite))
+        self._shards, self._kind = Shards(self.module), type(self.module)
+        run = self._open_run(process_group, StepCounts(policy=nonfinite), replica)
         cap_bytes = int(validation.resolve_bucket_cap_mb(module, bucket_cap_mb) * 2**20)
         optimizers = validation.as_optimizers(optimizer)
         self._optimizers = [weakref.ref(each) for each in optimizers]
         self._buckets = validation.lay_out(module, optimizers, cap_bytes)
+        self._shards.follow()
         fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
         in_pass = bool(fused) and len(optimizers) == 1  # with others the round is a pass of its own
         self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -106,7 +120,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._running: ModelAverager | None = averager
         self._own(optimizers)
         device = self._buckets.parameters[0].device
-        finite_steps = FiniteSteps(optimizers, nonfinite, run.counts, device)
+        finite_steps = FiniteSteps(optimizers, nonfinite, run.counts, device, replica=run.replica)
         self._rounds = rounds = SteppedRounds(averager, run, finite_steps, self.module, in_pass)
         for each in fused:
             each.adopt(rounds.step_buckets if in_pass else None)
@@ -140,6 +154,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             self._rounds.see_forward(counts=is_eager)
             if is_eager and self._buckets.first_has_moved:  # else the forward may fail on dtypes
                 self._buckets.check([])
+            if is_eager and not self._shards.modules and type(self.module) is not self._kind:
+                self._check_module()  # fully_shard has given it a class of its own
         averager.restore_debiased()
         if averager.traits.has_equal_batches:
             self._rounds.joined.before_forward()
@@ -161,7 +177,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         Nothing is exchanged, unless ``consensus_distance``. On a GPU the host waits for the weight.
 
         * ``rank/bytes_sent``: for training, so far, excluding ``consensus`` and checks;
-        * ``rank/bits_per_parameter``: of these, for each parameter and completed step;
+        * ``rank/bits_per_parameter``: of these, for each completed step and parameter that the rank
+          holds, of sharded ones its shard;
         * ``rank/waiting_seconds``: for which the host has waited for other ranks in the last step:
           from the end of the step before, so in backward too. On NCCL streams wait instead;
         * ``rank/hidden_seconds``: for which a thread has waited so far, beside the training, for
@@ -175,7 +192,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         With ``consensus_distance=True`` it is among them, and all ranks must call this together.
         """
         status, num_steps = self._averager.status, self._rounds.num_steps
-        num_parameters = sum(each.numel() for each in self._buckets.parameters)
+        num_parameters = sum(each.numel() for each in self._buckets.tensors)
         found: dict[str, float | Tensor] = {
             "rank/bytes_sent": self.bytes_sent,
             "rank/bits_per_parameter": 8 * self.bytes_sent / (num_parameters * max(1, num_steps)),
@@ -241,7 +258,10 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         del merged
         self._preserve_saved_states()
         with consensus.assigned([*self._buckets.buffers, *buffers], averages):
-            yield self.module
+            try:
+                yield self.module
+            finally:
+                self._shards.reshard()
 
     def consensus_distance(self) -> float:
         """Return the root mean square over ranks of ``||z_i - average||_2``.
@@ -344,7 +364,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         trainable = {id(parameter) for parameter in self._buckets.parameters}
         frozen = [p for p in self.module.parameters() if id(p) not in trainable]
         collectives = Collectives(self._run)
-        for tensor in [*self._buckets.buffers, *frozen, *self.module.buffers()]:
+        others = map(local_of, [*frozen, *self.module.buffers()])
+        for tensor in [*self._buckets.buffers, *others]:
             collectives.broadcast_(tensor, 0)
 
     def _synchronizes(self) -> bool:
@@ -355,6 +376,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def _before_step(self, optimizer: Optimizer, has_gradients: bool) -> None:
         """Receive and merge, unless a fused optimizer does so in its pass."""
         self._run.check_usable()
+        self._shards.reshard()
         self._buckets.check(p for group in self._joined.param_groups for p in group["params"])
         self._check_module()
         self._averager.restore_debiased()
@@ -387,6 +409,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
     def _check_mergeable(self) -> None:
         self._averager.restore_debiased()
+        self._shards.reshard()
         self._buckets.check(())
         self._check_equal_steps()
 
@@ -396,6 +419,7 @@ def _collect_config(
     optimizer: Optimizer | Sequence[Optimizer],
     algorithm: Algorithm,
     process_group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
     bucket_cap_mb: float | None,
     nonfinite: object,
 ) -> tuple[list[tuple[str, str]], str | TypeError | None]:
@@ -409,10 +433,15 @@ def _collect_config(
         config_fields = [
             *algorithm.config_fields(),
             ("bucket_cap_mb", str(cap)),
+            *describe_shard(module),
             *validation.describe(module),
             *validation.describe_groups(module, optimizers),
         ]
-        error_text = validation.find_validation_error(module, optimizers, process_group)
+        error_text = find_shard_error(module, mesh)
+        error_text = error_text or (algorithm.sharding_error() if mesh is not None else None)
+        error_text = error_text or validation.find_validation_error(
+            module, optimizers, process_group
+        )
         error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ..comm import Collectives, DisagreementError, Run
@@ -22,7 +23,7 @@ from ..training import (
     summarize,
     wrong_type,
 )
-from ..training.arguments import check_type, is_number
+from ..training.arguments import check_type, is_number, require
 from ..training.module_checks import (
     NamedParameters,
     check_module,
@@ -30,9 +31,11 @@ from ..training.module_checks import (
     find_device_error,
     find_master_weights_error,
 )
+from ..training.shards import local_of
 from ..training.step_hook import name_optimizers
 from ..training.trainer import find_owner_error
 from .push_sum.buffer import MASS_TOLERANCE
+from .rounds import as_one_replica
 
 BUCKETS, IN_MODULE_ORDER = "buckets", "in the order of the module's parameters"
 
@@ -48,6 +51,21 @@ def check_types(module: object, optimizer: object, bucket_cap_mb: object) -> Non
         raise wrong_type("bucket_cap_mb", "a number of MiB such as 25", bucket_cap_mb)
 
 
+def resolve_group(
+    process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> dist.ProcessGroup | None:
+    """Return the process group of the ranks that train together: the given one, or the mesh's."""
+    if mesh is None:
+        return process_group
+    check_type("mesh", mesh, DeviceMesh, "a DeviceMesh of one dimension such as mesh['replicate']")
+    rule, fix = "mesh must have one dimension", "pass that of the replicas, mesh['replicate']"
+    require(mesh.ndim == 1, rule, f"{mesh.ndim} of sizes {list(mesh.shape)}", fix)
+    rule = "process_group must be None with mesh, whose group it is"
+    require(process_group is None, rule, "both", "pass one of them")
+    group: dist.ProcessGroup = mesh.get_group()
+    return group
+
+
 def as_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers of an argument that is one or several."""
     return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -61,7 +79,7 @@ def resolve_bucket_cap_mb(module: nn.Module, bucket_cap_mb: float | None) -> flo
     """
     if bucket_cap_mb is not None:
         return bucket_cap_mb
-    return 25 if all(parameter.is_cpu for parameter in module.parameters()) else 256
+    return 25 if all(local_of(parameter).is_cpu for parameter in module.parameters()) else 256
 
 
 def find_validation_error(
@@ -74,7 +92,7 @@ def find_validation_error(
     return (
         find_owner_error(optimizers)
         or next(filter(None, (find_master_weights_error(o, "optimizer") for o in optimizers)), None)
-        or _find_tensor_error(parameters)
+        or _find_tensor_error([(name, local_of(p)) for name, p in parameters])
         or find_device_error(parameters, process_group)
         or _find_list_error(module, optimizers)
         or _find_ownership_error(module, parameters, optimizers)
@@ -146,16 +164,17 @@ def check_states_together(
     check_on_all_ranks(check, run.agree)
     total = torch.tensor(mass, dtype=torch.float64, device=averager.status.weight.device)
     collectives = Collectives(run)
-    collectives.all_reduce_(total)
     num_ranks = collectives.size
-    if not abs(total.item() - num_ranks) <= num_ranks * MASS_TOLERANCE:
-        raise DisagreementError(
-            f"the push-sum masses of all ranks' states must sum to {num_ranks}, the number of "
-            f"ranks, got {total.item()}: load the files of one step on all ranks"
-        )
+    with as_one_replica(run):
+        collectives.all_reduce_(total)
+        if not abs(total.item() - num_ranks) <= num_ranks * MASS_TOLERANCE:
+            raise DisagreementError(
+                f"the push-sum masses of all ranks' states must sum to {num_ranks}, the number of "
+                f"ranks, got {total.item()}: load the files of one step on all ranks"
+            )
 
 
-def _find_tensor_error(parameters: NamedParameters) -> str | None:
+def _find_tensor_error(parameters: Sequence[tuple[str, Tensor]]) -> str | None:
     for name, parameter in parameters:
         if parameter.layout != torch.strided:
             return f"parameters must be dense, got {name} with layout {parameter.layout}"
@@ -166,7 +185,7 @@ def _find_tensor_error(parameters: NamedParameters) -> str | None:
     return _find_overlap(parameters)
 
 
-def _find_overlap(parameters: NamedParameters) -> str | None:
+def _find_overlap(parameters: Sequence[tuple[str, Tensor]]) -> str | None:
     """Return that two parameters share a part of their memory, which flat buffers would not."""
     spans = [
         (p.data_ptr(), p.data_ptr() + p.nbytes, name)

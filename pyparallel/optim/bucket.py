@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..training import FlatBuckets
 from ..training.arguments import require
+from ..training.shards import like, local_of
 
 STEP = "step"
 MASTER = "master_param"  # as in TransformerEngine
@@ -68,10 +69,10 @@ class Bucket:
         self._gradients: Gradients | None = None
         self._stepped: list[int] = []  # which parameters had a gradient when they were collected
         self._optimizer = optimizer
-        self._strides = list(map(Tensor.stride, self.parameters))
-        self._addresses = list(map(Tensor.data_ptr, self.parameters))  # 0 if empty
+        self._strides = list(map(Tensor.stride, self._tensors))
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))  # 0 if empty
         self._begin = self.values.data_ptr()
-        self._is_contiguous = all(map(Tensor.is_contiguous, self.parameters))
+        self._is_contiguous = all(map(Tensor.is_contiguous, self._tensors))
         self.drop_state()
 
     def drop_state(self) -> None:
@@ -84,22 +85,27 @@ class Bucket:
         self._version = -1  # of the counts that these are of
         self._versions: list[int] | None = None  # of the parameters that the masters follow
 
+    @property
+    def _tensors(self) -> list[Tensor]:
+        """What the buffer holds of each parameter: it, or this rank's shard of it."""
+        return list(map(local_of, self.parameters))
+
     def is_in_place(self) -> bool:
         """Return whether all parameters still are the views that they were made."""
-        addresses = list(map(Tensor.data_ptr, self.parameters))
+        addresses = list(map(Tensor.data_ptr, self._tensors))
         if addresses != self._addresses:
             # The whole buffer moves when it is sent to another process, into shared memory.
             distance = self.values.data_ptr() - self._begin
             if addresses != [address and address + distance for address in self._addresses]:
                 return False
             self._addresses, self._begin = addresses, self._begin + distance
-        return list(map(Tensor.stride, self.parameters)) == self._strides
+        return list(map(Tensor.stride, self._tensors)) == self._strides
 
     def collect_gradients(self) -> None:
         """Collect the gradients of the parameters that have one; copy only strided ones."""
         found = [parameter.grad for parameter in self.parameters]
-        tensors = [gradient for gradient in found if gradient is not None]
-        offsets, stepped = self.offsets, self.parameters
+        tensors = [local_of(gradient) for gradient in found if gradient is not None]
+        offsets, stepped = self.offsets, self._tensors
         self._stepped = [index for index, gradient in enumerate(found) if gradient is not None]
         if len(tensors) < len(found):
             offsets = [offsets[index] for index in self._stepped]
@@ -113,6 +119,10 @@ class Bucket:
                 )
         if not (self._is_contiguous and all(map(Tensor.is_contiguous, tensors))):
             tensors = list(map(_in_memory_order, tensors, stepped))
+        if not all(map(Tensor.numel, tensors)):  # of empty shards
+            pairs = zip(tensors, offsets, strict=True)
+            filled = [(tensor, offset) for tensor, offset in pairs if tensor.numel()]
+            tensors, offsets = [each for each, _ in filled], [offset for _, offset in filled]
         are_followed = self.has_masters and self._versions == self._parameter_versions()
         # Autograd sees that tensors saved for a backward have changed, as of torch's optimizers.
         torch.autograd.graph.increment_version(stepped)
@@ -221,7 +231,7 @@ class Bucket:
         stepped = set(self._stepped)
         for index, view in enumerate(self._views[name]):
             if index not in stepped:
-                view.zero_()
+                local_of(view).zero_()
 
     @torch.inference_mode(False)
     def _allocate(self, name: str, found: list[Tensor | None]) -> None:
@@ -235,10 +245,12 @@ class Bucket:
         dtype = next((entry.dtype for entry in found if entry is not None), None)
         dtype = torch.float32 if self.has_masters else dtype
         flat = self._flat[name] = torch.zeros_like(self.values, dtype=dtype)
-        self._views[name] = [
-            flat.as_strided(parameter.size(), parameter.stride(), offset)
-            for parameter, offset in zip(self.parameters, self.offsets, strict=True)
+        tensors = self._tensors
+        views = [
+            flat.as_strided(tensor.size(), tensor.stride(), offset)
+            for tensor, offset in zip(tensors, self.offsets, strict=True)
         ]
+        self._views[name] = list(map(like, self.parameters, views))
 
     def _known_counts(self) -> list[tuple[float, int]]:
         """Return what is known of the step counts, after a read if others have written them."""
@@ -249,12 +261,13 @@ class Bucket:
         return self._known
 
     def _parameter_versions(self) -> list[int]:
-        return [parameter._version for parameter in self.parameters]
+        return [tensor._version for tensor in self._tensors]
 
     @torch.no_grad()
     def _take(self, name: str, index: int, found: Any) -> None:
         """Take over what the optimizer's state of a parameter now is: another tensor, or none."""
-        view = self._views[name][index]
+        entry = self._views[name][index]
+        view, found = local_of(entry), local_of(found)
         self._versions = None
         fits = not isinstance(found, Tensor) or found.numel() == view.numel()
         require(fits, f"state {name!r} must have the parameter's shape {list(view.shape)}", found)
@@ -263,8 +276,8 @@ class Bucket:
             self._entered[name][index] = None
         else:
             view.copy_(torch.as_tensor(found, device=view.device))
-            self._optimizer.state[self.parameters[index]][name] = view
-            self._entered[name][index] = view
+            self._optimizer.state[self.parameters[index]][name] = entry
+            self._entered[name][index] = entry
 
 
 def _in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:

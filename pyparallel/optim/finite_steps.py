@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..comm import StepCounts
+from ..comm import Run, StepCounts
 from ..ops._corrupt import CorruptCounter
 from ..training.nonfinite import NonFinitePolicy, all_finite, count_nonfinite, first_nonfinite
+from ..training.shards import gather, local_of
 from .fused_optimizer import FusedOptimizer
 
 
@@ -33,6 +34,8 @@ class FiniteSteps:
     Optimizers are only weakly referenced. ``counts`` gets the number of non-finite elements; on a
     GPU with "raise" 1 or 0 unless the optimizer counts. With ``takes_scales`` a ``GradScaler``
     leaves it to this object to unscale and to skip, and calls every step; else it leaves out steps.
+    The ranks of a ``replica``, which hold parts of it, leave out an update together: they tell each
+    other what they found, and the host waits for it.
     """
 
     def __init__(
@@ -43,19 +46,20 @@ class FiniteSteps:
         device: torch.device,
         *,
         takes_scales: bool = True,
+        replica: Run | None = None,
     ) -> None:
         several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         self._handled = [_handle(each, takes_scales) for each in several]
-        self._policy, self._counts = policy, counts
+        self._policy, self._counts, self._replica = policy, counts, replica
         self._begun: set[int] = set()  # optimizers in this training step
         self._is_found: bool | Tensor | None = None  # in this training step; None: not read
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._found_inf: tuple[Any, Tensor] | None = None  # that this object has set, and where
         in_pass = len(several) == 1 and isinstance(several[0], FusedOptimizer)
-        self._counts_in_pass = policy == "raise" and in_pass
+        self._counts_in_pass = policy == "raise" and in_pass and replica is None
         self._in_pass = torch.zeros((), dtype=torch.float64, device=device)
         self._counter: CorruptCounter | None = None  # None: the host waits
-        if policy == "raise" and device.type != "cpu":
+        if policy == "raise" and device.type != "cpu" and replica is None:
             self._counter = CorruptCounter(device)
         self.found: Tensor | None = None
         """The first parameter whose gradient was not finite in this step, if the host knows."""
@@ -128,7 +132,7 @@ class FiniteSteps:
         elif scale is not None:
             inverse = scale.double().reciprocal().float()  # rounds as the scaler does
             for parameter in _with_gradients(optimizer):
-                parameter.grad.mul_(inverse.to(parameter.device))
+                local_of(parameter.grad).mul_(inverse.to(parameter.device))
 
     @torch.no_grad()
     def _check(self) -> bool | Tensor:
@@ -137,6 +141,15 @@ class FiniteSteps:
         parameters = [p for each in waiting for p in _with_gradients(each.optimizer)]
         gradients = [_values(parameter.grad) for parameter in parameters]
         are_finite = all_finite(gradients)
+        if self._replica is not None:
+            numbers = [] if are_finite else list(map(count_nonfinite, gradients))
+            first = next((index for index, number in enumerate(numbers) if number), 0)
+            rows = gather(self._replica, [sum(numbers), first])
+            total = sum(row[0] for row in rows)
+            self._counts.count_nonfinite(total)
+            if total:
+                self.found = parameters[min(int(row[1]) for row in rows if row[0])]
+            return bool(total)
         if self._counter is not None and any(gradient.numel() for gradient in gradients):
             found = are_finite.logical_not()
             self._counts.count_nonfinite(found.double())
@@ -197,4 +210,5 @@ def _with_gradients(optimizer: Any) -> list[Any]:
 
 
 def _values(gradient: Tensor) -> Tensor:
+    gradient = local_of(gradient)
     return gradient._values() if gradient.layout == torch.sparse_coo else gradient

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ..training import FlatBuckets, join_buckets
 from .bucket import MASTER, STEP, Bucket, Gradients, Span
-from .validation import check_apart, check_options, check_parameters
+from .validation import check_apart, check_options, check_parameters, check_unsharded
 
 NO_LIMIT = 1 << 62
 _ZERO = torch.zeros((), dtype=torch.float64, device="cpu")
@@ -118,6 +118,8 @@ class FusedOptimizer(Optimizer):
         for group in self.param_groups:
             check_options(group, type(self).__name__)
         if not self._is_adopted and (self._weights is None or self._has_changed()):
+            parameters = (p for group in self.param_groups for p in group["params"])
+            check_unsharded(parameters, type(self).__name__)
             self.lay_out()
         for bucket in self._buckets:
             bucket.collect_gradients()

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from ..ops import FLOAT_DTYPES
 from ..training.arguments import require
+from ..training.shards import is_in_one_dimension, is_sharded, local_of
 
 
 def check_options(group: dict[str, Any], name: str) -> None:
@@ -35,15 +36,26 @@ def check_parameters(parameters: list[Tensor], name: str) -> None:
 
 def check_apart(parameters: Iterable[Tensor]) -> None:
     """Raise a ValueError if two share memory: as views of buckets they would not any more."""
-    extents = sorted((p.data_ptr(), p.nbytes) for p in parameters if p.numel() and not p.is_meta)
+    tensors = list(map(local_of, parameters))
+    extents = sorted((p.data_ptr(), p.nbytes) for p in tensors if p.numel() and not p.is_meta)
     apart = all(begin + length <= other for (begin, length), (other, _) in pairwise(extents))
     fix = "register one nn.Parameter in both modules, or use torch's optimizer"
     require(apart, "parameters must not share memory", "two that overlap", fix)
 
 
+def check_unsharded(parameters: Iterable[Tensor], name: str) -> None:
+    """Raise a ValueError on shards, whose memory only a trainer can move together with FSDP2."""
+    found = sum(map(is_sharded, parameters))
+    rule = f"parameters of pyparallel.optim.{name} that fully_shard has sharded must be stepped"
+    rule += " in a GossipDataParallel with mesh="
+    require(not found, rule, f"{found} in none", f"use torch.optim.{name}")
+
+
 def _find_fault(parameter: Tensor) -> str | None:
     if is_lazy(parameter):
         return None  # its dtype may still change
+    if is_sharded(parameter) and is_in_one_dimension(parameter):
+        parameter = local_of(parameter)
     if type(parameter) not in (Tensor, nn.Parameter):
         return f"a {type(parameter).__name__}"
     if parameter.layout != torch.strided:

@@ -16,6 +16,7 @@ from ..training.arguments import (
     is_number,
     require,
 )
+from ..training.module_checks import check_whole
 from ..training.nonfinite import find_policy_error
 from .arguments import TrainerArguments
 from .partition.auto import check_split
@@ -54,6 +55,8 @@ def _check_types(arguments: TrainerArguments) -> None:
     for index, layer in enumerate(arguments.layers):
         if (error := find_ddp_error(f"layers[{index}]", layer)) is not None:
             raise error
+        fix = "pass plain layers, of which a rank keeps those of its stages alone"
+        check_whole(f"layers[{index}]", layer, fix)
     if not has_methods(arguments.schedule, "step", "update_index", "versions", "validation_error"):
         rule = "an object such as OneForwardOneBackward() or PipeOptim()"
         raise wrong_type("schedule", rule, arguments.schedule)

@@ -11,7 +11,12 @@ from torch.optim import Optimizer
 from .. import training
 from ..comm import Run, first_difference
 from ..training.arguments import check_callable, check_integer, check_type, find_error, require
-from ..training.module_checks import check_module, find_device_error, find_master_weights_error
+from ..training.module_checks import (
+    check_module,
+    check_whole,
+    find_device_error,
+    find_master_weights_error,
+)
 from ..training.state_checks import modernize_saved
 from ..training.trainer import find_owner_error
 from .partition.cut_dim import CutDim
@@ -63,6 +68,8 @@ def examine(
 
 def _check_types(module: object, optimizer_fn: object, policies: Mapping[str, Any]) -> None:
     check_module(module)
+    fix = "train subnets of a plain module, each of which is smaller than the model, or take "
+    check_whole("module", module, fix + "GossipDataParallel with mesh=, which trains its shards")
     rule = "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"
     check_callable("optimizer_fn", optimizer_fn, rule)
     partition = policies["partition"]

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .shards import local_of, move_shard, padded_numel
+
 ALIGNMENT_BYTES = 256  # of each parameter: wide loads on every device, no shared cache line
 SHARD_ALIGNMENT_BYTES = 16  # of each shard: one wide load; divides ALIGNMENT_BYTES
 
@@ -62,7 +64,9 @@ class FlatBuckets:
     """Flat buffers that hold all parameters, each parameter a view of its segment.
 
     The ``nn.Parameter`` objects stay the same, so optimizers, hooks and compiled modules that hold
-    them keep working. The gaps between parameters are zero and stay zero under averaging.
+    them keep working. The gaps between parameters are zero and stay zero under averaging. Of a
+    parameter that FSDP2 has sharded they hold this rank's shard, followed by FSDP2's padding, which
+    is a gap; a shard may be empty.
 
     Args:
         parameters: dense real parameters of float32, bfloat16 or float16, all on one device.
@@ -78,6 +82,11 @@ class FlatBuckets:
         memory = _flatten(self.parameters, cap_bytes) if memory is None else memory
         self.buffers, self.segments, self._addresses = memory
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return what the buffers hold of each parameter: it, or this rank's shard of it."""
+        return list(map(local_of, self.parameters))
+
     def check(self, optimized: Iterable[nn.Parameter]) -> None:
         """Raise a RuntimeError unless these are the parameters, all still views of the buffers."""
         moved = self.find_moved()
@@ -85,7 +94,7 @@ class FlatBuckets:
             raise RuntimeError(
                 f"parameters must stay views of their flat buffers, but parameter {moved} of "
                 f"shape {list(self.parameters[moved].shape)} has new storage (from converting or "
-                "moving the module, or from wrapping it again without close())"
+                "moving the module, from sharding it, or from wrapping it again without close())"
             )
         # A gradient from before it was frozen would still be applied.
         others = [p for p in optimized if id(p) not in self._identities]
@@ -100,14 +109,12 @@ class FlatBuckets:
     @property
     def first_has_moved(self) -> bool:
         """Whether the first parameter is no view of the buffers, as after ``module.double()``."""
-        return self.parameters[0].data_ptr() != self._addresses[0]
+        return local_of(self.parameters[0]).data_ptr() != self._addresses[0]
 
     def find_moved(self) -> int | None:
         """Return the index of the first parameter that is no view of the buffers, or None."""
-        for index, (parameter, address) in enumerate(
-            zip(self.parameters, self._addresses, strict=True)
-        ):
-            if parameter.data_ptr() != address:
+        for index, (tensor, address) in enumerate(zip(self.tensors, self._addresses, strict=True)):
+            if tensor.data_ptr() != address:
                 return index
         return None
 
@@ -116,8 +123,8 @@ class FlatBuckets:
         return [
             buffers[segment.bucket]
             .narrow(0, segment.offset, segment.numel)
-            .as_strided(parameter.size(), parameter.stride())
-            for parameter, segment in zip(self.parameters, self.segments, strict=True)
+            .as_strided(tensor.size(), tensor.stride())
+            for tensor, segment in zip(self.tensors, self.segments, strict=True)
         ]
 
     def shard(self, index: int, num_shards: int) -> "FlatBuckets":
@@ -156,18 +163,22 @@ def join_buckets(parts: Sequence[FlatBuckets]) -> FlatBuckets:
 
 
 def _flatten(parameters: Sequence[nn.Parameter], cap_bytes: int) -> _Memory:
-    plan = assign_buckets([(p.numel(), p.dtype) for p in parameters], cap_bytes)
+    plan = assign_buckets([(padded_numel(p), p.dtype) for p in parameters], cap_bytes)
     buffers = [  # empty without parameters
-        torch.zeros(length, dtype=dtype, device=parameters[0].device)
+        torch.zeros(length, dtype=dtype, device=local_of(parameters[0]).device)
         for dtype, length in zip(plan.dtypes, plan.lengths, strict=True)
     ]
     with torch.no_grad():
         for parameter, segment in zip(parameters, plan.segments, strict=True):
-            flat = buffers[segment.bucket].narrow(0, segment.offset, segment.numel)
-            view = flat.as_strided(parameter.size(), _dense_strides(parameter))
-            view.copy_(parameter)
-            parameter.data = view
-    return _Memory(buffers, plan.segments, [parameter.data_ptr() for parameter in parameters])
+            tensor = local_of(parameter)
+            flat = buffers[segment.bucket].narrow(0, segment.offset, tensor.numel())
+            view = flat.as_strided(tensor.size(), _dense_strides(tensor))
+            view.copy_(tensor)
+            move_shard(parameter, view)
+    tensors = list(map(local_of, parameters))
+    pairs = zip(plan.segments, tensors, strict=True)
+    segments = tuple(replace(segment, numel=tensor.numel()) for segment, tensor in pairs)
+    return _Memory(buffers, segments, [tensor.data_ptr() for tensor in tensors])
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:

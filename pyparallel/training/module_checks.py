@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from .arguments import check_type, find_ddp_error, require
 from .checkpointing import plain_name, uncompiled
+from .shards import is_sharded
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -22,6 +23,14 @@ def check_module(module: Any) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         got = f"{plain_name(name)}, which is lazy"
         require(not is_lazy(tensor), "module must have shapes", got, "run it once")
+
+
+def check_whole(name: str, module: Any, fix: str) -> None:
+    """Raise a ValueError if an argument is a module with DTensors, as ``fully_shard`` makes."""
+    named = module.named_parameters() if isinstance(module, nn.Module) else ()
+    found = next((plain_name(each) for each, p in named if is_sharded(p)), None)
+    rule = f"{name} must have whole parameters on this rank"
+    require(found is None, rule, f"{found}, which is a DTensor", fix)
 
 
 def find_device_error(

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..comm import Call
 from .arguments import require, summarize
+from .shards import local_of
 
 # What the optimizers of torch, and then a pipeline, keep in the shape of the parameter.
 _OF_PARAMETERS_SHAPE = {
@@ -146,7 +147,7 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, kind: str | None, pa
             where = f"{path}.state.{number}.{key}"
             own = optimizer.state[parameter].get(key) if parameter in optimizer.state else None
             if isinstance(own, Tensor) or key in _OF_PARAMETERS_SHAPE:
-                shape = own.shape if isinstance(own, Tensor) else parameter.shape
+                shape = local_of(own if isinstance(own, Tensor) else parameter).shape
                 if not (value is None or (isinstance(value, Tensor) and value.shape == shape)):
                     raise ValueError(
                         f"{where} must be a tensor of shape {list(shape)}, got {summarize(value)}"

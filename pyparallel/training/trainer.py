@@ -26,10 +26,13 @@ class Trainer:
     _opened: Run | None = None
 
     def _open_run(
-        self, process_group: dist.ProcessGroup | None, counts: StepCounts | None = None
+        self,
+        process_group: dist.ProcessGroup | None,
+        counts: StepCounts | None = None,
+        replica_group: dist.ProcessGroup | None = None,
     ) -> Run:
         """Open the trainer's run, as ``Run.open``; all ranks call this together."""
-        self._opened = Run.open(process_group, counts)
+        self._opened = Run.open(process_group, counts, replica_group)
         return self._opened
 
     @property

@@ -55,6 +55,13 @@ class ADPSGD(OnTopology):
         return super().validation_error(num_ranks) or Partners(self.topology).validation_error()
 
     @override
+    def sharding_error(self) -> str | None:
+        return (
+            "algorithm must take the same rounds for all shards of a module that fully_shard has "
+            f"sharded, got {self!r}, whose ranks exchange at their own pace: use SGP with overlap=1"
+        )
+
+    @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PairwiseAverager:

@@ -56,6 +56,14 @@ class AllReduce(Algorithm):
     find_unused_parameters: bool = False
 
     @override
+    def sharding_error(self) -> str | None:
+        return (
+            f"algorithm must be a gossip algorithm for a module that fully_shard has sharded, got "
+            f"{self!r}, which is DistributedDataParallel: fully_shard over both dimensions of the "
+            "mesh, without this trainer, averages exactly"
+        )
+
+    @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> "AllReduceAverager":

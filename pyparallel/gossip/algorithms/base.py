@@ -44,6 +44,10 @@ class Algorithm(ABC):
         """Return why the algorithm cannot run on ``num_ranks`` ranks, or None."""
         return None
 
+    def sharding_error(self) -> str | None:
+        """Return why it cannot run for each shard of a module by itself, or None."""
+        return None
+
 
 @dataclass(frozen=True)
 class OnTopology(Algorithm):

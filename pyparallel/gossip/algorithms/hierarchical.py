@@ -85,6 +85,14 @@ class Hierarchical(Algorithm):
         return error_text and f"inner must be for {num_nodes} nodes as its ranks: {error_text}"
 
     @override
+    def sharding_error(self) -> str | None:
+        return (
+            "algorithm must be the one between replicas for a module that fully_shard has sharded, "
+            f"whose ranks average gradients already, got {self!r}: pass its inner one, for as many "
+            "ranks as there are replicas"
+        )
+
+    @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ModelAverager:

@@ -88,6 +88,10 @@ class SlowMo(Periodic):
         return self.inner.validation_error(num_ranks) if self.inner else None
 
     @override
+    def sharding_error(self) -> str | None:
+        return self.inner.sharding_error() if self.inner else None
+
+    @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PeriodicAverager:

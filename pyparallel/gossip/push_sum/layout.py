@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from ...compression import BufferLayout, Piece
 from ...training import FlatBuckets, Segment, assign_buckets, plain_name
 from ...training.arguments import require
+from ...training.shards import local_of, padded_numel
 
-Named = list[tuple[str, nn.Parameter]]
+Named = list[tuple[str, Tensor]]
 Places = dict[str, int]
 """The pieces of a buffer in order: name and number of entries."""
 _GAP = "gap "  # begins the name of a piece that is no parameter
@@ -25,7 +26,8 @@ def layouts_of(buckets: FlatBuckets, module: nn.Module) -> list[BufferLayout]:
     if not buckets.segments:
         return [BufferLayout.flat(length, f"buffer {i}") for i, length in enumerate(lengths)]
     names = {id(p): plain_name(name) for name, p in module.named_parameters()}
-    named = [(names[id(parameter)], parameter) for parameter in buckets.parameters]
+    pairs = zip(buckets.parameters, buckets.tensors, strict=True)
+    named = [(names[id(parameter)], tensor) for parameter, tensor in pairs]
     return _layouts(named, buckets.segments, lengths)
 
 
@@ -36,8 +38,9 @@ def layouts_in_module_order(buckets: FlatBuckets, module: nn.Module) -> list[Buf
     trained = {id(parameter) for parameter in buckets.parameters}
     found = module.named_parameters()
     named = [(plain_name(name), p) for name, p in found if id(p) in trained]
-    plan = assign_buckets([(p.numel(), p.dtype) for _, p in named], buckets.cap_bytes)
-    return _layouts(named, plan.segments, plan.lengths)
+    plan = assign_buckets([(padded_numel(p), p.dtype) for _, p in named], buckets.cap_bytes)
+    shards = [(name, local_of(p)) for name, p in named]
+    return _layouts(shards, plan.segments, plan.lengths)
 
 
 def _layouts(
@@ -51,13 +54,13 @@ def _layouts(
 
 def _pieces(named: Named, segments: Sequence[Segment], bucket: int, length: int) -> Iterator[Piece]:
     end = 0
-    for (name, parameter), segment in zip(named, segments, strict=True):
+    for (name, tensor), segment in zip(named, segments, strict=True):
         if segment.bucket != bucket:
             continue
         if segment.offset > end:
             yield _gap(bucket, end, segment.offset)
-        yield Piece(name, tuple(parameter.shape))
-        end = segment.offset + segment.numel
+        yield Piece(name, tuple(tensor.shape))
+        end = segment.offset + tensor.numel()
     if end < length:
         yield _gap(bucket, end, length)
 

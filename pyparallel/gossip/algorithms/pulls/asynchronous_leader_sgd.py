@@ -39,6 +39,13 @@ class AsynchronousLeaderSGD(LeaderSGD):
         super().__post_init__()
 
     @override
+    def sharding_error(self) -> str | None:
+        return (
+            "algorithm must take the same rounds for all shards of a module that fully_shard has "
+            f"sharded, got {self!r}, whose ranks step at their own pace: use LeaderSGD"
+        )
+
+    @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> "AsynchronousLeaderAverager":

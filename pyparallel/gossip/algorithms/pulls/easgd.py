@@ -65,6 +65,13 @@ class EASGD(Algorithm):
         check_in("beta", self.beta, "(0, 1]")
 
     @override
+    def sharding_error(self) -> str | None:
+        return (
+            "algorithm must read no momentum for a module that fully_shard has sharded, got "
+            f"{self!r}, which does with Nesterov's: use LocalSGD or LeaderSGD"
+        )
+
+    @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> "ElasticAverager":

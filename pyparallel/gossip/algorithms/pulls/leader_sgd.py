@@ -14,6 +14,7 @@ from ....comm import Collectives, Run
 from ....comm.profiling import profiled
 from ....training import FlatBuckets, ModelAverager, SavedProgress, Traits, check_like
 from ....training.arguments import check_in, check_integer, require
+from ....training.shards import gather
 from ...messages import MessageHeaders
 from ..base import Algorithm
 from ..node_averager import find_ranks_per_node_error, node_of
@@ -77,7 +78,8 @@ class LeaderSGD(Algorithm):
     ranks that receive x_L move at once, x <- (1 - c) x + c x_L with c = ``local_pull``, and after
     every local step ``local_drift / interval`` of the way to the last x_L; likewise for x_G.
 
-    Losses are compared by their mean since the last comparison: call ``model.record_loss(loss)`` in
+    Losses are compared by their mean since the last comparison, of a sharded replica also over the
+    ranks that hold it: call ``model.record_loss(loss)`` in
     every step before ``optimizer.step()``. The lowest rank of equal losses leads; a rank with a
     non-finite loss never does. If no loss of a node is finite, or a rank has recorded none, all
     ranks raise the same ValueError at the next comparison. A comparison is one small all-gather of
@@ -244,6 +246,10 @@ class LeaderAverager(ModelAverager):
     def _gather(self, step: int, *more: float) -> list[list[float]]:
         """Return each rank's mean loss, its status and ``more``, once their headers agree."""
         mean, status = self._losses.mean(), self._losses.status(has_batches=self._updates > 0)
+        if self.run.replica is not None:  # its loss is the mean of its ranks'
+            rows = gather(self.run.replica, [float(mean), status])
+            mean.fill_(sum(row[0] for row in rows) / len(rows))
+            status = max(row[1] for row in rows)
         row = self.run.row(mean.device, step)
         numbers = [mean, *(torch.full_like(mean, each) for each in (status, *more))]
         with profiled("pyparallel::compare_losses"):
