@@ -10,6 +10,7 @@ _COMMANDS = {
     "topology": "the cost and mixing rate of topologies",
     "plan": "the costs of all pipeline schedules",
     "recommend": "which compressor is fastest on a link",
+    "launch": "a lighthouse, and a torchrun for each replica",
     "shards": "what a rank holds and sends of a sharded model",
 }
 

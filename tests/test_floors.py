@@ -31,7 +31,7 @@ FLOORS = [
 OWN = "."
 SUB_FLOORS = {
     "compression": [{OWN}, {"quantizers", "sparsifiers"}, {"low_rank"}, {"wrappers"}, {"hooks"}],
-    "gossip": [{"topology"}, {"messages"}, {"push_sum"}, {"algorithms"}, {OWN}],
+    "gossip": [{"topology"}, {"messages"}, {"push_sum"}, {"algorithms"}, {"membership"}, {OWN}],
     "integrations": [{OWN}, {"lightning"}],
     "pipeline": [
         {"prediction"},

@@ -63,7 +63,7 @@ def peer_error(
     me, members = dist.get_rank(), dist.get_process_group_ranks(group)
     waited_for = sorted({*(members if suspects is None else suspects)} - {me})
     own = Report(place, waited_for)
-    quoted = _quote(error)
+    quoted = quote(error)
     reports = reports or Reports(group)
     refused = _refused(str(error))
     if refused or not _OF_PEERS.search(str(error)):
@@ -125,7 +125,7 @@ def _names(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _quote(error: RuntimeError) -> str:
+def quote(error: RuntimeError) -> str:
     """Return an error's first line; of gloo's its first sentence, without the file it is from."""
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     text, is_of_gloo = re.subn(r"^\[\S*gloo\S*\] *", "gloo: ", first)
@@ -147,6 +147,16 @@ def _close(group: Any) -> None:
             with suppress(RuntimeError):  # which ends the wait for what nobody sends
                 work.wait(datetime.timedelta(milliseconds=1))
             return
+
+
+def disconnect(process_group: dist.ProcessGroup | None) -> None:
+    """Close the connections of a gloo group that is about to be destroyed."""
+    group: Any = process_group or dist.group.WORLD
+    backend, tensor = group._get_backend(torch.device("cpu")), torch.empty(1, device="cpu")
+    for index in range(dist.get_world_size(group)):
+        if index != dist.get_rank(group):
+            with suppress(RuntimeError):  # closed already, or closed by this wait's end
+                post(backend.recv, [tensor], index, _TAG).wait(datetime.timedelta(milliseconds=1))
 
 
 def _post_receive(group: Any, index: int) -> Any | None:

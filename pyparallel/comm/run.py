@@ -32,7 +32,7 @@ from .counts import (
     make_row,
 )
 from .errors import PeerError, place_of
-from .failures import is_of_backend, peer_error
+from .failures import disconnect, is_of_backend, peer_error, quote
 from .process_groups import create_group, device_of, give_back
 from .reports import Reports
 from .stats import CommStats
@@ -79,7 +79,7 @@ class Run:
         self.trainer, self._within, self.replica = trainer, within, replica
         self._world = None if is_alone else weakref.ref(dist.group.WORLD)
         self._interrupted: str | None = None  # what an interrupt has left half done
-        self._is_closed = self._has_warned = False
+        self._is_closed = self._has_warned = self._survives = False
         self.read_loss: list[Callable[[Tensor | float], None]] = []
         self.stats: CommStats = CommStats() if within is None else within.stats
         # References, as a group that is held would outlive destroy_process_group().
@@ -147,6 +147,14 @@ class Run:
             suspects = map(self.global_rank, members)
             raise self.error(what, error, suspects=suspects, step=None) from error
 
+    def regroup(self) -> None:
+        """Go on in another default group, where an error disconnects this rank, and no more."""
+        self._world, self._survives = weakref.ref(dist.group.WORLD), True
+        self.rank = self.group_rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.counts.reset()
+        self.mend()
+
     @property
     def _root(self) -> "Run":
         """The trainer's first run; no attribute, as a cycle would keep the group's threads."""
@@ -212,9 +220,13 @@ class Run:
         step: int | None = ANY,
     ) -> PeerError:
         """Return the error as ``peer_error`` does; ``step`` None: of none, ``ANY``: this one."""
+        place = self.here if step == ANY else self.place(step)
+        if self._survives:
+            disconnect(self.group)
+            return PeerError(f"{place}: {what} ({quote(cause)})")
         return peer_error(
             self.group,
-            self.here if step == ANY else self.place(step),
+            place,
             what,
             cause,
             reports=self.reports(),

@@ -8,8 +8,18 @@ from ..training import ModelAverager
 from . import algorithms, topology
 from .algorithms import *  # noqa: F403  the algorithms that the folder exports
 from .checkpoint import GossipState
+from .membership import Change, Lighthouse, Membership
 from .stability import stability_limit
 from .trainer import GossipDataParallel
 
-__all__ = ["GossipDataParallel", "GossipState", "ModelAverager", "stability_limit", "topology"]
+__all__ = [
+    "Change",
+    "GossipDataParallel",
+    "GossipState",
+    "Lighthouse",
+    "Membership",
+    "ModelAverager",
+    "stability_limit",
+    "topology",
+]
 __all__ += algorithms.__all__

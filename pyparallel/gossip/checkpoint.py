@@ -88,6 +88,11 @@ class GossipState:
             raise ValueError(
                 f"optimizer must be what the trainer was created with, {names}, got {got}"
             )
+        if not model._averager.traits.has_fixed_ranks:
+            raise ValueError(
+                "model must have ranks that stay, as each loads its own state, got one with "
+                "membership; save averaged.state_dict() inside `with model.consensus() as averaged`"
+            )
         group = model.process_group
         self._key = f"rank-{dist.get_rank(group)}-of-{dist.get_world_size(group)}"
         for _, shard in describe_shard(model.module):

@@ -38,6 +38,11 @@ class JoinedRounds(Joinable):
                 "without batches would take the rounds of one of them only, and the others wait "
                 "for it; give all ranks equally many batches, such as by drop_last=True"
             )
+        if enable and not self._averager.traits.has_fixed_ranks:
+            raise RuntimeError(
+                "join() must not be used with membership, where every rank has its own number of "
+                "steps; call leave() after the last batch"
+            )
         if enable and not self._averager.traits.can_join:
             raise ValueError(
                 "join() must be with an algorithm of rounds, got one whose ranks step at their own "

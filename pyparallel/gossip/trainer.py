@@ -1,8 +1,9 @@
 """``GossipDataParallel``: the trainer that runs a gossip algorithm in the user's training loop."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from ..training.shards import Shards, describe_shard, find_shard_error, local_of
 from ..training.trainer import Trainer
 from . import consensus, validation
 from .algorithms.base import TRANSPORT, Algorithm, JoinedOptimizers, find_algorithm_error
+from .membership import Membership
+from .membership.averager import ElasticAverager
+from .membership.elastic import Elastic, find_elastic_error
 from .module_wrapper import ModuleWrapper
 from .rounds import SteppedRounds
 
@@ -47,7 +51,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             Or a list of several, such as ``[Muon(...), AdamW(...)]``, each parameter in one: a
             training step is then one step of each, in any order and without closures. Its round
             begins before the first one's update and ends after the last one's.
-        algorithm: for example ``SGP(OnePeerExponential(num_ranks))`` or ``AllReduce()``.
+        algorithm: for example ``SGP(OnePeerExponential(num_ranks))`` or ``AllReduce()``; with
+            ``membership`` a function of the number of members that returns SGP or DPSGD.
         process_group: the ranks that train together; None means the default group.
         mesh: instead, of a module that ``fully_shard`` has sharded over another dimension of the
             same mesh: the dimension of its replicas, such as ``mesh["replicate"]``. A rank
@@ -59,6 +64,9 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             decides. "raise" and "skip" do not update this rank's parameters and take the round,
             which conserves the mass; then "raise" raises a NonFiniteError on this rank and on the
             ranks that receive its message. "allow" checks nothing.
+        membership: an object such as ``Lighthouse()``: who trains together, while processes come
+            and go and the others train on. It makes the process groups, on CPUs with gloo, in
+            place of ``init_process_group``. None: the ranks of the group, all of which must stay.
 
     Raises:
         DisagreementError: (a ValueError) an argument of one rank is invalid, or arguments differ
@@ -72,15 +80,20 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self,
         module: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
-        algorithm: Algorithm,
+        algorithm: Algorithm | Callable[[int], Algorithm],
         *,
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         bucket_cap_mb: float | None = None,
         nonfinite: NonFinitePolicy = "raise",
+        membership: Membership | None = None,
     ) -> None:
-        process_group = validation.resolve_group(process_group, mesh)
-        if process_group is None and not dist.is_initialized():
+        made: Any = algorithm
+        if membership is not None:
+            made = _make_elastic(algorithm, membership, process_group or mesh, module)
+        else:
+            process_group = validation.resolve_group(process_group, mesh)
+        if membership is None and process_group is None and not dist.is_initialized():
             raise ValueError(
                 "process_group must be initialized, got none; call "
                 "torch.distributed.init_process_group first"
@@ -89,18 +102,22 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         is_module = isinstance(module, nn.Module)
         replica = replica_group(module) if mesh is not None and is_module else None
         compared, error_text = _collect_config(
-            module, optimizer, algorithm, process_group, mesh, bucket_cap_mb, nonfinite
+            module, optimizer, made, process_group, mesh, bucket_cap_mb, nonfinite
         )
         self.config_fields = [each for each in compared if each[0] != TRANSPORT]
         # Not saved: states have the classes themselves, and a run may go on with another policy.
         classes = ("optimizers", _describe_optimizers(optimizer))
         policy = ("nonfinite", str(nonfinite))
         config_fields = [classes, *compared, policy]
-        check_consistent_across_ranks(
-            config_fields, error_text, process_group, replica_group=replica
-        )
+        if isinstance(made, Elastic):
+            made = replace(made, config=config_fields)
+            _raise_own(error_text)
+        else:
+            check_consistent_across_ranks(
+                config_fields, error_text, process_group, replica_group=replica
+            )
         self._wrap(module)
-        self.algorithm = algorithm
+        self.algorithm: Algorithm = made
         self.process_group = process_group
         self._shards, self._kind = Shards(self.module), type(self.module)
         run = self._open_run(process_group, StepCounts(policy=nonfinite), replica)
@@ -116,7 +133,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         # Held here, as algorithms hold weak references.
         self._joined: Any = JoinedOptimizers(optimizers)
         whole: Any = optimizers[0] if len(optimizers) == 1 else self._joined
-        averager = algorithm.start(module, whole, self._buckets, run)
+        averager = made.start(module, whole, self._buckets, run)
         self._running: ModelAverager | None = averager
         self._own(optimizers)
         device = self._buckets.parameters[0].device
@@ -170,6 +187,25 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def loads_other_buckets(self) -> bool:
         """Whether a state loads that was saved with the optimizer's parameters in other groups."""
         return self._averager.traits.loads_other_buckets
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The names of the members, by rank; a RuntimeError without ``membership``."""
+        return self._elastic.members
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch, from 1; a RuntimeError without ``membership``."""
+        return self._elastic.epoch
+
+    def leave(self) -> None:
+        """Send this rank's share of the model to its receivers, and close.
+
+        The others must still step, and go on; the last member just closes. The module stays as it
+        is. A RuntimeError without ``membership``.
+        """
+        self._elastic.leave()
+        self.close()
 
     def metrics(self, *, consensus_distance: bool = False) -> dict[str, float]:
         """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
@@ -354,6 +390,13 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         return f"algorithm={self.algorithm!r}"
 
     @property
+    def _elastic(self) -> ElasticAverager:
+        averager = self._averager
+        if not isinstance(averager, ElasticAverager):
+            raise RuntimeError("members can be seen, and leave, only with membership, got none")
+        return averager
+
+    @property
     def _averager(self) -> ModelAverager:
         self._check_open()
         assert self._running is not None
@@ -442,13 +485,30 @@ def _collect_config(
         error_text = error_text or validation.find_validation_error(
             module, optimizers, process_group
         )
-        error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))
+        num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        error_text = error_text or algorithm.validation_error(num_ranks)
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"
         error_text = find_policy_error(nonfinite) or error_text
     except Exception as error:
         return [], f"{type(error).__name__}: {error}"
     return config_fields, error_text
+
+
+def _make_elastic(
+    algorithm: Any, membership: Any, process_group: object, module: object
+) -> "Elastic":
+    """Return the algorithm for members that come and go, or raise this process's error."""
+    if process_group is not None:
+        raise ValueError("process_group and mesh must be None with membership, which makes groups")
+    _raise_own(find_elastic_error(algorithm, membership, module))
+    return Elastic(algorithm, membership)
+
+
+def _raise_own(problem: str | TypeError | None) -> None:
+    """Raise the error of a process that is not a member yet."""
+    if problem is not None:
+        raise problem if isinstance(problem, TypeError) else ValueError(problem)
 
 
 def _describe_optimizers(optimizer: object) -> str:

@@ -21,6 +21,7 @@ class Traits:
         has_equal_steps: all ranks must take the same steps; False if they average asynchronously.
         has_equal_batches: all ranks must have as many batches, also in ``join()``.
         can_join: ``join()`` works; False: a rank without batches calls ``flush()`` instead.
+        has_fixed_ranks: all ranks stay; False if they come and go, without ``join()`` and states.
         has_equal_parameters: all ranks have equal parameters after every step.
         loads_other_buckets: a saved state loads into buffers of another order of the parameters.
     """
@@ -29,6 +30,7 @@ class Traits:
     has_equal_steps: bool = True
     has_equal_batches: bool = False
     can_join: bool = True
+    has_fixed_ranks: bool = True
     has_equal_parameters: bool = False
     loads_other_buckets: bool = False
 

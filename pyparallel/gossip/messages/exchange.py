@@ -26,18 +26,20 @@ class Transfer(NamedTuple):
     Args:
         is_header: whether ``PendingExchange.wait_for_headers`` waits for it.
         is_difference: whether it is part of a difference to an earlier message.
+        is_receipt: whether it tells a sender that its message was merged.
     """
 
     peer: int
     tensor: Tensor
     is_header: bool = False
     is_difference: bool = False
+    is_receipt: bool = False
 
     @property
     def tag(self) -> int:
         """Return gloo's tag: a message never arrives in a tensor of another kind or length."""
-        if self.is_header:
-            return 0
+        if self.is_header or self.is_receipt:
+            return int(self.is_receipt)
         num_bytes = self.tensor.numel() * self.tensor.element_size()
         return 2 * (1 + num_bytes % _NUM_TAGS) + self.is_difference
 

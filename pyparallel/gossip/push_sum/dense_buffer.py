@@ -63,6 +63,17 @@ class DenseBuffer(RoundBuffer):
             self._take_back(masses)
             raise
 
+    def take_snapshot(self) -> None:
+        """Copy z as it is, unless that has been done; ``send`` then sends the copy."""
+        self._message_to_send()
+        self._has_snapshot = True
+
+    @property
+    def snapshot(self) -> Tensor:
+        """The copy of z that was sent last; only with ``snapshot``."""
+        assert self._outgoing is not None
+        return self._outgoing
+
     @override
     @torch.no_grad()
     def wait(self) -> None:

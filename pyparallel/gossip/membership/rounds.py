@@ -1,0 +1,166 @@
+"""PushSum rounds of one epoch, whose messages are acknowledged."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ...comm import Run
+from ...ops import mix_
+from ..messages import NeighborExchange
+from ..messages.exchange import PendingExchange, Transfer
+from ..push_sum import DenseBuffer, PushSum
+from ..topology import Neighbors, Topology
+from .ledger import Account
+
+
+class AcknowledgedRounds(PushSum):
+    """PushSum with ``overlap=0`` in which a sender knows what was merged.
+
+    A round is merged by all buffers of a rank, or by none. The receivers' receipts, of 8 bytes, are
+    awaited before the next round is sent, so a copy of one message is kept, as its sender's share
+    of the ledger (`Account`). Ranks count rounds from 0.
+
+    Args:
+        values: flat buffers that hold z.
+        members: identities of the group's ranks.
+        account: this rank's, updated in every round.
+        epoch: its number.
+        scale: push-sum weights of this epoch, over those of the account.
+    """
+
+    _round_buffers: Sequence[DenseBuffer]
+
+    def __init__(
+        self,
+        values: Sequence[Tensor],
+        run: Run,
+        topology: Topology,
+        members: Sequence[str],
+        account: Account,
+        epoch: int,
+        scale: float,
+    ) -> None:
+        exchange = NeighborExchange(run)
+        buffers = [DenseBuffer(each, exchange, snapshot=True) for each in values]
+        super().__init__(buffers, exchange, topology)
+        self._members, self._account = members, account
+        self._epoch, self._scale = epoch, scale
+        self._receipts: PendingExchange | None = None
+        for buffer in buffers:
+            buffer.weight.fill_(account.weight * scale)
+
+    @property
+    def weight(self) -> float:
+        """The push-sum weight, which is that of all buffers between rounds."""
+        return float(self._round_buffers[0].weight)
+
+    @property
+    def sent_messages(self) -> list[Tensor]:
+        """The last message that was sent, of each buffer."""
+        return [buffer.snapshot for buffer in self._round_buffers]
+
+    @property
+    def neighbors(self) -> Neighbors:
+        """The neighbors in the next round."""
+        return self._neighbors_of(self.round_index)
+
+    @override
+    def _neighbors_of(self, round_index: int) -> Neighbors:
+        # After a change weights differ, and a complete round must be one of messages too.
+        found = super()._neighbors_of(round_index)
+        return replace(found, in_masses=(), is_complete=False)
+
+    @override
+    def before_update(self) -> None:
+        if self.weight != 1:
+            for buffer in self._round_buffers:
+                buffer.to_numerator()
+
+    @override
+    def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
+        """Step each bucket, in one pass that copies it for the round after it."""
+        sends = self.run.counts.synchronizes and self._receipts is None
+        for index, buffer in enumerate(self._round_buffers):
+            buffer.step(partial(step_bucket, index), merges=False, sends=sends)
+
+    @override
+    def after_step(self) -> None:
+        self.take(self.neighbors)
+
+    @override
+    def reset(self) -> None:
+        self.await_receipts()
+        super().reset()
+        self._account.merge(self._epoch, -1, (), 1 / self._scale)
+
+    def await_receipts(self) -> None:
+        """Wait until the receivers of the last round have merged it; a PeerError if one cannot."""
+        if self._receipts is not None:
+            self._receipts.wait()
+            self._receipts = None
+            self._account.sent.clear()
+
+    def take(self, neighbors: Neighbors) -> None:
+        """Take a round with neighbors.
+
+        After a PeerError z is as before; the account says what was sent, and that it was not
+        acknowledged, and what was received is not merged.
+        """
+        self.await_receipts()
+        index, before = self.round_index, self.weight
+        masses = self._round_buffers[0].outgoing_mass(neighbors.shares).tolist()
+        receivers = [self._members[peer] for peer in neighbors.out_peers]
+        sent = {peer: mass / self._scale for peer, mass in zip(receivers, masses, strict=True)}
+        self._account.send(self._epoch, index, sent, (before - sum(masses)) / self._scale)
+        for buffer in self._round_buffers:  # of all, as sending one may fail
+            buffer.take_snapshot()
+        for buffer in self._round_buffers:
+            buffer.send(neighbors, index)
+        for buffer in self._round_buffers:
+            buffer.wait()
+        for buffer in self._round_buffers:
+            buffer.merge()
+        self.round_index += 1
+        senders = [self._members[peer] for peer in neighbors.in_peers]
+        self._account.merge(self._epoch, index, senders, self.weight / self._scale)
+        self._exchange_receipts(neighbors, index)
+        self.exchange.headers.raise_nonfinite()
+
+    def copy_tensors(self, tensors: Sequence[Tensor], neighbors: Neighbors) -> None:
+        """Copy tensors from a sender, or send them to receivers, as they are."""
+        kept = [each.detach().contiguous() for each in tensors if each.numel()]
+        if not kept or not (neighbors.out_peers or neighbors.in_peers):
+            return
+        into = [[torch.empty_like(each) for each in kept] for _ in neighbors.in_peers]
+        sent = kept if neighbors.out_peers else []
+        found = self.exchange.swap(sent, neighbors.out_peers, neighbors.in_peers, into=into).wait()
+        live = [each for each in tensors if each.numel()]
+        for message in found.messages:
+            for tensor, each in zip(live, message, strict=True):
+                with torch.no_grad():
+                    tensor.copy_(each)
+
+    def merge_returned(self, messages: Sequence[Tensor], mass: float) -> None:
+        """Merge what this rank has sent in an earlier epoch, whose mass has come back."""
+        for buffer, message in zip(self._round_buffers, messages, strict=True):
+            mix_(buffer.values, buffer.weight, [message], buffer.weight.new_tensor([mass]))
+        self._account.merge(self._epoch, -1, (), self.weight / self._scale)
+
+    def release(self) -> None:
+        """Release what keeps the group's connections; the last message stays."""
+        self._receipts = None
+        self.exchange.failed.clear()
+
+    def _exchange_receipts(self, neighbors: Neighbors, index: int) -> None:
+        receipt = torch.full((1,), float(index), dtype=torch.float64, device="cpu")
+        self._receipts = self.exchange.start(
+            [Transfer(peer, receipt, is_receipt=True) for peer in neighbors.in_peers],
+            [
+                Transfer(peer, torch.empty_like(receipt), is_receipt=True)
+                for peer in neighbors.out_peers
+            ],
+        )
