@@ -1,11 +1,11 @@
 """The code blocks of the README and of the site, and how they are run.
 
 A ``python`` block that begins with ``# name.py`` is a script, and runs on as many ranks as the
-``torchrun`` that names it starts; the others of a page run one after the other in one namespace, on
-one rank. A ``console`` block holds commands; one with ``--nnodes 2`` is started twice, on this
-machine. A ``text`` block is what the blocks before it print: words and integers exactly, other
-numbers to within a fifth or one of the last digit shown. There are no other blocks, except for
-Sphinx's directives.
+``torchrun`` that names it starts, or only as the ``pyparallel launch`` that names it does; the
+others of a page run one after the other in one namespace, on one rank. A ``console`` block holds
+commands; one with ``--nnodes 2`` is started twice, on this machine. A ``text`` block is what the
+blocks before it print: words and integers exactly, other numbers to within a fifth or one of the
+last digit shown. There are no other blocks, except for Sphinx's directives.
 """
 
 import contextlib
@@ -100,6 +100,12 @@ def num_ranks_of(block: Block, blocks: list[Block]) -> int:
         if command.startswith("torchrun") and block.script in command.split():
             return num_nodes_of(command) * int(_option("nproc-per-node", command))
     return 1
+
+
+def is_launched(block: Block, blocks: list[Block]) -> bool:
+    """Return whether a page's commands launch the script, whose membership makes its groups."""
+    commands = [each for other in blocks if other.language == "console" for each in other.commands]
+    return any("pyparallel launch" in each and block.script in each.split() for each in commands)
 
 
 def num_nodes_of(command: str) -> int:

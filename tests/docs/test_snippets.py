@@ -14,13 +14,21 @@ from tests.docs.snippets import (
     assert_prints,
     blocks_of,
     check_shown,
+    is_launched,
     num_ranks_of,
     run_command,
     run_page,
 )
 
 README = ROOT / "README.md"
-WITH_PYTHON = [page for page in PAGES if any(b.language == "python" for b in blocks_of(page))]
+WITH_PYTHON = [
+    page
+    for page in PAGES
+    if any(
+        each.language == "python" and not is_launched(each, blocks_of(page))
+        for each in blocks_of(page)
+    )
+]
 
 # The scripts of pages run on as many ranks in the test of their Python; torchrun starts these too.
 STARTED = ["README.md", "docs/tutorials/gossip.md", "docs/how_to/hugging_face.md"]

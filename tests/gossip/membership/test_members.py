@@ -1,0 +1,375 @@
+"""Members that die, join and leave, over gloo: what they have, and what others have then."""
+
+import itertools
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyparallel import GossipDataParallel
+from pyparallel.gossip import DPSGD, OSGP, SGP, AllReduce, GossipState
+from pyparallel.gossip.membership import averager
+from pyparallel.gossip.membership.averager import ElasticAverager
+from pyparallel.gossip.membership.decision import name_of
+from pyparallel.gossip.membership.group import gather_accounts
+from pyparallel.gossip.topology import BaseGraph, Hypercube, OnePeerExponential
+from pyparallel.optim import SGD
+from tests.gossip.membership.service import Served, serve
+
+
+class Death(BaseException):
+    """What a rank raises in place of being killed."""
+
+
+def exponential(num_ranks):
+    return SGP(OnePeerExponential(num_ranks))
+
+
+def symmetric(num_ranks):
+    return DPSGD(BaseGraph(num_ranks))
+
+
+def make(address, rank, algorithm, *, width=6, optimizer=torch.optim.SGD, **options):
+    """Return the module, its optimizer, the trainer and the membership."""
+    torch.manual_seed(rank)
+    module = nn.Sequential(nn.Linear(width, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    module[2].bias.requires_grad_(False)
+    stepped = optimizer([p for p in module.parameters() if p.requires_grad], lr=0.0)
+    membership = Served(address, f"r{rank}", **options)
+    trainer = GossipDataParallel(
+        module, stepped, algorithm, membership=membership, bucket_cap_mb=1e-4
+    )
+    return module, stepped, trainer, membership
+
+
+def step(module, optimizer, trainer, scale=1.0):
+    optimizer.zero_grad()
+    (scale * trainer(torch.ones(4, module[0].in_features)).square().mean()).backward()
+    optimizer.step()
+
+
+def averager_of(trainer) -> ElasticAverager:
+    return trainer._averager
+
+
+def held(trainer):
+    """Return this rank's weight and numerator, in units that do not change, without messages."""
+    account = averager_of(trainer)._account
+    weight = account.weight * 2.0**-account.exponent
+    z = torch.cat([buffer.double() for buffer in trainer._buckets.buffers])
+    return weight, weight * z
+
+
+accounts = {}  # of the last change, by name
+
+
+def gather_and_keep(*arguments):
+    found = gather_accounts(*arguments)
+    accounts.clear()
+    accounts.update({name_of(key): each for key, each in found.items()})
+    return found
+
+
+def on_service(rank, function, *arguments):
+    """Run a function without the pool's own group, with the address of a service."""
+    store, size = dist.group.WORLD.get_group_store(), dist.get_world_size()
+    if rank == 0:
+        host, port = serve()
+        store.set("service", f"{host} {port}")
+    host, port = store.get("service").decode().split()
+    dist.destroy_process_group()
+    try:
+        with mock.patch.object(averager, "gather_accounts", gather_and_keep):
+            return function((host, int(port)), store, rank, size, *arguments)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        store = dist.PrefixStore("after", store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+# ------------------------------------------------------------------------------------------ deaths
+
+MOMENTS = ("before the round", "after sending", "after merging", "after the receipts")
+
+
+def die_at(moment, trainer):
+    """Have the trainer's next round raise Death at a moment of it."""
+    rounds = averager_of(trainer)._current
+    original = rounds._exchange_receipts
+
+    def die(*_):
+        raise Death
+
+    def die_after(*arguments):
+        original(*arguments)
+        die()
+
+    if moment == "before the round":
+        rounds.take = die
+    elif moment == "after sending":
+        for buffer in rounds._round_buffers:
+            buffer.wait = die
+    else:
+        rounds._exchange_receipts = die if moment == "after merging" else die_after
+
+
+def die(trainer, membership):
+    """End as a killed process does: its connections are closed, and it is alive no more."""
+    membership.die()
+    averager_of(trainer)._epochs._is_closed = True
+    averager_of(trainer)._end_group()
+
+
+def lose_one_after_another(address, store, rank, size, algorithm, optimizer):
+    """All but one rank die, each at another moment; return what each has had, and what is left."""
+    module, stepped, trainer, membership = make(
+        address, rank, algorithm, start=size, deadline=20.0, optimizer=optimizer
+    )
+    with torch.no_grad():
+        for buffer in trainer._buckets.buffers:
+            buffer.add_(rank + 1.0)
+    log = []
+    for moment in MOMENTS[: size - 1]:
+        dying = size - 1 - MOMENTS.index(moment)
+        for _ in range(3):
+            step(module, stepped, trainer)
+        epoch = trainer.epoch
+        averager_of(trainer)._current.await_receipts()
+        before = held(trainer)
+        if rank == dying:
+            die_at(moment, trainer)
+            account, rounds = averager_of(trainer)._account, averager_of(trainer)._current
+            index = rounds.round_index
+            with pytest.raises(Death):
+                step(module, stepped, trainer)
+            sent = torch.cat([message.double() for message in rounds.sent_messages])
+            die(trainer, membership)
+            unit = 2.0**-account.exponent
+            masses = {name_of(key): mass * unit for key, mass in account.sent.items()}
+            merged = {name_of(key): each for key, each in account.merged[str(epoch)].items()}
+            log.append((moment, before, held(trainer), masses, sent, index, merged))
+            return log
+        while trainer.epoch == epoch:
+            rounds = averager_of(trainer)._rounds
+            step(module, stepped, trainer)
+        account = accounts[membership.name]
+        merged = {name_of(key): each for key, each in account.merged[str(epoch)].items()}
+        masses = {name_of(key): m * 2.0**-account.exponent for key, m in account.sent.items()}
+        back = masses.get(f"r{dying}", 0.0), account.round
+        sent = torch.cat([message.double() for message in rounds.sent_messages])
+        log.append((moment, before, held(trainer), merged, back, sent, membership.changes[-1]))
+    assert trainer.members == (f"r{rank}",)
+    assert float(trainer.push_sum_weight) == pytest.approx(1)
+    trainer.leave()
+    return log
+
+
+def check_losses(logs):
+    """Compare what survivors have with all that there was, without what the dead rank had."""
+    size = len(logs)
+    for number, moment in enumerate(MOMENTS[: size - 1]):
+        dying = size - 1 - number
+        rows = [log[number] for log in logs[: dying + 1]]
+        weights, numerators = zip(*(row[1] for row in rows), strict=True)
+        _, _, (w, x), masses, sent, index, merged_by_dead = rows[-1]
+        if moment == "before the round":
+            w, x = weights[-1], numerators[-1]
+        total = sum(weights)
+        for rank, (_, _, _, merged, (back, of_round), value, _) in enumerate(rows[:-1]):
+            mass = masses.get(f"r{rank}", 0.0) if moment != "before the round" else 0.0
+            if mass and merged.get(f"r{dying}", -1) < index:  # in flight, and lost
+                w, x = w + mass, x + mass * sent
+            if merged_by_dead.get(f"r{rank}", -1) >= of_round:  # and taken back
+                w, x = w - back, x - back * value
+        after_w, after_x = zip(*(row[2] for row in rows[:-1]), strict=True)
+        assert sum(after_w) == pytest.approx(total - w, abs=1e-12)
+        expected = sum(numerators) - x
+        torch.testing.assert_close(sum(after_x), expected, rtol=1e-6, atol=1e-6)
+        for row in rows[:-1]:
+            assert row[6].lost == pytest.approx(w / total, abs=1e-12)
+            assert row[6].left == (f"r{dying}",)
+
+
+# ----------------------------------------------------------------------------- joining and leaving
+
+
+def join_and_leave(address, store, rank, size):
+    """Rank 2 joins while 0 and 1 train, then rank 1 leaves; masses and means stay."""
+    if rank == 2:
+        store.wait(["trained"])
+    module, stepped, trainer, membership = make(
+        address, rank, symmetric, start=2, deadline=20.0, optimizer=SGD
+    )
+    frozen = float(module[2].bias.sum())
+    if rank < 2:
+        with torch.no_grad():
+            for buffer in trainer._buckets.buffers:
+                buffer.add_(rank + 1.0)
+        for _ in range(3):
+            step(module, stepped, trainer)
+        store.set("trained", "")
+        while len(trainer.members) == 2:
+            step(module, stepped, trainer)
+    assert len(trainer.members) == 3
+    joined = held(trainer), membership.changes[-1], frozen
+    counts = module[1].num_batches_tracked.item()
+    for _ in range(4):
+        step(module, stepped, trainer)
+    assert module[1].num_batches_tracked.item() == counts + 4
+    if rank == 1:
+        trainer.leave()
+        with pytest.raises(RuntimeError, match="must not be used after close"):
+            _ = trainer.members
+        return joined, None, None
+    while len(trainer.members) == 3:
+        step(module, stepped, trainer)
+    left = held(trainer), membership.changes[-1]
+    for _ in range(2):
+        step(module, stepped, trainer)
+    with trainer.consensus() as averaged:
+        mean = torch.cat([p.detach().flatten() for p in averaged.parameters()])
+    store.set(f"done {rank}", "")
+    store.wait(["done 0", "done 2"])
+    trainer.close()
+    return joined, left, mean
+
+
+def check_joined(found):
+    joined = [each[0] for each in found]
+    weights, numerators = zip(*(each[0] for each in joined), strict=True)
+    assert sum(weights) == pytest.approx(2, abs=1e-12)
+    assert min(weights) > 0
+    last = [each[1] for each in joined]
+    assert all(change.joined == ("r2",) and change.lost == 0 for change in last)
+    assert joined[2][2] == joined[0][2]  # frozen parameters come along
+    (a, change), (c, _) = found[0][1], found[2][1]
+    assert a[0] + c[0] == pytest.approx(2, abs=1e-12)
+    torch.testing.assert_close(a[1] + c[1], sum(numerators), rtol=1e-6, atol=1e-6)
+    assert change.left == ("r1",)
+    assert change.lost == 0
+    torch.testing.assert_close(found[0][2], found[2][2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "optimizer"),
+    [(exponential, torch.optim.SGD), pytest.param(symmetric, SGD, marks=pytest.mark.slow)],
+)
+def test_members_die(ranks, algorithm, optimizer):
+    check_losses(ranks.run(5, on_service, lose_one_after_another, algorithm, optimizer))
+
+
+def test_members_join_and_leave(ranks):
+    check_joined(ranks.run(3, on_service, join_and_leave))
+
+
+# ------------------------------------------------------------------------------------------ misuse
+
+
+def refused(address, store, rank, size):
+    """Processes that cannot be members, while two others train."""
+    errors = []
+
+    def error_of(*arguments, **options):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            make(*arguments, **{"start": 1, "deadline": 20.0} | options)
+        return str(caught.value)
+
+    if rank == 2:
+        store.wait(["trained"])
+        errors = [
+            error_of(address, 0, exponential),  # a second one with the name r0
+            error_of(address, 2, exponential, width=7),
+            error_of(address, 2, symmetric),
+            error_of(address, 2, exponential, optimizer=SGD),
+        ]
+        store.set("refused", "")
+        return errors
+    module, stepped, trainer, membership = make(address, rank, exponential, start=2, deadline=20.0)
+    store.set("trained", "")
+    last = -1
+    for index in itertools.count():  # in rounds of two ranks none is two steps ahead
+        step(module, stepped, trainer)
+        if rank == 0 and last < 0 and store.check(["refused"]):
+            store.set("last", str(index + 3))
+        if last < 0 and store.check(["last"]):
+            last = int(store.get("last"))
+        if index == last:
+            break
+    with pytest.raises(ValueError, match=r"model must have ranks that stay"):
+        GossipState(trainer, stepped)
+    with pytest.raises(RuntimeError, match=r"join\(\) must not be used with membership"):
+        trainer.join().__enter__()
+    with trainer.consensus():  # on both, after which they end together
+        pass
+    assert (trainer.epoch, trainer.members) == (1, ("r0", "r1"))
+    store.set(f"done {rank}", "")
+    store.wait(["done 0", "done 1"])
+    return [change.epoch for change in membership.changes]
+
+
+def test_processes_that_do_not_fit(ranks):
+    first, second, errors = ranks.run(3, on_service, refused)
+    assert first == second == [1]
+    for error, text in zip(
+        errors,
+        (
+            "name must be of one process, got a second one with 'r0'",
+            "the members' parameter 0, 0.weight float32 [5, 6], got 0.weight float32 [5, 7]",
+            "must have the members' algorithm, SGP(",
+            "must have the members' buckets, in the order of the module's parameters, got of the",
+        ),
+        strict=True,
+    ):
+        assert text in error
+    assert all("they go on without it" in error for error in errors[1:])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "error", "text"),
+    [
+        (SGP(OnePeerExponential(4)), TypeError, "a function of the number of members"),
+        (lambda n: SGP(Hypercube(n)), ValueError, "got for 3: num_ranks must be a power of two"),
+        (lambda n: AllReduce(), ValueError, "as all others need all ranks to stay, got AllReduce"),
+        (lambda n: OSGP(OnePeerExponential(n)), ValueError, "all ranks to stay, got OSGP"),
+        (lambda n: SGP(OnePeerExponential(n), overlap=1), ValueError, "with overlap=0"),
+        (lambda n: SGP(OnePeerExponential(4)), ValueError, "for the process group's 1 ranks"),
+    ],
+)
+def test_algorithms_that_cannot_change_their_ranks(algorithm, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        make(("", 0), 0, algorithm)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"deadline": 0}, "deadline must be a positive and finite number of seconds, got 0"),
+        ({"start": 0}, "start must be"),
+        ({"name": "a:b"}, "name must be a text without colons, got 'a:b'"),
+    ],
+)
+def test_memberships_with_wrong_arguments(options, text):
+    with pytest.raises(ValueError, match=text):
+        Served(("", 0), **{"name": "a"} | options)
+
+
+def test_parameters_that_cannot_be_sent_with_weights():
+    module = nn.Linear(2, 2, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"float32 and on the CPU with membership, .* got weight"):
+        GossipDataParallel(module, optimizer, exponential, membership=Served(("", 0), "a"))
+
+
+def test_trainers_with_wrong_memberships():
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="membership must be an object such as Lighthouse"):
+        GossipDataParallel(module, optimizer, exponential, membership="lighthouse")
+    with pytest.raises(ValueError, match="process_group and mesh must be None with membership"):
+        GossipDataParallel(
+            module, optimizer, exponential, membership=Served(("", 0), "a"), process_group="group"
+        )
