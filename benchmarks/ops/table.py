@@ -57,7 +57,9 @@ def codecs(rows: Sequence[Row]) -> str:
     for name, by_size in cases.items():
         cells, peers = [], []
         for numel in sizes:
-            case = by_size[numel]
+            if not (case := by_size.get(numel)):
+                cells.append("")
+                continue
             peer = best_peer(case)
             cells.append(f"{float(case[0]['median_ms']):.3g} ms")
             if peer:
