@@ -40,7 +40,6 @@ from pyparallel import (
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ["case", "unit", "before", "after", "ratio", "least", "greatest", "turns", "torch"]
 FIELDS += ["commit_before", "commit"]
-TURNS = 7
 SECONDS = 300  # for one run of all cases
 Cases = Iterator[tuple[str, str, float]]
 
@@ -48,14 +47,15 @@ Cases = Iterator[tuple[str, str, float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=Path, help="another checkout")
+    parser.add_argument("--turns", type=int, default=7)
     options = parser.parse_args()
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for turn in range(TURNS):
+    for turn in range(options.turns):
         pair = [options.before.resolve(), ROOT]
         results = {path: run_ranks(path) for path in (pair if turn % 2 else pair[::-1])}
         for case, (unit, value) in results[pair[0]].items():
             found.setdefault((case, unit), []).append((value, results[ROOT][case][1]))
-        print(f"turn {turn + 1} of {TURNS}", flush=True)
+        print(f"turn {turn + 1} of {options.turns}", flush=True)
     write(found, options.before)
 
 
