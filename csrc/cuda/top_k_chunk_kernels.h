@@ -102,17 +102,21 @@ __global__ void __launch_bounds__(kThreads)
     const int rest = max(0, length - first);
     store_packet(Packet<>{}, out, Place<>{begin + first, rest, aligned && rest >= kPerThread});
   }
-  for (int64_t j = 0; j < num_messages; ++j) {
-    if (j > 0 || !accumulate) __syncthreads();
-    const uint8_t* bytes = indices + j * chunks.num_bytes() + c * num_index_bytes(chunks.k);
-    for (int64_t i = threadIdx.x; i < chunks.num_sent(c); i += kThreads) {
+  const int num_sent = static_cast<int>(chunks.num_sent(c));
+  const int64_t num_bytes = chunks.num_bytes(), num_values = chunks.num_values();
+  const uint8_t* bytes = indices + c * num_index_bytes(chunks.k);
+  out += begin;
+#pragma unroll 1
+  for (int64_t place = c * chunks.k, end = place + num_messages * num_values; place < end;
+       place += num_values, bytes += num_bytes) {
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_sent; i += kThreads) {
       const int index = load_index(bytes, i), previous = i > 0 ? load_index(bytes, i - 1) : -1;
       if (index <= previous || index >= length) {
         atomicAdd(corrupt, 1ull);
       } else {
-        const int64_t place = j * chunks.num_values() + c * chunks.k + i;
-        Out* target = out + begin + index;
-        *target = scatter_add(*target, read_element(values, place));
+        out[index] = scatter_add(out[index], read_element(values, place + i));
       }
     }
   }
