@@ -46,6 +46,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow  # a process for each
 def test_every_program_has_its_arguments():
     modules = ["benchmarks", *(f"benchmarks.{name}" for name in NAMES)]
     command = [sys.executable, "-W", "ignore", "-c", HELP, *modules]

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OLDEST = "3.6.0"  # which torch 2.11 pins
 
 
+@pytest.mark.slow  # it compiles
 def test_the_kernels_of_sgd_are_lean_and_move_16_bytes_at_a_time():
     turns = zip(compilations("test_sgd_step"), cycle(ARCHITECTURES), strict=False)
     assert find_problems_of(turns) == []

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from pyparallel.kernels import mix
 from tests.kernels.inspect_triton import Compilation, find_problems_of
 
@@ -36,6 +38,7 @@ def test_every_kernel_is_compiled_here():
     assert kernels == {compilation.kernel for compilation in COMPILATIONS}
 
 
+@pytest.mark.slow  # it compiles
 def test_the_inspection_finds_bad_kernels():
     good = average("*fp32", ("*bf16", "*bf16"))
     unaligned, few_threads = replace(good, aligned=False), replace(good, options={"num_warps": 2})

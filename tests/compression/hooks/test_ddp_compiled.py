@@ -170,6 +170,7 @@ def test_gradients_are_means_over_ranks(ranks, form):
     ranks.run(2, compare_with_truth, form)
 
 
+@pytest.mark.slow  # it compiles
 def test_a_graph_of_forward_and_backward():
     run_ranks(2, traced_cases)  # compiled autograd stays on in a process
 
