@@ -197,8 +197,8 @@ FAULTS = [
     Fault(
         "ranks do not check that their arguments are consistent",
         "pyparallel/gossip/trainer.py",
-        "check_consistent_across_ranks(config_fields, error_text, process_group)",
-        "check_consistent_across_ranks([policy], error_text, process_group)",
+        "config_fields, error_text, process_group, replica_group=replica",
+        "[policy], error_text, process_group, replica_group=replica",
         "tests/gossip/test_misuse.py tests/gossip/test_contract.py tests/gossip/test_failures.py",
     ),
     Fault(

@@ -12,6 +12,7 @@ from types import ModuleType
 import pyparallel
 from benchmarks.harness.libraries import load
 from pyparallel import ops
+from tests.planted_faults import FAULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -76,6 +77,13 @@ def test_both_compilers_share_the_math_of_an_element():
         assert sources
         for path in sources:
             assert f'#include "{path.stem}.h"' in path.read_text(), path.name
+
+
+def test_planted_faults_can_still_be_planted():
+    texts = [(ROOT / each.path).read_text().count(each.text) for each in FAULTS]
+    named = (name.partition("::")[0] for each in FAULTS for name in each.tests.split())
+    assert [each.name for each, count in zip(FAULTS, texts, strict=True) if count != 1] == []
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_the_public_function_of_an_op_bears_its_name():
