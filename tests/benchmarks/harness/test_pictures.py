@@ -11,7 +11,7 @@ from tests.cases import slow_unless
 
 AREAS = {
     "gossip": {"steps": ["links-sleeping", "links-computing"], "stragglers": ["stragglers"],
-               "cost": []},
+               "cost": [], "leaders": []},
     "pipeline": {"throughput": ["throughput"], "bubbles": ["bubbles"], "prediction": []},
     "interlocking": {"windows": ["windows"], "straggler": ["straggler"],
                      "cotangents": ["gradients-together"], "computing": []},

@@ -111,7 +111,7 @@ class AsynchronousLeaderAverager(LeaderAverager):
     def flush(self) -> None:
         """Take part in the choices of the others until all ranks wait."""
         while self._store is not None and not self._take_part(waits=True):
-            pass
+            self._updates = -1  # the loss of a step that is not taken yet may have counted already
 
     @override
     def as_merged(self) -> tuple[list[torch.Tensor], torch.Tensor]:
