@@ -71,7 +71,7 @@ class AsynchronousLeaderAverager(LeaderAverager):
         super().__init__(options, buckets, optimizer, run)
         self._store = store_of(run.group) if run.size > 1 else None
         self._every = run.size * options.interval
-        self._due, self._num_choices = self._every, 0
+        self._due, self._num_choices, self._counted_early = self._every, 0, 0
         self._counted = 0  # of the steps in the store, those of this rank
         self._missing = self._every  # until the next choice, when all ranks last waited
 
@@ -89,6 +89,10 @@ class AsynchronousLeaderAverager(LeaderAverager):
             while total >= self._due:
                 self._take_part(waits=False)
 
+    @override
+    def _has_batches(self) -> bool:
+        return self._updates > self._counted_early
+
     def _count(self, steps: int) -> int:
         """Return the steps of all ranks, with so many more of this one."""
         assert self._store is not None
@@ -105,13 +109,14 @@ class AsynchronousLeaderAverager(LeaderAverager):
         self._num_choices += 1
         self._due += self._every
         self._choose(rows, self._num_choices * self._options.interval)
+        self._counted_early = int(waits)  # the loss of the next step may have counted already
         return False
 
     @override
     def flush(self) -> None:
         """Take part in the choices of the others until all ranks wait."""
         while self._store is not None and not self._take_part(waits=True):
-            self._updates = -1  # the loss of a step that is not taken yet may have counted already
+            pass
 
     @override
     def as_merged(self) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -243,9 +243,13 @@ class LeaderAverager(ModelAverager):
         if leader and best is not None:
             leader.follow(best - ranks[0])
 
+    def _has_batches(self) -> bool:
+        """Return whether a loss must have been recorded since the last comparison."""
+        return self._updates > 0
+
     def _gather(self, step: int, *more: float) -> list[list[float]]:
         """Return each rank's mean loss, its status and ``more``, once their headers agree."""
-        mean, status = self._losses.mean(), self._losses.status(has_batches=self._updates > 0)
+        mean, status = self._losses.mean(), self._losses.status(has_batches=self._has_batches())
         if self.run.replica is not None:  # its loss is the mean of its ranks'
             rows = gather(self.run.replica, [float(mean), status])
             mean.fill_(sum(row[0] for row in rows) / len(rows))
