@@ -223,10 +223,7 @@ class LeaderAverager(ModelAverager):
             self._choose(self._gather(self._steps), self._steps)
 
     def _choose(self, rows: Sequence[Sequence[float]], step: int) -> None:
-        """Follow the leaders, given each rank's mean loss, its status and more.
-
-        The global one every ``global_interval`` steps: ``step`` counts them, from 1 on.
-        """
+        """Follow the leaders after so many steps, by each rank's mean loss, its status and more."""
         losses, statuses = [row[0] for row in rows], [row[1] for row in rows]
         self._losses.clear()
         self._updates = 0
@@ -244,8 +241,7 @@ class LeaderAverager(ModelAverager):
             leader.follow(best - ranks[0])
 
     def _has_batches(self) -> bool:
-        """Return whether a loss must have been recorded since the last comparison."""
-        return self._updates > 0
+        return self._updates > 0  # since the last comparison
 
     def _gather(self, step: int, *more: float) -> list[list[float]]:
         """Return each rank's mean loss, its status and ``more``, once their headers agree."""
