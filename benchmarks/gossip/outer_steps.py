@@ -68,7 +68,8 @@ class Logits(nn.Module):
         self.model = model
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(ids, use_cache=False).logits  # type: ignore[no-any-return]
+        logits: torch.Tensor = self.model(ids, use_cache=False).logits
+        return logits
 
 
 @dataclass(frozen=True)

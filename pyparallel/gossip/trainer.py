@@ -25,7 +25,7 @@ from . import consensus, validation
 from .algorithms.base import TRANSPORT, Algorithm, JoinedOptimizers, find_algorithm_error
 from .membership import Membership
 from .membership.averager import ElasticAverager
-from .membership.elastic import Elastic, find_elastic_error
+from .membership.elastic import Elastic, make_elastic, raise_own
 from .module_wrapper import ModuleWrapper
 from .rounds import SteppedRounds
 
@@ -90,7 +90,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     ) -> None:
         made: Any = algorithm
         if membership is not None:
-            made = _make_elastic(algorithm, membership, process_group or mesh, module)
+            made = make_elastic(algorithm, membership, process_group or mesh, module)
         else:
             process_group = validation.resolve_group(process_group, mesh)
         if membership is None and process_group is None and not dist.is_initialized():
@@ -111,7 +111,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         config_fields = [classes, *compared, policy]
         if isinstance(made, Elastic):
             made = replace(made, config=config_fields)
-            _raise_own(error_text)
+            raise_own(error_text)
         else:
             check_consistent_across_ranks(
                 config_fields, error_text, process_group, replica_group=replica
@@ -281,7 +281,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         """Load the exact average of all ranks into the module inside the context; restore it after.
 
         Parameters are averaged with the push-sum weights, including messages in flight; of DiLoCo
-        and NoLoCo they are those after the last outer step, as in the papers' evaluations;
+        and NoLoCo they are those after the last outer step, and of EASGD the center, as in the
+        papers' evaluations;
         floating-point buffers (such as BatchNorm statistics) without weights. Frozen parameters
         are equal on all ranks and stay as they are. All ranks must enter it together.
         """
@@ -493,22 +494,6 @@ def _collect_config(
     except Exception as error:
         return [], f"{type(error).__name__}: {error}"
     return config_fields, error_text
-
-
-def _make_elastic(
-    algorithm: Any, membership: Any, process_group: object, module: object
-) -> "Elastic":
-    """Return the algorithm for members that come and go, or raise this process's error."""
-    if process_group is not None:
-        raise ValueError("process_group and mesh must be None with membership, which makes groups")
-    _raise_own(find_elastic_error(algorithm, membership, module))
-    return Elastic(algorithm, membership)
-
-
-def _raise_own(problem: str | TypeError | None) -> None:
-    """Raise the error of a process that is not a member yet."""
-    if problem is not None:
-        raise problem if isinstance(problem, TypeError) else ValueError(problem)
 
 
 def _describe_optimizers(optimizer: object) -> str:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,21 @@ class Elastic(Algorithm):
         return ElasticAverager(self.membership, make, self.config, module, buckets, run)
 
 
-def find_elastic_error(make: object, membership: object, module: object) -> str | TypeError | None:
+def make_elastic(algorithm: Any, membership: Any, process_group: object, module: object) -> Elastic:
+    """Return the algorithm for members that come and go, or raise this process's error."""
+    if process_group is not None:
+        raise ValueError("process_group and mesh must be None with membership, which makes groups")
+    raise_own(_find_elastic_error(algorithm, membership, module))
+    return Elastic(algorithm, membership)
+
+
+def raise_own(problem: str | TypeError | None) -> None:
+    """Raise the error of a process that is not a member yet."""
+    if problem is not None:
+        raise problem if isinstance(problem, TypeError) else ValueError(problem)
+
+
+def _find_elastic_error(make: object, membership: object, module: object) -> str | TypeError | None:
     """Return why members cannot come and go with an algorithm and a module, or None."""
     if not isinstance(membership, Membership):
         return wrong_type("membership", "an object such as Lighthouse()", membership)

@@ -74,11 +74,11 @@ class EASGD(Algorithm):
     @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
-    ) -> "ElasticAverager":
-        return ElasticAverager(self, buckets, optimizer, run)
+    ) -> "CenterAverager":
+        return CenterAverager(self, buckets, optimizer, run)
 
 
-class ElasticAverager(ModelAverager):
+class CenterAverager(ModelAverager):
     """EASGD on one rank: places are exchanged after a step, and pull in the next one."""
 
     traits = Traits(can_be_inner=False)

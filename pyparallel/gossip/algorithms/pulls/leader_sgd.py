@@ -79,13 +79,13 @@ class LeaderSGD(Algorithm):
     every local step ``local_drift / interval`` of the way to the last x_L; likewise for x_G.
 
     Losses are compared by their mean since the last comparison, of a sharded replica also over the
-    ranks that hold it: call ``model.record_loss(loss)`` in
-    every step before ``optimizer.step()``. The lowest rank of equal losses leads; a rank with a
-    non-finite loss never does. If no loss of a node is finite, or a rank has recorded none, all
-    ranks raise the same ValueError at the next comparison. A comparison is one small all-gather of
-    all ranks with a host synchronization; a local leader's parameters are sent within its node, the
-    global leader's to all ranks. Every rank keeps two copies of the parameters, or one without
-    nodes; the paper's rule needs one more within a step.
+    ranks that hold it: call ``model.record_loss(loss)`` in every step before ``optimizer.step()``.
+    The lowest rank of equal losses leads; a rank with a non-finite loss never does. If no loss of a
+    node is finite, or a rank has recorded none, all ranks raise the same ValueError at the next
+    comparison. A comparison is one small all-gather of all ranks with a host synchronization; a
+    local leader's parameters are sent within its node, the global leader's to all ranks. Every rank
+    keeps two copies of the parameters, or one without nodes; the paper's rule needs one more within
+    a step.
 
     In ``join()`` a rank without batches does not move (in the authors' form only at comparisons),
     and leads only until its last losses have been compared.
