@@ -240,12 +240,11 @@ class RankPool:
         while len(self._workers) < num_ranks:
             self._start_worker()
         self._num_runs += 1
-        store = self._store.port, f"run-{self._num_runs}"
         deadline = time.monotonic() + time_limit + 10
         workers = self._workers[:num_ranks]
         for rank, (pipe, _, _) in enumerate(workers):
             limits = time_limit, group_timeout
-            job = store, rank, num_ranks, limits, function, arguments
+            job = self._num_runs, rank, num_ranks, limits, function, arguments
             pipe.send_bytes(pickle.dumps(job))
         outcomes, healthy = [], True
         for pipe, process, log in workers:
@@ -276,22 +275,24 @@ class RankPool:
         self._num_started += 1
         log = Path(self._folder.name, f"log-{self._num_started}")
         ours, theirs = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_serve, args=(theirs, str(log)), daemon=True)
+        process = _CONTEXT.Process(target=_serve, args=(theirs, self._store.port, str(log)), daemon=True)
         process.start()
         theirs.close()
         self._workers.append((ours, process, log))
 
 
-def _serve(pipe: Any, log_path: str) -> None:
+def _serve(pipe: Any, port: int, log_path: str) -> None:
     """Run functions until the parent ends."""
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     gc.freeze()  # what was forked stays: collections after each run are fast
     environment = dict(os.environ)
+    # One connection for all runs: for each, torch asks the name server who 127.0.0.1 is.
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     while True:
         try:
-            store, rank, num_ranks, limits, function, arguments = pickle.loads(pipe.recv_bytes())
+            run, rank, num_ranks, limits, function, arguments = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)
         os.ftruncate(log, 0)
@@ -300,22 +301,21 @@ def _serve(pipe: Any, log_path: str) -> None:
         os.environ.clear()
         os.environ.update(environment)
         faulthandler.dump_traceback_later(limits[0], exit=True, file=sys.__stderr__)
-        result = _run_on_own_group(store, rank, num_ranks, limits[1], function, arguments)
+        group_store = dist.PrefixStore(f"run-{run}", store)
+        result = _run_on_own_group(group_store, rank, num_ranks, limits[1], function, arguments)
         faulthandler.cancel_dump_traceback_later()
         _send(pipe, *result)
 
 
 def _run_on_own_group(
-    store: tuple[int, str],
+    store: dist.Store,
     rank: int,
     num_ranks: int,
     group_timeout: float,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> tuple[Any, str | None]:
-    port, prefix = store
-    client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    _join_group(dist.PrefixStore(prefix, client), rank, num_ranks, group_timeout)
+    _join_group(store, rank, num_ranks, group_timeout)
     try:
         store_barrier()
         value, error_text = function(rank, *arguments), None
