@@ -1,5 +1,6 @@
 """Triton's interpreter, the number of torch's threads, processes that outlive a test, durations."""
 
+import gc
 import json
 import os
 import sys
@@ -62,6 +63,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seconds = read_durations().get(config.getoption("markexpr"), {})
     if config.getoption("dist", "no") != "no" or hasattr(config, "workerinput"):
         items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is loaded out of each later garbage collection."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -286,11 +286,11 @@ def _serve(pipe: Any, port: int, log_path: str) -> None:
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    gc.freeze()  # what was forked stays: collections after each run are fast
     environment = dict(os.environ)
     # One connection for all runs: for each, torch asks the name server who 127.0.0.1 is.
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     while True:
+        gc.freeze()  # what is left stays: each run's collection passes over the run's own objects
         try:
             run, rank, num_ranks, limits, function, arguments = pickle.loads(pipe.recv_bytes())
         except EOFError:
