@@ -290,6 +290,7 @@ def _serve(pipe: Any, port: int, log_path: str) -> None:
     # One connection for all runs: for each, torch asks the name server who 127.0.0.1 is.
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     while True:
+        gc.collect()  # what the last run's group held
         gc.freeze()  # what is left stays: each run's collection passes over the run's own objects
         try:
             run, rank, num_ranks, limits, function, arguments = pickle.loads(pipe.recv_bytes())

@@ -95,7 +95,7 @@ class ReadsLate(Handle):
         super().wait_signal(src_rank, channel, timeout_ms)
         if channel == READY:
             super().put_signal(src_rank, READ, timeout_ms)
-            time.sleep(0.01)
+            time.sleep(0.05)
 
 
 class NeverWaits(Handle):
