@@ -275,7 +275,8 @@ class RankPool:
         self._num_started += 1
         log = Path(self._folder.name, f"log-{self._num_started}")
         ours, theirs = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_serve, args=(theirs, self._store.port, str(log)), daemon=True)
+        arguments = theirs, self._store.port, str(log)
+        process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
         self._workers.append((ours, process, log))
