@@ -39,7 +39,7 @@ class JoinedRounds(Joinable):
                 "for it; give all ranks equally many batches, such as by drop_last=True"
             )
         if enable and not self._averager.traits.has_fixed_ranks:
-            raise RuntimeError(
+            raise ValueError(
                 "join() must not be used with membership, where every rank has its own number of "
                 "steps; call leave() after the last batch"
             )

@@ -1,4 +1,4 @@
-"""Subnets as smaller modules."""
+"""Subnets as smaller modules, and parameters whose memory is released."""
 
 import copy
 
@@ -7,7 +7,13 @@ from torch import nn
 
 from pyparallel.subnets import Partition, SequentialChain
 from pyparallel.subnets.partition.tensor_cut import find_cuts
-from pyparallel.subnets.subnet import build_subnet, tensors_of
+from pyparallel.subnets.subnet import (
+    allocate,
+    build_subnet,
+    is_released,
+    release,
+    tensors_of,
+)
 from tests.subnets.helpers.models import mlp
 
 
@@ -53,3 +59,30 @@ def test_weights_keep_their_memory_format_and_no_more_memory():
         assert not layer.weight.is_contiguous()
         assert layer.weight.untyped_storage().nbytes() == 4 * layer.weight.numel()
         assert not layer.weight.any()
+
+
+def test_released_parameters_have_no_memory_and_read_as_nan(subtests):
+    for dtype in [torch.float32, torch.bfloat16]:
+        with subtests.test(str(dtype)):
+            layer = nn.Linear(30, 20, dtype=dtype)
+            held = list(layer.parameters())
+            layer(torch.ones(1, 30, dtype=dtype)).sum().backward()
+            release(layer.parameters())
+            assert [p.untyped_storage().nbytes() for p in layer.parameters()] == [
+                dtype.itemsize
+            ] * 2
+            assert layer.weight.shape == (20, 30)
+            assert layer.weight.grad is None
+            assert layer(torch.ones(1, 30, dtype=dtype)).isnan().all()
+            assert is_released(layer.weight)
+            allocate(layer.parameters())
+            assert all(a is b for a, b in zip(held, layer.parameters(), strict=True))
+            assert not is_released(layer.weight)
+            with torch.no_grad():
+                layer.weight.fill_(1)
+            assert layer.weight.eq(1).all()
+
+
+def test_a_single_number_is_never_reported_as_released():
+    assert not is_released(nn.Parameter(torch.zeros(())))
+    assert not is_released(nn.Parameter(torch.zeros(1, 1)))

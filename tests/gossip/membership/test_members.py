@@ -301,7 +301,7 @@ def refused(address, store, rank, size):
             break
     with pytest.raises(ValueError, match=r"model must have ranks that stay"):
         GossipState(trainer, stepped)
-    with pytest.raises(RuntimeError, match=r"join\(\) must not be used with membership"):
+    with pytest.raises(ValueError, match=r"join\(\) must not be used with membership"):
         trainer.join().__enter__()
     with trainer.consensus():  # on both, after which they end together
         pass

@@ -1,15 +1,16 @@
-"""Steps at another learning rate than the optimizer's."""
+"""PipeMare's rules: steps at another learning rate, and earlier weights from the average change."""
 
 from functools import partial
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, AdamW
 
 from pyparallel.pipeline import Displacement
-from pyparallel.pipeline.prediction.pipemare import LRRescheduled
+from pyparallel.pipeline.prediction.pipemare import DiscrepancyCorrected, LRRescheduled
 from tests.pipeline.prediction.predictors import (
     OneStage,
+    assert_close,
     assert_equal,
     assert_resumes_bitwise,
     gradients_of,
@@ -72,3 +73,27 @@ def test_the_rate_is_restored_if_the_step_fails():
 
 def test_the_count_is_saved_with_the_optimizer():
     assert_resumes_bitwise(partial(Doubling, MAKERS[0]))
+
+
+class Corrected(OneStage):
+    def __init__(self, make, decay=0.5, groups=({},), dtypes=(torch.float32,)):
+        super().__init__(make, Displacement(), groups, dtypes)
+        self.predictor = DiscrepancyCorrected(self.predictor, self.optimizer, self.weights, decay)
+
+
+@pytest.mark.parametrize("make", [partial(SGD, lr=0.1), partial(Adam, lr=0.1)])
+def test_constant_changes_are_undone_exactly(make):
+    stage = Corrected(make)
+    gradients = gradients_of(stage)
+    trail = []
+    for _ in range(30):
+        trail.append(stage.values())
+        stage.step(gradients)
+    for back in (1, 2, 5):
+        assert_close(stage.predicted(-back), trail[-back], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_is_saved_with_the_optimizer(dtype):
+    build = partial(Corrected, partial(Adam, lr=0.1), dtypes=[dtype])
+    assert_resumes_bitwise(build, horizon=-2)
