@@ -1,7 +1,7 @@
 """Gloo ranks as processes forked from a warm server, with a time limit and logged stack traces.
 
 `run_ranks` and `observe_ranks` start processes for one function; a `RankPool` keeps its processes,
-so that a function that starts and ends cleanly costs a connection instead of a start.
+so that a function that starts and ends cleanly costs a process group instead of processes.
 """
 
 import datetime

@@ -282,9 +282,9 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
         Parameters are averaged with the push-sum weights, including messages in flight; of DiLoCo
         and NoLoCo they are those after the last outer step, and of EASGD the center, as in the
-        papers' evaluations;
-        floating-point buffers (such as BatchNorm statistics) without weights. Frozen parameters
-        are equal on all ranks and stay as they are. All ranks must enter it together.
+        papers' evaluations; floating-point buffers (such as BatchNorm statistics) without weights.
+        Frozen parameters are equal on all ranks and stay as they are. All ranks must enter it
+        together.
         """
         self._check_mergeable()
         merged, weight = self._averager.as_evaluated()

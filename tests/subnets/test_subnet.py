@@ -7,13 +7,7 @@ from torch import nn
 
 from pyparallel.subnets import Partition, SequentialChain
 from pyparallel.subnets.partition.tensor_cut import find_cuts
-from pyparallel.subnets.subnet import (
-    allocate,
-    build_subnet,
-    is_released,
-    release,
-    tensors_of,
-)
+from pyparallel.subnets.subnet import allocate, build_subnet, is_released, release, tensors_of
 from tests.subnets.helpers.models import mlp
 
 

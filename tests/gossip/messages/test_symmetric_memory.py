@@ -85,7 +85,7 @@ class Handle:
 
 
 class ReadsLate(Handle):
-    """Wrong: rank 0 says that it has read a message before it has, and then takes its time."""
+    """Wrong: says that it has read a message before it has; rank 0 then takes its time."""
 
     def put_signal(self, dst_rank, channel, timeout_ms):
         if channel == READY:
