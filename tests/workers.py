@@ -307,6 +307,7 @@ def _serve(pipe: Any, port: int, log_path: str) -> None:
         result = _run_on_own_group(group_store, rank, num_ranks, limits[1], function, arguments)
         faulthandler.cancel_dump_traceback_later()
         _send(pipe, *result)
+        del function, arguments, result  # a trainer that they hold would be kept by freeze()
 
 
 def _run_on_own_group(
