@@ -1,10 +1,10 @@
 """What a change costs: small measurements of this checkout and of another one, in turns.
 
-``python -m benchmarks.checkouts ../before`` runs both on two gloo ranks with a thread each, one
-after the other in an order that alternates, and prints the ratio of the medians and the least and
-the greatest ratio of a turn. The other checkout needs its compiled library; only public names are
-used. Rows go to ``benchmarks/results/checkouts-<machine>.csv``; the first of each pair is the other
-checkout's.
+``python -m benchmarks.checkouts ../before`` runs both on two gloo ranks with a thread each, a core
+for each rank, one after the other in an order that alternates, and prints the ratio of the medians
+and the least and the greatest ratio of a turn. The other checkout needs its compiled library; only
+public names are used. Rows go to ``benchmarks/results/checkouts-<machine>.csv``; the first of each
+pair is the other checkout's.
 """
 
 import argparse
@@ -98,6 +98,8 @@ def run_ranks(checkout: Path) -> dict[str, tuple[str, float]]:
 
 def measure() -> None:
     """Measure all cases on this rank; print them as JSON."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     dist.init_process_group("gloo")
     cases = [*measure_ops(), *measure_gossip(), *measure_others(), *measure_overlap()]
     print(json.dumps(cases), flush=True)
@@ -106,14 +108,14 @@ def measure() -> None:
 
 
 def timed(step: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
-    """Return the seconds of a step, the median of five blocks after one of warm-up."""
+    """Return the seconds of a step, the least of 10 blocks after one of warm-up."""
     blocks = []
-    for _ in range(6):
+    for _ in range(11):
         begin = clock()
         for _ in range(times):
             step()
         blocks.append((clock() - begin) / times)
-    return statistics.median(blocks[1:])
+    return min(blocks[1:])
 
 
 def cpu_and_wall(what: str, step: Callable[[], object], times: int) -> Cases:
