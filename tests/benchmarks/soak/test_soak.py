@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.rows import read_rows
+from benchmarks.soak import trainers
 from benchmarks.soak.__main__ import FIELDS, FLAT, PARTS, parse, run_case
 from benchmarks.soak.rounds import find_problems
 from benchmarks.soak.watch import BOUND_KB, Sample, judge, watch
@@ -103,12 +104,25 @@ def test_unknown_cases_are_an_error(capsys):
     assert "--only must begin the name of a case, got 'ADPSGD': Star" in capsys.readouterr().err
 
 
+def run_trainers(rank, cases):
+    return {case: len(trainers.run(rank, case, 20)[0]) for case in cases}
+
+
 @pytest.mark.slow
-def test_the_dry_run_has_a_row_for_every_case(tmp_path):
-    path = tmp_path / "rows.csv"
-    command = [sys.executable, "-m", "benchmarks.soak", "--part", *PARTS, "--dry-run"]
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_trainer_runs(ranks, num_ranks):
+    cases = [case for case in trainers.STARTS if trainers.ranks_of(case) == num_ranks]
+    for found in ranks.run(num_ranks, run_trainers, cases, time_limit=120):
+        assert [*found] == cases
+        assert min(found.values()) > 1
+
+
+@pytest.mark.slow
+def test_the_dry_run_has_a_row_for_every_chosen_case(tmp_path):
+    path, chosen = tmp_path / "rows.csv", ("Star, ", "Hierarchical", "PipeOptim", "compress_fsdp")
+    command = [sys.executable, "-m", "benchmarks.soak", "--part", *PARTS, "--only", *chosen]
     done = subprocess.run(
-        [*command, "--out", str(path)],
+        [*command, "--dry-run", "--out", str(path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -122,5 +136,6 @@ def test_the_dry_run_has_a_row_for_every_case(tmp_path):
         for name, part in PARTS.items()
         for case, numbers in part.cases.items()
         for number in numbers
+        if case.startswith(chosen)
     ]
     assert {row["verdict"] for row in rows} == {FLAT}
