@@ -1,8 +1,9 @@
 """What a change costs: small measurements of this checkout and of another one, in turns.
 
-``python -m benchmarks.checkouts ../before`` runs both on two gloo ranks with a thread each, a core
-for each rank, one after the other in an order that alternates, and prints the ratio of the medians
-and the least and the greatest ratio of a turn. The other checkout needs its compiled library; only
+``python -m benchmarks.checkouts ../before`` runs both, one after the other in an order that
+alternates, and prints the ratio of the medians and the least and the greatest ratio of a turn. All
+but the last cases are of one gloo rank with a thread and a core: two ranks wait for each other, and
+their times differ by a half from turn to turn. The other checkout needs its compiled library; only
 public names are used. Rows go to ``benchmarks/results/checkouts-<machine>.csv``; the first of each
 pair is the other checkout's.
 """
@@ -52,7 +53,7 @@ def main() -> None:
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for turn in range(options.turns):
         pair = [options.before.resolve(), ROOT]
-        results = {path: run_ranks(path) for path in (pair if turn % 2 else pair[::-1])}
+        results = {path: run(path) for path in (pair if turn % 2 else pair[::-1])}
         for case, (unit, value) in results[pair[0]].items():
             found.setdefault((case, unit), []).append((value, results[ROOT][case][1]))
         print(f"turn {turn + 1} of {options.turns}", flush=True)
@@ -77,18 +78,23 @@ def write(found: dict[tuple[str, str], list[tuple[float, float]]], before: Path)
     record([rows], RESULTS / f"checkouts-{machine()}.csv", FIELDS)
 
 
-def run_ranks(checkout: Path) -> dict[str, tuple[str, float]]:
-    """Return unit and value of each case, measured in two new processes."""
+def run(checkout: Path) -> dict[str, tuple[str, float]]:
+    """Return unit and value of each case, measured in new processes."""
+    return run_ranks(checkout, 1) | run_ranks(checkout, 2)
+
+
+def run_ranks(checkout: Path, num_ranks: int) -> dict[str, tuple[str, float]]:
     from benchmarks.harness.link import free_port
 
-    place = {"PYTHONPATH": str(checkout), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+    place = {"PYTHONPATH": str(checkout), "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    place |= {"WORLD_SIZE": str(num_ranks)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, "--measure"], env={**os.environ, **place, "RANK": rank},
-            stdout=subprocess.PIPE, cwd=checkout, text=True,
+            [sys.executable, __file__, "--measure"], cwd=checkout, stdout=subprocess.PIPE,
+            env={**os.environ, **place, "RANK": str(rank)}, text=True,
         )
-        for rank in "01"
+        for rank in range(num_ranks)
     ]  # fmt: skip
     texts = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
@@ -97,30 +103,26 @@ def run_ranks(checkout: Path) -> dict[str, tuple[str, float]]:
 
 
 def measure() -> None:
-    """Measure all cases on this rank; print them as JSON."""
+    """Measure the cases of a rank, or of two; print them as JSON."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     dist.init_process_group("gloo")
-    cases = [*measure_ops(), *measure_gossip(), *measure_others(), *measure_overlap()]
+    alone = dist.get_world_size() == 1
+    cases = [*measure_ops(), *measure_steps()] if alone else [*measure_overlap()]
     print(json.dumps(cases), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def timed(step: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
-    """Return the seconds of a step, the least of 10 blocks after one of warm-up."""
+def timed(step: Callable[[], object], times: int, num_blocks: int = 40) -> float:
+    """Return the seconds of a step, the least of some blocks after one of warm-up."""
     blocks = []
-    for _ in range(11):
-        begin = clock()
+    for _ in range(num_blocks + 1):
+        begin = time.perf_counter()
         for _ in range(times):
             step()
-        blocks.append((clock() - begin) / times)
+        blocks.append((time.perf_counter() - begin) / times)
     return min(blocks[1:])
-
-
-def cpu_and_wall(what: str, step: Callable[[], object], times: int) -> Cases:
-    for kind, clock in (("CPU", time.process_time), ("wall", time.perf_counter)):
-        yield f"{kind} time of {what}", "us", 1e6 * timed(step, times, clock)
 
 
 def measure_ops() -> Cases:
@@ -143,7 +145,7 @@ def measure_ops() -> Cases:
         "top_k": lambda: ops.top_k(x, 4),
     }
     for name, call in calls.items():
-        yield f"call of {name}", "us", 1e6 * timed(call, 300, time.perf_counter)
+        yield f"call of {name}", "us", 1e6 * timed(call, 300)
 
 
 def build(width: int = 8) -> nn.Sequential:
@@ -167,7 +169,7 @@ def training_step(model: Callable[..., Any], optimizer: Any, width: int = 8) -> 
     return step
 
 
-def time_gossip(algorithm: gossip.Algorithm, kind: Any, width: int, *arguments: Any) -> float:
+def time_gossip(algorithm: gossip.Algorithm, kind: Any, width: int, *arguments: int) -> float:
     """Return the seconds of a step of gossip, timed with these arguments."""
     module = build(width)
     optimizer = kind(module.parameters(), lr=0.01)
@@ -178,50 +180,40 @@ def time_gossip(algorithm: gossip.Algorithm, kind: Any, width: int, *arguments: 
     return seconds
 
 
-def measure_gossip() -> Cases:
-    """CPU time of a tiny step of gossip, with torch's SGD and with the fused one."""
-    ring = topology.Ring(2)
-    algorithms = {
-        "SGP": gossip.SGP(ring),
-        "SGP overlap 1": gossip.SGP(ring, overlap=1),
-        "OSGP": gossip.OSGP(ring),
-        "DPSGD": gossip.DPSGD(ring),
-        "LocalSGD": gossip.LocalSGD(1),
-        "NoLoCo": gossip.NoLoCo(topology.RandomMatching(2), interval=1),
-        "AllReduce": gossip.AllReduce(),
-    }
-    for name, algorithm in algorithms.items():
-        for kind, fused in ((torch.optim.SGD, "SGD"), (optim.SGD, "fused SGD")):
-            seconds = time_gossip(algorithm, kind, 8, 60, time.process_time)
-            yield f"CPU time of a tiny step, {name}, {fused}", "us", 1e6 * seconds
-
-
-def measure_others() -> Cases:
-    """Small microbatches of pipelines, subnets, and DDP with a hook."""
+def measure_steps() -> Cases:
+    """Steps of 144 parameters, where all is overhead."""
+    kinds = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
+    kinds |= {"fused SGD": optim.SGD, "fused AdamW": optim.AdamW}
+    for name, kind in kinds.items():
+        seconds = time_gossip(gossip.SGP(topology.Ring(1)), kind, 8, 20)
+        yield f"step of gossip, {name}", "us", 1e6 * seconds
     inputs = torch.rand(8, 8)
-    for schedule in (pipeline.OneForwardOneBackward(), pipeline.PipeOptim()):
+    every = (pipeline.OneForwardOneBackward(), pipeline.PipeDream2BW(), pipeline.PipeOptim())
+    for schedule in every:
         trainer = PipelineTrainer(
-            list(build()), nn.MSELoss(), sgd, schedule, num_microbatches=4, split=[2]
+            list(build()), nn.MSELoss(), sgd, schedule, num_microbatches=4, num_stages=2
         )
-        what = f"a step of 4 tiny microbatches, {type(schedule).__name__}"
-        yield from cpu_and_wall(what, partial(trainer.step, inputs, inputs), 40)
+        seconds = timed(partial(trainer.step, inputs, inputs), 10)
+        yield f"step of 2 stages, {type(schedule).__name__}", "us", 1e6 * seconds
         trainer.flush()
+        trainer.close()
     subnet = SubnetTrainer(build(), sgd, subnets.Partition(), interval=5)
-    seconds = timed(training_step(subnet, subnet.optimizer), 60, time.process_time)
-    yield "CPU time of a tiny step, subnets", "us", 1e6 * seconds
-    module = build()
-    ddp = DistributedDataParallel(module)
-    compressor = compression.ErrorFeedback(compression.TopK(0.1))
-    ddp.register_comm_hook(*compression.ddp_hook(compressor, ddp))
-    step = training_step(ddp, sgd(module.parameters()))
-    yield from cpu_and_wall("a tiny DDP step with a hook", step, 60)
+    yield "step of a subnet", "us", 1e6 * timed(training_step(subnet, subnet.optimizer), 20)
+    subnet.close()
+    compressors: list[Any] = [compression.Int8(), compression.PowerSGD(2), compression.TopK(0.1)]
+    for each in compressors:
+        module = build()
+        ddp = DistributedDataParallel(module)
+        ddp.register_comm_hook(*compression.ddp_hook(compression.ErrorFeedback(each), ddp))
+        seconds = timed(training_step(ddp, sgd(module.parameters())), 20)
+        yield f"step of DDP with a hook, {type(each).__name__}", "us", 1e6 * seconds
 
 
 def measure_overlap() -> Cases:
     """Steps of gossip on four million numbers, whose messages travel during the backward pass."""
     for algorithm in (gossip.SGP(topology.Ring(2), overlap=1), gossip.OSGP(topology.Ring(2))):
-        seconds = time_gossip(algorithm, optim.SGD, 1400, 5, time.perf_counter)
-        yield f"step with hidden messages, {algorithm!r}", "ms", 1e3 * seconds
+        seconds = time_gossip(algorithm, optim.SGD, 1400, 5, 20)
+        yield f"step with hidden messages, {type(algorithm).__name__}", "ms", 1e3 * seconds
 
 
 if __name__ == "__main__":

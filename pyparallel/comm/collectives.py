@@ -117,9 +117,9 @@ class Collectives:
         if len(tensors) == 1:
             return [self.all_gather(tensors[0])]
         kinds = [(each.numel(), each.dtype) for each in tensors]
-        if not packed_bytes(kinds):
+        if not (width := packed_bytes(kinds)):
             return [each.expand(self.size, -1) for each in tensors]
-        packed = tensors[0].new_zeros(packed_bytes(kinds), dtype=torch.uint8)
+        packed = tensors[0].new_zeros(width, dtype=torch.uint8)
         for part, each in zip(unpack(packed, kinds), tensors, strict=True):
             part.copy_(each)
             self.stats.count(each, self.size - 1)
@@ -180,11 +180,18 @@ def int64_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
 
 def packed_bytes(kinds: Sequence[tuple[int, torch.dtype]]) -> int:
     """Return how many bytes hold flat tensors of these lengths and dtypes, each aligned."""
-    return sum(-(-length * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for length, dtype in kinds)
+    return sum([_aligned(length * dtype.itemsize) for length, dtype in kinds])
 
 
 def unpack(packed: Tensor, kinds: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
     """Return views (..., length) of the tensors in bytes (..., packed_bytes), uint8."""
-    parts = packed.split([packed_bytes([kind]) for kind in kinds], dim=-1)
-    pairs = zip(parts, kinds, strict=True)
-    return [part[..., : length * dtype.itemsize].view(dtype) for part, (length, dtype) in pairs]
+    views, begin = [], 0
+    for length, dtype in kinds:
+        num_bytes = length * dtype.itemsize
+        views.append(packed.narrow(-1, begin, num_bytes).view(dtype))
+        begin += _aligned(num_bytes)
+    return views
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
