@@ -187,6 +187,37 @@ def outer_steps(rows: Sequence[Row]) -> str:
     return "\n".join(parts)
 
 
+def sharded(rows: Sequence[Row]) -> str:
+    """Return a table for each link of shards, beside HSDP."""
+    measure, parts = tables.measure_of("text"), []
+    for link, of_link in tables.grouped(rows, "link").items():
+        by_name = tables.grouped(of_link, "method", ["HSDP"])
+        base = by_name["HSDP"]
+        head = [
+            f"{link}, {of_link[0]['ranks']} ranks, {of_link[0]['steps']} steps",
+            measure.title,
+            "against HSDP",
+            "bits a parameter and step",
+            "seconds",
+            "speed",
+            "peak MiB of a rank",
+        ]
+        lines = []
+        for name, found in by_name.items():
+            differences = [] if name == "HSDP" else tables.differences(found, base, measure)
+            lines.append([
+                name,
+                measure.show.format(tables.mean(found, "score")),
+                ", ".join(f"{each:+.1f}" for each in differences) + " %" * bool(differences),
+                f"{tables.mean(found, 'bits'):.3g}",
+                f"{_median(found, 'seconds'):.0f}",
+                f"{_median(base, 'seconds') / _median(found, 'seconds'):.1f}x",
+                f"{_median(found, 'peak_mib'):.0f}",
+            ])  # fmt: skip
+        parts.append(tables.markdown_table(head, lines))
+    return "\n".join(parts)
+
+
 def _by_task_and_link(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, str], list[Row]]]:
     for task, of_task in tables.grouped(rows, "task").items():
         for link, found in tables.grouped(of_task, "link").items():

@@ -55,8 +55,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def limited_links(num_ranks: int, mbit_per_s: int) -> Iterator[Rendezvous]:
-    """Put each rank in its own network namespace, on one bridge, with a rate-limited uplink.
+def limited_links(num_ranks: int, mbit_per_s: int, ranks_per_node: int = 1) -> Iterator[Rendezvous]:
+    """Put each node's ranks in a network namespace, on one bridge, with a rate-limited uplink.
 
     A namespace lives as long as the process that holds it, which ends with its standard input: so
     nothing remains, even if this process is killed.
@@ -65,17 +65,18 @@ def limited_links(num_ranks: int, mbit_per_s: int) -> Iterator[Rendezvous]:
         RuntimeError: this user may not create namespaces, or a tool is missing.
     """
     with ExitStack() as stack:
-        bridge, *ranks = (stack.enter_context(_namespace()) for _ in range(num_ranks + 1))
+        num_nodes = num_ranks // ranks_per_node
+        bridge, *nodes = (stack.enter_context(_namespace()) for _ in range(num_nodes + 1))
         _inside(bridge, "ip link add bridge0 up type bridge")
-        for rank, holder in enumerate(ranks):
-            _inside(bridge, f"ip link add port{rank} type veth peer name eth0 netns {holder}")
-            _inside(bridge, f"ip link set port{rank} up master bridge0")
+        for node, holder in enumerate(nodes):
+            _inside(bridge, f"ip link add port{node} type veth peer name eth0 netns {holder}")
+            _inside(bridge, f"ip link set port{node} up master bridge0")
             _inside(holder, "ip link set lo up")
-            _inside(holder, f"ip address add 10.0.0.{rank + 1}/24 dev eth0")
+            _inside(holder, f"ip address add 10.0.0.{node + 1}/24 dev eth0")
             _inside(holder, "ip link set eth0 up")
             limit = f"tbf rate {mbit_per_s}mbit burst {BURST} latency {LATENCY}"
             _inside(holder, f"tc qdisc add dev eth0 root {limit}")
-        namespaces = [f"/proc/{holder}/ns/net" for holder in ranks]
+        namespaces = [f"/proc/{each}/ns/net" for each in nodes for _ in range(ranks_per_node)]
         # Every port of a new namespace is free.
         yield Rendezvous("10.0.0.1", 29500, "eth0", namespaces, bridge)
 

@@ -25,7 +25,7 @@ PROGRAMS = {
     "": ["checkouts", "gpu", "soak"],
     "harness": ["build"],
     "ops": ["calls", "overlap"],
-    "gossip": ["bench", "compare", "rates", "stationary"],
+    "gossip": ["bench", "compare", "outer_steps", "rates", "sharded", "stationary"],
     "pipeline": ["bench", "compare", "optimizers", "clock", "paper"],
     "interlocking": ["bench", "compare"],
     "compression": ["bench", "compare"],

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.gossip import compare, outer_steps
+from benchmarks.gossip import compare, outer_steps, sharded
 from benchmarks.gossip.compare import FIELDS, Run
 from benchmarks.gossip.table import outer_steps as outer_table
 from benchmarks.gossip.tasks import columns_of
@@ -86,3 +86,13 @@ def test_outer_steps_learn_and_report():
         # Two outer steps: 14 bits for 64 of 4,096 entries, and of 1 in 16 all 32.
         assert row["bits_per_parameter"] == pytest.approx(2 * (14 / 64 + 32 / 16) / 25, rel=0.05)
         assert 0 < row["waiting"] < 1
+
+
+@pytest.mark.slow  # four processes
+@pytest.mark.parametrize("method", ["HSDP, bfloat16", "SGP, overlap=1, Int8"])
+def test_shards_learn_and_report(method):
+    for row in run_on_loopback(4, 120, sharded.train, sharded.Run("loopback", method, 0, steps=12)):
+        assert row["losses"][-1] < row["losses"][0]
+        assert row["parameters"] > 10**7
+        assert row["bits"] > 4  # of the shards inside a node too, where both are on one interface
+        assert row["peak_mib"] > 100
