@@ -180,18 +180,13 @@ def int64_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
 
 def packed_bytes(kinds: Sequence[tuple[int, torch.dtype]]) -> int:
     """Return how many bytes hold flat tensors of these lengths and dtypes, each aligned."""
-    return sum([_aligned(length * dtype.itemsize) for length, dtype in kinds])
+    return sum([-(-length * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for length, dtype in kinds])
 
 
 def unpack(packed: Tensor, kinds: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
     """Return views (..., length) of the tensors in bytes (..., packed_bytes), uint8."""
     views, begin = [], 0
     for length, dtype in kinds:
-        num_bytes = length * dtype.itemsize
-        views.append(packed.narrow(-1, begin, num_bytes).view(dtype))
-        begin += _aligned(num_bytes)
+        views.append(packed.narrow(-1, begin, length * dtype.itemsize).view(dtype))
+        begin += packed_bytes([(length, dtype)])
     return views
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
