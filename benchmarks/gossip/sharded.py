@@ -1,6 +1,6 @@
 """``python -m benchmarks.gossip.sharded [--links "100 Mbit/s"] [--methods HSDP] [--seeds 0]``.
 
-Hugging Face's Llama of 10.6 million parameters, sharded by FSDP2 over the two ranks of a node: two
+Hugging Face's Llama of 10.8 million parameters, sharded by FSDP2 over the two ranks of a node: two
 nodes behind links of a limited rate, each link shared by a node's ranks. Torch's HSDP averages
 gradients between nodes by an all-reduce, of float32 or of bfloat16; gossip and outer steps take its
 place. All see the same tokens, 200 steps of them, with AdamW at one rate. Bits are those that a
