@@ -115,9 +115,10 @@ def test_calls_are_those_of_the_store(tmp_path):
 
 
 def test_a_connection_ends_with_its_last_store():
+    before = set(threading.enumerate())
     store = deadline_store(dist.HashStore())
     store.set("text", "1")
-    (thread,) = [each for each in threading.enumerate() if each.name == "store"]
+    (thread,) = [each for each in threading.enumerate() if each not in before]
     del store
     gc.collect()
     thread.join(30)
