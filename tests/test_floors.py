@@ -155,18 +155,10 @@ def find_violations(root: Path) -> list[str]:
     return found
 
 
-# Whose second user is still to come: a pipeline's replicas will be averaged by it.
-ONE_USER_ALLOWED = {"pyparallel.training.averager"}
-
-
 def find_lone_users(root: Path) -> list[str]:
     """Return the modules of comm and training that serve one trainer's package alone."""
     found = find_modules_of_one_trainer(root).items()
-    return [
-        f"{module} serves {trainer} alone: move it there"
-        for module, trainer in sorted(found)
-        if module not in ONE_USER_ALLOWED
-    ]
+    return [f"{module} serves {trainer} alone: move it there" for module, trainer in sorted(found)]
 
 
 def find_circle(root: Path) -> list[str]:

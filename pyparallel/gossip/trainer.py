@@ -16,13 +16,21 @@ from typing_extensions import override
 from ..comm import Collectives, StepCounts, check_consistent_across_ranks
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
-from ..training import ModelAverager, StepHooks, check_format, refuse_other_optimizers, seal
+from ..training import (
+    ModelAverager,
+    StepHooks,
+    check_format,
+    consensus,
+    refuse_other_optimizers,
+    seal,
+)
 from ..training.arguments import find_error
+from ..training.averager import JoinedOptimizers
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.shards import Shards, describe_shard, find_shard_error, local_of, replica_group
 from ..training.trainer import Trainer
-from . import consensus, validation
-from .algorithms.base import TRANSPORT, Algorithm, JoinedOptimizers, find_algorithm_error
+from . import validation
+from .algorithms.base import TRANSPORT, Algorithm, find_algorithm_error
 from .membership import Membership
 from .membership.averager import ElasticAverager
 from .membership.elastic import Elastic, make_elastic, raise_own

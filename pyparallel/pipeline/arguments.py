@@ -44,6 +44,14 @@ class TrainerArguments:
     nonfinite: str
     loss_weight_fn: LossWeightFn | None
     measure_gradient_norms: bool
+    replicas: Any = None  # the algorithm that averages them; None: there are none
+    num_replicas: int = 1
+    replica: int | None = None  # this rank's
+
+    @property
+    def place(self) -> str:
+        """Return what errors begin with: where there are replicas, the one of this rank."""
+        return "" if self.replica is None else f"replica {self.replica}, "
 
     @cached_property
     def shape(self) -> PipelineShape:
@@ -63,8 +71,12 @@ class TrainerArguments:
             ("nonfinite", repr(self.nonfinite)),
             ("loss_weight_fn", "None" if self.loss_weight_fn is None else "a function"),
             ("split", repr(None if self.split is None else list(self.split))),
+            *((f"replicas: {name}", value) for name, value in self._fields_of_replicas()),
             *((name, repr(each)) for name, each in self.compressors.items()),
         ]
+
+    def _fields_of_replicas(self) -> list[tuple[str, str]]:
+        return [] if self.replicas is None else list(self.replicas.config_fields())
 
 
 def _describe_scaler(grad_scaler: torch.amp.GradScaler | None) -> str:

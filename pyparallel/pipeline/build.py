@@ -25,12 +25,14 @@ from .partition.names import names_of_modules
 from .partition.slice import find_ties, slice_layers
 from .partition.tied_parameters import TiedParameters
 from .prediction.last_update import LastUpdate
+from .replicas import GradientAverage, Replicas
 from .runtime import build_stage
 from .runtime.clipping import LossScale, device_for
 from .runtime.executor import Executor
 from .runtime.loss import Criterion, shares_update_fn
 from .runtime.microbatches import MicrobatchSplitter
 from .runtime.options import StageOptions
+from .runtime.replica import ReplicatedPredictor
 from .runtime.stage import Stage
 from .runtime.stage_layers import StageLayers
 from .runtime.stage_weights import LiveWeights
@@ -48,6 +50,7 @@ class BuiltStages:
     criterion: Criterion
     tied: TiedParameters
     options: StageOptions
+    gradients: GradientAverage | None  # over replicas
 
 
 @dataclass(frozen=True)
@@ -56,21 +59,28 @@ class PreparedStages:
 
     optimizers: list[Optimizer]
     finish: Callable[[Criterion, StageOptions], Executor]
+    replicas: Sequence[ReplicatedPredictor] = ()
 
 
 def build_stages(
-    arguments: TrainerArguments, splitter: MicrobatchSplitter | None, run: Run
+    arguments: TrainerArguments,
+    splitter: MicrobatchSplitter | None,
+    run: Run,
+    replicas: Replicas | None,
 ) -> BuiltStages:
     """Build the stages of a rank; all ranks call it together, and fail together by a ValueError.
 
     ``splitter`` has the first batch; None where neither the schedule nor the split needs it.
     """
     split = _find_split(arguments, splitter, run)
+    if replicas is not None and arguments.split is None:
+        split = replicas.agree_on_split(split)
     shape, rank, schedule = arguments.shape, arguments.rank, arguments.schedule
     scaler, loss_scale = arguments.grad_scaler, None
     if scaler is not None and scaler.is_enabled():
         loss_scale = LossScale(scaler, run)
-    with raising_on_all_ranks(partial(agree, run)) as fields:
+    of_all = run if replicas is None else replicas.run
+    with raising_on_all_ranks(partial(agree, of_all)) as fields:
         modules = slice_layers(
             arguments.layers, split, ties_travel=schedule.delays, own=shape.stages(rank),
             names=names_of_modules(arguments.model, arguments.layers),
@@ -92,12 +102,15 @@ def build_stages(
     p2p = StageP2P(shape, groups, *codecs)
     tied = TiedParameters(ties, shape, rank, run)
     tied.copy_from_owners()  # the ranks may have initialized the model differently
-    with raising_on_all_ranks(partial(agree, run)):
+    with raising_on_all_ranks(partial(agree, of_all)):
         prepared = prepare_stages(schedule, arguments, modules, p2p, splitter)
         if (error := find_owner_error(prepared.optimizers)) is not None:
             raise ValueError(error)
         if loss_scale is not None:
             check_scalable(prepared.optimizers)
+        if replicas is not None:
+            replicas.check_stages(prepared.replicas)
+    gradients = None if replicas is None else replicas.start(prepared.replicas)
     options = StageOptions(
         loss_scale=loss_scale,
         steps_per_update=arguments.gradient_accumulation_steps,
@@ -110,7 +123,8 @@ def build_stages(
         defers_check = schedule.flushes or on_device
         options = replace(options, defers_check=defers_check, sends_found_inf=on_device)
     criterion = Criterion(arguments.loss_fn, shares_update_fn(schedule, shape), options)
-    return BuiltStages(split, prepared.finish(criterion, options), p2p, criterion, tied, options)
+    executor = prepared.finish(criterion, options)
+    return BuiltStages(split, executor, p2p, criterion, tied, options, gradients)
 
 
 def _find_split(
@@ -164,6 +178,7 @@ def prepare_stages(
         index: build_stage.prepare_training(
             index, modules[index], arguments.optimizer_fn, schedule, shape,
             arguments.scheduler_fn, arguments.correction,
+            has_replicas=arguments.replicas is not None,
         )
         for index in shape.stages(arguments.rank)
     }  # fmt: skip
@@ -172,13 +187,15 @@ def prepare_stages(
         stages = {
             index: Stage(
                 index, modules[index], each.optimizers, each.weights,
-                criterion if index == last else None, options, each.schedulers,
+                criterion if index == last else None, options, each.schedulers, each.replica,
             )
             for index, each in prepared.items()
         }  # fmt: skip
-        return Executor(stages, shape, p2p, arguments.rank)
+        return Executor(stages, shape, p2p, arguments.rank, arguments.place)
 
-    return PreparedStages([o for each in prepared.values() for o in each.optimizers], finish)
+    optimizers = [o for each in prepared.values() for o in each.optimizers]
+    found = [each.replica for each in prepared.values() if each.replica is not None]
+    return PreparedStages(optimizers, finish, found)
 
 
 @prepare_stages.register

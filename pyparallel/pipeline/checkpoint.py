@@ -29,7 +29,7 @@ def rescue_stages(stages: Sequence[Stage], step: int) -> dict[str, Any]:
     for stage in stages:
         stage.weights.restore_live()
         marks = {"step": step, "rescued": True, "half_updated": stage.is_updating}
-        state[str(stage.index)] = seal({**stage.state_dict(), **marks})
+        state[str(stage.index)] = seal({**stage.state_dict(is_rescued=True), **marks})
     _warn_if_half_updated(state)
     return state
 
@@ -37,9 +37,9 @@ def rescue_stages(stages: Sequence[Stage], step: int) -> dict[str, Any]:
 def load_stages(stages: Sequence[Stage], state: Mapping[str, Any], run: Run) -> int:
     """Load the states of stages, if all ranks can; return the step of the states."""
     check_on_all_ranks(lambda: _check_stages(stages, state), partial(agree, run))
-    step = _agree_on_step(state, run)
+    step, is_rescued = _agree_on_step(state, run)
     for stage in stages:
-        stage.load_state_dict(state[str(stage.index)])
+        stage.load_state_dict(state[str(stage.index)], is_rescued=is_rescued)
     _warn_if_half_updated(state)
     return step
 
@@ -64,16 +64,17 @@ def _check_stages(stages: Sequence[Stage], state: Mapping[str, Any]) -> list[tup
     return []
 
 
-def _agree_on_step(state: Mapping[str, Any], run: Run) -> int:
+def _agree_on_step(state: Mapping[str, Any], run: Run) -> tuple[int, bool]:
     """Return the step of all ranks' states; the least one, if any is of ``rescue_stages``."""
     steps = [saved.get("step", -1) for saved in state.values()]  # -1: of an older version
     own = torch.tensor([_is_rescued(state), min(steps)], device=device_for([], run))
     gathered = Collectives(run).all_gather(own).tolist()
-    if not any(is_rescued for is_rescued, _ in gathered):
+    any_rescued = any(is_rescued for is_rescued, _ in gathered)
+    if not any_rescued:
         text = "one not recorded" if steps[0] < 0 else repr(steps[0])
         agree(run, [("step of state", text)], None)
     least: int = min(step for _, step in gathered)
-    return max(0, least)
+    return max(0, least), any_rescued
 
 
 def _is_rescued(state: Mapping[str, Any]) -> bool:

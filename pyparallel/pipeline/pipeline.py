@@ -1,18 +1,20 @@
 """What the calls of a trainer do with the stages of a rank once they are built."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 
-from ..comm import Run
+from ..comm import Collectives, Run
 from .arguments import TrainerArguments
 from .build import BuiltStages
 from .errors import CallErrors
 from .messages import Value
 from .messages.format import Refusal
 from .messages.refusals import refusal_of
-from .runtime.clipping import clip_grad_norm_
+from .replicas import GradientAverage
+from .runtime.clipping import clip_grad_norm_, device_for
 from .runtime.loss import find_target_refusal
 from .runtime.microbatches import MicrobatchSplitter, concatenate
 from .runtime.preserve_state import evaluating
@@ -101,6 +103,24 @@ class Pipeline:
         self._restart()
         self._copy_ties()
 
+    def flush_replicas(self) -> None:
+        """Merge the messages of other replicas that are in flight."""
+        with self.errors.recording(), self.built.executor.together("the other replicas"):
+            for stage in self.stages:
+                if stage.replica is not None:
+                    stage.replica.averager.flush()
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Train no further inside: the weights are the average over replicas."""
+        with ExitStack() as inside:
+            with self.errors.recording(), self.built.executor.together("the other replicas"):
+                found = [each.replica for each in self.stages if each.replica is not None]
+                contexts = [replica.consensus() for replica in found]
+            for each in contexts:
+                inside.enter_context(each)
+            yield
+
     def evaluate(self, splitter: MicrobatchSplitter) -> float | None:
         """Return the mean loss of a batch in evaluation mode, on the rank of the last stage."""
         self._forward(splitter)
@@ -151,16 +171,23 @@ class Pipeline:
     def _prepare_update(self, splitter: MicrobatchSplitter) -> None:
         """Check the losses of the step for all ranks, sum tied gradients, unscale and clip all."""
         executor, tied, options = self.built.executor, self.built.tied, self.built.options
+        replicas = self.built.gradients
         exchanges = self._max_norm is not None or options.loss_scale is not None
+        exchanges = exchanges or replicas is not None
         if exchanges or tied.are_on_several_ranks or options.defers_check:
             # It raises if a rank has failed; the all-reduces below would hang.
             refusal = self.built.p2p.barrier(self.built.criterion.find_non_finite(splitter))
             if refusal is not None:
                 executor.skip_update(refusal)
-        if any(stage.skips_update for stage in self.stages):  # all ranks skip it
+        skips = any(stage.skips_update for stage in self.stages)  # so on all ranks
+        if not skips:
+            tied.sum_gradients()
+        if replicas is not None:
+            with executor.together("the other replicas"):
+                skips = self._average(replicas, splitter, skips)
+        if skips:
             tied.drop_gradients()
             return
-        tied.sum_gradients()
         gradients = [each for stage in self.stages for each in stage.gradients]
         if options.loss_scale is not None and not options.loss_scale.unscale_(gradients):
             executor.skip_update()
@@ -169,6 +196,22 @@ class Pipeline:
             executor.telemetry.measure_gradient(stage)
         if self._max_norm is not None:
             clip_grad_norm_(gradients, self._max_norm, self._run)
+
+    def _average(
+        self, replicas: GradientAverage, splitter: MicrobatchSplitter, skips: bool
+    ) -> bool:
+        """Average the gradients of all replicas; return whether they skip the update."""
+        weight = 0.0  # known where the target is
+        if self._is_last and not skips:
+            weight = splitter.weight if self._steps_per_update == 1 else 1.0
+        of_all = torch.tensor(weight, dtype=torch.float64, device=device_for([], self._run))
+        Collectives(self._run).all_reduce_(of_all)
+        own = [refusal for stage in self.stages for refusal in stage.refusals]
+        refusals = replicas.average_(float(of_all), own, skips=skips)
+        if refusals is not None and not skips:
+            self.built.executor.skip_update()
+            self.built.executor.refusals.extend(refusals)
+        return refusals is not None
 
     def _restart(self) -> None:
         of_step = self._shape.num_microbatches // self._of_run.microbatches_per_update(self._shape)

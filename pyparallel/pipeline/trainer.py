@@ -1,18 +1,21 @@
 """The trainer of a model that is split into stages, one or more for each rank."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from ..comm import Run, warn_if_alone
 from ..comm.errors import place_of
 from ..compression import Compressor
+from ..training.arguments import find_error
 from ..training.trainer import Trainer
 from .arguments import TrainerArguments
 from .build import build_stages
@@ -23,6 +26,7 @@ from .named_state import NamedStage, check_shardable, load_checkpoint, name_stag
 from .partition.torch_pipe import layers_and_split
 from .pipeline import Pipeline
 from .prediction.corrections import Correction
+from .replicas import REPLICATE, STAGE, Replicas, check_mesh
 from .runtime.build_stage import OptimizerFactory, find_warm_up
 from .runtime.inputs import batch_of_call, inputs_of_call
 from .runtime.loss import Loss
@@ -56,6 +60,14 @@ class PipelineTrainer(Trainer):
         schedule: such as ``PipeOptim()`` or ``OneForwardOneBackward()``.
         num_microbatches: how many parts the batch of a ``step`` is split into.
         process_group: None means the default group; without one there is a single process.
+        mesh: of two dimensions, ``init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate",
+            "stage"))``: as many whole pipelines, each with its own batches, whose stages are
+            averaged with the same stage of the others.
+        replicas: with a mesh, how: ``AllReduce()`` of gradients, with schedules that flush, which
+            equals one pipeline with the joined batches of equal size; or a gossip algorithm for as
+            many ranks as there are replicas, such as ``SGP(Ring(2), overlap=1)`` or ``DiLoCo(50)``,
+            of which a stage takes a step with each of its updates: what is merged is a part of the
+            update, before weights are predicted.
         split: the indices into ``layers`` at which stages 1 and following begin. None: balanced by
             the times of the first microbatch.
         num_stages: a multiple of the ranks; None: that of ``split``, or else one for each rank.
@@ -96,6 +108,8 @@ class PipelineTrainer(Trainer):
         *,
         num_microbatches: int,
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        replicas: Any = None,
         split: Sequence[int] | None = None,
         num_stages: int | None = None,
         scheduler_fn: SchedulerFactory | None = None,
@@ -111,6 +125,10 @@ class PipelineTrainer(Trainer):
     ) -> None:
         all_layers, split = layers_and_split(layers, split)
         warn_if_alone()
+        found = find_error(lambda: check_mesh(mesh, replicas, process_group))
+        if found is not None or mesh is not None:
+            agree(Run(), [], found)
+        process_group = process_group if mesh is None else mesh.get_group(STAGE)
         of_ranks = Run(process_group)
         if num_stages is None:
             num_stages = of_ranks.size if split is None else len(split) + 1
@@ -124,14 +142,26 @@ class PipelineTrainer(Trainer):
             scheduler_fn=scheduler_fn, max_norm=max_norm, grad_scaler=grad_scaler,
             gradient_accumulation_steps=gradient_accumulation_steps, correction=correction,
             compressors=compressors, nonfinite=nonfinite, loss_weight_fn=loss_weight_fn,
-            measure_gradient_norms=measure_gradient_norms,
+            measure_gradient_norms=measure_gradient_norms, replicas=replicas,
+            num_replicas=1 if mesh is None else mesh[REPLICATE].size(),
+            replica=None if mesh is None else mesh.get_local_rank(REPLICATE),
         )  # fmt: skip
-        agree(of_ranks, arguments.fields(), find_argument_error(arguments))
+        compared = of_ranks if mesh is None else Run()
+        agree(compared, arguments.fields(), find_argument_error(arguments))
         started = schedule.with_warm_up(partial(find_warm_up, scheduler_fn))
         if started is not schedule:  # so on all ranks, whose schedules are equal
             agree(of_ranks, [("schedule with the warm-up of scheduler_fn", repr(started))], None)
         self._arguments = replace(arguments, schedule=started)
-        self._open_run(process_group)
+        self._replicas: Replicas | None = None
+        self._of_replica: Run | None = None
+        if mesh is None:
+            self._open_run(process_group)
+        else:
+            whole = self._open_run(None)
+            own = dist.get_process_group_ranks(mesh.get_group(STAGE))
+            same_stages = dist.get_process_group_ranks(mesh.get_group(REPLICATE))
+            self._replicas = Replicas(replicas, whole, same_stages)
+            self._of_replica = whole.within(own)
         self._built: Pipeline | None = None
         self._loss: float | None = None  # of the last step
         self._split = None if split is None else tuple(split)
@@ -175,8 +205,12 @@ class PipelineTrainer(Trainer):
         Nothing is exchanged, and there is nothing before the stages are built. Seconds are of the
         host. "Measure a pipeline" in the how-to guides has all names.
         """
-        loss = {} if self._loss is None else {"loss": self._loss}
-        return {} if self._pipeline is None else loss | self._pipeline.measured.metrics()
+        if self._pipeline is None:
+            return {}
+        found = {} if self._loss is None else {"loss": self._loss}
+        if self._replicas is not None:
+            found |= self._replicas.metrics()
+        return found | self._pipeline.measured.metrics()
 
     def export_chrome_trace(
         self, path: str | os.PathLike[str], spans: Sequence[Span] | None = None
@@ -244,11 +278,26 @@ class PipelineTrainer(Trainer):
         """Run all pending backwards and updates; weight versions then start at 0 again.
 
         A stage that has skipped an update here raises what ``step`` does; the pipeline is empty.
+        With ``replicas`` all of them call it together, and messages in flight are merged.
         """
         self._check_usable()
         if self._pipeline is not None:
             self._pipeline.drain()
+            self._pipeline.flush_replicas()
             self._pipeline.raise_refusals()
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Load the average of all replicas into the layers inside the context; restore it after.
+
+        Flush, and weights are averaged by their push-sum weights; of ``DiLoCo`` and the like they
+        are those after the last outer step. All ranks enter it together, after the first step, to
+        ``evaluate``, ``predict`` or save the model; do not ``step`` inside. Without ``replicas``,
+        or with ``AllReduce()``, weights stay as they are.
+        """
+        self.flush()
+        with self._built_pipeline("consensus()").consensus():
+            yield
 
     def evaluate(
         self,
@@ -349,7 +398,8 @@ class PipelineTrainer(Trainer):
         that are not built yet, are a RuntimeError.
         """
         pipeline = self._check_built("load_state_dict()")
-        pipeline.load(load_stages(pipeline.stages, state, self._run))
+        run = self._run if self._replicas is None else self._replicas.run
+        pipeline.load(load_stages(pipeline.stages, state, run))
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the whole model, with its own keys; all ranks call it together.
@@ -370,8 +420,13 @@ class PipelineTrainer(Trainer):
         Tensors are not copied: ``async_save`` copies them before it returns.
 
         Microbatches in flight, accumulated gradients, or stages that are not built yet, are a
-        RuntimeError; so is ``Interlocking``, whose heads are no part of the model.
+        RuntimeError; so is ``Interlocking``, whose heads are no part of the model, and replicas.
         """
+        if self._replicas is not None:
+            raise RuntimeError(
+                "sharded_state_dict() must be called without replicas, whose weights differ under "
+                "one name, got them: inside consensus() take full_state_dict() of one replica"
+            )
         stages = self._named_stages("sharded_state_dict()")
         check_shardable(self._arguments.schedule)
         return sharded_state(stages, self._run.counts.steps)
@@ -387,6 +442,9 @@ class PipelineTrainer(Trainer):
         stages = self._named_stages("load_checkpoint()")
         pipeline = self._check_built("load_checkpoint()")
         pipeline.load(load_checkpoint(stages, checkpoint_id, self._run))
+        for stage in self.stages:
+            if stage.replica is not None:
+                stage.replica.restart()
 
     @override
     def close(self) -> None:
@@ -395,7 +453,10 @@ class PipelineTrainer(Trainer):
         No rank waits for another one. Call ``flush`` before, for the pending updates. Only a second
         ``close`` is no error after it.
         """
-        self._built = None
+        for stage in self.stages if self._built is not None else ():
+            if stage.replica is not None:
+                stage.replica.averager.close()
+        self._built = self._replicas = self._of_replica = None
         super().close()
 
     def _split_batch(
@@ -403,6 +464,7 @@ class PipelineTrainer(Trainer):
     ) -> MicrobatchSplitter:
         pipeline, rank = self._pipeline, self._arguments.rank
         place = place_of(rank, self._run.counts.steps if trains else None)
+        place = f"{self._arguments.place}{place}"
         first_step = pipeline.num_steps if trains and pipeline is not None else 0
         num_microbatches = self._arguments.num_microbatches
         return MicrobatchSplitter(
@@ -415,10 +477,17 @@ class PipelineTrainer(Trainer):
         return self._pipeline or self._build(splitter)
 
     def _build(self, splitter: MicrobatchSplitter | None) -> Pipeline:
-        built = build_stages(self._arguments, splitter, self._run)
+        built = build_stages(self._arguments, splitter, self._run, self._replicas)
         self._split, self._built = built.split, Pipeline(self._arguments, built, self._run)
         self._own(optimizer for stage in self._built.stages for optimizer in stage.optimizers)
         return self._built
+
+    @property
+    @override
+    def _run(self) -> Run:
+        """Return the run of this replica's ranks; raise a RuntimeError after ``close``."""
+        run = super()._run
+        return run if self._of_replica is None else self._of_replica
 
     @property
     def _pipeline(self) -> Pipeline | None:

@@ -22,6 +22,7 @@ from .arguments import TrainerArguments
 from .partition.auto import check_split
 from .partition.slice import Tie
 from .partition.solver import check_num_stages
+from .replicas import find_replicas_error
 from .runtime.build_stage import find_warm_up
 from .runtime.stage_layers import StageLayers
 from .schedules.schedule import Schedule
@@ -49,6 +50,10 @@ def _check_arguments(arguments: TrainerArguments) -> None:
             raise ValueError(f"{name}: {problem}")
     if problem := find_policy_error(arguments.nonfinite, ("raise", "skip")):
         raise ValueError(problem)
+    if arguments.replicas is not None:
+        replicas, count = arguments.replicas, arguments.num_replicas
+        if problem := find_replicas_error(replicas, arguments.schedule, count):
+            raise ValueError(problem)
 
 
 def _check_types(arguments: TrainerArguments) -> None:

@@ -1,5 +1,6 @@
 """The interface between a trainer and the algorithm that keeps the replicas of a model together."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
+from torch.optim import Optimizer
 
 from ..comm import Run
 from .state_checks import check_like
@@ -196,3 +198,23 @@ class ModelAverager:
         """Release the process group; nothing else is called afterwards."""
         if self.inner is not None:
             self.inner.close()
+
+
+class JoinedOptimizers:
+    """What algorithms read of several optimizers: all groups, in order, and all state.
+
+    They are only weakly referenced, as their hooks reference the trainer.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers: list[Any] = [weakref.proxy(each) for each in optimizers]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of each optimizer, which are the live ones."""
+        return [group for each in self._optimizers for group in each.param_groups]
+
+    @property
+    def state(self) -> dict[Any, dict[str, Any]]:
+        """The state of each parameter, which is the live one."""
+        return {p: state for each in self._optimizers for p, state in each.state.items()}

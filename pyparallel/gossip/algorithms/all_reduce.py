@@ -53,6 +53,8 @@ class AllReduce(Algorithm):
     once a forward: every backward outside of ``no_sync()`` must follow one of its own.
     """
 
+    averages_gradients = True
+
     find_unused_parameters: bool = False
 
     @override

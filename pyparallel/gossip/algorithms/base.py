@@ -1,12 +1,10 @@
 """The interface of an algorithm: an immutable configuration that starts a ModelAverager."""
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -16,6 +14,7 @@ from ...compression import AttachPoint, Compressor
 from ...compression.compressor import validation_error_at
 from ...training import FlatBuckets, ModelAverager, check_like, has_methods, wrong_type
 from ...training.arguments import check_in, check_integer, require
+from ...training.consensus import copy_all
 from ..topology import Topology
 from ..topology.base import check_topology
 
@@ -24,6 +23,8 @@ TRANSPORT = "transport"  # a config field that is no part of states
 
 class Algorithm(ABC):
     """The immutable configuration of a gossip algorithm; a subclass is a frozen dataclass."""
+
+    averages_gradients: ClassVar[bool] = False  # instead of weights, before each update
 
     @abstractmethod
     def start(
@@ -175,26 +176,6 @@ class OuterRule:
             copy_all(self.slow, weights)
 
 
-class JoinedOptimizers:
-    """What algorithms read of several optimizers: all groups, in order, and all state.
-
-    They are only weakly referenced, as their hooks reference the trainer.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers: list[Any] = [weakref.proxy(each) for each in optimizers]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of each optimizer, which are the live ones."""
-        return [group for each in self._optimizers for group in each.param_groups]
-
-    @property
-    def state(self) -> dict[Any, dict[str, Any]]:
-        """The state of each parameter, which is the live one."""
-        return {p: state for each in self._optimizers for p, state in each.state.items()}
-
-
 def find_algorithm_error(algorithm: object, name: str = "algorithm") -> TypeError | None:
     """Return why an argument is not an algorithm, or None."""
     if has_methods(algorithm, "start", "config_fields", "validation_error"):
@@ -219,10 +200,3 @@ def check_inner(averager: ModelAverager, algorithm: object) -> ModelAverager:
     if not averager.traits.can_be_inner:
         raise ValueError(f"inner must be a gossip algorithm, got {algorithm}")
     return averager
-
-
-@torch.no_grad()
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, in place."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)

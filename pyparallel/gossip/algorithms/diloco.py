@@ -23,7 +23,8 @@ from ...compression import (
 )
 from ...training import FlatBuckets, check_like, check_optimizer_state
 from ...training.arguments import require
-from .base import OuterRule, Periodic, copy_all
+from ...training.consensus import copy_all
+from .base import OuterRule, Periodic
 from .periodic import PeriodicAverager
 
 

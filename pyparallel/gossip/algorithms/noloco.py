@@ -14,10 +14,11 @@ from typing_extensions import override
 from ...comm import Run
 from ...training import FlatBuckets
 from ...training.arguments import check_in, check_integer, require
+from ...training.consensus import copy_all
 from ..messages import NeighborExchange
 from ..messages.averages import Pairs
 from ..topology import Matching
-from .base import OnTopology, OuterRule, Periodic, copy_all
+from .base import OnTopology, OuterRule, Periodic
 from .periodic import PeriodicAverager
 
 

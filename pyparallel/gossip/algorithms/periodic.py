@@ -20,8 +20,9 @@ from ...training import (
     check_like,
     seal,
 )
+from ...training.consensus import copy_all
 from ..messages.averages import AllRanks, Pairs
-from .base import OuterRule, Periodic, copy_all
+from .base import OuterRule, Periodic
 from .fragments import Fragment, find_fragments
 
 

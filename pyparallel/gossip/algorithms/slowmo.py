@@ -14,13 +14,13 @@ from typing_extensions import override
 from ...comm import Collectives, Run
 from ...training import FlatBuckets
 from ...training.arguments import check_in, require
+from ...training.consensus import copy_all
 from .base import (
     Algorithm,
     OuterRule,
     Periodic,
     check_inner,
     check_is_algorithm,
-    copy_all,
 )
 from .periodic import PeriodicAverager
 

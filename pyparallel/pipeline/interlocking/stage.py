@@ -131,13 +131,13 @@ class InterlockingStage(Stage):
             self.head_loss = self.head.criterion.report()
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, is_rescued: bool = False) -> dict[str, Any]:
         head = None if self.head is None else self.head.module.state_dict()
-        return {**super().state_dict(), "head": head}
+        return {**super().state_dict(is_rescued=is_rescued), "head": head}
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any], *, is_rescued: bool = False) -> None:
+        super().load_state_dict(state, is_rescued=is_rescued)
         if self.head is not None:
             self.head.module.load_state_dict(state["head"])
 

@@ -18,6 +18,10 @@ class WeightPredictor(Protocol):
     def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
         """Step; with a horizon also write the weights ``horizon`` updates ahead of the new ones."""
 
+    def skip(self) -> None:
+        """Do what is to be done in place of a step that is left out."""
+        return
+
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
         """Write the weights ``horizon`` updates ahead to ``out``, one tensor for each flat buffer.
 

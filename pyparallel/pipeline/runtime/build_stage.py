@@ -16,6 +16,7 @@ from ..prediction.base import JoinedPredictor, WeightPredictor
 from ..prediction.corrections import Correction
 from ..schedules.schedule import Schedule
 from ..schedules.shape import PipelineShape
+from .replica import ReplicatedPredictor
 from .stage import SchedulerFactory
 from .stage_layers import StageLayers, owned_parameters
 from .stage_weights import LiveWeights, StageWeights, Weights
@@ -35,6 +36,7 @@ class TrainedStage(NamedTuple):
     optimizers: list[Optimizer]
     weights: Weights
     schedulers: list[LRScheduler]
+    replica: ReplicatedPredictor | None = None  # among others of the stage
 
 
 def prepare_training(
@@ -45,6 +47,8 @@ def prepare_training(
     shape: PipelineShape,
     scheduler_fn: SchedulerFactory | None = None,
     correction: Correction | None = None,
+    *,
+    has_replicas: bool = False,
 ) -> TrainedStage:
     """Build a stage's optimizers, and weights in the versions that the schedule reads."""
     named = trained_parameters(module)
@@ -54,13 +58,16 @@ def prepare_training(
     if schedule.delay(shape, stage) and not schedule.synchronous_updates:
         _warn_of_delayed_attention(module, optimizers)
     flat, predictor = attach_predictors(optimizers, schedule, shape, stage, correction)
+    replica = None
+    if has_replicas:
+        replica = predictor = ReplicatedPredictor(predictor, module, optimizers, flat)
     weights: Weights = LiveWeights(predictor)
     if not schedule.flushes:
         weights = StageWeights(
             flat, predictor, schedule.versions(shape), stage,
             lambda microbatch: schedule.update_index(shape, microbatch),
         )  # fmt: skip
-    return TrainedStage(optimizers, weights, build_schedulers(optimizers, scheduler_fn))
+    return TrainedStage(optimizers, weights, build_schedulers(optimizers, scheduler_fn), replica)
 
 
 def _warn_of_delayed_attention(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -46,7 +46,12 @@ class Executor:
     """Runs actions on the stages of one rank."""
 
     def __init__(
-        self, stages: Mapping[int, Stage], shape: PipelineShape, p2p: StageP2P, rank: int
+        self,
+        stages: Mapping[int, Stage],
+        shape: PipelineShape,
+        p2p: StageP2P,
+        rank: int,
+        place: str = "",
     ) -> None:
         self.stages = stages
         self.telemetry = Telemetry(stages, p2p)
@@ -55,6 +60,7 @@ class Executor:
         self._shape = shape
         self._p2p = p2p
         self._rank = rank
+        self._place = place  # before errors: the replica
 
     def train(
         self,
@@ -195,10 +201,14 @@ class Executor:
         """Return the message that all ranks raise, and the one that this rank would."""
         if isinstance(error, RemoteError):  # whose rank has agreed
             return str(error), str(error)
-        message = without_store = f"{where}: {error}"
+        message = without_store = f"{self._place}{where}: {error}"
         if isinstance(error, PeerError) and error.failed:
-            without_store = f"{self._names(self._p2p.ranks_of(error.failed))} {error.how}"
-            message = f"{without_store}: {where}"
+            own = self._p2p.ranks_of(error.failed)
+            names = f"{self._place}{self._names(own)}"
+            if not own:
+                names = f"rank {' and '.join(map(str, error.failed))} of another replica"
+            without_store = f"{names} {error.how}"
+            message = f"{without_store}: {self._place}{where}"
         return self._p2p.agree_on_error(message, without_store), message
 
     def _names(self, ranks: Sequence[int]) -> str:

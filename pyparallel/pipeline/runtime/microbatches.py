@@ -84,6 +84,13 @@ class MicrobatchSplitter:
         assert not isinstance(weights, str), "which would be an error of the target"
         return weights[microbatch - self._first] / sum(weights)
 
+    @property
+    def weight(self) -> float:
+        """Return the sum of the step's weights; raises as ``target``."""
+        raise_problem(self.find_target_error())
+        assert not isinstance(self._weights, str), "which would be an error of the target"
+        return sum(self._weights)
+
     def batch_meta(self, microbatch: int) -> BatchMeta:
         """Return what is sent with the activations of a microbatch, for ranks with targets."""
         if microbatch in self._received:

@@ -27,6 +27,7 @@ from .loss import Criterion, find_target_refusal
 from .microbatches import MicrobatchSplitter
 from .options import StageOptions
 from .preserve_state import check_autocast, outside_autocast
+from .replica import ReplicatedPredictor
 from .split_backward import WeightBackward, backward_input
 from .stage_layers import owned_parameters
 from .stage_weights import LiveWeights, Weights
@@ -62,7 +63,8 @@ class Stage:
 
     Without parameters to train it has no optimizers; only the last one has a criterion.
     ``schedulers``, one for each optimizer or none, are stepped after each update. Without a
-    ``clipper`` updates are not clipped, or those of all stages together.
+    ``clipper`` updates are not clipped, or those of all stages together. ``replica`` averages it
+    with the same stage of other replicas; None: there are none.
     """
 
     skips_update = False  # a refused gradient would be in the next one
@@ -80,8 +82,10 @@ class Stage:
         criterion: Criterion | None,
         options: StageOptions = StageOptions(),  # noqa: B008 - immutable
         schedulers: Sequence[LRScheduler] = (),
+        replica: ReplicatedPredictor | None = None,
     ) -> None:
         self.index = index
+        self.replica = replica
         self.module = module
         self.optimizers = list(optimizers)
         self.schedulers = list(schedulers)
@@ -269,8 +273,11 @@ class Stage:
             for each in optimizers:
                 del each.found_inf
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the module, the optimizers and the schedulers."""
+    def state_dict(self, *, is_rescued: bool = False) -> dict[str, Any]:
+        """Return the state of the module, the optimizers and the schedulers.
+
+        After a failure, ``is_rescued``, without that of the averages with other replicas.
+        """
         module = plain_keys(self.module.state_dict())
         state: dict[str, Any] = {"module": module, "optimizer": None, "updates": self.num_updates}
         if self.optimizers:
@@ -281,10 +288,15 @@ class Stage:
             state["scheduler"] = _one_or_all([each.state_dict() for each in self.schedulers])
         if self.clipper is not None and self.clipper.last is not None:
             state["squared_norms"] = self.clipper.last
+        if self.replica is not None and not is_rescued:
+            state["averaging"] = self.replica.averager.state_dict()
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, after ``check_state``."""
+    def load_state_dict(self, state: dict[str, Any], *, is_rescued: bool = False) -> None:
+        """Load what ``state_dict`` returned, after ``check_state``.
+
+        ``is_rescued``: on a rank at least; all replicas then begin again with the first one's.
+        """
         self.module.load_state_dict(keys_of(self.module, state["module"]))
         if self.optimizers:
             for optimizer, saved in zip(self.optimizers, _all_of(state["optimizer"]), strict=True):
@@ -292,6 +304,10 @@ class Stage:
         if self.schedulers:
             for scheduler, saved in zip(self.schedulers, _all_of(state["scheduler"]), strict=True):
                 scheduler.load_state_dict(saved)
+        if self.replica is not None and is_rescued:
+            self.replica.restart()
+        elif self.replica is not None:
+            self.replica.averager.load_state_dict(state["averaging"])
         # Older versions did not save the updates.
         self.load_updates(state.get("updates", 0), state.get("squared_norms"))
 
@@ -309,6 +325,8 @@ class Stage:
         if self.clipper is not None and "squared_norms" in state:
             norms = torch.zeros(len(self.optimized), dtype=torch.float64, device="cpu")
             check_like(state["squared_norms"], norms, f"{path}.squared_norms")
+        if self.replica is not None and not state.get("rescued", False):
+            self.replica.averager.check_state(state["averaging"])
         _check_training_state(self, state, path)
 
     def _copy_if_shared(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:

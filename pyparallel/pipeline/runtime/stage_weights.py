@@ -80,12 +80,17 @@ class LiveWeights(Weights):
 
     @override
     def update(self) -> None:
-        self.skip_update()
+        self._begin_version()
         if self._weight_predictor is not None:
             self._weight_predictor.step()
 
     @override
     def skip_update(self) -> None:
+        self._begin_version()
+        if self._weight_predictor is not None:
+            self._weight_predictor.skip()
+
+    def _begin_version(self) -> None:
         self.last_read = VersionKey(self._version, 0)
         self._version += 1
 
@@ -174,6 +179,7 @@ class StageWeights(Weights):
     @override
     def skip_update(self) -> None:
         self._begin_version()  # the next forward predicts what it reads
+        self._weight_predictor.skip()
 
     def _begin_version(self) -> None:
         """Count an update, and stash what is still to be read of the weights before it."""

@@ -13,8 +13,9 @@ from ....comm import Run
 from ....compression import BufferLayout
 from ....training import FlatBuckets, ModelAverager, SavedProgress, Traits, check_like
 from ....training.arguments import check_in, check_integer
+from ....training.consensus import copy_all
 from ...messages.averages import AllRanks
-from ..base import Algorithm, copy_all
+from ..base import Algorithm
 
 
 def easgd(x: Tensor, center: Tensor, update: Tensor, alpha: float) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Collectives
-from ..training.shards import gather
-from .algorithms.base import copy_all
+from .shards import gather
 
 
 @torch.no_grad()
@@ -54,3 +53,10 @@ def assigned(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[No
         yield
     finally:
         copy_all(tensors, own)
+
+
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, in place."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

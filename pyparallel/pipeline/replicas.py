@@ -1,0 +1,153 @@
+"""The replicas of a pipeline: whole pipelines, whose stages average with each other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm import Collectives, Run
+from ..training import has_methods, wrong_type
+from ..training.arguments import check_type, require
+from .messages.format import Refusal, RefusalKind
+from .runtime.clipping import device_for
+from .runtime.replica import ReplicatedPredictor
+from .schedules.schedule import Schedule
+
+REPLICATE, STAGE = "replicate", "stage"  # dimensions of a mesh
+_NAMES = f'"{REPLICATE}" and "{STAGE}"'
+
+
+def check_mesh(mesh: Any, algorithm: Any, process_group: object) -> None:
+    """Raise a ValueError or TypeError for a trainer's ``mesh`` and ``replicas``, if it has any."""
+    if mesh is None and algorithm is None:
+        return
+    got = "replicas alone" if mesh is None else "mesh alone"
+    fix = 'pass mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "stage")) and '
+    fix += "replicas=AllReduce() or a gossip algorithm"
+    is_both = mesh is not None and algorithm is not None
+    require(is_both, "mesh and replicas must be given together", got, fix)
+    check_type("mesh", mesh, DeviceMesh, f"a DeviceMesh with the dimensions {_NAMES}")
+    names = mesh.mesh_dim_names or ()
+    require(set(names) == {REPLICATE, STAGE}, f"mesh must have the dimensions {_NAMES}", names)
+    count = dist.get_world_size()
+    require(mesh.size() == count, f"mesh must have all {count} ranks", mesh.size())
+    rule = "process_group must be None with mesh, whose group it is"
+    require(process_group is None, rule, process_group)
+    if not has_methods(algorithm, "start", "config_fields", "validation_error"):
+        raise wrong_type("replicas", "an object such as AllReduce() or SGP(Ring(4))", algorithm)
+
+
+def find_replicas_error(algorithm: Any, schedule: Schedule, num_replicas: int) -> str | None:
+    """Return why replicas cannot be averaged by an algorithm, or None."""
+    name = type(schedule).__name__
+    if schedule.needs_batch:
+        return f"replicas must be None with {name}, got {algorithm!r}"
+    if algorithm.averages_gradients:
+        if not schedule.flushes:
+            return (
+                f"replicas must average weights with {name}, whose updates no rank waits for, got "
+                f"{algorithm!r}: take a gossip algorithm such as SGP, or a schedule that flushes"
+            )
+        return None
+    if (error := algorithm.validation_error(num_replicas)) is not None:
+        return f"replicas must be for the mesh's {num_replicas}: {error.partition('; ')[0]}"
+    return None
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """This rank's replica among the others.
+
+    Args:
+        algorithm: of gossip, or ``AllReduce()``, of gradients.
+        run: of all ranks of the mesh.
+        members: the ranks of the mesh that hold the same stages, this rank's of each replica.
+    """
+
+    algorithm: Any
+    run: Run
+    members: Sequence[int]
+
+    def metrics(self) -> dict[str, float]:
+        """Return what was sent to other replicas and waited for them since the trainer began."""
+        stats = self.run.stats
+        return {
+            "rank/bytes_sent_to_replicas": stats.wire_bytes,
+            "rank/waited_for_replicas_seconds": stats.waiting_seconds,
+        }
+
+    def agree_on_split(self, split: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first replica's split, which was measured there."""
+        own = torch.tensor(split, dtype=torch.int64, device=device_for([], self.run))
+        Collectives(self.run).broadcast_(own, 0)
+        return tuple(own.tolist())
+
+    def check_stages(self, stages: Sequence[ReplicatedPredictor]) -> None:
+        """Raise a ValueError if this rank's stages cannot be averaged."""
+        if self.algorithm.averages_gradients:
+            return
+        wide = {p.dtype for each in stages for p in each.parameters} & {torch.float64}
+        rule = "layers must be float32, bfloat16 or float16 with replicas that gossip"
+        require(not wide, rule, "torch.float64")
+
+    def start(self, stages: Sequence[ReplicatedPredictor]) -> "GradientAverage | None":
+        """Begin with the first replica's weights; return what averages gradients, if any does."""
+        run, averages_gradients = self.run.within(self.members), self.algorithm.averages_gradients
+        for each in stages:
+            start = None if averages_gradients else self.algorithm.start
+            each.start(start, run if averages_gradients else self.run.within(self.members))
+        return GradientAverage(run, stages) if averages_gradients else None
+
+
+class GradientAverage:
+    """The mean of the replicas' gradients, which all of them wait for before an update."""
+
+    def __init__(self, run: Run, stages: Sequence[ReplicatedPredictor]) -> None:
+        self._run, self._collectives = run, Collectives(run, run.stats)
+        self._parameters = [p for each in stages for p in each.parameters]
+        self._device = device_for(self._parameters, run)
+
+    def average_(
+        self, weight: float, refusals: Sequence[Refusal], *, skips: bool
+    ) -> list[Refusal] | None:
+        """Average the gradients in place, unless a replica skips the update, as all then must.
+
+        ``weight`` is that of this replica's batch in the mean. Return None, or why a replica skips
+        the update, of any number of refusals. A parameter without a gradient on any
+        replica keeps none.
+        """
+        has_gradient = [p.grad is not None for p in self._parameters]
+        counts = self._run.row(self._device)
+        own = [weight, skips, *has_gradient]
+        flags = torch.tensor(own, dtype=torch.float64, device=self._device)
+        rows = self._collectives.all_gather(torch.cat([counts, flags]))
+        self._run.compare_all(rows[:, : len(counts)].tolist())
+        total = float(rows[:, len(counts)].sum())
+        is_skipped, *found = rows[:, len(counts) + 1 :].any(0).tolist()
+        if is_skipped:
+            return self._exchange(refusals)
+        gradients: dict[torch.dtype, list[Tensor]] = {}
+        for parameter, is_needed in zip(self._parameters, found, strict=True):
+            if is_needed:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                gradients.setdefault(dtype, []).append(parameter.grad)
+        for dtype, each in gradients.items():
+            flat = torch.cat([gradient.flatten().to(dtype) for gradient in each])
+            flat.mul_(weight / total)
+            self._collectives.all_reduce_(flat)
+            for gradient, mean in zip(each, flat.split([g.numel() for g in each]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+        return None
+
+    def _exchange(self, refusals: Sequence[Refusal]) -> list[Refusal]:
+        found: list[Any] = [None] * self._run.size
+        own = [(int(each.kind), each.text) for each in refusals]
+        with self._run.raising("the replicas' refusals were not gathered"):
+            dist.all_gather_object(found, own, group=self._run.group)
+        return [Refusal(RefusalKind(kind), text) for each in found for kind, text in each]

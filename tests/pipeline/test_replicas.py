@@ -1,0 +1,486 @@
+"""Replicas of a pipeline: against one pipeline, plain gossip, and a history of all replicas."""
+
+import copy
+import io
+import os
+import re
+import signal
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import mse_loss
+
+from pyparallel import GossipDataParallel
+from pyparallel.comm import NonFiniteError
+from pyparallel.gossip import SGP, AllReduce, DiLoCo
+from pyparallel.gossip.topology import Complete, Ring
+from pyparallel.optim import AdamW
+from pyparallel.pipeline import (
+    Displacement,
+    GPipe,
+    Interlocking,
+    OneForwardOneBackward,
+    PipeDream2BW,
+    PipelineTrainer,
+    PipeOptim,
+    StageError,
+    ZeroBubble,
+)
+from tests.cases import pairwise, slow
+from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls
+from tests.pipeline.models import build_layers as build_all_layers
+from tests.pipeline.reference import (
+    Correction,
+    cut,
+    make_stage,
+    microbatches,
+    microbatches_per_update,
+    predict,
+    reads,
+    run_microbatch,
+    updates_late,
+)
+from tests.workers import observe_ranks
+
+MICROBATCHES = 3
+SAMPLES = 12, 17  # of the replicas' batches
+FLUSHING = [GPipe(), OneForwardOneBackward(), ZeroBubble()]
+STREAMING = [
+    PipeOptim("live", prediction=Displacement()),
+    PipeOptim("consistent", prediction=Displacement()),
+    PipeDream2BW(),
+    PipeDream2BW(prediction=Displacement()),
+]
+ALGORITHMS = [SGP(Complete(2)), SGP(Ring(2), overlap=1), DiLoCo(3)]
+OURS = {
+    "momentum": OPTIMIZERS["momentum"],
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=0.01),
+    "fused AdamW": partial(AdamW, lr=0.01, weight_decay=0.1, eps=0.01),
+}
+
+
+def build_layers(dtype=torch.float32):
+    """The layers of the other tests without normalization over the batch, which each has alone."""
+    layers = build_all_layers(dtype)
+    layers[4] = nn.Tanh()
+    return layers
+
+
+def calls_of(replica, samples=12, dtype=torch.float32):
+    return build_calls(10, samples, dtype)[replica::2]
+
+
+def make(shape, schedule, algorithm, optimizer="momentum", dtype=torch.float32, **options):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "stage"))
+    trainer = PipelineTrainer(
+        build_layers(dtype), mse_loss, OURS[optimizer], schedule, mesh=mesh,
+        replicas=algorithm, num_microbatches=MICROBATCHES, split=SPLITS[shape[1]], **options,
+    )  # fmt: skip
+    return trainer, mesh.get_local_rank("replicate")
+
+
+def state_of(trainer):
+    return {k: v.clone() for stage in trainer.stages for k, v in stage.module.state_dict().items()}
+
+
+def average_gradients(rank, schedule):
+    trainer, replica = make((2, 2), schedule, AllReduce(), "AdamW", torch.float64, max_norm=0.5)
+    losses = [trainer.step(*call) for call in calls_of(replica, SAMPLES[replica], torch.float64)]
+    return losses, state_of(trainer)
+
+
+def join_batches(rank, schedule):
+    trainer = PipelineTrainer(
+        build_layers(torch.float64), mse_loss, OURS["AdamW"], schedule,
+        num_microbatches=2 * MICROBATCHES, split=SPLITS[2], max_norm=0.5,
+    )  # fmt: skip
+    both = zip(*(calls_of(each, SAMPLES[each], torch.float64) for each in range(2)), strict=True)
+    losses = [trainer.step(*map(torch.cat, zip(*calls, strict=True))) for calls in both]
+    return losses, state_of(trainer)
+
+
+@pytest.mark.parametrize("schedule", FLUSHING, ids=str)
+def test_averaged_gradients_are_those_of_one_pipeline_with_the_joined_batch(ranks, schedule):
+    expected = ranks.run(2, join_batches, schedule)
+    found = ranks.run(4, average_gradients, schedule)
+    for rank, (_, state) in enumerate(found):
+        stage = rank % 2
+        for name, value in expected[stage][1].items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+    losses = torch.tensor([found[1][0], found[3][0]], dtype=torch.float64)
+    means = torch.tensor(SAMPLES, dtype=torch.float64) / sum(SAMPLES) @ losses
+    torch.testing.assert_close(means, torch.tensor(expected[1][0], dtype=torch.float64))
+
+
+def gossip(rank, schedule, algorithm, optimizer):
+    trainer, replica = make((2, 2), schedule, algorithm, optimizer)
+    calls = calls_of(replica)
+    losses = [trainer.step(*call) for call in calls[:4]]
+    trainer.flush()
+    losses.append(trainer.step(*calls[4]))
+    trainer.flush()
+    return losses, state_of(trainer)
+
+
+def overwrite(version, weights):
+    for name, value in weights.items():
+        version.parameters[name].data.copy_(value)
+    return version
+
+
+def mean_of(weights):
+    return {name: sum(each[name] for each in weights) / len(weights) for name in weights[0]}
+
+
+class Reference:
+    """All replicas in one process, each with the history of every stage; of two, so P is 1/2."""
+
+    def __init__(self, schedule, optimizer, algorithm):
+        self.schedule, self.algorithm = schedule, algorithm
+        self.every, depth = microbatches_per_update(schedule, MICROBATCHES), 2
+        self.replicas = []
+        for _ in range(2):
+            stages = []
+            for index, module in enumerate(cut(build_layers(), SPLITS[depth])):
+                late = updates_late(schedule, index, depth, MICROBATCHES)
+                own = Correction(schedule, depth - 1 - index, None, late, depth)
+                stages.append(make_stage(module, OURS[optimizer], predict, own))
+            self.replicas.append(stages)
+        self.slow = [stage.history[-1].weights() for stage in self.replicas[0]]
+        self.velocity = [{} for _ in self.slow]
+        self.num_updates, self.in_flight = 0, False
+
+    def train(self, streams):
+        """Return the losses of each replica's microbatches."""
+        losses = [[], []]
+        for calls in streams:
+            of_replicas = [microbatches(each, MICROBATCHES, self.every) for each in calls]
+            for m, batches in enumerate(zip(*of_replicas, strict=True)):
+                rules = [reads(self.schedule, m, s, 2, MICROBATCHES) for s in range(2)]
+                for replica, batch in enumerate(batches):
+                    stages = self.replicas[replica]
+                    losses[replica].append(run_microbatch(stages, rules, mse_loss, *batch))
+                if (m + 1) % self.every == 0:
+                    self.update()
+            if self.in_flight:
+                for index in range(2):
+                    self.merge(index)
+                self.in_flight = False
+            for stages in self.replicas:
+                for stage in stages:
+                    stage.flush()
+        return losses
+
+    def update(self):
+        self.num_updates += 1
+        for index in range(2):
+            same = [stages[index] for stages in self.replicas]
+            if self.in_flight:  # the gradient was computed meanwhile
+                before = [stage.history[-1] for stage in same]
+                mean = mean_of([each.weights() for each in before])
+                after = [
+                    overwrite(copy.deepcopy(each), mean).after(stage.gradients, stage.correction)
+                    for each, stage in zip(before, same, strict=True)
+                ]
+                for stage, version in zip(same, after, strict=True):
+                    stage.history.append(version)
+                    stage.gradients = {}
+            else:
+                for stage in same:
+                    stage.update()
+            match self.algorithm:
+                case SGP(overlap=0):
+                    self.merge(index)
+                case DiLoCo(interval=interval) if self.num_updates % interval == 0:
+                    self.step_outer(index)
+        self.in_flight = isinstance(self.algorithm, SGP) and self.algorithm.overlap == 1
+
+    def merge(self, index):
+        same = [stages[index] for stages in self.replicas]
+        mean = mean_of([stage.history[-1].weights() for stage in same])
+        for stage in same:
+            overwrite(stage.history[-1], mean)
+
+    def step_outer(self, index):
+        """Nesterov's momentum of 0.9 at a rate of 0.7, on what the replicas have learned."""
+        same = [stages[index] for stages in self.replicas]
+        mean = mean_of([stage.history[-1].weights() for stage in same])
+        slow, velocity = self.slow[index], self.velocity[index]
+        for name, value in mean.items():
+            gradient = slow[name] - value
+            velocity[name] = 0.9 * velocity.get(name, 0) + gradient
+            slow[name] = slow[name] - 0.7 * (gradient + 0.9 * velocity[name])
+        for stage in same:
+            overwrite(stage.history[-1], slow)
+
+
+AXES = STREAMING, ALGORITHMS, tuple(OURS)
+
+
+@pytest.mark.parametrize("cases", [pairwise(*AXES), slow([*product(*AXES)])], ids=["pairs", "all"])
+def test_equals_a_full_history_of_every_replica(ranks, subtests, cases):
+    for case, found in zip(cases, ranks.run_each(4, gossip, cases), strict=True):
+        schedule, algorithm, optimizer = case
+        reference = Reference(schedule, optimizer.removeprefix("fused "), algorithm)
+        calls = [calls_of(replica) for replica in range(2)]
+        expected = reference.train([[each[:4] for each in calls], [each[4:] for each in calls]])
+        with subtests.test(str(case)):
+            for rank, (losses, state) in enumerate(found):
+                replica, stage = divmod(rank, 2)
+                weights = reference.replicas[replica][stage].history[-1].weights()
+                for name, value in weights.items():
+                    torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
+                if stage == 1:
+                    own = torch.tensor(expected[replica]).view(-1, MICROBATCHES).mean(1)
+                    torch.testing.assert_close(torch.tensor(losses), own, rtol=0, atol=1e-5)
+
+
+def one_replica(rank, schedule, has_mesh):
+    options = {}
+    if has_mesh:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "stage"))
+        algorithm = AllReduce() if schedule.flushes else SGP(Complete(1))
+        options = {"mesh": mesh, "replicas": algorithm}
+    trainer = PipelineTrainer(
+        build_layers(), mse_loss, OURS["fused AdamW"], schedule,
+        num_microbatches=MICROBATCHES, split=SPLITS[2], max_norm=1.0, **options,
+    )  # fmt: skip
+    losses = [trainer.step(*call) for call in calls_of(0)]
+    trainer.flush()
+    return losses, state_of(trainer)
+
+
+def test_one_replica_is_the_pipeline_alone_bit_for_bit(ranks):
+    cases = [(schedule, has) for schedule in FLUSHING + STREAMING for has in (True, False)]
+    found = ranks.run_each(2, one_replica, cases)
+    for with_mesh, alone in zip(found[::2], found[1::2], strict=True):
+        for (losses, state), (own_losses, own_state) in zip(with_mesh, alone, strict=True):
+            assert losses == own_losses
+            assert all(torch.equal(state[name], each) for name, each in own_state.items())
+
+
+def one_stage(rank, algorithm, optimizer):
+    trainer, replica = make((2, 1), GPipe(), algorithm, optimizer)
+    model = nn.Sequential(*build_layers())
+    plain = OURS[optimizer](list(model.parameters()))
+    wrapped = GossipDataParallel(model, plain, algorithm)
+    for inputs, target in calls_of(replica):
+        trainer.step(inputs, target)
+        plain.zero_grad()
+        for part in zip(*(each.chunk(MICROBATCHES) for each in (inputs, target)), strict=True):
+            with wrapped.no_sync():
+                (mse_loss(model(part[0]), part[1]) / MICROBATCHES).backward()
+        wrapped(inputs[:1])  # a step without a forward of the wrapper is a repetition
+        plain.step()
+    trainer.flush()
+    wrapped.flush()
+    state, expected = state_of(trainer), model.state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+
+
+def test_one_stage_is_plain_gossip_bit_for_bit(ranks):
+    ranks.run_each(2, one_stage, pairwise(ALGORITHMS, ("momentum", "fused AdamW")))
+
+
+def resume(rank, schedule, algorithm):
+    trainer, replica = make((2, 2), schedule, algorithm, "fused AdamW")
+    calls = calls_of(replica)
+    for call in calls[:3]:
+        trainer.step(*call)
+    trainer.flush()
+    saved = io.BytesIO()
+    torch.save(trainer.state_dict(), saved)
+    saved.seek(0)
+    for call in calls[3:]:
+        trainer.step(*call)
+    trainer.flush()
+    expected = state_of(trainer)
+    trainer.close()
+    again, _ = make((2, 2), schedule, algorithm, "fused AdamW")
+    again.load_state_dict(torch.load(saved))
+    for call in calls[3:]:
+        again.step(*call)
+    again.flush()
+    assert all(torch.equal(each, expected[name]) for name, each in state_of(again).items())
+
+
+def test_resumes_bit_for_bit(ranks):
+    cases = [*pairwise((GPipe(), STREAMING[0]), ALGORITHMS[1:]), (GPipe(), AllReduce())]
+    ranks.run_each(4, resume, cases)
+
+
+def rescue(rank, algorithm):
+    """Replicas that have diverged go on from the first one."""
+    trainer, replica = make((2, 2), GPipe(), algorithm)
+    for call in calls_of(replica)[:2]:
+        trainer.step(*call)
+    trainer.flush()
+    saved, first = trainer.rescue_state_dict(), state_of(trainer)
+    objects = [None, None]
+    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "stage"))["replicate"]
+    dist.all_gather_object(objects, first, group=group.get_group())
+    with pytest.raises(RuntimeError, match=r"^sharded_state_dict\(\) must be called without repli"):
+        trainer.sharded_state_dict()
+    trainer.close()
+    again, _ = make((2, 2), GPipe(), algorithm)
+    again.load_state_dict(saved)
+    assert all(torch.equal(each, objects[0][name]) for name, each in state_of(again).items())
+    again.step(*calls_of(replica)[2])
+
+
+def test_a_rescued_state_is_that_of_the_first_replica(ranks):
+    ranks.run_each(4, rescue, [(SGP(Ring(2), overlap=1),), (DiLoCo(3),)])
+
+
+def evaluate_average(rank):
+    trainer, replica = make((2, 2), STREAMING[0], SGP(Ring(2), overlap=1))
+    for call in calls_of(replica):
+        trainer.step(*call)
+    trainer.flush()
+    own, (stage,) = state_of(trainer), trainer.stages
+    message = stage.replica.averager.buffers[0].nbytes + 64  # and a header
+    sent = trainer.metrics()["rank/bytes_sent_to_replicas"]
+    assert sent == stage.num_updates * message
+    with trainer.consensus():
+        inside, loss = state_of(trainer), trainer.evaluate(*calls_of(0)[0])
+        whole = trainer.full_state_dict()
+    assert all(torch.equal(each, own[name]) for name, each in state_of(trainer).items())
+    everywhere = [None] * 4
+    dist.all_gather_object(everywhere, (own, inside, loss, whole))
+    if rank == 0:
+        for stage in range(2):
+            (first, inside, *_), (second, other, *_) = everywhere[stage::2]
+            for name, value in inside.items():
+                assert torch.equal(value, other[name])
+                torch.testing.assert_close(value, (first[name] + second[name]) / 2)
+        losses = [loss for _, _, loss, _ in everywhere]
+        assert losses[1] == losses[3]
+        assert losses[0] is losses[2] is None
+        wholes = [each[3] for each in everywhere]
+        assert all(torch.equal(wholes[0][name], wholes[2][name]) for name in wholes[0])
+        assert wholes[0]
+        assert not wholes[1]
+
+
+def test_consensus_is_the_average_of_the_replicas(ranks):
+    ranks.run(4, evaluate_average)
+
+
+def refuse(rank, policy):
+    """The third batch of replica 0 has a nan in its target."""
+    trainer, replica = make((2, 2), GPipe(), AllReduce(), nonfinite=policy)
+    errors = []
+    for index, (inputs, target) in enumerate(calls_of(replica)):
+        before = state_of(trainer)
+        spoils = float("nan") if (replica, index) == (0, 2) else 1.0
+        try:
+            trainer.step(inputs, spoils * target)
+        except NonFiniteError as error:
+            errors.append((index, str(error)))
+        is_equal = all(torch.equal(each, before[name]) for name, each in state_of(trainer).items())
+        assert is_equal == (index == 2)
+    everywhere = [None] * 4
+    dist.all_gather_object(everywhere, errors)
+    assert everywhere == [errors] * 4, everywhere
+    if policy == "skip":
+        assert not errors
+    else:
+        ((index, text),) = errors
+        assert index == 2
+        assert text.startswith("replica 0, rank 1, step 2: ")
+
+
+def test_what_one_replica_skips_all_do(ranks):
+    ranks.run_each(4, refuse, [("raise",), ("skip",)])
+
+
+MESH = partial(init_device_mesh, "cpu", mesh_dim_names=("replicate", "stage"))
+FIX = (
+    '; pass mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "stage")) and '
+    "replicas=AllReduce() or a gossip algorithm"
+)
+TAKE = "take a gossip algorithm such as SGP, or a schedule that flushes"
+MISTAKES = [  # schedule, mesh, replicas and group of a rank; the sentence
+    (lambda rank: (GPipe(), MESH((2, 2)), None, None),
+     f"mesh and replicas must be given together, got mesh alone{FIX}"),
+    (lambda rank: (GPipe(), None, AllReduce(), None),
+     f"mesh and replicas must be given together, got replicas alone{FIX}"),
+    (lambda rank: (GPipe(), init_device_mesh("cpu", (2, 2)), AllReduce(), None),
+     'mesh must have the dimensions "replicate" and "stage", got an empty tuple'),
+    (lambda rank: (GPipe(), MESH((2, 2)), AllReduce(), dist.group.WORLD),
+     "process_group must be None with mesh, whose group it is, got "),
+    (lambda rank: (GPipe(), MESH((2, 2)), AllReduce, None),
+     "replicas must be an object such as AllReduce() or SGP(Ring(4)), got the class AllReduce"),
+    (lambda rank: (GPipe(), "2 x 2", AllReduce(), None),
+     'mesh must be a DeviceMesh with the dimensions "replicate" and "stage", got \'2 x 2\''),
+    (lambda rank: (PipeOptim(), MESH((2, 2)), AllReduce(), None),
+     "replicas must average weights with PipeOptim, whose updates no rank waits for, got "
+     f"AllReduce(find_unused_parameters=False): {TAKE}"),
+    (lambda rank: (GPipe(), MESH((2, 2)), SGP(Ring(4)), None),
+     "replicas must be for the mesh's 2: topology must be for the process group's 2 ranks, got "
+     "Ring(4)"),
+    (lambda rank: (GPipe(), MESH((2, 2)), SGP(Ring(2), overlap=rank // 2), None),
+     "all ranks must have the same replicas: algorithm, got SGP(topology=Ring(2), overlap=0, "
+     "compressor=None) on rank 0 and SGP(topology=Ring(2), overlap=1, compressor=None) on rank 2"),
+    (lambda rank: ([GPipe(), OneForwardOneBackward()][rank // 2], MESH((2, 2)), AllReduce(), None),
+     "all ranks must have the same schedule, got GPipe() on rank 0 and "
+     "OneForwardOneBackward() on rank 2"),
+    (lambda rank: (Interlocking(2, nn.Linear(6, 2)), MESH((2, 2)), AllReduce(), None),
+     "replicas must be None with Interlocking, got AllReduce(find_unused_parameters=False)"),
+]  # fmt: skip
+
+
+def mistake(rank, index):
+    schedule, mesh, replicas, group = MISTAKES[index][0](rank)
+    with pytest.raises((ValueError, TypeError)) as error:
+        PipelineTrainer(
+            build_layers(), mse_loss, OURS["momentum"], schedule, mesh=mesh, replicas=replicas,
+            process_group=group, num_microbatches=3, split=[6],
+        )  # fmt: skip
+    return str(error.value)
+
+
+def test_mistakes_are_one_sentence_on_all_ranks(ranks, subtests):
+    for index, found in enumerate(ranks.run_each(4, mistake, [(i,) for i in range(len(MISTAKES))])):
+        with subtests.test(MISTAKES[index][1]):
+            assert found[0] == found[1] == found[2] == found[3]
+            assert MISTAKES[index][1] in found[0]
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose(rank, num_ranks, schedule, algorithm):
+    """Rank 3, the last stage of the second replica, is killed in its third update."""
+    trainer, replica = make((2, 2), schedule, algorithm)
+    errors = []
+    for index, call in enumerate(calls_of(replica)):
+        if (rank, index) == (3, 2):
+            trainer.stages[0].optimizers[0].register_step_pre_hook(die)
+        try:
+            trainer.step(*call)
+        except StageError as error:
+            errors.append(str(error))
+            break
+    return errors
+
+
+@pytest.mark.parametrize(
+    "case", [slow((GPipe(), AllReduce())), (STREAMING[0], SGP(Ring(2), overlap=1))], ids=str
+)
+def test_a_dead_rank_is_named_in_all_replicas(case):
+    *others, dead = observe_ranks(4, lose, 4, *case, group_timeout=20)
+    assert dead.exit_code == -signal.SIGKILL
+    assert [each.error for each in others] == [None] * 3, others
+    (text,) = {each.value[0] for each in others}
+    # By the rank that has found it out first, of either replica.
+    names = "replica 1, rank 1 (stage 1)", "rank 3 of another replica"
+    assert text.startswith(tuple(f"{name} died" for name in names))
+    assert re.search(r": replica \d, rank \d waited for ", text)
