@@ -103,6 +103,35 @@ FAULTS = [
         "if True:",
         "tests/comm/test_profiling.py",
     ),
+    # Replicas of a pipeline
+    Fault(
+        "a stage steps on weights from before the merge",
+        "pyparallel/pipeline/runtime/replica.py",
+        "            averager.before_step()\n",
+        "",
+        "tests/pipeline/test_replicas.py",
+    ),
+    Fault(
+        "a stage that skips an update skips its round",
+        "pyparallel/pipeline/runtime/replica.py",
+        "self._take_round(self._inner.skip)",
+        "self._inner.skip()",
+        "tests/pipeline/test_replicas.py",
+    ),
+    Fault(
+        "replicas begin with weights of their own",
+        "pyparallel/pipeline/runtime/replica.py",
+        "        self._copy_from_first(run)\n",
+        "",
+        "tests/pipeline/test_replicas.py",
+    ),
+    Fault(
+        "a small batch weighs as much as a large one",
+        "pyparallel/pipeline/replicas.py",
+        "flat.mul_(weight / total)",
+        "flat.mul_(1 / self._run.size)",
+        "tests/pipeline/test_replicas.py",
+    ),
     # Process groups and calls
     Fault(
         "a group is destroyed while other ranks need it",

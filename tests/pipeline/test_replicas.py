@@ -77,11 +77,14 @@ def calls_of(replica, samples=12, dtype=torch.float32):
 
 def make(shape, schedule, algorithm, optimizer="momentum", dtype=torch.float32, **options):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "stage"))
+    replica, layers = mesh.get_local_rank("replicate"), build_layers(dtype)
+    for tensor in nn.Sequential(*layers).state_dict().values():
+        tensor.add_(replica)  # all begin with those of the first replica
     trainer = PipelineTrainer(
-        build_layers(dtype), mse_loss, OURS[optimizer], schedule, mesh=mesh,
-        replicas=algorithm, num_microbatches=MICROBATCHES, split=SPLITS[shape[1]], **options,
+        layers, mse_loss, OURS[optimizer], schedule, mesh=mesh, replicas=algorithm,
+        num_microbatches=MICROBATCHES, split=SPLITS[shape[1]], **options,
     )  # fmt: skip
-    return trainer, mesh.get_local_rank("replicate")
+    return trainer, replica
 
 
 def state_of(trainer):
@@ -398,6 +401,27 @@ def refuse(rank, policy):
 
 def test_what_one_replica_skips_all_do(ranks):
     ranks.run_each(4, refuse, [("raise",), ("skip",)])
+
+
+def skip_alone(rank, schedule):
+    """The third batch of replica 0 has a nan: it takes the round without an update."""
+    trainer, replica = make((2, 2), schedule, SGP(Complete(2)), nonfinite="skip")
+    for index, (inputs, target) in enumerate(calls_of(replica)):
+        spoils = float("nan") if (replica, index) == (0, 2) else 1.0
+        trainer.step(inputs, spoils * target)
+    trainer.flush()
+    return trainer.stages[0].num_skipped, state_of(trainer)
+
+
+def test_a_replica_that_skips_an_update_takes_its_round(ranks):
+    for schedule in GPipe(), STREAMING[0]:
+        found = ranks.run(4, skip_alone, schedule)
+        each = 1 if schedule.flushes else MICROBATCHES
+        assert [skipped for skipped, _ in found] == [each, each, 0, 0]
+        for stage in range(2):
+            (_, first), (_, second) = found[stage::2]
+            for name, value in first.items():
+                torch.testing.assert_close(value, second[name], rtol=0, atol=1e-6)
 
 
 MESH = partial(init_device_mesh, "cpu", mesh_dim_names=("replicate", "stage"))
