@@ -192,7 +192,7 @@ def sharded(rows: Sequence[Row]) -> str:
     measure, parts = tables.measure_of("text"), []
     for link, of_link in tables.grouped(rows, "link").items():
         by_name = tables.grouped(of_link, "method", ["HSDP"])
-        base = by_name["HSDP"]
+        base = by_name.get("HSDP") or of_link
         head = [
             f"{link}, {of_link[0]['ranks']} ranks, {of_link[0]['steps']} steps",
             measure.title,
