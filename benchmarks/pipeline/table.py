@@ -1,4 +1,4 @@
-"""The tables of ``benchmarks.pipeline.compare``, ``optimizers`` and ``clock``."""
+"""The tables of ``benchmarks.pipeline.compare``, ``optimizers``, ``clock`` and ``replicas``."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -288,3 +288,28 @@ def race(rows: Sequence[Row]) -> str:
             ", ".join(f"{gap:+.1f} %" for gap in gaps) if system == "PipeOptim" else "",
         ])  # fmt: skip
     return markdown_table(head, lines)
+
+
+def replicas(rows: Sequence[Row]) -> str:
+    """Return a table of tokens a second for each link, beside torch's DDP in bfloat16."""
+    parts = []
+    for link, of_link in grouped(rows, "link").items():
+        by_name = grouped(of_link, "method", ["torch 1F1B, DDP", "torch 1F1B, DDP in bfloat16"])
+        base = mean(by_name.get("torch 1F1B, DDP in bfloat16", of_link), "tokens_per_second")
+        head = [
+            f"{link}, {of_link[0]['ranks']} ranks, {of_link[0]['steps']} steps",
+            "tokens a second",
+            "speed",
+            "bits a parameter and step",
+        ]
+        lines = [
+            [
+                name,
+                f"{mean(found, 'tokens_per_second'):.0f}",
+                f"{mean(found, 'tokens_per_second') / base:.2f}x",
+                f"{mean(found, 'bits'):.3g}",
+            ]
+            for name, found in by_name.items()
+        ]
+        parts.append(markdown_table(head, lines))
+    return "\n".join(parts)

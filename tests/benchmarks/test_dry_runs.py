@@ -26,7 +26,7 @@ PROGRAMS = {
     "harness": ["build"],
     "ops": ["calls", "overlap"],
     "gossip": ["bench", "compare", "outer_steps", "rates", "sharded", "stationary"],
-    "pipeline": ["bench", "compare", "optimizers", "clock", "paper"],
+    "pipeline": ["bench", "compare", "optimizers", "clock", "paper", "replicas"],
     "interlocking": ["bench", "compare"],
     "compression": ["bench", "compare"],
     "subnets": ["compare", "compare_gradients", "compare_sketches"],
