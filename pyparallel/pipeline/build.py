@@ -1,10 +1,11 @@
 """Building the stages of a rank from its trainer's arguments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ..comm import Collectives, Run
@@ -60,6 +61,17 @@ class PreparedStages:
     optimizers: list[Optimizer]
     finish: Callable[[Criterion, StageOptions], Executor]
     replicas: Sequence[ReplicatedPredictor] = ()
+
+    @classmethod
+    def of(
+        cls,
+        prepared: Iterable[build_stage.TrainedStage],
+        finish: Callable[[Criterion, StageOptions], Executor],
+    ) -> "PreparedStages":
+        """Return the stages of a rank, which are finished later."""
+        prepared = list(prepared)
+        optimizers = [optimizer for each in prepared for optimizer in each.optimizers]
+        return cls(optimizers, finish, [e.replica for e in prepared if e.replica is not None])
 
 
 def build_stages(
@@ -193,9 +205,7 @@ def prepare_stages(
         }  # fmt: skip
         return Executor(stages, shape, p2p, arguments.rank, arguments.place)
 
-    optimizers = [o for each in prepared.values() for o in each.optimizers]
-    found = [each.replica for each in prepared.values() if each.replica is not None]
-    return PreparedStages(optimizers, finish, found)
+    return PreparedStages.of(prepared.values(), finish)
 
 
 @prepare_stages.register
@@ -219,14 +229,16 @@ def _prepare_interlocking(
         named = build_stage.trained_parameters(module)
         if index in built:
             named |= build_stage.trained_parameters(built[index], "head.")
-        optimizers, weights = [], LiveWeights(None)
+        optimizers, weights, replica = [], LiveWeights(None), None
         if named:
             optimizers = build_stage.build_optimizers(named, arguments.optimizer_fn)
-            weights = LiveWeights(
-                build_stage.attach_predictors(optimizers, schedule, shape, index)[1]
-            )
+            flat, predictor = build_stage.attach_predictors(optimizers, schedule, shape, index)
+            if arguments.replicas is not None:
+                both = nn.ModuleList([module, *([built[index]] if index in built else [])])
+                replica = predictor = ReplicatedPredictor(predictor, both, optimizers, flat)
+            weights = LiveWeights(predictor)
         schedulers = build_stage.build_schedulers(optimizers, arguments.scheduler_fn)
-        prepared[index] = build_stage.TrainedStage(optimizers, weights, schedulers)
+        prepared[index] = build_stage.TrainedStage(optimizers, weights, schedulers, replica)
 
     def finish(criterion: Criterion, options: StageOptions) -> Executor:
         stages = {}
@@ -238,11 +250,11 @@ def _prepare_interlocking(
                 head = HeadRuntime(built[index], head_criterion, reads_shared)
             stages[index] = InterlockingStage(
                 index, own[index], each.optimizers, each.weights,
-                None if head else criterion, head, options, each.schedulers,
+                None if head else criterion, head, options, each.schedulers, each.replica,
             )  # fmt: skip
         ahead = schedule.max_ahead * shape.num_microbatches
         return InterlockingExecutor(
             stages, shape, p2p, arguments.rank, schedule.reach(shape), ahead, shared
         )
 
-    return PreparedStages([o for each in prepared.values() for o in each.optimizers], finish)
+    return PreparedStages.of(prepared.values(), finish)

@@ -44,8 +44,6 @@ def check_mesh(mesh: Any, algorithm: Any, process_group: object) -> None:
 def find_replicas_error(algorithm: Any, schedule: Schedule, num_replicas: int) -> str | None:
     """Return why replicas cannot be averaged by an algorithm, or None."""
     name = type(schedule).__name__
-    if schedule.needs_batch:
-        return f"replicas must be None with {name}, got {algorithm!r}"
     if algorithm.averages_gradients:
         if not schedule.flushes:
             return (

@@ -120,6 +120,36 @@ def test_averaged_gradients_are_those_of_one_pipeline_with_the_joined_batch(rank
     torch.testing.assert_close(means, torch.tensor(expected[1][0], dtype=torch.float64))
 
 
+def interlock(rank, algorithm):
+    """Train with a head on the first of two stages, of replicas or of one pipeline with both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "stage"))
+    replica, is_alone = mesh.get_local_rank("replicate"), algorithm is None
+    options = {"process_group": mesh.get_group("stage")} if is_alone else {"mesh": mesh}
+    torch.manual_seed(0 if is_alone else replica)  # all begin with the head of the first replica
+    head = nn.Linear(6, 2)
+    trainer = PipelineTrainer(
+        build_layers(), mse_loss, partial(torch.optim.SGD, lr=0.1),
+        Interlocking(1, head), num_microbatches=MICROBATCHES, split=[3],
+        replicas=algorithm, **options,
+    )  # fmt: skip
+    for both in zip(*map(calls_of, range(2)), strict=True):
+        trainer.step(*(map(torch.cat, zip(*both, strict=True)) if is_alone else both[replica]))
+    (stage,) = trainer.stages
+    of_head = {} if stage.head is None else stage.head.module.state_dict()
+    return state_of(trainer), {name: value.clone() for name, value in of_head.items()}
+
+
+def test_heads_are_averaged_with_their_stages(ranks):
+    """After plain SGD the average of equal weights is a step on the joined batch."""
+    alone, averaged = ranks.run_each(4, interlock, [(None,), (SGP(Complete(2)),)])
+    for rank, found in enumerate(averaged):
+        for own, expected in zip(found, alone[rank % 2], strict=True):
+            assert own.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(own[name], value, rtol=0, atol=1e-5)
+    assert averaged[0][1]
+
+
 def gossip(rank, schedule, algorithm, optimizer):
     trainer, replica = make((2, 2), schedule, algorithm, optimizer)
     calls = calls_of(replica)
@@ -455,8 +485,6 @@ MISTAKES = [  # schedule, mesh, replicas and group of a rank; the sentence
     (lambda rank: ([GPipe(), OneForwardOneBackward()][rank // 2], MESH((2, 2)), AllReduce(), None),
      "all ranks must have the same schedule, got GPipe() on rank 0 and "
      "OneForwardOneBackward() on rank 2"),
-    (lambda rank: (Interlocking(2, nn.Linear(6, 2)), MESH((2, 2)), AllReduce(), None),
-     "replicas must be None with Interlocking, got AllReduce(find_unused_parameters=False)"),
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from ..runtime.loss import Criterion, find_target_refusal
 from ..runtime.microbatches import MicrobatchSplitter
 from ..runtime.options import StageOptions
 from ..runtime.preserve_state import outside_autocast
+from ..runtime.replica import ReplicatedPredictor
 from ..runtime.stage import Stage
 from ..runtime.stage_weights import Weights
 from ..runtime.values import differentiable, roots_of
@@ -56,8 +57,11 @@ class InterlockingStage(Stage):
         head: HeadRuntime | None,
         options: StageOptions = StageOptions(),  # noqa: B008 - immutable
         schedulers: Sequence[LRScheduler] = (),
+        replica: ReplicatedPredictor | None = None,
     ) -> None:
-        super().__init__(index, module, optimizers, weights, criterion, options, schedulers)
+        super().__init__(
+            index, module, optimizers, weights, criterion, options, schedulers, replica
+        )
         self.head = head
         self._supports_batched = True  # until its graph has failed under vmap
         self._parameters = [each for each in module.parameters() if each.requires_grad]
