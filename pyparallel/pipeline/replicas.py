@@ -51,6 +51,9 @@ def find_replicas_error(algorithm: Any, schedule: Schedule, num_replicas: int) -
                 f"{algorithm!r}: take a gossip algorithm such as SGP, or a schedule that flushes"
             )
         return None
+    if algorithm.needs_losses:
+        rule = "replicas must average without losses, which one stage knows"
+        return f"{rule}, got {algorithm!r}: take SGP or DiLoCo"
     if (error := algorithm.validation_error(num_replicas)) is not None:
         return f"replicas must be for the mesh's {num_replicas}: {error.partition('; ')[0]}"
     return None

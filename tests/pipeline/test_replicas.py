@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 from pyparallel import GossipDataParallel
 from pyparallel.comm import NonFiniteError
-from pyparallel.gossip import SGP, AllReduce, DiLoCo
+from pyparallel.gossip import SGP, AllReduce, DiLoCo, LeaderSGD
 from pyparallel.gossip.topology import Complete, Ring
 from pyparallel.optim import AdamW
 from pyparallel.pipeline import (
@@ -32,6 +32,7 @@ from pyparallel.pipeline import (
     ZeroBubble,
 )
 from tests.cases import pairwise, slow
+from tests.gossip.every_algorithm import EVERY_ALGORITHM
 from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls
 from tests.pipeline.models import build_layers as build_all_layers
 from tests.pipeline.reference import (
@@ -273,6 +274,32 @@ def test_equals_a_full_history_of_every_replica(ranks, subtests, cases):
                     torch.testing.assert_close(torch.tensor(losses), own, rtol=0, atol=1e-5)
 
 
+def train_by(rank, schedule, name):
+    """Return the held-out losses before and after training, of the average."""
+    trainer, replica = make((2, 2), schedule, EVERY_ALGORITHM[name](2), "AdamW")
+    losses = [trainer.evaluate(*calls_of(0)[0])]
+    for call in 4 * calls_of(replica):
+        trainer.step(*call)
+    with trainer.consensus():
+        losses.append(trainer.evaluate(*calls_of(0)[0]))
+        return losses, state_of(trainer)
+
+
+@pytest.mark.slow
+def test_replicas_train_by_every_algorithm(ranks, subtests):
+    names = [name for name in EVERY_ALGORITHM if not EVERY_ALGORITHM[name](2).needs_losses]
+    assert len(names) > 20
+    for schedule, name in product((GPipe(), STREAMING[0]), names):
+        if name == "allreduce" and not schedule.flushes:
+            continue
+        with subtests.test(f"{name} {schedule}"):
+            found = ranks.run(4, train_by, schedule, name)
+            before, after = found[1][0]
+            assert after < 0.8 * before or name == "osgp-biased"  # the paper's ablation
+            for (_, first), (_, second) in zip(found[:2], found[2:], strict=True):
+                assert all(torch.equal(each, second[key]) for key, each in first.items())
+
+
 def one_replica(rank, schedule, has_mesh):
     options = {}
     if has_mesh:
@@ -476,6 +503,8 @@ MISTAKES = [  # schedule, mesh, replicas and group of a rank; the sentence
     (lambda rank: (PipeOptim(), MESH((2, 2)), AllReduce(), None),
      "replicas must average weights with PipeOptim, whose updates no rank waits for, got "
      f"AllReduce(find_unused_parameters=False): {TAKE}"),
+    (lambda rank: (GPipe(), MESH((2, 2)), LeaderSGD(2, interval=2, global_interval=4), None),
+     "replicas must average without losses, which one stage knows, got LeaderSGD("),
     (lambda rank: (GPipe(), MESH((2, 2)), SGP(Ring(4)), None),
      "replicas must be for the mesh's 2: topology must be for the process group's 2 ranks, got "
      "Ring(4)"),

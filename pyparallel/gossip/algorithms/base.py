@@ -25,6 +25,7 @@ class Algorithm(ABC):
     """The immutable configuration of a gossip algorithm; a subclass is a frozen dataclass."""
 
     averages_gradients: ClassVar[bool] = False  # instead of weights, before each update
+    needs_losses: ClassVar[bool] = False  # of each step, by record_loss()
 
     @abstractmethod
     def start(

@@ -102,6 +102,8 @@ class LeaderSGD(Algorithm):
             in [0, 1]. None: 0.1 in the authors' form.
     """
 
+    needs_losses = True
+
     ranks_per_node: int
     interval: int = 4
     global_interval: int = 16
