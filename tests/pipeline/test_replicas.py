@@ -49,7 +49,8 @@ from tests.pipeline.reference import (
 from tests.workers import observe_ranks
 
 MICROBATCHES = 3
-SAMPLES = 12, 17  # of the replicas' batches
+CUTS = SPLITS | {3: [4, 8]}
+SAMPLES = 12, 17, 13  # of the replicas' batches
 FLUSHING = [GPipe(), OneForwardOneBackward(), ZeroBubble()]
 STREAMING = [
     PipeOptim("live", prediction=Displacement()),
@@ -73,7 +74,7 @@ def build_layers(dtype=torch.float32):
 
 
 def calls_of(replica, samples=12, dtype=torch.float32):
-    return build_calls(10, samples, dtype)[replica::2]
+    return build_calls(15, samples, dtype)[replica::3]
 
 
 def make(shape, schedule, algorithm, optimizer="momentum", dtype=torch.float32, **options):
@@ -83,7 +84,7 @@ def make(shape, schedule, algorithm, optimizer="momentum", dtype=torch.float32, 
         tensor.add_(replica)  # all begin with those of the first replica
     trainer = PipelineTrainer(
         layers, mse_loss, OURS[optimizer], schedule, mesh=mesh, replicas=algorithm,
-        num_microbatches=MICROBATCHES, split=SPLITS[shape[1]], **options,
+        num_microbatches=MICROBATCHES, split=CUTS[shape[1]], **options,
     )  # fmt: skip
     return trainer, replica
 
@@ -92,33 +93,40 @@ def state_of(trainer):
     return {k: v.clone() for stage in trainer.stages for k, v in stage.module.state_dict().items()}
 
 
-def average_gradients(rank, schedule):
-    trainer, replica = make((2, 2), schedule, AllReduce(), "AdamW", torch.float64, max_norm=0.5)
+def average_gradients(rank, schedule, shape):
+    trainer, replica = make(shape, schedule, AllReduce(), "AdamW", torch.float64, max_norm=0.5)
     losses = [trainer.step(*call) for call in calls_of(replica, SAMPLES[replica], torch.float64)]
     return losses, state_of(trainer)
 
 
-def join_batches(rank, schedule):
+def join_batches(rank, schedule, shape):
+    num_replicas, num_stages = shape
     trainer = PipelineTrainer(
         build_layers(torch.float64), mse_loss, OURS["AdamW"], schedule,
-        num_microbatches=2 * MICROBATCHES, split=SPLITS[2], max_norm=0.5,
+        num_microbatches=2 * MICROBATCHES, split=CUTS[num_stages], max_norm=0.5,
     )  # fmt: skip
-    both = zip(*(calls_of(each, SAMPLES[each], torch.float64) for each in range(2)), strict=True)
-    losses = [trainer.step(*map(torch.cat, zip(*calls, strict=True))) for calls in both]
+    of_replicas = [calls_of(r, SAMPLES[r], torch.float64) for r in range(num_replicas)]
+    steps = zip(*of_replicas, strict=True)
+    losses = [trainer.step(*map(torch.cat, zip(*calls, strict=True))) for calls in steps]
     return losses, state_of(trainer)
 
 
-@pytest.mark.parametrize("schedule", FLUSHING, ids=str)
-def test_averaged_gradients_are_those_of_one_pipeline_with_the_joined_batch(ranks, schedule):
-    expected = ranks.run(2, join_batches, schedule)
-    found = ranks.run(4, average_gradients, schedule)
+@pytest.mark.parametrize(
+    ("schedule", "shape"),
+    [*((each, (2, 2)) for each in FLUSHING), slow(GPipe(), (2, 3)), slow(ZeroBubble(), (3, 2))],
+    ids=str,
+)
+def test_averaged_gradients_are_those_of_one_pipeline_with_the_joined_batch(ranks, schedule, shape):
+    num_replicas, num_stages = shape
+    expected = ranks.run(num_stages, join_batches, schedule, shape)
+    found = ranks.run(num_replicas * num_stages, average_gradients, schedule, shape)
     for rank, (_, state) in enumerate(found):
-        stage = rank % 2
-        for name, value in expected[stage][1].items():
+        for name, value in expected[rank % num_stages][1].items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
-    losses = torch.tensor([found[1][0], found[3][0]], dtype=torch.float64)
-    means = torch.tensor(SAMPLES, dtype=torch.float64) / sum(SAMPLES) @ losses
-    torch.testing.assert_close(means, torch.tensor(expected[1][0], dtype=torch.float64))
+    of_last = [losses for losses, _ in found[num_stages - 1 :: num_stages]]
+    shares = torch.tensor(SAMPLES[:num_replicas], dtype=torch.float64)
+    means = shares / shares.sum() @ torch.tensor(of_last, dtype=torch.float64)
+    torch.testing.assert_close(means, torch.tensor(expected[-1][0], dtype=torch.float64))
 
 
 def interlock(rank, algorithm):
