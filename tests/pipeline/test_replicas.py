@@ -159,8 +159,8 @@ def test_heads_are_averaged_with_their_stages(ranks):
     assert averaged[0][1]
 
 
-def gossip(rank, schedule, algorithm, optimizer):
-    trainer, replica = make((2, 2), schedule, algorithm, optimizer)
+def gossip(rank, schedule, algorithm, optimizer, depth):
+    trainer, replica = make((2, depth), schedule, algorithm, optimizer)
     calls = calls_of(replica)
     losses = [trainer.step(*call) for call in calls[:4]]
     trainer.flush()
@@ -182,13 +182,13 @@ def mean_of(weights):
 class Reference:
     """All replicas in one process, each with the history of every stage; of two, so P is 1/2."""
 
-    def __init__(self, schedule, optimizer, algorithm):
-        self.schedule, self.algorithm = schedule, algorithm
-        self.every, depth = microbatches_per_update(schedule, MICROBATCHES), 2
+    def __init__(self, schedule, algorithm, optimizer, depth):
+        self.schedule, self.algorithm, self.depth = schedule, algorithm, depth
+        self.every = microbatches_per_update(schedule, MICROBATCHES)
         self.replicas = []
         for _ in range(2):
             stages = []
-            for index, module in enumerate(cut(build_layers(), SPLITS[depth])):
+            for index, module in enumerate(cut(build_layers(), CUTS[depth])):
                 late = updates_late(schedule, index, depth, MICROBATCHES)
                 own = Correction(schedule, depth - 1 - index, None, late, depth)
                 stages.append(make_stage(module, OURS[optimizer], predict, own))
@@ -203,14 +203,16 @@ class Reference:
         for calls in streams:
             of_replicas = [microbatches(each, MICROBATCHES, self.every) for each in calls]
             for m, batches in enumerate(zip(*of_replicas, strict=True)):
-                rules = [reads(self.schedule, m, s, 2, MICROBATCHES) for s in range(2)]
+                rules = [
+                    reads(self.schedule, m, s, self.depth, MICROBATCHES) for s in range(self.depth)
+                ]
                 for replica, batch in enumerate(batches):
                     stages = self.replicas[replica]
                     losses[replica].append(run_microbatch(stages, rules, mse_loss, *batch))
                 if (m + 1) % self.every == 0:
                     self.update()
             if self.in_flight:
-                for index in range(2):
+                for index in range(self.depth):
                     self.merge(index)
                 self.in_flight = False
             for stages in self.replicas:
@@ -220,7 +222,7 @@ class Reference:
 
     def update(self):
         self.num_updates += 1
-        for index in range(2):
+        for index in range(self.depth):
             same = [stages[index] for stages in self.replicas]
             if self.in_flight:  # the gradient was computed meanwhile
                 before = [stage.history[-1] for stage in same]
@@ -264,20 +266,25 @@ class Reference:
 AXES = STREAMING, ALGORITHMS, tuple(OURS)
 
 
-@pytest.mark.parametrize("cases", [pairwise(*AXES), slow([*product(*AXES)])], ids=["pairs", "all"])
-def test_equals_a_full_history_of_every_replica(ranks, subtests, cases):
-    for case, found in zip(cases, ranks.run_each(4, gossip, cases), strict=True):
-        schedule, algorithm, optimizer = case
-        reference = Reference(schedule, optimizer.removeprefix("fused "), algorithm)
+@pytest.mark.parametrize(
+    ("cases", "depth"),
+    [(pairwise(*AXES), 2), slow([*product(*AXES)], 2), slow(pairwise(*AXES), 3)],
+    ids=["pairs", "all", "pairs-3"],
+)
+def test_equals_a_full_history_of_every_replica(ranks, subtests, cases, depth):
+    rows = [(*case, depth) for case in cases]
+    for row, found in zip(rows, ranks.run_each(2 * depth, gossip, rows), strict=True):
+        schedule, algorithm, optimizer, _ = row
+        reference = Reference(schedule, algorithm, optimizer.removeprefix("fused "), depth)
         calls = [calls_of(replica) for replica in range(2)]
         expected = reference.train([[each[:4] for each in calls], [each[4:] for each in calls]])
-        with subtests.test(str(case)):
+        with subtests.test(str(row)):
             for rank, (losses, state) in enumerate(found):
-                replica, stage = divmod(rank, 2)
+                replica, stage = divmod(rank, depth)
                 weights = reference.replicas[replica][stage].history[-1].weights()
                 for name, value in weights.items():
                     torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
-                if stage == 1:
+                if stage == depth - 1:
                     own = torch.tensor(expected[replica]).view(-1, MICROBATCHES).mean(1)
                     torch.testing.assert_close(torch.tensor(losses), own, rtol=0, atol=1e-5)
 
