@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -96,7 +97,10 @@ class ReplicatedPredictor(WeightPredictor):
             averager.after_step()
 
     def consensus(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights are the average over replicas."""
+        """Return a context in which weights and buffers are the average over replicas."""
         values, weight = self.averager.as_evaluated()
-        averages = average(values, weight, Collectives(self.averager.run))
-        return assigned(self._buckets.buffers, averages)
+        collectives = Collectives(self.averager.run)
+        buffers = [each for each in self._module.buffers() if each.is_floating_point()]
+        averages = average(values, weight, collectives)
+        averages += average(buffers, torch.ones_like(weight), collectives)
+        return assigned([*self._buckets.buffers, *buffers], averages)
