@@ -70,7 +70,7 @@ def start_ours(
     return start
 
 
-def reduce_in_bfloat16(state: Any, bucket: Any) -> Any:
+def reduce_in_bfloat16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Call torch's hook, which may not be registered itself with gloo."""
     return bf16_compress_hook(state, bucket)
 
