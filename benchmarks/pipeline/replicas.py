@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.gossip.trainers import bf16_unchecked
 from benchmarks.harness.link import limited_links, read_sent
 from benchmarks.harness.program import compare, prepare_for_ranks
 from benchmarks.harness.ranks import run_ranks
@@ -70,11 +70,6 @@ def start_ours(
     return start
 
 
-def reduce_in_bfloat16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Call torch's hook, which may not be registered itself with gloo."""
-    return bf16_compress_hook(state, bucket)
-
-
 def start_torch(hook: Any = None) -> Callable[[list[nn.Module], DeviceMesh], Step]:
     def start(layers: list[nn.Module], mesh: DeviceMesh) -> Step:
         index = mesh.get_local_rank("stage")
@@ -107,7 +102,7 @@ def start_torch(hook: Any = None) -> Callable[[list[nn.Module], DeviceMesh], Ste
 
 METHODS = {
     "torch 1F1B, DDP": start_torch(),
-    "torch 1F1B, DDP in bfloat16": start_torch(reduce_in_bfloat16),
+    "torch 1F1B, DDP in bfloat16": start_torch(bf16_unchecked),
     "1F1B, AllReduce": start_ours(pipeline.OneForwardOneBackward(), AllReduce()),
     "2BW, SGP": start_ours(TWO_VERSIONS, SGP(GOSSIP, overlap=1)),
     "2BW, SGP, Int8": start_ours(
