@@ -103,7 +103,6 @@ class LeaderSGD(Algorithm):
     """
 
     needs_losses = True
-
     ranks_per_node: int
     interval: int = 4
     global_interval: int = 16
