@@ -106,21 +106,21 @@ FAULTS = [
     # Replicas of a pipeline
     Fault(
         "a stage steps on weights from before the merge",
-        "pyparallel/pipeline/runtime/replica.py",
+        "pyparallel/pipeline/runtime/replicated_predictor.py",
         "            averager.before_step()\n",
         "",
         "tests/pipeline/test_replicas.py",
     ),
     Fault(
         "a stage that skips an update skips its round",
-        "pyparallel/pipeline/runtime/replica.py",
+        "pyparallel/pipeline/runtime/replicated_predictor.py",
         "self._take_round(self._inner.skip)",
         "self._inner.skip()",
         "tests/pipeline/test_replicas.py",
     ),
     Fault(
         "replicas begin with weights of their own",
-        "pyparallel/pipeline/runtime/replica.py",
+        "pyparallel/pipeline/runtime/replicated_predictor.py",
         "        self._copy_from_first(run)\n",
         "",
         "tests/pipeline/test_replicas.py",

@@ -8,12 +8,11 @@ node's link has carried, of each of the model's parameters and step.
 Rows: ``benchmarks/results/sharded.csv``.
 """
 
-import argparse
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,9 +28,9 @@ from benchmarks.gossip.table import sharded
 from benchmarks.gossip.tasks import Text
 from benchmarks.harness.learning_rate import decayed
 from benchmarks.harness.link import limited_links, read_sent
-from benchmarks.harness.program import compare, prepare_for_ranks
+from benchmarks.harness.program import LinkRun, compare, find_link_runs, prepare_for_ranks
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.harness.rows import RESULTS, Key, Row, RunRows, as_text, shorten
+from benchmarks.harness.rows import RESULTS, Row, RunRows, as_text, shorten
 from benchmarks.language_models.training import build_llama
 from examples.data import draw_windows
 from examples.models import byte_loss
@@ -61,20 +60,6 @@ METHODS: dict[str, MixedPrecisionPolicy | Callable[[], Algorithm]] = {
 }
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training run."""
-
-    link: str
-    method: str
-    seed: int
-    steps: int = STEPS
-
-    @property
-    def key(self) -> Key:
-        return self.link, self.method, str(self.seed)
-
-
 def start(method: str) -> tuple[nn.Module, Optimizer, nn.Module]:
     """Return a sharded module, its optimizer, and what is trained: it or a wrapper."""
     mesh = init_device_mesh("cpu", (NODES, SHARDS), mesh_dim_names=("replicate", "shard"))
@@ -92,7 +77,7 @@ def start(method: str) -> tuple[nn.Module, Optimizer, nn.Module]:
     return module, optimizer, wrapped
 
 
-def train(rank: int, run: Run) -> Row:
+def train(rank: int, run: LinkRun) -> Row:
     torch.manual_seed(run.seed)
     text = Text(run.seed, run.steps)
     module, optimizer, model = start(run.method)
@@ -132,7 +117,7 @@ def train(rank: int, run: Run) -> Row:
     }
 
 
-def perform(run: Run) -> Row:
+def perform(run: LinkRun) -> Row:
     ranks = NODES * SHARDS
     with limited_links(ranks, LINKS[run.link], SHARDS) as place:
         found = run_ranks(ranks, place, SECONDS, train, run)
@@ -151,15 +136,17 @@ def perform(run: Run) -> Row:
     }
 
 
-def find_runs(options: argparse.Namespace) -> Iterator[Run]:
-    for link in options.links:
-        for seed in options.seeds:
-            for method in options.methods:
-                yield Run(link, method, seed)
-
-
 if __name__ == "__main__":
     prepare_for_ranks()
     rows = RunRows(RESULTS / "sharded.csv", FIELDS, num_keys=3)
     choices = {"links": list(LINKS), "methods": list(METHODS)}
-    compare("gossip.sharded", __doc__, rows, find_runs, perform, sharded, [0], **choices)
+    compare(
+        "gossip.sharded",
+        __doc__,
+        rows,
+        partial(find_link_runs, STEPS),
+        perform,
+        sharded,
+        [0],
+        **choices,
+    )

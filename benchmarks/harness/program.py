@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from benchmarks.harness.rows import (
     RESULTS,
+    Key,
     Row,
     RunRows,
     commit,
@@ -19,6 +22,27 @@ from benchmarks.harness.rows import (
     read_rows,
     record,
 )
+
+
+@dataclass(frozen=True)
+class LinkRun:
+    """One training run by a method, over a link."""
+
+    link: str
+    method: str
+    seed: int
+    steps: int
+
+    @property
+    def key(self) -> Key:
+        return self.link, self.method, str(self.seed)
+
+
+def find_link_runs(steps: int, options: argparse.Namespace) -> Iterator[LinkRun]:
+    """Return the runs of the links, seeds and methods that a command line has chosen."""
+    for link, seed, method in product(options.links, options.seeds, options.methods):
+        yield LinkRun(link, method, seed, steps)
+
 
 Parts = Mapping[str, Callable[[Any], Iterator[list[Row]]]]
 

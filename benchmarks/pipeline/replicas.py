@@ -8,11 +8,10 @@ first four are timed: too few to say anything of accuracy.
 Rows: ``benchmarks/results/replicas.csv``.
 """
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gossip.trainers import bf16_unchecked
 from benchmarks.harness.link import limited_links, read_sent
-from benchmarks.harness.program import compare, prepare_for_ranks
+from benchmarks.harness.program import LinkRun, compare, find_link_runs, prepare_for_ranks
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.harness.rows import RESULTS, Key, Row, RunRows, as_text, shorten
+from benchmarks.harness.rows import RESULTS, Row, RunRows, as_text, shorten
 from benchmarks.language_models.training import build_llama, next_token_loss
 from benchmarks.pipeline.table import replicas
 from benchmarks.pipeline.tasks import load_text
@@ -114,21 +113,7 @@ METHODS = {
 }
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training run."""
-
-    link: str
-    method: str
-    seed: int
-    steps: int = STEPS
-
-    @property
-    def key(self) -> Key:
-        return self.link, self.method, str(self.seed)
-
-
-def train(rank: int, run: Run) -> Row:
+def train(rank: int, run: LinkRun) -> Row:
     torch.manual_seed(run.seed)
     mesh = init_device_mesh("cpu", (REPLICAS, STAGES), mesh_dim_names=("replicate", "stage"))
     layers = list(pipeline.split_model(build_llama(LENGTH)))
@@ -151,7 +136,7 @@ def train(rank: int, run: Run) -> Row:
     }
 
 
-def perform(run: Run) -> Row:
+def perform(run: LinkRun) -> Row:
     ranks, tokens = REPLICAS * STAGES, REPLICAS * WINDOWS * LENGTH
     with limited_links(ranks, LINKS[run.link], STAGES) as place:
         found = run_ranks(ranks, place, SECONDS, train, run)
@@ -168,15 +153,17 @@ def perform(run: Run) -> Row:
     }
 
 
-def find_runs(options: argparse.Namespace) -> Iterator[Run]:
-    for link in options.links:
-        for seed in options.seeds:
-            for method in options.methods:
-                yield Run(link, method, seed)
-
-
 if __name__ == "__main__":
     prepare_for_ranks()
     rows = RunRows(RESULTS / "replicas.csv", FIELDS, num_keys=3)
     choices = {"links": list(LINKS), "methods": list(METHODS)}
-    compare("pipeline.replicas", __doc__, rows, find_runs, perform, replicas, [0], **choices)
+    compare(
+        "pipeline.replicas",
+        __doc__,
+        rows,
+        partial(find_link_runs, STEPS),
+        perform,
+        replicas,
+        [0],
+        **choices,
+    )

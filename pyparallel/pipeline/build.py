@@ -33,7 +33,7 @@ from .runtime.executor import Executor
 from .runtime.loss import Criterion, shares_update_fn
 from .runtime.microbatches import MicrobatchSplitter
 from .runtime.options import StageOptions
-from .runtime.replica import ReplicatedPredictor
+from .runtime.replicated_predictor import ReplicatedPredictor
 from .runtime.stage import Stage
 from .runtime.stage_layers import StageLayers
 from .runtime.stage_weights import LiveWeights
@@ -71,7 +71,7 @@ class PreparedStages:
         """Return the stages of a rank, which are finished later."""
         prepared = list(prepared)
         optimizers = [optimizer for each in prepared for optimizer in each.optimizers]
-        return cls(optimizers, finish, [e.replica for e in prepared if e.replica is not None])
+        return cls(optimizers, finish, [e.replicated for e in prepared if e.replicated is not None])
 
 
 def build_stages(
@@ -199,7 +199,7 @@ def prepare_stages(
         stages = {
             index: Stage(
                 index, modules[index], each.optimizers, each.weights,
-                criterion if index == last else None, options, each.schedulers, each.replica,
+                criterion if index == last else None, options, each.schedulers, each.replicated,
             )
             for index, each in prepared.items()
         }  # fmt: skip
@@ -250,7 +250,7 @@ def _prepare_interlocking(
                 head = HeadRuntime(built[index], head_criterion, reads_shared)
             stages[index] = InterlockingStage(
                 index, own[index], each.optimizers, each.weights,
-                None if head else criterion, head, options, each.schedulers, each.replica,
+                None if head else criterion, head, options, each.schedulers, each.replicated,
             )  # fmt: skip
         ahead = schedule.max_ahead * shape.num_microbatches
         return InterlockingExecutor(

@@ -107,15 +107,15 @@ class Pipeline:
         """Merge the messages of other replicas that are in flight."""
         with self.errors.recording(), self.built.executor.together("the other replicas"):
             for stage in self.stages:
-                if stage.replica is not None:
-                    stage.replica.averager.flush()
+                if stage.replicated is not None:
+                    stage.replicated.averager.flush()
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Train no further inside: the weights are the average over replicas."""
         with ExitStack() as inside:
             with self.errors.recording(), self.built.executor.together("the other replicas"):
-                found = [each.replica for each in self.stages if each.replica is not None]
+                found = [each.replicated for each in self.stages if each.replicated is not None]
                 contexts = [replica.consensus() for replica in found]
             for each in contexts:
                 inside.enter_context(each)

@@ -14,7 +14,7 @@ from ..training import has_methods, wrong_type
 from ..training.arguments import check_type, require
 from .messages.format import Refusal, RefusalKind
 from .runtime.clipping import device_for
-from .runtime.replica import ReplicatedPredictor
+from .runtime.replicated_predictor import ReplicatedPredictor
 from .schedules.schedule import Schedule
 
 REPLICATE, STAGE = "replicate", "stage"  # dimensions of a mesh

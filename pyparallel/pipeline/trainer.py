@@ -444,8 +444,8 @@ class PipelineTrainer(Trainer):
         pipeline = self._check_built("load_checkpoint()")
         pipeline.load(load_checkpoint(stages, checkpoint_id, self._run))
         for stage in self.stages:
-            if stage.replica is not None:
-                stage.replica.restart()
+            if stage.replicated is not None:
+                stage.replicated.restart()
 
     @override
     def close(self) -> None:
@@ -455,8 +455,8 @@ class PipelineTrainer(Trainer):
         ``close`` is no error after it.
         """
         for stage in self.stages if self._built is not None else ():
-            if stage.replica is not None:
-                stage.replica.averager.close()
+            if stage.replicated is not None:
+                stage.replicated.averager.close()
         self._built = self._replicas = self._of_replica = None
         super().close()
 

@@ -424,7 +424,7 @@ def evaluate_average(rank):
         trainer.step(*call)
     trainer.flush()
     own, (stage,) = state_of(trainer), trainer.stages
-    message = stage.replica.averager.buffers[0].nbytes + 64  # and a header
+    message = stage.replicated.averager.buffers[0].nbytes + 64  # and a header
     sent = trainer.metrics()["rank/bytes_sent_to_replicas"]
     assert sent == stage.num_updates * message
     with trainer.consensus():

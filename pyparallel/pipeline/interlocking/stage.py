@@ -18,7 +18,7 @@ from ..runtime.loss import Criterion, find_target_refusal
 from ..runtime.microbatches import MicrobatchSplitter
 from ..runtime.options import StageOptions
 from ..runtime.preserve_state import outside_autocast
-from ..runtime.replica import ReplicatedPredictor
+from ..runtime.replicated_predictor import ReplicatedPredictor
 from ..runtime.stage import Stage
 from ..runtime.stage_weights import Weights
 from ..runtime.values import differentiable, roots_of

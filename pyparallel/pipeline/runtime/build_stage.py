@@ -16,7 +16,7 @@ from ..prediction.base import JoinedPredictor, WeightPredictor
 from ..prediction.corrections import Correction
 from ..schedules.schedule import Schedule
 from ..schedules.shape import PipelineShape
-from .replica import ReplicatedPredictor
+from .replicated_predictor import ReplicatedPredictor
 from .stage import SchedulerFactory
 from .stage_layers import StageLayers, owned_parameters
 from .stage_weights import LiveWeights, StageWeights, Weights
@@ -36,7 +36,7 @@ class TrainedStage(NamedTuple):
     optimizers: list[Optimizer]
     weights: Weights
     schedulers: list[LRScheduler]
-    replica: ReplicatedPredictor | None = None  # among others of the stage
+    replicated: ReplicatedPredictor | None = None  # which also steps the optimizers
 
 
 def prepare_training(

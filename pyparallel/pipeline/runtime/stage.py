@@ -27,7 +27,7 @@ from .loss import Criterion, find_target_refusal
 from .microbatches import MicrobatchSplitter
 from .options import StageOptions
 from .preserve_state import check_autocast, outside_autocast
-from .replica import ReplicatedPredictor
+from .replicated_predictor import ReplicatedPredictor
 from .split_backward import WeightBackward, backward_input
 from .stage_layers import owned_parameters
 from .stage_weights import LiveWeights, Weights
@@ -63,7 +63,7 @@ class Stage:
 
     Without parameters to train it has no optimizers; only the last one has a criterion.
     ``schedulers``, one for each optimizer or none, are stepped after each update. Without a
-    ``clipper`` updates are not clipped, or those of all stages together. ``replica`` averages it
+    ``clipper`` updates are not clipped, or those of all stages together. ``replicated`` averages it
     with the same stage of other replicas; None: there are none.
     """
 
@@ -82,10 +82,10 @@ class Stage:
         criterion: Criterion | None,
         options: StageOptions = StageOptions(),  # noqa: B008 - immutable
         schedulers: Sequence[LRScheduler] = (),
-        replica: ReplicatedPredictor | None = None,
+        replicated: ReplicatedPredictor | None = None,
     ) -> None:
         self.index = index
-        self.replica = replica
+        self.replicated = replicated
         self.module = module
         self.optimizers = list(optimizers)
         self.schedulers = list(schedulers)
@@ -288,8 +288,8 @@ class Stage:
             state["scheduler"] = _one_or_all([each.state_dict() for each in self.schedulers])
         if self.clipper is not None and self.clipper.last is not None:
             state["squared_norms"] = self.clipper.last
-        if self.replica is not None and not is_rescued:
-            state["averaging"] = self.replica.averager.state_dict()
+        if self.replicated is not None and not is_rescued:
+            state["averaging"] = self.replicated.averager.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, is_rescued: bool = False) -> None:
@@ -304,10 +304,10 @@ class Stage:
         if self.schedulers:
             for scheduler, saved in zip(self.schedulers, _all_of(state["scheduler"]), strict=True):
                 scheduler.load_state_dict(saved)
-        if self.replica is not None and is_rescued:
-            self.replica.restart()
-        elif self.replica is not None:
-            self.replica.averager.load_state_dict(state["averaging"])
+        if self.replicated is not None and is_rescued:
+            self.replicated.restart()
+        elif self.replicated is not None:
+            self.replicated.averager.load_state_dict(state["averaging"])
         # Older versions did not save the updates.
         self.load_updates(state.get("updates", 0), state.get("squared_norms"))
 
@@ -325,8 +325,8 @@ class Stage:
         if self.clipper is not None and "squared_norms" in state:
             norms = torch.zeros(len(self.optimized), dtype=torch.float64, device="cpu")
             check_like(state["squared_norms"], norms, f"{path}.squared_norms")
-        if self.replica is not None and not state.get("rescued", False):
-            self.replica.averager.check_state(state["averaging"])
+        if self.replicated is not None and not state.get("rescued", False):
+            self.replicated.averager.check_state(state["averaging"])
         _check_training_state(self, state, path)
 
     def _copy_if_shared(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -91,7 +91,7 @@ def test_outer_steps_learn_and_report():
 @pytest.mark.slow  # four processes
 @pytest.mark.parametrize("method", ["HSDP, bfloat16", "SGP, overlap=1, Int8"])
 def test_shards_learn_and_report(method):
-    for row in run_on_loopback(4, 120, sharded.train, sharded.Run("loopback", method, 0, steps=12)):
+    for row in run_on_loopback(4, 120, sharded.train, sharded.LinkRun("loopback", method, 0, 12)):
         assert row["losses"][-1] < row["losses"][0]
         assert row["parameters"] > 10**7
         assert row["bits"] > 4  # of the shards inside a node too, where both are on one interface
