@@ -109,6 +109,7 @@ class Pipeline:
             for stage in self.stages:
                 if stage.replicated is not None:
                     stage.replicated.averager.flush()
+        self._copy_ties()
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -119,6 +120,7 @@ class Pipeline:
                 contexts = [replica.consensus() for replica in found]
             for each in contexts:
                 inside.enter_context(each)
+            self._copy_ties()  # leaving the context restores the copies too
             yield
 
     def evaluate(self, splitter: MicrobatchSplitter) -> float | None:

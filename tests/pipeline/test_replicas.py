@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 from pyparallel import GossipDataParallel
 from pyparallel.comm import NonFiniteError
+from pyparallel.compression import Int8
 from pyparallel.gossip import SGP, AllReduce, DiLoCo, LeaderSGD
 from pyparallel.gossip.topology import Complete, Ring
 from pyparallel.optim import AdamW
@@ -292,6 +293,45 @@ def test_equals_a_full_history_of_every_replica(ranks, subtests, cases, depth):
                 if stage == depth - 1:
                     own = torch.tensor(expected[replica]).view(-1, MICROBATCHES).mean(1)
                     torch.testing.assert_close(torch.tensor(losses), own, rtol=0, atol=1e-5)
+
+
+def train_tied(rank, shape, schedule, algorithm):
+    """Return the embedding and its tied head's weight, own and averaged, where they are."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "stage"))
+    replica = mesh.get_local_rank("replicate")
+    torch.manual_seed(replica)  # all begin with the first replica's
+    layers = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 8))
+    layers[3].weight = layers[0].weight
+    trainer = PipelineTrainer(
+        layers, cross_entropy, OURS["AdamW"], schedule, mesh=mesh, replicas=algorithm,
+        num_microbatches=MICROBATCHES, split=[2][: shape[1] - 1],
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(10 + replica)
+    for ids in torch.randint(8, (5, 12), generator=generator):
+        trainer.step(ids, target=ids.roll(1))
+    weights = [layers[0].weight, layers[3].weight]
+    found = [each.detach().clone() for each in weights]
+    with trainer.consensus():
+        trainer.evaluate(ids, target=ids)  # the head's is the embedding's
+        found += [each.detach().clone() for each in weights]
+        whole = trainer.full_state_dict()
+    trainer.flush()
+    return found + [each.detach().clone() for each in weights], whole
+
+
+def test_tied_weights_are_merged_where_they_are_updated(ranks, subtests):
+    cases = [(GPipe(), each) for each in (AllReduce(), *ALGORITHMS, SGP(Ring(2), compressor=Int8()))]
+    alone = ranks.run_each(2, train_tied, [((2, 1), *case) for case in cases])
+    split = ranks.run_each(4, train_tied, [((2, 2), *case) for case in cases])
+    for case, expected, found in zip(cases, alone, split, strict=True):
+        with subtests.test(str(case[1])):
+            for replica, (tensors, whole) in enumerate(expected):
+                (of_first, found_whole), (of_last, _) = found[2 * replica : 2 * replica + 2]
+                assert whole.keys() == found_whole.keys()
+                for index in range(0, len(tensors), 2):
+                    embedding, head = of_first[index], of_last[index + 1]
+                    assert torch.equal(embedding, head)
+                    torch.testing.assert_close(head, tensors[index], rtol=0, atol=1e-5)
 
 
 def train_by(rank, schedule, name):
