@@ -46,6 +46,7 @@ class EventLoop {
     forward_ends_.assign(places, kUnknown);
     backward_ends_.assign(places, kUnknown);
     weight_ends_.assign(places, kUnknown);
+    round_ends_.assign(static_cast<size_t>(num_stages_), 0.0);
   }
 
   // Advances every rank as far as possible, and again those whose input has arrived.
@@ -68,7 +69,7 @@ class EventLoop {
              const Array<double>& latencies) const {
     const bool shapes = rows.ndim() == 2 && rows.shape(1) == 3 && !bounds_.empty() &&
                         durations.size() == kKinds * num_stages_ &&
-                        latencies.size() == num_stages_ && num_microbatches_ >= 0;
+                        latencies.size() == 2 * num_stages_ && num_microbatches_ >= 0;
     if (!shapes) throw std::invalid_argument("arrays must have the shapes of an ActionTable");
     const auto num_ranks = static_cast<int64_t>(bounds_.size()) - 1;
     const bool ordered = bounds_.front() == 0 && bounds_.back() == rows.shape(0) &&
@@ -114,8 +115,10 @@ class EventLoop {
         return stage == 0 ? 0.0 : arrival(forward_ends_, row, stage - 1, stage - 1);
       case kBackwardWeight:
         return backward_ends_[here];
-      case kUpdate:
-        return weight_ends_[here];
+      case kUpdate: {
+        const double own = weight_ends_[here];
+        return std::isnan(own) ? kUnknown : std::max(own, round_ends_[stage]);
+      }
       default: {
         const double own = forward_ends_[here];
         if (stage + 1 == num_stages_) return own;
@@ -144,6 +147,7 @@ class EventLoop {
       receiver = row.stage - 1;
     }
     if (row.kind == kBackward || row.kind == kBackwardWeight) weight_ends_[here] = end;
+    if (row.kind == kUpdate) round_ends_[row.stage] = end + latencies_[num_stages_ + row.stage];
     if (receiver >= 0 && receiver < num_stages_) wake(homes_[receiver], homes_[row.stage], row);
   }
 
@@ -160,6 +164,7 @@ class EventLoop {
   int64_t num_stages_, num_microbatches_;
   std::vector<int64_t> next_;
   std::vector<double> free_, forward_ends_, backward_ends_, weight_ends_;
+  std::vector<double> round_ends_;  // of each stage's last round with other replicas
   std::vector<int64_t> runnable_;
 };
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..pipeline import Costs, PipelineShape, Schedule, Simulation, simulate, tabulate
 from ..pipeline.schedules import every_schedule
+from ..pipeline.schedules.action import Kind
 from .text_table import aligned
 
 EXAMPLE = "python -m pyparallel plan --stages 8 --microbatches 16 --out timelines.png"
@@ -21,7 +22,7 @@ _COLUMNS = (
 )  # fmt: skip
 _LEGEND = """
 bubble       idle fraction of all ranks' time: in the first step with warm-up and cool-down, and in
-             steady state
+             steady state; a wait for a round with replicas is idle, too
 activations  peak number of microbatches whose activations a rank holds (for all its stages)
 weights      peak number of weight copies that a rank holds
 staleness    updates by which a forward's weights are too old, at most (first .. last stage)
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("forward", 1.0, "time of a stage's forward"),
         ("backward", 2.0, "time of a stage's backward; halved if split"),
         ("communication", 0.0, "time of a message"),
+        ("round", 0.0, "time of a stage's round with its replicas, in an update or beside others"),
         ("synchronous-updates", 0, "at the start, of schedules whose gradients are delayed"),
     ):
         parser.add_argument(
@@ -76,9 +78,12 @@ def _plan(schedule: Schedule, arguments: argparse.Namespace) -> _PlannedRun:
     chunks = _CHUNKS if schedule.interleaves else 1
     shape = PipelineShape(arguments.stages * chunks, arguments.microbatches, arguments.stages)
     forward, backward = arguments.forward / chunks, arguments.backward / chunks
+    # AllReduce() of gradients is a part of the update; gossip overlaps with what follows it.
+    part = "update" if schedule.flushes else "round"
     costs = Costs(
-        forward, backward, backward / 2, backward / 2, communication=arguments.communication
-    )
+        forward, backward, backward / 2, backward / 2, communication=arguments.communication,
+        **{part: arguments.round / chunks},
+    )  # fmt: skip
     return _PlannedRun(schedule, shape, costs)
 
 
@@ -91,17 +96,25 @@ def describe(plan: _PlannedRun) -> tuple[str, ...]:
     once, before, after = plan.run(1), plan.run(warm_up), plan.run(warm_up + 4)
     # In units of all stages of a rank, of which one stage's activations are a fraction.
     activations = after.peak_activations_of_ranks.max() / shape.stages_per_rank
-    busy = (after.ends - after.starts).sum() - (before.ends - before.starts).sum()
-    capacity = (after.makespan - before.makespan) * after.table.num_ranks
+    steady = after.makespan - before.makespan, _busy(after) - _busy(before)
+    idle = [
+        1 - busy / (time * after.table.num_ranks)
+        for time, busy in [(once.makespan, _busy(once)), steady]
+    ]
     return (
         _name(plan),
-        f"{once.bubble:.1%}",
-        f"{1 - busy / capacity:.1%}",
+        *(f"{each:.1%}" for each in idle),
         f"{activations:g}",
         f"{after.weights.copies.max()}",
         _span(after.forward_staleness),
         _span(after.forward_horizon),
     )
+
+
+def _busy(run: Simulation) -> float:
+    """Return the time of all ranks in forwards and backwards; in updates they wait for a round."""
+    computes = run.table.rows[:, 1] != Kind.UPDATE
+    return float((run.ends - run.starts)[computes].sum())
 
 
 def _name(plan: _PlannedRun) -> str:

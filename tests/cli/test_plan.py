@@ -41,6 +41,16 @@ def test_every_schedule_in_one_table(call):
     assert {"SpecTrain(variant=2)", "Nesterov(weights='consistent')"} < set(rows)
 
 
+def test_a_round_with_replicas_is_a_wait_unless_others_hide_it(call):
+    rows = call("--microbatches", "4", "--round", "4").split("\n\n")[1].splitlines()
+    found = {each[0]: each[1:3] for each in (re.split(r"\s{2,}", row) for row in rows)}
+    # A step of 12, and 9 of warm-up and cool-down; AllReduce() makes it 4 longer.
+    assert found["GPipe"] == found["OneForwardOneBackward"] == ["52.0%", "52.0%"]
+    # An update each 3, of which each waits for a round of 4; an update of 4 microbatches hides it.
+    assert found["PipeOptim(weights='live')"][1] == "25.0%"
+    assert found["PipeDream2BW(weights='consistent')"][1] == "0.0%"
+
+
 def test_one_stage_has_no_bubble(call):
     printed = call("--stages", "1", "--microbatches", "1")
     assert set(re.findall(r"\d+\.\d%", printed)) == {"0.0%"}
@@ -48,7 +58,9 @@ def test_one_stage_has_no_bubble(call):
 
 def test_the_picture(call, tmp_path):
     pytest.importorskip("matplotlib")
-    assert "timelines.png" in call("--stages", "2", "--microbatches", "2", "--out", "timelines.png")
+    assert "timelines.png" in call(
+        "--stages", "2", "--microbatches", "2", "--round", "1", "--out", "timelines.png"
+    )
     assert (tmp_path / "timelines.png").stat().st_size > 10_000
 
 

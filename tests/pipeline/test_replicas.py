@@ -320,7 +320,9 @@ def train_tied(rank, shape, schedule, algorithm):
 
 
 def test_tied_weights_are_merged_where_they_are_updated(ranks, subtests):
-    cases = [(GPipe(), each) for each in (AllReduce(), *ALGORITHMS, SGP(Ring(2), compressor=Int8()))]
+    cases = [
+        (GPipe(), each) for each in (AllReduce(), *ALGORITHMS, SGP(Ring(2), compressor=Int8()))
+    ]
     alone = ranks.run_each(2, train_tied, [((2, 1), *case) for case in cases])
     split = ranks.run_each(4, train_tied, [((2, 2), *case) for case in cases])
     for case, expected, found in zip(cases, alone, split, strict=True):

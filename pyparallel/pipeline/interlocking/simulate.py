@@ -73,7 +73,7 @@ class _Run:
     def __post_init__(self, costs: Costs) -> None:
         schedule, shape = self.schedule, self.shape
         self._durations = costs.durations(shape.num_stages)
-        self._latencies = costs.latencies(shape.num_stages)
+        self._latencies = costs.latencies(shape.num_stages)[0]
         self._window = schedule.reach(shape)
         self._last = shape.num_stages - 1
         max_ahead = schedule.max_ahead * shape.num_microbatches

@@ -1,4 +1,4 @@
-"""The durations of actions and messages, by stage."""
+"""The durations of actions, messages and rounds, by stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,6 +14,8 @@ class Costs:
 
     ``communication`` of stage s is the latency of a message between s and s + 1 in either
     direction, during which ranks are free; messages between stages on one rank take no time.
+    ``round`` is that of a stage's round with other replicas, as of ``SGP(overlap=1)``: it begins
+    after an update, and the stage's next update waits for it.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -24,15 +26,16 @@ class Costs:
     head: float | Sequence[float] = 0.0
     learn: float | Sequence[float] = 2.0
     communication: float | Sequence[float] = 0.0
+    round: float | Sequence[float] = 0.0
 
     def durations(self, num_stages: int) -> np.ndarray:
         """Return the durations as (kinds, num_stages) float64, in the order of ``Kind``."""
-        names = [field.name for field in fields(self)][:-1]
+        names = [field.name for field in fields(self)][:-2]
         return np.stack([self._by_stage(name, num_stages) for name in names])
 
     def latencies(self, num_stages: int) -> np.ndarray:
-        """Return the latency between each stage and the next: (num_stages,) float64."""
-        return self._by_stage("communication", num_stages)
+        """Return that between each stage and the next, and of rounds: (2, num_stages) float64."""
+        return np.stack([self._by_stage(name, num_stages) for name in ("communication", "round")])
 
     def _by_stage(self, name: str, num_stages: int) -> np.ndarray:
         value = getattr(self, name)

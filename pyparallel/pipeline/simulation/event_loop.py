@@ -15,6 +15,7 @@ from .action_table import ActionTable
 from .virtual_clock import Process, SimulatedAction, SimulatedMessage, VirtualClock
 
 _Result = tuple[int, int, int]  # stage, kind, microbatch
+_ROUND = -1  # the kind of a round with other replicas
 EventLoop = Callable[
     [np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]
 ]
@@ -38,13 +39,20 @@ def run_reference(
     bounds: list[int] = offsets.tolist()
     ranks: list[int] = rank_of_stage.tolist()
     results: list[set[_Result]] = [set() for _ in bounds[1:]]  # that each rank has
+    latencies, rounds = latencies
 
     def process(rank: int) -> Process:
+        last_round: dict[int, set[_Result]] = {}  # of each stage
         for stage, kind, microbatch in table[bounds[rank] : bounds[rank + 1]]:
             needed = {(*each, microbatch) for each in _dependencies(stage, kind, len(ranks))}
+            messages = []
+            if kind == Kind.UPDATE:
+                needed |= last_round.get(stage, set())
+                last_round[stage] = {(stage, _ROUND, microbatch)}
+                end_round = partial(results[rank].update, last_round[stage])
+                messages.append(SimulatedMessage(rank, float(rounds[stage]), end_round))
             yield partial(results[rank].issuperset, needed)
             done = [(stage, part, microbatch) for part in _parts(kind)]
-            messages = []
             receiver = _receiver(stage, kind)
             if 0 <= receiver < len(ranks) and ranks[receiver] != rank:
                 deliver = partial(results[ranks[receiver]].update, done)

@@ -30,6 +30,7 @@ _SHOWN = {
     Kind.HEAD: ("head", "#d5c27f"),
     Kind.LEARN: ("backward", "#f0b27a"),
 }
+_ROUND_COLOR = "#555555"  # of a line below the bars
 
 
 def draw_timeline(runs: Mapping[str, Timeline], path: Path, unit: str = "") -> None:
@@ -50,7 +51,9 @@ def draw_timeline(runs: Mapping[str, Timeline], path: Path, unit: str = "") -> N
     busy = {kind for run in runs.values() for kind in run.table.rows[run.ends > run.starts, 1]}
     shown = [_SHOWN[kind] for kind in Kind if kind in busy]
     bars = [Patch(color=color, label=name) for name, color in shown]
-    figure.legend(handles=bars, fontsize=8, ncols=len(Kind), loc="outside upper right")
+    if any(r.round_ends is not None and (r.round_ends > r.ends).any() for r in runs.values()):
+        bars.append(Patch(color=_ROUND_COLOR, label="round with other replicas"))
+    figure.legend(handles=bars, fontsize=8, ncols=len(bars), loc="outside upper right")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -63,6 +66,11 @@ def _draw_run(axes: Axes, title: str, run: Timeline, end: float) -> None:
         rows = shown[table.rows[shown, 1] == kind]
         if len(rows):
             _add_bars(axes, run, rows, kind)
+    if run.round_ends is not None:
+        begins = (table.ranks < _MOST_RANKS) & (run.round_ends > run.ends)
+        rows = np.flatnonzero(begins)[:_MOST_ACTIONS]
+        heights = table.ranks[rows] + 0.45
+        axes.hlines(heights, run.ends[rows], run.round_ends[rows], _ROUND_COLOR, linewidth=2)
     if len(shown) <= _MOST_LABELS:
         _add_labels(axes, run, shown, end / _WIDTH)
     ranks = min(table.num_ranks, _MOST_RANKS)

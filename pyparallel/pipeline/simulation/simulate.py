@@ -66,8 +66,13 @@ def simulate(
     table = actions if isinstance(actions, ActionTable) else tabulate(actions)
     validate(table)
     durations = costs.durations(table.num_stages)
-    starts, done = run_table(table, durations, costs.latencies(table.num_stages), loop)
+    latencies = costs.latencies(table.num_stages)
+    starts, done = run_table(table, durations, latencies, loop)
     ends = starts + durations[table.rows[:, 1], table.rows[:, 0]]
     if done.sum() < len(table.rows):
         raise ValueError(draw_deadlock(table, starts, ends, done))
-    return Simulation(table, starts, ends, trace_versions(table, versions))
+    begins_round = table.rows[:, 1] == Kind.UPDATE
+    rounds = np.where(begins_round, latencies[1, table.rows[:, 0]], 0.0)
+    return Simulation(
+        table, starts, ends, trace_versions(table, versions), round_ends=ends + rounds
+    )

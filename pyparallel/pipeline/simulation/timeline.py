@@ -1,6 +1,6 @@
 """The start and end times of actions, simulated or measured."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -17,11 +17,14 @@ class Timeline:
         table: the actions; a microbatch may be incomplete, in a part of a run.
         starts: (n,) float64 start times, in any one unit.
         ends: (n,) float64 end times.
+        round_ends: (n,) float64, after an update that of the round with other replicas that begins
+            then; otherwise ``ends``. None: there are none.
     """
 
     table: ActionTable
     starts: np.ndarray
     ends: np.ndarray
+    round_ends: np.ndarray | None = field(default=None, kw_only=True)
 
     @cached_property
     def makespan(self) -> float:

@@ -166,24 +166,41 @@ class World:
 
 
 class Group:
-    """A process group as channels use it, and its run."""
+    """A process group as channels use it, and its run; of the rank's replica, ``replica_size``."""
 
-    def __init__(self, world, index, backend):
+    def __init__(self, world, index, backend, replica_size=None):
         self.world, self.index, self.group = world, index, self
-        self.size, self.group_rank = world.num_ranks, world.thread.rank
+        self.size = replica_size or world.num_ranks
+        replica, self.group_rank = divmod(world.thread.rank, self.size)
+        self.first = replica * self.size
         self._post = self._post_header if backend == "gloo" else self._enqueue
 
     def within(self, members, backend="nccl", *, for_p2p=False):
         """Return another group; this rank's first is the other ranks' first."""
         thread = self.world.thread
         thread.num_groups = getattr(thread, "num_groups", -1) + 1
-        return Group(self.world, thread.num_groups, backend)
+        return Group(self.world, thread.num_groups, backend, self.size)
 
     def send(self, tensors, peer, tag):
-        return self._post(tensors[0], (self.world.thread.rank, peer), tag, is_send=True)
+        edge = self.world.thread.rank, self.first + peer
+        return self._post(tensors[0], edge, tag, is_send=True)
 
     def recv(self, tensors, peer, tag):
-        return self._post(tensors[0], (peer, self.world.thread.rank), tag, is_send=False)
+        edge = self.first + peer, self.world.thread.rank
+        return self._post(tensors[0], edge, tag, is_send=False)
+
+    def exchange(self, peer):
+        """Enqueue a send and a receive between two ranks, which complete together."""
+        world, rank = self.world, self.world.thread.rank
+        compute = world.computes[rank]
+        with world.changed:
+            own, others = (world.sends[self.index, *e] for e in ((rank, peer), (peer, rank)))
+            operation = Operation(compute, len(compute), rank, peer, len(own), others)
+            own.append(operation)
+            for streams in world.simulated:
+                streams.add(self.index, operation)
+            world.changed.notify_all()
+        return operation
 
     def wait_for_copy(self, tag):
         """Wait for the compute stream, as a copy between a GPU and the host's memory does."""

@@ -12,6 +12,7 @@ from pyparallel.pipeline import (
     Interlocking,
     OneForwardOneBackward,
     PipeDream,
+    PipeDream2BW,
     PipelineShape,
     PipeOptim,
     XPipe,
@@ -37,13 +38,15 @@ class FakeStage:
     """A stage whose actions are computations of the model, with values of changing length.
 
     ``lengths`` gives that of a stage's number-th forward, or another action, since the first step;
-    each length has kernels of its own.
+    each length has kernels of its own. With replicas an update takes a round with another one's,
+    which travels until the next update if it overlaps.
     """
 
-    def __init__(self, index, world, lengths, has_head):
+    def __init__(self, index, world, lengths, has_head, replicas):
         self.criteria, self.head, self.options = {}, has_head or None, StageOptions()
         self.weights = self
         self.index, self._world, self._lengths = index, world, lengths
+        self._replicas, self._in_flight = replicas, None
         self._counts = Counter()
 
     def forward(self, microbatch, *_, kind="forward"):
@@ -70,7 +73,15 @@ class FakeStage:
     accumulate_grads = backward_weight
 
     def update(self):
+        if self._in_flight is not None:
+            self._in_flight.wait()
         self._world.compute((self.index, "update"))
+        if self._replicas is not None:
+            group, other, overlaps = self._replicas
+            self._in_flight = group.exchange(other)
+            if not overlaps:
+                self._in_flight.wait()
+                self._in_flight = None
 
     def take_last_read(self):
         return None  # nothing is measured
@@ -96,21 +107,30 @@ class FakeSplitter:
 def enqueue(
     schedule, shape, monkeypatch, *,
     groups=None, lengths=lambda nr: 1 + nr % 3, steps=STEPS, loads=False, via_host=False,
+    overlaps=None,
 ):  # fmt: skip
-    """Return the world of all ranks after they have run the steps of a schedule."""
-    world = World(shape.num_ranks, connects=groups is None, loads=loads)
+    """Return the world of all ranks after they have run the steps of a schedule.
+
+    ``overlaps``: whether the rounds of two replicas do; None: there is one replica.
+    """
+    has_replicas = overlaps is not None
+    num_ranks = shape.num_ranks * (1 + has_replicas)
+    world = World(num_ranks, connects=groups is None, loads=loads)
 
     def rank_of(group=None):
         return world.thread.rank
 
     def run(rank):
         is_ring = shape.num_stages > shape.num_ranks
-        connected = groups and groups(world)
-        p2p = StageP2P(
-            shape, connected or P2PGroups.connect(Group(world, None, "nccl"), META, is_ring=is_ring)
-        )
+        connected, replicas = groups and groups(world), None
+        if has_replicas:
+            other = (rank + shape.num_ranks) % num_ranks
+            replicas = Group(world, "replicas", "nccl"), other, overlaps
+            rank %= shape.num_ranks
+        of_replica = Group(world, None, "nccl", shape.num_ranks)
+        p2p = StageP2P(shape, connected or P2PGroups.connect(of_replica, META, is_ring=is_ring))
         last = shape.num_stages - 1
-        stages = {s: FakeStage(s, world, lengths, s < last) for s in shape.stages(rank)}
+        stages = {s: FakeStage(s, world, lengths, s < last, replicas) for s in shape.stages(rank)}
         if isinstance(schedule, Interlocking):
             executor = InterlockingExecutor(
                 stages, shape, p2p, rank, schedule.reach(shape), 2 * shape.num_microbatches, None
@@ -188,6 +208,24 @@ def test_pipelines_complete(monkeypatch, subtests):
     ]:
         with subtests.test(schedule=schedule, shape=shape):
             check(schedule, shape, monkeypatch)
+
+
+def test_two_replicas_of_a_pipeline_complete(monkeypatch, subtests):
+    """Also if kernels are loaded when they run first, which waits for the rounds too."""
+    for schedule, shape, overlaps in [
+        (OneForwardOneBackward(), PipelineShape(3, 4, 3), False),
+        (PipeOptim(), PipelineShape(3, 3, 3), True),
+        (PipeOptim(), PipelineShape(4, 2, 2), False),
+        (PipeDream2BW(), PipelineShape(4, 4, 2), True),
+    ]:
+        with subtests.test(schedule=schedule, shape=shape, overlaps=overlaps):
+            world = enqueue(schedule, shape, monkeypatch, overlaps=overlaps)
+            assert world.num_left() == [0, 0]
+            assert sum(index == "replicas" for index, *_ in world.sends) == 2 * shape.num_ranks
+            options = {"loads": True, "lengths": lambda _: 1, "steps": 8, "via_host": True}
+            world = enqueue(schedule, shape, monkeypatch, overlaps=overlaps, **options)
+            assert not world.is_stuck
+            assert world.num_left() == [0, 0]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pyparallel.pipeline import (
     Interleaved,
     Kind,
     OneForwardOneBackward,
+    PipeDream,
     PipelineShape,
     PipeOptim,
     ZeroBubble,
@@ -83,6 +84,18 @@ def test_messages_have_latency_except_within_a_rank():
     assert apart.makespan == 7
     together = simulate(OneForwardOneBackward().actions(2, 1, 1), costs)
     assert together.makespan == 6
+
+
+def test_an_update_waits_for_the_last_round_with_replicas():
+    costs = Costs(forward=[1, 2], backward=[1, 2], round=[0.5, 9])
+    done = simulate(PipeDream().actions(2, 3), costs)
+    updates = done.table.rows[:, 1] == Kind.UPDATE
+    stages, begins = done.table.rows[updates, 0], done.starts[updates]
+    # Stage 1 takes 4 for a microbatch, after 1; each round 9 after its update.
+    assert begins[stages == 1].tolist() == [5, 14, 23]
+    rounds = (done.round_ends - done.ends)[updates]
+    assert rounds.tolist() == [0.5, 0.5, 0.5, 9, 9, 9]
+    assert (done.round_ends == done.ends)[~updates].all()
 
 
 def test_costs_of_single_stages():
