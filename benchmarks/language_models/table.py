@@ -88,3 +88,24 @@ def shown(row: Row) -> str:
     if row["schedule"] == UNSPLIT:
         return f"a plain loop, {row['threads']} threads"
     return f"`{row['schedule']}()`, {row['ranks']} ranks"
+
+
+def by_method(rows: Sequence[Row]) -> str:
+    """Return held-out loss of replicas by their method, beside synchronous ones."""
+    groups = grouped(rows, "method")
+    exact = {row["seed"]: row for row in groups.get("AdamW, 1F1B, AllReduce", [])}
+    head = ["", "rate", "synchronous updates", "held-out, bits per byte", "against synchronous"]
+    lines = []
+    for method, own in groups.items():
+        bits = [float(row["held_out_bits"]) for row in own]
+        gaps = [behind(row, exact[row["seed"]]) for row in own if row["seed"] in exact]
+        start = "all" if own[0]["start"] == own[0]["steps"] else own[0]["start"]
+        lines.append([
+            method, own[0]["rate"], start, _range(bits, "{:.3f}"), _range(gaps, "{:+.2f} %"),
+        ])  # fmt: skip
+    return markdown_table(head, lines)
+
+
+def _range(values: Sequence[float], text: str) -> str:
+    ends = [text.format(each) for each in sorted({min(values), max(values)})] if values else []
+    return " to ".join(ends)

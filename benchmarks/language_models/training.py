@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
@@ -69,14 +70,21 @@ class Training:
     seed: int
     make_optimizers: Callable[[float, Sequence[nn.Parameter]], Any] = adamw
     max_norm: float | None = None
+    replicas: Any = None  # two of the pipeline, and how they are averaged
 
     def run(self, rank: int = 0) -> Row | None:
         """Train on a rank; return the columns of its row on that of the last stage, else None."""
         torch.manual_seed(self.seed)
         model: Any = self.build(self.length)
-        windows, held_out = load_text()[0], cut_windows(load_text()[1], self.held_out, self.length)
-        train = self._train_unsplit if self.schedule is None else self._train_split
-        losses, seconds, final = train(model, islice(self._batches(windows), self.steps), held_out)
+        text, held_out = load_text()[0], cut_windows(load_text()[1], self.held_out, self.length)
+        mesh = None
+        if self.replicas is not None:
+            shape = 2, dist.get_world_size() // 2
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "stage"))
+        replica = 0 if mesh is None else mesh.get_local_rank("replicate")
+        train = self._train_unsplit if self.schedule is None else partial(self._train_split, mesh)
+        batches = islice(self._batches(text, replica), self.steps)
+        losses, seconds, final = train(model, batches, held_out)
         if final is None:
             return None
         bits = [loss * BITS_PER_NAT for loss in losses if loss is not None]
@@ -95,8 +103,8 @@ class Training:
             "transformers": load("transformers").__version__,
         }
 
-    def _batches(self, text: Tensor) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)
+    def _batches(self, text: Tensor, replica: int) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed + 1000 * replica)
         while True:
             yield draw_windows(text, BATCH, self.length, generator)
 
@@ -123,7 +131,7 @@ class Training:
             return losses, seconds, float(next_token_loss(model.eval()(held_out).logits, held_out))
 
     def _train_split(
-        self, model: Any, batches: Iterator[Tensor], held_out: Tensor
+        self, mesh: DeviceMesh | None, model: Any, batches: Iterator[Tensor], held_out: Tensor
     ) -> tuple[list[float | None], float, float | None]:
         """Return the same of the rank of the last stage; on others there are no losses."""
         trainer = pipeline.PipelineTrainer(
@@ -135,6 +143,8 @@ class Training:
             split=self.split,
             scheduler_fn=self._scheduler,
             max_norm=self.max_norm,
+            mesh=mesh,
+            replicas=self.replicas,
         )
         if dist.is_initialized():
             dist.barrier()
@@ -142,4 +152,5 @@ class Training:
         losses = [trainer.step(ids, target=ids) for ids in batches]
         trainer.flush()
         seconds = time.perf_counter() - begin
-        return losses, seconds, trainer.evaluate(held_out, target=held_out)
+        with trainer.consensus():
+            return losses, seconds, trainer.evaluate(held_out, target=held_out)

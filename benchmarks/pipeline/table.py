@@ -1,4 +1,4 @@
-"""The tables of ``benchmarks.pipeline.compare``, ``optimizers``, ``clock`` and ``replicas``."""
+"""The tables of this folder's programs but ``bench``."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -313,3 +313,20 @@ def replicas(rows: Sequence[Row]) -> str:
         ]
         parts.append(markdown_table(head, lines))
     return "\n".join(parts)
+
+
+def slow_replica(rows: Sequence[Row]) -> str:
+    """Return a table of the other replicas' steps, alone and beside a slow one."""
+    lines = []
+    for method, of_method in grouped(rows, "method").items():
+        found = grouped(of_method, "slowdown")
+        alone, beside = (
+            [float(row["ms_per_step"]) for row in found.get(each, [])] for each in ("1", "3")
+        )
+        if alone and beside:
+            ratios = sorted(b / statistics.median(alone) for b in beside)
+            medians = (f"{statistics.median(each):.0f}" for each in (alone, beside))
+            spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            lines.append([method, *medians, spread])
+    head = ["", "ms a step", "beside one 3x slower", "ratio"]
+    return markdown_table(head, lines)

@@ -26,11 +26,11 @@ PROGRAMS = {
     "harness": ["build"],
     "ops": ["calls", "overlap"],
     "gossip": ["bench", "compare", "outer_steps", "rates", "sharded", "stationary"],
-    "pipeline": ["bench", "compare", "optimizers", "clock", "paper", "replicas"],
+    "pipeline": ["bench", "compare", "optimizers", "clock", "paper", "replicas", "slow_replica"],
     "interlocking": ["bench", "compare"],
     "compression": ["bench", "compare"],
     "subnets": ["compare", "compare_gradients", "compare_sketches"],
-    "language_models": ["bench", "compare", "start"],
+    "language_models": ["bench", "compare", "replicas", "start"],
     "tiles": ["in_flight"],
 }
 NAMES = [".".join(filter(None, [area, each])) for area, of in PROGRAMS.items() for each in of]
