@@ -33,6 +33,7 @@ class Pipeline:
     def __init__(self, arguments: TrainerArguments, built: BuiltStages, run: Run) -> None:
         self.built = built
         self.num_steps = 0  # since the last flush
+        self.has_equal_replicas = built.gradients is not None  # else inside consensus()
         self.errors = CallErrors(arguments.nonfinite)
         self._max_norm = arguments.max_norm
         self._steps_per_update = arguments.gradient_accumulation_steps
@@ -121,7 +122,11 @@ class Pipeline:
             for each in contexts:
                 inside.enter_context(each)
             self._copy_ties()  # leaving the context restores the copies too
-            yield
+            of_gossip, self.has_equal_replicas = self.has_equal_replicas, True
+            try:
+                yield
+            finally:
+                self.has_equal_replicas = of_gossip
 
     def evaluate(self, splitter: MicrobatchSplitter) -> float | None:
         """Return the mean loss of a batch in evaluation mode, on the rank of the last stage."""

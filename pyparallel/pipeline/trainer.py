@@ -420,29 +420,35 @@ class PipelineTrainer(Trainer):
         plain model loads its part too: ``load({"model": model.state_dict()}, checkpoint_id=...)``.
         Tensors are not copied: ``async_save`` copies them before it returns.
 
+        Of replicas it is the first one's, and {} on the ranks of the others. Where they gossip,
+        call and save it inside ``consensus()``: it has their average, and the first's optimizers.
+
         Microbatches in flight, accumulated gradients, or stages that are not built yet, are a
-        RuntimeError; so is ``Interlocking``, whose heads are no part of the model, and replicas.
+        RuntimeError; so is ``Interlocking``, whose heads are no part of the model, and replicas
+        that gossip, outside of ``consensus()``.
         """
-        if self._replicas is not None:
-            raise RuntimeError(
-                "sharded_state_dict() must be called without replicas, whose weights differ under "
-                "one name, got them: inside consensus() take full_state_dict() of one replica"
-            )
-        stages = self._named_stages("sharded_state_dict()")
+        what = "sharded_state_dict()"
+        stages, pipeline = self._named_stages(what), self._check_built(what)
         check_shardable(self._arguments.schedule)
-        return sharded_state(stages, self._run.counts.steps)
+        if self._replicas is not None and not pipeline.has_equal_replicas:
+            raise RuntimeError(
+                "sharded_state_dict() must be called inside consensus() with replicas that gossip, "
+                "whose weights differ, got it outside"
+            )
+        return {} if self._arguments.replica else sharded_state(stages, self._run.counts.steps)
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str]) -> None:
         """Load a folder that ``torch.distributed.checkpoint`` has saved of ``sharded_state_dict``.
 
-        The number of stages, the split and the schedule may be others than those that saved it. All
-        ranks call it together; one of another model or other optimizers is a DisagreementError,
-        before anything is written. Microbatches in flight, or stages that are not built yet, are a
-        RuntimeError.
+        The number of stages and of replicas, the split and the schedule may be others than those
+        that saved it; replicas all begin with it. All ranks call it together; one of another model
+        or other optimizers is a DisagreementError, before anything is written. Microbatches in
+        flight, or stages that are not built yet, are a RuntimeError.
         """
         stages = self._named_stages("load_checkpoint()")
         pipeline = self._check_built("load_checkpoint()")
-        pipeline.load(load_checkpoint(stages, checkpoint_id, self._run))
+        run = self._run if self._replicas is None else self._replicas.run
+        pipeline.load(load_checkpoint(stages, checkpoint_id, run))
         for stage in self.stages:
             if stage.replicated is not None:
                 stage.replicated.restart()

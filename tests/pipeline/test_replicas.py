@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy, mse_loss
@@ -447,7 +448,9 @@ def rescue(rank, algorithm):
     objects = [None, None]
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "stage"))["replicate"]
     dist.all_gather_object(objects, first, group=group.get_group())
-    with pytest.raises(RuntimeError, match=r"^sharded_state_dict\(\) must be called without repli"):
+    with pytest.raises(
+        RuntimeError, match=r"^sharded_state_dict\(\) must be called inside consensu"
+    ):
         trainer.sharded_state_dict()
     trainer.close()
     again, _ = make((2, 2), GPipe(), algorithm)
@@ -458,6 +461,49 @@ def rescue(rank, algorithm):
 
 def test_a_rescued_state_is_that_of_the_first_replica(ranks):
     ranks.run_each(4, rescue, [(SGP(Ring(2), overlap=1),), (DiLoCo(3),)])
+
+
+def save_sharded(rank, folder, algorithm):
+    trainer, replica = make((2, 2), GPipe(), algorithm, "AdamW")
+    for call in calls_of(replica)[:3]:
+        trainer.step(*call)
+    with trainer.consensus():
+        dcp.save(trainer.sharded_state_dict(), checkpoint_id=folder)
+        return trainer.full_state_dict()
+
+
+def load_sharded(rank, folder, shape):
+    trainer, replica = make(shape, STREAMING[0], SGP(Ring(shape[0]), overlap=1), "AdamW")
+    trainer.load_checkpoint(folder)
+    steps = {int(each["step"]) for each in trainer.stages[0].optimizers[0].state.values()}
+    with trainer.consensus():
+        whole = trainer.full_state_dict()
+    trainer.step(*calls_of(replica)[3])
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="must be called after flush"):
+            trainer.sharded_state_dict()
+    trainer.flush()
+    return whole, steps
+
+
+def lose_checkpoint(rank, folder):
+    trainer, replica = make((2, 2), GPipe(), SGP(Ring(2)), "AdamW")
+    with pytest.raises(ValueError, match=r"^ranks 2-3: checkpoint_id must be a folder"):
+        trainer.load_checkpoint(folder if replica == 0 else f"{folder}-none")
+    trainer.step(*calls_of(replica)[0])
+
+
+def test_a_sharded_state_is_the_average_and_loads_elsewhere(ranks, tmp_path):
+    for index, algorithm in enumerate([SGP(Ring(2), overlap=1), AllReduce()]):
+        folder = str(tmp_path / str(index))
+        average, *others = ranks.run(4, save_sharded, folder, algorithm)
+        assert not others[0]
+        for shape in ((2, 2), (3, 1), (1, 3)):
+            found = ranks.run(shape[0] * shape[1], load_sharded, folder, shape)
+            assert all(steps == {3} for _, steps in found)
+            for whole, _ in found[:: shape[1]]:
+                torch.testing.assert_close(whole, average, rtol=0, atol=1e-6)
+    ranks.run(4, lose_checkpoint, folder)
 
 
 def evaluate_average(rank):
