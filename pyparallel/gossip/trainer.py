@@ -52,7 +52,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     such as BatchNorm statistics stay local.
 
     Args:
-        module: trainable parameters in float32, bfloat16 or float16, on one device.
+        module: trainable parameters in float32, float64, bfloat16 or float16, on one device.
         optimizer: any torch optimizer over the module's trainable parameters; frozen ones may be
             among them, as in DistributedDataParallel: they are neither sent nor changed. One of
             ``pyparallel.optim`` steps, averages and writes messages in one pass over its buckets.

@@ -178,10 +178,9 @@ def _find_tensor_error(parameters: Sequence[tuple[str, Tensor]]) -> str | None:
     for name, parameter in parameters:
         if parameter.layout != torch.strided:
             return f"parameters must be dense, got {name} with layout {parameter.layout}"
-        if parameter.dtype not in FLOAT_DTYPES:
-            return (
-                f"parameters must be float32, bfloat16 or float16, got {name} of {parameter.dtype}"
-            )
+        if parameter.dtype not in (*FLOAT_DTYPES, torch.float64):
+            rule = "parameters must be float32, float64, bfloat16 or float16"
+            return f"{rule}, got {name} of {parameter.dtype}"
     return _find_overlap(parameters)
 
 

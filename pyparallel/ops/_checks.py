@@ -32,6 +32,15 @@ def check_buffer(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be {_BUFFER_RULE}, got {describe(tensor)}")
 
 
+def are_float64(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all are float64, of one shape and on one device; no kernel takes those."""
+    first = tensors[0]
+    return all(
+        each.dtype == float64 and each.shape == first.shape and each.device == first.device
+        for each in tensors
+    )
+
+
 def check_like(name: str, tensor: Tensor, model_name: str, model: Tensor) -> None:
     """Raise unless the tensor is a buffer with the model's length and device."""
     if not _are_like(model, (tensor,)):

@@ -29,14 +29,15 @@ def mix_reference(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Ten
 
     fp32 results of all implementations are equal bit for bit, because each evaluates
     ``z + sum_j c_j * (messages[j] - z)`` in this order, rounding after every operation. The sum
-    starts at -0.0, which changes no z, and leaves messages out whose ``c_j`` is 0.
+    starts at -0.0, which changes no z, and leaves messages out whose ``c_j`` is 0. Here alone z may
+    be float64.
     """
     total = sum(masses.unbind(), start=weight)
-    own = z.float()
+    own = z.to(torch.promote_types(z.dtype, torch.float32))
     delta = torch.full_like(own, -0.0)
     for message, mass in zip(messages, masses.unbind(), strict=True):
-        share = (mass / total).float()
-        delta = torch.where(share == 0, delta, delta + share * (message.float() - own))
+        share = (mass / total).to(own.dtype)
+        delta = torch.where(share == 0, delta, delta + share * (message.to(own.dtype) - own))
     z.copy_(own + delta)
     weight.copy_(total)
 

@@ -24,11 +24,12 @@ def predict_adam_reference(
     Numerator and denominator are both multiplied by ``sqrt(1 - beta2**step)``, which saves a
     division per element; the scalars are computed in float64.
     """
+    dtype = torch.promote_types(param.dtype, torch.float32)
     correction = (1 - beta2**step).sqrt()
-    step_size = (lr * horizon / (1 - beta1**step) * correction).float()
-    root = exp_avg_sq.double().sqrt().float()  # torch's float32 sqrt on the CPU errs by an ulp
-    denominator = root + (eps * correction).float()
-    out.copy_(param.float() - step_size * exp_avg.float() / denominator)
+    step_size = (lr * horizon / (1 - beta1**step) * correction).to(dtype)
+    root = exp_avg_sq.double().sqrt().to(dtype)  # torch's float32 sqrt on the CPU errs by an ulp
+    denominator = root + (eps * correction).to(dtype)
+    out.copy_(param.to(dtype) - step_size * exp_avg.to(dtype) / denominator)
 
 
 predict_adam_unchecked = define(
@@ -59,7 +60,7 @@ def predict_adam(
     al., arXiv 2312.00839), which omits weight decay.
 
     Args:
-        param: (n,) float32, bfloat16 or float16.
+        param: (n,) float32, bfloat16 or float16; or float64 as all the others, by plain PyTorch.
         exp_avg: (n,) in one of these dtypes: the first moment.
         exp_avg_sq: (n,) in exp_avg's dtype: the second moment.
         lr: learning rate; a number, or a 0-d tensor on the cpu or param's device.
@@ -69,8 +70,10 @@ def predict_adam(
         horizon: number of steps ahead, at least 0; a number or a tensor like lr.
         out: (n,) in one of these dtypes, written and returned; None: a new tensor like param.
     """
-    _checks.check_buffer("param", param)
-    _checks.check_all_like({"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, (), "param", param)
+    is_wide = _checks.are_float64([param, exp_avg, exp_avg_sq, param if out is None else out])
+    if not is_wide:
+        _checks.check_buffer("param", param)
+        _checks.check_all_like({"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, (), "param", param)
     check_adam(exp_avg, exp_avg_sq, beta1, beta2, eps)
     _checks.check_at_least("step", step, 1)
     _checks.check_at_least("horizon", horizon, 0)
@@ -79,9 +82,10 @@ def predict_adam(
     horizon = _checks.as_scalar("horizon", horizon, param)
     if out is None:
         out = torch.empty_like(param)
-    else:
+    elif not is_wide:
         _checks.check_like("out", out, "param", param)
-    _predict_adam_checked(param, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, step, horizon, out)
+    predict = predict_adam_reference if is_wide else _predict_adam_checked
+    predict(param, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, step, horizon, out)
     return out
 
 

@@ -120,8 +120,6 @@ def build_stages(
             raise ValueError(error)
         if loss_scale is not None:
             check_scalable(prepared.optimizers)
-        if replicas is not None:
-            replicas.check_stages(prepared.replicas)
     gradients = None if replicas is None else replicas.start(prepared.replicas)
     options = StageOptions(
         loss_scale=loss_scale,

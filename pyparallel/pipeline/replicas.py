@@ -87,14 +87,6 @@ class Replicas:
         Collectives(self.run).broadcast_(own, 0)
         return tuple(own.tolist())
 
-    def check_stages(self, stages: Sequence[ReplicatedPredictor]) -> None:
-        """Raise a ValueError if this rank's stages cannot be averaged."""
-        if self.algorithm.averages_gradients:
-            return
-        wide = {p.dtype for each in stages for p in each.parameters} & {torch.float64}
-        rule = "layers must be float32, bfloat16 or float16 with replicas that gossip"
-        require(not wide, rule, "torch.float64")
-
     def start(self, stages: Sequence[ReplicatedPredictor]) -> "GradientAverage | None":
         """Begin with the first replica's weights; return what averages gradients, if any does."""
         run, averages_gradients = self.run.within(self.members), self.algorithm.averages_gradients

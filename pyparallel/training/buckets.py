@@ -69,7 +69,7 @@ class FlatBuckets:
     is a gap; a shard may be empty.
 
     Args:
-        parameters: dense real parameters of float32, bfloat16 or float16, all on one device.
+        parameters: dense real parameters, all on one device.
         memory: buffers that hold the parameters already; None: allocate them.
     """
 

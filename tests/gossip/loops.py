@@ -18,15 +18,15 @@ def flat(model):
 # --------------------------------------------------------------------- training with fixed batches
 
 
-def build_model():
+def build_model(dtype=torch.float32):
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double().float()
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
 
 
-def batches(rank, num_steps, size=5):
+def batches(rank, num_steps, size=5, dtype=torch.float32):
     generator = torch.Generator().manual_seed(100 + rank)
     for _ in range(num_steps):
-        yield torch.randn(size, 6, generator=generator), torch.randn(size, 3, generator=generator)
+        yield tuple(torch.randn(size, width, generator=generator).to(dtype) for width in (6, 3))
 
 
 def train(model, optimizer, data, forward=None):
@@ -38,9 +38,11 @@ def train(model, optimizer, data, forward=None):
     return flat(model)
 
 
-def start(algorithm, make_optimizer=torch.optim.SGD, lr=0.05, cap=25.0, **options):
+def start(
+    algorithm, make_optimizer=torch.optim.SGD, lr=0.05, cap=25.0, dtype=torch.float32, **options
+):
     """Return a model, its optimizer and the trainer."""
-    model = build_model()
+    model = build_model(dtype)
     optimizer = make_optimizer(model.parameters(), lr=lr, **options)
     return model, optimizer, GossipDataParallel(model, optimizer, algorithm, bucket_cap_mb=cap)
 

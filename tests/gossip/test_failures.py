@@ -138,11 +138,8 @@ MISTAKES = {
     ),
     "complex": (
         on_rank_one(torch.zeros(3, dtype=torch.complex64)), own, RING,
-        "rank 1: parameters must be float32, bfloat16 or float16, got scale of torch.complex64",
-    ),
-    "double": (
-        on_rank_one(torch.zeros(3).double()), own, RING,
-        "rank 1: parameters must be float32, bfloat16 or float16, got scale of torch.float64",
+        "rank 1: parameters must be float32, float64, bfloat16 or float16, got scale of "
+        "torch.complex64",
     ),
     "parameter not in the optimizer": (
         linear, lacks_bias, RING,

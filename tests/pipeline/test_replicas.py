@@ -27,6 +27,7 @@ from pyparallel.pipeline import (
     GPipe,
     Interlocking,
     OneForwardOneBackward,
+    PipeDream,
     PipeDream2BW,
     PipelineTrainer,
     PipeOptim,
@@ -166,9 +167,9 @@ def test_heads_are_averaged_with_their_stages(ranks):
     assert averaged[0][1]
 
 
-def gossip(rank, schedule, algorithm, optimizer, depth):
-    trainer, replica = make((2, depth), schedule, algorithm, optimizer)
-    calls = calls_of(replica)
+def gossip(rank, schedule, algorithm, optimizer, depth, dtype):
+    trainer, replica = make((2, depth), schedule, algorithm, optimizer, dtype)
+    calls = calls_of(replica, dtype=dtype)
     losses = [trainer.step(*call) for call in calls[:4]]
     trainer.flush()
     losses.append(trainer.step(*calls[4]))
@@ -189,13 +190,13 @@ def mean_of(weights):
 class Reference:
     """All replicas in one process, each with the history of every stage; of two, so P is 1/2."""
 
-    def __init__(self, schedule, algorithm, optimizer, depth):
+    def __init__(self, schedule, algorithm, optimizer, depth, dtype):
         self.schedule, self.algorithm, self.depth = schedule, algorithm, depth
         self.every = microbatches_per_update(schedule, MICROBATCHES)
         self.replicas = []
         for _ in range(2):
             stages = []
-            for index, module in enumerate(cut(build_layers(), CUTS[depth])):
+            for index, module in enumerate(cut(build_layers(dtype), CUTS[depth])):
                 late = updates_late(schedule, index, depth, MICROBATCHES)
                 own = Correction(schedule, depth - 1 - index, None, late, depth)
                 stages.append(make_stage(module, OURS[optimizer], predict, own))
@@ -271,29 +272,40 @@ class Reference:
 
 
 AXES = STREAMING, ALGORITHMS, tuple(OURS)
+WIDE = [*STREAMING, PipeDream()], ALGORITHMS, ("momentum", "AdamW")  # no fused step takes it
 
 
 @pytest.mark.parametrize(
-    ("cases", "depth"),
-    [(pairwise(*AXES), 2), slow([*product(*AXES)], 2), slow(pairwise(*AXES), 3)],
-    ids=["pairs", "all", "pairs-3"],
+    ("cases", "depth", "dtype"),
+    [
+        (pairwise(*AXES), 2, torch.float32),
+        (pairwise(*WIDE), 2, torch.float64),
+        slow([*product(*AXES)], 2, torch.float32),
+        slow(pairwise(*AXES), 3, torch.float32),
+        slow([*product(*WIDE)], 3, torch.float64),
+    ],
+    ids=["pairs", "float64", "all", "pairs-3", "float64-3"],
 )
-def test_equals_a_full_history_of_every_replica(ranks, subtests, cases, depth):
-    rows = [(*case, depth) for case in cases]
+def test_equals_a_full_history_of_every_replica(ranks, subtests, cases, depth, dtype):
+    rows, most = (
+        [(*case, depth, dtype) for case in cases],
+        1e-5 if dtype == torch.float32 else 1e-12,
+    )
     for row, found in zip(rows, ranks.run_each(2 * depth, gossip, rows), strict=True):
-        schedule, algorithm, optimizer, _ = row
-        reference = Reference(schedule, algorithm, optimizer.removeprefix("fused "), depth)
-        calls = [calls_of(replica) for replica in range(2)]
+        schedule, algorithm, optimizer, *_ = row
+        reference = Reference(schedule, algorithm, optimizer.removeprefix("fused "), depth, dtype)
+        calls = [calls_of(replica, dtype=dtype) for replica in range(2)]
         expected = reference.train([[each[:4] for each in calls], [each[4:] for each in calls]])
         with subtests.test(str(row)):
             for rank, (losses, state) in enumerate(found):
                 replica, stage = divmod(rank, depth)
                 weights = reference.replicas[replica][stage].history[-1].weights()
                 for name, value in weights.items():
-                    torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
+                    torch.testing.assert_close(state[name], value, rtol=0, atol=most)
                 if stage == depth - 1:
-                    own = torch.tensor(expected[replica]).view(-1, MICROBATCHES).mean(1)
-                    torch.testing.assert_close(torch.tensor(losses), own, rtol=0, atol=1e-5)
+                    of_steps = torch.tensor(expected[replica], dtype=dtype).view(-1, MICROBATCHES)
+                    ours = torch.tensor(losses, dtype=dtype)
+                    torch.testing.assert_close(ours, of_steps.mean(1), rtol=0, atol=most)
 
 
 def train_tied(rank, shape, schedule, algorithm):

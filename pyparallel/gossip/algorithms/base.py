@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -132,11 +133,16 @@ class Periodic(Algorithm):
         check_in("mix", self.share_kept, "[0, 1)")
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32, or as it is if it has that or a wider dtype."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 class OuterRule:
     """The outer step of a fragment; of this class, local SGD's: ranks go on from the average.
 
     Args:
-        slow: the weights after the last outer step, float32, one tensor for each span; empty if the
+        slow: weights after the last outer step, ``widened``, one tensor for each span; empty if the
             rule reads none, and nothing is compressed.
     """
 

@@ -13,7 +13,7 @@ from ...compression import BufferLayout
 from ...training import FlatBuckets, plain_name, summarize
 from ...training.arguments import require
 from ..push_sum.layout import is_gap, layouts_of
-from .base import OuterRule
+from .base import OuterRule, widened
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Fragment:
 
     @property
     def weights(self) -> list[Tensor]:
-        """Return this rank's weights, float32; perhaps the live ones."""
-        return [each.float() for each in self.tensors]
+        """Return this rank's weights, ``widened``; perhaps the live ones."""
+        return list(map(widened, self.tensors))
 
     def count(self, step: int, interval: int) -> int | None:
         """Return how many outer steps come before one that begins at a step; None: none does."""
@@ -104,7 +104,7 @@ class Fragment:
         assert self._wait is not None
         averages, self._wait = self._wait(), None
         for each, new in zip(self.tensors, self.rule.step(averages), strict=True):
-            each.copy_(torch.lerp(new, each.float(), mix) if mix else new)
+            each.copy_(torch.lerp(new, widened(each), mix) if mix else new)
 
     def in_flight(self) -> dict[str, Any] | None:
         """Wait for what is in flight, and return it; the outer step still comes when it is due."""

@@ -22,7 +22,7 @@ from ...training import (
 )
 from ...training.consensus import copy_all
 from ..messages.averages import AllRanks, Pairs
-from .base import OuterRule, Periodic
+from .base import OuterRule, Periodic, widened
 from .fragments import Fragment, find_fragments
 
 
@@ -30,7 +30,7 @@ class PeriodicAverager(ModelAverager):
     """An algorithm of outer steps on one rank.
 
     Args:
-        make_rule: returns the rule of a fragment for its weights, float32 copies.
+        make_rule: returns the rule of a fragment for its weights, ``widened`` copies.
         inner: what averages between outer steps; None: nothing.
         average: of what; None: over all ranks.
     """
@@ -53,7 +53,7 @@ class PeriodicAverager(ModelAverager):
         parts = find_fragments(module, buckets, options.fragments)
         self._fragments = []
         for number, spans in enumerate(parts):
-            rule = make_rule([span.of(self.buffers).float().clone() for span in spans])
+            rule = make_rule([widened(span.of(self.buffers)).clone() for span in spans])
             first = (number + 1) * interval // len(parts)
             self._fragments.append(Fragment(spans, self.buffers, rule, first))
         device, in_background = self.buffers[0].device, options.delay > 0
@@ -106,7 +106,7 @@ class PeriodicAverager(ModelAverager):
     def as_evaluated(self) -> tuple[list[Tensor], Tensor]:
         if not self._fragments[0].rule.evaluates_slow:
             return self.as_merged()
-        buffers = [buffer.float().clone() for buffer in self.buffers]
+        buffers = [widened(buffer).clone() for buffer in self.buffers]
         for each in self._fragments:
             copy_all([span.of(buffers) for span in each.spans], each.rule.slow)
         return buffers, self.status.weight

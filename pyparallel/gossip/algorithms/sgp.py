@@ -129,7 +129,7 @@ class SGP(OnTopology):
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PushSum:
         # Scaling by the weight would round away small updates of 16-bit ones, and overflow in fp16.
-        low = {buffer.dtype for buffer in buckets.buffers} - {torch.float32}
+        low = {buffer.dtype for buffer in buckets.buffers} - {torch.float32, torch.float64}
         if low and not (self.topology.regular and self.overlap <= 1):
             raise ValueError(
                 "parameters must be float32 if push-sum weights differ from 1 (on a topology that "

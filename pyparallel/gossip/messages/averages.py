@@ -59,7 +59,7 @@ class AllRanks:
         index: int,
         weight: Tensor,
     ) -> Callable[[], list[Tensor]]:
-        """Start to average tensors, (n,) float32; return a function that waits for the averages.
+        """Start to average tensors, (n,) float32 or float64; return a function that waits for them.
 
         Args:
             layouts: of the tensors.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...comm.profiling import profiled
-from ...ops.mix import mix_unchecked
+from ...ops.mix import mix_reference, mix_unchecked
 from ...training import check_like
 from ...training.arguments import require
 from ..messages import Round
@@ -24,7 +24,7 @@ class RoundBuffer(ABC):
 
     The numerator x = w * z of the papers exists only while an optimizer steps on it. A subclass
     defines what a message is and how it is sent and received.
-    ``values`` are z: flat, float32, bfloat16 or float16, and written in place.
+    ``values`` are z: flat, of a real dtype, and written in place.
     """
 
     message_lengths = ""
@@ -123,7 +123,8 @@ class RoundBuffer(ABC):
 
     def _average(self, values: Tensor, weight: Tensor) -> None:
         """Do ``mix_`` with the received messages, whose masses were checked when they arrived."""
-        mix_unchecked(values, weight, list(self._messages), self._received_masses)
+        mix = mix_reference if values.dtype == torch.float64 else mix_unchecked
+        mix(values, weight, list(self._messages), self._received_masses)
 
     @torch.no_grad()
     def to_numerator(self) -> None:

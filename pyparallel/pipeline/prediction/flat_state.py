@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from ...training import FlatBuckets
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class FlatState:
@@ -74,6 +74,6 @@ def check_dtypes(weights: Sequence[FlatBuckets]) -> None:
     """Raise a ValueError unless the ops of prediction support the dtypes of the weights."""
     for dtype in {buffer.dtype for each in weights for buffer in each.buffers}.difference(_DTYPES):
         raise ValueError(
-            "parameters must, for weight prediction, be float32, bfloat16 or float16, "
+            "parameters must, for weight prediction, be float32, float64, bfloat16 or float16, "
             f"got {str(dtype).removeprefix('torch.')}; convert the layers"
         )

@@ -1,5 +1,7 @@
 """Replicas that FSDP2 has sharded train as unsharded ones on the joined batches of their ranks."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,9 +37,9 @@ def build_even():
     return nn.Sequential(nn.Linear(6, 1024, False), nn.Tanh(), nn.Linear(1024, 4, False))
 
 
-def build(make=Uneven):
+def build(make=Uneven, dtype=torch.float32):
     torch.manual_seed(3)
-    return make()
+    return make().to(dtype)
 
 
 def shard(module, mesh, **options):
@@ -52,9 +54,9 @@ def make_mesh(num_replicas=2):
     return init_device_mesh("cpu", size, mesh_dim_names=("replicate", "shard"))
 
 
-def start(mesh, algorithm, kind=SGD, make=Uneven, **options):
+def start(mesh, algorithm, kind=SGD, make=Uneven, dtype=torch.float32, **options):
     """Return a sharded module, its optimizer and the trainer."""
-    module = shard(build(make), mesh["shard"])
+    module = shard(build(make, dtype), mesh["shard"])
     optimizer = kind(module.parameters(), lr=0.05, weight_decay=0.01)
     trainer = GossipDataParallel(module, optimizer, algorithm, mesh=mesh["replicate"], **options)
     return module, optimizer, trainer
@@ -66,6 +68,8 @@ def batch(step, replica, index):
 
 
 def backward(trainer, optimizer, inputs, targets):
+    dtype = next(trainer.parameters()).dtype
+    inputs, targets = inputs.to(dtype), targets.to(dtype)
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(trainer(inputs), targets)
     if isinstance(trainer, GossipDataParallel):
@@ -99,13 +103,16 @@ ALGORITHMS = {
 }
 
 
-def equals_joined_batches(rank, name, kind=SGD, num_replicas=2, make=Uneven, num_steps=6):
+def equals_joined_batches(
+    rank, name, kind=SGD, num_replicas=2, make=Uneven, num_steps=6, dtype=torch.float32
+):
     """Compare with unsharded replicas, each on the batches of all the ranks of a replica."""
+    exact = 1e-6 if dtype == torch.float32 else 1e-12
     mesh = make_mesh(num_replicas)
     replica, _ = mesh.get_coordinate()
     algorithm = ALGORITHMS[name](num_replicas)
-    module, optimizer, trainer = start(mesh, algorithm, kind, make)
-    plain = build(make)
+    module, optimizer, trainer = start(mesh, algorithm, kind, make, dtype)
+    plain = build(make, dtype)
     own = kind(plain.parameters(), lr=0.05, weight_decay=0.01)
     group = mesh["replicate"].get_group()
     joined = GossipDataParallel(plain, own, algorithm, process_group=group)
@@ -119,16 +126,16 @@ def equals_joined_batches(rank, name, kind=SGD, num_replicas=2, make=Uneven, num
             # A value between two codes may become either, and then differs by their distance.
             if "int8" in name:
                 assert (difference > 1e-6).float().mean() < 0.05
-            assert difference.max() < (1e-4 if "int8" in name else 1e-6), (name, step)
+            assert difference.max() < (1e-4 if "int8" in name else exact), (name, step)
     assert trainer.push_sum_weight == joined.push_sum_weight
     assert trainer.consensus_distance() == pytest.approx(joined.consensus_distance(), abs=1e-4)
-    inputs, _ = batch(100, 0, 0)
-    most = 1e-3 if "int8" in name else 1e-6
+    inputs = batch(100, 0, 0)[0].to(dtype)
+    most = 1e-3 if "int8" in name else exact
     with torch.no_grad():
         trainer(inputs)  # gathers what the next lines change
         with trainer.consensus() as average, joined.consensus() as expected:
-            torch.testing.assert_close(average(inputs), expected(inputs), rtol=1e-6, atol=most)
-        torch.testing.assert_close(trainer(inputs), joined(inputs), rtol=1e-6, atol=most)
+            torch.testing.assert_close(average(inputs), expected(inputs), rtol=exact, atol=most)
+        torch.testing.assert_close(trainer(inputs), joined(inputs), rtol=exact, atol=most)
     if make is build_even:  # its exact part, and of a header 64 bytes, which each message has
         size = mesh["shard"].size()
         assert trainer._buckets.num_bytes * size == joined._buckets.num_bytes
@@ -162,7 +169,9 @@ def trains_each_shard_alone(rank, name, kind=SGD, num_replicas=2, make=Uneven):
 
 
 JOINED = [name for name in ALGORITHMS if "int8" not in name and "top-k" not in name]
+IN_FLOAT64 = {"dtype": torch.float64}
 QUICK = [
+    (partial(equals_joined_batches, **IN_FLOAT64), "sgp-star-overlap-2", SGD),
     (equals_joined_batches, "sgp-overlap-1", FUSED_ADAMW),
     (equals_joined_batches, "sgp-int8", FUSED_SGD, 2, build_even),
     (trains_each_shard_alone, "diloco-top-k", ADAMW, 2, build_even),
@@ -181,6 +190,8 @@ COMPRESSED = [name for name in ALGORITHMS if name not in JOINED]
 def test_every_algorithm_equals_joined_batches(ranks, kind):
     rows = [(equals_joined_batches, name, kind) for name in JOINED]
     rows += [(equals_joined_batches, name, kind, 2, build_even) for name in ("sgp", "noloco")]
+    if kind in (SGD, ADAMW):
+        rows += [(partial(equals_joined_batches, **IN_FLOAT64), name, kind) for name in JOINED]
     rows += [(trains_each_shard_alone, name, kind, 2, build_even) for name in COMPRESSED]
     ranks.run(4, call_each, rows, time_limit=180)
 

@@ -104,10 +104,10 @@ def test_a_copy_of_the_state_is_independent(subtests):
 
 @pytest.mark.parametrize("schedule", [PipeOptim(), PipeMare(decay=0.5)], ids=repr)
 def test_an_unsupported_dtype_is_refused_before_training(schedule):
-    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     optimizer, flat = SGD([parameter], lr=0.1), [FlatBuckets([parameter], 1 << 20)]
     with pytest.raises(
         ValueError,
-        match="must, for weight prediction, be float32, bfloat16 or float16, got float64",
+        match="must, for weight prediction, be float32, float64, bfloat16 or float16, got complex64",
     ):
         schedule.weight_predictor(PipelineShape(4, 4, 4), 0, optimizer, flat)

@@ -15,7 +15,7 @@ from ....training import FlatBuckets, ModelAverager, SavedProgress, Traits, chec
 from ....training.arguments import check_in, check_integer
 from ....training.consensus import copy_all
 from ...messages.averages import AllRanks
-from ..base import Algorithm
+from ..base import Algorithm, widened
 
 
 def easgd(x: Tensor, center: Tensor, update: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
@@ -175,4 +175,4 @@ class CenterAverager(ModelAverager):
 
 
 def _wide_copy(buffer: Tensor) -> Tensor:
-    return buffer.detach().to(torch.promote_types(buffer.dtype, torch.float32), copy=True)
+    return widened(buffer.detach()).clone()
