@@ -108,6 +108,6 @@ def test_an_unsupported_dtype_is_refused_before_training(schedule):
     optimizer, flat = SGD([parameter], lr=0.1), [FlatBuckets([parameter], 1 << 20)]
     with pytest.raises(
         ValueError,
-        match="must, for weight prediction, be float32, float64, bfloat16 or float16, got complex64",
+        match="prediction, be float32, float64, bfloat16 or float16, got complex64",
     ):
         schedule.weight_predictor(PipelineShape(4, 4, 4), 0, optimizer, flat)
