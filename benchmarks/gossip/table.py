@@ -273,3 +273,14 @@ def _predictions(size: float, link: Link) -> list[StepTime]:
         outer("`SparseLoCo`", sparse * to_all, SparseLoCo(), 30),
         outer("`NoLoCo`, sparse", sparse + 32 / pairs.pull_turns, pairs, pairs.interval),
     ]
+
+
+def sharded_merge(rows: Sequence[Row]) -> str:
+    """Return a table of rounds of shards beside plain replicas that send as many bytes."""
+    lines = []
+    for name, found in tables.grouped(rows, "algorithm").items():
+        ratios = sorted(float(row["ratio"]) for row in found)
+        times = (f"{_median(found, each):.1f}" for each in ("sharded_ms", "plain_ms"))
+        spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        lines.append([name, *times, spread])
+    return tables.markdown_table(["", "ms of shards", "ms of plain replicas", "ratio"], lines)
