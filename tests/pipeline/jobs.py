@@ -52,8 +52,8 @@ SCHEDULES = [
     replace(each, prediction=Displacement()) if isinstance(each, PREDICTING) else each
     for each in EVERY_SCHEDULE
 ]
-CORRECTED = PipeMare(annealing=10, decay=0.25)  # with an op that takes no float64
-# With a prediction for any dtype, which those of ops are not.
+CORRECTED = PipeMare(annealing=10, decay=0.25)
+# With a prediction for any dtype, which those of fused optimizers are not.
 IN_ANY_DTYPE = [
     replace(each, prediction=Displacement(LastStep())) if isinstance(each, PREDICTING) else each
     for each in EVERY_SCHEDULE
@@ -142,9 +142,6 @@ def train(
 @smooth_muon()
 def train_case(case: Case, num_stages: int) -> Trained:
     schedule, layers = case.schedule, case.layers()
-    by_op = schedule.prediction == Displacement() and not case.optimizer.endswith("PredictedAdamW")
-    if by_op and case.dtype == torch.float64:
-        schedule = replace(schedule, prediction=Displacement(LastStep()))  # the ops take no float64
     if case.backend:
         torch.compiler.reset()
         layers = [torch.compile(layer, backend=case.backend) for layer in layers]
