@@ -120,7 +120,11 @@ def build_stages(
             raise ValueError(error)
         if loss_scale is not None:
             check_scalable(prepared.optimizers)
-    gradients = None if replicas is None else replicas.start(prepared.replicas)
+    gradients = None
+    if replicas is not None:
+        own = [modules[stage] for stage in shape.stages(rank)]
+        frozen = [module for module in own if not build_stage.trained_parameters(module)]
+        gradients = replicas.start(prepared.replicas, frozen)
     options = StageOptions(
         loss_scale=loss_scale,
         steps_per_update=arguments.gradient_accumulation_steps,

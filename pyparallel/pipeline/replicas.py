@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Collectives, Run
@@ -87,9 +87,17 @@ class Replicas:
         Collectives(self.run).broadcast_(own, 0)
         return tuple(own.tolist())
 
-    def start(self, stages: Sequence[ReplicatedPredictor]) -> "GradientAverage | None":
-        """Begin with the first replica's weights; return what averages gradients, if any does."""
+    def start(
+        self, stages: Sequence[ReplicatedPredictor], frozen: Sequence[nn.Module]
+    ) -> "GradientAverage | None":
+        """Begin with the first replica's weights; return what averages gradients, if any does.
+
+        ``frozen`` are the stages without parameters to train.
+        """
         run, averages_gradients = self.run.within(self.members), self.algorithm.averages_gradients
+        for module in frozen:
+            for tensor in [*module.parameters(), *module.buffers()]:
+                Collectives(run).broadcast_(tensor.detach(), 0)
         for each in stages:
             start = None if averages_gradients else self.algorithm.start
             each.start(start, run if averages_gradients else self.run.within(self.members))

@@ -581,6 +581,26 @@ def test_what_one_replica_skips_all_do(ranks):
     ranks.run_each(4, refuse, [("raise",), ("skip",)])
 
 
+def freeze(rank, algorithm):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "stage"))
+    torch.manual_seed(mesh.get_local_rank("replicate"))
+    layers = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    layers[:2].requires_grad_(False)
+    trainer = PipelineTrainer(
+        layers, mse_loss, OURS["momentum"], GPipe(), mesh=mesh, replicas=algorithm,
+        num_microbatches=MICROBATCHES, split=[2],
+    )  # fmt: skip
+    begun = state_of(trainer)
+    trainer.step(torch.randn(6, 6), target=torch.randn(6, 2))
+    return begun
+
+
+def test_a_frozen_stage_begins_as_in_the_first_replica(ranks):
+    for found in ranks.run_each(4, freeze, [(AllReduce(),), (SGP(Ring(2), overlap=1),)]):
+        for first, second in zip(found[:2], found[2:], strict=True):
+            assert all(torch.equal(each, second[name]) for name, each in first.items())
+
+
 def skip_alone(rank, schedule):
     """The third batch of replica 0 has a nan: it takes the round without an update."""
     trainer, replica = make((2, 2), schedule, SGP(Complete(2)), nonfinite="skip")
