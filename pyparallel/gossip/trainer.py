@@ -496,6 +496,8 @@ def _collect_config(
         )
         num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
         error_text = error_text or algorithm.validation_error(num_ranks)
+        trained = (p for p in module.parameters() if p.requires_grad)
+        error_text = error_text or algorithm.dtype_error(trained)
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"
         error_text = find_policy_error(nonfinite) or error_text

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from ..comm import Collectives, Run
+from ..training.consensus import assigned
 from .arguments import TrainerArguments
 from .build import BuiltStages
 from .errors import CallErrors
@@ -121,7 +122,9 @@ class Pipeline:
                 contexts = [replica.consensus() for replica in found]
             for each in contexts:
                 inside.enter_context(each)
-            self._copy_ties()  # leaving the context restores the copies too
+            copies = self.built.tied.copies
+            inside.enter_context(assigned(copies, copies))
+            self._copy_ties()
             of_gossip, self.has_equal_replicas = self.has_equal_replicas, True
             try:
                 yield

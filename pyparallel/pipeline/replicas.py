@@ -87,6 +87,12 @@ class Replicas:
         Collectives(self.run).broadcast_(own, 0)
         return tuple(own.tolist())
 
+    def check_stages(self, stages: Sequence[ReplicatedPredictor]) -> None:
+        """Raise a ValueError if this rank's stages cannot be averaged."""
+        error = self.algorithm.dtype_error(p for each in stages for p in each.parameters)
+        if error is not None:
+            raise ValueError(error)
+
     def start(
         self, stages: Sequence[ReplicatedPredictor], frozen: Sequence[nn.Module]
     ) -> "GradientAverage | None":

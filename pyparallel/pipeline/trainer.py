@@ -291,10 +291,10 @@ class PipelineTrainer(Trainer):
         """Load the average of all replicas into the layers inside the context; restore it after.
 
         Flush, and weights are averaged by their push-sum weights; of ``DiLoCo`` and the like they
-        are those after the last outer step; buffers such as BatchNorm's without weights. All ranks
-        enter it together, after the first step, to ``evaluate``, ``predict`` or save the model; do
-        not ``step`` inside. Without ``replicas``, or with ``AllReduce()``, weights stay as they
-        are.
+        are those after the last outer step; buffers such as BatchNorm's without weights, and not of
+        stages with nothing to train. All ranks enter it together, after the first step, to
+        ``evaluate``, ``predict`` or save the model; do not ``step`` inside. Without ``replicas``,
+        or with ``AllReduce()``, weights stay as they are.
         """
         self.flush()
         with self._built_pipeline("consensus()").consensus():

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from pyparallel import GossipDataParallel
-from pyparallel.gossip import OSGP, SGP, AllReduce
+from pyparallel.compression import ErrorFeedback, Int8
+from pyparallel.gossip import OSGP, SGP, AllReduce, DiLoCo
 from pyparallel.gossip.topology import Complete, Ring
 from tests.gossip.graphs import Broken, StarWithChords
 from tests.gossip.loops import error_of
@@ -135,6 +136,10 @@ MISTAKES = {
     "sparse": (
         on_rank_one(SPARSE), own, RING,
         "rank 1: parameters must be dense, got scale with layout torch.sparse_coo",
+    ),
+    "float64 that is compressed": (
+        on_rank_one(torch.zeros(3).double()), own, DiLoCo(5, compressor=ErrorFeedback(Int8())),
+        "rank 1: parameters must not be float64 with a compressor, got DiLoCo",
     ),
     "complex": (
         on_rank_one(torch.zeros(3, dtype=torch.complex64)), own, RING,
@@ -266,5 +271,5 @@ def wrap_16_bit_parameters(rank):
 
 def test_16_bit_parameters_are_an_error_on_irregular_graphs_and_for_osgp(ranks):
     for of_sgp, of_osgp in ranks.run(3, wrap_16_bit_parameters):
-        assert "parameters must be float32 if push-sum weights differ from 1" in of_sgp
-        assert "parameters must be float32 for OSGP" in of_osgp
+        assert "parameters must be float32 or float64 if push-sum weights differ" in of_sgp
+        assert "parameters must be float32 or float64 for OSGP" in of_osgp

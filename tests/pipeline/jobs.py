@@ -229,7 +229,7 @@ TWO_STAGES = [
     *(Case(each) for each in OF_EACH_KIND if not isinstance(each, PREDICTING)),
     *(Case(each, "AdamW") for each in (ZeroBubble(), PipeOptim("live"), XPipe("live"))),
     *(Case(each, "groups", num_microbatches=2) for each in (XPipe("live"), PipeOptim("live"))),
-    Case(PipeOptim("live", Rollout(0.5)), dtype=torch.float32),
+    Case(PipeOptim("live", Rollout(0.5))),
     Case(REPEATING[1], "Adadelta"),
     Case(PipeOptim("live"), "Lion, PredictedAdamW"),
     Case(PipeOptim("live"), "Muon, fused AdamW", torch.float32),
@@ -238,7 +238,7 @@ FOUR_STAGES = [
     *CASES,
     *(Case(each, bare_stage=True) for each in (PipeDream(), PipeOptim("consistent"))),
     Case(PipeMare(annealing=10)),
-    Case(CORRECTED, "AdamW", torch.float32, correction=CORRECTIONS[0]),
+    Case(CORRECTED, "AdamW", correction=CORRECTIONS[0]),
 ]
 # Every correction, which changes the updates of a stage on its own rank.
 ONE_PROCESS = [
@@ -269,7 +269,7 @@ ODD_CASES = [
     *(Case(each, num_microbatches=2) for each in (PipeDream(), *PREDICTED)),
     *(Case(each, bare_stage=True) for each in (GPipe(), PipeDream(), *PREDICTED)),
     Case(PipeDream2BW(), "groups"),
-    *(Case(CORRECTED, name, torch.float32) for name in ("momentum", "AdamW")),
+    *(Case(CORRECTED, name) for name in ("momentum", "AdamW")),
 ]  # fmt: skip
 EXACT = [
     PipeOptim("consistent"),

@@ -29,7 +29,7 @@ from pyparallel.pipeline.schedules.streaming import Streaming
 from tests.cases import slow
 from tests.pipeline import reference
 from tests.pipeline.every_schedule import FLUSHING, one_of_each_kind_first
-from tests.pipeline.jobs import CORRECTED, PREDICTING, SCHEDULES
+from tests.pipeline.jobs import PREDICTING, SCHEDULES
 from tests.pipeline.models import OPTIMIZERS, as_on_gpus, build_calls, build_layers
 from tests.pipeline.oracles import LastStep
 
@@ -47,13 +47,9 @@ TARGET = (
 NAN = "rank {last}, step 1: the loss of microbatch 6 must be finite, got nan"
 
 
-def dtype_of(schedule):
-    return torch.float32 if schedule == CORRECTED else torch.float64  # its op takes no float64
-
-
 def calls_of(schedule):
     """Return four batches; the second has a nan in the target of its third microbatch."""
-    calls = build_calls(4, 13, dtype_of(schedule))
+    calls = build_calls(4, 13, torch.float64)
     calls[1][1][8] = float("nan")
     return calls
 
@@ -65,7 +61,7 @@ def train(rank, schedule, refused):
         refused: make the calls that are refused before they begin, too; and with schedules that
             flush check losses late, and clip by a norm that changes nothing.
     """
-    layers, last = build_layers(dtype_of(schedule)), dist.get_world_size() - 1
+    layers, last = build_layers(torch.float64), dist.get_world_size() - 1
     if isinstance(schedule, PREDICTING):
         schedule = replace(schedule, prediction=Displacement(LastStep()))
     late = refused and schedule in FLUSHING
@@ -152,7 +148,7 @@ def check(schedule, of_ranks):
             ("evaluate without target", "DisagreementError", TARGET.format(last=last, step="")),
             ("missing, empty", "DisagreementError", INPUTS.format(step=", step 4")),
         ]
-    tolerance = 1e-5 if dtype_of(schedule) == torch.float32 else 1e-12
+    tolerance = 1e-12
     torch.testing.assert_close(state, wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -161,7 +157,7 @@ def expected(schedule, split):
     first, *others, final = calls_of(schedule)
     others[1] = others[1][0], torch.full_like(others[1][1], float("nan"))
     return reference.train_in_one_process(
-        partial(build_layers, dtype_of(schedule)), split, mse_loss,
+        partial(build_layers, torch.float64), split, mse_loss,
         OPTIMIZERS["momentum"], schedule, [[first, *others, final], [first]], NUM_MICROBATCHES,
     ).state  # fmt: skip
 

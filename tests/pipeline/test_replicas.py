@@ -328,7 +328,6 @@ def train_tied(rank, shape, schedule, algorithm):
         trainer.evaluate(ids, target=ids)  # the head's is the embedding's
         found += [each.detach().clone() for each in weights]
         whole = trainer.full_state_dict()
-    trainer.flush()
     return found + [each.detach().clone() for each in weights], whole
 
 

@@ -1,7 +1,7 @@
 """The interface of an algorithm: an immutable configuration that starts a ModelAverager."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -47,6 +47,14 @@ class Algorithm(ABC):
         """Return why the algorithm cannot run on ``num_ranks`` ranks, or None."""
         return None
 
+    def dtype_error(self, parameters: Iterable[Tensor]) -> str | None:
+        """Return why it cannot average parameters, or None: no compressor takes float64."""
+        both = self, getattr(self, "inner", None)
+        is_compressed = any(getattr(each, "compressor", None) is not None for each in both)
+        if is_compressed and any(each.dtype == torch.float64 for each in parameters):
+            return f"parameters must not be float64 with a compressor, got {self!r}"
+        return None
+
     def sharding_error(self) -> str | None:
         """Return why it cannot run for each shard of a module by itself, or None."""
         return None
@@ -77,7 +85,7 @@ class Periodic(Algorithm):
 
     Args:
         compressor: of the differences between a rank's weights and those after the last outer step,
-            such as ``ErrorFeedback(Int4())``; None: ranks send their weights, in float32.
+            such as ``ErrorFeedback(Int4())``; None: ranks send their weights, ``widened``.
         fragments: how many parts of the model take their outer steps one after the other, evenly
             spread over the interval, so that less is sent at once (Douillard et al., arXiv
             2501.18512): a part has every so many-th layer. Or the names of the modules or

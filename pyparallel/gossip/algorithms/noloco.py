@@ -50,9 +50,9 @@ class NoLoCo(Periodic, OnTopology):
 
     with means over the pair. The last term keeps ranks together in place of a global average; slow
     weights and momentum stay local. Only the sum of both means is needed, so each partner sends one
-    message of the size of the model, in float32 without a compressor. A rank without a partner (one
-    of an odd number in each round, and a single rank always) is its own mean: it takes a local
-    outer step with heavy-ball momentum, as DiLoCo with torch's ``SGD(lr=outer_lr,
+    message of the size of the model, in float32 or wider without a compressor. A rank without a
+    partner (one of an odd number in each round, and a single rank always) is its own mean: it takes
+    a local outer step with heavy-ball momentum, as DiLoCo with torch's ``SGD(lr=outer_lr,
     momentum=momentum)``.
 
     In ``join()`` a rank without batches still exchanges with its partners and takes outer steps.

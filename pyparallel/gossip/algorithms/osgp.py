@@ -93,7 +93,7 @@ class OSGP(OnTopology):
     ) -> DelayedPushSum:
         # Scaling by the weight would round away small updates of 16-bit ones, and overflow in fp16.
         low = {buffer.dtype for buffer in buckets.buffers} - {torch.float32, torch.float64}
-        rule = "parameters must be float32 for OSGP, whose push-sum weights differ from 1"
+        rule = "parameters must be float32 or float64 for OSGP, whose push-sum weights differ"
         fix = "SGP(topology, overlap=1) takes 16-bit ones on regular topologies"
         require(not low, rule, ", ".join(sorted(map(str, low))), fix)
         return DelayedPushSum.start(

@@ -132,8 +132,8 @@ class SGP(OnTopology):
         low = {buffer.dtype for buffer in buckets.buffers} - {torch.float32, torch.float64}
         if low and not (self.topology.regular and self.overlap <= 1):
             raise ValueError(
-                "parameters must be float32 if push-sum weights differ from 1 (on a topology that "
-                "is not regular, or with overlap > 1), got "
+                "parameters must be float32 or float64 if push-sum weights differ (on a topology "
+                "that is not regular, or with overlap > 1), got "
                 f"{', '.join(sorted(map(str, low)))} with {self}"
             )
         return PushSum.start(self._make_buffer, module, buckets, run, self.topology, self.overlap)

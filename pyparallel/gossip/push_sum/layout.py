@@ -93,27 +93,31 @@ def _gather(
         if any(each.keys() != first.keys() for each in nodes):  # by parameter name
             merged = {name: value for each in nodes for name, value in each.items()}
             return {name: merged[name] for name in places if name in merged}
-        return {key: _gather([n[key] for n in nodes], saved, places, home) for key in first}
+        of_keys = ((key, [each[key] for each in nodes]) for key in first)
+        return {
+            key: _equal(column) if key == "masses" else _gather(column, saved, places, home)
+            for key, column in of_keys
+        }
     if isinstance(first, list | tuple):
         columns = zip(*nodes, strict=True)
         return [_gather(column, saved, places, home) for column in columns]
     if _are_flat(nodes, saved):
         return _join(nodes, saved, places, home)
-    if isinstance(first, Tensor):
-        rule = "the saved state must be equal in all buffers"
-        fix = "load it with the optimizer it was saved with"
-        got = "unequal weights: a neighbor had failed"
-        require(all(torch.equal(first, each) for each in nodes), rule, got, fix)
-        return first.clone()
-    return first
+    return _equal(nodes) if isinstance(first, Tensor) else first
+
+
+def _equal(nodes: Sequence[Tensor]) -> Tensor:
+    rule = "the saved state must be equal in all buffers"
+    fix = "load it with the optimizer it was saved with"
+    got = "unequal weights: a neighbor had failed"
+    require(all(torch.equal(nodes[0], each) for each in nodes), rule, got, fix)
+    return nodes[0].clone()
 
 
 def _are_flat(nodes: Sequence[Any], saved: Sequence[Places]) -> bool:
-    """Return whether tensors are as long as their buffers; float64 ones are masses."""
+    """Return whether tensors are as long as their buffers."""
     return all(
-        isinstance(node, Tensor)
-        and node.dtype != torch.float64
-        and tuple(node.shape) == (sum(each.values()),)
+        isinstance(node, Tensor) and tuple(node.shape) == (sum(each.values()),)
         for node, each in zip(nodes, saved, strict=True)
     )
 

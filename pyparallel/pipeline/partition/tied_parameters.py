@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...comm import Collectives, Run
 from ..schedules.shape import PipelineShape
@@ -31,6 +31,11 @@ class TiedParameters:
                     groups[ranks] = Collectives(run.within(ranks))
                 owner = ranks.index(tie.stages[0] % shape.num_ranks)
                 self._copies.append((tie.parameter, groups[ranks], owner))
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """Return what follows another rank's parameter."""
+        return [p.data for p, ranks, owner in self._copies if ranks.rank != owner]
 
     @torch.no_grad()
     def sum_gradients(self) -> None:

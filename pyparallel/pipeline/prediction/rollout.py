@@ -61,7 +61,7 @@ class _RolloutRule(FlatRule):
         momentum_factor, gradient_factor = rollout_coefficients(
             group["momentum"], group["dampening"], group["nesterov"], horizon
         )
-        total = torch.zeros_like(weights, dtype=torch.float32)
+        total = torch.zeros_like(weights, dtype=torch.promote_types(weights.dtype, torch.float32))
         if "momentum_buffer" in state:
             total.add_(state["momentum_buffer"], alpha=momentum_factor)
         if LAST_GRADIENT in state:

@@ -15,7 +15,7 @@ class Costs:
     ``communication`` of stage s is the latency of a message between s and s + 1 in either
     direction, during which ranks are free; messages between stages on one rank take no time.
     ``round`` is that of a stage's round with other replicas, as of ``SGP(overlap=1)``: it begins
-    after an update, and the stage's next update waits for it.
+    after an update, and the stage's next update waits for it; not in ``simulate_interlocking``.
     """
 
     forward: float | Sequence[float] = 1.0
