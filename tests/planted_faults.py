@@ -261,9 +261,23 @@ FAULTS = [
     Fault(
         "an outer step with a delay loses what a rank learned meanwhile",
         "pyparallel/gossip/algorithms/fragments.py",
-        "each.copy_(torch.lerp(new, each.float(), mix) if mix else new)",
+        "each.copy_(torch.lerp(new, widened(each), mix) if mix else new)",
         "each.copy_(new)",
         "tests/gossip/algorithms/test_streaming.py",
+    ),
+    Fault(
+        "copies of tied weights keep the average after consensus()",
+        "pyparallel/pipeline/pipeline.py",
+        "            inside.enter_context(assigned(copies, copies))\n",
+        "",
+        "tests/pipeline/test_replicas.py",
+    ),
+    Fault(
+        "an update does not wait for the last round with other replicas",
+        "pyparallel/pipeline/simulation/event_loop.py",
+        "                needed |= last_round.get(stage, set())\n",
+        "",
+        "tests/pipeline/simulation/test_event_loop.py",
     ),
     Fault(
         "a state is saved without what is in flight",

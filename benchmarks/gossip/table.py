@@ -284,3 +284,25 @@ def sharded_merge(rows: Sequence[Row]) -> str:
         spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         lines.append([name, *times, spread])
     return tables.markdown_table(["", "ms of shards", "ms of plain replicas", "ratio"], lines)
+
+
+def scale(rows: Sequence[Row]) -> str:
+    """Return held-out loss of the average for each number of ranks, the mean of the seeds."""
+    parts = []
+    for scaling, own in tables.grouped(rows, "scaling").items():
+        by_ranks = tables.grouped(own, "ranks")
+        counts = sorted(by_ranks, key=int)
+        lines = []
+        for method in tables.grouped(own, "method", ["all-reduce", "one peer"]):
+            cells = [method]
+            for count in counts:
+                found = [row for row in by_ranks[count] if row["method"] == method]
+                if found:
+                    means = (tables.mean(found, each) for each in ("held_out_bits", "distance"))
+                    cells.append("{:.3f} ({:.2f})".format(*means))
+                else:
+                    cells.append("")
+            lines.append(cells)
+        head = [f"bits a byte (distance), rate x {scaling}", *(f"{each} ranks" for each in counts)]
+        parts.append(tables.markdown_table(head, lines))
+    return "\n".join(parts)

@@ -278,13 +278,13 @@ WIDE = [*STREAMING, PipeDream()], ALGORITHMS, ("momentum", "AdamW")  # no fused 
 @pytest.mark.parametrize(
     ("cases", "depth", "dtype"),
     [
-        (pairwise(*AXES), 2, torch.float32),
+        ([*product(STREAMING[::3], ALGORITHMS[1:], ["fused AdamW"])], 2, torch.float32),
         (pairwise(*WIDE), 2, torch.float64),
         slow([*product(*AXES)], 2, torch.float32),
         slow(pairwise(*AXES), 3, torch.float32),
         slow([*product(*WIDE)], 3, torch.float64),
     ],
-    ids=["pairs", "float64", "all", "pairs-3", "float64-3"],
+    ids=["fused", "float64", "all", "pairs-3", "float64-3"],
 )
 def test_equals_a_full_history_of_every_replica(ranks, subtests, cases, depth, dtype):
     rows, most = (
@@ -332,9 +332,8 @@ def train_tied(rank, shape, schedule, algorithm):
 
 
 def test_tied_weights_are_merged_where_they_are_updated(ranks, subtests):
-    cases = [
-        (GPipe(), each) for each in (AllReduce(), *ALGORITHMS, SGP(Ring(2), compressor=Int8()))
-    ]
+    algorithms = [AllReduce(), *ALGORITHMS[1:], SGP(Ring(2), compressor=Int8())]
+    cases = [(GPipe(), each) for each in algorithms]
     alone = ranks.run_each(2, train_tied, [((2, 1), *case) for case in cases])
     split = ranks.run_each(4, train_tied, [((2, 2), *case) for case in cases])
     for case, expected, found in zip(cases, alone, split, strict=True):
@@ -509,7 +508,7 @@ def test_a_sharded_state_is_the_average_and_loads_elsewhere(ranks, tmp_path):
         folder = str(tmp_path / str(index))
         average, *others = ranks.run(4, save_sharded, folder, algorithm)
         assert not others[0]
-        for shape in ((2, 2), (3, 1), (1, 3)):
+        for shape in ((3, 1), (1, 3)) if index == 0 else ((2, 2),):
             found = ranks.run(shape[0] * shape[1], load_sharded, folder, shape)
             assert all(steps == {3} for _, steps in found)
             for whole, _ in found[:: shape[1]]:
