@@ -299,10 +299,10 @@ def scale(rows: Sequence[Row]) -> str:
                 found = [row for row in by_ranks[count] if row["method"] == method]
                 if found:
                     means = (tables.mean(found, each) for each in ("held_out_bits", "distance"))
-                    cells.append("{:.3f} ({:.2f})".format(*means))
+                    cells.append("{:.3f}, {:.2%}".format(*means))
                 else:
                     cells.append("")
             lines.append(cells)
-        head = [f"bits a byte (distance), rate x {scaling}", *(f"{each} ranks" for each in counts)]
+        head = [f"rate of one rank, {scaling} in the ranks", *(f"{each} ranks" for each in counts)]
         parts.append(tables.markdown_table(head, lines))
     return "\n".join(parts)
