@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,12 +70,15 @@ def measure(rank: int, run: Run) -> Row:
         for rows in (WIDTH, WIDTH // 2)
     ]
     fully_shard(modules[0], mesh=mesh["shard"])
-    places = {"mesh": mesh["replicate"]}, {"process_group": mesh.get_group("replicate")}
+    places: list[dict[str, Any]] = [
+        {"mesh": mesh["replicate"]},
+        {"process_group": mesh.get_group("replicate")},
+    ]
     trainers, steps = [], {}
     for name, module, place in zip(("sharded", "plain"), modules, places, strict=True):
         optimizer = SGD(module.parameters(), lr=1e-3)
         algorithm = ALGORITHMS[run.algorithm]
-        trainers.append(GossipDataParallel(module, optimizer, algorithm, **place))  # type: ignore[arg-type]
+        trainers.append(GossipDataParallel(module, optimizer, algorithm, **place))
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         steps[name] = partial(timed, optimizer.step)

@@ -1,4 +1,4 @@
-"""The tables of the rows of ``benchmarks.gossip.compare`` and of ``benchmarks.gossip.rates``."""
+"""The tables of this folder's programs but ``bench``."""
 
 import statistics
 from collections.abc import Iterator, Sequence

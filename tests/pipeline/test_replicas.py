@@ -626,11 +626,15 @@ FIX = (
     "replicas=AllReduce() or a gossip algorithm"
 )
 TAKE = "take a gossip algorithm such as SGP, or a schedule that flushes"
-MISTAKES = [  # schedule, mesh, replicas and group of a rank; the sentence
+MISTAKES = [  # schedule, mesh, replicas, group, perhaps split of a rank; the sentence
     (lambda rank: (GPipe(), MESH((2, 2)), None, None),
      f"mesh and replicas must be given together, got mesh alone{FIX}"),
     (lambda rank: (GPipe(), None, AllReduce(), None),
      f"mesh and replicas must be given together, got replicas alone{FIX}"),
+    (lambda rank: (GPipe(), MESH((2, 1)), AllReduce(), None),
+     "mesh must have all 4 ranks, got 2"),
+    (lambda rank: (GPipe(), MESH((2, 2)), AllReduce(), None, [6 - rank // 2]),
+     "all ranks must have the same split, got [6] on rank 0 and [5] on rank 2"),
     (lambda rank: (GPipe(), init_device_mesh("cpu", (2, 2)), AllReduce(), None),
      'mesh must have the dimensions "replicate" and "stage", got an empty tuple'),
     (lambda rank: (GPipe(), MESH((2, 2)), AllReduce(), dist.group.WORLD),
@@ -657,11 +661,11 @@ MISTAKES = [  # schedule, mesh, replicas and group of a rank; the sentence
 
 
 def mistake(rank, index):
-    schedule, mesh, replicas, group = MISTAKES[index][0](rank)
+    schedule, mesh, replicas, group, *splits = MISTAKES[index][0](rank)
     with pytest.raises((ValueError, TypeError)) as error:
         PipelineTrainer(
             build_layers(), mse_loss, OURS["momentum"], schedule, mesh=mesh, replicas=replicas,
-            process_group=group, num_microbatches=3, split=[6],
+            process_group=group, num_microbatches=3, split=splits[0] if splits else [6],
         )  # fmt: skip
     return str(error.value)
 
