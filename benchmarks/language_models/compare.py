@@ -2,8 +2,8 @@
 
 Do streaming pipelines train Hugging Face's models as well as synchronous updates do? GPT-2, its
 embedding tied to the head, and Llama, each of 10 million parameters, from random weights, over
-gloo: in two stages and in four, a rank with one thread each. 1,000 updates of AdamW, or of Muon for
-the matrices of the blocks and AdamW for the rest, each from 8 windows of 64 bytes of Python's
+gloo: in two, four or eight stages, a rank with one thread each. 1,000 updates of AdamW, or of Muon
+for the matrices of the blocks and AdamW for the rest, each from 8 windows of 64 bytes of Python's
 standard library; gradients are clipped, the learning rate warms up over the first tenth and decays
 as a cosine, and the streaming schedules begin with a tenth or three of synchronous updates. All
 runs of a seed have the same initial weights and batches. ``OneForwardOneBackward``, whose updates
@@ -36,7 +36,7 @@ LENGTH, HELD_OUT = 64, 128  # bytes of a window, held-out windows
 STEPS = 1000
 RATES = ["0.0005", "0.001", "0.002"]
 STARTS = ["100", "300"]
-SPLITS = {"2": [4], "4": [2, 4, 6]}  # of the embedding, six blocks and the head
+SPLITS = {"2": [4], "4": [2, 4, 6], "8": range(1, 8)}  # of the embedding, six blocks and the head
 SCHEDULES = ["OneForwardOneBackward", "PipeOptim", "PipeDream2BW"]
 
 
