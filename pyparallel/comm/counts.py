@@ -102,9 +102,10 @@ class StepCounts:
         finally:
             self.synchronizes = before
 
-    def reset(self, steps: int = 0) -> None:
+    def reset(self, steps: int = 0, *, are_compared: bool = True) -> None:
         """Count from here again: all ranks do so together."""
         self.steps, self.repeats, self.forwards = steps, 0, 0
+        self.are_compared = are_compared
 
 
 def find_difference(

@@ -147,12 +147,16 @@ class Run:
             suspects = map(self.global_rank, members)
             raise self.error(what, error, suspects=suspects, step=None) from error
 
-    def regroup(self) -> None:
-        """Go on in another default group, where an error disconnects this rank, and no more."""
+    def regroup(self, *, compares_steps: bool = True) -> None:
+        """Go on in another default group, where an error disconnects this rank, and no more.
+
+        Args:
+            compares_steps: all its ranks take as many steps, which messages tell.
+        """
         self._world, self._survives = weakref.ref(dist.group.WORLD), True
         self.rank = self.group_rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.counts.reset()
+        self.counts.reset(are_compared=compares_steps)
         self.mend()
 
     @property

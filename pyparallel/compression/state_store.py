@@ -56,6 +56,21 @@ class StateStore:
             self._devices.add(device)
         return self._states[layout]
 
+    def copy(
+        self, rank: int, num_ranks: int, common: dict[str, dict[str, Any]] | None = None
+    ) -> "StateStore":
+        """Return a copy, for a rank of another number of ranks.
+
+        ``common`` is what ``common_state`` of another rank has returned, in place of this one's.
+        """
+        copied = StateStore(self.compressor, rank, num_ranks, self._model)
+        copied._unassigned = {
+            name: {key: tensor.clone() for key, tensor in tensors.items()}
+            for name, tensors in self._parameter_state().items()
+        }
+        copied._unassigned_common = copy.deepcopy(self.common_state() if common is None else common)
+        return copied
+
     def norm(self, key: str) -> float:
         """Return the Euclidean norm over all parameters of the state under a key."""
         parts = [
@@ -82,7 +97,7 @@ class StateStore:
             "rank": self._rank,
             "num_ranks": self._num_ranks,
             "parameters": self._parameter_state(),
-            "of_all": self._common_state(),
+            "of_all": self.common_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -138,7 +153,8 @@ class StateStore:
             found.update(state.parameter_state())
         return found
 
-    def _common_state(self) -> dict[str, dict[str, Any]]:
+    def common_state(self) -> dict[str, dict[str, Any]]:
+        """Return by parameter name what is equal on all ranks, such as the number of messages."""
         found = dict(self._unassigned_common)
         for state in self._states.values():
             found.update({name: state.common_state() for name in state.layout.names})

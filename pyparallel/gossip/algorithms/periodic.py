@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Run
+from ...compression.state_store import StateStore
 from ...training import (
     CHECKSUMS_KEY,
     FlatBuckets,
@@ -64,10 +65,31 @@ class PeriodicAverager(ModelAverager):
     def status(self) -> Status:
         return self.inner.status._replace(hidden_seconds=self._average.hidden_seconds)
 
+    @property
+    def num_steps(self) -> int:
+        """Local steps that were counted."""
+        return self._steps
+
+    @property
+    def store(self) -> StateStore | None:
+        """The compressor's states; None without one, or of averages over pairs without one."""
+        return self._average.store
+
     @override
     def after_step(self) -> None:
         self.inner.after_step()
+        self.count_step()
+        self.take_outer_steps()
+
+    def count_step(self) -> None:
+        """Count a local step."""
         self._steps += 1
+
+    def take_outer_steps(self) -> None:
+        """Send the fragments whose turn it is, and take the outer steps that are due.
+
+        Without fragments and delay a PeerError changes nothing but the compressor's states.
+        """
         for number, each in enumerate(self._fragments):
             count = each.count(self._steps, self._interval)
             if count is not None:
@@ -155,6 +177,29 @@ class PeriodicAverager(ModelAverager):
         outer = [state["outer"]] if self._options.is_at_once else state["outer"]
         in_flight = state.get("in_flight", [None] * len(outer))
         return list(zip(self._fragments, outer, in_flight, strict=True))
+
+    def state_to_fill(self) -> dict[str, Any]:
+        """Return the state that is equal on all ranks between two outer steps of whole models."""
+        common = {} if self.store is None else self.store.common_state()
+        (whole,) = self._fragments
+        return {"steps": self._steps, "outer": whole.rule.state_dict(), "common": common}
+
+    def regroup(self, store: StateStore | None, filled: dict[str, Any] | None) -> None:
+        """Go on in the run's group of now, all its ranks together.
+
+        Args:
+            store: of the compressor's states, which are copied.
+            filled: ``state_to_fill`` of another rank, to go on from; None: from this rank's.
+        """
+        run, device = self.run, self.buffers[0].device
+        if filled is not None:
+            self._steps = filled["steps"]
+            (whole,) = self._fragments
+            whole.rule.load_state_dict(filled["outer"])
+        if store is not None:
+            common = None if filled is None else filled["common"]
+            store = store.copy(run.group_rank, run.size, common)
+        self._average = AllRanks(run, device, self._options.compressor, False, store)
 
     @override
     def reset(self) -> None:

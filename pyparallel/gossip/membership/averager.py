@@ -1,4 +1,4 @@
-"""A gossip algorithm whose members come and go: one epoch of rounds after another."""
+"""A gossip algorithm whose members come and go: one epoch after another."""
 
 import os
 import signal
@@ -9,67 +9,52 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # No public names, which mypy asks for.
 from typing_extensions import override
 
-from ...comm import Collectives, PeerError, Run
+from ...comm import PeerError
 from ...comm.failures import is_of_backend
-from ...training import FlatBuckets, ModelAverager, Status, Traits
-from ..algorithms import SGP
+from ...training import ModelAverager, Traits
 from .base import Change, Membership
 from .decision import Epoch, name_of
 from .epochs import Epochs
-from .group import EpochGroup, gather_accounts
-from .ledger import Account, Settlement, settle
-from .moves import move_mass
-from .rounds import AcknowledgedRounds
-
-_NUM_EPOCHS_KEPT = 64  # in the ledger, of members that have not settled them yet
+from .group import EpochGroup
+from .members import MembersAverager, Shares
 
 
 class ElasticAverager(ModelAverager):
-    """SGP or D-PSGD in epochs, of whatever members there are.
+    """An algorithm in epochs, of whatever members there are.
 
     An epoch ends for a rank when communication fails, or when the membership reports a change; the
-    rank then disconnects, so that the others' rounds fail too. All that are left make a group in
-    the same processes and settle: messages that were not merged come back to their senders. Members
-    that join have weight 0, and are filled by one member each.
+    rank then disconnects, so that the others' communication fails too. All that are left make a
+    group in the same processes, in which the algorithm begins the next epoch.
 
     Args:
+        inner: the algorithm.
         membership: opened here.
-        make: returns the algorithm for a number of members.
         config: (name, value) pairs that members must share.
-        module: frozen parameters and buffers are sent to members that join.
     """
 
     traits = Traits(can_be_inner=False, has_fixed_ranks=False)
+    inner: MembersAverager
 
     def __init__(
-        self,
-        membership: Membership,
-        make: Callable[[int], SGP],
-        config: Sequence[tuple[str, str]],
-        module: nn.Module,
-        buckets: FlatBuckets,
-        run: Run,
+        self, inner: MembersAverager, membership: Membership, config: Sequence[tuple[str, str]]
     ) -> None:
-        super().__init__(buckets.buffers, run)
-        self._membership, self._make = membership, make
-        trainable = {id(each) for each in buckets.parameters}
-        frozen = [each for each in module.parameters() if id(each) not in trainable]
-        self._others = [*frozen, *module.buffers()]
+        super().__init__(inner.buffers, inner=inner)
+        self._membership = membership
         self._group = EpochGroup()
         self._epochs = Epochs(membership, self._group.server, config)
-        self._account = Account()
         self._epoch: Epoch | None = None
-        self._rounds: AcknowledgedRounds | None = None
         self._failure: str | None = None  # that has ended the epoch
         self._is_terminated = False
         self._handler: Any = None
         try:
             self._change("the trainer begins")
+            if inner.is_interrupted:
+                self._take()
         except BaseException:
             self.close()
             raise
@@ -90,59 +75,33 @@ class ElasticAverager(ModelAverager):
         """The number of the epoch."""
         return 0 if self._epoch is None else self._epoch.number
 
-    @property
-    @override
-    def status(self) -> Status:
-        return self._current.status
-
-    @override
-    def restore_debiased(self) -> None:
-        if self._rounds is not None:
-            self._rounds.restore_debiased()
-
     @override
     def before_step(self) -> None:
         with self._surviving():
-            self._current.await_receipts()
-
-    @override
-    def before_update(self) -> None:
-        self._current.before_update()
-
-    @override
-    def after_update(self) -> None:
-        self._current.after_update()
+            super().before_step()
 
     @override
     def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
         self.before_step()
-        self._current.step_buckets(step_bucket, num_buckets)
+        self.inner.step_buckets(step_bucket, num_buckets)
         if self.run.counts.synchronizes:
             self.after_step()
 
     @override
     def after_step(self) -> None:
-        """Take a round; or begin another epoch instead, on all members alike."""
-        self._failure = self._failure or self._epochs.should_change
-        if self._failure is None:
-            with self._surviving():
-                self._current.after_step()
-        if self._failure is not None:
-            self._change(self._failure)
+        """Communicate; or begin another epoch instead, on all members alike."""
+        self.inner.count_step()
+        self._take()
         if self._is_terminated:
             self.leave()
             os.kill(os.getpid(), signal.SIGTERM)  # to what handled it before
 
     @override
-    def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        return self._current.as_merged()
-
-    @override
-    def reset(self) -> None:
-        self._current.reset()
+    def as_evaluated(self) -> tuple[list[Tensor], Tensor]:
+        return self.inner.as_evaluated()
 
     def leave(self) -> None:
-        """Send all of (x, w) to a member that stays, once the others are between two rounds.
+        """Leave once the others are between two steps; SGP sends all of (x, w) to one of them.
 
         This rank's parameters stay as they are. If no other member is left, or all leave together,
         there is nobody to send to.
@@ -161,12 +120,20 @@ class ElasticAverager(ModelAverager):
                 signal.signal(signal.SIGTERM, self._handler)
         self._handler = None
         self._end_group()
-        self._rounds = None
+        super().close()
 
-    @property
-    def _current(self) -> AcknowledgedRounds:
-        assert self._rounds is not None
-        return self._rounds
+    def _take(self) -> None:
+        """Take a round, or an outer step, in as many epochs as that needs."""
+        while True:
+            self._failure = self._failure or self._epochs.should_change
+            if self._failure is None:
+                with self._surviving():
+                    self.inner.after_step()
+            if self._failure is None:
+                return
+            self._change(self._failure)
+            if not self.inner.is_interrupted:
+                return
 
     def _terminate(self) -> None:
         self._is_terminated = True
@@ -189,7 +156,7 @@ class ElasticAverager(ModelAverager):
             left += [each for each in epoch.before if each not in epoch.members]
             self._failure = None
             try:
-                settlement = self._begin(epoch)
+                shares = self._begin(epoch)
             except RuntimeError as error:
                 if not (isinstance(error, PeerError) or is_of_backend(error)):
                     raise
@@ -205,15 +172,12 @@ class ElasticAverager(ModelAverager):
                 "longer than every step"
             )
         joined = [each for each in epoch.members if each not in epoch.veterans]
-        before = settlement.total + settlement.lost
-        returned = settlement.returned[self._epochs.identity] / before if before else 0.0
         change = Change(
             epoch.number,
             self.members,
             tuple(map(name_of, joined)),
             tuple(dict.fromkeys(map(name_of, left))),
-            settlement.lost / before if before else 0.0,
-            returned,
+            *shares,
             reason,
         )
         self._report(change)
@@ -231,65 +195,12 @@ class ElasticAverager(ModelAverager):
         )
 
     def _end_group(self) -> None:
-        """Disconnect and destroy the group; what was sent stays, until it is settled."""
-        if self._rounds is not None:
-            self._rounds.restore_debiased()
-            self._rounds.release()
+        """Disconnect and destroy the group."""
+        self.inner.release()
         self._group.end()
 
-    def _begin(self, epoch: Epoch) -> Settlement:
-        """Make the group, settle, and fill the members that join."""
+    def _begin(self, epoch: Epoch) -> Shares:
+        """Make the group, in which the algorithm begins the epoch."""
         self._epoch = epoch
         self._group.begin(epoch, self._epochs.identity, self._membership.deadline)
-        self.run.regroup()
-        if self._epochs.identity not in epoch.veterans:
-            self._account = Account()
-        accounts = gather_accounts(self._account, epoch)
-        settlement = settle(accounts, epoch.veterans)
-        if settlement.total == 0:
-            settlement = self._start_fresh()
-        scale = len(epoch.members) / settlement.total
-        self._apply(settlement, scale)
-        return settlement
-
-    def _apply(self, settlement: Settlement, scale: float) -> None:
-        """Take what this rank has in the new epoch, and fill the members that join."""
-        assert self._epoch is not None
-        own, epoch, last = self._epochs.identity, self._epoch, self._rounds
-        returned = settlement.returned[own]
-        kept = dict(list(self._account.merged.items())[-_NUM_EPOCHS_KEPT:])
-        account = Account(
-            weight=settlement.weights[own] - returned,
-            exponent=settlement.exponent,
-            merged=kept,
-            settled=epoch.number,
-            total=settlement.total,
-        )
-        algorithm = self._make(len(epoch.members))
-        rounds = AcknowledgedRounds(
-            self.buffers, self.run, algorithm.topology, epoch.members, account, epoch.number, scale
-        )
-        if returned:
-            assert last is not None
-            rounds.merge_returned(last.sent_messages, returned * scale)
-        self._account, self._rounds = account, rounds
-        self.run.barrier()  # before it a rank might have mass that another one takes back
-        has_mass = [settlement.weights[each] > 0 for each in epoch.members]
-        leaving = [each in epoch.leaving for each in epoch.members]
-        neighbors = move_mass(self.run.rank, has_mass, leaving)
-        if neighbors is not None:
-            if not all(has_mass):
-                rounds.copy_tensors(self._others, neighbors)
-            rounds.take(neighbors)
-            rounds.await_receipts()
-
-    def _start_fresh(self) -> Settlement:
-        """Broadcast the first rank's tensors; return that all members have the weight 1."""
-        assert self._epoch is not None
-        collectives = Collectives(self.run)
-        for tensor in [*self.buffers, *self._others]:
-            collectives.broadcast_(tensor, 0)
-        self.run.barrier()
-        members = self._epoch.members
-        weights, nothing = dict.fromkeys(members, 1.0), dict.fromkeys(members, 0.0)
-        return Settlement(0, weights, nothing, float(len(members)), 0.0)
+        return self.inner.begin(epoch, self._epochs.identity)

@@ -14,9 +14,12 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, wrong_type
-from ..algorithms import SGP, Algorithm
+from ..algorithms import SGP, Algorithm, DiLoCo, LocalSGD
 from .averager import ElasticAverager
 from .base import Membership
+from .members import MembersAverager
+from .outer_members import OuterStepMembers
+from .push_sum_members import PushSumMembers
 
 _MOST_CHECKED = 8  # numbers of members for which algorithms are made and compared at the beginning
 
@@ -26,7 +29,8 @@ class Elastic(Algorithm):
     """An algorithm for whatever members there are.
 
     Args:
-        make: returns the algorithm for a number of members.
+        make: returns the algorithm for a number of members: SGP or DPSGD, or always the same one of
+            outer steps.
         membership: tells them.
         config: (name, value) pairs that a member must have; set by the trainer.
     """
@@ -47,16 +51,24 @@ class Elastic(Algorithm):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ElasticAverager:
-        make = partial(_make_checked, self.make)
-        return ElasticAverager(self.membership, make, self.config, module, buckets, run)
+        made: Any = self.make(1)
+        inner: MembersAverager
+        if isinstance(made, SGP):
+            inner = PushSumMembers(partial(_make_checked, self.make), module, buckets, run)
+        else:
+            start = partial(made.start, module, optimizer, buckets, run)
+            inner = OuterStepMembers(made.interval, start, module, buckets, run)
+        return ElasticAverager(inner, self.membership, self.config)
 
 
 def make_elastic(algorithm: Any, membership: Any, process_group: object, module: object) -> Elastic:
     """Return the algorithm for members that come and go, or raise this process's error."""
     if process_group is not None:
         raise ValueError("process_group and mesh must be None with membership, which makes groups")
-    raise_own(_find_elastic_error(algorithm, membership, module))
-    return Elastic(algorithm, membership)
+    is_of_all = isinstance(algorithm, Algorithm) and not isinstance(algorithm, SGP)
+    make = (lambda num_ranks: algorithm) if is_of_all else algorithm
+    raise_own(_find_elastic_error(make, membership, module))
+    return Elastic(make, membership)
 
 
 def raise_own(problem: str | TypeError | None) -> None:
@@ -69,11 +81,10 @@ def _find_elastic_error(make: object, membership: object, module: object) -> str
     """Return why members cannot come and go with an algorithm and a module, or None."""
     if not isinstance(membership, Membership):
         return wrong_type("membership", "an object such as Lighthouse()", membership)
-    example = "lambda num_ranks: SGP(OnePeerExponential(num_ranks))"
-    if isinstance(make, Algorithm) or not callable(make):
-        return wrong_type(
-            "algorithm", f"a function of the number of members with membership, as {example}", make
-        )
+    if isinstance(make, SGP) or not callable(make):
+        example = "lambda num_ranks: SGP(OnePeerExponential(num_ranks))"
+        rule = f"a function of the number of members with membership, as {example}, or DiLoCo()"
+        return wrong_type("algorithm", rule, make)
     if dist.is_initialized():
         return (
             "process groups must be made by the membership, got a default group that is "
@@ -86,23 +97,31 @@ def _find_elastic_error(make: object, membership: object, module: object) -> str
                 f"gloo and whose push-sum weights differ, got {name} of {each.dtype} on "
                 f"{each.device}"
             )
+    first: Any = None
     for num_ranks in range(1, _MOST_CHECKED + 1):
         try:
-            _make_checked(make, num_ranks)
+            made = _make_checked(make, num_ranks)
+            first = first or made
+            are_sgp = isinstance(made, SGP) and isinstance(first, SGP)
+            if not are_sgp and made.config_fields() != first.config_fields():
+                raise ValueError(f"outer steps must be the same for all, got {made!r}")
         except (ValueError, TypeError) as error:
             return f"algorithm must be made for any number of members, got for {num_ranks}: {error}"
     return None
 
 
-def _make_checked(make: Callable[[int], object], num_ranks: int) -> SGP:
+def _make_checked(make: Callable[[int], Any], num_ranks: int) -> Any:
     """Return the algorithm for a number of members; a ValueError if it cannot run on them."""
     made = make(num_ranks)
     is_plain = isinstance(made, SGP) and made.overlap == 0 and made.compressor is None
-    if not isinstance(made, SGP) or not is_plain or made.transport != "process_group":
-        raise ValueError(
-            "with membership it must be SGP or DPSGD with overlap=0 and without a compressor, as "
-            f"all others need all ranks to stay, got {made!r}"
-        )
-    if problem := made.validation_error(num_ranks):
-        raise ValueError(problem)
-    return made
+    if is_plain and made.transport == "process_group":
+        if problem := made.validation_error(num_ranks):
+            raise ValueError(problem)
+        return made
+    if isinstance(made, (LocalSGD, DiLoCo)) and made.is_at_once:
+        return made
+    raise ValueError(
+        "with membership it must be SGP or DPSGD with overlap=0 and without a compressor, or "
+        "LocalSGD or DiLoCo of whole models and without delay, as all others need all ranks to "
+        f"stay, got {made!r}"
+    )

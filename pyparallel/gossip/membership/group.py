@@ -1,22 +1,17 @@
 """The default process group of an epoch, made again in the same processes."""
 
 import datetime
-import json
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 # No public names, which mypy asks for.
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # re-exports
 
-from ...comm.consistency import gather_rows
 from ...comm.failures import disconnect
 from .decision import Epoch
-from .ledger import Account
 
 
 class EpochGroup:
@@ -52,14 +47,3 @@ class EpochGroup:
         if dist.is_initialized() and self._group() is dist.group.WORLD:
             disconnect(None)
             dist.destroy_process_group()
-
-
-def gather_accounts(account: Account, epoch: Epoch) -> dict[str, Account]:
-    """Return the accounts of all members, which call this together."""
-    encoded = json.dumps(asdict(account)).encode()
-    length = torch.tensor([len(encoded)], dtype=torch.int64, device="cpu")
-    lengths = gather_rows(length, None).flatten().tolist()
-    padded = bytearray(encoded.ljust(max(lengths)))
-    rows = gather_rows(torch.frombuffer(padded, dtype=torch.uint8), None)
-    found = [Account(**json.loads(bytes(row.tolist()))) for row in rows]
-    return dict(zip(epoch.members, found, strict=True))

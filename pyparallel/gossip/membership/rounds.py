@@ -130,20 +130,6 @@ class AcknowledgedRounds(PushSum):
         self._exchange_receipts(neighbors, index)
         self.exchange.headers.raise_nonfinite()
 
-    def copy_tensors(self, tensors: Sequence[Tensor], neighbors: Neighbors) -> None:
-        """Copy tensors from a sender, or send them to receivers, as they are."""
-        kept = [each.detach().contiguous() for each in tensors if each.numel()]
-        if not kept or not (neighbors.out_peers or neighbors.in_peers):
-            return
-        into = [[torch.empty_like(each) for each in kept] for _ in neighbors.in_peers]
-        sent = kept if neighbors.out_peers else []
-        found = self.exchange.swap(sent, neighbors.out_peers, neighbors.in_peers, into=into).wait()
-        live = [each for each in tensors if each.numel()]
-        for message in found.messages:
-            for tensor, each in zip(live, message, strict=True):
-                with torch.no_grad():
-                    tensor.copy_(each)
-
     def merge_returned(self, messages: Sequence[Tensor], mass: float) -> None:
         """Merge what this rank has sent in an earlier epoch, whose mass has come back."""
         for buffer, message in zip(self._round_buffers, messages, strict=True):

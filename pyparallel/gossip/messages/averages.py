@@ -23,6 +23,7 @@ class AllRanks:
     Args:
         in_background: in a thread, or on streams, with a process group of its own; all ranks then
             start averages in the same order.
+        store: the compressor's states; None: new ones.
         compressor: of the differences to tensors that are equal on all ranks; None: none.
 
     Attributes:
@@ -31,10 +32,14 @@ class AllRanks:
     """
 
     def __init__(
-        self, run: Run, device: torch.device, compressor: Compressor | None, in_background: bool
+        self,
+        run: Run,
+        device: torch.device,
+        compressor: Compressor | None,
+        in_background: bool,
+        store: StateStore | None = None,
     ) -> None:
         self.hidden_seconds = 0.0
-        self.store: StateStore | None = None
         self._run, self._compressor = run, compressor
         self._headers = MessageHeaders(run)
         self._collectives = Collectives(run, run.stats)
@@ -42,12 +47,16 @@ class AllRanks:
         if in_background and run.size > 1:
             self._worker = comm_worker_for(device)
             self._collectives = Collectives(run.within(range(run.size)), CommStats())
-        self.reset()
+        self.store = self._new_store() if store is None else store
 
     def reset(self) -> None:
         """Forget the errors of earlier messages."""
-        if self._compressor is not None:
-            self.store = StateStore(self._compressor, self._run.group_rank, self._run.size)
+        self.store = self._new_store()
+
+    def _new_store(self) -> StateStore | None:
+        if self._compressor is None:
+            return None
+        return StateStore(self._compressor, self._run.group_rank, self._run.size)
 
     @torch.no_grad()
     def start(

@@ -11,10 +11,11 @@ from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import DPSGD, OSGP, SGP, AllReduce, GossipState
-from pyparallel.gossip.membership import averager
+from pyparallel.gossip.membership import push_sum_members
 from pyparallel.gossip.membership.averager import ElasticAverager
 from pyparallel.gossip.membership.decision import name_of
-from pyparallel.gossip.membership.group import gather_accounts
+from pyparallel.gossip.membership.ledger import Account
+from pyparallel.gossip.membership.members import gather_json
 from pyparallel.gossip.topology import BaseGraph, Hypercube, OnePeerExponential
 from pyparallel.optim import SGD
 from tests.gossip.membership.service import Served, serve
@@ -57,7 +58,7 @@ def averager_of(trainer) -> ElasticAverager:
 
 def held(trainer):
     """Return this rank's weight and numerator, in units that do not change, without messages."""
-    account = averager_of(trainer)._account
+    account = averager_of(trainer).inner.account
     weight = account.weight * 2.0**-account.exponent
     z = torch.cat([buffer.double() for buffer in trainer._buckets.buffers])
     return weight, weight * z
@@ -67,9 +68,9 @@ accounts = {}  # of the last change, by name
 
 
 def gather_and_keep(*arguments):
-    found = gather_accounts(*arguments)
+    found = gather_json(*arguments)
     accounts.clear()
-    accounts.update({name_of(key): each for key, each in found.items()})
+    accounts.update({name_of(key): Account(**each) for key, each in found.items()})
     return found
 
 
@@ -82,7 +83,7 @@ def on_service(rank, function, *arguments):
     host, port = store.get("service").decode().split()
     dist.destroy_process_group()
     try:
-        with mock.patch.object(averager, "gather_accounts", gather_and_keep):
+        with mock.patch.object(push_sum_members, "gather_json", gather_and_keep):
             return function((host, int(port)), store, rank, size, *arguments)
     finally:
         if dist.is_initialized():
@@ -98,7 +99,7 @@ MOMENTS = ("before the round", "after sending", "after merging", "after the rece
 
 def die_at(moment, trainer):
     """Have the trainer's next round raise Death at a moment of it."""
-    rounds = averager_of(trainer)._current
+    rounds = averager_of(trainer).inner.current
     original = rounds._exchange_receipts
 
     def die(*_):
@@ -138,11 +139,11 @@ def lose_one_after_another(address, store, rank, size, algorithm, optimizer):
         for _ in range(3):
             step(module, stepped, trainer)
         epoch = trainer.epoch
-        averager_of(trainer)._current.await_receipts()
+        averager_of(trainer).inner.current.await_receipts()
         before = held(trainer)
         if rank == dying:
             die_at(moment, trainer)
-            account, rounds = averager_of(trainer)._account, averager_of(trainer)._current
+            account, rounds = averager_of(trainer).inner.account, averager_of(trainer).inner.current
             index = rounds.round_index
             with pytest.raises(Death):
                 step(module, stepped, trainer)
@@ -154,7 +155,7 @@ def lose_one_after_another(address, store, rank, size, algorithm, optimizer):
             log.append((moment, before, held(trainer), masses, sent, index, merged))
             return log
         while trainer.epoch == epoch:
-            rounds = averager_of(trainer)._rounds
+            rounds = averager_of(trainer).inner.current
             step(module, stepped, trainer)
         account = accounts[membership.name]
         merged = {name_of(key): each for key, each in account.merged[str(epoch)].items()}

@@ -1,0 +1,76 @@
+"""What the members of an epoch train with: the part of an algorithm that a change concerns."""
+
+import json
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...comm.consistency import gather_rows
+from ...training import FlatBuckets, ModelAverager
+from ..messages import NeighborExchange
+from ..topology import Neighbors
+from .decision import Epoch
+
+
+class Shares(NamedTuple):
+    """Of all push-sum mass before a change, in [0, 1): lost with members, returned to this one."""
+
+    lost: float = 0.0
+    returned: float = 0.0
+
+
+class MembersAverager(ModelAverager):
+    """An algorithm of the members of an epoch, in whose group it communicates.
+
+    Args:
+        others: frozen parameters and buffers, which a member that joins receives.
+    """
+
+    is_interrupted = False
+    """Whether what a change has interrupted is done again in the next epoch."""
+
+    def __init__(self, buckets: FlatBuckets, module: nn.Module, run: Any) -> None:
+        super().__init__(buckets.buffers, run)
+        trainable = {id(each) for each in buckets.parameters}
+        frozen = [each for each in module.parameters() if id(each) not in trainable]
+        self.others: list[Tensor] = [*frozen, *module.buffers()]
+
+    @abstractmethod
+    def begin(self, epoch: Epoch, identity: str) -> Shares:
+        """Agree with all members of an epoch, in its group, on what each has, and fill new ones."""
+
+    def count_step(self) -> None:
+        """Count a step of the optimizer, once; ``after_step`` may be called again for it."""
+
+    def release(self) -> None:
+        """Release what keeps the connections of the group, which is about to end."""
+
+
+def gather_json(value: Any, members: Sequence[str]) -> dict[str, Any]:
+    """Return what all members of the default group have passed, who call this together."""
+    encoded = json.dumps(value).encode()
+    length = torch.tensor([len(encoded)], dtype=torch.int64, device="cpu")
+    lengths = gather_rows(length, None).flatten().tolist()
+    padded = bytearray(encoded.ljust(max(lengths)))
+    rows = gather_rows(torch.frombuffer(padded, dtype=torch.uint8), None)
+    return dict(zip(members, (json.loads(bytes(row.tolist())) for row in rows), strict=True))
+
+
+@torch.no_grad()
+def copy_tensors(
+    exchange: NeighborExchange, tensors: Sequence[Tensor], neighbors: Neighbors
+) -> None:
+    """Copy tensors, as they are, from the member that fills this one, or to those it fills."""
+    live = [each.detach() for each in tensors if each.numel()]
+    if not live or not (neighbors.out_peers or neighbors.in_peers):
+        return
+    sent = [each.contiguous() for each in live]
+    into = [[torch.empty_like(each) for each in sent] for _ in neighbors.in_peers]
+    message = sent if neighbors.out_peers else []
+    found = exchange.swap(message, neighbors.out_peers, neighbors.in_peers, into=into).wait()
+    for received in found.messages:
+        for tensor, each in zip(live, received, strict=True):
+            tensor.copy_(each)

@@ -1,0 +1,157 @@
+"""Outer steps, as of DiLoCo and LocalSGD, of members that come and go."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# No public names, which mypy asks for.
+from typing_extensions import override
+
+from ...comm import Run
+from ...compression.state_store import StateStore
+from ...training import FlatBuckets
+from ..algorithms.periodic import PeriodicAverager
+from ..messages import NeighborExchange
+from .decision import Epoch
+from .members import MembersAverager, Shares, copy_tensors, gather_json
+from .moves import move_mass
+
+
+class Progress(NamedTuple):
+    """What a process says when an epoch begins.
+
+    Args:
+        is_member: it was one of the epoch before, and has what its members have.
+        is_filled: it has what members of an earlier epoch had.
+        num_taken: outer steps.
+        is_interrupted: the next one is due.
+        state: what a process that it fills receives, as ``encode`` returns it.
+    """
+
+    is_member: bool
+    is_filled: bool
+    num_taken: int
+    is_interrupted: bool
+    state: Any
+
+
+class OuterStepMembers(MembersAverager):
+    """Local steps, and outer steps of all members.
+
+    An outer step is taken by all members of an epoch. If one fails in it, some of the others may
+    have taken it: they fill the rest, whose weights are in the average. If nobody has, the members
+    of the next epoch take it. A process that joins is filled by a member: with its weights, and the
+    state of its outer optimizer. What error feedback holds stays where it is.
+
+    Args:
+        interval: steps between two outer steps.
+        start: returns the averager of outer steps, in the run's group.
+    """
+
+    inner: PeriodicAverager
+
+    def __init__(
+        self,
+        interval: int,
+        start: Callable[[], PeriodicAverager],
+        module: nn.Module,
+        buckets: FlatBuckets,
+        run: Run,
+    ) -> None:
+        super().__init__(buckets, module, run)
+        self._interval, self._start = interval, start
+        self._has_started = self._is_filled = False
+        self._before: StateStore | None = None  # the compressor's, before the outer step
+
+    @override
+    def count_step(self) -> None:
+        self.inner.count_step()
+        self.is_interrupted = self.inner.num_steps % self._interval == 0
+
+    @override
+    def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
+        for index in range(num_buckets):
+            step_bucket(index)
+
+    @override
+    def after_step(self) -> None:
+        """Take the outer step if it is due; after a PeerError it still is."""
+        if self.is_interrupted:
+            store = self.inner.store
+            self._before = None if store is None else store.copy(self.run.rank, self.run.size)
+            self.inner.take_outer_steps()
+            self.is_interrupted, self._before = False, None
+
+    @override
+    def begin(self, epoch: Epoch, identity: str) -> Shares:
+        self.run.regroup(compares_steps=False)
+        if not self._has_started:
+            self.inner, self._has_started = self._start(), True
+        state, tensors = encode(self.inner.state_to_fill())
+        is_member = self._is_filled and identity in epoch.veterans
+        num_taken = (self.inner.num_steps - self.is_interrupted) // self._interval
+        own = Progress(is_member, self._is_filled, num_taken, self.is_interrupted, state)
+        found = [Progress(*each) for each in gather_json(own, epoch.members).values()]
+        neighbors = move_mass(self.run.rank, find_sources(found), [False] * len(found))
+        store, received = self._before or self.inner.store, None
+        if neighbors is not None:
+            if neighbors.in_peers:
+                self._is_filled = False
+                source = found[neighbors.in_peers[0]]
+                received, tensors = decode(source.state)
+                store = self.inner.store  # what this rank sent before is in the average
+            live = [*self.buffers, *self.others, *tensors]
+            copy_tensors(NeighborExchange(self.run), live, neighbors)
+            if neighbors.in_peers:
+                self.is_interrupted = source.is_interrupted
+        self.inner.regroup(store, received)
+        self._is_filled, self._before = True, None
+        return Shares()
+
+
+def find_sources(found: Sequence[Progress]) -> list[bool]:
+    """Return whether each member has what all are to have, and fills those that have not.
+
+    Those are the members that have taken the most outer steps; without any member the process that
+    has taken the most, as all have other weights; at the beginning the first.
+    """
+    most = max((each.num_taken for each in found if each.is_member), default=None)
+    if most is not None:
+        return [each.is_member and each.num_taken == most for each in found]
+    order = [(each.is_filled, each.num_taken) for each in found]
+    return [rank == order.index(max(order)) for rank in range(len(found))]
+
+
+def encode(value: Any) -> tuple[Any, list[Tensor]]:
+    """Return a state as JSON has it, and its tensors, the live ones."""
+    tensors: list[Tensor] = []
+
+    def convert(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            tensors.append(part)
+            return {"tensor": [list(part.shape), str(part.dtype).removeprefix("torch.")]}
+        if isinstance(part, dict):
+            return {"dict": [[key, convert(each)] for key, each in part.items()]}
+        return [convert(each) for each in part] if isinstance(part, (list, tuple)) else part
+
+    return convert(value), tensors
+
+
+def decode(encoded: Any) -> tuple[Any, list[Tensor]]:
+    """Return a state that was encoded, with tuples as lists and new tensors, and its tensors."""
+    tensors: list[Tensor] = []
+
+    def convert(part: Any) -> Any:
+        if isinstance(part, list):
+            return [convert(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        if "dict" in part:
+            return {key: convert(each) for key, each in part["dict"]}
+        shape, dtype = part["tensor"]
+        tensors.append(torch.empty(shape, dtype=getattr(torch, dtype), device="cpu"))
+        return tensors[-1]
+
+    return convert(encoded), tensors

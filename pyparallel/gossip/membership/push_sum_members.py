@@ -1,0 +1,144 @@
+"""SGP and D-PSGD of members that come and go: messages that nobody merged come back."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+# No public names, which mypy asks for.
+from typing_extensions import override
+
+from ...comm import Collectives, Run
+from ...training import FlatBuckets, Status
+from ..algorithms import SGP
+from .decision import Epoch
+from .ledger import Account, Settlement, settle
+from .members import MembersAverager, Shares, copy_tensors, gather_json
+from .moves import move_mass
+from .rounds import AcknowledgedRounds
+
+_NUM_EPOCHS_KEPT = 64  # in the ledger, of members that have not settled them yet
+
+
+class PushSumMembers(MembersAverager):
+    """Rounds of PushSum. Members that join have weight 0, and are filled by one member each.
+
+    Args:
+        make: returns the algorithm for a number of members.
+    """
+
+    def __init__(
+        self, make: Callable[[int], SGP], module: nn.Module, buckets: FlatBuckets, run: Run
+    ) -> None:
+        super().__init__(buckets, module, run)
+        self._make = make
+        self.account = Account()
+        self.rounds: AcknowledgedRounds | None = None
+
+    @property
+    def current(self) -> AcknowledgedRounds:
+        """The rounds of this epoch."""
+        assert self.rounds is not None
+        return self.rounds
+
+    @property
+    @override
+    def status(self) -> Status:
+        return self.current.status
+
+    @override
+    def restore_debiased(self) -> None:
+        if self.rounds is not None:
+            self.rounds.restore_debiased()
+
+    @override
+    def before_step(self) -> None:
+        self.current.await_receipts()
+
+    @override
+    def before_update(self) -> None:
+        self.current.before_update()
+
+    @override
+    def after_update(self) -> None:
+        self.current.after_update()
+
+    @override
+    def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
+        self.current.step_buckets(step_bucket, num_buckets)
+
+    @override
+    def after_step(self) -> None:
+        self.current.after_step()
+
+    @override
+    def as_merged(self) -> tuple[list[Tensor], Tensor]:
+        return self.current.as_merged()
+
+    @override
+    def reset(self) -> None:
+        self.current.reset()
+
+    @override
+    def close(self) -> None:
+        self.rounds = None
+
+    @override
+    def release(self) -> None:
+        """Release what keeps the group's connections; what was sent stays until it is settled."""
+        if self.rounds is not None:
+            self.rounds.restore_debiased()
+            self.rounds.release()
+
+    @override
+    def begin(self, epoch: Epoch, identity: str) -> Shares:
+        self.run.regroup()
+        if identity not in epoch.veterans:
+            self.account = Account()
+        found = gather_json(dataclasses.asdict(self.account), epoch.members)
+        accounts = {member: Account(**each) for member, each in found.items()}
+        settlement = settle(accounts, epoch.veterans)
+        if settlement.total == 0:
+            settlement = self._start_fresh(epoch.members)
+        self._apply(settlement, epoch, identity)
+        before = settlement.total + settlement.lost
+        return Shares(settlement.lost / before, settlement.returned[identity] / before)
+
+    def _apply(self, settlement: Settlement, epoch: Epoch, own: str) -> None:
+        """Take what this rank has in the new epoch, and fill the members that join."""
+        last, scale = self.rounds, len(epoch.members) / settlement.total
+        returned = settlement.returned[own]
+        kept = dict(list(self.account.merged.items())[-_NUM_EPOCHS_KEPT:])
+        account = Account(
+            weight=settlement.weights[own] - returned,
+            exponent=settlement.exponent,
+            merged=kept,
+            settled=epoch.number,
+            total=settlement.total,
+        )
+        algorithm = self._make(len(epoch.members))
+        rounds = AcknowledgedRounds(
+            self.buffers, self.run, algorithm.topology, epoch.members, account, epoch.number, scale
+        )
+        if returned:
+            assert last is not None
+            rounds.merge_returned(last.sent_messages, returned * scale)
+        self.account, self.rounds = account, rounds
+        self.run.barrier()  # before it a rank might have mass that another one takes back
+        has_mass = [settlement.weights[each] > 0 for each in epoch.members]
+        leaving = [each in epoch.leaving for each in epoch.members]
+        neighbors = move_mass(self.run.rank, has_mass, leaving)
+        if neighbors is not None:
+            if not all(has_mass):
+                copy_tensors(rounds.exchange, self.others, neighbors)
+            rounds.take(neighbors)
+            rounds.await_receipts()
+
+    def _start_fresh(self, members: Sequence[str]) -> Settlement:
+        """Broadcast the first rank's tensors; return that all members have the weight 1."""
+        collectives = Collectives(self.run)
+        for tensor in [*self.buffers, *self.others]:
+            collectives.broadcast_(tensor, 0)
+        self.run.barrier()
+        weights, nothing = dict.fromkeys(members, 1.0), dict.fromkeys(members, 0.0)
+        return Settlement(0, weights, nothing, float(len(members)), 0.0)
