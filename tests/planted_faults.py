@@ -163,6 +163,20 @@ FAULTS = [
     ),
     # Gossip
     Fault(
+        "an outer step that is taken again sends what error feedback held after the first attempt",
+        "pyparallel/gossip/membership/outer_members.py",
+        "self._before or self.inner.store",
+        "self.inner.store",
+        "tests/gossip/membership/test_outer_members.py",
+    ),
+    Fault(
+        "a rank that missed an outer step goes on from its own weights",
+        "pyparallel/gossip/membership/outer_members.py",
+        "each.is_member and each.num_taken == most for",
+        "each.is_member for",
+        "tests/gossip/membership/test_outer_members.py",
+    ),
+    Fault(
         "a message is written again before all have read it",
         "pyparallel/gossip/messages/symmetric_memory.py",
         "self._memory.handle.wait_signal(self._unread.pop(0), _READ, self._memory.timeout_ms)",

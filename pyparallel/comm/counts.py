@@ -104,8 +104,7 @@ class StepCounts:
 
     def reset(self, steps: int = 0, *, are_compared: bool = True) -> None:
         """Count from here again: all ranks do so together."""
-        self.steps, self.repeats, self.forwards = steps, 0, 0
-        self.are_compared = are_compared
+        self.steps, self.repeats, self.forwards, self.are_compared = steps, 0, 0, are_compared
 
 
 def find_difference(

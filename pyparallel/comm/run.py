@@ -148,11 +148,7 @@ class Run:
             raise self.error(what, error, suspects=suspects, step=None) from error
 
     def regroup(self, *, compares_steps: bool = True) -> None:
-        """Go on in another default group, where an error disconnects this rank, and no more.
-
-        Args:
-            compares_steps: all its ranks take as many steps, which messages tell.
-        """
+        """Go on in another default group, where an error disconnects this rank, and no more."""
         self._world, self._survives = weakref.ref(dist.group.WORLD), True
         self.rank = self.group_rank = dist.get_rank()
         self.size = dist.get_world_size()

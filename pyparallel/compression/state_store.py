@@ -64,11 +64,7 @@ class StateStore:
         ``common`` is what ``common_state`` of another rank has returned, in place of this one's.
         """
         copied = StateStore(self.compressor, rank, num_ranks, self._model)
-        copied._unassigned = {
-            name: {key: tensor.clone() for key, tensor in tensors.items()}
-            for name, tensors in self._parameter_state().items()
-        }
-        copied._unassigned_common = copy.deepcopy(self.common_state() if common is None else common)
+        copied._hold(self._parameter_state(), self.common_state() if common is None else common)
         return copied
 
     def norm(self, key: str) -> float:
@@ -103,14 +99,19 @@ class StateStore:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a ``state_dict``, to resume bit for bit; raises as ``check_state``."""
         self.check_state(state)
+        self._hold(state["parameters"], state["of_all"])
+
+    def _hold(
+        self, parameters: dict[str, dict[str, Tensor]], common: dict[str, dict[str, Any]]
+    ) -> None:
+        """Copy states by parameter name, for the buffers that come."""
         self._states = {}
         # Older versions have saved the names that a compiled module gives.
         self._unassigned = {
             plain_name(name): {key: tensor.clone() for key, tensor in tensors.items()}
-            for name, tensors in state["parameters"].items()
+            for name, tensors in parameters.items()
         }
-        common = {plain_name(name): each for name, each in state["of_all"].items()}
-        self._unassigned_common = copy.deepcopy(common)
+        self._unassigned_common = {plain_name(n): copy.deepcopy(e) for n, e in common.items()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise a ValueError for a state that ``load_state_dict`` cannot load; change nothing.
