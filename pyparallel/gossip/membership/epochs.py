@@ -20,6 +20,7 @@ from .lighthouse import new_identity
 _POLL_SECONDS, _SHORT_SECONDS = 0.2, 0.02  # between two polls; while others wait
 _SILENCE_SECONDS = 5.0  # of the service, after which it is reported
 _GRACE_SECONDS = 2.0  # for which fewer than half of the members wait for the others
+_NAME_SECONDS = 3.0  # for which a process waits until another one of its name is known to be dead
 _CONFIG_KEY = "config"
 
 
@@ -141,6 +142,8 @@ class Epochs:
         self._is_left = all(each.epoch > published.epoch or each.is_gone for each in others)
         if published.is_gone:
             pass  # only the others decide
+        elif found.refused.get(own, OTHER_CONFIG) != OTHER_CONFIG and self._waits_for_its_name:
+            pass  # the one before may have died just now
         elif own in found.refused:
             self._other = statements[found.fitting[0]].address
             self._problem = found.refused[own]
@@ -160,6 +163,10 @@ class Epochs:
         elif self._should_change is None and self._next is None:
             self._should_change = self._find_reason(found, statements)
         self._changed.notify_all()
+
+    @property
+    def _waits_for_its_name(self) -> bool:
+        return time.monotonic() - self._ready_since < _NAME_SECONDS
 
     def _find_reason(self, found: Decision, statements: Mapping[str, Statement]) -> str | None:
         """Return why this process should leave its epoch, or None."""

@@ -8,7 +8,11 @@ from typing import Any
 import torch.distributed as dist
 
 # No public names, which mypy asks for.
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # re-exports
+from torch.distributed import (  # type: ignore[attr-defined]  # re-exports
+    HashStore,
+    PrefixStore,
+    TCPStore,
+)
 
 from ...comm.failures import disconnect
 from .decision import Epoch
@@ -33,13 +37,17 @@ class EpochGroup:
         if rank > 0:
             store = TCPStore(*epoch.address, is_master=False, timeout=timeout)
         prefix = f"epoch {epoch.number} of {' '.join(epoch.members)}"
-        dist.init_process_group(
-            "gloo",
-            store=PrefixStore(prefix, store),
-            rank=rank,
-            world_size=len(epoch.members),
-            timeout=timeout,
-        )
+        store = PrefixStore(prefix, store)
+        try:
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=len(epoch.members), timeout=timeout
+            )
+        except RuntimeError:
+            # torch has counted the group, and names those that it makes by their number: ranks
+            # that count differently would wait for each other. destroy_process_group() forgets it.
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+            dist.destroy_process_group()
+            raise
         self._group = weakref.ref(dist.group.WORLD)
 
     def end(self) -> None:

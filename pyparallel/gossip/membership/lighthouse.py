@@ -16,7 +16,7 @@ from ...training.arguments import require
 from .base import Change, Membership
 
 ADDRESS, REPLICA, REPLICAS = "PYPARALLEL_LIGHTHOUSE", "PYPARALLEL_REPLICA", "PYPARALLEL_REPLICAS"
-HEARTBEAT_TIMEOUT = 1.0
+HEARTBEAT_TIMEOUT = 0.7
 _HEARTBEAT_SECONDS = 0.1
 _RPC_SECONDS = 5.0
 _SETTLING_SECONDS = 2.0
@@ -28,7 +28,7 @@ class Lighthouse(Membership):
 
     ``python -m pyparallel launch`` starts one and sets the environment variables that are the
     defaults here. On a cluster run ``torchft_lighthouse --min_replicas 1 --join_timeout_ms 600000
-    --heartbeat_timeout_ms 1000`` on a machine that stays.
+    --heartbeat_timeout_ms 700`` on a machine that stays.
 
     While it cannot be reached training continues, and members cannot change until it is back.
 

@@ -13,7 +13,8 @@ from pyparallel import GossipDataParallel
 from pyparallel.gossip import DPSGD, OSGP, SGP, AllReduce, GossipState
 from pyparallel.gossip.membership import push_sum_members
 from pyparallel.gossip.membership.averager import ElasticAverager
-from pyparallel.gossip.membership.decision import name_of
+from pyparallel.gossip.membership.decision import Epoch, name_of
+from pyparallel.gossip.membership.group import EpochGroup
 from pyparallel.gossip.membership.ledger import Account
 from pyparallel.gossip.membership.members import gather_json
 from pyparallel.gossip.topology import BaseGraph, Hypercube, OnePeerExponential
@@ -265,6 +266,28 @@ def test_members_die(ranks, algorithm, optimizer):
 
 def test_members_join_and_leave(ranks):
     check_joined(ranks.run(3, on_service, join_and_leave))
+
+
+# ------------------------------------------------------------------------- groups that are not made
+
+
+def begin_after_a_failure(address, store, rank, size):
+    """Rank 0 waits alone for a group that rank 1 never begins; the next one must be made."""
+    group = EpochGroup()
+    store.set(f"port {rank}", str(group.server.port))
+    host = "127.0.0.1", int(store.get("port 0"))
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            group.begin(Epoch(1, ("r0", "r1"), host), "r0", 1.0)
+    group.begin(Epoch(2, ("r0", "r1"), host), f"r{rank}", 20.0)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    group.end()
+    return tensor.item()
+
+
+def test_a_group_is_made_after_one_that_was_not(ranks):
+    assert ranks.run(2, on_service, begin_after_a_failure) == [2.0, 2.0]
 
 
 # ------------------------------------------------------------------------------------------ misuse

@@ -1,0 +1,485 @@
+"""``python -m benchmarks.soak.members [--algorithms ...] [--processes ...] [--again]``.
+
+Processes train digits under a lighthouse (``membership=``), and end at random moments: they are
+killed or stopped, raise, exit, or get a SIGTERM and leave. Each is started again at once, or goes
+on once it has been left behind. Who ends and when is drawn: times between two faults are
+exponential, with a mean in steps of a rank. Steps sleep, so that those of several processes fit on
+one core. The peer is torchft: its Manager and its DistributedDataParallel over gloo, whose steps
+count if it commits them.
+
+Of one run: how many changes, whether any process has hung, by how much push-sum weights of an epoch
+differ from their number, the share of steps whose round was averaged or committed, steps per living
+second beside those of the calm beginning, how much longer a step with a change took, how long a
+process that was ready waited until it was a member, and accuracy on held-out digits.
+
+Rows go to ``benchmarks/results/members.csv``; those that are there are kept.
+"""
+
+import argparse
+import faulthandler
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness.program import compare
+from benchmarks.harness.rows import RESULTS, Row, RunRows, machine
+from benchmarks.harness.tables import markdown_table
+from pyparallel import GossipDataParallel
+from pyparallel.gossip import SGP, Change, DiLoCo, Lighthouse
+from pyparallel.gossip.topology import OnePeerExponential
+
+FIELDS = [
+    "algorithm", "processes", "case", "seed", "step_ms", "deadline_s", "faults", "changes", "hangs",
+    "weight_error", "steps", "rounds_kept", "efficiency", "stall_s", "stall_most_s", "join_s",
+    "join_most_s", "rejoin_s", "rejoin_most_s", "growth_kb", "more_fds", "accuracy", "machine",
+    "torch", "commit",
+]  # fmt: skip
+KINDS = ["kill", "stop", "raise", "exit", "leave"]
+HELD_OUT = 300
+TORCHFT = "torchft"
+
+
+class Case(NamedTuple):
+    """How often processes end, and how long steps are."""
+
+    faults: int
+    every: float  # steps of a rank between two
+    sleep: float  # seconds of a step
+    deadline: float
+    kinds: Sequence[str] = KINDS
+
+
+CASES = {
+    "calm": Case(0, 400, 0.05, 5.0),
+    "soak": Case(1000, 40, 0.05, 5.0),
+    "short soak": Case(100, 40, 0.05, 5.0),
+    "one in 21 steps": Case(20, 21, 2.0, 20.0, ["kill"]),
+    "one in 3.75 steps": Case(40, 3.75, 2.0, 20.0, ["kill"]),
+    "one a step": Case(60, 1, 2.0, 20.0, ["kill"]),
+}
+ALGORITHMS: dict[str, Any] = {
+    "SGP": lambda num_ranks: SGP(OnePeerExponential(num_ranks)),
+    "DiLoCo": DiLoCo(interval=10),
+    TORCHFT: None,
+}
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["pyparallel", "torch._dynamo", "sklearn.datasets"])
+_stores: list[Any] = []  # of this process, which serve while it lives
+
+
+class Run(NamedTuple):
+    """One run of processes that end."""
+
+    algorithm: str
+    processes: str
+    case: str
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return tuple(map(str, self))
+
+
+def find_runs(options: argparse.Namespace) -> Iterator[Run]:
+    for algorithm in options.algorithms:
+        for processes in options.processes:
+            for case in options.cases:
+                yield from (Run(algorithm, processes, case, seed) for seed in options.seeds)
+
+
+def load_images() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    images, labels = (torch.tensor(each) for each in load_digits(return_X_y=True))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return images.float()[order] / 16, labels[order]
+
+
+class _FaultError(Exception):
+    """What a process that is to fail raises."""
+
+
+Write = Callable[..., object]
+
+
+class Training(NamedTuple):
+    """What a process trains with.
+
+    ``begin`` begins a step, and returns what tells after it whether it was averaged or committed.
+    """
+
+    module: nn.Module
+    optimizer: Any
+    begin: Callable[[], Callable[[], bool]]
+    columns: dict[str, Any]  # of the row of a new member
+    leave: Callable[[], object]
+
+
+def train(name: str, folder: Path, address: str, algorithm: str, start: int, case: Case) -> None:
+    """Train until the file "stop" exists; a signal asks this process to raise or to exit."""
+    faulthandler.register(signal.SIGUSR1)
+    errors = os.open(folder / f"{name}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(errors, 1)
+    os.dup2(errors, 2)
+    lines = (folder / f"{name}.log").open("a", buffering=1)
+    asked: list[str] = []
+    signal.signal(signal.SIGUSR2, lambda *_: asked.append("raise"))
+    signal.signal(signal.SIGHUP, lambda *_: asked.append("exit"))
+
+    def write(**row: Any) -> None:
+        lines.write(json.dumps(row | {"time": time.monotonic(), "pid": os.getpid()}) + "\n")
+
+    torch.set_num_threads(1)
+    images, labels = load_images()
+    generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4)))
+    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    write(ready=True)
+    make = with_torchft if algorithm == TORCHFT else partial(with_members, ALGORITHMS[algorithm])
+    model, optimizer, begin_step, columns, leave = make(module, name, address, start, case, write)
+    write(member=True, **columns, **held())
+    while not (folder / "stop").exists():
+        begin, is_kept = time.monotonic(), begin_step()
+        time.sleep(case.sleep)
+        batch = torch.randint(len(labels) - HELD_OUT, (32,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+        write(seconds=time.monotonic() - begin, kept=is_kept())
+        if "exit" in asked:
+            os._exit(3)
+        if asked:
+            raise _FaultError
+    with torch.no_grad():
+        right = module(images[-HELD_OUT:]).argmax(1) == labels[-HELD_OUT:]
+    write(accuracy=float(right.float().mean()), **held())
+    leave()
+
+
+def with_members(
+    algorithm: Any, module: nn.Module, name: str, address: str, start: int, case: Case, write: Write
+) -> Training:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    made: list[GossipDataParallel] = []
+
+    def note(change: Change) -> None:
+        weight = float(made[0].push_sum_weight) if made else None
+        write(change=vars(change), weight=weight)
+
+    membership = Lighthouse(address, name=name, start=start, deadline=case.deadline, on_change=note)
+    trainer = GossipDataParallel(module, optimizer, algorithm, membership=membership)
+    made.append(trainer)
+    columns = {"weight": float(trainer.push_sum_weight), "epoch": trainer.epoch}
+
+    def begin() -> Callable[[], bool]:
+        epoch = trainer.epoch
+        return lambda: trainer.epoch == epoch
+
+    return Training(trainer, optimizer, begin, columns, trainer.leave)
+
+
+def with_torchft(
+    module: nn.Module, name: str, address: str, start: int, case: Case, write: Write
+) -> Training:
+    """Train as torchft's own example of DDP does; a step is kept if its Manager commits it."""
+    import torchft
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exports
+
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+    def load(state: dict[str, Any]) -> None:
+        module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _stores.append(store)
+    timeout = timedelta(seconds=case.deadline)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timeout),
+        load_state_dict=load,
+        state_dict=lambda: {"model": module.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=1,
+        timeout=timeout,
+        quorum_timeout=timeout,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=address,
+        replica_id=name,
+    )
+    model = torchft.DistributedDataParallel(manager, module)
+
+    def begin() -> Callable[[], bool]:
+        step = manager.current_step()
+        return lambda: bool(manager.current_step() > step)
+
+    return Training(
+        model, torchft.Optimizer(manager, optimizer), begin, {"store": str(store)}, manager.shutdown
+    )
+
+
+def held() -> dict[str, int]:
+    """Return the memory in kB and the descriptors that this process holds."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {"kb": 4 * pages, "fds": len(os.listdir("/proc/self/fd"))}
+
+
+@dataclass
+class Processes:
+    """The processes of a run, by name, and their logs."""
+
+    folder: Path
+    address: str
+    run: Run
+    alive: dict[str, Any] = field(default_factory=dict)
+    stopped: dict[str, float] = field(default_factory=dict)  # and when they go on
+
+    @property
+    def case(self) -> Case:
+        return CASES[self.run.case]
+
+    def start(self, name: str, start: int = 1) -> None:
+        arguments = name, self.folder, self.address, self.run.algorithm, start, self.case
+        self.alive[name] = _CONTEXT.Process(target=train, args=arguments, daemon=True)
+        self.alive[name].start()
+
+    def rows(self, name: str) -> list[Row]:
+        path = self.folder / f"{name}.log"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def tail(self, name: str) -> Row:
+        """Return the last row of the process that has the name now, or an empty one."""
+        path = self.folder / f"{name}.log"
+        if not path.exists():
+            return {}
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4000))
+            lines = file.read().splitlines()
+        rows = [json.loads(each) for each in lines[-3:] if each[:1] == b"{" and each[-1:] == b"}"]
+        own = [each for each in rows if each["pid"] == self.alive[name].pid]
+        return own[-1] if own else {}
+
+    def find_steppers(self) -> list[str]:
+        """Return those that are members, and not stopped."""
+        return [
+            name
+            for name, process in self.alive.items()
+            if process.is_alive() and name not in self.stopped and "seconds" in self.tail(name)
+        ]
+
+    def strike(self, name: str, kind: str) -> None:
+        signals = {
+            "kill": signal.SIGKILL,
+            "stop": signal.SIGSTOP,
+            "raise": signal.SIGUSR2,
+            "exit": signal.SIGHUP,
+            "leave": signal.SIGTERM,
+        }
+        os.kill(self.alive[name].pid, signals[kind])
+        if kind == "stop":
+            self.stopped[name] = time.monotonic() + self.case.deadline + 2
+
+    def tend(self) -> None:
+        """Start again what has ended, and let go on what has been left behind."""
+        for name, until in list(self.stopped.items()):
+            if time.monotonic() > until:
+                os.kill(self.alive[name].pid, signal.SIGCONT)
+                del self.stopped[name]
+        for name, process in self.alive.items():
+            if not process.is_alive():
+                process.join()
+                self.start(name)
+
+    def wait(self, condition: Callable[[], bool], *, tends: bool = True) -> None:
+        """Wait; a RuntimeError if no process takes a step for long, or begins to."""
+        limit = 4 * self.case.deadline + 60
+        last, since = None, time.monotonic()
+        while not condition():
+            if tends:
+                self.tend()
+            now = [(self.folder / f"{name}.log").stat().st_size
+                   for name in self.alive if (self.folder / f"{name}.log").exists()]  # fmt: skip
+            if now != last:
+                last, since = now, time.monotonic()
+            if time.monotonic() - since > limit:
+                for process in self.alive.values():
+                    if process.is_alive():
+                        os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(1)
+                texts = {name: (self.folder / f"{name}.err").read_text()[-3000:]
+                         for name in self.alive}  # fmt: skip
+                raise RuntimeError(f"no process has gone on for {limit} s: {texts}")
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        (self.folder / "stop").touch()
+        processes = self.alive.values()
+        self.wait(lambda: not any(each.is_alive() for each in processes), tends=False)
+
+
+def serve(algorithm: str) -> Any:
+    """Start a lighthouse in this process: of torchft's own README, but for the heartbeats."""
+    if algorithm != TORCHFT:
+        return Lighthouse.serve("127.0.0.1:0")
+    os.environ.setdefault("RUST_LOG", "error")  # else it prints each request
+    from torchft.coordination import LighthouseServer
+
+    return LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=700
+    )
+
+
+def perform(run: Run) -> Row:
+    case, draw = CASES[run.case], random.Random(run.seed)
+    names = [f"r{index}" for index in range(int(run.processes))]
+    with tempfile.TemporaryDirectory() as folder:
+        server = serve(run.algorithm)
+        address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+        processes = Processes(Path(folder), address, run)
+        try:
+            for name in names:
+                processes.start(name, len(names))
+            is_calm = lambda: all(len(processes.rows(name)) > 23 for name in names)  # noqa: E731
+            processes.wait(is_calm)
+            struck = 0
+            if not case.faults:
+                begin = time.monotonic()
+                processes.wait(lambda: time.monotonic() > begin + case.every * case.sleep)
+            while struck < case.faults:
+                at = time.monotonic() + draw.expovariate(1 / (case.every * case.sleep))
+                processes.wait(lambda at=at: time.monotonic() > at)
+                able = processes.find_steppers()
+                if len(able) > 1:  # who is alone keeps what has been learned
+                    processes.strike(draw.choice(able), draw.choice(case.kinds))
+                    struck += 1
+            processes.wait(lambda: len(processes.find_steppers()) == len(names))
+            processes.end()
+            logs = {name: processes.rows(name) for name in names}
+        finally:
+            for process in processes.alive.values():
+                process.kill()
+            server.shutdown()
+    columns = summarize(logs)
+    return {**columns, "deadline_s": case.deadline, "faults": struck, "hangs": 0}
+
+
+def lives_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of each process that has had a name."""
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["pid"], []).append(row)
+    return list(found.values())
+
+
+def weight_error(logs: dict[str, list[Row]]) -> float:
+    """Return the greatest difference of an epoch's push-sum weights from their number, of it."""
+    weights: dict[int, dict[str, float]] = {}
+    members: dict[int, list[str]] = {}
+    for name, rows in logs.items():
+        for row in rows:
+            if "change" in row:
+                members[row["change"]["epoch"]] = row["change"]["members"]
+            epoch = row.get("epoch", row.get("change", {}).get("epoch"))
+            if row.get("weight") is not None:
+                weights.setdefault(epoch, {})[name] = row["weight"]
+    errors = [
+        abs(sum(weights[epoch].values()) - len(each)) / len(each)
+        for epoch, each in members.items()
+        if set(each) == set(weights.get(epoch, {}))
+    ]
+    return max(errors, default=math.nan)
+
+
+def summarize(logs: dict[str, list[Row]]) -> Row:
+    """Return the columns of a run from the logs of its processes, by name."""
+    lives = [life for rows in logs.values() for life in lives_of(rows)]
+    steps = [row for life in lives for row in life if "seconds" in row]
+    calm = statistics.median(row["seconds"] for row in steps if row["kept"])
+    living = sum(
+        life[-1]["time"] - next(row["time"] for row in life if "member" in row)
+        for life in lives
+        if any("member" in row for row in life)
+    )
+    stalls: dict[bool, list[float]] = {True: [], False: []}  # by whether members were lost
+    for life in lives:
+        changes: list[Row] = []
+        for row in life:
+            if "change" in row:
+                changes.append(row["change"])
+            elif "seconds" in row:
+                if not row["kept"]:
+                    has_lost = any(each["left"] for each in changes)
+                    stalls[has_lost].append(row["seconds"] - calm)
+                changes = []
+    rejoins = []
+    for rows in logs.values():
+        for life in lives_of(rows)[1:]:
+            times = [row["time"] for row in life if "ready" in row or "member" in row]
+            rejoins += [times[1] - times[0]] if len(times) > 1 else []
+    oldest = max(lives, key=lambda life: life[-1]["time"] - life[0]["time"])
+    first = [row for row in oldest if "fds" in row]
+    ends = [row["accuracy"] for life in lives for row in life if "accuracy" in row]
+    epochs = {row["change"]["epoch"] for life in lives for row in life if "change" in row}
+    columns = {
+        "step_ms": f"{1e3 * calm:.1f}",
+        "changes": len(epochs) - 1,
+        "weight_error": f"{weight_error(logs):.1e}",
+        "steps": len(steps),
+        "rounds_kept": f"{statistics.fmean(row['kept'] for row in steps):.4f}",
+        "efficiency": f"{len(steps) * calm / living:.4f}",
+        "growth_kb": first[-1]["kb"] - first[0]["kb"],
+        "more_fds": first[-1]["fds"] - first[0]["fds"],
+        "accuracy": f"{min(ends):.4f}",
+        "machine": machine(),
+    }
+    for name, values in (("stall", stalls[True]), ("join", stalls[False]), ("rejoin", rejoins)):
+        if values:
+            columns[f"{name}_s"] = f"{statistics.median(values):.3f}"
+            columns[f"{name}_most_s"] = f"{max(values):.3f}"
+    return columns
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    head = ["", "faults", "hangs", "rounds kept", "efficiency", "a loss stalls, s",
+            "a join stalls, s", "rejoins after, s", "weights off by", "accuracy"]  # fmt: skip
+    lines = [
+        [
+            f"{row['algorithm']}, {row['processes']} processes, {row['case']}",
+            row["faults"],
+            row["hangs"],
+            f"{100 * float(row['rounds_kept']):.1f} %",
+            f"{100 * float(row['efficiency']):.1f} %",
+            *(
+                f"{float(row[f'{name}_s']):.2f}, at most {float(row[f'{name}_most_s']):.2f}"
+                if row[f"{name}_s"]
+                else ""
+                for name in ("stall", "join", "rejoin")
+            ),
+            row["weight_error"],
+            row["accuracy"],
+        ]
+        for row in rows
+    ]
+    return markdown_table(head, lines)
+
+
+if __name__ == "__main__":
+    rows = RunRows(RESULTS / "members.csv", FIELDS, num_keys=4)
+    choices = {"algorithms": list(ALGORITHMS), "processes": ["4", "8"], "cases": list(CASES)}
+    compare("soak.members", __doc__, rows, find_runs, perform, markdown, range(1), **choices)
