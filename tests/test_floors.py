@@ -24,6 +24,7 @@ FLOORS = [
     {"compression", "optim"},
     TRAINERS,
     {"integrations", "recommend"},
+    {"simulate"},
     {"cli"},
     {"pyparallel", "__main__"},
 ]
