@@ -36,9 +36,9 @@ card sends            in a step, of the machine that sends most
 goodput               share of time spent on steps that count, with the failures
 useful steps an hour  3600 x goodput / step
 mixing error          distance of random values from their mean after all steps, over the first
-consensus distance    the same of values that each rank changes by a random number of variance 1 in
-                      each step: the larger, the less ranks agree
-All is simulated. Messages are of float32 without a compressor; errors of compression do not count."""
+consensus distance    the same of values that each rank changes in each step by a random number of
+                      variance 1, mean over the second half of the steps
+All is simulated. Messages are float32 without a compressor, whose errors do not count."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,8 +102,8 @@ def report(arguments: argparse.Namespace) -> str:
         raise SystemExit(f"simulate: {error}") from error
     machines = -(-arguments.ranks // links.ranks_per_machine)
     head = (
-        f"{arguments.ranks:,} ranks on {machines:,} machines, a model of {num_bytes / 1e6:,.1f} MB, "
-        f"computing {profile.computing:g} s, {arguments.rounds:,} steps"
+        f"{arguments.ranks:,} ranks on {machines:,} machines, a model of {num_bytes / 1e6:,.1f} "
+        f"MB, computing {profile.computing:g} s, {arguments.rounds:,} steps"
     )
     lines = [head, "", *aligned([_COLUMNS, *describe(runs)]), _LEGEND]
     if arguments.out:
@@ -123,7 +123,7 @@ def describe(runs: dict[str, SimulatedRun]) -> Sequence[tuple[str, ...]]:
             f"{run.goodput:.1%}",
             f"{3600 / run.useful_seconds:,.0f}",
             f"{run.mixing_errors[-1]:.1e}",
-            f"{run.consensus_distances[-1]:.2f}",
+            f"{run.consensus_distance:.2f}",
         )
         for name, run in runs.items()
     ]

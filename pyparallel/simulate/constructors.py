@@ -61,26 +61,21 @@ class _Reader:
     def value(self, node: ast.expr, *, is_class: bool = False) -> Any:
         """Return the value of an expression."""
         match node:
-            case ast.Constant(value=value):
-                return value
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-                return -value
-            case ast.List(elts=elements):
+            case ast.List(elts=elements) | ast.Tuple(elts=elements):
                 return [self.value(each) for each in elements]
-            case ast.Tuple(elts=elements):
-                return tuple(self.value(each) for each in elements)
             case ast.Dict(keys=keys, values=values) if None not in keys:
-                return {
-                    self.value(key): self.value(value)
-                    for key, value in zip(keys, values, strict=True)
-                    if key is not None
-                }
+                pairs = zip(filter(None, keys), values, strict=True)
+                return {self.value(key): self.value(value) for key, value in pairs}
             case ast.Name(id=name):
                 kind = self._find(name)
                 return kind if is_class or not issubclass(kind, Topology) else self._make(kind)
             case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
                 return self._call(self._find(name), args, keywords)
-        raise ValueError(f"{ast.unparse(node)} must be a number, a text, or a constructor's call")
+        try:
+            return ast.literal_eval(node)  # numbers and texts
+        except ValueError:
+            rule = "must be a number, a text, or a constructor's call"
+            raise ValueError(f"{ast.unparse(node)} {rule}") from None
 
     def _find(self, name: str) -> type:
         if name not in self._names:

@@ -3,6 +3,7 @@
 import math
 import tomllib
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Links:
     def __post_init__(self) -> None:
         require(self.uplinks, "uplinks must hold at least one", "none")
         sizes = [each.ranks for each in self.uplinks]
-        fits = all(b % a == 0 and b > a for a, b in zip(sizes, sizes[1:], strict=False))
+        fits = all(b % a == 0 and b > a for a, b in pairwise(sizes))
         require(fits, "ranks of uplinks must be multiples of those before", str(sizes))
         require(0 <= self.card < len(sizes), "card must be one of the uplinks", self.card)
         check_one_of("all_reduce", self.all_reduce, ("ring", "tree"))

@@ -32,6 +32,7 @@ class SimulatedRun:
         waiting: of these seconds, those without computing, encoding or the optimizer's step.
         card_bytes: that a network card sends in a step, of the machine that sends most.
         goodput: share of time spent on steps that count; 1 without failures.
+        times: (steps + 1, ranks) seconds at which a step has ended, of 1,000 ranks at most.
         steps: after which the following were taken.
         mixing_errors: rms distance of random values from their mean, over the first.
         consensus_distances: the same of values that each rank changes in each step by a random
@@ -44,9 +45,15 @@ class SimulatedRun:
     waiting: float
     card_bytes: float
     goodput: float
+    times: np.ndarray
     steps: np.ndarray
     mixing_errors: np.ndarray
     consensus_distances: np.ndarray
+
+    @property
+    def consensus_distance(self) -> float:
+        """Return the mean of consensus distances over the second half of the steps."""
+        return float(self.consensus_distances[:-1][self.steps[:-1] >= self.steps[-1] // 2].mean())
 
     @property
     def useful_seconds(self) -> float:
@@ -83,7 +90,7 @@ def simulate_run(
     clock = Clock(num_ranks, links, profile, stragglers, seed, columns)
     steps = _steps_of(algorithm, clock, message_bytes)
     sampled = np.unique(np.linspace(0, num_ranks - 1, _SAMPLED_RANKS).astype(int))
-    seen = np.unique(np.linspace(0, num_steps, _SAMPLED_STEPS + 1).astype(int))
+    seen = _sample_steps(num_steps, seed)
     times, distances = [np.zeros(len(sampled))], [clock.distances()]
     for step in range(1, num_steps + 1):
         clock.compute()
@@ -111,10 +118,18 @@ def simulate_run(
         float(clock.waited.mean()) / num_steps,
         float(clock.card_bytes.max()) / num_steps,
         goodput,
+        np.array(times),
         seen,
         errors / max(errors[0], np.finfo(float).tiny),
         changing,
     )
+
+
+def _sample_steps(num_steps: int, seed: int) -> np.ndarray:
+    """Return steps at random, so that they do not keep time with outer steps; and the last."""
+    ends = np.unique(np.linspace(0, num_steps, _SAMPLED_STEPS + 1).astype(int))
+    inner = np.random.default_rng(seed).integers(ends[:-1] + 1, ends[1:], endpoint=True)
+    return np.unique([0, *inner, num_steps])
 
 
 def _find_problem(algorithm: Algorithm, num_ranks: int) -> str | None:
@@ -151,7 +166,7 @@ def _steps_of(algorithm: Algorithm, clock: Clock, message_bytes: float) -> Steps
         inner = _steps_of(_between(algorithm, n), clock, message_bytes / group)
         assert isinstance(inner, Rounds)
         return Nodes(clock, group, message_bytes, inner)
-    assert isinstance(algorithm, Periodic)
+    assert isinstance(algorithm, LocalSGD | DiLoCo | NoLoCo | SlowMo)
     inner = Steps(clock)
     if isinstance(algorithm, SlowMo) and algorithm.inner is not None:
         inner = _steps_of(algorithm.inner, clock, message_bytes)
