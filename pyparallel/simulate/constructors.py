@@ -62,7 +62,8 @@ class _Reader:
         """Return the value of an expression."""
         match node:
             case ast.List(elts=elements) | ast.Tuple(elts=elements):
-                return [self.value(each) for each in elements]
+                found = [self.value(each) for each in elements]
+                return tuple(found) if isinstance(node, ast.Tuple) else found
             case ast.Dict(keys=keys, values=values) if None not in keys:
                 pairs = zip(filter(None, keys), values, strict=True)
                 return {self.value(key): self.value(value) for key, value in pairs}

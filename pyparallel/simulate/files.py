@@ -34,6 +34,7 @@ class Source:
 
     def _find_line(self, table: str, key: str, count: int) -> int:
         current, seen, of_table = "", 0, 0
+        begin = re.compile(rf"\s*\{{?\s*[\"']?{re.escape(key)}[\"']?\s*[=:]")
         for number, line in enumerate(self.text.splitlines(), 1):
             if header := re.match(r"\s*(\[+)([\w-]+)\]+", line):
                 current = header[2]
@@ -41,7 +42,7 @@ class Source:
             is_here = current == table and seen in (0, count + 1)
             if is_here and table and not of_table:
                 of_table = number
-            if is_here and key and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=:]", line):
+            if is_here and key and begin.match(line):
                 return number
         return of_table
 
