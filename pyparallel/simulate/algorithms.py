@@ -2,21 +2,22 @@
 
 from collections.abc import Callable
 
-import numpy as np
+from typing_extensions import override
 
 from ..gossip.algorithms.base import Periodic
 from ..gossip.topology import Circulant, Topology
 from .clock import Clock, Sent
 
 Average = Callable[[int, slice], Sent]
-"""Sends columns for the average of a number, which replaces them."""
+"""Sends columns of values for the average of a number; what arrives is the average itself."""
 
 
 class Steps:
-    """The steps of an algorithm on all ranks; of this class, without any communication."""
+    """The steps of an algorithm on all ranks; of this class, without communication."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+        self.num_merged = 0
 
     def before_update(self) -> None:
         """Do what comes between the gradient and the update."""
@@ -29,89 +30,116 @@ class Steps:
 
 
 class Gradients(Steps):
-    """Gradients are averaged over all ranks while they are computed."""
+    """Gradients are averaged in groups of ranks while they are computed."""
 
-    def __init__(self, clock: Clock, num_bytes: float) -> None:
+    def __init__(self, clock: Clock, num_bytes: float, group: int) -> None:
         super().__init__(clock)
-        self._num_bytes = num_bytes
+        self._num_bytes, self._group = num_bytes, group
 
+    @override
     def before_update(self) -> None:
-        """Wait for the all-reduce of the last bucket."""
-        self.clock.reduce_gradients(self._num_bytes, self.clock.num_ranks)
+        self.clock.reduce_gradients(self._num_bytes, self._group)
 
+    @override
     def after_update(self) -> None:
-        """Make all ranks equal."""
-        self.clock.values[:] = self.clock.average(slice(None), self.clock.num_ranks)
+        self.clock.values[:] = self.clock.average(slice(None), self._group)
+
+
+class Nodes(Gradients):
+    """Gradients are averaged in a node, which then sends shards, and gathers what it receives."""
+
+    def __init__(self, clock: Clock, num_bytes: float, group: int, inner: Steps) -> None:
+        super().__init__(clock, num_bytes, group)
+        self._inner = inner
+
+    @override
+    def before_update(self) -> None:
+        super().before_update()
+        self._gather_after(self._inner.before_update)
+
+    @override
+    def after_update(self) -> None:
+        super().after_update()
+        self._gather_after(self._inner.after_update)
+
+    @override
+    def flush(self) -> None:
+        self._gather_after(self._inner.flush)
+
+    def _gather_after(self, act: Callable[[], None]) -> None:
+        before = self._inner.num_merged
+        act()
+        if self._inner.num_merged > before:
+            seconds = self.clock.all_reduce_seconds(self._num_bytes, self._group) / 2
+            self.clock.wait(self.clock.latest(self.clock.now, self._group) + seconds)
 
 
 class Rounds(Steps):
-    """Push-sum rounds: of SGP, merged ``overlap`` steps later before the update, or of OSGP."""
+    """Push-sum rounds, merged ``overlap`` steps later: before an update, or as OSGP's after it."""
 
     def __init__(
-        self, clock: Clock, topology: Topology, num_bytes: float, overlap: int, encodes: bool,
-        *, merges_after: bool = False,
+        self, clock: Clock, topology: Topology, num_bytes: float, overlap: int, *,
+        encodes: bool = False, merges_after: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(clock)
         self._topology, self._num_bytes, self._overlap = topology, num_bytes, overlap
         self._encodes, self._merges_after = encodes, merges_after
-        self._round = self._steps = self.num_merged = 0
+        self._round = self._steps = 0
         self._sent: Sent | None = None
 
+    @override
     def before_update(self) -> None:
-        """Merge a round that is due."""
         self._steps += 1
         if self._steps >= self._overlap and not self._merges_after:
             self.flush()
 
+    @override
     def after_update(self) -> None:
-        """Send a round, unless one is in flight."""
         if self._sent is None:
-            self._send()
-        elif self._merges_after and self._steps >= self._overlap:  # OSGP: sends, and then merges
-            before, self._sent = self._sent, None
-            self.clock.wait(before[0])  # whose memory the next message takes
-            self._send()
-            self.clock.receive(before)
-            self.num_merged += 1
+            self._sent = self._send()
+        elif self._merges_after and self._steps >= self._overlap:
+            self.clock.wait(self._sent[0])  # then its memory is free for the next message
+            following = self._send()
+            self.flush()
+            self._sent = following
         if self._overlap == 0:
             self.flush()
 
+    @override
     def flush(self) -> None:
-        """Merge the round in flight."""
         if self._sent is not None:
-            self.clock.receive(self._sent)
-            self._sent = None
-            self.num_merged += 1
+            received, messages, columns = self._sent
+            self.clock.wait(received)
+            self.clock.values[:, columns] += messages
+            self._sent, self.num_merged = None, self.num_merged + 1
 
-    def _send(self) -> None:
+    def _send(self) -> Sent:
         if self._encodes:
             self.clock.encode()
         self._steps, index = 0, self._topology.equivalent_round(self._round)
         self._round += 1
         if is_complete(self._topology, index) and not self._encodes:
-            self._sent = self.clock.send_to_all(self._num_bytes)
-        else:
-            self._sent = self.clock.send(self._topology, index, self._num_bytes)
+            return self.clock.send_to_all(self._num_bytes)
+        return self.clock.send(self._topology, index, self._num_bytes, slice(None))
 
 
 class Outer(Steps):
     """Local steps, and outer steps of each fragment, which travel for ``delay`` steps."""
 
     def __init__(
-        self, clock: Clock, options: Periodic, interval: int, inner: Steps,
-        send: Average,
-    ) -> None:  # fmt: skip
+        self, clock: Clock, options: Periodic, interval: int, inner: Steps, average: Average
+    ) -> None:
         super().__init__(clock)
-        self._options, self._inner, self._interval, self._send = options, inner, interval, send
-        self._steps = 0
-        self._sent: dict[int, tuple[int, Sent]] = {}
+        self._options, self._inner, self._interval = options, inner, interval
+        self._average, self._steps = average, 0
+        self._sent: dict[int, tuple[int, Sent]] = {}  # with the step, by fragment
 
+    @override
     def before_update(self) -> None:
-        """Do what the inner algorithm does."""
         self._inner.before_update()
 
+    @override
     def after_update(self) -> None:
-        """Send fragments whose turn it is, and take outer steps that are due."""
         self._inner.after_update()
         self._steps += 1
         fragments = self._options.num_fragments
@@ -122,13 +150,13 @@ class Outer(Steps):
                 self._inner.flush()
                 if self._options.compressor is not None:
                     self.clock.encode()
-                sent = self._send(count * fragments + number, slice(number, -1, fragments))
+                sent = self._average(count * fragments + number, slice(number, -1, fragments))
                 self._sent[number] = self._steps, sent
             if number in self._sent and self._steps - self._sent[number][0] >= self._options.delay:
                 self._take(number)
 
+    @override
     def flush(self) -> None:
-        """Take outer steps in flight."""
         self._inner.flush()
         for number in list(self._sent):
             self._take(number)
@@ -136,39 +164,9 @@ class Outer(Steps):
     def _take(self, number: int) -> None:
         _, (received, average, columns) = self._sent.pop(number)
         self.clock.wait(received)
-        held, kept = self.clock.values[:, columns], self._options.share_kept
-        weights = self.clock.values[:, -1:]
-        self.clock.values[:, columns] = (1 - kept) * average * weights + kept * held
-
-
-class Nodes(Steps):
-    """All-reduce of gradients within a node, rounds of shards between nodes, then a broadcast."""
-
-    def __init__(self, clock: Clock, group: int, num_bytes: float, inner: Rounds) -> None:
-        super().__init__(clock)
-        self._group, self._num_bytes, self._inner = group, num_bytes, inner
-
-    def before_update(self) -> None:
-        """Wait for the node's gradients, and merge."""
-        self.clock.reduce_gradients(self._num_bytes, self._group)
-        self._gather(self._inner.before_update)
-
-    def after_update(self) -> None:
-        """Make the ranks of a node equal, and send."""
-        self.clock.values[:] = self.clock.average(slice(None), self._group)
-        self._gather(self._inner.after_update)
-
-    def flush(self) -> None:
-        """Merge the round in flight."""
-        self._gather(self._inner.flush)
-
-    def _gather(self, act: Callable[[], None]) -> None:
-        before = self._inner.num_merged
-        act()
-        if self._inner.num_merged > before:
-            node = self.clock.now.reshape(-1, self._group).max(1).repeat(self._group)
-            seconds = self.clock.all_reduce_seconds(self._num_bytes, self._group) / 2
-            self.clock.wait(node + seconds)
+        values, kept = self.clock.values, self._options.share_kept
+        new = (1 - kept) * average * values[:, -1:]  # of the push-sum weight of an inner algorithm
+        values[:, columns] = new + kept * values[:, columns]
 
 
 def average_all(clock: Clock, num_bytes: float) -> Average:
@@ -178,7 +176,7 @@ def average_all(clock: Clock, num_bytes: float) -> Average:
     def send(index: int, columns: slice) -> Sent:
         nonlocal ends
         ends = clock.all_reduce(num_bytes, begin=ends)
-        return np.full(clock.num_ranks, ends), clock.average(columns, clock.num_ranks), columns
+        return ends, clock.average(columns, clock.num_ranks), columns
 
     return send
 
@@ -188,10 +186,9 @@ def average_pairs(clock: Clock, num_bytes: float, topology: Topology) -> Average
 
     def send(index: int, columns: slice) -> Sent:
         held = clock.values[:, columns].copy()
-        received, sent, _ = clock.send(
-            topology, topology.equivalent_round(index), num_bytes, columns
-        )
-        average = clock.values[:, columns] + sent
+        of_round = topology.equivalent_round(index)
+        received, messages, _ = clock.send(topology, of_round, num_bytes, columns)
+        average = clock.values[:, columns] + messages
         clock.values[:, columns] = held
         return received, average, columns
 

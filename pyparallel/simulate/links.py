@@ -5,13 +5,12 @@ import tomllib
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..gossip.topology import Edges
 from ..training.arguments import check_integer, check_one_of, require
-from .files import Source, Table
+from .files import Table
 
 MBIT, MILLISECOND = 1e6 / 8, 1e-3  # in bytes, in seconds: the units of files
 
@@ -77,22 +76,12 @@ class Links:
     @classmethod
     def read(cls, path: Path, num_ranks: int) -> "Links":
         """Read a TOML file, in Mbit/s and ms; a ValueError names the line of a mistake."""
-        source = Source.read(path)
-        try:
-            values = tomllib.loads(source.text)
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path}: {error}") from error
-        return _from_toml(source, values, num_ranks)
+        return _from_toml(Table.read(path, tomllib.loads), num_ranks)
 
     @property
     def ranks_per_machine(self) -> int:
         """Return how many consecutive ranks share a card."""
         return self.uplinks[self.card].ranks
-
-    def machine_of(self, ranks: np.ndarray) -> np.ndarray:
-        """Return the machines of ranks."""
-        found: np.ndarray = ranks // self.ranks_per_machine
-        return found
 
     def computing(self, num_ranks: int) -> np.ndarray:
         """Return how many times as long each rank computes as one that is alone on a machine."""
@@ -136,33 +125,34 @@ class Links:
         return float(2 * math.ceil(math.log2(group)) * latency + bytes_seconds)
 
 
-def _from_toml(source: Source, values: dict[str, Any], num_ranks: int) -> Links:
-    top = Table(source, values)
+def _from_toml(top: Table, num_ranks: int) -> Links:
     top.check_names(("ranks", "rate", "latency", "all_reduce", "machines", "regions", "slow"))
-    if top.integer("ranks", num_ranks) != num_ranks:
-        top.fail(f"ranks must be the run's {num_ranks}, got {values['ranks']}", "ranks")
-    if (algorithm := values.get("all_reduce", "tree")) not in ("ring", "tree"):
+    if (given := top.integer("ranks", num_ranks)) != num_ranks:
+        top.fail(f"ranks must be the run's {num_ranks}, got {given}", "ranks")
+    if (algorithm := top.values.get("all_reduce", "tree")) not in ("ring", "tree"):
         top.fail(f"all_reduce must be 'ring' or 'tree', got {algorithm!r}", "all_reduce")
-    uplinks, sizes, cores = [], {"machines": 1, "regions": num_ranks}, None
-    tables = {name: Table(source, values[name], name) for name in sizes if name in values}
-    for name, table in tables.items():
-        table.check_names(("ranks", "rate", "latency", *(["cores"] * (name == "machines"))))
-        sizes[name] = table.integer("ranks")
-        rule = f"ranks of {name} must divide the {num_ranks} ranks"
-        if name == "regions":
-            rule += f" and be a multiple of a machine's {sizes['machines']}"
-        if num_ranks % sizes[name] or sizes[name] % sizes["machines"]:
-            table.fail(f"{rule}, got {sizes[name]}", "ranks")
-    if "machines" in tables and sizes["machines"] > 1:
-        uplinks.append(_uplink(tables["machines"], 1))
-        if "cores" in values["machines"]:
-            cores = tables["machines"].integer("cores")
-    uplinks.append(_uplink(top, sizes["machines"]))
-    if "regions" in tables and sizes["regions"] > sizes["machines"]:
-        uplinks.append(_uplink(tables["regions"], sizes["regions"]))
-    card = int("machines" in tables and sizes["machines"] > 1)
-    edges, ranks = _slow(source, values.get("slow", []), num_ranks, top)
-    return Links(tuple(uplinks), edges, ranks, card, cores, algorithm)
+    groups, per_machine, cores = [], 1, None
+    for table in top.tables("machines"):
+        table.check_names(("ranks", "rate", "latency", "cores"))
+        per_machine = _group_size(table, num_ranks, 1)
+        groups.append(_uplink(table, 1))
+        cores = table.integer("cores") if "cores" in table.values else None
+    card = len(groups) if per_machine > 1 else 0
+    groups = [*groups[:card], _uplink(top, per_machine)]
+    for table in top.tables("regions"):
+        table.check_names(("ranks", "rate", "latency"))
+        groups.append(_uplink(table, _group_size(table, num_ranks, per_machine)))
+    edges: dict[tuple[int, int], tuple[float, float]] = {}
+    ranks: dict[int, float] = {}
+    for table in top.tables("slow"):
+        table.check_names(("ranks", "computing", "edges", "rate", "latency"))
+        if not {"ranks", "edges"} & set(table.values):
+            table.fail("slow must have edges with a rate, or ranks with computing")
+        ranks.update({a: table.number("computing") for (a,) in _places(table, "ranks", num_ranks)})
+        for a, b in _places(table, "edges", num_ranks):
+            slow = _uplink(table, 1)
+            edges[a, b] = slow.rate, slow.latency
+    return Links(tuple(groups), edges, ranks, card, cores, algorithm)
 
 
 def _uplink(table: Table, ranks: int) -> Uplink:
@@ -170,28 +160,23 @@ def _uplink(table: Table, ranks: int) -> Uplink:
     return Uplink(ranks, rate, MILLISECOND * table.number("latency", 0.0, positive=False))
 
 
-def _slow(
-    source: Source, tables: Any, num_ranks: int, top: Table
-) -> tuple[dict[tuple[int, int], tuple[float, float]], dict[int, float]]:
-    edges: dict[tuple[int, int], tuple[float, float]] = {}
-    ranks: dict[int, float] = {}
-    if not isinstance(tables, list):
-        top.source.fail("slow must be tables, each [[slow]]", "slow")
-    for count, values in enumerate(tables):
-        table = Table(source, values, "slow", count)
-        table.check_names(("ranks", "computing", "edges", "rate", "latency"))
-        if ("edges" in values) == ("ranks" in values):
-            table.fail("slow must have edges with a rate, or ranks with computing", "")
-        key = "edges" if "edges" in values else "ranks"
-        for each in values[key] if isinstance(values[key], list) else [values[key]]:
-            pair = each if key == "edges" else [each]
-            fits = isinstance(pair, list) and len(pair) == 1 + (key == "edges")
-            if not fits or not all(type(r) is int and 0 <= r < num_ranks for r in pair):
-                kind = "pairs of ranks" if key == "edges" else "ranks"
-                table.fail(f"{key} must be {kind} from 0 to {num_ranks - 1}, got {each!r}", key)
-            if key == "ranks":
-                ranks[each] = table.number("computing")
-            else:
-                latency = MILLISECOND * table.number("latency", 0.0, positive=False)
-                edges[pair[0], pair[1]] = MBIT * table.number("rate"), latency
-    return edges, ranks
+def _group_size(table: Table, num_ranks: int, multiple: int) -> int:
+    ranks = table.integer("ranks")
+    if num_ranks % ranks or ranks % multiple or (ranks == multiple > 1):
+        rule = f"ranks must divide the run's {num_ranks}"
+        rule += f" and be several times a machine's {multiple}" if multiple > 1 else ""
+        table.fail(f"{rule}, got {ranks}", "ranks")
+    return ranks
+
+
+def _places(table: Table, key: str, num_ranks: int) -> list[list[int]]:
+    """Return what a list of ranks, or of pairs of ranks, holds: as lists of ranks."""
+    found, length = table.values.get(key, []), 1 + (key == "edges")
+    found = found if isinstance(found, list) else [found]
+    places = [each if key == "edges" else [each] for each in found]
+    for each in places:
+        fits = isinstance(each, list) and len(each) == length
+        if not fits or not all(type(rank) is int and 0 <= rank < num_ranks for rank in each):
+            kind = "pairs of ranks" if key == "edges" else "ranks"
+            table.fail(f"{key} must be {kind} from 0 to {num_ranks - 1}, got {each}", key)
+    return places

@@ -83,7 +83,8 @@ def simulate_run(
     for name, value in (("num_ranks", num_ranks), ("num_steps", num_steps)):
         check_integer(name, value)
     require(message_bytes > 0, "message_bytes must be greater than 0", message_bytes)
-    stragglers.check_ranks(num_ranks)
+    wrong = [rank for rank in stragglers.slow if not 0 <= rank < num_ranks]
+    require(not wrong, f"slow ranks must be from 0 to {num_ranks - 1}", str(wrong))
     if problem := _find_problem(algorithm, num_ranks):
         raise ValueError(problem)
     columns = max(2, algorithm.num_fragments if isinstance(algorithm, Periodic) else 1)
@@ -153,19 +154,19 @@ def _find_problem(algorithm: Algorithm, num_ranks: int) -> str | None:
 def _steps_of(algorithm: Algorithm, clock: Clock, message_bytes: float) -> Steps:
     n = clock.num_ranks
     if isinstance(algorithm, AllReduce):
-        return Gradients(clock, message_bytes)
+        return Gradients(clock, message_bytes, n)
     if isinstance(algorithm, SGP):
         sent = message_bytes * _gossip_ratio(algorithm.compressor)
         encodes = algorithm.compressor is not None
-        return Rounds(clock, algorithm.topology, sent, algorithm.overlap, encodes)
+        return Rounds(clock, algorithm.topology, sent, algorithm.overlap, encodes=encodes)
     if isinstance(algorithm, OSGP):
         options = algorithm.topology, message_bytes, algorithm.delay
-        return Rounds(clock, *options, encodes=False, merges_after=True)
+        return Rounds(clock, *options, merges_after=True)
     if isinstance(algorithm, Hierarchical):
         group = algorithm.ranks_per_node
-        inner = _steps_of(_between(algorithm, n), clock, message_bytes / group)
-        assert isinstance(inner, Rounds)
-        return Nodes(clock, group, message_bytes, inner)
+        assert isinstance(algorithm.inner, SGP | OSGP)
+        between = replace(algorithm.inner, topology=InterNode(n, algorithm.inner.topology))
+        return Nodes(clock, message_bytes, group, _steps_of(between, clock, message_bytes / group))
     assert isinstance(algorithm, LocalSGD | DiLoCo | NoLoCo | SlowMo)
     inner = Steps(clock)
     if isinstance(algorithm, SlowMo) and algorithm.inner is not None:
@@ -175,17 +176,10 @@ def _steps_of(algorithm: Algorithm, clock: Clock, message_bytes: float) -> Steps
         ratio = _gossip_ratio(compressor)
         if compressor is not None:
             ratio += 1 / algorithm.pull_turns
-        send = average_pairs(clock, part * ratio, algorithm.topology)
+        average = average_pairs(clock, part * ratio, algorithm.topology)
     else:
-        send = average_all(clock, part * _collective_ratio(compressor, n))
-    return Outer(clock, algorithm, algorithm.interval, inner, send)
-
-
-def _between(algorithm: Hierarchical, num_ranks: int) -> Algorithm:
-    """Return the inner algorithm with a topology of all ranks."""
-    inner = algorithm.inner
-    assert isinstance(inner, SGP | OSGP)
-    return replace(inner, topology=InterNode(num_ranks, inner.topology))
+        average = average_all(clock, part * _collective_ratio(compressor, n))
+    return Outer(clock, algorithm, algorithm.interval, inner, average)
 
 
 def _tried() -> tuple[torch.Tensor, BufferLayout]:

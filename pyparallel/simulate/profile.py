@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from ..training.arguments import check_in, require
-from .files import Source, Table
+from .files import Table
 
 VERSION = 1
 
@@ -45,22 +45,13 @@ class Profile:
     @classmethod
     def read(cls, path: Path) -> "Profile":
         """Read what ``write`` wrote; a ValueError names the line of a mistake."""
-        source = Source.read(path)
-        try:
-            values = json.loads(source.text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
-        table = Table(source, values)
-        if values.get("version") != VERSION:
-            table.fail(f"version must be {VERSION}, got {values.get('version')!r}", "version")
-        table.check_names(["version", *(each.name for each in fields(cls))])
-        numbers = {
-            name: table.number(name, positive=name in ("computing", "rate"))
-            for name in ("computing", *values)
-            if name != "version"
-        }
-        if numbers.get("forward_share", 0.0) >= 1:
+        table = Table.read(path, json.loads)
+        if (version := table.values.get("version")) != VERSION:
+            table.fail(f"version must be {VERSION}, got {version!r}", "version")
+        names = [each.name for each in fields(cls)]
+        table.check_names(["version", *names])
+        given = {name: name in ("computing", "rate") for name in names if name in table.values}
+        given["computing"] = True
+        if table.number("forward_share", 0.0, positive=False) >= 1:
             table.fail("forward_share must be below 1", "forward_share")
-        return cls(**numbers)
+        return cls(**{name: table.number(name, positive=is_) for name, is_ in given.items()})
