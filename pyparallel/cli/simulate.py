@@ -25,20 +25,21 @@ EXAMPLE = (
 )
 
 _COLUMNS = (
-    "algorithm", "step", "10-90 %", "waiting", "card sends", "goodput", "useful steps an hour",
-    "mixing error", "consensus distance",
+    "algorithm", "step", "10-90 %", "waiting", "card sends", "goodput", "steps/hour", "mixing",
+    "consensus",
 )  # fmt: skip
 _LEGEND = """
-step                  seconds, mean over ranks and steps
-10-90 %               of a rank's steps
-waiting               share of a step without computing, encoding or the optimizer's step
-card sends            in a step, of the machine that sends most
-goodput               share of time spent on steps that count, with the failures
-useful steps an hour  3600 x goodput / step
-mixing error          distance of random values from their mean after all steps, over the first
-consensus distance    the same of values that each rank changes in each step by a random number of
-                      variance 1, mean over the second half of the steps
+step        seconds, mean over ranks and steps
+10-90 %     of a rank's steps
+waiting     share of a step without computing, encoding or the optimizer's step
+card sends  in a step, of the machine that sends most
+goodput     share of time spent on steps that count, with the failures
+steps/hour  that count
+mixing      distance of random values from their mean after all steps, over the first
+consensus   the same of values that each rank changes in each step by a random number of variance
+            1, mean over the second half of the steps
 All is simulated. Messages are float32 without a compressor, whose errors do not count."""
+_EXACT = 1e-9  # an average, but for rounding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +123,7 @@ def describe(runs: dict[str, SimulatedRun]) -> Sequence[tuple[str, ...]]:
             f"{run.card_bytes / 1e6:,.1f} MB",
             f"{run.goodput:.1%}",
             f"{3600 / run.useful_seconds:,.0f}",
-            f"{run.mixing_errors[-1]:.1e}",
+            f"{run.mixing_errors[-1]:.1e}" if run.mixing_errors[-1] > _EXACT else "exact",
             f"{run.consensus_distance:.2f}",
         )
         for name, run in runs.items()

@@ -70,7 +70,7 @@ class Nodes(Gradients):
         before = self._inner.num_merged
         act()
         if self._inner.num_merged > before:
-            seconds = self.clock.all_reduce_seconds(self._num_bytes, self._group) / 2
+            seconds = self.clock.all_reduce_seconds(self._num_bytes / 2, self._group)
             self.clock.wait(self.clock.latest(self.clock.now, self._group) + seconds)
 
 

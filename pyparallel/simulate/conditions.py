@@ -23,7 +23,7 @@ class Stragglers:
 
     def __post_init__(self) -> None:
         for name, factor in [("lognormal", self.sigma), *self.slow.items()]:
-            rule = f"stragglers must be finite and not negative, but {name}"
+            rule = f"{name} of stragglers must be finite and not negative"
             require(0 <= factor < math.inf, rule, factor)
 
     @classmethod
@@ -85,15 +85,15 @@ class Failures:
     @classmethod
     def parse(cls, text: str) -> "Failures":
         """Read ``mtbf=3600,restart=120``: the arguments, with commas between."""
+        names = [each.name for each in fields(cls)]
         try:
             pairs = [part.split("=") for part in text.split(",")]
             given = {name.strip(): float(value) for name, value in pairs}
-            return cls(**given)
-        except TypeError:
-            names = ", ".join(each.name for each in fields(cls))
-            raise ValueError(f"failures must be mtbf=, and of {names}, got {text}") from None
-        except ValueError as error:
-            raise ValueError(f"failures must be such as mtbf=3600, got {text}: {error}") from error
+        except ValueError:
+            raise ValueError(f"failures must be such as mtbf=3600, got {text}") from None
+        fits = "mtbf" in given and given.keys() <= set(names)
+        require(fits, f"failures must be of {', '.join(names)}, and the first of them", text)
+        return cls(**given)
 
     def goodput(self, num_machines: int, *, by_gossip: bool, has_learners: bool) -> float:
         """Return the share of time that counts."""

@@ -49,8 +49,9 @@ class Links:
         slow_ranks: how many times as long a rank computes.
         card: which of the uplinks is a machine's network card.
         cores: of a machine; with fewer than ranks, its ranks compute more slowly. None: enough.
-        all_reduce: "ring", 2 (n - 1) messages one after the other, as gloo's; or "tree", 2 log2(n)
-            latencies at the same bytes.
+        all_reduce: "ring", 2 (n - 1) messages one after the other, as gloo's; or "tree", as many
+            bytes with 2 log2(n) latencies, of a machine's or region's uplink for machines or
+            regions.
     """
 
     uplinks: tuple[Uplink, ...]
@@ -111,18 +112,25 @@ class Links:
         return seconds
 
     def all_reduce_seconds(self, num_bytes: float, num_ranks: int, group: int) -> float:
-        """Return the seconds of an all-reduce in each group of consecutive ranks, the slowest's."""
+        """Return the seconds of an all-reduce in each group of consecutive ranks, the slowest's.
+
+        In a ring a part of the data goes around twice, while each link carries all parts in turn.
+        """
         if group == 1:
             return 0.0
         ranks = np.arange(num_ranks)
         following = ranks - ranks % group + (ranks + 1) % group
         ring = Edges.of(ranks, following, np.full(num_ranks, 0.5), num_ranks)
-        part = self.seconds(ring, num_bytes / group, num_ranks)
+        latencies = self.seconds(ring, 0.0, num_ranks).reshape(-1, group)
+        sending = self.seconds(ring, num_bytes / group, num_ranks).reshape(-1, group) - latencies
         if self.all_reduce == "ring":
-            return float(2 * (group - 1) * part.max())
-        latency = self.seconds(ring, 0.0, num_ranks).max()
-        bytes_seconds = 2 * (group - 1) * (part - self.seconds(ring, 0.0, num_ranks)).max()
-        return float(2 * math.ceil(math.log2(group)) * latency + bytes_seconds)
+            around = (latencies + sending).mean(1)
+            return float(2 * (group - 1) * np.maximum(around, sending.max(1)).max())
+        sizes = [min(each.ranks, group) for each in self.uplinks] + [group]
+        counts = [b / a for a, b in pairwise(sizes)]
+        levels = zip(self.uplinks, counts, strict=True)
+        latency = sum(math.ceil(math.log2(count)) * each.latency for each, count in levels)
+        return float(2 * latency + 2 * (group - 1) * sending.max())
 
 
 def _from_toml(top: Table, num_ranks: int) -> Links:

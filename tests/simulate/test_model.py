@@ -1,6 +1,7 @@
 """The recursion over arrays of ranks, beside an event loop of single messages; closed forms."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -160,7 +161,7 @@ class Programs:
         first, local = rank - rank % group, rank % group
         node = range(first, first + group)
         nodes = inner.topology
-        gather = self.links.all_reduce_seconds(BYTES, self.n, group) / 2
+        gather = self.links.all_reduce_seconds(BYTES / 2, self.n, group)
         outer = self
 
         class Shards:
@@ -306,6 +307,35 @@ def test_closed_forms():
     )
     assert seconds(AllReduce(), n=1).seconds == pytest.approx(computing)
     assert seconds(SGP(exponential(1)), n=1).seconds == pytest.approx(computing)
+
+
+def ring_by_messages(latencies, sending):
+    """Return when all ranks have all sums: message by message, links send one at a time."""
+    n = len(latencies)
+    ready = np.zeros(n)
+    free = np.zeros(n)
+    for _ in range(2 * (n - 1)):
+        begin = np.maximum(ready, free)  # each sends to the next one what it has received
+        free = begin + sending
+        ready = np.roll(free + latencies, 1)
+    return ready.max()
+
+
+def test_all_reduce_on_unequal_links():
+    links = Links((Uplink(1, 1e10, 1e-5), Uplink(8, 1e9, 1e-3), Uplink(32, 1e8, 0.03)), card=1)
+    # Two regions of four machines of eight ranks: log2 of each, up and down.
+    expected = 2 * (3 * 1e-5 + 2 * 1e-3 + 0.03) + 2 * 63 / 64 * 64e6 / 1e8
+    assert links.all_reduce_seconds(64e6, 64, 64) == pytest.approx(expected)
+    within = 2 * (3 * 1e-5 + 2 * 1e-3) + 2 * 31 / 32 * 64e6 / 1e9
+    assert links.all_reduce_seconds(64e6, 64, 32) == pytest.approx(within)
+    assert links.all_reduce_seconds(64e6, 64, 8) == pytest.approx(6e-5 + 2 * 7 / 8 * 64e6 / 1e10)
+    ring = replace(links, all_reduce="ring")
+    for size in (1e3, 1e6, 1e9):
+        crossing = np.arange(64) % 32 == 31, np.arange(64) % 8 == 7
+        latencies, rates = (np.select(crossing, each[:2], each[2])
+                            for each in ([0.03, 1e-3, 1e-5], [1e8, 1e9, 1e10]))  # fmt: skip
+        expected = ring_by_messages(latencies, size / 64 / rates)
+        assert ring.all_reduce_seconds(size, 64, 64) == pytest.approx(expected, rel=0.05)
 
 
 def test_one_slow_rank_slows_all_reduce_at_once_and_gossip_in_time():
