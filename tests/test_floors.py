@@ -23,8 +23,7 @@ FLOORS = [
     {"training"},
     {"compression", "optim"},
     TRAINERS,
-    {"integrations", "recommend"},
-    {"simulate"},
+    {"integrations", "recommend", "simulate"},
     {"cli"},
     {"pyparallel", "__main__"},
 ]
