@@ -142,13 +142,12 @@ def _find_problem(algorithm: Algorithm, num_ranks: int) -> str | None:
             f"algorithm must be one of {names}, or an SGP or OSGP in one of the last two, got "
             f"{algorithm!r}: ranks of others exchange at their own pace, which is not simulated"
         )
-    nodes = num_ranks // getattr(algorithm, "ranks_per_node", 1)
-    if nodes <= _CHECKED_RANKS:
-        return algorithm.validation_error(num_ranks)
     topology = getattr(inner or algorithm, "topology", None)
-    if topology is not None and topology.num_ranks != nodes:
-        return f"topology must be for {nodes} ranks, got {topology!r}"
-    return None
+    if topology is None or topology.num_ranks <= _CHECKED_RANKS:
+        return algorithm.validation_error(num_ranks)
+    nodes = num_ranks / getattr(algorithm, "ranks_per_node", 1)
+    fits = topology.num_ranks == nodes
+    return None if fits else f"topology must be for {nodes:g} ranks, got {topology!r}"
 
 
 def _steps_of(algorithm: Algorithm, clock: Clock, message_bytes: float) -> Steps:

@@ -397,7 +397,8 @@ def test_what_is_not_simulated_is_refused():
     for algorithm, n, sentence in [
         (ADPSGD(Ring(4)), 4, "exchange at their own pace, which is not simulated"),
         (SGP(Ring(4)), 6, "topology must be for the process group's 6 ranks"),
-        (SGP(Ring(4)), 6000, "topology must be for 6000 ranks, got Ring"),
+        (SGP(Ring(6000)), 4000, r"topology must be for 4000 ranks, got Ring\(6000\)"),
+        (Hierarchical(SGP(Ring(2000)), 3), 4000, r"topology must be for 1333\.33 ranks, got Ri"),
         (Hierarchical(LocalSGD(3), 2), 4, "or an SGP or OSGP in one of the last two"),
         (SGP(Ring(4)), 0, "num_ranks must be a positive integer, got 0"),
     ]:
