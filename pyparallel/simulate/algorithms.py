@@ -1,6 +1,7 @@
 """What each algorithm waits for in a step, and what it averages: its calls of a clock."""
 
 from collections.abc import Callable
+from functools import cache, partial
 
 from typing_extensions import override
 
@@ -84,6 +85,7 @@ class Rounds(Steps):
         super().__init__(clock)
         self._topology, self._num_bytes, self._overlap = topology, num_bytes, overlap
         self._encodes, self._merges_after = encodes, merges_after
+        self._is_complete = cache(partial(is_complete, topology))
         self._round = self._steps = 0
         self._sent: Sent | None = None
 
@@ -118,7 +120,7 @@ class Rounds(Steps):
             self.clock.encode()
         self._steps, index = 0, self._topology.equivalent_round(self._round)
         self._round += 1
-        if is_complete(self._topology, index) and not self._encodes:
+        if self._is_complete(index) and not self._encodes:
             return self.clock.send_to_all(self._num_bytes)
         return self.clock.send(self._topology, index, self._num_bytes, slice(None))
 
@@ -196,9 +198,7 @@ def average_pairs(clock: Clock, num_bytes: float, topology: Topology) -> Average
 
 
 def is_complete(topology: Topology, index: int) -> bool:
-    """Return whether all ranks send to all others in a round, which an all-reduce then adds."""
-    others = topology.num_ranks - 1
+    """Return whether all ranks send equal shares to all others, which an all-reduce then adds."""
     if isinstance(topology, Circulant):
-        return 1 < others == len(topology.offsets(index))
-    ranks = range(topology.num_ranks)
-    return others > 1 and all(len(topology.out_peers(rank, index)) == others for rank in ranks)
+        return 1 < topology.num_ranks - 1 == len(topology.offsets(index))
+    return topology.neighbors(0, index).is_complete

@@ -24,7 +24,9 @@ from pyparallel.gossip.topology import (
     Complete,
     HierarchicalTopology,
     Hypercube,
+    Lazy,
     OnePeerExponential,
+    Phases,
     RandomMatching,
     Ring,
     Star,
@@ -89,16 +91,19 @@ class Programs:
         if key not in self.messages:
             at = topology.equivalent_round(index)
             self.messages[key] = of_message(self.links, topology, at, num_bytes)
-        if len(topology.out_peers(rank, index)) == self.n - 1 > 1 and topology.regular:
+        if self.is_complete(topology, index):
             yield self.join(("all", index), BYTES)
         else:
             yield "post", key, topology.out_peers(rank, index), topology.in_peers(rank, index)
 
     def wait(self, rank, topology, index):
-        if len(topology.out_peers(rank, index)) == self.n - 1 > 1 and topology.regular:
+        if self.is_complete(topology, index):
             yield "meet", ("all", index)
         else:
             yield "wait", ("round", index)
+
+    def is_complete(self, topology, index):
+        return np.allclose(topology.mixing_matrix(index), 1 / self.n)
 
     def join(self, key, num_bytes, ranks=None, channel="all"):
         ranks = ranks or range(self.n)
@@ -247,6 +252,8 @@ CASES = [
     (7, SGP(exponential(7), overlap=1)),
     (9, SGP(OnePeerExponential(9, peers=2), overlap=3)),
     (8, SGP(HierarchicalTopology(8, 4), overlap=1)),
+    (6, SGP(Lazy(Complete(6), 0.5))),
+    (6, SGP(Phases([(Complete(6), 3), (Ring(6), 4)]), overlap=1)),
     (6, SGP(Star(6), overlap=2)),
     (6, SGP(Complete(6), overlap=1)),
     (8, DPSGD(Torus(8))),
@@ -352,7 +359,7 @@ def test_one_slow_rank_slows_all_reduce_at_once_and_gossip_in_time():
 
 def test_values_are_mixed_by_the_matrices_of_the_topology():
     links, profile = Links.uniform(1e9), Profile(0.1)
-    for topology in (exponential(8), Star(6), Ring(9), BaseGraph(7)):
+    for topology in (exponential(8), Star(6), Ring(9), BaseGraph(7), Lazy(Complete(5), 0.3)):
         n, steps = topology.num_ranks, 12
         run = simulate_run(SGP(topology), n, links, profile, 1e6, num_steps=steps)
         values = np.random.default_rng(0).standard_normal((n, 2))
