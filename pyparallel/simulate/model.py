@@ -17,7 +17,7 @@ from .conditions import Failures, Stragglers
 from .links import Links
 from .profile import Profile
 
-_SAMPLED_RANKS, _SAMPLED_STEPS = 1000, 100
+_SAMPLED_RANKS, _SAMPLED_STEPS = 1000, 40
 _CHECKED_RANKS = 1024  # beyond, it takes minutes to check that a topology connects all
 _SIDE = 512  # of the matrix on which compressors are tried
 

@@ -384,8 +384,9 @@ def test_the_consensus_distance_of_local_steps_grows_with_their_root():
         simulate_run(LocalSGD(h), 256, links, profile, 1e6, num_steps=500).consensus_distance
         for h in (4, 16, 64)
     ]
-    assert found[0] < found[1] < found[2]
-    assert found[2] == pytest.approx(4 * found[0], rel=0.5)
+    # The distance after t steps is the root of t, but for the 256 ranks' own mean.
+    expected = [np.sqrt(np.arange(h)).mean() for h in (4, 16, 64)]
+    assert found == pytest.approx(expected, rel=0.3)
 
 
 def test_a_compressor_shortens_messages_by_what_it_sends():
