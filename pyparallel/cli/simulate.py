@@ -16,6 +16,7 @@ from ..simulate import (
     parse_algorithm,
     simulate_run,
 )
+from ..simulate.links import MBIT, MILLISECOND
 from ..training.arguments import require
 from .text_table import aligned
 
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is always compared (default: SGP(OnePeerExponential(), overlap=1))",
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--parameters", type=float, help="in float32 (default: 25e6)")
+    size.add_argument("--parameters", type=float, default=25e6, help="in float32 (default: 25e6)")
     size.add_argument("--message-bytes", type=float, help="of the model instead")
     parser.add_argument("--compute", type=float, help="seconds of forward and backward")
     parser.add_argument("--profile", type=Path, help="JSON file of measured seconds instead")
@@ -80,7 +81,8 @@ def report(arguments: argparse.Namespace) -> str:
         require(arguments.ranks >= 1, "--ranks must be at least 1", arguments.ranks)
         profile = _profile(arguments)
         links = _links(arguments, profile)
-        num_bytes = arguments.message_bytes or 4 * (arguments.parameters or 25e6)
+        of_parameters = 4 * arguments.parameters
+        num_bytes = of_parameters if arguments.message_bytes is None else arguments.message_bytes
         texts = arguments.algorithm or ["SGP(OnePeerExponential(), overlap=1)"]
         given = [(each, parse_algorithm(each, arguments.ranks)) for each in texts]
         named = {**dict(given), "AllReduce()": AllReduce()}
@@ -122,7 +124,7 @@ def describe(runs: dict[str, SimulatedRun]) -> Sequence[tuple[str, ...]]:
             f"{run.waiting / run.seconds:.1%}",
             f"{run.card_bytes / 1e6:,.1f} MB",
             f"{run.goodput:.1%}",
-            f"{3600 / run.useful_seconds:,.0f}",
+            f"{3600 * run.goodput / run.seconds:,.0f}",
             f"{run.mixing_errors[-1]:.1e}" if run.mixing_errors[-1] > _EXACT else "exact",
             f"{run.consensus_distance:.2f}",
         )
@@ -133,25 +135,26 @@ def describe(runs: dict[str, SimulatedRun]) -> Sequence[tuple[str, ...]]:
 def _profile(arguments: argparse.Namespace) -> Profile:
     given = [arguments.compute is not None, arguments.profile is not None]
     require(sum(given) == 1, "one of --compute and --profile must be given", sum(given))
-    return Profile.read(arguments.profile) if given[1] else Profile(arguments.compute)
+    if given[1]:
+        return Profile.read(arguments.profile)
+    require(arguments.compute > 0, "--compute must be greater than 0", arguments.compute)
+    return Profile(arguments.compute)
 
 
 def _links(arguments: argparse.Namespace, profile: Profile) -> Links:
-    own = [name for name in ("rate", "latency", "all_reduce") if getattr(arguments, name)]
+    options = ("rate", "latency", "all_reduce")
+    given = {name: value for name in options if (value := getattr(arguments, name)) is not None}
     if arguments.links is not None:
-        require(not own, "--links must come without --rate, --latency and --all-reduce", str(own))
+        rule = "--links must come without --rate, --latency and --all-reduce"
+        require(not given, rule, ", ".join(given))
         return Links.read(arguments.links, arguments.ranks)
-    rate, latency = profile.rate, profile.latency
-    if arguments.rate is not None:
-        require(arguments.rate > 0, "--rate must be greater than 0", arguments.rate)
-        rate = arguments.rate * 1e6 / 8
-    if arguments.latency is not None:
-        require(arguments.latency >= 0, "--latency must not be negative", arguments.latency)
-        latency = arguments.latency / 1e3
-    require(rate, "--links or --rate must be given, or a profile with a rate", "none")
-    assert rate is not None
-    latency = 1e-4 if latency is None else latency
-    return Links.uniform(rate, latency, arguments.all_reduce or "tree")
+    rate = given["rate"] * MBIT if "rate" in given else profile.rate
+    if rate is None:
+        raise ValueError("--links or --rate must be given, or a profile with a rate, got none")
+    latency = given["latency"] * MILLISECOND if "latency" in given else profile.latency
+    return Links.uniform(
+        rate, 1e-4 if latency is None else latency, given.get("all_reduce", "tree")
+    )
 
 
 def _draw(runs: dict[str, SimulatedRun], path: Path) -> str:

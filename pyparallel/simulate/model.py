@@ -55,11 +55,6 @@ class SimulatedRun:
         """Return the mean of consensus distances over the second half of the steps."""
         return float(self.consensus_distances[:-1][self.steps[:-1] >= self.steps[-1] // 2].mean())
 
-    @property
-    def useful_seconds(self) -> float:
-        """Return the seconds of a step that counts."""
-        return self.seconds / self.goodput
-
 
 def simulate_run(
     algorithm: Algorithm,

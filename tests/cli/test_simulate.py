@@ -218,10 +218,12 @@ def test_mistakes_in_arguments_are_refused(refused):
     rate = ("--rate", "1000", "--compute", "1")
     for arguments, sentence in [
         (["--ranks", "0", *rate], "--ranks must be at least 1, got 0"),
-        (["--rate", "0", "--compute", "1"], "--rate must be greater than 0, got 0"),
+        (["--rate", "0", "--compute", "1"], "rate must be greater than 0 and finite, got 0.0"),
         (["--compute", "1"], "--links or --rate must be given, or a profile with a rate"),
         (["--rate", "1"], "one of --compute and --profile must be given, got 0"),
-        ([*rate, "--links", "x.toml"], "--links must come without --rate"),
+        ([*rate, "--links", "x.toml"], "--links must come without --rate, --latency and --all"),
+        (["--compute", "1", "--links", "x.toml", "--latency", "0"], "--all-reduce, got latency"),
+        (["--rate", "1", "--latency", "-1", "--compute", "1"], "latency must not be negative"),
         (["--compute", "1", "--links", "x.toml"], "x.toml: [Errno 2] No such file"),
         ([*rate, "--stragglers", "normal:1"], "stragglers must be such as lognormal:0.1 or slow"),
         ([*rate, "--stragglers", "slow:9=2"], "slow ranks must be from 0 to 7, got [9]"),
@@ -234,7 +236,9 @@ def test_mistakes_in_arguments_are_refused(refused):
         ([*rate, "--failures", "mtbf=9,repair=1"], "failures must be of mtbf, restart, checkpoint"),
         ([*rate, "--failures", "mtbf"], "failures must be such as mtbf=3600, got mtbf"),
         ([*rate, "--rounds", "0"], "num_steps must be a positive integer, got 0"),
-        ([*rate, "--message-bytes", "-1"], "message_bytes must be greater than 0, got -1.0"),
+        ([*rate, "--message-bytes", "0"], "message_bytes must be greater than 0, got 0.0"),
+        ([*rate, "--parameters", "-1"], "message_bytes must be greater than 0, got -4.0"),
+        (["--rate", "1", "--compute", "0"], "--compute must be greater than 0, got 0.0"),
     ]:
         assert sentence in refused(*arguments), arguments
 
