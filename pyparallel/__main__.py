@@ -9,6 +9,7 @@ _COMMANDS = {
     "doctor": "installed versions, what runs each op, and what is missing",
     "topology": "the cost and mixing rate of topologies",
     "plan": "the costs of all pipeline schedules",
+    "simulate": "time, waits and goodput of a run on any number of ranks",
     "recommend": "which compressor is fastest on a link",
     "launch": "a lighthouse, and a torchrun for each replica",
     "shards": "what a rank holds and sends of a sharded model",

@@ -1,6 +1,7 @@
 """``python -m pyparallel``: its commands, and the help of each."""
 
 import importlib
+import shlex
 import sys
 
 import pytest
@@ -51,9 +52,9 @@ def test_every_help_has_an_example_that_is_valid_and_defaults(call):
 
 def test_the_examples_run(call, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for name in ("doctor", "topology", "plan"):  # recommend's measures for minutes
+    for name in ("doctor", "topology", "plan", "simulate"):  # recommend's measures for minutes
         example = importlib.import_module(f"pyparallel.cli.{name}").EXAMPLE
-        status, text, _ = call(*example.split()[3:])
+        status, text, _ = call(*shlex.split(example)[3:])
         assert status == 0
         assert text.count("\n") > 5
 

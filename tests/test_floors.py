@@ -23,7 +23,7 @@ FLOORS = [
     {"training"},
     {"compression", "optim"},
     TRAINERS,
-    {"integrations", "recommend"},
+    {"integrations", "recommend", "simulate"},
     {"cli"},
     {"pyparallel", "__main__"},
 ]

@@ -63,6 +63,11 @@ class Training:
             self._module.record_loss(loss)  # only LeaderSGD needs it
         return loss
 
+    def waiting_seconds(self) -> float:
+        """Return for how long this rank waited in the last step, of GossipDataParallel."""
+        waited: float = self._module.metrics()["rank/waiting_seconds"]
+        return waited
+
     def finish(self) -> None:
         if isinstance(self._module, GossipDataParallel):
             self._module.flush()

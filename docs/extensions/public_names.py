@@ -20,6 +20,7 @@ PACKAGES = (
     "pyparallel.subnets",
     "pyparallel.compression",
     "pyparallel.recommend",
+    "pyparallel.simulate",
     "pyparallel.optim",
     "pyparallel.training",
     "pyparallel.comm",

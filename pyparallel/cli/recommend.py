@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from ..recommend.benchmark import Measurements, Progress, benchmark, benchmark_r
 from ..recommend.candidates import CANDIDATES, DENSE, HALF, OUTER_STEPS
 from ..recommend.model import NOISE, Link, StepTime, choose
 from ..recommend.workload import Workload, load, transformer
+from ..simulate import Profile
 from ..training.arguments import require
 from .text_table import aligned
 
@@ -59,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="number of ranks (default: 2); torchrun measures ranks, bandwidth, latency",
     )
+    parser.add_argument("--profile", type=Path, help="file for the measured seconds, for simulate")
 
 
 def report(arguments: argparse.Namespace) -> str:
@@ -83,7 +86,7 @@ def _on_one(arguments: argparse.Namespace) -> str:
     workload = _workload(arguments)
     with _progress() as show:
         found = benchmark(workload, link, show)
-    return _text(workload, found)
+    return _text(workload, found, arguments.profile)
 
 
 def _on_ranks(arguments: argparse.Namespace) -> str:
@@ -102,7 +105,7 @@ def _on_ranks(arguments: argparse.Namespace) -> str:
         workload = _workload(arguments)
         with _progress() as show:
             found = benchmark_ranks(workload, device, show)
-        return _text(workload, found) if dist.get_rank() == 0 else ""
+        return _text(workload, found, arguments.profile) if dist.get_rank() == 0 else ""
     finally:
         dist.destroy_process_group()
 
@@ -136,8 +139,12 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     return transformer(arguments.parameters, arguments.batch, arguments.length, device)
 
 
-def _text(workload: Workload, found: Measurements) -> str:
+def _text(workload: Workload, found: Measurements, path: Path | None) -> str:
     compute, link, predictions = found.compute, found.link, found.predictions
+    if path is not None:
+        seconds = compute.forward + compute.backward
+        of_link = {"rate": link.bytes_per_second, "latency": link.latency}
+        Profile(seconds, compute.forward / seconds, **of_link).write(path)
     return "\n".join(
         [
             f"{workload.num_parameters / 1e6:,.1f} M parameters in {len(compute.buckets)} buckets: "

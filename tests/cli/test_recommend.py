@@ -15,6 +15,7 @@ from pyparallel.__main__ import main
 from pyparallel.cli.recommend import add_arguments, advise, advise_outer, describe, report
 from pyparallel.recommend import CANDIDATES, Cost, StepTime
 from pyparallel.recommend.candidates import OUTER_STEPS
+from pyparallel.simulate import Profile
 
 SMALL = ["--parameters", "8e4", "--batch", "1", "--length", "8"]
 
@@ -32,8 +33,13 @@ def predictions(**steps):
     ]
 
 
-def test_all_candidates_are_in_the_table():
-    text = report(parse(*SMALL, "--bandwidth", "100", "--latency", "0.1", "--ranks", "4"))
+def test_all_candidates_are_in_the_table(tmp_path):
+    options = ("--bandwidth", "100", "--latency", "0.1", "--ranks", "4")
+    text = report(parse(*SMALL, *options, "--profile", str(tmp_path / "profile.json")))
+    profile = Profile.read(tmp_path / "profile.json")
+    assert (profile.rate, profile.latency) == (1.25e7, 1e-4)
+    assert 0 < profile.computing < 10
+    assert 0 < profile.forward_share < 1
     head, table, _, outer, sentence = text.split("\n\n")
     assert "4 ranks, 100 Mbit/s, latency 0.1 ms" in head
     rows = {line.split()[0]: line.split() for line in table.splitlines()[1:]}

@@ -8,6 +8,7 @@ graph.
 from .base import Circulant, Neighbors, Topology, round_share, uniform_share
 from .circulant import Complete, DirectedExponential, DirectedLinear, OnePeerExponential, Ring
 from .composed import HierarchicalTopology, Lazy, TimeVarying
+from .edges import Edges
 from .explicit import Explicit, FromGraph, FromMatrix
 from .finite_time import BaseGraph
 from .mixing import mixing_curve, spectral_gap
@@ -22,6 +23,7 @@ __all__ = [
     "Complete",
     "DirectedExponential",
     "DirectedLinear",
+    "Edges",
     "Explicit",
     "FromGraph",
     "FromMatrix",

@@ -12,6 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from ...training.arguments import check_integer, check_type
+from .edges import Edges
 
 _SHARE_UNIT = 2.0**-40
 
@@ -93,6 +94,18 @@ class Topology(ABC):
         """
         num_peers = len(self.out_peers(rank, round_index))
         return (uniform_share(num_peers),) * num_peers
+
+    def round_edges(self, round_index: int) -> Edges:
+        """Return all messages of a round as arrays."""
+        found = [
+            (rank, peer, share)
+            for rank in range(self.num_ranks)
+            for peer, share in zip(
+                self.out_peers(rank, round_index), self.shares(rank, round_index), strict=True
+            )
+        ]
+        senders, receivers, shares = np.array(found or np.zeros((0, 3))).T
+        return Edges.of(senders.astype(int), receivers.astype(int), shares, self.num_ranks)
 
     def neighbors(self, rank: int, round_index: int) -> Neighbors:
         """Return the out-peers, shares and in-peers of ``rank`` in a round."""
@@ -228,6 +241,11 @@ class OfOthers(Topology):
         topology, index = self._locate(round_index)
         return topology.shares(rank, index)
 
+    @override
+    def round_edges(self, round_index: int) -> Edges:
+        topology, index = self._locate(round_index)
+        return topology.round_edges(index)
+
 
 class Circulant(Topology):
     """A topology in which every rank sends to the same offsets around a circle; always regular."""
@@ -245,6 +263,14 @@ class Circulant(Topology):
     @override
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
         return tuple((rank - offset) % self.num_ranks for offset in self.offsets(round_index))
+
+    @override
+    def round_edges(self, round_index: int) -> Edges:
+        offsets, n = self.offsets(round_index), self.num_ranks
+        shares = np.repeat(self.shares(0, round_index), n)
+        senders = np.tile(np.arange(n), len(offsets))
+        receivers = (senders + np.repeat(np.array(offsets, dtype=int), n)) % n
+        return Edges.of(senders, receivers, shares, n)
 
     def _distinct(self, offsets: list[int]) -> tuple[int, ...]:
         """Return the offsets modulo the number of ranks, without duplicates and without 0."""

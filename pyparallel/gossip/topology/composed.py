@@ -8,6 +8,7 @@ from typing_extensions import override
 from ...training.arguments import check_callable, check_in, require
 from .base import OfOthers, Topology, check_topology, round_share
 from .circulant import Complete, OnePeerExponential
+from .edges import Edges
 
 
 class TimeVarying(OfOthers):
@@ -45,6 +46,10 @@ class _LikeAnother(OfOthers):
     @override
     def _locate(self, round_index: int) -> tuple[Topology, int]:
         return self.topology, round_index
+
+    @override
+    def round_edges(self, round_index: int) -> Edges:
+        return Topology.round_edges(self, round_index)  # those of the other differ
 
 
 class Lazy(_LikeAnother):

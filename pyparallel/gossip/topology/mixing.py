@@ -1,7 +1,5 @@
 """Mixing rate of a topology: its consensus error over rounds and its spectral gap."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from .base import Circulant, Topology
@@ -9,40 +7,6 @@ from .base import Circulant, Topology
 _MAX_DENSE_RANKS = 400  # up to this size, eigenvalues of the dense matrix are cheap
 _MAX_ROUNDS = 20_000
 _ROUNDING_ERROR = 1e-9  # rounded shares leave less than this of an exact average
-
-
-@dataclass(frozen=True)
-class _Edges:
-    """A round as a sparse mixing matrix: senders, receivers, shares and kept shares."""
-
-    senders: np.ndarray
-    receivers: np.ndarray
-    shares: np.ndarray
-    kept: np.ndarray
-
-    @staticmethod
-    def of(topology: Topology, round_index: int) -> "_Edges":
-        """Collect the edges of a topology's round."""
-        edges = [
-            (rank, peer, share)
-            for rank in range(topology.num_ranks)
-            for peer, share in zip(
-                topology.out_peers(rank, round_index),
-                topology.shares(rank, round_index),
-                strict=True,
-            )
-        ]
-        senders, receivers, shares = np.array(edges or np.zeros((0, 3))).T
-        kept = 1 - np.bincount(senders.astype(int), shares, minlength=topology.num_ranks)
-        return _Edges(senders.astype(int), receivers.astype(int), shares, kept)
-
-    def apply(self, values: np.ndarray) -> np.ndarray:
-        """Multiply the mixing matrix with (n, c) values."""
-        result: np.ndarray = self.kept[:, None] * values
-        for column in range(values.shape[1]):
-            sent = self.shares * values[self.senders, column]
-            result[:, column] += np.bincount(self.receivers, sent, minlength=len(values))
-        return result
 
 
 def mixing_curve(topology: Topology, num_rounds: int, *, seed: int = 0) -> np.ndarray:
@@ -55,7 +19,7 @@ def mixing_curve(topology: Topology, num_rounds: int, *, seed: int = 0) -> np.nd
         (num_rounds + 1,) float64: the norm of the de-biased values' distance from their average,
         relative to the initial one; an exact average shows as rounding error.
     """
-    edges = [_Edges.of(topology, index) for index in topology.rounds[:num_rounds]]
+    edges = [topology.round_edges(index) for index in topology.rounds[:num_rounds]]
     values = np.random.default_rng(seed).standard_normal((topology.num_ranks, 4))
     values -= values.mean(axis=0)
     state = np.concatenate([values, np.ones((topology.num_ranks, 1))], axis=1)
@@ -103,7 +67,7 @@ def _circulant_modulus(topology: Circulant) -> float:
 
 def _iterated_rate(topology: Topology) -> float:
     """Return the mixing rate per round, by power iteration."""
-    edges = [_Edges.of(topology, index) for index in topology.rounds[topology.preperiod :]]
+    edges = [topology.round_edges(index) for index in topology.rounds[topology.preperiod :]]
     values = np.random.default_rng(0).standard_normal((topology.num_ranks, 1))
     values -= values.mean()
     values /= np.linalg.norm(values)

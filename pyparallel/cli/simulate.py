@@ -1,0 +1,164 @@
+"""``python -m pyparallel simulate``: a run on any number of ranks, before renting them."""
+
+import argparse
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..gossip import AllReduce
+from ..simulate import (
+    Failures,
+    Links,
+    Profile,
+    SimulatedRun,
+    Stragglers,
+    parse_algorithm,
+    simulate_run,
+)
+from ..simulate.links import MBIT, MILLISECOND
+from ..training.arguments import require
+from .text_table import aligned
+
+EXAMPLE = (
+    'python -m pyparallel simulate --ranks 64 --algorithm "SGP(OnePeerExponential(), overlap=1)" '
+    "--rate 1000 --compute 0.5 --stragglers lognormal:0.1"
+)
+
+_COLUMNS = (
+    "algorithm", "step", "10-90 %", "waiting", "card sends", "goodput", "steps/hour", "mixing",
+    "consensus",
+)  # fmt: skip
+_LEGEND = """
+step        seconds, mean over ranks and steps
+10-90 %     of a rank's steps
+waiting     share of a step without computing, encoding or the optimizer's step
+card sends  in a step, of the machine that sends most
+goodput     share of time spent on steps that count, with the failures
+steps/hour  that count
+mixing      distance of random values from their mean after all steps, over the first
+consensus   the same of values that each rank changes in each step by a random number of variance
+            1, mean over the second half of the steps
+All is simulated. Messages are float32 without a compressor, whose errors do not count."""
+_EXACT = 1e-9  # an average, but for rounding
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("--ranks", type=int, default=8, help="(default: 8)")
+    parser.add_argument(
+        "--algorithm",
+        action="append",
+        help="as in Python, topologies without the number of ranks; may be repeated; AllReduce() "
+        "is always compared (default: SGP(OnePeerExponential(), overlap=1))",
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--parameters", type=float, default=25e6, help="in float32 (default: 25e6)")
+    size.add_argument("--message-bytes", type=float, help="of the model instead")
+    parser.add_argument("--compute", type=float, help="seconds of forward and backward")
+    parser.add_argument("--profile", type=Path, help="JSON file of measured seconds instead")
+    parser.add_argument("--links", type=Path, help="TOML file of rates, latencies and machines")
+    parser.add_argument("--rate", type=float, help="of each rank's link instead, in Mbit/s")
+    parser.add_argument("--latency", type=float, help="of a message, in ms (default: 0.1)")
+    parser.add_argument(
+        "--all-reduce", choices=("ring", "tree"), help="with --rate (default: tree)"
+    )
+    parser.add_argument(
+        "--stragglers", default="", help="such as lognormal:0.1 or slow:0=3.0, commas between"
+    )
+    parser.add_argument(
+        "--failures",
+        help="mtbf=SECONDS in the run, restart=300, checkpoint=600, detect=2, learners=0",
+    )
+    parser.add_argument("--rounds", type=int, default=1000, help="steps (default: 1000)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--out", type=Path, help="file for a picture")
+
+
+def report(arguments: argparse.Namespace) -> str:
+    """Return the table of the algorithms and AllReduce(); draw them if ``--out`` is given."""
+    try:
+        require(arguments.ranks >= 1, "--ranks must be at least 1", arguments.ranks)
+        profile = _profile(arguments)
+        links = _links(arguments, profile)
+        of_parameters = 4 * arguments.parameters
+        num_bytes = of_parameters if arguments.message_bytes is None else arguments.message_bytes
+        texts = arguments.algorithm or ["SGP(OnePeerExponential(), overlap=1)"]
+        given = [(each, parse_algorithm(each, arguments.ranks)) for each in texts]
+        named = {**dict(given), "AllReduce()": AllReduce()}
+        failures = None if arguments.failures is None else Failures.parse(arguments.failures)
+        runs = {
+            name: simulate_run(
+                algorithm,
+                arguments.ranks,
+                links,
+                profile,
+                num_bytes,
+                num_steps=arguments.rounds,
+                stragglers=Stragglers.parse(arguments.stragglers),
+                failures=failures,
+                seed=arguments.seed,
+            )
+            for name, algorithm in named.items()
+        }
+    except ValueError as error:
+        raise SystemExit(f"simulate: {error}") from error
+    machines = -(-arguments.ranks // links.ranks_per_machine)
+    head = (
+        f"{arguments.ranks:,} ranks on {machines:,} machines, a model of {num_bytes / 1e6:,.1f} "
+        f"MB, computing {profile.computing:g} s, {arguments.rounds:,} steps"
+    )
+    lines = [head, "", *aligned([_COLUMNS, *describe(runs)]), _LEGEND]
+    if arguments.out:
+        lines += ["", f"picture  {_draw(runs, arguments.out)}"]
+    return "\n".join(lines)
+
+
+def describe(runs: dict[str, SimulatedRun]) -> Sequence[tuple[str, ...]]:
+    """Return the rows of the table."""
+    return [
+        (
+            name,
+            f"{run.seconds:.3f} s",
+            f"{run.range[0]:.3f} .. {run.range[1]:.3f}",
+            f"{run.waiting / run.seconds:.1%}",
+            f"{run.card_bytes / 1e6:,.1f} MB",
+            f"{run.goodput:.1%}",
+            f"{3600 * run.goodput / run.seconds:,.0f}",
+            f"{run.mixing_errors[-1]:.1e}" if run.mixing_errors[-1] > _EXACT else "exact",
+            f"{run.consensus_distance:.2f}",
+        )
+        for name, run in runs.items()
+    ]
+
+
+def _profile(arguments: argparse.Namespace) -> Profile:
+    given = [arguments.compute is not None, arguments.profile is not None]
+    require(sum(given) == 1, "one of --compute and --profile must be given", sum(given))
+    if given[1]:
+        return Profile.read(arguments.profile)
+    require(arguments.compute > 0, "--compute must be greater than 0", arguments.compute)
+    return Profile(arguments.compute)
+
+
+def _links(arguments: argparse.Namespace, profile: Profile) -> Links:
+    options = ("rate", "latency", "all_reduce")
+    given = {name: value for name in options if (value := getattr(arguments, name)) is not None}
+    if arguments.links is not None:
+        rule = "--links must come without --rate, --latency and --all-reduce"
+        require(not given, rule, ", ".join(given))
+        return Links.read(arguments.links, arguments.ranks)
+    rate = given["rate"] * MBIT if "rate" in given else profile.rate
+    if rate is None:
+        raise ValueError("--links or --rate must be given, or a profile with a rate, got none")
+    latency = given["latency"] * MILLISECOND if "latency" in given else profile.latency
+    return Links.uniform(
+        rate, 1e-4 if latency is None else latency, given.get("all_reduce", "tree")
+    )
+
+
+def _draw(runs: dict[str, SimulatedRun], path: Path) -> str:
+    if importlib.util.find_spec("matplotlib") is None:
+        return "none: matplotlib is not installed"
+    importlib.import_module("pyparallel.cli.simulate_picture").draw(runs, path)
+    return str(path)

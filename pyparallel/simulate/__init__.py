@@ -1,0 +1,18 @@
+"""Simulated training runs: seconds a step, waits, consensus and goodput on any number of ranks."""
+
+from .conditions import Failures, Stragglers
+from .constructors import parse_algorithm
+from .links import Links, Uplink
+from .model import SimulatedRun, simulate_run
+from .profile import Profile
+
+__all__ = [
+    "Failures",
+    "Links",
+    "Profile",
+    "SimulatedRun",
+    "Stragglers",
+    "Uplink",
+    "parse_algorithm",
+    "simulate_run",
+]
