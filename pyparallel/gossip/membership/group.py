@@ -1,6 +1,7 @@
 """The default process group of an epoch, made again in the same processes."""
 
 import datetime
+import json
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -36,8 +37,9 @@ class EpochGroup:
         store: Any = self.server
         if rank > 0:
             store = TCPStore(*epoch.address, is_master=False, timeout=timeout)
-        prefix = f"epoch {epoch.number} of {' '.join(epoch.members)}"
-        store = PrefixStore(prefix, store)
+        # Processes that have decided otherwise, also on who was there before, make no group.
+        names = epoch.members, sorted(epoch.veterans), sorted(epoch.leaving)
+        store = PrefixStore(f"epoch {epoch.number} of {json.dumps(names)}", store)
         try:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=len(epoch.members), timeout=timeout
