@@ -248,6 +248,7 @@ class Processes:
     run: Run
     alive: dict[str, Any] = field(default_factory=dict)
     stopped: dict[str, float] = field(default_factory=dict)  # and when they go on
+    struck: dict[str, tuple[int, float]] = field(default_factory=dict)  # last pid, and until when
 
     @property
     def case(self) -> Case:
@@ -276,12 +277,15 @@ class Processes:
         return own[-1] if own else {}
 
     def find_steppers(self) -> list[str]:
-        """Return those that are members, and not stopped."""
-        return [
-            name
-            for name, process in self.alive.items()
-            if process.is_alive() and name not in self.stopped and "seconds" in self.tail(name)
-        ]
+        """Return those that take steps, and are about to take more."""
+        found = []
+        for name, process in self.alive.items():
+            last = self.tail(name)
+            pid, until = self.struck.get(name, (0, 0.0))
+            is_spared = process.pid != pid or last.get("time", 0.0) > until
+            if process.is_alive() and "seconds" in last and is_spared:
+                found.append(name)
+        return found
 
     def strike(self, name: str, kind: str) -> None:
         signals = {
@@ -291,9 +295,11 @@ class Processes:
             "exit": signal.SIGHUP,
             "leave": signal.SIGTERM,
         }
-        os.kill(self.alive[name].pid, signals[kind])
+        pid, until = self.alive[name].pid, math.inf
         if kind == "stop":
-            self.stopped[name] = time.monotonic() + self.case.deadline + 2
+            until = self.stopped[name] = time.monotonic() + self.case.deadline + 2
+        self.struck[name] = pid, until
+        os.kill(pid, signals[kind])
 
     def tend(self) -> None:
         """Start again what has ended, and let go on what has been left behind."""
