@@ -23,13 +23,16 @@ from pyparallel.recommend import CANDIDATES
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {
     "": ["checkouts", "gpu", "soak"],
+    "soak": ["members"],
     "harness": ["build"],
     "ops": ["calls", "overlap"],
     "gossip": [
         "bench",
+        "bets",
         "compare",
         "outer_steps",
         "rates",
+        "scale",
         "sharded",
         "sharded_merge",
         "stationary",
