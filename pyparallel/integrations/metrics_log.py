@@ -1,0 +1,60 @@
+"""A file of each rank with what it has measured, for ``python -m pyparallel watch``."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+def describe_place() -> str:
+    """Return the host and its space of process ids, in which a number names one process."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+
+
+class MetricsLog:
+    """Appends a line of JSON for each call of ``write`` to a file of this rank.
+
+    Nothing is exchanged, so a rank writes whenever it likes. Leave the context, or call ``close``,
+    when the rank has trained enough: one that has not is shown as dead once its process is gone.
+
+    Args:
+        folder: of the run, for all ranks; it is made.
+        name: of the file, such as "replica-0" with a membership. None: "rank-3", by the default
+            process group, or without one by torchrun's RANK.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], name: str | None = None) -> None:
+        if name is None:
+            rank = dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", 0)
+            name = f"rank-{rank}"
+        path = Path(folder, f"{name}.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a")
+        self._common = {"process": os.getpid(), "place": describe_place()}
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append a step's metrics, such as ``{"loss": loss} | trainer.metrics()``."""
+        self._append({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Append that the rank has ended; a second call does nothing."""
+        if not self._file.closed:
+            self._append({"ended": True})
+            self._file.close()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        self._file.close()
+
+    def _append(self, values: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({"time": time.time()} | self._common | {**values}) + "\n")
+        self._file.flush()  # for readers, now
