@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from data import as_tensor, cut_windows, draw_windows, load_files
 from methods import METHODS, next_token_loss
@@ -41,7 +43,7 @@ def main():
         whole = build_model(recipe, corpus.vocabulary)  # for samples, and to be saved
         print(f"{recipe.model} of {size / 1e6:.1f} M parameters by {options.recipe}, ", end="")
         print(f"{dist.get_world_size()} ranks, {len(corpus.train) / 1e6:.1f} M tokens of text\n")
-        print("  step    loss   tokens/s   bits sent a parameter and step")
+        print("  step    loss   tokens/s   bits sent a parameter and step", flush=True)
 
     meter = Meter(training, size)
     with MetricsLog(options.out) as log:
@@ -49,7 +51,7 @@ def main():
             ids = draw_windows(corpus.train, recipe.batch, recipe.context, draw)
             loss = training.step(ids.to(device))
             meter.count(loss, ids.numel())
-            if step % recipe.log_every == 0:
+            if step == 1 or step % recipe.log_every == 0:
                 metrics = training.metrics() | ({} if loss is None else {"loss": loss})
                 log.write(step, metrics)
                 log_metrics(options.tensorboard, options.recipe, metrics, step)
@@ -64,9 +66,10 @@ def main():
                 save(step, training, draw, options.out)
                 meter.restart()
     if dist.get_rank() == 0:
+        disable_progress_bar()
         whole.save_pretrained(options.out / "model")
         corpus.save_tokenizer(options.out / "model")
-        print(f"\nThe trained model, for from_pretrained: {options.out / 'model'}")
+        print(f"The trained model, for from_pretrained: {options.out / 'model'}")
     dist.destroy_process_group()
 
 
@@ -81,8 +84,6 @@ class Corpus:
         else:
             parts = load_files()
         if recipe.tokenizer:
-            from transformers import AutoTokenizer
-
             self.tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer)
             self.vocabulary = len(self.tokenizer)
         self.train, held_out = map(self.encode, parts)
@@ -106,8 +107,6 @@ class Corpus:
 
 def build_model(recipe: Recipe, vocabulary: int) -> nn.Module:
     """Return a model of Hugging Face's with random weights, the same on all ranks."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
     common = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
     if recipe.model == "llama":
         return LlamaForCausalLM(
@@ -122,9 +121,7 @@ def build_model(recipe: Recipe, vocabulary: int) -> nn.Module:
         )
     sizes = {"n_embd": recipe.width, "n_layer": recipe.layers, "n_head": recipe.heads}
     undropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(
-        GPT2Config(**common, **sizes, **undropped, n_positions=recipe.context)
-    )
+    return GPT2LMHeadModel(GPT2Config(**common, **sizes, **undropped, n_positions=recipe.context))
 
 
 class Meter:
@@ -157,7 +154,10 @@ class Meter:
         sent = sum(sent for *_, sent in ranks) / len(ranks)
         bits = 8 * sent / (self.size * self.steps)
         if dist.get_rank() == 0:
-            print(f"{step:6}  {sum(losses) / len(losses):6.3f}  {speed:9,.0f}   {bits:.2f}")
+            print(
+                f"{step:6}  {sum(losses) / len(losses):6.3f}  {speed:9,.0f}   {bits:.2f}",
+                flush=True,
+            )
         self.restart()
 
 

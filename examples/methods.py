@@ -1,11 +1,11 @@
 """The ways to train a language model on many ranks, behind one interface: `Training`."""
 
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -186,12 +186,11 @@ def build_mesh(model: nn.Module, recipe: Recipe) -> Pipeline:
     """Return replicas of a pipeline, whose stages gossip."""
     size, device = dist.get_world_size(), next(model.parameters()).device.type
     if size % recipe.replicas:
-        raise ValueError(f"the ranks must be a multiple of {recipe.replicas} replicas, got {size}")
+        sys.exit(f"the ranks must be a multiple of {recipe.replicas} replicas, got {size}")
     shape = recipe.replicas, size // recipe.replicas
     mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "stage"))
-    return Pipeline(
-        model, recipe, mesh, SGP(topology.OnePeerExponential(recipe.replicas), overlap=1)
-    )
+    graph = topology.OnePeerExponential(recipe.replicas)
+    return Pipeline(model, recipe, mesh, SGP(graph, overlap=recipe.microbatches))  # a round a step
 
 
 METHODS: dict[str, Callable[[nn.Module, Recipe], Any]] = {

@@ -11,14 +11,18 @@ from typing import Any
 from ranks import make_parser
 
 FOLDER = Path(__file__).parent / "recipes"
+CHOICES = {
+    "method": ("ddp", "compressed", "gossip", "diloco", "pipeline", "mesh"),
+    "model": ("gpt2", "llama"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """The keys of a recipe, each a flag too, with the value that holds without it."""
 
-    method: str = "ddp"  # one of METHODS in methods.py
-    model: str = "gpt2"  # or "llama"
+    method: str = "ddp"
+    model: str = "gpt2"
     width: int = 128
     layers: int = 4
     heads: int = 4
@@ -44,12 +48,16 @@ class Recipe:
                 raise ValueError(f"{field.name} must be of type {field.type.__name__}, got {value}")
             if field.type is not str and value <= 0:
                 raise ValueError(f"{field.name} must be positive, got {value}")
+            if value not in CHOICES.get(field.name, [value]):
+                names = ", ".join(CHOICES[field.name])
+                raise ValueError(f"{field.name} must be one of {names}, got {value}")
 
 
 def read_options(description: str) -> tuple[Recipe, argparse.Namespace]:
     """Return the recipe that the command line names, with its flags, and the other options."""
     names = sorted(path.stem for path in FOLDER.glob("*.toml"))
     parser = make_parser(description)
+    parser.set_defaults(out=None)
     parser.add_argument(
         "--recipe", default="gossip", help=f"a file, or {', '.join(names)} (default: %(default)s)"
     )
@@ -65,8 +73,7 @@ def read_options(description: str) -> tuple[Recipe, argparse.Namespace]:
         recipe = Recipe(**read(path) | dict(flags(options)))
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    if options.out == Path("runs") / Path(sys.argv[0]).stem:
-        options.out /= path.stem
+    options.out = options.out or Path("runs") / Path(sys.argv[0]).stem / path.stem
     return recipe, options
 
 

@@ -18,13 +18,30 @@ _Row = Mapping[str, Any]
 _TAIL_BYTES = 2**16
 _CLEAR = "\x1b[2J\x1b[H"
 _LEAST_SILENCE = 10  # seconds
+
+
+def _number(row: _Row, name: str, form: str, scale: float = 1.0) -> str:
+    return format(scale * row[name], form) if row.get(name) is not None else ""
+
+
+def _speed(before: _Row, row: _Row) -> str:
+    seconds, steps = row["time"] - before["time"], row["step"] - before["step"]
+    return f"{steps / seconds:.2f}" if min(seconds, steps) > 0 else ""
+
+
+def _staleness(_: _Row, row: _Row) -> str:
+    """Return that of the rank, or the largest of its stages."""
+    found = [value for name, value in row.items() if name.endswith("/staleness")]
+    return f"{max(found):g}" if found else ""
+
+
 # Each column's heading, and a rank's cell from its last two lines; "" if it does not have it.
 _COLUMNS: dict[str, Callable[[_Row, _Row], str]] = {
     "step": lambda _, row: f"{row['step']:,}",
     "loss": lambda _, row: _number(row, "loss", ".3f"),
-    "steps/s": lambda before, row: _speed(before, row),
+    "steps/s": _speed,
     "waiting, ms": lambda _, row: _number(row, "rank/waiting_seconds", ".1f", 1000),
-    "staleness": lambda _, row: _staleness(row),
+    "staleness": _staleness,
     "mass": lambda _, row: _number(row, "rank/push_sum_weight", ".3f"),
     "epoch": lambda _, row: _number(row, "epoch", "g"),
 }
@@ -81,10 +98,12 @@ def _read_end(path: Path) -> list[_Row]:
     found = []
     for index, line in enumerate(lines):
         try:
-            found.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+            found.append({**row, "time": row["time"], "place": row["place"]})
+        except (ValueError, TypeError, KeyError):
             if index:  # the first one may begin in its middle
-                raise SystemExit(f"watch: {path} must hold lines of JSON, got {line!r}") from None
+                text = f"watch: {path} must hold lines of MetricsLog, got {line.decode()}"
+                raise SystemExit(text) from None
     return found
 
 
@@ -99,19 +118,6 @@ def _state(lines: Sequence[_Row], interval: float) -> str:
         return "dead"
     silence = time.time() - last["time"]
     is_usual = silence < max(_LEAST_SILENCE, 5 * interval)
-    return "training" if is_usual else f"silent for {silence:,.0f} s"
-
-
-def _number(row: _Row, name: str, form: str, scale: float = 1.0) -> str:
-    return format(scale * row[name], form) if row.get(name) is not None else ""
-
-
-def _speed(before: _Row, row: _Row) -> str:
-    seconds = row["time"] - before["time"]
-    return f"{(row['step'] - before['step']) / seconds:.2f}" if seconds > 0 else ""
-
-
-def _staleness(row: _Row) -> str:
-    """Return that of the rank, or the largest of its stages."""
-    found = [value for name, value in row.items() if name.endswith("/staleness")]
-    return f"{max(found):g}" if found else ""
+    if is_usual:
+        return "training" if "step" in last else "starting"
+    return f"silent for {silence:,.0f} s"

@@ -30,22 +30,20 @@ class MetricsLog:
 
     def __init__(self, folder: str | os.PathLike[str], name: str | None = None) -> None:
         if name is None:
-            rank = dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", 0)
+            rank = dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0")
             name = f"rank-{rank}"
-        path = Path(folder, f"{name}.jsonl")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a")
+        self._path = Path(folder, f"{name}.jsonl")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._common = {"process": os.getpid(), "place": describe_place()}
+        self._append({})
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a step's metrics, such as ``{"loss": loss} | trainer.metrics()``."""
         self._append({"step": step, **metrics})
 
     def close(self) -> None:
-        """Append that the rank has ended; a second call does nothing."""
-        if not self._file.closed:
-            self._append({"ended": True})
-            self._file.close()
+        """Append that the rank has ended."""
+        self._append({"ended": True})
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -53,8 +51,7 @@ class MetricsLog:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        self._file.close()
 
     def _append(self, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({"time": time.time()} | self._common | {**values}) + "\n")
-        self._file.flush()  # for readers, now
+        with self._path.open("a") as file:
+            file.write(json.dumps({"time": time.time()} | self._common | {**values}) + "\n")
