@@ -86,7 +86,8 @@ def test_every_recipe_learns_and_resumes_to_the_bit(printed, folder, subtests):
             assert losses[0] > 5
             assert losses[-1] < 3.5
             assert [step for step, *_ in lines_of(printed[name, "resumed"])] == [8, 12]
-            logged = [json.loads(line) for line in (folder / name / "rank-1.jsonl").open()]
+            text = (folder / name / "rank-1.jsonl").read_text()
+            logged = [json.loads(line) for line in text.splitlines()]
             steps = [(row["step"], row["loss"]) for row in logged if "step" in row]
             assert steps[-2:] == steps[2:4]  # of steps 8 and 12
             assert sum("ended" in row for row in logged) == 2
@@ -98,7 +99,7 @@ def test_the_bits_sent_are_those_of_each_method(printed):
     assert bits["ddp"] == 32  # a ring of two ranks sends as much as the gradient
     assert 31 < bits["gossip"] < 33
     assert bits["compressed"] < 16
-    assert 10 < bits["diloco"] < 12  # an all-reduce every three steps
+    assert 15 < bits["diloco"] < 17  # of the last four steps two, 9 and 12, have an all-reduce
     assert bits["pipeline"] > 0
 
 
