@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.docs import stand_ins
 from tests.launched import as_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +36,10 @@ DIRECTIVES = ("{toctree}", "{eval-rst}", "{note}", "{warning}", "{tip}")
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
 FALLS = re.compile(r"(?:loss|disagreement|error) (\d[\d.e+-]*)")
 RISES = re.compile(r"accuracy (\d[\d.]*)")
-# Commands that the tests of the installation and of the examples run, or that need a network.
+# Commands that the tests of the installation, of the examples, clusters and the command line run, or
+# that need a network.
 NOT_RUN = ("pip", "make", "git", "cd", "python -m venv", "export", "sudo")
+NOT_RUN += ("python -m pyparallel watch", "sbatch", "kubectl")
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ def run_page(rank: int, blocks: list[Block], folder: Path) -> list[str]:
         scope = {"__name__": "__main__"} if block.script else names
         with (
             as_torchrun(rank),  # for hosts that look for it
+            stand_ins.installed(),
             mock.patch.object(dist, "init_process_group"),  # the group of the test serves
             mock.patch.object(dist, "destroy_process_group"),
             contextlib.redirect_stdout(io.StringIO()) as output,
