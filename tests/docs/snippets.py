@@ -36,8 +36,8 @@ DIRECTIVES = ("{toctree}", "{eval-rst}", "{note}", "{warning}", "{tip}")
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
 FALLS = re.compile(r"(?:loss|disagreement|error) (\d[\d.e+-]*)")
 RISES = re.compile(r"accuracy (\d[\d.]*)")
-# Commands that the tests of the installation, of the examples, clusters and the command line run, or
-# that need a network.
+# Commands that the tests of the installation, the examples and the command line run, or that need a
+# network.
 NOT_RUN = ("pip", "make", "git", "cd", "python -m venv", "export", "sudo")
 NOT_RUN += ("python -m pyparallel watch", "sbatch", "kubectl")
 
