@@ -95,7 +95,7 @@ def _read_end(path: Path) -> list[_Row]:
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = file.read().split(b"\n")[:-1]
-    found = []
+    found: list[_Row] = []
     for index, line in enumerate(lines):
         try:
             row = json.loads(line)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+__all__ = ["MetricsLog"]
+
 
 def describe_place() -> str:
     """Return the host and its space of process ids, in which a number names one process."""
