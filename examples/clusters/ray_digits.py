@@ -50,11 +50,12 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/ray"))
     options = parser.parse_args()
     out = str(options.out.resolve())
+    share = {"resources_per_worker": {"CPU": 0.5}}  # of a core: three fit on two
     trainer = TorchTrainer(
         train,
         train_loop_config={"out": out, "steps": options.steps},
         torch_config=ElasticConfig(),  # new: the rest is as for any TorchTrainer
-        scaling_config=ScalingConfig(options.workers, resources_per_worker={"CPU": 0.5}),
+        scaling_config=ScalingConfig(num_workers=options.workers, **share),
         run_config=RunConfig(storage_path=out, failure_config=FailureConfig(max_failures=10)),
     )
     trainer.fit()

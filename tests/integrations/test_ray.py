@@ -30,33 +30,30 @@ def wait_for(condition, process):
         time.sleep(0.05)
 
 
-def test_a_worker_that_is_killed_is_replaced_and_the_others_lose_no_step(tmp_path, record_property):
+def test_a_worker_that_is_killed_is_replaced_and_the_others_lose_no_step(tmp_path):
     variables = {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
     variables |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     command = [sys.executable, "examples/clusters/ray_digits.py", "--out", tmp_path]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
-            [*command, "--steps", "8000"], env=os.environ | variables, stdout=log, stderr=log
+            [*command, "--steps", "5000"], env=os.environ | variables, stdout=log, stderr=log
         )
     try:
         paths = [tmp_path / f"rank-{rank}.jsonl" for rank in range(NUM_WORKERS)]
         wait_for(lambda: all(len(read(path)) > 20 for path in paths), process)
         first = read(paths[KILLED])[-1]
         os.kill(first["process"], signal.SIGKILL)
-        killed = time.time()
         wait_for(lambda: read(paths[KILLED])[-1]["process"] != first["process"], process)
         joined = next(row for row in read(paths[KILLED]) if row["process"] != first["process"])
         assert joined["members"] == NUM_WORKERS
-        record_property("replaced after, s", joined["time"] - killed)
         assert process.wait(LIMIT) == 0, (tmp_path / "log").read_text()
     finally:
         process.terminate()
         process.wait(30)
     for path in (each for each in paths if each != paths[KILLED]):
         rows = read(path)
-        assert [row["step"] for row in rows] == list(range(8000))  # none lost, none taken again
+        assert [row["step"] for row in rows] == list(range(5000))  # none lost, none taken again
         assert len({row["process"] for row in rows}) == 1
         assert rows[-1]["loss"] < 0.5 < rows[0]["loss"]
         stall = max(b["time"] - a["time"] for a, b in itertools.pairwise(rows))
-        record_property(f"{path.stem} waited at most, s", stall)
         assert stall < 20

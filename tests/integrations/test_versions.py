@@ -1,5 +1,8 @@
 """A host that is missing or too old is one sentence with the least version."""
 
+import importlib
+import sys
+from importlib.metadata import PackageNotFoundError
 from unittest import mock
 
 import pytest
@@ -18,3 +21,14 @@ def test_an_old_or_missing_host_is_one_sentence_with_the_least_version():
         pytest.raises(ImportError, match=r"2\.10 or newer, got 2\.10\.0\.dev1"),
     ):
         versions.require_version("host", "2.10")
+
+
+def test_ray_is_asked_for_before_it_is_imported():
+    name = "pyparallel.integrations.ray"
+    with (
+        mock.patch.dict(sys.modules, {name: None}),
+        mock.patch.object(versions, "version", side_effect=PackageNotFoundError),
+        pytest.raises(ImportError, match=r"needs ray 2\.60 or newer, got none; pip install 'ray>"),
+    ):
+        del sys.modules[name]
+        importlib.import_module(name)
