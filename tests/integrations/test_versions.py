@@ -23,12 +23,9 @@ def test_an_old_or_missing_host_is_one_sentence_with_the_least_version():
         versions.require_version("host", "2.10")
 
 
-def test_ray_is_asked_for_before_it_is_imported():
+def test_ray_is_asked_for_before_it_is_imported(monkeypatch):
     name = "pyparallel.integrations.ray"
-    with (
-        mock.patch.dict(sys.modules, {name: None}),
-        mock.patch.object(versions, "version", side_effect=PackageNotFoundError),
-        pytest.raises(ImportError, match=r"needs ray 2\.60 or newer, got none; pip install 'ray>"),
-    ):
-        del sys.modules[name]
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(versions, "version", mock.Mock(side_effect=PackageNotFoundError))
+    with pytest.raises(ImportError, match=r"needs ray 2\.60 or newer, got none; pip install 'ray>"):
         importlib.import_module(name)
