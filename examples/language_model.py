@@ -9,6 +9,7 @@ A recipe is a file in examples/recipes, or one of yours; every key of it is a fl
 Python's own source, as bytes, or that of --text. --resume goes on from the last checkpoint.
 """
 
+import itertools
 import math
 import sys
 import time
@@ -38,7 +39,7 @@ def main():
     size = sum(each.numel() for each in model.parameters())
     training = METHODS[recipe.method](model, recipe)
     draw = torch.Generator().manual_seed(options.seed + 1000 * training.replica)
-    first = load(training, draw, options.out) if options.resume else 0
+    first = load(training, draw, options.out) if options.resume else begin(options.out)
     if dist.get_rank() == 0:
         whole = build_model(recipe, corpus.vocabulary)  # for samples, and to be saved
         print(f"{recipe.model} of {size / 1e6:.1f} M parameters by {options.recipe}, ", end="")
@@ -177,6 +178,17 @@ def show_sample(model: Any, corpus: Corpus, step: int) -> None:
     for line in corpus.decode(ids[0]).splitlines():
         print(f"  | {line}")
     print()
+
+
+def begin(folder: Path) -> int:
+    """Give the folder of an earlier run another name, so that none of it is lost; return step 0."""
+    if dist.get_rank() == 0 and any(folder.glob("step-*")):
+        names = (Path(f"{folder}.{number}") for number in itertools.count(1))
+        print(
+            f"The earlier run is now in {folder.rename(next(p for p in names if not p.exists()))}"
+        )
+    dist.barrier()
+    return 0
 
 
 def save(step: int, training: Any, draw: torch.Generator, folder: Path) -> None:

@@ -173,6 +173,22 @@ def test_a_resume_without_its_checkpoint_is_one_sentence(monkeypatch, tmp_path):
         language_model.load(None, None, tmp_path)
 
 
+def test_a_run_without_resume_keeps_the_earlier_one(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend("examples")
+    load("transformers")
+    language_model = importlib.import_module("language_model")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    for number in (1, 2):
+        (tmp_path / f"run/step-000000{number}").mkdir(parents=True)
+        assert language_model.begin(tmp_path / "run") == 0
+        assert not (tmp_path / "run").exists()
+        assert (tmp_path / f"run.{number}/step-000000{number}").exists()
+    (tmp_path / "run").mkdir()  # without a checkpoint
+    assert language_model.begin(tmp_path / "run") == 0
+    assert (tmp_path / "run").exists()
+
+
 def test_a_text_may_have_a_tokenizer(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend("examples")
     transformers = load("transformers")
