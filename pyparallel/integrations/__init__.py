@@ -7,7 +7,7 @@
 import importlib
 from typing import Any
 
-__all__ = ["accelerate", "lightning", "metrics_log", "ray", "transformers"]
+__all__ = ["accelerate", "lightning", "metrics_log", "transformers"]
 
 
 def __getattr__(name: str) -> Any:
