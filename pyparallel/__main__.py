@@ -13,6 +13,7 @@ _COMMANDS = {
     "recommend": "which compressor is fastest on a link",
     "launch": "a lighthouse, and a torchrun for each replica",
     "shards": "what a rank holds and sends of a sharded model",
+    "watch": "the ranks of a run, as long as it lasts",
 }
 
 

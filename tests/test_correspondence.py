@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -114,6 +115,8 @@ def find_modules() -> list[ModuleType]:
     load("transformers")  # which hosts import, in an order that works beside a CPU torch
     names = [m.name for m in pkgutil.walk_packages(pyparallel.__path__, "pyparallel.")]
     public = [name for name in names if not re.search(r"\._", name)]
+    if importlib.util.find_spec("ray") is None:  # too large to be a tool of development
+        public.remove("pyparallel.integrations.ray")
     return [pyparallel, *(importlib.import_module(name) for name in public)]
 
 

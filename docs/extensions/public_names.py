@@ -29,6 +29,7 @@ PACKAGES = (
     "pyparallel.ops",
     "pyparallel.integrations.accelerate",
     "pyparallel.integrations.lightning",
+    "pyparallel.integrations.metrics_log",
     "pyparallel.integrations.transformers",
 )
 

@@ -1,12 +1,13 @@
 """Adapters for other trainers: each module imports its host, and nothing else does.
 
-``pyparallel.integrations.lightning``, ``.accelerate`` and ``.transformers``.
+``pyparallel.integrations.lightning``, ``.accelerate``, ``.transformers`` and ``.ray``. The files of
+``.metrics_log`` need no host.
 """
 
 import importlib
 from typing import Any
 
-__all__ = ["accelerate", "lightning", "transformers"]
+__all__ = ["accelerate", "lightning", "metrics_log", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

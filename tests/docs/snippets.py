@@ -1,11 +1,12 @@
 """The code blocks of the README and of the site, and how they are run.
 
 A ``python`` block that begins with ``# name.py`` is a script, and runs on as many ranks as the
-``torchrun`` that names it starts, or only as the ``pyparallel launch`` that names it does; the
-others of a page run one after the other in one namespace, on one rank. A ``console`` block holds
-commands; one with ``--nnodes 2`` is started twice, on this machine. A ``text`` block is what the
-blocks before it print: words and integers exactly, other numbers to within a fifth or one of the
-last digit shown. There are no other blocks, except for Sphinx's directives.
+``torchrun`` that names it starts, or only as the ``pyparallel launch`` that names it does; so does
+a file of ``examples`` that a page includes. The others of a page run one after the other in one
+namespace, on one rank. A ``console`` block holds commands; one with ``--nnodes 2`` is started
+twice, on this machine. A ``text`` block is what the blocks before it print: words and integers
+exactly, other numbers to within a fifth or one of the last digit shown. There are no other blocks,
+except for Sphinx's directives.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.docs import stand_ins
 from tests.launched import as_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +37,10 @@ DIRECTIVES = ("{toctree}", "{eval-rst}", "{note}", "{warning}", "{tip}")
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
 FALLS = re.compile(r"(?:loss|disagreement|error) (\d[\d.e+-]*)")
 RISES = re.compile(r"accuracy (\d[\d.]*)")
-# Commands that the tests of the installation and of the examples run, or that need a network.
+# Commands that the tests of the installation, the examples and the command line run, or that need a
+# network.
 NOT_RUN = ("pip", "make", "git", "cd", "python -m venv", "export", "sudo")
+NOT_RUN += ("python -m pyparallel watch", "sbatch", "kubectl")
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Block:
     @property
     def script(self) -> str | None:
         """Return the name of the file that the block is."""
-        match = re.match(r"# (\w+\.py)\n", self.text)
+        match = re.match(r"# ([\w/]+\.py)\n", self.text)
         return match[1] if match and self.language == "python" else None
 
     @property
@@ -83,6 +87,9 @@ def blocks_of(page: Path) -> list[Block]:
         line = text.count("\n", 0, match.start()) + 1
         body = re.sub(f"^{indent}", "", body, flags=re.MULTILINE)
         place = f"{page.relative_to(ROOT)}:{line}"
+        if language == "{literalinclude}":
+            path = (page.parent / info.split()[1]).resolve().relative_to(ROOT)
+            language, body = "python", f"# {path}\n{(ROOT / path).read_text()}"
         if language not in LANGUAGES + DIRECTIVES:
             raise ValueError(
                 f"{place} must be python, console or text, got {language or 'nothing'}"
@@ -130,6 +137,7 @@ def run_page(rank: int, blocks: list[Block], folder: Path) -> list[str]:
         scope = {"__name__": "__main__"} if block.script else names
         with (
             as_torchrun(rank),  # for hosts that look for it
+            stand_ins.of_loggers(block.text),
             mock.patch.object(dist, "init_process_group"),  # the group of the test serves
             mock.patch.object(dist, "destroy_process_group"),
             contextlib.redirect_stdout(io.StringIO()) as output,

@@ -100,6 +100,14 @@ def test_blocks_of_all_fences_are_read(written):
     ]
 
 
+def test_an_included_file_is_a_script(written, tmp_path):
+    (tmp_path / "x.py").write_text("print(1)\n")
+    torchrun = "```console\ntorchrun --standalone --nproc-per-node 3 x.py\n```\n"
+    blocks = written("```{literalinclude} x.py\n:language: python\n```\n" + torchrun)
+    assert (blocks[0].script, blocks[0].text) == ("x.py", "# x.py\nprint(1)\n")
+    assert num_ranks_of(blocks[0], blocks) == 3
+
+
 PYTHON, TEXT = "```python\nx\n```\n", "```text\nloss 0.5\n```\n"
 
 

@@ -40,11 +40,13 @@ def check_run(folder, losses, weights):
     """Compare with what Lightning's logger and checkpoint have of both runs of the script."""
     rows = []
     for version in range(2):  # the run, and the one that resumes it
-        with Path(folder, f"lightning_logs/version_{version}/metrics.csv").open() as file:
+        with Path(
+            folder, f"runs/lightning/lightning_logs/version_{version}/metrics.csv"
+        ).open() as file:
             rows += [row for row in csv.DictReader(file) if row["train_loss"]]
         assert float(rows[-1]["rank/bytes_sent"]) > 0
     assert [float(row["train_loss"]) for row in rows] == losses
-    (path,) = Path(folder).glob("lightning_logs/version_1/checkpoints/*.ckpt")
+    (path,) = Path(folder).glob("runs/lightning/lightning_logs/version_1/checkpoints/*.ckpt")
     saved = torch.load(path, weights_only=True)["state_dict"]
     assert saved.keys() == weights.keys()
     for key, tensor in weights.items():
