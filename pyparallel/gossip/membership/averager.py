@@ -202,5 +202,7 @@ class ElasticAverager(ModelAverager):
     def _begin(self, epoch: Epoch) -> Shares:
         """Make the group, in which the algorithm begins the epoch."""
         self._epoch = epoch
-        self._group.begin(epoch, self._epochs.identity, self._membership.deadline)
-        return self.inner.begin(epoch, self._epochs.identity)
+        own, epochs = self._epochs.identity, self._epochs
+        find_reason = lambda: epochs.should_change  # noqa: E731
+        self._group.begin(epoch, own, self._membership.deadline, find_reason)
+        return self.inner.begin(epoch, own)

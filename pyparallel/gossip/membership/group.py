@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,11 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exports
     TCPStore,
 )
 
+from ...comm import PeerError
 from ...comm.failures import disconnect
 from .decision import Epoch
+
+_POLL_SECONDS = 0.002
 
 
 class EpochGroup:
@@ -30,8 +34,18 @@ class EpochGroup:
         self.server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._group: Callable[[], Any] = lambda: None  # a reference to the default group made here
 
-    def begin(self, epoch: Epoch, identity: str, seconds: float) -> None:
-        """Make the group of an epoch, whose calls end after some seconds."""
+    def begin(
+        self,
+        epoch: Epoch,
+        identity: str,
+        seconds: float,
+        find_reason: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Make the group of an epoch, whose calls end after some seconds.
+
+        A RuntimeError once there is a reason to leave the epoch, before all members have come:
+        torch would wait for one that has died meanwhile until the time is over.
+        """
         timeout = datetime.timedelta(seconds=seconds)
         rank = epoch.members.index(identity)
         store: Any = self.server
@@ -40,6 +54,13 @@ class EpochGroup:
         # Processes that have decided otherwise, also on who was there before, make no group.
         names = epoch.members, sorted(epoch.veterans), sorted(epoch.leaving)
         store = PrefixStore(f"epoch {epoch.number} of {json.dumps(names)}", store)
+        end = time.monotonic() + seconds
+        store.set(identity, "")
+        while not store.check(list(epoch.members)):
+            reason = find_reason()
+            if reason is not None or time.monotonic() > end:
+                raise PeerError(f"not all members have come: {reason or 'Timed out'}")
+            time.sleep(_POLL_SECONDS)
         try:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=len(epoch.members), timeout=timeout

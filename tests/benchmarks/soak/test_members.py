@@ -3,7 +3,8 @@
 import pytest
 
 from benchmarks.soak import members
-from benchmarks.soak.members import Case, Run, perform, summarize
+from benchmarks.soak.member_logs import summarize
+from benchmarks.soak.members import Case, Run, perform
 
 
 def log(pid, *rows):

@@ -2,14 +2,17 @@
 
 import itertools
 import re
+import time
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import PrefixStore
 
 from pyparallel import GossipDataParallel
+from pyparallel.comm import PeerError
 from pyparallel.gossip import DPSGD, OSGP, SGP, AllReduce, GossipState
 from pyparallel.gossip.membership import push_sum_members
 from pyparallel.gossip.membership.averager import ElasticAverager
@@ -272,13 +275,19 @@ def test_members_join_and_leave(ranks):
 
 
 def begin_after_a_failure(address, store, rank, size):
-    """Rank 0 waits alone for a group that rank 1 never begins; the next one must be made."""
+    """Rank 1 dies before it comes, then comes and makes no group; the next one must be made."""
     group = EpochGroup()
     store.set(f"port {rank}", str(group.server.port))
     host = "127.0.0.1", int(store.get("port 0"))
     if rank == 0:
-        with pytest.raises(RuntimeError):
+        begin = time.monotonic()
+        with pytest.raises(PeerError, match="not all members have come: r1 left or died"):
+            group.begin(Epoch(1, ("r0", "r1"), host), "r0", 60.0, lambda: "r1 left or died")
+        with pytest.raises(PeerError, match="not all members have come: Timed out"):
+            group.begin(Epoch(1, ("r0", "r1"), host), "r0", 0.1)
+        with mock.patch.object(PrefixStore, "check", lambda *_: True), pytest.raises(RuntimeError):
             group.begin(Epoch(1, ("r0", "r1"), host), "r0", 1.0)
+        assert time.monotonic() - begin < 30
     group.begin(Epoch(2, ("r0", "r1"), host), f"r{rank}", 20.0)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
