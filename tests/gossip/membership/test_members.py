@@ -285,7 +285,10 @@ def begin_after_a_failure(address, store, rank, size):
             group.begin(Epoch(1, ("r0", "r1"), host), "r0", 60.0, lambda: "r1 left or died")
         with pytest.raises(PeerError, match="not all members have come: Timed out"):
             group.begin(Epoch(1, ("r0", "r1"), host), "r0", 0.1)
-        with mock.patch.object(PrefixStore, "check", lambda *_: True), pytest.raises(RuntimeError):
+        with (
+            mock.patch.object(PrefixStore, "check", return_value=True),
+            pytest.raises(RuntimeError),
+        ):
             group.begin(Epoch(1, ("r0", "r1"), host), "r0", 1.0)
         assert time.monotonic() - begin < 30
     group.begin(Epoch(2, ("r0", "r1"), host), f"r{rank}", 20.0)
