@@ -73,7 +73,7 @@ def summarize(logs: dict[str, list[Row]]) -> Row:
         "efficiency": f"{len(steps) * calm / living:.4f}",
         "growth_kb": first[-1]["kb"] - first[0]["kb"],
         "more_fds": first[-1]["fds"] - first[0]["fds"],
-        "accuracy": f"{min(ends):.4f}",
+        "accuracy": f"{statistics.median(ends):.4f}",
         "machine": machine(),
     }
     for name, values in (("stall", stalls[True]), ("join", stalls[False]), ("rejoin", rejoins)):
