@@ -238,8 +238,8 @@ MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
 # What the tree may hold today: a change lowers a number on the way to its goal. Only a feature of
 # its own, such as a new algorithm, may raise the lines, by its own.
 LIMITS = {
-    "lines of the package": 42_040,
-    "lines of its checks and raises": 3_101,
+    "lines of the package": 42_360,
+    "lines of its checks and raises": 3_106,
     "lines of comm": 1720,
     "exports of comm": 25,
     "lines of comm and training that one trainer uses": 202,

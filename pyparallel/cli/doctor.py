@@ -14,6 +14,8 @@ import torch
 
 from .. import ops
 from ..pipeline.simulation.event_loop import COMPILED
+from ..training.arguments import require
+from .links import report_links
 
 EXAMPLE = "python -m pyparallel doctor"
 
@@ -32,11 +34,21 @@ to build: get pyparallel's repository and a C++ compiler, and run there
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments: the command has none."""
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "--links", action="store_true", help="measure all pairs of ranks instead, under torchrun"
+    )
+    parser.add_argument("--out", type=Path, help="TOML file of these links, for simulate")
 
 
 def report(arguments: argparse.Namespace) -> str:
     """Return the report, as text for a terminal or a bug report."""
+    try:
+        require(arguments.links or arguments.out is None, "--out needs --links", arguments.out)
+        if arguments.links:
+            return report_links(arguments.out)
+    except ValueError as error:
+        raise SystemExit(f"doctor: {error}") from error
     missing = _missing()
     reasons = {reason: f"[{i}]" for i, reason in enumerate(dict.fromkeys(missing.values()), 1)}
     numbers = {name: reasons[reason] for name, reason in missing.items()}

@@ -35,7 +35,7 @@ ON_A_GPU = {
 
 
 def report():
-    return doctor.report(argparse.Namespace())
+    return doctor.report(argparse.Namespace(links=False, out=None))
 
 
 @pytest.fixture
