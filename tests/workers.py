@@ -302,7 +302,7 @@ def _serve(pipe: Any, port: int, log_path: str) -> None:
         torch.set_num_threads(1)
         os.environ.clear()
         os.environ.update(environment)
-        _forget_trainers_and_ddp()
+        _forget_the_run_before()
         faulthandler.dump_traceback_later(limits[0], exit=True, file=sys.__stderr__)
         group_store = dist.PrefixStore(f"run-{run}", store)
         result = _run_on_own_group(group_store, rank, num_ranks, limits[1], function, arguments)
@@ -311,14 +311,18 @@ def _serve(pipe: Any, port: int, log_path: str) -> None:
         del function, arguments, result  # a trainer that they hold would be kept by freeze()
 
 
-def _forget_trainers_and_ddp() -> None:
-    """Leave no trainer that errors would count, nor DDP's Python reducer, which spoils dynamo."""
+def _forget_the_run_before() -> None:
+    """Leave no trainer that errors would count, nor what torch keeps of the run before."""
     run, rules = map(sys.modules.get, ("pyparallel.comm.run", "torch._dynamo.trace_rules"))
     if run is not None:
         run.Run._open.clear()
     if rules is not None:  # with DDP among what dynamo inlines, no other DDP compiles
         rules.LEGACY_MOD_INLINELIST.discard("torch.nn.parallel.distributed")
         rules.get_legacy_mod_inlinelist.cache_clear()
+    if "torch.distributed.tensor" in sys.modules:  # it caches specs, with meshes of ended groups
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
 
 
 def _run_on_own_group(

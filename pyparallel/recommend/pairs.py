@@ -71,7 +71,7 @@ def measure_pairs(device: torch.device) -> PairLinks:
     size, rank = dist.get_world_size(), dist.get_rank()
     rule = f"ranks must be 2 to {MOST_RANKS} to measure all pairs"
     require(2 <= size <= MOST_RANKS, rule, f"{size}; start one rank on each machine")
-    found = torch.zeros(3, size, size, dtype=torch.float64)
+    found = torch.zeros(3, size, size, dtype=torch.float64, device="cpu")
     for a, b in combinations(range(size), 2):
         dist.barrier()  # one pair at a time: others would share its link
         if rank in (a, b):
@@ -81,7 +81,8 @@ def measure_pairs(device: torch.device) -> PairLinks:
             latency = statistics.median(small)
             tenths = statistics.quantiles(small, n=10, method="inclusive")
             rate = 4 * _LARGE / max(large - min(small), large / 2)
-            row = torch.tensor([rate, latency, tenths[8] - tenths[0]], dtype=torch.float64)
+            columns = [rate, latency, tenths[8] - tenths[0]]
+            row = torch.tensor(columns, dtype=torch.float64, device="cpu")
             found[:, a, b] += row / 2
             found[:, b, a] += row / 2
     total = found.to(device)

@@ -178,7 +178,7 @@ def _steps_of(algorithm: Algorithm, clock: Clock, message_bytes: float) -> Steps
 
 def _tried() -> tuple[torch.Tensor, BufferLayout]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_SIDE * _SIDE, generator=generator)
+    x = torch.randn(_SIDE * _SIDE, generator=generator, device="cpu")
     return x, BufferLayout((Piece("layer.weight", (_SIDE, _SIDE)),))
 
 

@@ -111,7 +111,5 @@ def test_commands_that_are_refused(options, text, monkeypatch):
 def test_too_many_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(pairs.dist, "get_world_size", lambda: 65)
     monkeypatch.setattr(pairs.dist, "get_rank", lambda: 0)
-    with pytest.raises(
-        ValueError, match=r"ranks must be 2 to 64 .* got 65; start one"
-    ):
+    with pytest.raises(ValueError, match=r"ranks must be 2 to 64 .* got 65; start one"):
         pairs.measure_pairs(torch.device("cpu"))
