@@ -4,8 +4,7 @@ Processes train digits under a lighthouse (``membership=``), and end at random m
 killed or stopped, raise, exit, or get a SIGTERM and leave. Each is started again at once, or goes
 on once it has been left behind. Who ends and when is drawn: times between two faults are
 exponential, with a mean in steps of a rank. Steps sleep, so that those of several processes fit on
-one core. The peer is torchft: its Manager and its DistributedDataParallel over gloo, whose steps
-count if it commits them.
+one core. The peer is torchft: its Manager over gloo, whose steps count if it commits them.
 
 Of one run: how many changes, whether any process has hung, by how much push-sum weights of an epoch
 differ from their number, the share of steps whose round was averaged or committed, steps per living
@@ -195,7 +194,11 @@ def with_members(
 def with_torchft(
     module: nn.Module, name: str, address: str, start: int, case: Case, write: Write
 ) -> Training:
-    """Train as torchft's own example of DDP does; a step is kept if its Manager commits it."""
+    """Train with torchft's Manager, which averages the gradients; a step is kept if it commits it.
+
+    Not with its DistributedDataParallel, in which survivors end with an AssertionError if a peer's
+    death is known when the all-reduce begins, as with torch 2.13.
+    """
     import torchft
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exports
 
@@ -222,15 +225,22 @@ def with_torchft(
         lighthouse_addr=address,
         replica_id=name,
     )
-    model = torchft.DistributedDataParallel(manager, module)
 
     def begin() -> Callable[[], bool]:
         step = manager.current_step()
         return lambda: bool(manager.current_step() > step)
 
-    return Training(
-        model, torchft.Optimizer(manager, optimizer), begin, {"store": str(store)}, manager.shutdown
-    )
+    class Averaged(torchft.Optimizer):  # type: ignore[misc]  # has no types
+        def step(self, closure: object | None = None) -> None:
+            gradients = [each.grad for each in module.parameters() if each.grad is not None]
+            flat = torch.cat([each.flatten() for each in gradients])
+            manager.allreduce(flat).wait()
+            parts = flat.split([each.numel() for each in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+            super().step()
+
+    return Training(module, Averaged(manager, optimizer), begin, {}, manager.shutdown)
 
 
 def held() -> dict[str, int]:
