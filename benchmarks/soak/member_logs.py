@@ -34,8 +34,11 @@ def weight_error(logs: dict[str, list[Row]]) -> float:
     return max(errors, default=math.nan)
 
 
-def summarize(logs: dict[str, list[Row]]) -> Row:
-    """Return the columns of a run from the logs of its processes, by name."""
+def summarize(logs: dict[str, list[Row]], *, discards: bool = False) -> Row:
+    """Return the columns of a run from the logs of its processes, by name.
+
+    With ``discards`` a step that is not kept is lost; else only its round is.
+    """
     lives = [life for rows in logs.values() for life in lives_of(rows)]
     steps = [row for life in lives for row in life if "seconds" in row]
     calm = statistics.median(row["seconds"] for row in steps if row["kept"])
@@ -64,13 +67,14 @@ def summarize(logs: dict[str, list[Row]]) -> Row:
     first = [row for row in oldest if "fds" in row]
     ends = [row["accuracy"] for life in lives for row in life if "accuracy" in row]
     epochs = {row["change"]["epoch"] for life in lives for row in life if "change" in row}
+    useful = sum(row["kept"] or not discards for row in steps)
     columns = {
         "step_ms": f"{1e3 * calm:.1f}",
         "changes": len(epochs) - 1,
         "weight_error": f"{weight_error(logs):.1e}",
         "steps": len(steps),
         "rounds_kept": f"{statistics.fmean(row['kept'] for row in steps):.4f}",
-        "efficiency": f"{len(steps) * calm / living:.4f}",
+        "efficiency": f"{useful * calm / living:.4f}",
         "growth_kb": first[-1]["kb"] - first[0]["kb"],
         "more_fds": first[-1]["fds"] - first[0]["fds"],
         "accuracy": f"{statistics.median(ends):.4f}",

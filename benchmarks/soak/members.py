@@ -391,7 +391,7 @@ def perform(run: Run) -> Row:
             for process in processes.alive.values():
                 process.kill()
             server.shutdown()
-    columns = summarize(logs)
+    columns = summarize(logs, discards=run.algorithm == TORCHFT)
     return {**columns, "deadline_s": case.deadline, "faults": struck, "hangs": 0}
 
 
