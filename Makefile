@@ -74,7 +74,8 @@ train-compression: $(VENV)/installed-AUTO
 
 train-language-model: $(VENV)/installed-AUTO
 	@echo "== Language model: GPT-2 by gossip, on Python's source text: about 40 seconds"
-	@$(call TORCHRUN,2) examples/language_model.py --recipe gossip --steps 100 $(ARGS)
+	@$(call TORCHRUN,2) -m benchmarks.harness.libraries examples/language_model.py \
+	  --recipe gossip --steps 100 $(ARGS)
 
 train-gan: $(VENV)/installed-AUTO
 	@echo "== GAN: generator and discriminator gossip, on handwritten digits: about 40 seconds"

@@ -1,8 +1,14 @@
-"""Libraries that import torchvision, beside a torch that it was not built for."""
+"""Libraries that import torchvision, beside a torch that it was not built for.
+
+``python -m benchmarks.harness.libraries SCRIPT ...`` runs a script that imports transformers.
+"""
 
 import contextlib
 import importlib
+import runpy
+import sys
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -25,3 +31,10 @@ def load(name: str) -> ModuleType:
                 schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
                 torch.library.define(f"torchvision::{each}", schema)
     return importlib.import_module(name)
+
+
+if __name__ == "__main__":
+    load("transformers")
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
