@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 from pyparallel import GossipDataParallel
 from pyparallel.comm import PeerError
 from pyparallel.gossip import DPSGD, OSGP, SGP, AllReduce, GossipState
-from pyparallel.gossip.membership import push_sum_members
+from pyparallel.gossip.membership import epochs, push_sum_members
 from pyparallel.gossip.membership.averager import ElasticAverager
 from pyparallel.gossip.membership.decision import Epoch, name_of
 from pyparallel.gossip.membership.group import EpochGroup
@@ -316,8 +316,10 @@ def refused(address, store, rank, size):
 
     if rank == 2:
         store.wait(["trained"])
+        with mock.patch.object(epochs, "_NAME_SECONDS", 0.3):
+            second = error_of(address, 0, exponential)  # a second one with the name r0
         errors = [
-            error_of(address, 0, exponential),  # a second one with the name r0
+            second,
             error_of(address, 2, exponential, width=7),
             error_of(address, 2, symmetric),
             error_of(address, 2, exponential, optimizer=SGD),
