@@ -371,8 +371,7 @@ def perform(run: Run) -> Row:
         try:
             for name in names:
                 processes.start(name, len(names))
-            is_calm = lambda: all(len(processes.rows(name)) > 23 for name in names)  # noqa: E731
-            processes.wait(is_calm)
+            processes.wait(lambda: all(len(processes.rows(name)) > 23 for name in names))
             struck = 0
             if not case.faults:
                 begin = time.monotonic()
@@ -381,7 +380,7 @@ def perform(run: Run) -> Row:
                 at = time.monotonic() + draw.expovariate(1 / (case.every * case.sleep))
                 processes.wait(lambda at=at: time.monotonic() > at)
                 able = processes.find_steppers()
-                if len(able) > 1:  # who is alone keeps what has been learned
+                if len(able) > 1:  # the last member is spared: it has all that was learned
                     processes.strike(draw.choice(able), draw.choice(case.kinds))
                     struck += 1
             processes.wait(lambda: len(processes.find_steppers()) == len(names))

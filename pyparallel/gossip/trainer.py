@@ -210,8 +210,9 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def leave(self) -> None:
         """Send this rank's share of the model to its receivers, and close.
 
-        The others must still step, and go on; the last member just closes. The module stays as it
-        is. A RuntimeError without ``membership``.
+        With outer steps nothing is sent: what was learned since the last one is lost. The others
+        must still step, and go on; the last member just closes. The module stays as it is. A
+        RuntimeError without ``membership``.
         """
         self._elastic.leave()
         self.close()

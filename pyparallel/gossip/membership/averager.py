@@ -203,6 +203,5 @@ class ElasticAverager(ModelAverager):
         """Make the group, in which the algorithm begins the epoch."""
         self._epoch = epoch
         own, epochs = self._epochs.identity, self._epochs
-        find_reason = lambda: epochs.should_change  # noqa: E731
-        self._group.begin(epoch, own, self._membership.deadline, find_reason)
+        self._group.begin(epoch, own, self._membership.deadline, lambda: epochs.should_change)
         return self.inner.begin(epoch, own)

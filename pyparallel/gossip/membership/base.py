@@ -17,7 +17,8 @@ class Change:
         members: the names of its members, in the order of their ranks.
         joined: those of them that were not in the epoch before.
         left: the names of those that were, and are gone.
-        lost: share of all push-sum mass, in [0, 1), that was lost with members that are gone.
+        lost: share of all push-sum mass, in [0, 1), that was lost with members that are gone; 0
+            with outer steps, which have none.
         returned: share that came back to this rank, of messages that nobody has merged.
         reason: why this rank has left the epoch before.
     """
@@ -41,7 +42,8 @@ class Membership(ABC):
         name: of this process, unique among those alive, such as "replica-3".
         start: processes to wait for before the first epoch; later ones are joined.
         deadline: seconds after which a member that does not respond is left behind: more than the
-            longest time between two steps, evaluation and checkpoints included.
+            longest time between two steps, evaluation and checkpoints included; with outer steps
+            more than any member waits for the slowest at one.
         on_change: called with a `Change` at the beginning of each epoch; None: print it.
         leaves_on_sigterm: a SIGTERM makes this process leave after its step, before it ends.
     """

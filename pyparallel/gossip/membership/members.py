@@ -49,8 +49,11 @@ class MembersAverager(ModelAverager):
         """Release what keeps the connections of the group, which is about to end."""
 
 
-def gather_json(value: Any, members: Sequence[str]) -> dict[str, Any]:
-    """Return what all members of the default group have passed, who call this together."""
+def gather_from_members(value: Any, members: Sequence[str]) -> dict[str, Any]:
+    """Return what all members of the default group have passed, of JSON's types, by member.
+
+    All call this together. An error is torch's own, which ends an epoch and not the run.
+    """
     encoded = json.dumps(value).encode()
     length = torch.tensor([len(encoded)], dtype=torch.int64, device="cpu")
     lengths = gather_rows(length, None).flatten().tolist()

@@ -15,7 +15,7 @@ from ...training import FlatBuckets
 from ..algorithms.periodic import PeriodicAverager
 from ..messages import NeighborExchange
 from .decision import Epoch
-from .members import MembersAverager, Shares, copy_tensors, gather_json
+from .members import MembersAverager, Shares, copy_tensors, gather_from_members
 from .moves import move_mass
 
 
@@ -93,7 +93,7 @@ class OuterStepMembers(MembersAverager):
         is_member = self._is_filled and identity in epoch.veterans
         num_taken = (self.inner.num_steps - self.is_interrupted) // self._interval
         own = Progress(is_member, self._is_filled, num_taken, self.is_interrupted, state)
-        found = [Progress(*each) for each in gather_json(own, epoch.members).values()]
+        found = [Progress(*each) for each in gather_from_members(own, epoch.members).values()]
         neighbors = move_mass(self.run.rank, find_sources(found), [False] * len(found))
         store, received = self._before or self.inner.store, None
         if neighbors is not None:

@@ -13,7 +13,7 @@ from ...training import FlatBuckets, Status
 from ..algorithms import SGP
 from .decision import Epoch
 from .ledger import Account, Settlement, settle
-from .members import MembersAverager, Shares, copy_tensors, gather_json
+from .members import MembersAverager, Shares, copy_tensors, gather_from_members
 from .moves import move_mass
 from .rounds import AcknowledgedRounds
 
@@ -95,7 +95,7 @@ class PushSumMembers(MembersAverager):
         self.run.regroup()
         if identity not in epoch.veterans:
             self.account = Account()
-        found = gather_json(dataclasses.asdict(self.account), epoch.members)
+        found = gather_from_members(dataclasses.asdict(self.account), epoch.members)
         accounts = {member: Account(**each) for member, each in found.items()}
         settlement = settle(accounts, epoch.veterans)
         if settlement.total == 0:

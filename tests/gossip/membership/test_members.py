@@ -19,7 +19,7 @@ from pyparallel.gossip.membership.averager import ElasticAverager
 from pyparallel.gossip.membership.decision import Epoch, name_of
 from pyparallel.gossip.membership.group import EpochGroup
 from pyparallel.gossip.membership.ledger import Account
-from pyparallel.gossip.membership.members import gather_json
+from pyparallel.gossip.membership.members import gather_from_members
 from pyparallel.gossip.topology import BaseGraph, Hypercube, OnePeerExponential
 from pyparallel.optim import SGD
 from tests.gossip.membership.service import Served, serve
@@ -72,7 +72,7 @@ accounts = {}  # of the last change, by name
 
 
 def gather_and_keep(*arguments):
-    found = gather_json(*arguments)
+    found = gather_from_members(*arguments)
     accounts.clear()
     accounts.update({name_of(key): Account(**each) for key, each in found.items()})
     return found
@@ -87,7 +87,7 @@ def on_service(rank, function, *arguments):
     host, port = store.get("service").decode().split()
     dist.destroy_process_group()
     try:
-        with mock.patch.object(push_sum_members, "gather_json", gather_and_keep):
+        with mock.patch.object(push_sum_members, "gather_from_members", gather_and_keep):
             return function((host, int(port)), store, rank, size, *arguments)
     finally:
         if dist.is_initialized():
