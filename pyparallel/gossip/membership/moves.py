@@ -10,8 +10,7 @@ def move_mass(rank: int, has_mass: Sequence[bool], leaving: Sequence[bool]) -> N
     """Return the neighbors of a rank in the round that moves mass to and from ranks; None: none.
 
     Ranks that leave send all that they have to one that stays, if there are any. In another epoch
-    ranks without mass receive a share from one each. In place of mass it may be the whole state,
-    which is then copied.
+    ranks without mass, or without the members' state, receive from one each.
     """
     ranks = range(len(has_mass))
     staying = [each for each in ranks if not leaving[each]]
