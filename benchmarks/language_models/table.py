@@ -109,3 +109,22 @@ def by_method(rows: Sequence[Row]) -> str:
 def _range(values: Sequence[float], text: str) -> str:
     ends = [text.format(each) for each in sorted({min(values), max(values)})] if values else []
     return " to ".join(ends)
+
+
+def by_link(rows: Sequence[Row]) -> str:
+    """Return tokens a second and held-out loss after equal seconds, for each link."""
+    links = sorted({row["link"] for row in rows}, key=lambda name: int(name.split()[0]))
+    head = ["", "bits sent a parameter and step"]
+    for link in links:
+        head += [f"{link}: tokens/s", "bits per byte"]
+    lines = []
+    for method, own in grouped(rows, "method").items():
+        of_link = grouped(own, "link")
+        bits = [float(row["bits_per_parameter"]) for row in own if row["bits_per_parameter"]]
+        line = [method, _range(bits, "{:.2f}")]
+        for link in links:
+            found = of_link.get(link, [])
+            line.append(_range([float(row["tokens_per_second"]) for row in found], "{:,.0f}"))
+            line.append(_range([float(row["held_out_bits"]) for row in found], "{:.3f}"))
+        lines.append(line)
+    return markdown_table(head, lines)

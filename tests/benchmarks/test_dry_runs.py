@@ -41,7 +41,7 @@ PROGRAMS = {
     "interlocking": ["bench", "compare"],
     "compression": ["bench", "compare"],
     "subnets": ["compare", "compare_gradients", "compare_sketches"],
-    "language_models": ["bench", "compare", "replicas", "start"],
+    "language_models": ["bench", "compare", "recipes", "replicas", "start"],
     "tiles": ["in_flight"],
 }
 NAMES = [".".join(filter(None, [area, each])) for area, of in PROGRAMS.items() for each in of]
