@@ -11,7 +11,7 @@ from benchmarks.harness import pictures
 from benchmarks.harness.pictures import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import grouped, values, where
-from benchmarks.interlocking.table import ORDER, judged_by, title
+from benchmarks.interlocking.table import ORDER, chosen, judged_by, title
 from benchmarks.interlocking.tasks import TRIALS
 from benchmarks.pipeline.picture import draw_curves
 from benchmarks.pipeline.table import ACCURACY, select
@@ -36,7 +36,7 @@ def draw_accuracy(rows: Sequence[Row], name: str) -> Figure | None:
     if not found:
         return None
     ((task, own),) = found
-    groups = select(own, task, task.main_rate, ORDER)
+    groups = chosen(own, task)
     measure = judged_by(own)
     figure, (axes,) = pictures.panels(f"Which window learns best? {name.capitalize()}", 1, 4.4)
     for place, (contestant, group) in enumerate(groups.items()):
@@ -116,6 +116,7 @@ def draw_cotangents(rows: Sequence[Row]) -> Figure:
 PICTURES = {
     "accuracy-digits": partial(draw_accuracy, name="digits"),
     "accuracy-bytes": partial(draw_accuracy, name="bytes"),
+    "accuracy-sums": partial(draw_accuracy, name="sums"),
     "losses": draw_losses,
     "windows": draw_windows,
     "straggler": draw_straggler,

@@ -1,12 +1,13 @@
 """The tables of the rows that ``benchmarks.interlocking.compare`` collects."""
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 from benchmarks.harness.rows import Row
-from benchmarks.harness.tables import Measure, markdown_table, values, where
+from benchmarks.harness.tables import Measure, grouped, markdown_table, values, where
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS
 from benchmarks.pipeline.table import ACCURACY, HELD_OUT, TRAINING, measure_of, select
 from benchmarks.pipeline.tasks import Task
@@ -75,21 +76,38 @@ def markdown(rows: Sequence[Row]) -> str:
     for task in [trial.task for trial in TRIALS]:
         own = where(rows, task=task.name)
         if own:
-            groups = select(own, task, task.main_rate, ORDER)
+            groups = chosen(own, task)
             parts += [_windows(groups, task), _orders(groups, judged_by(own)), _rates(own, task)]
     return "\n".join(part for part in parts if part)
+
+
+def chosen(rows: Sequence[Row], task: Task) -> dict[str, list[Row]]:
+    """Return the rows that are compared: at the main rate, or of each window at its own best."""
+    if task.sweep_seed is not None:
+        return select(rows, task, task.main_rate, ORDER)
+    measure = judged_by(rows)
+
+    def score(of_rate: list[Row]) -> float:
+        found = statistics.fmean(values(of_rate, measure) or [math.inf])
+        return -found if measure is ACCURACY else found
+
+    windows = grouped(where(rows, task=task.name), "schedule", ORDER)
+    return {name: min(grouped(own, "rate").values(), key=score) for name, own in windows.items()}
 
 
 def _windows(groups: Mapping[str, list[Row]], task: Task) -> str:
     all_rows = [row for rows in groups.values() for row in rows]
     measures = [measure_of(all_rows), TRAINING]
     updates = " or ".join(sorted({row["updates"] for row in all_rows}))
-    head = [f"{task.name}, {task.unit}, lr {task.main_rate:g}, {updates} updates"]
-    head += [*(each.title for each in measures), "seeds"]
-    lines = [
-        [title(name), *(_cell(values(rows, each), each) for each in measures), len(rows)]
-        for name, rows in groups.items()
-    ]
+    own_rates = task.sweep_seed is None
+    rate = "each at its own best lr" if own_rates else f"lr {task.main_rate:g}"
+    head = [f"{task.name}, {task.unit}, {rate}, {updates} updates"]
+    head += [*(each.title for each in measures), "seeds", *(["lr"] if own_rates else [])]
+    lines = []
+    for name, rows in groups.items():
+        cells = [_cell(values(rows, each), each) for each in measures]
+        own_rate = [rows[0]["rate"]] if own_rates else []
+        lines.append([title(name), *cells, len(rows), *own_rate])
     return markdown_table(head, lines)
 
 
@@ -118,6 +136,8 @@ def _orders(groups: Mapping[str, list[Row]], measure: Measure) -> str:
 
 def _rates(rows: Sequence[Row], task: Task) -> str:
     """Return the table of the windows at all rates, with one seed; empty if none ran at several."""
+    if task.sweep_seed is None:  # the windows' own rates are in their table
+        return ""
     own = where(rows, seed=str(task.sweep_seed))
     tried = {rate: select(own, task, rate, ORDER) for rate in task.rates}
     lines = []

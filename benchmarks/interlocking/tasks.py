@@ -1,12 +1,13 @@
 """The tasks of the comparison: models deep enough for windows to make a difference."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from benchmarks.pipeline.tasks import Bytes, Contestant, Digits
+from benchmarks.pipeline.tasks import Batch, Bytes, Contestant, Digits
 from pyparallel.pipeline import ConvHead, Head, Interlocking, LinearHead, Mean, PooledHead
 from pyparallel.pipeline.messages import Value
 
@@ -27,6 +28,35 @@ class DeepDigits(Digits):
             *convolution(twice, twice), *convolution(twice, twice),
             nn.Flatten(), nn.Linear(16 * twice, 64), nn.ReLU(), nn.Linear(64, 10),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sums(DeepDigits):
+    """Two digits side by side, 8 x 16 pixels; the label is the last digit of their sum.
+
+    Both must be read before anything is known of the label: what a linear head can learn from the
+    first layers is little, so a stage that learns from its own head alone learns little.
+    """
+
+    num_pairs: int = 2000  # held out
+
+    def build(self) -> nn.Sequential:
+        *layers, flatten, _, activation, head = super().build()
+        return nn.Sequential(*layers, flatten, nn.Linear(64 * self.width, 64), activation, head)
+
+    def pairs(self, seed: int, images: Tensor, labels: Tensor, count: int) -> Iterator[Batch]:
+        """Yield batches of random pairs."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            one, other = torch.randint(len(labels), (2, count), generator=generator)
+            sums = (labels[one] + labels[other]) % 10
+            yield torch.cat([images[one], images[other]], dim=-1), sums
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        return self.pairs(seed, *self.load()[:2], self.batch_size)
+
+    def held_out(self) -> Batch:
+        return next(self.pairs(0, *self.load()[2:], self.num_pairs))
 
 
 def convolution(before: int, after: int, stride: int = 1) -> list[nn.Module]:
@@ -120,5 +150,13 @@ TRIALS = (
         ),
         linear=LinearHead(256, nn.LayerNorm),
         deep=MLPHead(192, 256),
+    ),
+    Trial(
+        Sums(
+            "sums", partial(torch.optim.Adam, fused=True), rates=(1e-3, 3e-3),
+            main_rate=1e-3, sweep_seed=None, split=(4, 8, 12), updates=2400,
+        ),
+        linear=PooledHead(10),
+        deep=ConvHead(10, (32, 32)),
     ),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from benchmarks.pipeline.table import ACCURACY
 from benchmarks.pipeline.tasks import FIELDS, train
 from tests.benchmarks.pipeline.test_compare import plain_losses
 
-DIGITS, BYTES = TRIALS
+DIGITS, BYTES, SUMS = TRIALS
 FEW_BYTES = replace(BYTES, task=replace(BYTES.task, batch_size=2, num_held_out=4))
 UPDATES = 3
 NAMES = ["1", "2", "3", "4", "2 mean", "3 mean", "1 deep", "2 deep", "3 deep"]
@@ -66,6 +66,27 @@ def test_without_accuracy_less_loss_is_better():
     assert orders.endswith("| window 2 | window 1 (local) | 0.1 | 0.0141 |\n")
     near = [{**row, "held_out_loss": "2.9"} for row in rows]
     assert "\n\n" not in markdown(near)  # no order is claimed
+
+
+def test_of_the_sums_each_window_has_its_own_best_rate():
+    low, high = (f"{rate:g}" for rate in SUMS.task.rates)
+    scores = {(1, low): 0.8, (1, high): 0.7, (4, low): 0.9, (4, high): 0.95}
+    rows = [make_row(window, seed, SUMS, str(score + seed / 100), rate=float(rate))
+            for (window, rate), score in scores.items() for seed in (0, 1)]  # fmt: skip
+    windows, orders = markdown(rows).split("\n\n")
+    assert windows.splitlines()[2].startswith("| window 1 (local) | 80.50% ± 0.71%")
+    assert [line.split("|")[-2].strip() for line in windows.splitlines()[2:]] == [low, high]
+    assert "| window 4 (end to end) | window 1 (local) | 15 points |" in orders
+
+
+def test_a_pair_of_digits_has_their_sum_as_label():
+    images, labels = next(SUMS.task.batches(3))
+    singles, names, *_ = SUMS.task.load()
+    labeled = zip(singles, names, strict=True)
+    of_image = {image.numpy().tobytes(): int(label) for image, label in labeled}
+    for pair, label in zip(images, labels, strict=True):
+        left, right = (of_image[half.contiguous().numpy().tobytes()] for half in pair.chunk(2, -1))
+        assert (left + right) % 10 == label
 
 
 @pytest.mark.slow  # 5 seconds
