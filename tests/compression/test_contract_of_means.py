@@ -193,6 +193,6 @@ def average(rank, every):
     return failures
 
 
-@pytest.mark.parametrize("every", [4, slow(1)])
+@pytest.mark.parametrize("every", [12, slow(1)])
 def test_means(ranks, every):
     assert ranks.run(3, average, every, time_limit=120) == [[], [], []]

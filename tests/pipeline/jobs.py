@@ -287,7 +287,7 @@ CASES_OF: dict[Size, list[Case]] = {
     (1, 1): [Case(each, dtype=torch.float32) for each in OF_EACH_KIND],
     (2, 2): TWO_STAGES,
     (4, 1): ONE_PROCESS,
-    SHARED: FOUR_STAGES,
+    SHARED: FOUR_STAGES[::3],
     (8, 1): [Case(each, num_microbatches=8) for each in (*PREDICTED_2BW, *STARTS[2:4])],
     DEEP: [Case(each) for each in OF_EACH_KIND],
 }
@@ -298,6 +298,7 @@ COMPILED = [  # inductor compiles to C++, which takes long
 EVERY_CASE_OF: dict[Size, list[Case]] = {
     (1, 1): [*CASES, *SINGLE_CASES, *ADAM_CASES, *LATE_CASES[:20]],
     (2, 2): [*CASES, *SINGLE_CASES, *LATE_CASES],
+    SHARED: FOUR_STAGES,
     DEEP: [*CASES, *ADAM_CASES, *ODD_CASES, *LATE_CASES, *COMPILED],
 }
 OTHER_CASES_OF = {

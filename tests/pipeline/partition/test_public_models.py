@@ -159,6 +159,7 @@ def test_language_models_train_as_the_unsplit_ones(size, ranks):
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @SIZES
 def test_resnets_train_as_the_unsplit_ones(size, ranks):
     for name, found in zip(RESNETS, train_on(ranks, train_resnets, *size), strict=True):
