@@ -63,7 +63,7 @@ DRY: dict[str, Compute] = {
     "sleep 100 ms": SleepingCompute(2, 64, 0.01),
     "real": RealCompute(2, 64, 8),
 }
-LINKS = [LOOPBACK, "1000 Mbit/s", "200 Mbit/s"]
+LINKS = [LOOPBACK, "1000 Mbit/s", "500 Mbit/s"]
 STRAGGLERS = ["none", "lognormal:0.3", "slow:0=2"]
 
 
@@ -84,7 +84,7 @@ class Bet:
 
     @property
     def steps(self) -> int:
-        return 8 if self.is_dry else 48
+        return 8 if self.is_dry else 24
 
     @property
     def model(self) -> Compute:
