@@ -103,7 +103,7 @@ def descend(rank, algorithm, momentum, nesterov):
 
 @pytest.mark.parametrize("cases", [LIBRARY_CASES[2:9:6], slow(LIBRARY_CASES)], ids=["few", "all"])
 def test_the_library_diverges_above_the_limit_and_converges_below(ranks, cases):
-    results = ranks.run_each(4, descend, cases)
+    results = ranks.run_each(4, descend, cases, time_limit=180)
     for case, (below, above) in zip(cases, np.array(results).max(axis=1), strict=True):
         middle = slice(NUM_STEPS - WINDOW, NUM_STEPS)
         assert below[-WINDOW:].max() < 0.98 * below[middle].max(), case
