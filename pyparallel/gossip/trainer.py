@@ -16,7 +16,6 @@ from typing_extensions import override
 from ..comm import Collectives, CommStats, StepCounts, check_consistent_across_ranks
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
-from ..optim.fused_optimizer import NO_LIMIT
 from ..training import (
     ModelAverager,
     StepHooks,
@@ -35,8 +34,7 @@ from .algorithms.base import TRANSPORT, Algorithm, find_algorithm_error
 from .membership import Membership
 from .membership.averager import ElasticAverager
 from .membership.elastic import Elastic, make_elastic, raise_own
-from .messages import NeighborExchange, exchanges_of
-from .messages.overlaps import Overlaps
+from .messages.exchange import exchange_of, exchanges_of
 from .module_wrapper import ModuleWrapper
 from .rounds import SteppedRounds
 
@@ -108,8 +106,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     ) -> None:
         made: Any = algorithm
         if membership is not None:
-            given = process_group or mesh or replica_ranks
-            made = make_elastic(algorithm, membership, given, module)
+            groups = process_group or mesh or replica_ranks
+            made = make_elastic(algorithm, membership, groups, module)
         elif replica_ranks is None:
             process_group = validation.resolve_group(process_group, mesh)
         if membership is None and process_group is None and not dist.is_initialized():
@@ -118,9 +116,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
                 "torch.distributed.init_process_group first"
             )
         super().__init__()
-        is_module = isinstance(module, nn.Module)
-        is_sharded = mesh is not None or replica_ranks is not None
-        replica = replica_group(module) if is_sharded and is_module else None
+        is_sharded = isinstance(module, nn.Module) and (mesh or replica_ranks) is not None
+        replica = replica_group(module) if is_sharded else None
         compared, error_text = _collect_config(
             module, optimizer, made, process_group, mesh, replica_ranks, bucket_cap_mb, nonfinite
         )
@@ -133,7 +130,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             made = replace(made, config=config_fields)
             raise_own(error_text)
         else:
-            others = None if mesh is None else replica  # otherwise all ranks are in one group
+            others = replica if replica_ranks is None else None  # otherwise all are in one group
             check_consistent_across_ranks(
                 config_fields, error_text, process_group, replica_group=others
             )
@@ -142,9 +139,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self.process_group = process_group
         self._shards, self._kind = Shards(self.module), type(self.module)
         run = self._open_run(process_group, StepCounts(policy=nonfinite), replica, replica_ranks)
-        cap_bytes = int(validation.resolve_bucket_cap_mb(module, bucket_cap_mb) * 2**20)
-        if replica_ranks is not None:  # or shards of unequal lengths would fill unequal buckets
-            cap_bytes = NO_LIMIT
+        cap_bytes = validation.resolve_cap_bytes(module, bucket_cap_mb, replica_ranks)
         optimizers = validation.as_optimizers(optimizer)
         self._optimizers = [weakref.ref(each) for each in optimizers]
         self._buckets = validation.lay_out(module, optimizers, cap_bytes)
@@ -435,14 +430,13 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def _broadcast_from_first_rank(self) -> None:
         trainable = {id(parameter) for parameter in self._buckets.parameters}
         frozen = [p for p in self.module.parameters() if id(p) not in trainable]
-        run, collectives = self._run, Collectives(self._run)
         tensors = [*self._buckets.buffers, *map(local_of, frozen)]
-        if run.replicas is not None:
-            overlaps = (Overlaps(run.replicas, run.rank, [(p, 0)]) for p in frozen)
-            others = [NeighborExchange(run, overlaps=each, stats=CommStats()) for each in overlaps]
+        if self._run.replicas is not None:
+            others = [exchange_of(self._run, [(p, 0)], CommStats()) for p in frozen]
             for exchange, tensor in zip([*self._exchanges, *others], tensors, strict=True):
                 exchange.broadcast_(tensor.view(-1))
             tensors = []
+        collectives = Collectives(self._run)
         for tensor in [*tensors, *self.module.buffers()]:
             collectives.broadcast_(tensor, 0)
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..comm import Collectives, DisagreementError, Run
 from ..ops import FLOAT_DTYPES
 from ..optim import FusedOptimizer
+from ..optim.fused_optimizer import NO_LIMIT
 from ..training import (
     CHECKSUMS_KEY,
     FORMAT_KEY,
@@ -31,11 +32,10 @@ from ..training.module_checks import (
     find_device_error,
     find_master_weights_error,
 )
-from ..training.shards import local_of
+from ..training.shards import as_one_replica, local_of
 from ..training.step_hook import name_optimizers
 from ..training.trainer import find_owner_error
 from .push_sum.buffer import MASS_TOLERANCE
-from .rounds import as_one_replica
 
 BUCKETS, IN_MODULE_ORDER = "buckets", "in the order of the module's parameters"
 
@@ -79,11 +79,11 @@ def check_replica_ranks(
         rule = f"{name} must be None with replica_ranks, which are all ranks"
         require(given is None, rule, given, "leave it out")
     size, ranks = dist.get_world_size(), [rank for each in replica_ranks for rank in each]
-    wrong = next((each for each in ranks if not is_integer(each, 0) or each >= size), None)
-    rule = f"replica_ranks must have each of the {size} ranks of the default group once"
-    require(wrong is None, rule, f"{summarize(wrong)}, which is none of them")
+    rule = f"replica_ranks must have each of the {size} ranks of the default group in one replica"
+    for rank in ranks:
+        require(is_integer(rank, 0) and rank < size, rule, f"{summarize(rank)}, which is no rank")
     for rank in range(size):
-        require(ranks.count(rank) == 1, rule, f"rank {rank} {ranks.count(rank)} times")
+        require(ranks.count(rank) == 1, rule, f"rank {rank} {ranks.count(rank) or 'no'} times")
 
 
 def as_optimizers(optimizer: Any) -> list[Any]:
@@ -100,6 +100,12 @@ def resolve_bucket_cap_mb(module: nn.Module, bucket_cap_mb: float | None) -> flo
     if bucket_cap_mb is not None:
         return bucket_cap_mb
     return 25 if all(local_of(parameter).is_cpu for parameter in module.parameters()) else 256
+
+
+def resolve_cap_bytes(module: nn.Module, bucket_cap_mb: float | None, replica_ranks: object) -> int:
+    """Return the size of a bucket; with ``replica_ranks`` all buckets must hold the same."""
+    cap = resolve_bucket_cap_mb(module, bucket_cap_mb)
+    return int(cap * 2**20) if replica_ranks is None else NO_LIMIT
 
 
 def find_validation_error(
@@ -184,7 +190,7 @@ def check_states_together(
     check_on_all_ranks(check, run.agree)
     # A replica whose shards are in the group counts once.
     replicas = run.replicas or [[rank] for rank in range(run.size)]
-    num_ranks = len(replicas)
+    num_ranks, what = len(replicas), "ranks" if run.replicas is None else "replicas"
     mass /= next(len(each) for each in replicas if run.group_rank in each)
     total = torch.tensor(mass, dtype=torch.float64, device=averager.status.weight.device)
     collectives = Collectives(run)
@@ -193,7 +199,7 @@ def check_states_together(
         if not abs(total.item() - num_ranks) <= num_ranks * MASS_TOLERANCE:
             raise DisagreementError(
                 f"the push-sum masses of all ranks' states must sum to {num_ranks}, the number of "
-                f"{'ranks' if run.replicas is None else 'replicas'}, got {total.item()}: load the files of one step on all ranks"
+                f"{what}, got {total.item()}: load the files of one step on all ranks"
             )
 
 

@@ -3,13 +3,14 @@
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm import Collectives, Run
+from ..comm import Collectives, NonFiniteError, PeerError, Run
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -134,6 +135,31 @@ def gather(replica: Run, numbers: Sequence[float]) -> list[list[float]]:
     return rows
 
 
+@contextmanager
+def as_one_replica(run: Run, is_shared: bool = True) -> Iterator[None]:
+    """Raise an error inside on all ranks that hold the replica, whose rounds are then over.
+
+    A NonFiniteError ends no round, and is of all of them. Do nothing unless ``is_shared``.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if run.replica is not None and is_shared:
+        is_over = failure is not None and not isinstance(failure, NonFiniteError)
+        rows = gather(run.replica, [is_over])
+        failed = [run.replica.global_rank(rank) for rank, row in enumerate(rows) if row[0]]
+        if failed and not is_over:
+            failure = PeerError(
+                f"{run.here}: a round must be completed on all ranks that hold the replica, got an "
+                f"error on rank {', '.join(map(str, failed))}, which says why; the replica's parts "
+                "no longer agree: stop the run and load a checkpoint"
+            )
+    if failure is not None:
+        raise failure
+
+
 def replica_group(module: nn.Module) -> dist.ProcessGroup | None:
     """Return the process group whose ranks together hold a module; None if each holds it whole.
 
@@ -241,7 +267,8 @@ def _find_rows_error(
             )
         rows, held = rows_of_shard(p.shape[0], ranks.index(rank), len(ranks)), local_of(p).shape[0]
         if held != len(rows):
-            return f"shards must be those of fully_shard, got {held} rows of {name}, not {len(rows)}"
+            rule = f"shards must have the rows that torch.chunk gives, {len(rows)} of {name}"
+            return f"{rule}, got {held}"
     return None
 
 

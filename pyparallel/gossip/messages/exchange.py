@@ -18,6 +18,7 @@ from ...comm.profiling import post, profiled
 from ...comm.run import Run
 from ...comm.stats import CommStats
 from ...training import FlatBuckets
+from ...training.shards import as_one_replica
 from .header import MessageHeaders, RoundHeaders
 from .overlaps import Overlaps
 
@@ -126,13 +127,14 @@ class Round:
 
     def __init__(
         self,
+        exchange: "NeighborExchange",
         pending: PendingExchange,
         headers: RoundHeaders,
         into: Sequence[Sequence[Tensor]],
         finish: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        self._pending, self._headers, self._into = pending, headers, into
-        self._finish = finish  # returns the masses of the messages, of those in the headers
+        self._exchange, self._pending, self._headers = exchange, pending, headers
+        self._into, self._finish = into, finish  # which gets the masses of headers, of messages
         self._received: Received | None = None
 
     @property
@@ -147,7 +149,9 @@ class Round:
         it is interrupted it can be repeated; once it has returned, it returns the same.
         """
         if self._received is None:
-            with profiled("pyparallel::gossip_wait"):
+            # The ranks of a replica of unequal shards merge a message together, or none of them.
+            together = self._exchange.overlaps is not None
+            with profiled("pyparallel::gossip_wait"), as_one_replica(self._exchange.run, together):
                 self._pending.wait_for_headers()
                 try:
                     masses = self._headers.check()
@@ -248,7 +252,8 @@ class NeighborExchange:
             lengths = list(map(_signed_bytes, into, are_differences))
         message = tensors or (into[0] if into and are_differences is None else ())
         length = _signed_bytes(message, is_difference)
-        sent, received, finish = [tensors] * len(to), into, None
+        finish, received = None, into
+        sent: Sequence[Sequence[Tensor]] = [tensors] * len(to)
         if self.overlaps is not None:
             to, sent, counts_out = self.overlaps.route(to, sent)
             from_, received, counts_in = self.overlaps.route(from_, into)
@@ -274,7 +279,7 @@ class NeighborExchange:
                 future = self.collectives.start_all_reduce_(total)
                 started = _AllReduce(future, total, tensors[0], masses[0])
                 finish = partial(self.finish_sum, started)
-        return Round(pending, headers, into, finish)
+        return Round(self, pending, headers, into, finish)
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Overwrite a tensor of each replica by that of the first, all ranks together."""
@@ -356,8 +361,16 @@ def exchanges_of(
     placed: list[list[tuple[Tensor, int]]] = [[] for _ in buckets.buffers]
     for parameter, segment in zip(buckets.parameters, buckets.segments, strict=True):
         placed[segment.bucket].append((parameter, segment.offset))
-    overlaps = (Overlaps(run.replicas, run.group_rank, each) for each in placed)
-    return [NeighborExchange(run, overlaps=each, stats=stats) for each in overlaps]
+    return [exchange_of(run, each, stats) for each in placed]
+
+
+def exchange_of(
+    run: Run, parameters: Sequence[tuple[Tensor, int]], stats: CommStats | None = None
+) -> NeighborExchange:
+    """Return the exchange of a tensor with shards of parameters, each at an offset of it."""
+    assert run.replicas is not None
+    overlaps = Overlaps(run.replicas, run.group_rank, parameters)
+    return NeighborExchange(run, overlaps=overlaps, stats=stats)
 
 
 def _transfers(

@@ -44,7 +44,10 @@ from tests.workers import assert_equal_on_all_ranks, call_each
 TWO, THREE = [[0, 1], [2, 3, 4]], [[4], [0, 2], [1, 3]]
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 FUSED_SGD, FUSED_ADAMW = pyparallel.optim.SGD, pyparallel.optim.AdamW
-SKEWED = {2: [[0.7, 0.4], [0.3, 0.6]], 3: [[0.5, 0.0, 0.2], [0.3, 0.9, 0.1], [0.2, 0.1, 0.7]]}
+SKEWED = {  # columns sum to 1, rows do not, so weights differ
+    2: [[0.75, 0.375], [0.25, 0.625]],
+    3: [[0.5, 0.0, 0.25], [0.25, 0.875, 0.125], [0.25, 0.125, 0.625]],
+}
 
 
 def make_mesh(replicas):
@@ -102,7 +105,7 @@ class Reference:
             self.merge(step)
         for optimizer in self.optimizers:
             optimizer.step()
-        if not self.flight or self.delay == 1 or self.merges == "after":
+        if not self.flight or self.merges == "after":
             self.send(step)
         if self.merges == "after" or not self.delay:
             self.merge(step)
@@ -230,3 +233,291 @@ QUICK = [
 
 def test_unequal_shards_equal_joined_batches(ranks):
     ranks.run(5, call_each, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [TWO, THREE])
+def test_every_order_equals_joined_batches(ranks, replicas):
+    names = ["sgp-0", "sgp-1", "sgp-2", "osgp", "dpsgd"]
+    rows = [(equals_joined_batches, name, replicas, SGD, torch.float64) for name in names]
+    rows += [(equals_joined_batches, name, replicas, ADAMW) for name in names]
+    fused = ((FUSED_SGD, SGD), (FUSED_ADAMW, ADAMW))
+    rows += [
+        (equals_joined_batches, name, replicas, kind, torch.float32, plain)
+        for name in ("sgp-0", "sgp-1", "osgp")
+        for kind, plain in fused
+    ]
+    ranks.run(5, call_each, rows, time_limit=240)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation inside returns, in entries."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        found = function(*arguments, **(options or {}))
+        for each in found if isinstance(found, list | tuple) else [found]:
+            self.numel = max(self.numel, each.numel() if isinstance(each, torch.Tensor) else 0)
+        return found
+
+
+def sends_views_alone(rank):
+    """A step sends views of the buffer, and makes no tensor that is larger; also with few rows."""
+    sent = []
+    begin = NeighborExchange.start
+
+    def spy(exchange, sends, receives):
+        sent.extend(each for each in sends if not each.is_header)
+        return begin(exchange, sends, receives)
+
+    module, optimizer, trainer = start(TWO, SGP(OnePeerExponential(2)))
+    (buffer,) = trainer._buckets.buffers
+    backward(trainer, optimizer, *batch(0, *place(TWO)))
+    with mock.patch.object(NeighborExchange, "start", spy), Largest() as largest:
+        optimizer.step()
+    storage = buffer.untyped_storage()
+    assert sum(each.tensor.nbytes for each in sent) == bytes_to_others(TWO, module)
+    assert all(each.tensor.untyped_storage().data_ptr() == storage.data_ptr() for each in sent)
+    assert largest.numel <= buffer.numel() < sum(p.numel() for p in module.parameters())
+    peers = {0: {2, 3}, 1: {3, 4}, 2: {0}, 3: {0, 1}, 4: {1}}
+    assert {each.peer for each in sent} <= peers[rank]
+    assert module.scale.to_local().numel() == (rank in (0, 2))  # one row of as many as three shards
+    trainer.close()
+
+
+class WithBuffers(nn.Module):
+    """Frozen parameters and buffers, which ranks begin with too."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(6, 7).requires_grad_(False)
+        self.norm, self.last = nn.BatchNorm1d(7), nn.Linear(7, 4)
+
+    def forward(self, x):
+        return self.last(self.norm(self.frozen(x)))
+
+
+def begins_with_the_first_replica(rank):
+    """Frozen parameters and buffers become the first rank's; consensus averages buffers."""
+    torch.manual_seed(rank)
+    module = WithBuffers()
+    module.norm.running_mean.fill_(rank + 1.0)
+    module = shard(module, make_mesh(TWO))
+    whole = {name: p.full_tensor().detach().clone() for name, p in module.named_parameters()}
+    expected = [whole if rank == 0 else None]
+    dist.broadcast_object_list(expected)
+    optimizer = SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    trainer = GossipDataParallel(module, optimizer, SGP(OnePeerExponential(2)), replica_ranks=TWO)
+    for name, found in full(module).items():
+        torch.testing.assert_close(found, expected[0][name])
+    assert torch.equal(module.norm.running_mean, torch.ones(7))
+    module.norm.running_mean.fill_(float(rank))
+    with trainer.consensus() as average:
+        assert torch.equal(average.norm.running_mean, torch.full((7,), 2.0))
+    backward(trainer, optimizer, *batch(0, *place(TWO)))
+    optimizer.step()
+    trainer.close()
+
+
+def wrap(module, algorithm=None, *, ranks=TWO, **options):
+    algorithm = algorithm or SGP(OnePeerExponential(2))
+    optimizer = SGD(module.parameters(), lr=0.1)
+    return GossipDataParallel(module, optimizer, algorithm, replica_ranks=ranks, **options)
+
+
+def cut_columns(mesh):
+    return fully_shard(nn.Linear(6, 9), mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+
+
+def another(mesh, module):
+    """Return a sharded module that is another one on the second replica."""
+    return shard(module if place(TWO)[0] else nn.Sequential(nn.Linear(6, 4)), mesh)
+
+
+ONCE = r"replica_ranks must have each of the 5 ranks of the default group in one replica, got "
+SENDS = "algorithm must send rows of uncompressed parameters with replica_ranks, as SGP, .* got "
+LISTS = "replica_ranks must be lists of the ranks of each replica such as .*, got "
+MISTAKES = [
+    ("a number", lambda m: wrap(shard(build(), m), ranks=2), f"{LISTS}2"),
+    ("flat", lambda m: wrap(shard(build(), m), ranks=[0, 1, 2]), f"{LISTS}a list of 3"),
+    ("empty", lambda m: wrap(shard(build(), m), ranks=[[0, 1, 2, 3, 4], []]), f"{LISTS}a list of 2"),
+    ("none", lambda m: wrap(shard(build(), m), ranks=[[0, 1], [2, 3]]), f"{ONCE}rank 4 no times"),
+    ("two", lambda m: wrap(shard(build(), m), ranks=[*TWO, [1]]), f"{ONCE}rank 1 2 times"),
+    ("no rank", lambda m: wrap(shard(build(), m), ranks=[*TWO, [5]]), f"{ONCE}5, which is no rank"),
+    ("of one rank", lambda m: wrap(shard(build(), m), ranks=[[0], [1]] if dist.get_rank() else TWO),
+     f"ranks 1-4: {ONCE}rank 2 no times"),
+    ("another order", lambda m: wrap(shard(build(), m), ranks=TWO[:: 1 if dist.get_rank() else -1]),
+     "all ranks must have the same replica_ranks, got .* on rank 0 and .* on rank 1"),
+    ("with a mesh", lambda m: wrap(shard(build(), m), mesh=m), "mesh must be None with replica_ran"),
+    ("with a group", lambda m: wrap(shard(build(), m), process_group=dist.group.WORLD),
+     "process_group must be None with replica_ranks"),
+    ("with a cap", lambda m: wrap(shard(build(), m), bucket_cap_mb=1), "bucket_cap_mb must be None"),
+    ("other ranks", lambda m: wrap(shard(build(), m), ranks=[[0, 2], [1, 3, 4]]),
+     r"module must be sharded over the ranks of its replica, \[0, 2\] .*, got a mesh of \[0, 1\]"),
+    ("plain", lambda m: wrap(build()), "module must be sharded by fully_shard"),
+    ("plain on one rank", lambda m: wrap(shard(build(), m) if dist.get_rank() != 3 else build()),
+     "rank 3: module must be sharded by fully_shard"),
+    ("columns", lambda m: wrap(cut_columns(m)),
+     "parameters must be sharded by their rows with replica_ranks, got weight with placements"),
+    ("names", lambda m: wrap(another(m, nn.ModuleDict({"a": nn.Linear(6, 4)}))),
+     "all ranks must have the same parameter 0, got 0.weight float32 .* and a.weight float32"),
+    ("rows", lambda m: wrap(another(m, nn.Sequential(nn.Linear(6, 5)))),
+     r"all ranks must have the same parameter 0, got .*\[4, 6\] on rank 0 and .*\[5, 6\] on rank 2"),
+    ("dtypes", lambda m: wrap(another(m, nn.Sequential(nn.Linear(6, 4).double()))),
+     "all ranks must have the same parameter 0, got .*float32 .* and .*float64"),
+    ("count", lambda m: wrap(another(m, nn.Sequential(nn.Linear(6, 4, False)))),
+     "all ranks must have the same number of parameters, got 2 on rank 0 and 1 on rank 2"),
+    ("topology", lambda m: wrap(shard(build(), m), SGP(OnePeerExponential(5))), "got .*5.* 2"),
+    ("int8", lambda m: wrap(shard(build(), m), SGP(Ring(2), compressor=Int8())), f"{SENDS}SGP"),
+    ("memory", lambda m: wrap(shard(build(), m), SGP(Ring(2), transport="symmetric_memory")), SENDS),
+    *((type(each).__name__, lambda m, each=each: wrap(shard(build(), m), each),
+       f"{SENDS}{type(each).__name__}")
+      for each in (ADPSGD(Ring(2)), AllReduce(), LocalSGD(2), DiLoCo(2),
+                   SlowMo(SGP(Ring(2)), interval=2))),
+]  # fmt: skip
+
+
+def refuses_mistakes(rank):
+    """Every mistake is an error of the same type on all ranks, of which none has sent anything."""
+    mesh = make_mesh(TWO)
+    for name, make, text in MISTAKES:
+        with (
+            mock.patch.object(NeighborExchange, "start", side_effect=AssertionError),
+            pytest.raises((ValueError, TypeError), match=text) as found,
+        ):
+            make(mesh)
+        assert_equal_on_all_ranks((name, found.type.__name__))
+
+
+def leaves_out_steps_together(rank):
+    """A nan in one shard leaves out the update of all its replica's, and is told to all ranks."""
+    module, optimizer, trainer = start(TWO, SGP(OnePeerExponential(2)))
+    before = snapshot(module)
+    backward(trainer, optimizer, *batch(0, *place(TWO)))
+    if rank == 3:
+        module.first.weight.grad.to_local().view(-1)[0] = torch.nan
+    with pytest.raises(NonFiniteError, match="gradients must be finite"), trainer.no_sync():
+        optimizer.step() if rank > 1 else raises(optimizer)
+    moved = [not torch.equal(a, p.to_local()) for a, p in zip(before, module.parameters(),
+             strict=True) if a.numel()]  # fmt: skip
+    assert all(moved) if rank < 2 else not any(moved)
+    backward(trainer, optimizer, *batch(1, *place(TWO)))
+    if rank == 3:
+        module.first.weight.grad.to_local().view(-1)[0] = torch.nan
+    with pytest.raises(NonFiniteError, match="gradients must be finite"):
+        optimizer.step()  # on all ranks of the replica that receives too
+    assert trainer.metrics()["rank/skipped_steps"] == 2 * (rank > 1)
+    assert trainer.consensus_distance() == pytest.approx(0, abs=1e-5)
+    trainer.close()
+
+
+def raises(optimizer):
+    optimizer.step()
+    raise NonFiniteError("gradients must be finite: those of the other replica were not")
+
+
+def refuses_together(rank, overlap):
+    """A message that one rank refuses is merged on no rank of its replica, nor is its mass."""
+    algorithm = SGP(FromMatrix(np.array(SKEWED[2])), overlap=overlap)
+    module, optimizer, trainer = start(TWO, algorithm)
+    train(TWO, trainer, optimizer, [0])
+    trainer.flush()
+    weight, before = float(trainer.push_sum_weight), snapshot(module)
+    headers = trainer._averager.exchange.headers
+    refusal = mock.patch.object(headers, "check_rows", side_effect=PeerError("refused"))
+    backward(trainer, optimizer, *batch(1, *place(TWO)))
+    optimizer.zero_grad()  # so that the step moves nothing but by the round
+    for p in module.parameters():
+        p.grad = None
+    with refusal if rank == 3 else contextlib.nullcontext():
+        outcome = None
+        try:
+            optimizer.step()
+            trainer.flush()
+        except PeerError as error:
+            outcome = str(error)
+    if rank > 1:
+        text = "refused" if rank == 3 else "got an error on rank 3, which says why"
+        assert text in outcome
+        assert float(trainer.push_sum_weight) == weight
+        assert all(map(torch.equal, before, snapshot(module)))
+    else:
+        assert outcome is None
+    dist.barrier()
+    trainer.close()
+
+
+def resumes_to_the_bit(rank, algorithm, kind):
+    folder = shared_folder()
+    module, optimizer, trainer = start(TWO, algorithm, kind)
+    train(TWO, trainer, optimizer, range(2))
+    dcp.save({"gossip": GossipState(trainer, optimizer)}, checkpoint_id=folder)
+    train(TWO, trainer, optimizer, range(2, 4))
+    expected = snapshot(module)
+    trainer.close()
+    module, optimizer, trainer = start(TWO, algorithm, kind)
+    train(TWO, trainer, optimizer, range(10, 11))  # to be overwritten
+    GossipState(trainer, optimizer).load(folder)
+    train(TWO, trainer, optimizer, range(2, 4))
+    assert all(map(torch.equal, expected, snapshot(module)))
+    trainer.close()
+    module, optimizer, trainer = start(TWO[::-1], algorithm, kind)  # as if the mesh had changed
+    with pytest.raises(DisagreementError, match="state_dict must be of the same replica_ranks"):
+        GossipState(trainer, optimizer).load(folder)
+    trainer.close()
+
+
+def saves_the_consensus_once(rank):
+    """The first replica saves the consensus; FSDP2 on another mesh loads it."""
+    folder = shared_folder()
+    module, optimizer, trainer = start(TWO, SGP(FromMatrix(np.array(SKEWED[2]))))
+    train(TWO, trainer, optimizer, range(2))
+    group = next(module.parameters()).device_mesh.get_group()
+    with trainer.consensus() as average:
+        expected = full(average)
+        if rank in TWO[0]:
+            state = {"model": get_model_state_dict(average)}
+            dcp.save(state, checkpoint_id=folder, process_group=group)
+    dist.barrier()
+    plain = shard(build(), DeviceMesh("cpu", range(5)))
+    state = get_model_state_dict(plain)
+    dcp.load({"model": state}, checkpoint_id=folder)
+    set_model_state_dict(plain, state)
+    assert all(torch.equal(full(plain)[name], each) for name, each in expected.items())
+    trainer.close()
+
+
+def joins(rank):
+    """The first replica has a batch more, whose round the other takes too."""
+    module, optimizer, trainer = start(TWO, SGP(OnePeerExponential(2)))
+    with trainer.join():
+        train(TWO, trainer, optimizer, range(3 if rank < 2 else 2))
+    assert trainer.consensus_distance() == pytest.approx(0, abs=1e-6)
+    trainer.close()
+
+
+SKEWED_SGP = SGP(FromMatrix(np.array(SKEWED[2])), overlap=1)
+
+
+def test_messages_and_mistakes_are_of_whole_replicas(ranks):
+    rows = [
+        (refuses_mistakes,),
+        (sends_views_alone,),
+        (leaves_out_steps_together,),
+        (refuses_together, 0),
+        (resumes_to_the_bit, SKEWED_SGP, FUSED_ADAMW),
+    ]
+    ranks.run(5, call_each, rows)
+
+
+@pytest.mark.slow
+def test_other_states_of_whole_replicas(ranks):
+    rows = [
+        (begins_with_the_first_replica,),
+        (refuses_together, 1),
+        (resumes_to_the_bit, OSGP(OnePeerExponential(2)), ADAMW),
+        (saves_the_consensus_once,),
+        (joins,),
+    ]
+    ranks.run(5, call_each, rows, time_limit=120)
