@@ -16,6 +16,7 @@ from typing_extensions import override
 from ..comm import Collectives, CommStats, StepCounts, check_consistent_across_ranks
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
+from ..optim.fused_optimizer import NO_LIMIT
 from ..training import (
     ModelAverager,
     StepHooks,
@@ -34,7 +35,7 @@ from .algorithms.base import TRANSPORT, Algorithm, find_algorithm_error
 from .membership import Membership
 from .membership.averager import ElasticAverager
 from .membership.elastic import Elastic, make_elastic, raise_own
-from .messages.exchange import exchange_of, exchanges_of
+from .messages import NeighborExchange, exchanges_of
 from .module_wrapper import ModuleWrapper
 from .rounds import SteppedRounds
 
@@ -124,8 +125,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self.config_fields = [each for each in compared if each[0] != TRANSPORT]
         # Not saved: states have the classes themselves, and a run may go on with another policy.
         classes = ("optimizers", _describe_optimizers(optimizer))
-        policy = ("nonfinite", str(nonfinite))
-        config_fields = [classes, *compared, policy]
+        config_fields = [classes, *compared, ("nonfinite", str(nonfinite))]
         if isinstance(made, Elastic):
             made = replace(made, config=config_fields)
             raise_own(error_text)
@@ -139,7 +139,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self.process_group = process_group
         self._shards, self._kind = Shards(self.module), type(self.module)
         run = self._open_run(process_group, StepCounts(policy=nonfinite), replica, replica_ranks)
-        cap_bytes = validation.resolve_cap_bytes(module, bucket_cap_mb, replica_ranks)
+        cap = validation.resolve_bucket_cap_mb(module, bucket_cap_mb)
+        cap_bytes = int(cap * 2**20) if replica_ranks is None else NO_LIMIT
         optimizers = validation.as_optimizers(optimizer)
         self._optimizers = [weakref.ref(each) for each in optimizers]
         self._buckets = validation.lay_out(module, optimizers, cap_bytes)
@@ -432,7 +433,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         frozen = [p for p in self.module.parameters() if id(p) not in trainable]
         tensors = [*self._buckets.buffers, *map(local_of, frozen)]
         if self._run.replicas is not None:
-            others = [exchange_of(self._run, [(p, 0)], CommStats()) for p in frozen]
+            run, stats = self._run, CommStats()
+            others = [NeighborExchange(run, shards=[(p, 0)], stats=stats) for p in frozen]
             for exchange, tensor in zip([*self._exchanges, *others], tensors, strict=True):
                 exchange.broadcast_(tensor.view(-1))
             tensors = []
@@ -522,17 +524,15 @@ def _collect_config(
             *validation.describe(module),
             *validation.describe_groups(module, optimizers),
         ]
-        error_text = find_shard_error(module, mesh, replica_ranks)
-        error_text = error_text or (algorithm.sharding_error() if mesh is not None else None)
-        error_text = error_text or (algorithm.replicas_error() if replica_ranks else None)
-        error_text = error_text or validation.find_validation_error(
-            module, optimizers, process_group
-        )
         num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
-        num_ranks = len(replica_ranks) if replica_ranks else num_ranks
-        error_text = error_text or algorithm.validation_error(num_ranks)
-        trained = (p for p in module.parameters() if p.requires_grad)
-        error_text = error_text or algorithm.dtype_error(trained)
+        error_text = (
+            find_shard_error(module, mesh, replica_ranks)
+            or (algorithm.sharding_error() if mesh is not None else None)
+            or (algorithm.replicas_error() if replica_ranks else None)
+            or validation.find_validation_error(module, optimizers, process_group)
+            or algorithm.validation_error(len(replica_ranks) if replica_ranks else num_ranks)
+            or algorithm.dtype_error(p for p in module.parameters() if p.requires_grad)
+        )
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"
         error_text = find_policy_error(nonfinite) or error_text

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from ..comm import Collectives, DisagreementError, Run
 from ..ops import FLOAT_DTYPES
 from ..optim import FusedOptimizer
-from ..optim.fused_optimizer import NO_LIMIT
 from ..training import (
     CHECKSUMS_KEY,
     FORMAT_KEY,
@@ -100,12 +99,6 @@ def resolve_bucket_cap_mb(module: nn.Module, bucket_cap_mb: float | None) -> flo
     if bucket_cap_mb is not None:
         return bucket_cap_mb
     return 25 if all(local_of(parameter).is_cpu for parameter in module.parameters()) else 256
-
-
-def resolve_cap_bytes(module: nn.Module, bucket_cap_mb: float | None, replica_ranks: object) -> int:
-    """Return the size of a bucket; with ``replica_ranks`` all buckets must hold the same."""
-    cap = resolve_bucket_cap_mb(module, bucket_cap_mb)
-    return int(cap * 2**20) if replica_ranks is None else NO_LIMIT
 
 
 def find_validation_error(

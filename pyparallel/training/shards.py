@@ -260,15 +260,13 @@ def _find_rows_error(
             "the group that torch.distributed.new_subgroups_by_enumeration(replica_ranks) returns"
         )
     for name, p in named:
-        if p.placements[0].dim:
-            return (
-                "parameters must be sharded by their rows with replica_ranks, got "
-                f"{name} with placements {list(p.placements)}: leave out shard_placement_fn"
-            )
         rows, held = rows_of_shard(p.shape[0], ranks.index(rank), len(ranks)), local_of(p).shape[0]
         if held != len(rows):
-            rule = f"shards must have the rows that torch.chunk gives, {len(rows)} of {name}"
-            return f"{rule}, got {held}"
+            return (
+                "parameters must be sharded by rows, as torch.chunk does, with replica_ranks, got "
+                f"{held} rows of {name} with placements {list(p.placements)}, not {len(rows)}: "
+                "leave out shard_placement_fn"
+            )
     return None
 
 

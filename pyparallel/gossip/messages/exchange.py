@@ -1,6 +1,7 @@
 """Rounds of point-to-point messages in one process group."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from functools import partial
@@ -182,10 +183,10 @@ class NeighborExchange:
     called"). So a trainer has a group of its own, where no other messages are, and tags of payloads
     differ by length and kind: messages that do not match wait, and their headers tell why.
 
-    The group of ``run`` has the rank numbers of peers; with ``overlaps`` peers are replicas, by
-    their index, and of one tensor their ranks exchange what both hold. Without counts in headers,
-    ranks may step at their own pace. ``stats`` count what is sent; None: those of the run.
-    ``failed`` are rounds whose messages may still arrive.
+    The group of ``run`` has the rank numbers of peers; with ``run.replicas`` peers are these, and
+    their ranks exchange what both have of ``shards``, parameters with their offsets in the tensor.
+    Without counts in headers, ranks may step at their own pace. ``stats`` count what is sent; None:
+    those of the run. ``failed`` are rounds whose messages may still arrive.
     """
 
     def __init__(
@@ -193,13 +194,14 @@ class NeighborExchange:
         run: Run,
         *,
         has_counts: bool = True,
-        overlaps: Overlaps | None = None,
+        shards: Sequence[tuple[Tensor, int]] = (),
         stats: CommStats | None = None,
     ) -> None:
-        self.run, self.overlaps, self.stats = run, overlaps, stats or run.stats
+        self.run, self.overlaps, self.stats = run, None, stats or run.stats
         self.rank, self.num_ranks, self.me = run.group_rank, run.size, run.rank
-        if overlaps is not None and run.replicas is not None:
-            self.rank, self.num_ranks = overlaps.replica, len(run.replicas)
+        if run.replicas is not None:
+            self.overlaps = Overlaps(run.replicas, run.group_rank, shards)
+            self.rank, self.num_ranks = self.overlaps.replica, len(run.replicas)
         self.collectives = Collectives(run, run.stats)
         self.failed: list[PendingExchange] = []
         self.headers = MessageHeaders(run, has_counts=has_counts)
@@ -255,16 +257,12 @@ class NeighborExchange:
         finish, received = None, into
         sent: Sequence[Sequence[Tensor]] = [tensors] * len(to)
         if self.overlaps is not None:
-            to, sent, counts_out = self.overlaps.route(to, sent)
-            from_, received, counts_in = self.overlaps.route(from_, into)
+            to, sent, places = self.overlaps.route(to, sent)
+            masses = torch.stack([masses[each] for each in places]) if places else masses
+            from_, received, places = self.overlaps.route(from_, into)
+            masses_in = [masses_in[each] for each in places] if masses_in else ()
+            finish = partial(_least_of_each, places)
             length = self.overlaps.numel * message[0].element_size()
-            if counts_out:
-                each = zip(masses.split(1), counts_out, strict=True)
-                masses = torch.cat([mass.expand(count) for mass, count in each])
-            if masses_in:
-                pairs = zip(masses_in, counts_in, strict=True)
-                masses_in = [mass for mass, count in pairs for _ in range(count)]
-            finish = partial(_least_of_each, counts_in)
         headers = self.headers.of_round(round_index, masses, length, from_, lengths, masses_in)
         if are_differences is None:
             are_differences = [False] * len(from_)
@@ -358,19 +356,10 @@ def exchanges_of(
     """Return the exchange of each bucket: one and the same if ``run.replicas`` is None."""
     if run.replicas is None:
         return [NeighborExchange(run, stats=stats)] * len(buckets.buffers)
-    placed: list[list[tuple[Tensor, int]]] = [[] for _ in buckets.buffers]
+    shards: list[list[tuple[Tensor, int]]] = [[] for _ in buckets.buffers]
     for parameter, segment in zip(buckets.parameters, buckets.segments, strict=True):
-        placed[segment.bucket].append((parameter, segment.offset))
-    return [exchange_of(run, each, stats) for each in placed]
-
-
-def exchange_of(
-    run: Run, parameters: Sequence[tuple[Tensor, int]], stats: CommStats | None = None
-) -> NeighborExchange:
-    """Return the exchange of a tensor with shards of parameters, each at an offset of it."""
-    assert run.replicas is not None
-    overlaps = Overlaps(run.replicas, run.group_rank, parameters)
-    return NeighborExchange(run, overlaps=overlaps, stats=stats)
+        shards[segment.bucket].append((parameter, segment.offset))
+    return [NeighborExchange(run, shards=each, stats=stats) for each in shards]
 
 
 def _transfers(
@@ -392,9 +381,10 @@ def _transfers(
     return transfers
 
 
-def _least_of_each(counts: Sequence[int], masses: Tensor) -> Tensor:
-    """Return the mass of each message, (m,), of its parts', which are equal or 0."""
-    return torch.stack([each.amin() for each in masses.split(list(counts))]) if counts else masses
+def _least_of_each(places: Sequence[int], masses: Tensor) -> Tensor:
+    """Return the mass of each message, (m,), of those of its parts, which are equal or 0."""
+    parts = masses.split(list(Counter(places).values()))
+    return torch.stack([each.amin() for each in parts]) if places else masses
 
 
 def _signed_bytes(message: Sequence[Tensor], is_difference: bool) -> int:

@@ -56,15 +56,14 @@ class Overlaps:
     ) -> tuple[list[int], list[list[Tensor]], list[int]]:
         """Return the ranks of replicas to exchange messages with, of one flat tensor each.
 
-        With each rank its parts of the replica's tensor; and of each replica the number of ranks.
+        Of each rank also its parts of the message, views, and the place of its replica.
         """
-        links = [self._links[each] for each in replicas]
-        parts = [
-            [message.narrow(0, *each) for each in places]
-            for of_replica, (message,) in zip(links, messages, strict=True)
-            for _, places in of_replica
+        found = [
+            (rank, [message.narrow(0, *each) for each in parts], place)
+            for place, (replica, (message,)) in enumerate(zip(replicas, messages, strict=True))
+            for rank, parts in self._links[replica]
         ]
-        return [rank for each in links for rank, _ in each], parts, list(map(len, links))
+        return [each[0] for each in found], [each[1] for each in found], [each[2] for each in found]
 
 
 def _overlap(
