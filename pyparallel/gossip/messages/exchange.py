@@ -245,7 +245,7 @@ class NeighborExchange:
                 average.
         """
         if into is None:
-            into = [[torch.zeros_like(each) for each in tensors] for _ in from_]
+            into = [[torch.empty_like(each) for each in tensors] for _ in from_]
         if masses is None:
             masses = (tensors or into[0])[0].new_ones(len(to), dtype=torch.float64)
             masses_in = (1.0,) * len(from_)
@@ -294,7 +294,9 @@ class NeighborExchange:
         """
         wide = tensor.double()
         others = [each for each in range(self.num_ranks) if each != self.rank]
-        received = self.swap([wide], others, others, masses=weight.expand(len(others))).wait()
+        into = [[torch.zeros_like(wide)] for _ in others]  # for its gaps
+        masses_out = weight.expand(len(others))
+        received = self.swap([wide], others, others, into=into, masses=masses_out).wait()
         values = [message for (message,) in received.messages]
         masses = [*received.masses]
         values.insert(self.rank, wide)  # in one order on all, as sums round

@@ -49,6 +49,7 @@ SKEWED = {  # columns sum to 1, rows do not, so weights differ
     2: [[0.75, 0.375], [0.25, 0.625]],
     3: [[0.5, 0.0, 0.25], [0.25, 0.875, 0.125], [0.25, 0.125, 0.625]],
 }
+LIMITS = {"time_limit": 240, "group_timeout": 60}  # five processes may share two busy cores
 
 
 def make_mesh(replicas):
@@ -197,7 +198,7 @@ def equals_joined_batches(rank, name, replicas, kind=SGD, dtype=torch.float32, p
     module, optimizer, trainer = start(replicas, algorithm_of(name, len(replicas)), kind, dtype)
     reference = reference_of(name, replicas, plain_kind or kind, dtype)
     index, _ = place(replicas)
-    for step in range(5):
+    for step in range(4):
         train(replicas, trainer, optimizer, [step])
         reference.step(step)
         # What a rank has sent: its rows that others hold, and headers of 64 bytes. The second of
@@ -233,7 +234,7 @@ QUICK = [
 
 
 def test_unequal_shards_equal_joined_batches(ranks):
-    ranks.run(5, call_each, QUICK)
+    ranks.run(5, call_each, QUICK, **LIMITS)
 
 
 @pytest.mark.slow
@@ -248,7 +249,7 @@ def test_every_order_equals_joined_batches(ranks, replicas):
         for name in ("sgp-0", "sgp-1", "osgp")
         for kind, plain in fused
     ]
-    ranks.run(5, call_each, rows, time_limit=240)
+    ranks.run(5, call_each, rows, **LIMITS)
 
 
 class Largest(TorchDispatchMode):
@@ -512,7 +513,7 @@ def test_messages_and_mistakes_are_of_whole_replicas(ranks):
         (refuses_together, 0),
         (resumes_to_the_bit, SKEWED_SGP, FUSED_ADAMW),
     ]
-    ranks.run(5, call_each, rows)
+    ranks.run(5, call_each, rows, **LIMITS)
 
 
 @pytest.mark.slow
@@ -524,4 +525,4 @@ def test_other_states_of_whole_replicas(ranks):
         (saves_the_consensus_once,),
         (joins,),
     ]
-    ranks.run(5, call_each, rows, time_limit=120)
+    ranks.run(5, call_each, rows, **LIMITS)
