@@ -43,10 +43,9 @@ class Run:
     trainer whose group's ranks ``process_group`` has a part of. ``replica`` is the run of the
     ranks that together hold one replica, such as FSDP2's shards, each of which has a ``group`` of
     its own with its counterparts of other replicas; None: this rank holds a whole one. With
-    ``replicas``, of unequal numbers of shards, ``group`` has them all: the ranks that hold each.
-
-    ``stats`` are bytes sent and seconds waited for training, in all groups of the trainer;
-    ``read_loss`` is called with the loss of each batch that the user records.
+    ``replicas`` these are the ranks of each, and ``group`` has them all. ``stats`` are bytes sent
+    and seconds waited for training, in all groups of the trainer; ``read_loss`` is called with the
+    loss of each batch that the user records.
     """
 
     _open: ClassVar["weakref.WeakSet[Run]"] = weakref.WeakSet()  # trainers of this process
@@ -70,8 +69,7 @@ class Run:
             fix = "create the trainer on its ranks only"
             raise ValueError(f"process_group must contain this rank, got one without it; {fix}")
         self.counts = StepCounts(ANY) if counts is None else counts
-        self.trainer, self._within, self.replica = trainer, within, replica
-        self.replicas = replicas
+        self.trainer, self._within, self.replica, self.replicas = trainer, within, replica, replicas
         self._world = None if is_alone else weakref.ref(dist.group.WORLD)
         self._interrupted: str | None = None  # what an interrupt has left half done
         self._is_closed = self._has_warned = self._survives = False

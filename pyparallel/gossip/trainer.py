@@ -310,9 +310,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._check_mergeable()
         merged, weight = self._averager.as_evaluated()
         buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
-        collectives = Collectives(self._run)
         averages = self._average(merged, weight)
-        averages += consensus.average(buffers, torch.ones_like(weight), collectives)
+        averages += consensus.average(buffers, torch.ones_like(weight), Collectives(self._run))
         del merged
         self._preserve_saved_states()
         with consensus.assigned([*self._buckets.buffers, *buffers], averages):
@@ -328,8 +327,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         """
         self._check_mergeable()
         merged, weight = self._averager.as_merged()
-        averages = self._average(merged, weight)
-        return consensus.distance(merged, averages, Collectives(self._run))
+        return consensus.distance(merged, self._average(merged, weight), Collectives(self._run))
 
     def flush(self) -> None:
         """Complete all communication in flight, after the last step, on all ranks together."""

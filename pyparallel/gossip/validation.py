@@ -75,8 +75,7 @@ def check_replica_ranks(
         raise wrong_type("replica_ranks", rule, replica_ranks)
     others = {"process_group": process_group, "mesh": mesh, "bucket_cap_mb": bucket_cap_mb}
     for name, given in others.items():
-        rule = f"{name} must be None with replica_ranks, which are all ranks"
-        require(given is None, rule, given, "leave it out")
+        require(given is None, f"{name} must be None with replica_ranks", given, "leave it out")
     size, ranks = dist.get_world_size(), [rank for each in replica_ranks for rank in each]
     rule = f"replica_ranks must have each of the {size} ranks of the default group in one replica"
     for rank in ranks:

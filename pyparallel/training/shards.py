@@ -146,7 +146,7 @@ def as_one_replica(run: Run, is_shared: bool = True) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    if run.replica is not None and is_shared:
+    if is_shared and run.replica is not None:
         is_over = failure is not None and not isinstance(failure, NonFiniteError)
         rows = gather(run.replica, [is_over])
         failed = [run.replica.global_rank(rank) for rank, row in enumerate(rows) if row[0]]
@@ -250,23 +250,17 @@ def _find_placement_error(
 def _find_rows_error(
     named: Sequence[tuple[str, Any]], replica_ranks: Sequence[Sequence[int]]
 ) -> str | None:
-    mesh = named[0][1].device_mesh
-    ranks, rank = mesh.mesh.tolist(), dist.get_rank()
+    ranks, rank = named[0][1].device_mesh.mesh.tolist(), dist.get_rank()
     own = next(list(each) for each in replica_ranks if rank in each)
     if ranks != own:
-        return (
-            f"module must be sharded over the ranks of its replica, {own} of replica_ranks, got a "
-            f"mesh of {ranks}: fully_shard(model, mesh=DeviceMesh.from_group(group, 'cpu')), with "
-            "the group that torch.distributed.new_subgroups_by_enumeration(replica_ranks) returns"
-        )
+        rule = f"module must be sharded over the ranks of its replica, {own} of replica_ranks"
+        fix = "pass DeviceMesh.from_group a group of new_subgroups_by_enumeration(replica_ranks)"
+        return f"{rule}, got a mesh of {ranks}: {fix}"
     for name, p in named:
         rows, held = rows_of_shard(p.shape[0], ranks.index(rank), len(ranks)), local_of(p).shape[0]
         if held != len(rows):
-            return (
-                "parameters must be sharded by rows, as torch.chunk does, with replica_ranks, got "
-                f"{held} rows of {name} with placements {list(p.placements)}, not {len(rows)}: "
-                "leave out shard_placement_fn"
-            )
+            rule = f"parameters must be sharded by rows with replica_ranks, {len(rows)} of {name}"
+            return f"{rule}, got {held}, of {list(p.placements)}: leave out shard_placement_fn"
     return None
 
 

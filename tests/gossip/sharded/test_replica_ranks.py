@@ -362,7 +362,7 @@ MISTAKES = [
     ("plain on one rank", lambda m: wrap(shard(build(), m) if dist.get_rank() != 3 else build()),
      "rank 3: module must be sharded by fully_shard"),
     ("columns", lambda m: wrap(cut_columns(m)),
-     "parameters must be sharded by rows, .*, got .* rows of weight with placements .*dim=1"),
+     "parameters must be sharded by rows with replica_ranks, . of weight, got 9, of .*dim=1"),
     ("names", lambda m: wrap(another(m, nn.Sequential(OrderedDict(a=nn.Linear(6, 4))))),
      "all ranks must have the same parameter 0, got 0.weight float32 .* and a.weight float32"),
     ("rows", lambda m: wrap(another(m, nn.Sequential(nn.Linear(6, 5)))),
