@@ -240,9 +240,16 @@ FAULTS = [
     Fault(
         "ranks do not check that their arguments are consistent",
         "pyparallel/gossip/trainer.py",
-        "config_fields, error_text, process_group, replica_group=replica",
-        "[policy], error_text, process_group, replica_group=replica",
+        "config_fields, error_text, process_group, replica_group=others",
+        "[classes], error_text, process_group, replica_group=others",
         "tests/gossip/test_misuse.py tests/gossip/test_contract.py tests/gossip/test_failures.py",
+    ),
+    Fault(
+        "ranks of a replica of unequal shards merge a message that another one refuses",
+        "pyparallel/gossip/messages/exchange.py",
+        "together = self._exchange.overlaps is not None",
+        "together = False",
+        "tests/gossip/sharded/test_replica_ranks.py",
     ),
     Fault(
         "a compressed message takes the residual's mass along",

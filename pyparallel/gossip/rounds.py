@@ -8,37 +8,12 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from ..comm import NonFiniteError, PeerError, Run
+from ..comm import NonFiniteError, Run
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..training import ModelAverager, is_creating_state
-from ..training.shards import gather
+from ..training.shards import as_one_replica
 from .join import JoinedRounds
-
-
-@contextmanager
-def as_one_replica(run: Run) -> Iterator[None]:
-    """Raise an error inside on all ranks that hold the replica, whose rounds are then over.
-
-    A NonFiniteError ends no round, and is of all of them.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    if run.replica is not None:
-        is_over = failure is not None and not isinstance(failure, NonFiniteError)
-        rows = gather(run.replica, [is_over])
-        failed = [run.replica.global_rank(rank) for rank, row in enumerate(rows) if row[0]]
-        if failed and not is_over:
-            failure = PeerError(
-                f"{run.here}: a round must be completed on all ranks that hold the replica, got an "
-                f"error on rank {', '.join(map(str, failed))}, which says why; the replica's parts "
-                "no longer agree: stop the run and load a checkpoint"
-            )
-    if failure is not None:
-        raise failure
 
 
 @dataclass(eq=False)

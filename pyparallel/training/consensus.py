@@ -29,19 +29,21 @@ def average(tensors: Sequence[Tensor], weight: Tensor, collectives: Collectives)
 
 
 @torch.no_grad()
-def distance(tensors: Sequence[Tensor], weight: Tensor, collectives: Collectives) -> float:
+def distance(
+    tensors: Sequence[Tensor], averages: Sequence[Tensor], collectives: Collectives
+) -> float:
     """Return the root mean square over ranks of the Euclidean distance ||z_i - average||.
 
     Of sharded replicas z_i is the whole of one, over replicas.
     """
-    averages = average(tensors, weight, collectives)
-    squares = torch.zeros_like(weight)
+    squares = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     for tensor, mean in zip(tensors, averages, strict=True):
         squares += (tensor.double() - mean).square().sum()
     collectives.all_reduce_(squares)
-    if (replica := collectives.run.replica) is not None:
+    replica, replicas = collectives.run.replica, collectives.run.replicas
+    if replica is not None and replicas is None:  # those of the group hold one shard
         squares.fill_(sum(row[0] for row in gather(replica, [float(squares)])))
-    return float((squares / collectives.size).sqrt())
+    return float((squares / len(replicas or range(collectives.size))).sqrt())
 
 
 @contextmanager

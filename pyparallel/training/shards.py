@@ -3,13 +3,14 @@
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm import Collectives, Run
+from ..comm import Collectives, NonFiniteError, PeerError, Run
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -27,6 +28,12 @@ def is_sharded(tensor: Tensor) -> bool:
 def is_in_one_dimension(tensor: Any) -> bool:
     """Return whether a DTensor is in shards of one dimension, as of ``fully_shard``'s 1-D mesh."""
     return [type(each).__name__ for each in tensor.placements] == ["Shard"]
+
+
+def rows_of_shard(num_rows: int, index: int, num_shards: int) -> range:
+    """Return the rows of a shard, as of ``torch.chunk``: the last ones are shorter, or empty."""
+    length = -(-num_rows // num_shards)
+    return range(num_rows)[index * length : (index + 1) * length]
 
 
 def padded_numel(tensor: Tensor) -> int:
@@ -128,6 +135,31 @@ def gather(replica: Run, numbers: Sequence[float]) -> list[list[float]]:
     return rows
 
 
+@contextmanager
+def as_one_replica(run: Run, is_shared: bool = True) -> Iterator[None]:
+    """Raise an error inside on all ranks that hold the replica, whose rounds are then over.
+
+    A NonFiniteError ends no round, and is of all of them. Do nothing unless ``is_shared``.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if is_shared and run.replica is not None:
+        is_over = failure is not None and not isinstance(failure, NonFiniteError)
+        rows = gather(run.replica, [is_over])
+        failed = [run.replica.global_rank(rank) for rank, row in enumerate(rows) if row[0]]
+        if failed and not is_over:
+            failure = PeerError(
+                f"{run.here}: a round must be completed on all ranks that hold the replica, got an "
+                f"error on rank {', '.join(map(str, failed))}, which says why; the replica's parts "
+                "no longer agree: stop the run and load a checkpoint"
+            )
+    if failure is not None:
+        raise failure
+
+
 def replica_group(module: nn.Module) -> dist.ProcessGroup | None:
     """Return the process group whose ranks together hold a module; None if each holds it whole.
 
@@ -143,14 +175,17 @@ def replica_group(module: nn.Module) -> dist.ProcessGroup | None:
     return None
 
 
-def find_shard_error(module: nn.Module, replicas: Any) -> str | None:
-    """Return why a module is not sharded for gossip between the ranks of a mesh, or None.
+def find_shard_error(
+    module: nn.Module, replicas: Any, replica_ranks: Sequence[Sequence[int]] | None = None
+) -> str | None:
+    """Return why a module is not sharded for gossip between replicas, or None.
 
-    ``replicas`` is the DeviceMesh of the ranks that hold the same shards; None: none was given.
+    ``replicas`` is the DeviceMesh of the ranks that hold the same shards, ``replica_ranks`` are the
+    ranks of each replica; None: not given.
     """
     named = list(module.named_parameters())
     sharded = [name for name, p in named if is_sharded(p)]
-    if replicas is None:
+    if replicas is None and replica_ranks is None:
         if sharded:
             return (
                 f"mesh must be given for a module that fully_shard has sharded, got none and "
@@ -175,7 +210,7 @@ def find_shard_error(module: nn.Module, replicas: Any) -> str | None:
             f"rank, got {plain[0]} as a plain one beside {sharded[0]} as a DTensor: leave out "
             "ignored_params, and shard after the model is complete"
         )
-    return _find_placement_error(named, replicas) or (
+    return _find_placement_error(named, replicas, replica_ranks) or (
         "shards must not stay in pinned memory, got CPUOffloadPolicy(): use "
         "CPUOffloadPolicy(pin_memory=False)"
         if Shards(module).are_pinned
@@ -183,7 +218,9 @@ def find_shard_error(module: nn.Module, replicas: Any) -> str | None:
     )
 
 
-def _find_placement_error(named: Sequence[tuple[str, Any]], replicas: Any) -> str | None:
+def _find_placement_error(
+    named: Sequence[tuple[str, Any]], replicas: Any, replica_ranks: Sequence[Sequence[int]] | None
+) -> str | None:
     first, mesh = named[0][0], named[0][1].device_mesh
     for name, p in named:
         if not is_in_one_dimension(p):
@@ -197,6 +234,8 @@ def _find_placement_error(named: Sequence[tuple[str, Any]], replicas: Any) -> st
             return f"parameters must be sharded over one mesh, got two, of {first} and {name}"
         if type(local_of(p)) is not Tensor:
             return f"shards must be plain tensors, got {name} of {type(local_of(p)).__name__}"
+    if replica_ranks is not None:
+        return _find_rows_error(named, replica_ranks)
     shared = set(mesh.mesh.flatten().tolist()) & set(replicas.mesh.flatten().tolist())
     others = sorted(shared - {dist.get_rank()})
     if others:
@@ -205,6 +244,23 @@ def _find_placement_error(named: Sequence[tuple[str, Any]], replicas: Any) -> st
             f"rank {others[0]}, which holds another shard of this rank's replica: pass the "
             "dimension of the replicas, such as mesh=mesh['replicate']"
         )
+    return None
+
+
+def _find_rows_error(
+    named: Sequence[tuple[str, Any]], replica_ranks: Sequence[Sequence[int]]
+) -> str | None:
+    ranks, rank = named[0][1].device_mesh.mesh.tolist(), dist.get_rank()
+    own = next(list(each) for each in replica_ranks if rank in each)
+    if ranks != own:
+        rule = f"module must be sharded over the ranks of its replica, {own} of replica_ranks"
+        fix = "pass DeviceMesh.from_group a group of new_subgroups_by_enumeration(replica_ranks)"
+        return f"{rule}, got a mesh of {ranks}: {fix}"
+    for name, p in named:
+        rows, held = rows_of_shard(p.shape[0], ranks.index(rank), len(ranks)), local_of(p).shape[0]
+        if held != len(rows):
+            rule = f"parameters must be sharded by rows with replica_ranks, {len(rows)} of {name}"
+            return f"{rule}, got {held}, of {list(p.placements)}: leave out shard_placement_fn"
     return None
 
 

@@ -1,7 +1,7 @@
 """The life cycle that all trainers share."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -30,9 +30,10 @@ class Trainer:
         process_group: dist.ProcessGroup | None,
         counts: StepCounts | None = None,
         replica_group: dist.ProcessGroup | None = None,
+        replicas: Sequence[Sequence[int]] | None = None,
     ) -> Run:
         """Open the trainer's run, as ``Run.open``; all ranks call this together."""
-        self._opened = Run.open(process_group, counts, replica_group)
+        self._opened = Run.open(process_group, counts, replica_group, replicas)
         return self._opened
 
     @property

@@ -59,6 +59,14 @@ class Algorithm(ABC):
         """Return why it cannot run for each shard of a module by itself, or None."""
         return None
 
+    def replicas_error(self) -> str | None:
+        """Return why it cannot run where replicas have unequal numbers of shards, or None."""
+        return (
+            "algorithm must send rows of uncompressed parameters with replica_ranks, as SGP, DPSGD "
+            f"and OSGP without a compressor do, got {self!r}: or give replicas equally many "
+            "shards, and mesh="
+        )
+
 
 @dataclass(frozen=True)
 class OnTopology(Algorithm):

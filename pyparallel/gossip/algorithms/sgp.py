@@ -125,6 +125,11 @@ class SGP(OnTopology):
         return super().validation_error(num_ranks) or self._find_compressor_error()
 
     @override
+    def replicas_error(self) -> str | None:
+        sends_rows = self.compressor is None and self.transport == "process_group"
+        return None if sends_rows else super().replicas_error()
+
+    @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PushSum:

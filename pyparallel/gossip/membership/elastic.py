@@ -64,7 +64,8 @@ class Elastic(Algorithm):
 def make_elastic(algorithm: Any, membership: Any, process_group: object, module: object) -> Elastic:
     """Return the algorithm for members that come and go, or raise this process's error."""
     if process_group is not None:
-        raise ValueError("process_group and mesh must be None with membership, which makes groups")
+        rule = "process_group, mesh and replica_ranks must be None with membership"
+        raise ValueError(f"{rule}, which makes groups")
     is_of_all = isinstance(algorithm, Algorithm) and not isinstance(algorithm, SGP)
     make = (lambda num_ranks: algorithm) if is_of_all else algorithm
     raise_own(_find_elastic_error(make, membership, module))

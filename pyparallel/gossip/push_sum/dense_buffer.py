@@ -133,6 +133,7 @@ class DenseBuffer(RoundBuffer):
 
     def _start(self, message: Tensor, masses: Tensor, neighbors: Neighbors, step: int) -> None:
         by_all_reduce = neighbors.is_complete and message.dtype == torch.float32
+        by_all_reduce = by_all_reduce and self._exchange.overlaps is None
         num_messages = 1 if by_all_reduce else len(neighbors.in_peers)
         self._allocate(num_messages)
         self._round = self._exchange.swap(
@@ -166,7 +167,7 @@ class DenseBuffer(RoundBuffer):
 
     def _allocate(self, num_messages: int) -> None:
         missing = num_messages - len(self._receive_buffers)
-        self._receive_buffers += [torch.empty_like(self.values) for _ in range(missing)]
+        self._receive_buffers += [torch.zeros_like(self.values) for _ in range(missing)]
 
 
 class BiasedBuffer(DenseBuffer):

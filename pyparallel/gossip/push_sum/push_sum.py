@@ -10,7 +10,7 @@ from typing_extensions import override
 from ...comm import PeerError, Run, without_traceback
 from ...compression import BufferLayout, CorruptMessageError
 from ...training import FlatBuckets, ModelAverager, SavedProgress, Status, Traits, check_like
-from ..messages import NeighborExchange
+from ..messages import NeighborExchange, exchanges_of
 from ..topology import Neighbors, Topology
 from .buffer import RoundBuffer
 from .dense_buffer import DenseBuffer
@@ -69,11 +69,8 @@ class PushSum(ModelAverager):
         overlap: int,
     ) -> Self:
         """Start with push-sum weight 1 on every rank, together with all others."""
-        exchange, layouts = NeighborExchange(run), layouts_of(buckets, module)
-        buffers = [
-            make_buffer(values, exchange, layout)
-            for values, layout in zip(buckets.buffers, layouts, strict=True)
-        ]
+        exchanges, layouts = exchanges_of(run, buckets), layouts_of(buckets, module)
+        buffers = list(map(make_buffer, buckets.buffers, exchanges, layouts))
         lengths = [
             (f"message lengths of bucket {index}", each.message_lengths)
             for index, each in enumerate(buffers)
@@ -82,7 +79,7 @@ class PushSum(ModelAverager):
         if lengths:
             run.agree(lengths, None)
         before = layouts_in_module_order(buckets, module)
-        return cls(buffers, exchange, topology, overlap, layouts, before)
+        return cls(buffers, exchanges[0], topology, overlap, layouts, before)
 
     @classmethod
     def of_dense(

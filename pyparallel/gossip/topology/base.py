@@ -177,7 +177,7 @@ class Topology(ABC):
         if self.num_ranks != num_ranks:
             return (
                 f"topology must be for the process group's {num_ranks} ranks, got {self!r}; pass "
-                "dist.get_world_size()"
+                "dist.get_world_size(), or of replicas that are sharded their number"
             )
         try:
             self.validate()
