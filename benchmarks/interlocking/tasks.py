@@ -1,5 +1,6 @@
 """The tasks of the comparison: models deep enough for windows to make a difference."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -41,8 +42,10 @@ class Sums(DeepDigits):
     num_pairs: int = 2000  # held out
 
     def build(self) -> nn.Sequential:
+        """Return the net for images twice as wide, its convolutions normalized."""
         *layers, flatten, _, activation, head = super().build()
-        return nn.Sequential(*layers, flatten, nn.Linear(64 * self.width, 64), activation, head)
+        normed = itertools.chain.from_iterable(map(normalized, layers))
+        return nn.Sequential(*normed, flatten, nn.Linear(64 * self.width, 64), activation, head)
 
     def pairs(self, seed: int, images: Tensor, labels: Tensor, count: int) -> Iterator[Batch]:
         """Yield batches of random pairs."""
@@ -57,6 +60,11 @@ class Sums(DeepDigits):
 
     def held_out(self) -> Batch:
         return next(self.pairs(0, *self.load()[2:], self.num_pairs))
+
+
+def normalized(layer: nn.Module) -> list[nn.Module]:
+    is_convolution = isinstance(layer, nn.Conv2d)
+    return [layer, nn.GroupNorm(4, layer.out_channels)] if is_convolution else [layer]
 
 
 def convolution(before: int, after: int, stride: int = 1) -> list[nn.Module]:
@@ -91,6 +99,17 @@ class DeepBytes(Bytes):
                 layer.weight.mul_((2 * self.num_layers) ** -0.5)
                 layer.bias.zero_()
         return model
+
+
+@dataclass(frozen=True)
+class FlatHead(Head):
+    """A linear layer on all features of an image: of two digits it can tell left from right."""
+
+    num_outputs: int
+
+    def build(self, example: Value) -> nn.Module:
+        """Return the head for an activation of shape (batch, channels, height, width)."""
+        return nn.Sequential(nn.Flatten(), nn.Linear(example[0].numel(), self.num_outputs))
 
 
 @dataclass(frozen=True)
@@ -153,10 +172,10 @@ TRIALS = (
     ),
     Trial(
         Sums(
-            "sums", partial(torch.optim.Adam, fused=True), rates=(1e-3, 3e-3),
-            main_rate=1e-3, sweep_seed=None, split=(4, 8, 12), updates=2400,
+            "sums", partial(torch.optim.Adam, fused=True), rates=(5e-4, 1e-3),
+            main_rate=1e-3, sweep_seed=None, split=(6, 12, 18), updates=1200, batch_size=128,
         ),
-        linear=PooledHead(10),
+        linear=FlatHead(10),
         deep=ConvHead(10, (32, 32)),
     ),
 )  # fmt: skip
