@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import PrefixStore
 
 from pyparallel import GossipDataParallel
-from pyparallel.comm import PeerError
+from pyparallel.comm import PeerError, Run
 from pyparallel.gossip import DPSGD, OSGP, SGP, AllReduce, GossipState
 from pyparallel.gossip.membership import epochs, push_sum_members
 from pyparallel.gossip.membership.averager import ElasticAverager
@@ -20,6 +20,7 @@ from pyparallel.gossip.membership.decision import Epoch, name_of
 from pyparallel.gossip.membership.group import EpochGroup
 from pyparallel.gossip.membership.ledger import Account
 from pyparallel.gossip.membership.members import gather_from_members
+from pyparallel.gossip.messages import NeighborExchange
 from pyparallel.gossip.topology import BaseGraph, Hypercube, OnePeerExponential
 from pyparallel.optim import SGD
 from tests.gossip.membership.service import Served, serve
@@ -300,6 +301,59 @@ def begin_after_a_failure(address, store, rank, size):
 
 def test_a_group_is_made_after_one_that_was_not(ranks):
     assert ranks.run(2, on_service, begin_after_a_failure) == [2.0, 2.0]
+
+
+class DyingStore(dist.Store):
+    """A store in which a rank publishes its address, and then ends."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+
+    def set(self, key, value):
+        self.store.set(key, value)
+
+    def wait(self, *_):
+        raise RuntimeError("gloo's last moment")
+
+
+def connect_without_one(address, store, rank, size):
+    """Rank 2 dies while gloo connects, until another one has waited for its connection.
+
+    Which of two ranks begins a connection is by chance; where the dead one does not, it is refused.
+    """
+    group, make, rounds = EpochGroup(), dist.init_process_group, itertools.count(1)
+    store.set(f"port {rank}", str(group.server.port))
+    host, members = ("127.0.0.1", int(store.get("port 0"))), ("r0", "r1", "r2")
+
+    def end(*arguments, store, world_size, **options):
+        store = DyingStore(store) if world_size == 3 else store
+        make(*arguments, store=store, world_size=world_size, **options)
+
+    for number in rounds:
+        text = ""
+        try:
+            with mock.patch.object(dist, "init_process_group", end if rank == 2 else make):
+                group.begin(Epoch(number, members, host), members[rank], 600.0)
+        except RuntimeError as error:
+            text = str(error)
+        group.end()
+        store.set(f"{number} {rank}", text)
+        if any(b"Connect timeout" in store.get(f"{number} {each}") for each in range(size)):
+            break
+    if rank < 2:
+        group.begin(Epoch(number + 1, members[:2], host), members[rank], 600.0)
+        time.sleep(rank)  # longer than a message may take while members connect
+        exchange, peer = NeighborExchange(Run()), [1 - rank]
+        received = exchange.swap([torch.tensor([rank + 1.0])], peer, peer).wait()
+        group.end()
+        return received.messages[0][0].item()
+    return None
+
+
+def test_a_member_dies_while_all_connect(ranks):
+    """Its death is found long before the deadline, which is then that of messages."""
+    assert ranks.run(3, on_service, connect_without_one) == [2.0, 1.0, None]
 
 
 # ------------------------------------------------------------------------------------------ misuse
