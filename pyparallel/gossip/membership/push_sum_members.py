@@ -11,6 +11,8 @@ from typing_extensions import override
 from ...comm import Collectives, Run
 from ...training import FlatBuckets, Status
 from ..algorithms import SGP
+from ..messages import NeighborExchange
+from ..push_sum.layout import layouts_of
 from .decision import Epoch
 from .ledger import Account, Settlement, settle
 from .members import MembersAverager, Shares, copy_tensors, gather_from_members
@@ -31,7 +33,7 @@ class PushSumMembers(MembersAverager):
         self, make: Callable[[int], SGP], module: nn.Module, buckets: FlatBuckets, run: Run
     ) -> None:
         super().__init__(buckets, module, run)
-        self._make = make
+        self._make, self._layouts = make, layouts_of(buckets, module)
         self.account = Account()
         self.rounds: AcknowledgedRounds | None = None
 
@@ -53,7 +55,7 @@ class PushSumMembers(MembersAverager):
 
     @override
     def before_step(self) -> None:
-        self.current.await_receipts()
+        self.current.before_step()
 
     @override
     def before_update(self) -> None:
@@ -70,6 +72,10 @@ class PushSumMembers(MembersAverager):
     @override
     def after_step(self) -> None:
         self.current.after_step()
+
+    @override
+    def flush(self) -> None:
+        self.current.flush()
 
     @override
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
@@ -116,9 +122,14 @@ class PushSumMembers(MembersAverager):
             settled=epoch.number,
             total=settlement.total,
         )
-        algorithm = self._make(len(epoch.members))
+        algorithm, exchange = self._make(len(epoch.members)), NeighborExchange(self.run)
+        buffers = [
+            algorithm.make_buffer(values, exchange, layout, is_acknowledged=True)
+            for values, layout in zip(self.buffers, self._layouts, strict=True)
+        ]
+        of_epoch = epoch.members, account, epoch.number, scale
         rounds = AcknowledgedRounds(
-            self.buffers, self.run, algorithm.topology, epoch.members, account, epoch.number, scale
+            buffers, exchange, algorithm.topology, algorithm.overlap, *of_epoch
         )
         if returned:
             assert last is not None
@@ -131,8 +142,7 @@ class PushSumMembers(MembersAverager):
         if neighbors is not None:
             if not all(has_mass):
                 copy_tensors(rounds.exchange, self.others, neighbors)
-            rounds.take(neighbors)
-            rounds.await_receipts()
+            rounds.move(neighbors)
 
     def _start_fresh(self, members: Sequence[str]) -> Settlement:
         """Broadcast the first rank's tensors; return that all members have the weight 1."""
