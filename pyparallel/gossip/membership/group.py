@@ -35,8 +35,8 @@ class EpochGroup:
     def __init__(self) -> None:
         self.server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._group: Callable[[], Any] = lambda: None  # a reference to the default group made here
-        self._members: tuple[str, ...] = ()  # that have not connected, in so many seconds
-        self._seconds = _CONNECT_SECONDS
+        self._members: tuple[str, ...] = ()  # of the last epoch
+        self._seconds = _CONNECT_SECONDS  # that they had to connect
 
     def begin(
         self,
@@ -86,7 +86,7 @@ class EpochGroup:
             raise
         group: Any = dist.group.WORLD
         group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
-        self._group, self._members = weakref.ref(group), ()
+        self._group = weakref.ref(group)
 
     def end(self) -> None:
         """Disconnect, so that no rank waits for this one, and destroy the group if there is one."""

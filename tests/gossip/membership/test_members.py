@@ -313,12 +313,12 @@ def test_updates_beside_messages(ranks, overlap, optimizer):
 # ----------------------------------------------------------------------------- joining and leaving
 
 
-def join_and_leave(address, store, rank, size):
+def join_and_leave(address, store, rank, size, algorithm, optimizer):
     """Rank 2 joins while 0 and 1 train, then rank 1 leaves; masses and means stay."""
     if rank == 2:
         store.wait(["trained"])
     module, stepped, trainer, membership = make(
-        address, rank, symmetric, start=2, deadline=20.0, optimizer=SGD
+        address, rank, algorithm, start=2, deadline=20.0, optimizer=optimizer
     )
     frozen = float(module[2].bias.sum())
     if rank < 2:
@@ -386,8 +386,16 @@ def test_members_die(ranks, algorithm, optimizer):
     check_losses(ranks.run(5, on_service, lose_one_after_another, algorithm, optimizer))
 
 
-def test_members_join_and_leave(ranks):
-    check_joined(ranks.run(3, on_service, join_and_leave))
+@pytest.mark.parametrize(
+    ("algorithm", "optimizer"),
+    [
+        (symmetric, SGD),
+        pytest.param(overlapping, torch.optim.SGD, marks=pytest.mark.slow),
+        pytest.param(compressing, SGD, marks=pytest.mark.slow),
+    ],
+)
+def test_members_join_and_leave(ranks, algorithm, optimizer):
+    check_joined(ranks.run(3, on_service, join_and_leave, algorithm, optimizer))
 
 
 # ------------------------------------------------------------------------- groups that are not made
