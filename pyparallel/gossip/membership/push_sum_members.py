@@ -74,10 +74,6 @@ class PushSumMembers(MembersAverager):
         self.current.after_step()
 
     @override
-    def flush(self) -> None:
-        self.current.flush()
-
-    @override
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
         return self.current.as_merged()
 
@@ -87,7 +83,7 @@ class PushSumMembers(MembersAverager):
 
     @override
     def close(self) -> None:
-        self.rounds = None
+        self.rounds = self.inner = None
 
     @override
     def release(self) -> None:
@@ -134,7 +130,7 @@ class PushSumMembers(MembersAverager):
         if returned:
             assert last is not None
             rounds.merge_returned(last.sent_messages, returned * scale)
-        self.account, self.rounds = account, rounds
+        self.account, self.rounds, self.inner = account, rounds, rounds
         self.run.barrier()  # before it a rank might have mass that another one takes back
         has_mass = [settlement.weights[each] > 0 for each in epoch.members]
         leaving = [each in epoch.leaving for each in epoch.members]

@@ -100,20 +100,19 @@ class AcknowledgedRounds(PushSum):
             self._receipts = None
             self._account.sent.clear()
 
-    @override
-    def send(self) -> None:
-        self._send(self._neighbors_of(self.round_index))
-
     def move(self, neighbors: Neighbors) -> None:
         """Take a round with other neighbors than the topology's, all ranks together."""
-        self._send(neighbors)
+        self.send(neighbors)
         self.merge()
         self.await_receipts()
         for buffer in self._round_buffers:
             buffer.release()
 
-    def _send(self, neighbors: Neighbors) -> None:
+    @override
+    def send(self, neighbors: Neighbors | None = None) -> None:
+        """Send a round, to the topology's neighbors or others, once the last one is received."""
         self.await_receipts()
+        neighbors = neighbors or self._neighbors_of(self.round_index)
         masses = self._round_buffers[0].outgoing_mass(neighbors.shares).tolist()
         receivers = [self._members[peer] for peer in neighbors.out_peers]
         sent = {peer: mass / self._scale for peer, mass in zip(receivers, masses, strict=True)}
