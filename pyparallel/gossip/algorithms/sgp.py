@@ -141,16 +141,25 @@ class SGP(OnTopology):
                 "that is not regular, or with overlap > 1), got "
                 f"{', '.join(sorted(map(str, low)))} with {self}"
             )
-        return PushSum.start(self._make_buffer, module, buckets, run, self.topology, self.overlap)
+        return PushSum.start(self.make_buffer, module, buckets, run, self.topology, self.overlap)
 
-    def _make_buffer(
-        self, values: Tensor, exchange: NeighborExchange, layout: BufferLayout
+    def make_buffer(
+        self,
+        values: Tensor,
+        exchange: NeighborExchange,
+        layout: BufferLayout,
+        *,
+        is_acknowledged: bool = False,
     ) -> RoundBuffer:
+        """Return a buffer of z; what it sends stays sent, and is kept, ``is_acknowledged``."""
         if self.transport == "symmetric_memory":
             exchange = SymmetricMemoryExchange(exchange)
+        takes_back = not is_acknowledged
         if self.compressor is None:
-            return DenseBuffer(values, exchange, snapshot=self.overlap > 1)
-        return CompressedBuffer(values, exchange, self.topology, self.compressor, layout)
+            snapshot = self.overlap > 1 or is_acknowledged
+            return DenseBuffer(values, exchange, snapshot=snapshot, takes_back=takes_back)
+        options = self.topology, self.compressor, layout
+        return CompressedBuffer(values, exchange, *options, takes_back=takes_back)
 
     def _find_compressor_error(self) -> str | None:
         if self.compressor is None:

@@ -97,6 +97,11 @@ class ElasticAverager(ModelAverager):
             os.kill(os.getpid(), signal.SIGTERM)  # to what handled it before
 
     @override
+    def flush(self) -> None:
+        with self._surviving():
+            super().flush()
+
+    @override
     def as_evaluated(self) -> tuple[list[Tensor], Tensor]:
         return self.inner.as_evaluated()
 

@@ -114,15 +114,13 @@ def _find_elastic_error(make: object, membership: object, module: object) -> str
 def _make_checked(make: Callable[[int], Any], num_ranks: int) -> Any:
     """Return the algorithm for a number of members; a ValueError if it cannot run on them."""
     made = make(num_ranks)
-    is_plain = isinstance(made, SGP) and made.overlap == 0 and made.compressor is None
-    if is_plain and made.transport == "process_group":
+    if isinstance(made, SGP) and made.transport == "process_group":
         if problem := made.validation_error(num_ranks):
             raise ValueError(problem)
         return made
     if isinstance(made, (LocalSGD, DiLoCo)) and made.is_at_once:
         return made
     raise ValueError(
-        "with membership it must be SGP or DPSGD with overlap=0 and without a compressor, or "
-        "LocalSGD or DiLoCo of whole models and without delay, as all others need all ranks to "
-        f"stay, got {made!r}"
+        "with membership it must be SGP or DPSGD over a process group, or LocalSGD or DiLoCo of "
+        f"whole models and without delay, as all others need all ranks to stay, got {made!r}"
     )

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 # No public names, which mypy asks for.
@@ -21,6 +22,7 @@ from ...comm.failures import disconnect
 from .decision import Epoch
 
 _POLL_SECONDS = 0.002
+_CONNECT_SECONDS = 1.5  # for which members that connect wait for one that does not
 
 
 class EpochGroup:
@@ -33,6 +35,8 @@ class EpochGroup:
     def __init__(self) -> None:
         self.server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._group: Callable[[], Any] = lambda: None  # a reference to the default group made here
+        self._members: tuple[str, ...] = ()  # of the last epoch
+        self._seconds = _CONNECT_SECONDS  # that they had to connect
 
     def begin(
         self,
@@ -43,14 +47,19 @@ class EpochGroup:
     ) -> None:
         """Make the group of an epoch, whose calls end after some seconds.
 
-        A RuntimeError once there is a reason to leave the epoch, before all members have come:
-        torch would wait for one that has died meanwhile until the time is over.
+        A RuntimeError once there is a reason to leave the epoch, before all members have come, or
+        if they do not connect: one may have died meanwhile. If the same members come again they
+        have twice the time to.
         """
         timeout = datetime.timedelta(seconds=seconds)
         rank = epoch.members.index(identity)
+        self._seconds = 2 * self._seconds if epoch.members == self._members else _CONNECT_SECONDS
+        self._members = epoch.members
+        connecting = datetime.timedelta(seconds=min(seconds, self._seconds))
         store: Any = self.server
         if rank > 0:
-            store = TCPStore(*epoch.address, is_master=False, timeout=timeout)
+            store = TCPStore(*epoch.address, is_master=False, timeout=connecting)
+            store.set_timeout(timeout)
         # Processes that have decided otherwise, also on who was there before, make no group.
         names = epoch.members, sorted(epoch.veterans), sorted(epoch.leaving)
         store = PrefixStore(f"epoch {epoch.number} of {json.dumps(names)}", store)
@@ -63,7 +72,11 @@ class EpochGroup:
             time.sleep(_POLL_SECONDS)
         try:
             dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=len(epoch.members), timeout=timeout
+                "gloo",
+                store=store,
+                rank=rank,
+                world_size=len(epoch.members),
+                timeout=connecting / 5,  # gloo waits five times as long for a connection
             )
         except RuntimeError:
             # torch has counted the group, and names those that it makes by their number: ranks
@@ -71,7 +84,9 @@ class EpochGroup:
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
             dist.destroy_process_group()
             raise
-        self._group = weakref.ref(dist.group.WORLD)
+        group: Any = dist.group.WORLD
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+        self._group = weakref.ref(group)
 
     def end(self) -> None:
         """Disconnect, so that no rank waits for this one, and destroy the group if there is one."""

@@ -3,14 +3,16 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 # No public names, which mypy asks for.
 from typing_extensions import override
 
 from ...comm import Collectives, Run
-from ...training import FlatBuckets, Status
+from ...training import FlatBuckets
 from ..algorithms import SGP
+from ..messages import NeighborExchange
+from ..push_sum.layout import layouts_of
 from .decision import Epoch
 from .ledger import Account, Settlement, settle
 from .members import MembersAverager, Shares, copy_tensors, gather_from_members
@@ -27,68 +29,35 @@ class PushSumMembers(MembersAverager):
         make: returns the algorithm for a number of members.
     """
 
+    inner: AcknowledgedRounds | None
+
     def __init__(
         self, make: Callable[[int], SGP], module: nn.Module, buckets: FlatBuckets, run: Run
     ) -> None:
         super().__init__(buckets, module, run)
-        self._make = make
+        self._make, self._layouts = make, layouts_of(buckets, module)
         self.account = Account()
-        self.rounds: AcknowledgedRounds | None = None
 
     @property
     def current(self) -> AcknowledgedRounds:
         """The rounds of this epoch."""
-        assert self.rounds is not None
-        return self.rounds
-
-    @property
-    @override
-    def status(self) -> Status:
-        return self.current.status
-
-    @override
-    def restore_debiased(self) -> None:
-        if self.rounds is not None:
-            self.rounds.restore_debiased()
-
-    @override
-    def before_step(self) -> None:
-        self.current.await_receipts()
-
-    @override
-    def before_update(self) -> None:
-        self.current.before_update()
-
-    @override
-    def after_update(self) -> None:
-        self.current.after_update()
+        assert self.inner is not None
+        return self.inner
 
     @override
     def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
         self.current.step_buckets(step_bucket, num_buckets)
 
     @override
-    def after_step(self) -> None:
-        self.current.after_step()
-
-    @override
-    def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        return self.current.as_merged()
-
-    @override
-    def reset(self) -> None:
-        self.current.reset()
-
-    @override
     def close(self) -> None:
-        self.rounds = None
+        self.inner = None
 
     @override
     def release(self) -> None:
         """Release what keeps the group's connections; what was sent stays until it is settled."""
-        if self.rounds is not None:
-            self.rounds.restore_debiased()
-            self.rounds.release()
+        if self.inner is not None:
+            self.inner.restore_debiased()
+            self.inner.release()
 
     @override
     def begin(self, epoch: Epoch, identity: str) -> Shares:
@@ -106,7 +75,7 @@ class PushSumMembers(MembersAverager):
 
     def _apply(self, settlement: Settlement, epoch: Epoch, own: str) -> None:
         """Take what this rank has in the new epoch, and fill the members that join."""
-        last, scale = self.rounds, len(epoch.members) / settlement.total
+        last, scale = self.inner, len(epoch.members) / settlement.total
         returned = settlement.returned[own]
         kept = dict(list(self.account.merged.items())[-_NUM_EPOCHS_KEPT:])
         account = Account(
@@ -116,14 +85,19 @@ class PushSumMembers(MembersAverager):
             settled=epoch.number,
             total=settlement.total,
         )
-        algorithm = self._make(len(epoch.members))
+        algorithm, exchange = self._make(len(epoch.members)), NeighborExchange(self.run)
+        buffers = [
+            algorithm.make_buffer(values, exchange, layout, is_acknowledged=True)
+            for values, layout in zip(self.buffers, self._layouts, strict=True)
+        ]
+        of_epoch = epoch.members, account, epoch.number, scale
         rounds = AcknowledgedRounds(
-            self.buffers, self.run, algorithm.topology, epoch.members, account, epoch.number, scale
+            buffers, exchange, algorithm.topology, algorithm.overlap, *of_epoch
         )
         if returned:
             assert last is not None
             rounds.merge_returned(last.sent_messages, returned * scale)
-        self.account, self.rounds = account, rounds
+        self.account, self.inner = account, rounds
         self.run.barrier()  # before it a rank might have mass that another one takes back
         has_mass = [settlement.weights[each] > 0 for each in epoch.members]
         leaving = [each in epoch.leaving for each in epoch.members]
@@ -131,8 +105,7 @@ class PushSumMembers(MembersAverager):
         if neighbors is not None:
             if not all(has_mass):
                 copy_tensors(rounds.exchange, self.others, neighbors)
-            rounds.take(neighbors)
-            rounds.await_receipts()
+            rounds.move(neighbors)
 
     def _start_fresh(self, members: Sequence[str]) -> Settlement:
         """Broadcast the first rank's tensors; return that all members have the weight 1."""

@@ -8,47 +8,46 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm import Run
 from ...ops import mix_
 from ..messages import NeighborExchange
 from ..messages.exchange import PendingExchange, Transfer
-from ..push_sum import DenseBuffer, PushSum
+from ..push_sum import PushSum
+from ..push_sum.buffer import RoundBuffer
 from ..topology import Neighbors, Topology
 from .ledger import Account
 
 
 class AcknowledgedRounds(PushSum):
-    """PushSum with ``overlap=0`` in which a sender knows what was merged.
+    """PushSum in which a sender knows what was merged.
 
     A round is merged by all buffers of a rank, or by none. The receivers' receipts, of 8 bytes, are
     awaited before the next round is sent, so a copy of one message is kept, as its sender's share
     of the ledger (`Account`). Ranks count rounds from 0.
 
     Args:
-        values: flat buffers that hold z.
+        buffers: of an exchange; each keeps the message that it sent last.
+        topology: as of `PushSum`, and ``overlap``.
         members: identities of the group's ranks.
         account: this rank's, updated in every round.
         epoch: its number.
         scale: push-sum weights of this epoch, over those of the account.
     """
 
-    _round_buffers: Sequence[DenseBuffer]
-
     def __init__(
         self,
-        values: Sequence[Tensor],
-        run: Run,
+        buffers: Sequence[RoundBuffer],
+        exchange: NeighborExchange,
         topology: Topology,
+        overlap: int,
         members: Sequence[str],
         account: Account,
         epoch: int,
         scale: float,
     ) -> None:
-        exchange = NeighborExchange(run)
-        buffers = [DenseBuffer(each, exchange, snapshot=True) for each in values]
-        super().__init__(buffers, exchange, topology)
+        super().__init__(buffers, exchange, topology, overlap)
         self._members, self._account = members, account
         self._epoch, self._scale = epoch, scale
+        self._sent: Neighbors | None = None  # of the round in flight, also after an error
         self._receipts: PendingExchange | None = None
         for buffer in buffers:
             buffer.weight.fill_(account.weight * scale)
@@ -63,16 +62,16 @@ class AcknowledgedRounds(PushSum):
         """The last message that was sent, of each buffer."""
         return [buffer.snapshot for buffer in self._round_buffers]
 
-    @property
-    def neighbors(self) -> Neighbors:
-        """The neighbors in the next round."""
-        return self._neighbors_of(self.round_index)
-
     @override
     def _neighbors_of(self, round_index: int) -> Neighbors:
         # After a change weights differ, and a complete round must be one of messages too.
         found = super()._neighbors_of(round_index)
         return replace(found, in_masses=(), is_complete=False)
+
+    @override
+    def before_step(self) -> None:
+        self.await_receipts()
+        super().before_step()
 
     @override
     def before_update(self) -> None:
@@ -83,13 +82,10 @@ class AcknowledgedRounds(PushSum):
     @override
     def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
         """Step each bucket, in one pass that copies it for the round after it."""
-        sends = self.run.counts.synchronizes and self._receipts is None
+        is_free = self._sent is None and not self._account.sent  # all is acknowledged
         for index, buffer in enumerate(self._round_buffers):
+            sends = self.run.counts.synchronizes and is_free
             buffer.step(partial(step_bucket, index), merges=False, sends=sends)
-
-    @override
-    def after_step(self) -> None:
-        self.take(self.neighbors)
 
     @override
     def reset(self) -> None:
@@ -104,27 +100,42 @@ class AcknowledgedRounds(PushSum):
             self._receipts = None
             self._account.sent.clear()
 
-    def take(self, neighbors: Neighbors) -> None:
-        """Take a round with neighbors.
-
-        After a PeerError z is as before; the account says what was sent, and that it was not
-        acknowledged, and what was received is not merged.
-        """
+    def move(self, neighbors: Neighbors) -> None:
+        """Take a round with other neighbors than the topology's, all ranks together."""
+        self.send(neighbors)
+        self.merge()
         self.await_receipts()
-        index, before = self.round_index, self.weight
+        for buffer in self._round_buffers:
+            buffer.release()
+
+    @override
+    def send(self, neighbors: Neighbors | None = None) -> None:
+        """Send a round, to the topology's neighbors or others, once the last one is received."""
+        self.await_receipts()
+        neighbors = neighbors or self._neighbors_of(self.round_index)
         masses = self._round_buffers[0].outgoing_mass(neighbors.shares).tolist()
         receivers = [self._members[peer] for peer in neighbors.out_peers]
         sent = {peer: mass / self._scale for peer, mass in zip(receivers, masses, strict=True)}
-        self._account.send(self._epoch, index, sent, (before - sum(masses)) / self._scale)
+        kept = (self.weight - sum(masses)) / self._scale
+        self._account.send(self._epoch, self.round_index, sent, kept)
+        self._sent, self._steps_in_flight = neighbors, 0
         for buffer in self._round_buffers:  # of all, as sending one may fail
             buffer.take_snapshot()
-        for buffer in self._round_buffers:
-            buffer.send(neighbors, index)
-        for buffer in self._round_buffers:
-            buffer.wait()
-        for buffer in self._round_buffers:
-            buffer.merge()
-        self.round_index += 1
+        self._for_each(lambda buffer: buffer.send(neighbors, self.round_index))
+
+    @override
+    def merge(self) -> None:
+        """Merge the round in flight, if any, once all its messages have arrived.
+
+        After a PeerError nothing is merged, and the account says what was sent, and that it was not
+        acknowledged.
+        """
+        if self._sent is None:
+            return
+        self.wait()
+        self._for_each(lambda buffer: buffer.merge())
+        neighbors, index, self._sent = self._sent, self.round_index, None
+        self._staleness, self.round_index = self._steps_in_flight, index + 1
         senders = [self._members[peer] for peer in neighbors.in_peers]
         self._account.merge(self._epoch, index, senders, self.weight / self._scale)
         self._exchange_receipts(neighbors, index)
@@ -139,6 +150,8 @@ class AcknowledgedRounds(PushSum):
     def release(self) -> None:
         """Release what keeps the group's connections; the last message stays."""
         self._receipts = None
+        for buffer in self._round_buffers:
+            buffer.release()
         self.exchange.failed.clear()
 
     def _exchange_receipts(self, neighbors: Neighbors, index: int) -> None:

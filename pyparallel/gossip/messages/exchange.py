@@ -18,6 +18,7 @@ from ...comm.errors import PeerError
 from ...comm.profiling import post, profiled
 from ...comm.run import Run
 from ...comm.stats import CommStats
+from ...comm.store import timeout_of
 from ...training import FlatBuckets
 from ...training.shards import as_one_replica
 from .header import MessageHeaders, RoundHeaders
@@ -62,6 +63,9 @@ class PendingExchange:
     def __post_init__(self, works: Sequence[dist.Work]) -> None:
         self._works = list(enumerate(works))
         self._is_batched = len(works) < len(self.transfers)  # NCCL returns one work for all
+        # Gloo's own may be of the time when members connected; with NCCL the host would wait.
+        is_on_cpu = bool(self._works) and self.transfers[0].tensor.is_cpu
+        self._timeout = (timeout_of(self.exchange.run.group),) if is_on_cpu else ()
 
     def wait_for_headers(self) -> None:
         """Wait as ``wait``, on gloo for the headers that are received only."""
@@ -87,7 +91,7 @@ class PendingExchange:
         for entry in [each for each in self._works if is_due(each[0])]:
             index, work = entry
             try:
-                work.wait()
+                work.wait(*self._timeout)
             except RuntimeError as error:
                 self.keep()
                 failed, num_received = self.transfers, self.num_received

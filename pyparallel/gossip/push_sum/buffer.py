@@ -24,14 +24,15 @@ class RoundBuffer(ABC):
 
     The numerator x = w * z of the papers exists only while an optimizer steps on it. A subclass
     defines what a message is and how it is sent and received.
-    ``values`` are z: flat, of a real dtype, and written in place.
+    ``values`` are z: flat, of a real dtype, and written in place. After an error what was sent is
+    part of z and w again, unless ``takes_back`` is False.
     """
 
     message_lengths = ""
     """The lengths of messages in bytes, which ranks compare; "": those of the values."""
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
+    def __init__(self, values: Tensor, *, takes_back: bool = True) -> None:
+        self.values, self._takes_back = values, takes_back
         self.weight = torch.ones((), dtype=torch.float64, device=values.device)
         self._holds_numerator = False
         self.in_flight = False
@@ -52,6 +53,19 @@ class RoundBuffer(ABC):
         After a PeerError z and w are as before the round, but other neighbors may have merged what
         this rank sent.
         """
+
+    @property
+    @abstractmethod
+    def snapshot(self) -> Tensor:
+        """The message that was sent last, as its receivers merge it."""
+
+    @abstractmethod
+    def take_snapshot(self) -> None:
+        """Prepare to send z as it is, unless that has been done."""
+
+    def release(self) -> None:
+        """Forget the round in flight, and what receivers have of z; ``snapshot`` stays."""
+        self._round, self.in_flight = None, False
 
     def reset_weight(self) -> None:
         """Set w to 1; called by all ranks together, between rounds."""

@@ -71,8 +71,10 @@ class CompressedBuffer(RoundBuffer):
         topology: Topology,
         compressor: Compressor,
         layout: BufferLayout,
+        *,
+        takes_back: bool = True,
     ) -> None:
-        super().__init__(values)
+        super().__init__(values, takes_back=takes_back)
         self._exchange = exchange
         self._topology = topology
         self._replicas = Replicas(values, layout, compressor, exchange.rank)
@@ -138,6 +140,24 @@ class CompressedBuffer(RoundBuffer):
             with profiled("pyparallel::gossip_merge"):
                 self._average(self.values, self.weight)
             self.in_flight = False
+
+    @property
+    @override
+    def snapshot(self) -> Tensor:
+        replica = self._sent_replica
+        if replica is None or replica.values is None:
+            return self.values.clone()
+        return replica.values
+
+    @override
+    def take_snapshot(self) -> None:
+        self._sent_replica = None  # z, until it is encoded
+
+    @override
+    def release(self) -> None:
+        super().release()
+        self._pending_messages = []
+        self._replicas.reset()
 
     @override
     def reset_weight(self) -> None:
@@ -257,6 +277,7 @@ class CompressedBuffer(RoundBuffer):
 
     def _cancel_send(self) -> None:
         """Undo a send's changes of z and w, also if an optimizer has changed z since."""
-        if self._sent_replica is not None and self._sent_replica.values is not None:
-            mix_(self.values, self.weight, [self._sent_replica.values], self._sent_mass.view(1))
+        replica = self._sent_replica
+        if self._takes_back and replica is not None and replica.values is not None:
+            mix_(self.values, self.weight, [replica.values], self._sent_mass.view(1))
             self._sent_replica = None

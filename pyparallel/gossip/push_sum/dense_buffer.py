@@ -26,9 +26,14 @@ class DenseBuffer(RoundBuffer):
     """
 
     def __init__(
-        self, values: Tensor, exchange: NeighborExchange, *, snapshot: bool = False
+        self,
+        values: Tensor,
+        exchange: NeighborExchange,
+        *,
+        snapshot: bool = False,
+        takes_back: bool = True,
     ) -> None:
-        super().__init__(values)
+        super().__init__(values, takes_back=takes_back)
         self._exchange = exchange
         memory = exchange.reserve([[values.nbytes]], values.device)
         self._outgoing = torch.empty_like(values) if snapshot else None
@@ -63,14 +68,14 @@ class DenseBuffer(RoundBuffer):
             self._take_back(masses)
             raise
 
+    @override
     def take_snapshot(self) -> None:
-        """Copy z as it is, unless that has been done; ``send`` then sends the copy."""
         self._message_to_send()
         self._has_snapshot = True
 
     @property
+    @override
     def snapshot(self) -> Tensor:
-        """The copy of z that was sent last; only with ``snapshot``."""
         assert self._outgoing is not None
         return self._outgoing
 
@@ -81,7 +86,8 @@ class DenseBuffer(RoundBuffer):
             self._receive()
         except PeerError:
             self._round, self.in_flight = None, False
-            self._take_back(self._sent_masses)
+            if self._takes_back:
+                self._take_back(self._sent_masses)
             raise
 
     @override

@@ -12,14 +12,17 @@ from torch import nn
 from torch.distributed import PrefixStore
 
 from pyparallel import GossipDataParallel
-from pyparallel.comm import PeerError
-from pyparallel.gossip import DPSGD, OSGP, SGP, AllReduce, GossipState
+from pyparallel.comm import PeerError, Run
+from pyparallel.compression import TopK
+from pyparallel.gossip import DPSGD, EASGD, OSGP, SGP, AllReduce, GossipState
+from pyparallel.gossip.algorithms.sgp import combine_while_adapt
 from pyparallel.gossip.membership import epochs, push_sum_members
 from pyparallel.gossip.membership.averager import ElasticAverager
 from pyparallel.gossip.membership.decision import Epoch, name_of
 from pyparallel.gossip.membership.group import EpochGroup
 from pyparallel.gossip.membership.ledger import Account
 from pyparallel.gossip.membership.members import gather_from_members
+from pyparallel.gossip.messages import NeighborExchange
 from pyparallel.gossip.topology import BaseGraph, Hypercube, OnePeerExponential
 from pyparallel.optim import SGD
 from tests.gossip.membership.service import Served, serve
@@ -31,6 +34,18 @@ class Death(BaseException):
 
 def exponential(num_ranks):
     return SGP(OnePeerExponential(num_ranks))
+
+
+def overlapping(num_ranks):
+    return SGP(OnePeerExponential(num_ranks), overlap=1)
+
+
+def delayed(num_ranks):
+    return SGP(OnePeerExponential(num_ranks), overlap=2)
+
+
+def compressing(num_ranks):
+    return SGP(OnePeerExponential(num_ranks, peers=1), compressor=TopK(0.3))
 
 
 def symmetric(num_ranks):
@@ -54,6 +69,11 @@ def step(module, optimizer, trainer, scale=1.0):
     optimizer.zero_grad()
     (scale * trainer(torch.ones(4, module[0].in_features)).square().mean()).backward()
     optimizer.step()
+
+
+def step_on(*arguments):
+    while True:
+        step(*arguments)
 
 
 def averager_of(trainer) -> ElasticAverager:
@@ -114,7 +134,7 @@ def die_at(moment, trainer):
         die()
 
     if moment == "before the round":
-        rounds.take = die
+        rounds.send = die
     elif moment == "after sending":
         for buffer in rounds._round_buffers:
             buffer.wait = die
@@ -143,6 +163,7 @@ def lose_one_after_another(address, store, rank, size, algorithm, optimizer):
         for _ in range(3):
             step(module, stepped, trainer)
         epoch = trainer.epoch
+        trainer.flush()
         averager_of(trainer).inner.current.await_receipts()
         before = held(trainer)
         if rank == dying:
@@ -150,7 +171,7 @@ def lose_one_after_another(address, store, rank, size, algorithm, optimizer):
             account, rounds = averager_of(trainer).inner.account, averager_of(trainer).inner.current
             index = rounds.round_index
             with pytest.raises(Death):
-                step(module, stepped, trainer)
+                step_on(module, stepped, trainer)
             sent = torch.cat([message.double() for message in rounds.sent_messages])
             die(trainer, membership)
             unit = 2.0**-account.exponent
@@ -199,15 +220,105 @@ def check_losses(logs):
             assert row[6].left == (f"r{dying}",)
 
 
+# --------------------------------------------------------------------- updates beside the messages
+
+RATE, NUM_STEPS = 0.25, 7
+
+
+def update_beside_messages(address, store, rank, size, overlap, optimizer):
+    """Rank 2 leaves after some steps, whose gradients are known; return what there was and is."""
+
+    def make_sgp(num_ranks):
+        return SGP(OnePeerExponential(num_ranks), overlap=overlap)
+
+    _, stepped, trainer, _ = make(
+        address, rank, make_sgp, start=size, deadline=20.0, optimizer=optimizer
+    )
+    stepped.param_groups[0]["lr"] = RATE
+    with torch.no_grad():
+        for buffer in trainer._buckets.buffers:
+            buffer.add_(rank + 1.0)
+    steps = [0, 0]  # with rank 2, and without it
+    rows = [flat_of(trainer)]
+
+    def take_step():
+        for parameter in stepped.param_groups[0]["params"]:
+            parameter.grad = torch.full_like(parameter, rank + 1.0)
+        steps[trainer.epoch > 1] += 1
+        stepped.step()
+        rows.append(flat_of(trainer))
+
+    for _ in range(NUM_STEPS):
+        take_step()
+    if rank == 2:
+        trainer.leave()
+        return rows[: NUM_STEPS + 1], steps, 0.0
+    while trainer.epoch == 1:
+        take_step()
+    for _ in range(3):
+        take_step()
+    trainer.flush()
+    last = float(trainer.push_sum_weight), float(trainer.push_sum_weight) * flat_of(trainer)
+    store.set(f"done {rank}", "")
+    store.wait(["done 0", "done 1"])
+    trainer.close()
+    return rows[: NUM_STEPS + 1], steps, last
+
+
+def flat_of(trainer):
+    return torch.cat([each.detach().double().flatten() for each in trainer._buckets.parameters])
+
+
+def follow_the_rule(z, overlap):
+    """Return z of all three ranks after each step, by the rule for all of them at once."""
+    x, w, in_flight, topology = z, torch.ones(3, 1).double(), None, OnePeerExponential(3)
+    since, number, rows = 0, 0, []
+    for _ in range(NUM_STEPS):
+        since += 1
+        merges = in_flight is not None and since >= overlap
+        sends = merges or in_flight is None
+        mixing = torch.as_tensor(topology.mixing_matrix(number)).double() if sends else None
+        x, w, in_flight = combine_while_adapt(
+            x, w, in_flight, lambda z: RATE * torch.arange(1.0, 4).double().view(3, 1).expand_as(z),
+            mixing, merges=merges,
+        )  # fmt: skip
+        number, since = number + sends, 0 if sends else since
+        rows.append(x / w)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("overlap", "optimizer"),
+    [
+        (1, torch.optim.SGD),
+        *(pytest.param(*e, marks=pytest.mark.slow) for e in [(1, SGD), (2, SGD)]),
+    ],
+)
+def test_updates_beside_messages(ranks, overlap, optimizer):
+    """Steps follow the rule, and numerators add up to those at the beginning without the updates.
+
+    In its last steps another rank may know already that rank 2 leaves.
+    Weights of three sum to 3, and of two to 2: without rank 2 they are 2/3 of what they were.
+    """
+    logs = ranks.run(3, on_service, update_beside_messages, overlap, optimizer)
+    begin, *steps = (torch.stack(rows) for rows in zip(*(log[0] for log in logs), strict=True))
+    for z, expected in zip(steps[:-overlap], follow_the_rule(begin, overlap), strict=False):
+        torch.testing.assert_close(z, expected, rtol=1e-6, atol=1e-6)
+    updates = [sum(log[1][e] * RATE * (r + 1) for r, log in enumerate(logs)) for e in (0, 1)]
+    expected = (begin.sum(0) - updates[0]) * 2 / 3 - updates[1]
+    assert sum(log[2][0] for log in logs[:2]) == pytest.approx(2, abs=1e-12)
+    torch.testing.assert_close(sum(log[2][1] for log in logs[:2]), expected, rtol=1e-6, atol=1e-5)
+
+
 # ----------------------------------------------------------------------------- joining and leaving
 
 
-def join_and_leave(address, store, rank, size):
+def join_and_leave(address, store, rank, size, algorithm, optimizer):
     """Rank 2 joins while 0 and 1 train, then rank 1 leaves; masses and means stay."""
     if rank == 2:
         store.wait(["trained"])
     module, stepped, trainer, membership = make(
-        address, rank, symmetric, start=2, deadline=20.0, optimizer=SGD
+        address, rank, algorithm, start=2, deadline=20.0, optimizer=optimizer
     )
     frozen = float(module[2].bias.sum())
     if rank < 2:
@@ -261,14 +372,30 @@ def check_joined(found):
 
 @pytest.mark.parametrize(
     ("algorithm", "optimizer"),
-    [(exponential, torch.optim.SGD), pytest.param(symmetric, SGD, marks=pytest.mark.slow)],
+    [
+        (exponential, torch.optim.SGD),
+        (overlapping, SGD),
+        (compressing, torch.optim.SGD),
+        pytest.param(symmetric, SGD, marks=pytest.mark.slow),
+        pytest.param(delayed, torch.optim.SGD, marks=pytest.mark.slow),
+        pytest.param(overlapping, torch.optim.SGD, marks=pytest.mark.slow),
+        pytest.param(compressing, SGD, marks=pytest.mark.slow),
+    ],
 )
 def test_members_die(ranks, algorithm, optimizer):
     check_losses(ranks.run(5, on_service, lose_one_after_another, algorithm, optimizer))
 
 
-def test_members_join_and_leave(ranks):
-    check_joined(ranks.run(3, on_service, join_and_leave))
+@pytest.mark.parametrize(
+    ("algorithm", "optimizer"),
+    [
+        (symmetric, SGD),
+        pytest.param(overlapping, torch.optim.SGD, marks=pytest.mark.slow),
+        pytest.param(compressing, SGD, marks=pytest.mark.slow),
+    ],
+)
+def test_members_join_and_leave(ranks, algorithm, optimizer):
+    check_joined(ranks.run(3, on_service, join_and_leave, algorithm, optimizer))
 
 
 # ------------------------------------------------------------------------- groups that are not made
@@ -300,6 +427,59 @@ def begin_after_a_failure(address, store, rank, size):
 
 def test_a_group_is_made_after_one_that_was_not(ranks):
     assert ranks.run(2, on_service, begin_after_a_failure) == [2.0, 2.0]
+
+
+class DyingStore(dist.Store):
+    """A store in which a rank publishes its address, and then ends."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+
+    def set(self, key, value):
+        self.store.set(key, value)
+
+    def wait(self, *_):
+        raise RuntimeError("gloo's last moment")
+
+
+def connect_without_one(address, store, rank, size):
+    """Rank 2 dies while gloo connects, until another one has waited for its connection.
+
+    Which of two ranks begins a connection is by chance; where the dead one does not, it is refused.
+    """
+    group, make, rounds = EpochGroup(), dist.init_process_group, itertools.count(1)
+    store.set(f"port {rank}", str(group.server.port))
+    host, members = ("127.0.0.1", int(store.get("port 0"))), ("r0", "r1", "r2")
+
+    def end(*arguments, store, world_size, **options):
+        store = DyingStore(store) if world_size == 3 else store
+        make(*arguments, store=store, world_size=world_size, **options)
+
+    for number in rounds:
+        text = ""
+        try:
+            with mock.patch.object(dist, "init_process_group", end if rank == 2 else make):
+                group.begin(Epoch(number, members, host), members[rank], 600.0)
+        except RuntimeError as error:
+            text = str(error)
+        group.end()
+        store.set(f"{number} {rank}", text)
+        if any(b"Connect timeout" in store.get(f"{number} {each}") for each in range(size)):
+            break
+    if rank < 2:
+        group.begin(Epoch(number + 1, members[:2], host), members[rank], 600.0)
+        time.sleep(rank)  # longer than a message may take while members connect
+        exchange, peer = NeighborExchange(Run()), [1 - rank]
+        received = exchange.swap([torch.tensor([rank + 1.0])], peer, peer).wait()
+        group.end()
+        return received.messages[0][0].item()
+    return None
+
+
+def test_a_member_dies_while_all_connect(ranks):
+    """Its death is found long before the deadline, which is then that of messages."""
+    assert ranks.run(3, on_service, connect_without_one) == [2.0, 1.0, None]
 
 
 # ------------------------------------------------------------------------------------------ misuse
@@ -373,7 +553,7 @@ def test_processes_that_do_not_fit(ranks):
         (lambda n: SGP(Hypercube(n)), ValueError, "got for 3: num_ranks must be a power of two"),
         (lambda n: AllReduce(), ValueError, "as all others need all ranks to stay, got AllReduce"),
         (lambda n: OSGP(OnePeerExponential(n)), ValueError, "all ranks to stay, got OSGP"),
-        (lambda n: SGP(OnePeerExponential(n), overlap=1), ValueError, "with overlap=0"),
+        (lambda n: EASGD(), ValueError, "all ranks to stay, got EASGD"),
         (lambda n: SGP(OnePeerExponential(4)), ValueError, "for the process group's 1 ranks"),
     ],
 )
