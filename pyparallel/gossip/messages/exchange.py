@@ -64,8 +64,9 @@ class PendingExchange:
         self._works = list(enumerate(works))
         self._is_batched = len(works) < len(self.transfers)  # NCCL returns one work for all
         # Gloo's own may be of the time when members connected; with NCCL the host would wait.
-        is_on_cpu = bool(self._works) and self.transfers[0].tensor.is_cpu
-        self._timeout = (timeout_of(self.exchange.run.group),) if is_on_cpu else ()
+        on_cpu = bool(works) and self.transfers[0].tensor.is_cpu
+        by_gloo = on_cpu and isinstance(works[0], dist.Work)
+        self._timeout = (timeout_of(self.exchange.run.group),) if by_gloo else ()
 
     def wait_for_headers(self) -> None:
         """Wait as ``wait``, on gloo for the headers that are received only."""
