@@ -4,7 +4,8 @@ Processes train digits under a lighthouse (``membership=``), and end at random m
 killed or stopped, raise, exit, or get a SIGTERM and leave. Each is started again at once, or goes
 on once it has been left behind. Who ends and when is drawn: times between two faults are
 exponential, with a mean in steps of a rank. Steps sleep, so that those of several processes fit on
-one core. The peer is torchft: its Manager over gloo, whose steps count if it commits them.
+one core. The peer is torchft: its Manager over gloo, whose steps count if it commits them. In a
+calm run nobody ends: it also takes SGP of a fixed group, for what a membership costs.
 
 Of one run: how many changes, whether any process has hung, by how much push-sum weights of an epoch
 differ from their number, the share of steps whose round was averaged or committed, steps per living
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.harness.program import compare
@@ -50,7 +52,7 @@ FIELDS = [
 ]  # fmt: skip
 KINDS = ["kill", "stop", "raise", "exit", "leave"]
 HELD_OUT = 300
-TORCHFT = "torchft"
+TORCHFT, FIXED = "torchft", "SGP, all ranks"
 
 
 class Case(NamedTuple):
@@ -74,6 +76,7 @@ CASES = {
 ALGORITHMS: dict[str, Any] = {
     "SGP": lambda num_ranks: SGP(OnePeerExponential(num_ranks)),
     "DiLoCo": DiLoCo(interval=10),
+    FIXED: lambda num_ranks: SGP(OnePeerExponential(num_ranks)),
     TORCHFT: None,
 }
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -148,7 +151,8 @@ def train(name: str, folder: Path, address: str, algorithm: str, start: int, cas
     generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4)))
     module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     write(ready=True)
-    make = with_torchft if algorithm == TORCHFT else partial(with_members, ALGORITHMS[algorithm])
+    makes = {TORCHFT: with_torchft, FIXED: partial(with_all_ranks, folder)}
+    make = makes.get(algorithm, partial(with_members, ALGORITHMS[algorithm]))
     model, optimizer, begin_step, columns, leave = make(module, name, address, start, case, write)
     write(member=True, **columns, **held())
     while not (folder / "stop").exists():
@@ -189,6 +193,17 @@ def with_members(
         return lambda: trainer.epoch == epoch
 
     return Training(trainer, optimizer, begin, columns, trainer.leave)
+
+
+def with_all_ranks(
+    folder: Path, module: nn.Module, name: str, address: str, start: int, case: Case, write: Write
+) -> Training:
+    """Train without membership, which only a calm run survives."""
+    dist.init_process_group("gloo", f"file://{folder}/ranks", rank=int(name[1:]), world_size=start)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    trainer = GossipDataParallel(module, optimizer, ALGORITHMS[FIXED](start))
+    columns = {"weight": float(trainer.push_sum_weight), "epoch": 0}
+    return Training(trainer, optimizer, lambda: lambda: True, columns, dist.destroy_process_group)
 
 
 def with_torchft(

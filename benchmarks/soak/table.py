@@ -25,5 +25,6 @@ def by_case(rows: Sequence[Row]) -> str:
             f"{100 * float(row['accuracy']):.1f} %",
         ]
         for row in rows
+        if row["case"] != "calm"
     ]
     return markdown_table(head, lines)
