@@ -3,9 +3,9 @@
 What does each recipe of ``examples/language_model.py`` make of half a minute? A Llama of 0.9
 million parameters on Python's source text: four gloo ranks of one thread, each in a network
 namespace of its own, on links of three rates. All train for as many seconds, on 8 windows of 128
-bytes a rank and step, or a pipeline of four stages on 32 as eight microbatches; the learning rate is that of the
-recipe, after its warm-up. ``torch 1F1B`` is ``torch.distributed.pipelining`` with the same stages,
-its gradients clipped by stage. The held-out loss is that of the ranks' average.
+bytes a rank and step, or a pipeline of four stages on 32 as eight microbatches; the learning rate
+is that of the recipe, after its warm-up. ``torch 1F1B`` is ``torch.distributed.pipelining`` with
+the same stages, its gradients clipped by stage. The held-out loss is that of the ranks' average.
 
 Rows go to ``benchmarks/results/recipes.csv``; those that are there are kept.
 """
