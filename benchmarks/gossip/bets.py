@@ -1,10 +1,10 @@
 """``python -m benchmarks.gossip.bets [predict] [check] [--ranks 2 4] [--dry-run]``.
 
 Bets of the simulator on real runs of gloo processes. ``predict`` measures a profile (computing, the
-optimizer's step, encoding, the link) and writes the seconds a step that the simulator predicts from
-it; ``check`` trains, and writes what a step took beside that. So predictions may be committed
-before the runs that check them. Links of limited rate are network namespaces, which need root.
-Rows: ``benchmarks/results/bets.csv``.
+link, encoding, and what 20 steps of the algorithm take beside these and waiting) and writes the
+seconds a step that the simulator predicts from it; ``check`` trains, and writes what a step took
+beside that. So predictions may be committed before the runs that check them. Links of limited rate
+are network namespaces, which need root. Rows: ``benchmarks/results/bets.csv``.
 """
 
 import statistics
@@ -106,23 +106,26 @@ def measure_profile(rank: int, bet: Bet) -> tuple[Profile, float]:
     training.step()
     alone = mean_over_ranks(repeated(training.step, 2 if bet.is_dry else 10))
     parameters = list(bet.model.build().parameters())
-    flat, other = (torch.zeros(sum(each.numel() for each in parameters)) for _ in range(2))
+    flat = torch.zeros(sum(each.numel() for each in parameters))
     for each in parameters:
         each.grad = torch.zeros_like(each)
     optimizer = torch.optim.SGD(parameters, lr=1e-6)
     stepping = mean_over_ranks(repeated(optimizer.step, 3))
     algorithm = ALGORITHMS[bet.algorithm](bet.ranks)
-    merging = 0.0
-    if not isinstance(algorithm, AllReduce | LocalSGD | NoLoCo):  # averages each step
-        merging = mean_over_ranks(repeated(lambda: flat.lerp_(other, 0.5), 3))
+    # What real steps take beside computing and waiting: the trainer's passes, merges and copies.
+    taken = Training(bet.model, Method(bet.algorithm, by_gossip(ALGORITHMS[bet.algorithm])))
+    own = []
+    for _ in range(2 + (4 if bet.is_dry else 20)):
+        own.append(timed(taken.step) - taken.waiting_seconds())
+    taken.finish()
+    beside = mean_over_ranks(statistics.fmean(own[2:])) - alone
     encoding, compressor = 0.0, getattr(algorithm, "compressor", None)
     if compressor is not None:
         encoding = mean_over_ranks(repeated(coding_of(compressor, flat), 3))
     whole, latency = (mean_over_ranks(repeated(shift(numel), 5)) for numel in (flat.numel(), 1))
     rate = 4 * flat.numel() / max(whole - latency, 1e-9)
-    profile = Profile(
-        max(alone - stepping, 0.0), 1 / 3, encoding, stepping + merging, rate, latency
-    )
+    computing, stepping = max(alone - stepping, 0.0), max(stepping + beside - encoding, 0.0)
+    profile = Profile(computing, 1 / 3, encoding, stepping, rate, latency)
     return profile, 4.0 * flat.numel()
 
 

@@ -306,3 +306,20 @@ def scale(rows: Sequence[Row]) -> str:
         head = [f"rate of one rank, {scaling} in the ranks", *(f"{each} ranks" for each in counts)]
         parts.append(tables.markdown_table(head, lines))
     return "\n".join(parts)
+
+
+def bets(rows: Sequence[Row]) -> str:
+    """Return what each bet has predicted and what its run took, in ms, and the error of it."""
+    cases = list(product(tables.grouped(rows, "link"), tables.grouped(rows, "stragglers")))
+    lines = []
+    for algorithm, own in tables.grouped(rows, "algorithm").items():
+        cells = [tables.where(own, link=link, stragglers=law) for link, law in cases]
+        lines.append([f"`{algorithm}`", *(_bet(*found) if found else "" for found in cells)])
+    head = [f"{link}, {law.replace('none', 'no stragglers')}" for link, law in cases]
+    return tables.markdown_table(["", *head], lines)
+
+
+def _bet(row: Row) -> str:
+    measured, error = row["measured_ms"], row["error"]
+    found = f"{float(measured):.0f} ({100 * float(error):+.0f} %)" if error else "?"
+    return f"{float(row['predicted_ms']):.0f}, {found}"
