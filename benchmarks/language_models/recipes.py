@@ -1,6 +1,6 @@
 """``python -m benchmarks.language_models.recipes [--links ...] [--methods ...] [--seeds 0]``.
 
-What does each recipe of ``examples/language_model.py`` make of half a minute? A Llama of 0.9
+What does each recipe of ``examples/language_model.py`` make of 20 seconds? A Llama of 0.9
 million parameters on Python's source text: four gloo ranks of one thread, each in a network
 namespace of its own, on links of three rates. All train for as many seconds, on 8 windows of 128
 bytes a rank and step, or a pipeline of four stages on 32 as eight microbatches; the learning rate
@@ -41,7 +41,7 @@ FIELDS = [
     "seconds", "tokens_per_second", "bits_per_parameter", "training_bits", "held_out_bits",
     "machine", "torch", "transformers", "commit",
 ]  # fmt: skip
-RANKS, WINDOWS, SECONDS = 4, 8, 30  # windows of a rank and step
+RANKS, WINDOWS, SECONDS = 4, 8, 20  # windows of a rank and step
 LINKS = {"10 Mbit/s": 10, "100 Mbit/s": 100, "1000 Mbit/s": 1000}
 TORCH = "torch 1F1B"
 METHODS = ["ddp", "compressed", "gossip", "diloco", TORCH, "pipeline", "mesh"]
