@@ -323,3 +323,20 @@ def _bet(row: Row) -> str:
     measured, error = row["measured_ms"], row["error"]
     found = f"{float(measured):.0f} ({100 * float(error):+.0f} %)" if error else "?"
     return f"{float(row['predicted_ms']):.0f}, {found}"
+
+
+def bet_errors(rows: Sequence[Row]) -> str:
+    """Return quantiles of the errors of bets, and of their parts, in percent of a measured step."""
+    found: dict[str, list[float]] = {"a step": [], "waiting": [], "the rest of a step": []}
+    for row in rows:
+        whole, waiting = (
+            float(row[f"predicted_{part}ms"]) - float(row[f"measured_{part}ms"])
+            for part in ("", "waiting_")
+        )
+        for errors, error in zip(found.values(), (whole, waiting, whole - waiting), strict=True):
+            errors.append(100 * abs(error) / float(row["measured_ms"]))
+    lines = []
+    for part, errors in found.items():
+        tenths = statistics.quantiles(errors, n=10, method="inclusive")
+        lines.append([part, f"{tenths[4]:.1f} %", f"{tenths[8]:.1f} %"])
+    return tables.markdown_table(["error of", "half are below", "nine in ten are below"], lines)
