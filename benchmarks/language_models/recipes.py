@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.harness.libraries import load
 from benchmarks.harness.link import Rendezvous, limited_links
-from benchmarks.harness.program import compare, find_link_runs, prepare_for_ranks
+from benchmarks.harness.program import compare, prepare_for_ranks
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.rows import RESULTS, Row, RunRows, machine
 from benchmarks.language_models.table import by_link
@@ -169,8 +170,7 @@ class Run(NamedTuple):
 
 
 def find_runs(options: argparse.Namespace) -> Iterator[Run]:
-    for run in find_link_runs(0, options):
-        yield Run(run.link, run.method, run.seed)
+    yield from starmap(Run, product(options.links, options.methods, options.seeds))
 
 
 def perform(run: Run, place: AbstractContextManager[Rendezvous] | None = None) -> Row:
