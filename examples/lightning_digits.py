@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 2 examples/lightning_digits.py
 
 import lightning
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -44,9 +45,9 @@ test = DataLoader(TensorDataset(images[1536:]), batch_size=32)
 autoencoder = LitAutoEncoder()
 options = {"accelerator": "cpu", "devices": 2, "log_every_n_steps": 1}
 options |= {"enable_progress_bar": False, "enable_model_summary": False}
-options |= {"default_root_dir": "runs/lightning"}
 trainer = lightning.Trainer(
     max_epochs=2,
+    logger=CSVLogger("runs/lightning"),
     strategy=GossipStrategy(lambda n: SGP(topology.OnePeerExponential(n), overlap=1)),  # was "ddp"
     **options,
 )
@@ -57,6 +58,7 @@ trainer.print(f"loss {before:.2f}, after 2 epochs loss {trainer.callback_metrics
 path = trainer.checkpoint_callback.best_model_path  # .../epoch=1-step=48.ckpt
 trainer = lightning.Trainer(
     max_epochs=8,
+    logger=CSVLogger("runs/lightning"),
     strategy=GossipStrategy(lambda n: SGP(topology.OnePeerExponential(n), overlap=1)),
     **options,
 )
