@@ -9,6 +9,7 @@ A recipe is a file in examples/recipes, or one of yours; every key of it is a fl
 Python's own source, as bytes, or that of --text. --resume goes on from the last checkpoint.
 """
 
+import dataclasses
 import itertools
 import math
 import sys
@@ -39,7 +40,8 @@ def main():
     size = sum(each.numel() for each in model.parameters())
     training = METHODS[recipe.method](model, recipe)
     draw = torch.Generator().manual_seed(options.seed + 1000 * training.replica)
-    first = load(training, draw, options.out) if options.resume else begin(options.out)
+    resumes = options.resume
+    first = load(training, draw, recipe, options.out) if resumes else begin(options.out)
     if dist.get_rank() == 0:
         whole = build_model(recipe, corpus.vocabulary)  # for samples, and to be saved
         print(f"{recipe.model} of {size / 1e6:.1f} M parameters by {options.recipe}, ", end="")
@@ -64,7 +66,7 @@ def main():
                     show_sample(whole, corpus, step)
                 meter.restart()
             if step % recipe.save_every == 0 or step == recipe.steps:
-                save(step, training, draw, options.out)
+                save(step, training, draw, recipe, options.out)
                 meter.restart()
     if dist.get_rank() == 0:
         disable_progress_bar()
@@ -191,9 +193,10 @@ def begin(folder: Path) -> int:
     return 0
 
 
-def save(step: int, training: Any, draw: torch.Generator, folder: Path) -> None:
+def save(step: int, training: Any, draw: torch.Generator, recipe: Recipe, folder: Path) -> None:
     """Write a file of each rank; the step's folder has its name once all are complete."""
     state = {"step": step, "training": training.state_dict(), "draw": draw.get_state()}
+    state["recipe"] = dataclasses.asdict(recipe)
     new, complete = folder / "checkpoint.new", folder / f"step-{step:07}"
     new.mkdir(parents=True, exist_ok=True)
     torch.save(state, new / f"rank-{dist.get_rank()}-of-{dist.get_world_size()}.pt")
@@ -203,7 +206,7 @@ def save(step: int, training: Any, draw: torch.Generator, folder: Path) -> None:
     dist.barrier()
 
 
-def load(training: Any, draw: torch.Generator, folder: Path) -> int:
+def load(training: Any, draw: torch.Generator, recipe: Recipe, folder: Path) -> int:
     """Load the last checkpoint of this rank; return its step."""
     found = sorted(folder.glob("step-*"))
     if not found:
@@ -212,6 +215,15 @@ def load(training: Any, draw: torch.Generator, folder: Path) -> int:
     if not path.exists():
         sys.exit(f"--resume needs as many ranks as have saved {found[-1]}, which lacks {path.name}")
     state = torch.load(path, map_location="cpu")
+    for key, value in dataclasses.asdict(recipe).items():
+        may_differ = key == "steps" or key.endswith("_every")
+        if not may_differ and value != state["recipe"][key]:
+            saved = state["recipe"][key]
+            sys.exit(
+                f"--resume needs the recipe of {found[-1]}, whose {key} is {saved}, got {value}"
+            )
+    if dist.get_rank() == 0:
+        print(f"Going on after step {state['step']}, from {found[-1]}")
     training.load_state_dict(state["training"])
     draw.set_state(state["draw"])
     return state["step"]

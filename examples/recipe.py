@@ -11,6 +11,7 @@ from typing import Any
 from ranks import make_parser
 
 FOLDER = Path(__file__).parent / "recipes"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.toml"))
 CHOICES = {
     "method": ("ddp", "compressed", "gossip", "diloco", "pipeline", "mesh"),
     "model": ("gpt2", "llama"),
@@ -55,11 +56,10 @@ class Recipe:
 
 def read_options(description: str) -> tuple[Recipe, argparse.Namespace]:
     """Return the recipe that the command line names, with its flags, and the other options."""
-    names = sorted(path.stem for path in FOLDER.glob("*.toml"))
     parser = make_parser(description)
     parser.set_defaults(out=None)
     parser.add_argument(
-        "--recipe", default="gossip", help=f"a file, or {', '.join(names)} (default: %(default)s)"
+        "--recipe", default="gossip", help=f"a file, or {', '.join(NAMES)} (default: %(default)s)"
     )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     for field in dataclasses.fields(Recipe):
@@ -80,7 +80,8 @@ def read_options(description: str) -> tuple[Recipe, argparse.Namespace]:
 def read(path: Path) -> dict[str, Any]:
     """Return the keys and values of a recipe's file."""
     if not path.exists():
-        raise ValueError(f"--recipe must name a file, got {path}, which does not exist")
+        rule = f"--recipe must be one of {', '.join(NAMES)}, or a file"
+        raise ValueError(f"{rule}, got {path}, which does not exist")
     try:
         values = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:

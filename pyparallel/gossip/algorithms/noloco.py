@@ -101,10 +101,13 @@ class NoLoCo(Periodic, OnTopology):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PeriodicAverager:
-        options = self.compressor, self.pull_turns, self.num_fragments
-        pairs = Pairs(NeighborExchange(run), self.topology, *options)
-        make_rule = partial(NoLoCoRule, self)
+        make_rule, pairs = partial(NoLoCoRule, self), self.start_averages(run)
         return PeriodicAverager(self, self.interval, make_rule, module, buckets, run, average=pairs)
+
+    def start_averages(self, run: Run) -> Pairs:
+        """Return the averages over pairs of a group's ranks."""
+        options = self.compressor, self.pull_turns, self.num_fragments
+        return Pairs(NeighborExchange(run), self.topology, *options)
 
 
 class NoLoCoRule(OuterRule):

@@ -179,27 +179,38 @@ class PeriodicAverager(ModelAverager):
         return list(zip(self._fragments, outer, in_flight, strict=True))
 
     def state_to_fill(self) -> dict[str, Any]:
-        """Return the state that is equal on all ranks between two outer steps of whole models."""
+        """Return the state of whole models that another rank goes on from, between outer steps."""
         common = {} if self.store is None else self.store.common_state()
         (whole,) = self._fragments
         return {"steps": self._steps, "outer": whole.rule.state_dict(), "common": common}
 
-    def regroup(self, store: StateStore | None, filled: dict[str, Any] | None) -> None:
+    def regroup(
+        self,
+        store: StateStore | None,
+        filled: dict[str, Any] | None,
+        average: Pairs | None = None,
+    ) -> None:
         """Go on in the run's group of now, all its ranks together.
 
         Args:
             store: of the compressor's states, which are copied.
             filled: ``state_to_fill`` of another rank, to go on from; None: from this rank's.
+            average: over pairs, with states of its own; None: over all ranks.
         """
         run, device = self.run, self.buffers[0].device
         if filled is not None:
             self._steps = filled["steps"]
             (whole,) = self._fragments
             whole.rule.load_state_dict(filled["outer"])
-        if store is not None:
+        if average is None and store is not None:
             common = None if filled is None else filled["common"]
             store = store.copy(run.group_rank, run.size, common)
-        self._average = AllRanks(run, device, self._options.compressor, False, store)
+        compressor = self._options.compressor
+        self._average = average or AllRanks(run, device, compressor, False, store)
+
+    def skip_outer_steps(self, number: int) -> None:
+        """Count outer steps that other ranks have taken, and this one has not."""
+        self._steps += number * self._interval
 
     @override
     def reset(self) -> None:

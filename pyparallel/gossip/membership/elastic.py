@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, wrong_type
-from ..algorithms import SGP, Algorithm, DiLoCo, LocalSGD
+from ..algorithms import SGP, Algorithm, DiLoCo, LocalSGD, NoLoCo
 from .averager import ElasticAverager
 from .base import Membership
 from .members import MembersAverager
@@ -29,8 +29,8 @@ class Elastic(Algorithm):
     """An algorithm for whatever members there are.
 
     Args:
-        make: returns the algorithm for a number of members: SGP or DPSGD, or always the same one of
-            outer steps.
+        make: returns the algorithm for a number of members: SGP, DPSGD or NoLoCo, or always the
+            same one of outer steps.
         membership: tells them.
         config: (name, value) pairs that a member must have; set by the trainer.
     """
@@ -51,13 +51,14 @@ class Elastic(Algorithm):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ElasticAverager:
-        made: Any = self.make(1)
+        make = partial(_make_checked, self.make)
+        made = make(1)
         inner: MembersAverager
         if isinstance(made, SGP):
-            inner = PushSumMembers(partial(_make_checked, self.make), module, buckets, run)
+            inner = PushSumMembers(make, module, buckets, run)
         else:
             start = partial(made.start, module, optimizer, buckets, run)
-            inner = OuterStepMembers(made.interval, start, module, buckets, run)
+            inner = OuterStepMembers(make, start, module, buckets, run)
         return ElasticAverager(inner, self.membership, self.config)
 
 
@@ -66,7 +67,7 @@ def make_elastic(algorithm: Any, membership: Any, process_group: object, module:
     if process_group is not None:
         rule = "process_group, mesh and replica_ranks must be None with membership"
         raise ValueError(f"{rule}, which makes groups")
-    is_of_all = isinstance(algorithm, Algorithm) and not isinstance(algorithm, SGP)
+    is_of_all = isinstance(algorithm, Algorithm) and not isinstance(algorithm, (SGP, NoLoCo))
     make = (lambda num_ranks: algorithm) if is_of_all else algorithm
     raise_own(_find_elastic_error(make, membership, module))
     return Elastic(make, membership)
@@ -82,7 +83,7 @@ def _find_elastic_error(make: object, membership: object, module: object) -> str
     """Return why members cannot come and go with an algorithm and a module, or None."""
     if not isinstance(membership, Membership):
         return wrong_type("membership", "an object such as Lighthouse()", membership)
-    if isinstance(make, SGP) or not callable(make):
+    if isinstance(make, (SGP, NoLoCo)) or not callable(make):
         example = "lambda num_ranks: SGP(OnePeerExponential(num_ranks))"
         rule = f"a function of the number of members with membership, as {example}, or DiLoCo()"
         return wrong_type("algorithm", rule, make)
@@ -104,7 +105,10 @@ def _find_elastic_error(make: object, membership: object, module: object) -> str
             made = _make_checked(make, num_ranks)
             first = first or made
             are_sgp = isinstance(made, SGP) and isinstance(first, SGP)
-            if not are_sgp and made.config_fields() != first.config_fields():
+            alike = made
+            if isinstance(made, NoLoCo) and isinstance(first, NoLoCo):
+                alike = replace(made, topology=first.topology)
+            if not are_sgp and alike.config_fields() != first.config_fields():
                 raise ValueError(f"outer steps must be the same for all, got {made!r}")
         except (ValueError, TypeError) as error:
             return f"algorithm must be made for any number of members, got for {num_ranks}: {error}"
@@ -114,13 +118,15 @@ def _find_elastic_error(make: object, membership: object, module: object) -> str
 def _make_checked(make: Callable[[int], Any], num_ranks: int) -> Any:
     """Return the algorithm for a number of members; a ValueError if it cannot run on them."""
     made = make(num_ranks)
-    if isinstance(made, SGP) and made.transport == "process_group":
+    is_sgp = isinstance(made, SGP) and made.transport == "process_group"
+    if is_sgp or (isinstance(made, NoLoCo) and made.is_at_once):
         if problem := made.validation_error(num_ranks):
             raise ValueError(problem)
         return made
     if isinstance(made, (LocalSGD, DiLoCo)) and made.is_at_once:
         return made
     raise ValueError(
-        "with membership it must be SGP or DPSGD over a process group, or LocalSGD or DiLoCo of "
-        f"whole models and without delay, as all others need all ranks to stay, got {made!r}"
+        "with membership it must be SGP or DPSGD over a process group, or LocalSGD, DiLoCo or "
+        "NoLoCo of whole models and without delay, as all others need all ranks to stay, got "
+        f"{made!r}"
     )

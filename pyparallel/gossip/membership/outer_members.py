@@ -1,4 +1,4 @@
-"""Outer steps, as of DiLoCo and LocalSGD, of members that come and go."""
+"""Outer steps, as of DiLoCo, LocalSGD and NoLoCo, of members that come and go."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,8 +12,10 @@ from typing_extensions import override
 from ...comm import Run
 from ...compression.state_store import StateStore
 from ...training import FlatBuckets
+from ..algorithms import NoLoCo
 from ..algorithms.periodic import PeriodicAverager
 from ..messages import NeighborExchange
+from ..messages.averages import Pairs
 from .decision import Epoch
 from .members import MembersAverager, Shares, copy_tensors, gather_from_members
 from .moves import move_mass
@@ -45,8 +47,12 @@ class OuterStepMembers(MembersAverager):
     of the next epoch take it. A process that joins is filled by a member: with its weights, and the
     state of its outer optimizer. What error feedback holds stays where it is.
 
+    NoLoCo's are taken in pairs. A member that is interrupted in one takes it alone, as one without
+    a partner does; those that have taken fewer then count as many as the others, so that all draw
+    the same pairs. What compressors hold is forgotten.
+
     Args:
-        interval: steps between two outer steps.
+        make: returns the algorithm for a number of members.
         start: returns the averager of outer steps, in the run's group.
     """
 
@@ -54,14 +60,14 @@ class OuterStepMembers(MembersAverager):
 
     def __init__(
         self,
-        interval: int,
+        make: Callable[[int], Any],
         start: Callable[[], PeriodicAverager],
         module: nn.Module,
         buckets: FlatBuckets,
         run: Run,
     ) -> None:
         super().__init__(buckets, module, run)
-        self._interval, self._start = interval, start
+        self._make, self._start, self._interval = make, start, make(1).interval
         self._has_started = self._is_filled = False
         self._before: StateStore | None = None  # the compressor's, before the outer step
 
@@ -89,12 +95,19 @@ class OuterStepMembers(MembersAverager):
         self.run.regroup(compares_steps=False)
         if not self._has_started:
             self.inner, self._has_started = self._start(), True
+        made, pairs = self._make(len(epoch.members)), None
+        if isinstance(made, NoLoCo):
+            if self.is_interrupted:
+                self.inner.regroup(None, None, Pairs(NeighborExchange(self.run), matching=None))
+                self.after_step()
+            pairs = made.start_averages(self.run)
         state, tensors = encode(self.inner.state_to_fill())
         is_member = self._is_filled and identity in epoch.veterans
         num_taken = (self.inner.num_steps - self.is_interrupted) // self._interval
         own = Progress(is_member, self._is_filled, num_taken, self.is_interrupted, state)
         found = [Progress(*each) for each in gather_from_members(own, epoch.members).values()]
-        neighbors = move_mass(self.run.rank, find_sources(found), [False] * len(found))
+        sources = find_sources(found, are_equal=pairs is None)
+        neighbors = move_mass(self.run.rank, sources, [False] * len(found))
         store, received = self._before or self.inner.store, None
         if neighbors is not None:
             if neighbors.in_peers:
@@ -106,20 +119,24 @@ class OuterStepMembers(MembersAverager):
             copy_tensors(NeighborExchange(self.run), live, neighbors)
             if neighbors.in_peers:
                 self.is_interrupted = source.is_interrupted
-        self.inner.regroup(store, received)
+        self.inner.regroup(store, received, pairs)
+        num_taken = (self.inner.num_steps - self.is_interrupted) // self._interval
+        most = max(each.num_taken for each, fills in zip(found, sources, strict=True) if fills)
+        self.inner.skip_outer_steps(most - num_taken)
         self._is_filled, self._before = True, None
         return Shares()
 
 
-def find_sources(found: Sequence[Progress]) -> list[bool]:
-    """Return whether each member has what all are to have, and fills those that have not.
+def find_sources(found: Sequence[Progress], are_equal: bool) -> list[bool]:
+    """Return whether each member has what it goes on from, and fills those that have not.
 
-    Those are the members that have taken the most outer steps; without any member the process that
-    has taken the most, as all have other weights; at the beginning the first.
+    If all are to be equal, those are the members that have taken the most outer steps, otherwise
+    all. Without any member it is the process that has taken the most, as all have other weights; at
+    the beginning the first.
     """
     most = max((each.num_taken for each in found if each.is_member), default=None)
     if most is not None:
-        return [each.is_member and each.num_taken == most for each in found]
+        return [each.is_member and (each.num_taken == most or not are_equal) for each in found]
     order = [(each.is_filled, each.num_taken) for each in found]
     return [rank == order.index(max(order)) for rank in range(len(found))]
 

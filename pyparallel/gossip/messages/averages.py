@@ -135,6 +135,7 @@ class Pairs:
     """Averages with one partner of a matching, which changes with each.
 
     Args:
+        matching: None: nobody has a partner.
         compressor: of the differences to other tensors, which may differ between partners; None:
             none. Then of these tensors only one slice is averaged, which is sent as it is.
         turns: in how many averages each slice has had its turn.
@@ -146,7 +147,7 @@ class Pairs:
     def __init__(
         self,
         exchange: NeighborExchange,
-        matching: Matching,
+        matching: Matching | None,
         compressor: Compressor | None = None,
         turns: int = 1,
         interleaved: int = 1,
@@ -176,7 +177,8 @@ class Pairs:
 
         The tensors must not be written before.
         """
-        partner = self._matching.partner(self._exchange.rank, index)
+        rank, matching = self._exchange.rank, self._matching
+        partner = None if matching is None else matching.partner(rank, index)
         if partner is None:
             return lambda: list(tensors)
 

@@ -1,7 +1,8 @@
-"""Outer steps of members that die, join, lose an answer and leave, against the rule written out."""
+"""Outer steps of members that die, join, lose an answer and leave, against rules written out."""
 
 import itertools
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from pyparallel.comm import PeerError
 from pyparallel.compression import ErrorFeedback, TopK
 from pyparallel.gossip import DiLoCo, LocalSGD, NoLoCo, StreamingDiLoCo
 from pyparallel.gossip.algorithms.fragments import Fragment
+from pyparallel.gossip.algorithms.periodic import PeriodicAverager
 from pyparallel.gossip.messages.averages import AllRanks
 from pyparallel.gossip.topology import RandomMatching
 from pyparallel.optim import SGD
@@ -49,7 +51,7 @@ def flat(tensors):
 
 
 @contextmanager
-def written(rows):
+def written(rows, members):
     """Have rows get what this rank sends in outer steps, and what it has after each."""
     start, take = AllRanks.start, Fragment.take_outer_step
     last = {}
@@ -84,7 +86,7 @@ def fail_at_next(trainer, *, sends, error):
     average.start = fail
 
 
-def live_through_changes(address, store, rank, size, algorithm, optimizer):
+def live_through_changes(address, store, rank, size, algorithm, optimizer, log_into=written):
     """Train; return the log, what each epoch began with, and the changes.
 
     Rank 4 joins, 3 dies between outer steps, 1 loses the answer of one, 0 cannot send in one, 2
@@ -93,7 +95,8 @@ def live_through_changes(address, store, rank, size, algorithm, optimizer):
     rows, begun = [], []
     if rank == 4:
         store.wait(["trained"])
-    with written(rows):
+    trainer = None
+    with log_into(rows, lambda: trainer.members):
         step, trainer, membership = make(
             address, rank, algorithm, optimizer, start=4, on_change=begun.append
         )
@@ -106,6 +109,7 @@ def live_through_changes(address, store, rank, size, algorithm, optimizer):
             except Death:
                 die(trainer, membership)
                 break
+            rows.append(("step",))
             if trainer.epoch > epoch:
                 filled[trainer.epoch] = flat(trainer._buckets.buffers)
     return rows, filled, begun
@@ -220,6 +224,87 @@ def test_outer_steps_of_members(ranks, algorithm, optimizer):
     torch.testing.assert_close(logs[0][0][-1][1], logs[1][0][-1][1], rtol=0, atol=0)
 
 
+# ------------------------------------------------------------------------------------------ pairs
+
+
+PAIRED = {"momentum": 0.5, "outer_lr": 0.6, "pull": 0.5}
+
+
+def noloco_of(num_ranks, compressor=None):
+    return NoLoCo(RandomMatching(num_ranks), INTERVAL, **PAIRED, compressor=compressor)
+
+
+@contextmanager
+def pairs_written(rows, members):
+    """Have rows get theta, phi and the partner of each outer step, and m and theta after it."""
+    send, take = PeriodicAverager._send, Fragment.take_outer_step
+    last = {}
+
+    def log_send(averager, fragment, index):
+        matching, rank = averager._average._matching, averager._average._exchange.rank
+        partner = None if matching is None else matching.partner(rank, index)
+        name = None if partner is None else members()[partner]
+        last.update(number=index + 1, partner=name)
+        rows.append(("sent", index + 1, flat(fragment.weights), flat(fragment.rule.slow)))
+        send(averager, fragment, index)
+
+    def log_take(fragment, mix):
+        momentum = flat(fragment.rule._momentum)
+        take(fragment, mix)
+        rows.append(("took", *last.values(), momentum, flat(fragment.weights)))
+
+    with (
+        mock.patch.object(PeriodicAverager, "_send", log_send),
+        mock.patch.object(Fragment, "take_outer_step", log_take),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(
+    "make_algorithm",
+    [
+        noloco_of,
+        pytest.param(
+            partial(noloco_of, compressor=ErrorFeedback(TopK(0.3))), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_outer_steps_of_pairs_of_members(ranks, make_algorithm):
+    """A member whose partner fails takes its outer step alone, and all draw the same pairs."""
+    logs = ranks.run(5, on_service, live_through_changes, make_algorithm, SGD, pairs_written)
+    sent = {
+        (row[1], f"r{rank}"): row[2:] for rank, (rows, _, _) in enumerate(logs) for row in rows
+        if row[0] == "sent"
+    }  # fmt: skip
+    partners = []
+    for rank, (rows, filled, _) in enumerate(logs):
+        for _, number, partner, momentum, new in (row for row in rows if row[0] == "took"):
+            partners.append((number, f"r{rank}", partner))
+            names = [f"r{rank}"] if partner is None else [f"r{rank}", partner]
+            theta, phi = (
+                torch.stack(each) for each in zip(*(sent[number, name] for name in names))
+            )
+            m = PAIRED["momentum"] * momentum + PAIRED["outer_lr"] * (theta - phi).mean(0)
+            m -= PAIRED["pull"] * (phi[0] - phi.mean(0))
+            if make_algorithm is noloco_of:
+                torch.testing.assert_close(new, phi[0] + m, rtol=1e-5, atol=1e-5)
+        if rank == 4:  # filled with another member's weights
+            first = min(filled)
+            assert any(
+                torch.equal(log[1][first], filled[first]) for log in logs[:4] if first in log[1]
+            )
+    for rows, _, begun in logs[:2]:  # which lose no step, and wait for no other
+        assert [each.left for each in begun if each.left] == [("r3",), ("r2",), ("r4",)]
+        marks = [row[0] for row in rows if row[0] != "sent"]
+        steps = "".join("t" if mark == "took" else "s" for mark in marks).split("t")
+        assert {len(each) for each in steps[1:-1]} == {INTERVAL}
+    alone = {(number, name) for number, name, partner in partners if partner is None}
+    assert [name for _, name in sorted(alone)].count("r1") >= 1
+    both = {(number, *sorted((name, partner))) for number, name, partner in partners if partner}
+    for name in ("r0", "r1"):
+        assert sum(name in each for each in both) > 6
+
+
 # ------------------------------------------------------------------------------ interrupted steps
 
 
@@ -260,17 +345,16 @@ def test_an_interrupted_outer_step_is_taken_once(ranks):
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "text"),
     [
-        StreamingDiLoCo(),
-        DiLoCo(8, fragments=2),
-        NoLoCo(RandomMatching(4)),
-        lambda num_ranks: DiLoCo(8 * num_ranks),
+        (StreamingDiLoCo(), "need all ranks to stay"),
+        (DiLoCo(8, fragments=2), "need all ranks to stay"),
+        (lambda n: NoLoCo(RandomMatching(n), fragments=2), "need all ranks to stay"),
+        (NoLoCo(RandomMatching(4)), "a function of the number of members"),
+        (lambda n: DiLoCo(8 * n), "outer steps must be the same for all"),
+        (lambda n: NoLoCo(RandomMatching(n), 8 * n), "outer steps must be the same for all"),
     ],
 )
-def test_outer_steps_that_cannot_change_their_ranks(algorithm):
-    text = (
-        "outer steps must be the same for all" if callable(algorithm) else "need all ranks to stay"
-    )
-    with pytest.raises(ValueError, match=text):
+def test_outer_steps_that_cannot_change_their_ranks(algorithm, text):
+    with pytest.raises((ValueError, TypeError), match=text):
         make(("", 0), 0, algorithm)
