@@ -185,11 +185,8 @@ class Pipeline:
 def build_mesh(model: nn.Module, recipe: Recipe) -> Pipeline:
     """Return replicas of a pipeline, whose stages gossip."""
     size, device = dist.get_world_size(), next(model.parameters()).device.type
-    if size % recipe.replicas or size < 2 * recipe.replicas:
-        sys.exit(
-            f"a mesh of {recipe.replicas} replicas needs as many ranks for each of two stages "
-            f"or more, {2 * recipe.replicas} at least, got {size}"
-        )
+    if size % recipe.replicas:
+        sys.exit(f"the ranks must be a multiple of {recipe.replicas} replicas, got {size}")
     shape = recipe.replicas, size // recipe.replicas
     mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "stage"))
     graph = topology.OnePeerExponential(recipe.replicas)

@@ -1,6 +1,7 @@
 """The language model: its recipes, trained in small, resumed and loaded, and what they refuse."""
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import json
@@ -147,7 +148,7 @@ def test_every_file_is_a_recipe_and_flags_win(monkeypatch):
         ("lr = true", "lr must be of type float, got True"),
         ('method = "sgp"', "method must be one of ddp, compressed, gossip, diloco, pipeline, mesh"),
         ("width: 3", "mine.toml must be TOML: "),
-        (None, "--recipe must name a file, got .*mine.toml, which does not exist"),
+        (None, "--recipe must be one of compressed, ddp, .*mine.toml, which does not exist"),
     ],
 )
 def test_a_wrong_recipe_is_one_sentence(monkeypatch, capsys, tmp_path, text, sentence):
@@ -166,11 +167,16 @@ def test_a_resume_without_its_checkpoint_is_one_sentence(monkeypatch, tmp_path):
     language_model = importlib.import_module("language_model")
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    recipe = importlib.import_module("recipe").Recipe()
     with pytest.raises(SystemExit, match="--resume needs a checkpoint, got none in "):
-        language_model.load(None, None, tmp_path)
+        language_model.load(None, None, recipe, tmp_path)
     (tmp_path / "step-0000010").mkdir()
     with pytest.raises(SystemExit, match=r"as many ranks as .*, which lacks rank-1-of-4\.pt"):
-        language_model.load(None, None, tmp_path)
+        language_model.load(None, None, recipe, tmp_path)
+    saved = {"recipe": dataclasses.asdict(recipe) | {"steps": 7, "width": 64}}
+    torch.save(saved, tmp_path / "step-0000010" / "rank-1-of-4.pt")
+    with pytest.raises(SystemExit, match=r"step-0000010, whose width is 64, got 128"):
+        language_model.load(None, None, recipe, tmp_path)
 
 
 def test_a_run_without_resume_keeps_the_earlier_one(monkeypatch, tmp_path):

@@ -281,9 +281,8 @@ def test_outer_steps_of_pairs_of_members(ranks, make_algorithm):
         for _, number, partner, momentum, new in (row for row in rows if row[0] == "took"):
             partners.append((number, f"r{rank}", partner))
             names = [f"r{rank}"] if partner is None else [f"r{rank}", partner]
-            theta, phi = (
-                torch.stack(each) for each in zip(*(sent[number, name] for name in names))
-            )
+            found = [sent[number, name] for name in names]
+            theta, phi = (torch.stack(each) for each in zip(*found, strict=True))
             m = PAIRED["momentum"] * momentum + PAIRED["outer_lr"] * (theta - phi).mean(0)
             m -= PAIRED["pull"] * (phi[0] - phi.mean(0))
             if make_algorithm is noloco_of:
