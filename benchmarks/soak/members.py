@@ -41,8 +41,8 @@ from benchmarks.harness.rows import RESULTS, Row, RunRows
 from benchmarks.soak.member_logs import summarize
 from benchmarks.soak.table import by_case
 from pyparallel import GossipDataParallel
-from pyparallel.gossip import SGP, Change, DiLoCo, Lighthouse
-from pyparallel.gossip.topology import OnePeerExponential
+from pyparallel.gossip import SGP, Change, DiLoCo, Lighthouse, NoLoCo
+from pyparallel.gossip.topology import OnePeerExponential, RandomMatching
 
 FIELDS = [
     "algorithm", "processes", "case", "seed", "step_ms", "deadline_s", "faults", "changes", "hangs",
@@ -76,6 +76,7 @@ CASES = {
 ALGORITHMS: dict[str, Any] = {
     "SGP": lambda num_ranks: SGP(OnePeerExponential(num_ranks)),
     "DiLoCo": DiLoCo(interval=10),
+    "NoLoCo": lambda num_ranks: NoLoCo(RandomMatching(num_ranks), interval=10),
     FIXED: lambda num_ranks: SGP(OnePeerExponential(num_ranks)),
     TORCHFT: None,
 }
