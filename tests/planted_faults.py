@@ -172,9 +172,23 @@ FAULTS = [
     Fault(
         "a rank that missed an outer step goes on from its own weights",
         "pyparallel/gossip/membership/outer_members.py",
-        "each.is_member and each.num_taken == most for",
+        "each.is_member and (each.num_taken == most or not are_equal) for",
         "each.is_member for",
         "tests/gossip/membership/test_outer_members.py",
+    ),
+    Fault(
+        "members draw the pairs of other outer steps than the furthest one",
+        "pyparallel/gossip/membership/outer_members.py",
+        "skip_outer_steps(most - num_taken)",
+        "skip_outer_steps(0)",
+        "tests/gossip/membership/test_outer_members.py",
+    ),
+    Fault(
+        "an outer step of replicas of unequal shards adds their weights up",
+        "pyparallel/gossip/messages/replicas.py",
+        "mean.addcmul_(value.double(), mass / total)",
+        "mean.addcmul_(value.double(), mass)",
+        "tests/gossip/sharded/test_replica_outer_steps.py",
     ),
     Fault(
         "a message is written again before all have read it",

@@ -62,9 +62,9 @@ class Algorithm(ABC):
     def replicas_error(self) -> str | None:
         """Return why it cannot run where replicas have unequal numbers of shards, or None."""
         return (
-            "algorithm must send rows of uncompressed parameters with replica_ranks, as SGP, DPSGD "
-            f"and OSGP without a compressor do, got {self!r}: or give replicas equally many "
-            "shards, and mesh="
+            "algorithm must send rows of uncompressed parameters with replica_ranks, as SGP, "
+            "DPSGD, OSGP, LocalSGD, DiLoCo and NoLoCo do without a compressor and fragments, got "
+            f"{self!r}: or give replicas equally many shards, and mesh="
         )
 
 
@@ -130,6 +130,11 @@ class Periodic(Algorithm):
     def is_at_once(self) -> bool:
         """Whether whole models are averaged while the ranks wait."""
         return self.fragments == 1 and not self.delay
+
+    @override
+    def replicas_error(self) -> str | None:
+        sends_rows = self.compressor is None and self.fragments == 1
+        return None if sends_rows else super().replicas_error()
 
     def check_options(self, interval: int) -> None:
         """Raise a ValueError or TypeError for options that do not fit the interval."""

@@ -22,7 +22,9 @@ from ...training import (
     seal,
 )
 from ...training.consensus import copy_all
+from ..messages import exchanges_of
 from ..messages.averages import AllRanks, Pairs
+from ..messages.replicas import Replicas
 from .base import OuterRule, Periodic, widened
 from .fragments import Fragment, find_fragments
 
@@ -33,7 +35,7 @@ class PeriodicAverager(ModelAverager):
     Args:
         make_rule: returns the rule of a fragment for its weights, ``widened`` copies.
         inner: what averages between outer steps; None: nothing.
-        average: of what; None: over all ranks.
+        average: of what; None: over all ranks, or replicas.
     """
 
     inner: ModelAverager
@@ -47,7 +49,7 @@ class PeriodicAverager(ModelAverager):
         buckets: FlatBuckets,
         run: Run,
         inner: ModelAverager | None = None,
-        average: Pairs | None = None,
+        average: Pairs | Replicas | None = None,
     ) -> None:
         super().__init__(buckets.buffers, run, inner or ModelAverager(buckets.buffers, run))
         self._interval, self._options, self._steps = interval, options, 0
@@ -58,6 +60,8 @@ class PeriodicAverager(ModelAverager):
             first = (number + 1) * interval // len(parts)
             self._fragments.append(Fragment(spans, self.buffers, rule, first))
         device, in_background = self.buffers[0].device, options.delay > 0
+        if average is None and run.replicas is not None:
+            average = Replicas(exchanges_of(run, buckets))
         self._average = average or AllRanks(run, device, options.compressor, in_background)
 
     @property
@@ -188,7 +192,7 @@ class PeriodicAverager(ModelAverager):
         self,
         store: StateStore | None,
         filled: dict[str, Any] | None,
-        average: Pairs | None = None,
+        average: Pairs | Replicas | None = None,
     ) -> None:
         """Go on in the run's group of now, all its ranks together.
 

@@ -34,6 +34,7 @@ from pyparallel.gossip import (
     GossipState,
     LocalSGD,
     SlowMo,
+    StreamingDiLoCo,
 )
 from pyparallel.gossip.messages import NeighborExchange
 from pyparallel.gossip.topology import Complete, FromMatrix, OnePeerExponential, Ring
@@ -378,8 +379,8 @@ MISTAKES = [
      SENDS),
     *((type(each).__name__, lambda m, each=each: wrap(shard(build(), m), each),
        f"{SENDS}{type(each).__name__}")
-      for each in (ADPSGD(Ring(2)), AllReduce(), LocalSGD(2), DiLoCo(2),
-                   SlowMo(SGP(Ring(2)), interval=2))),
+      for each in (ADPSGD(Ring(2)), AllReduce(), LocalSGD(2, compressor=Int8()),
+                   StreamingDiLoCo(9), DiLoCo(4, fragments=2), SlowMo(SGP(Ring(2)), interval=2))),
 ]  # fmt: skip
 
 
