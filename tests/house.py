@@ -238,8 +238,8 @@ MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
 # What the tree may hold today: a change lowers a number on the way to its goal. Only a feature of
 # its own, such as a new algorithm, may raise the lines, by its own.
 LIMITS = {
-    "lines of the package": 42_803,
-    "lines of its checks and raises": 3_150,
+    "lines of the package": 42_867,
+    "lines of its checks and raises": 3_160,
     "lines of comm": 1711,
     "exports of comm": 25,
     "lines of comm and training that one trainer uses": 0,

@@ -3,7 +3,7 @@
 What does a round take of a module that FSDP2 has sharded? Two replicas of two shards each, over
 gloo's loopback, beside two pairs of plain replicas of a module with half the entries: every rank
 sends as many bytes to one other rank. Steps of ``pyparallel.optim.SGD`` without a forward and
-backward, in turns.
+backward, in turns; with ``nonfinite="raise"``, and with "allow".
 Rows: ``benchmarks/results/sharded-merge.csv``.
 """
 
@@ -43,6 +43,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "SGP, Int8": SGP(OnePeerExponential(2), compressor=Int8()),
     "DiLoCo": DiLoCo(1),
 }
+ALLOWS = "; allows nan"  # with nonfinite="allow"
 
 
 class Run(NamedTuple):
@@ -77,8 +78,9 @@ def measure(rank: int, run: Run) -> Row:
     trainers, steps = [], {}
     for name, module, place in zip(("sharded", "plain"), modules, places, strict=True):
         optimizer = SGD(module.parameters(), lr=1e-3)
-        algorithm = ALGORITHMS[run.algorithm]
-        trainers.append(GossipDataParallel(module, optimizer, algorithm, **place))
+        algorithm = ALGORITHMS[run.algorithm.removesuffix(ALLOWS)]
+        policy = "allow" if run.algorithm.endswith(ALLOWS) else "raise"
+        trainers.append(GossipDataParallel(module, optimizer, algorithm, nonfinite=policy, **place))
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         steps[name] = partial(timed, optimizer.step)
@@ -116,5 +118,5 @@ if __name__ == "__main__":
     rows = RunRows(RESULTS / "sharded-merge.csv", FIELDS, num_keys=2)
     compare(
         "gossip.sharded_merge", __doc__, rows, find_runs, perform, sharded_merge, range(3),
-        algorithms=list(ALGORITHMS),
+        algorithms=[*ALGORITHMS, *(f"{each}{ALLOWS}" for each in ALGORITHMS)],
     )  # fmt: skip

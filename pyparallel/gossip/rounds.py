@@ -12,8 +12,8 @@ from ..comm import NonFiniteError, Run
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..training import ModelAverager, is_creating_state
-from ..training.shards import as_one_replica
 from .join import JoinedRounds
+from .messages.replica_rounds import ReplicaRounds
 
 
 @dataclass(eq=False)
@@ -34,6 +34,7 @@ class SteppedRounds:
 
     def __post_init__(self) -> None:
         self.joined = JoinedRounds(self.averager, self.run)
+        self.replica = ReplicaRounds(self.run)
         self.num_steps = 0
         self.waiting_seconds = self._waited_before = 0.0  # of the last step; until its end
         self._saw_forward = False  # in training since the last step
@@ -67,6 +68,7 @@ class SteppedRounds:
     def before_update(self, index: int, is_first: bool) -> None:
         """Turn the parameters into what the optimizer of an index steps on."""
         if not self.in_pass:
+            self.replica.check()  # a rank that has failed agrees on no gradients
             self.averager.before_update()  # again if a forward has been between two optimizers
             self.finite_steps.begin(index, is_first)
 
@@ -81,6 +83,7 @@ class SteppedRounds:
             for index in range(optimizer.num_buckets):
                 optimizer.step_bucket(index)
             return
+        self.replica.check()
         self.finite_steps.begin()
         self._count_step()
         if self.run.counts.synchronizes:
@@ -104,6 +107,7 @@ class SteppedRounds:
 
     def close(self) -> None:
         """Release the process group."""
+        self.replica.close()
         self.joined.close()
         self.averager.close()
 
@@ -111,7 +115,7 @@ class SteppedRounds:
     def _after_the_step(self) -> Iterator[None]:
         """Keep what a message says of its sender's gradients until the step is complete."""
         try:
-            with self.run.interruptible(), as_one_replica(self.run):
+            with self.run.interruptible(), self.replica.round():
                 yield
         except NonFiniteError as error:
             self._received_error = error

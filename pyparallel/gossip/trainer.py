@@ -186,6 +186,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             step_hook.see_forward()
         is_eager = not torch.compiler.is_compiling()  # it would compile again for every count
         if is_eager:
+            self._rounds.replica.check()
             self._preserve_saved_states()  # buffers such as BatchNorm's are about to change
         if self.training and torch.is_grad_enabled():
             self._rounds.see_forward(counts=is_eager)
@@ -487,6 +488,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._saved_states.clear()
 
     def _check_mergeable(self) -> None:
+        self._rounds.replica.check()
         self._averager.restore_debiased()
         self._shards.reshard()
         self._buckets.check(())

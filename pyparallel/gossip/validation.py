@@ -31,9 +31,10 @@ from ..training.module_checks import (
     find_device_error,
     find_master_weights_error,
 )
-from ..training.shards import as_one_replica, local_of
+from ..training.shards import local_of
 from ..training.step_hook import name_optimizers
 from ..training.trainer import find_owner_error
+from .messages.replica_rounds import as_one_replica
 from .push_sum.buffer import MASS_TOLERANCE
 
 BUCKETS, IN_MODULE_ORDER = "buckets", "in the order of the module's parameters"

@@ -3,14 +3,13 @@
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm import Collectives, NonFiniteError, PeerError, Run
+from ..comm import Collectives, Run
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -133,31 +132,6 @@ def gather(replica: Run, numbers: Sequence[float]) -> list[list[float]]:
     row = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     rows: list[list[float]] = Collectives(replica).all_gather(row).tolist()
     return rows
-
-
-@contextmanager
-def as_one_replica(run: Run, is_shared: bool = True) -> Iterator[None]:
-    """Raise an error inside on all ranks that hold the replica, whose rounds are then over.
-
-    A NonFiniteError ends no round, and is of all of them. Do nothing unless ``is_shared``.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    if is_shared and run.replica is not None:
-        is_over = failure is not None and not isinstance(failure, NonFiniteError)
-        rows = gather(run.replica, [is_over])
-        failed = [run.replica.global_rank(rank) for rank, row in enumerate(rows) if row[0]]
-        if failed and not is_over:
-            failure = PeerError(
-                f"{run.here}: a round must be completed on all ranks that hold the replica, got an "
-                f"error on rank {', '.join(map(str, failed))}, which says why; the replica's parts "
-                "no longer agree: stop the run and load a checkpoint"
-            )
-    if failure is not None:
-        raise failure
 
 
 def replica_group(module: nn.Module) -> dist.ProcessGroup | None:

@@ -20,9 +20,9 @@ from ...comm.run import Run
 from ...comm.stats import CommStats
 from ...comm.store import timeout_of
 from ...training import FlatBuckets
-from ...training.shards import as_one_replica
 from .header import MessageHeaders, RoundHeaders
 from .overlaps import Overlaps
+from .replica_rounds import as_one_replica
 
 _NUM_TAGS = 2**30 - 2  # of each kind of message; gloo's tags are 31 bits
 
