@@ -15,7 +15,14 @@ from ..comm.consistency import check_same_call, gather_rows, row_of_call
 from ..compression import Compressor
 from ..compression.compressor import not_a_compressor
 from ..compression.quantizers.blockwise import BlockwiseCompressor
-from ..training.arguments import check_type, find_error, is_number, raise_problem, require
+from ..training.arguments import (
+    check_type,
+    find_error,
+    is_number,
+    raise_problem,
+    require,
+    summarize,
+)
 from .ring import BACKWARD, FORWARD, WIDE, Causal, Ring
 
 
@@ -215,12 +222,12 @@ def _check(
     require((*k.shape[:2], k.shape[3]) == (*q.shape[:2], q.shape[3]), rule, shapes, fix)
     require(v.shape == k.shape, "v must have the shape of k", f"{[*v.shape]} and {[*k.shape]}")
     rule = "causal must be False, True or 'zigzag'"
-    require(isinstance(causal, bool) or causal == "zigzag", rule, causal)
+    require(isinstance(causal, bool) or causal == "zigzag", rule, summarize(causal))
     rule = "k must be as long as q in causal attention"
     require(not causal or k.shape[2] == q.shape[2], rule, shapes)
     rule, fix = "k must have an even length with causal='zigzag'", "cut it by zigzag_split"
     require(causal != "zigzag" or k.shape[2] % 2 == 0, rule, k.shape[2], fix)
-    require(scale is None or is_number(scale), "scale must be a number or None", scale)
+    require(scale is None or is_number(scale), "scale must be a number or None", summarize(scale))
     require(stats is None or isinstance(stats, CommStats), "stats must be CommStats or None", stats)
     kind = q.device.type if run.size == 1 else device_of(run.group).type
     require(q.device.type == kind, f"q must be on {kind}, from which the group sends", q)
