@@ -15,14 +15,7 @@ from ..comm.consistency import check_same_call, gather_rows, row_of_call
 from ..compression import Compressor
 from ..compression.compressor import not_a_compressor
 from ..compression.quantizers.blockwise import BlockwiseCompressor
-from ..training.arguments import (
-    check_type,
-    find_error,
-    is_number,
-    raise_problem,
-    require,
-    summarize,
-)
+from ..training.arguments import check_type, find_error, raise_problem, require, summarize
 from .ring import BACKWARD, FORWARD, WIDE, Causal, Ring
 
 
@@ -87,31 +80,38 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        ring: Ring = ctx.ring
-        q, message, out, lse = ctx.saved_tensors
-        queries, grad = (each.to(WIDE[q.dtype]) for each in (q, grad_out))
-        of_out = grad, lse, (grad * out).sum(-1, keepdim=True)
-        grad_q, own = torch.zeros_like(queries), ring.zeros(ring.run.group_rank)
-        arriving: Tensor | None = None
-        wait: Callable[[], Any] = list
-        for step, received in ring.trip(message, BACKWARD):
-            grads = None
-            if received is not None:
-                keys, values = ring.unpack(received, ring.part(step))
-                grads = ring.zeros(ring.part(step))
-                for rows, columns, is_causal in ring.blocks(ring.part(step), q.shape[2]):
-                    seen = queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
-                    of_rows = tuple(each[:, :, rows] for each in of_out)
-                    new = attend_backward(*seen, of_rows, scale=ring.scale, is_causal=is_causal)
-                    grad_q[:, :, rows] += new[0]
-                    grads[:, :, :, columns] += torch.stack(new[1:])
-            wait()
-            if grads is not None and arriving is not None:
-                grads += arriving
-            arriving, wait = ring.send_gradients(step, grads, own)
+        with torch.autocast(grad_out.device.type, enabled=False):
+            grad_q, own = _backward(ctx.ring, grad_out, *ctx.saved_tensors)
+        grad_k, grad_v = own
+        return grad_q, grad_k, grad_v, None
+
+
+def _backward(
+    ring: Ring, grad_out: Tensor, q: Tensor, message: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of q, and those of k and v, (2, batch, heads, length, dim)."""
+    queries, grad = (each.to(WIDE[q.dtype]) for each in (q, grad_out))
+    of_out = grad, lse, (grad * out).sum(-1, keepdim=True)
+    grad_q, own = torch.zeros_like(queries), ring.zeros(ring.run.group_rank)
+    arriving: Tensor | None = None
+    wait: Callable[[], Any] = list
+    for step, received in ring.trip(message, BACKWARD):
+        grads = None
+        if received is not None:
+            keys, values = ring.unpack(received, ring.part(step))
+            grads = ring.zeros(ring.part(step))
+            for rows, columns, is_causal in ring.blocks(ring.part(step), q.shape[2]):
+                seen = queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
+                of_rows = tuple(each[:, :, rows] for each in of_out)
+                new = attend_backward(*seen, of_rows, scale=ring.scale, is_causal=is_causal)
+                grad_q[:, :, rows] += new[0]
+                grads[:, :, :, columns] += torch.stack(new[1:])
         wait()
-        grad_k, grad_v = own.to(q.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None
+        if grads is not None and arriving is not None:
+            grads += arriving
+        arriving, wait = ring.send_gradients(step, grads, own)
+    wait()
+    return grad_q.to(q.dtype), own.to(q.dtype)
 
 
 def ring_attention(
@@ -227,7 +227,8 @@ def _check(
     require(not causal or k.shape[2] == q.shape[2], rule, shapes)
     rule, fix = "k must have an even length with causal='zigzag'", "cut it by zigzag_split"
     require(causal != "zigzag" or k.shape[2] % 2 == 0, rule, k.shape[2], fix)
-    require(scale is None or is_number(scale), "scale must be a number or None", summarize(scale))
+    is_scale = scale is None or isinstance(scale, int | float)
+    require(is_scale, "scale must be a number or None", summarize(scale))
     require(stats is None or isinstance(stats, CommStats), "stats must be CommStats or None", stats)
     kind = q.device.type if run.size == 1 else device_of(run.group).type
     require(q.device.type == kind, f"q must be on {kind}, from which the group sends", q)

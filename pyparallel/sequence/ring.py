@@ -88,10 +88,10 @@ class Ring:
     def unpack(self, packed: Tensor, part: int) -> tuple[Tensor, ...]:
         """Return k and v of a rank by its message, in the dtype to compute in."""
         message = unpack(packed, self._kinds(part))
-        out = self.zeros(part)
         if self.compressor is None:
-            out.view(-1).copy_(message[0])
-        elif out.numel():
+            return message[0].view(self._shape(part)).to(WIDE[self.like.dtype]).unbind()
+        out = self.zeros(part)
+        if out.numel():
             layout = BufferLayout.flat(out.numel())
             self.compressor.decompress(tuple(message), layout, out.view(-1))
         return out.unbind()
