@@ -15,7 +15,7 @@ from . import comm as comm
 from . import ops
 
 if TYPE_CHECKING:
-    from . import compression, gossip, optim, pipeline, subnets
+    from . import compression, gossip, optim, pipeline, sequence, subnets
     from .gossip import SGP, GossipDataParallel, topology
     from .pipeline import PipelineTrainer
     from .subnets import SubnetTrainer
@@ -32,12 +32,13 @@ __all__ = [
     "ops",
     "optim",
     "pipeline",
+    "sequence",
     "subnets",
     "topology",
 ]
 
 # The trainers do not need each other: each package is imported when it is used.
-_PACKAGES = {"compression", "gossip", "optim", "pipeline", "subnets"}
+_PACKAGES = {"compression", "gossip", "optim", "pipeline", "sequence", "subnets"}
 _PACKAGE_OF = {
     "SGP": "gossip",
     "GossipDataParallel": "gossip",

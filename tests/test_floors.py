@@ -22,7 +22,7 @@ FLOORS = [
     {"comm"},
     {"training"},
     {"compression", "optim"},
-    TRAINERS,
+    TRAINERS | {"sequence"},
     {"integrations", "recommend", "simulate"},
     {"cli"},
     {"pyparallel", "__main__"},

@@ -18,6 +18,7 @@ PACKAGES = (
     "pyparallel.gossip.topology",
     "pyparallel.pipeline",
     "pyparallel.subnets",
+    "pyparallel.sequence",
     "pyparallel.compression",
     "pyparallel.recommend",
     "pyparallel.simulate",

@@ -40,6 +40,7 @@ class Call(enum.IntEnum):
     """The code of a call that all ranks make together."""
 
     ARGUMENTS = -1
+    ATTENTION = -7
     LOAD = -2
     STEP = -3
     FLUSH = -4
@@ -47,9 +48,9 @@ class Call(enum.IntEnum):
     BACKWARD = -6
 
 
-_ARGUMENTS = "a comparison of all ranks' arguments"
+_COMPARED = "a comparison of all ranks' arguments", "ring_attention()"
 _OTHERS = "load_state_dict()", "optimizer.step()", "flush()", "full_model()", "backward()"
-_NAMES: dict[float, str] = dict(zip(Call, (_ARGUMENTS, *_OTHERS), strict=True))
+_NAMES: dict[float, str] = dict(zip(Call, (*_COMPARED, *_OTHERS), strict=True))
 
 
 def describe_call(row: Sequence[float]) -> str:
