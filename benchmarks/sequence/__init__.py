@@ -1,0 +1,1 @@
+"""Attention over sequences of which each rank has a part."""
