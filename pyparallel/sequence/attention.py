@@ -92,7 +92,8 @@ def _backward(
     """Return the gradient of q, and those of k and v, (2, batch, heads, length, dim)."""
     queries, grad = (each.to(WIDE[q.dtype]) for each in (q, grad_out))
     of_out = grad, lse, (grad * out).sum(-1, keepdim=True)
-    grad_q, own = torch.zeros_like(queries), ring.zeros(ring.run.group_rank)
+    me, grad_q = ring.run.group_rank, torch.zeros_like(queries)
+    own, returned = ring.zeros(me), ring.zeros(me)
     arriving: Tensor | None = None
     wait: Callable[[], Any] = list
     for step, received in ring.trip(message, BACKWARD):
@@ -109,9 +110,11 @@ def _backward(
         wait()
         if grads is not None and arriving is not None:
             grads += arriving
-        arriving, wait = ring.send_gradients(step, grads, own)
+        if step == 0 and grads is not None:
+            own += grads
+        arriving, wait = ring.send_gradients(step, grads, returned)
     wait()
-    return grad_q.to(q.dtype), own.to(q.dtype)
+    return grad_q.to(q.dtype), (own + returned).to(q.dtype)
 
 
 def ring_attention(

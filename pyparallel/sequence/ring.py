@@ -34,8 +34,8 @@ class Ring:
     """The ring of one call of ``ring_attention`` and of its backward.
 
     At step s rank r has the part of rank r - s, if it needs it. A part is sent from rank to rank as
-    far as the last one that needs it, in the backward with its gradients, which that rank sends to
-    the owner.
+    far as the last one that needs it, in the backward with its gradients of ranks but the owner,
+    which that rank sends to the owner.
 
     Args:
         lengths: of k and v of each rank.
@@ -145,26 +145,24 @@ class Ring:
             current = arriving
 
     def send_gradients(
-        self, step: int, grads: Tensor | None, own: Tensor
+        self, step: int, grads: Tensor | None, returned: Tensor
     ) -> tuple[Tensor | None, Callable[[], Any]]:
         """Start to send the gradients of the part that was here, and to receive others.
 
         Returns:
             What other ranks have added to the gradients of the next step's part, None if there is
-            none, and what waits for it. At the last step of this rank's own part it is ``own``, the
-            whole gradient, that is received.
+            none, and what waits for it. At the last step of this rank's own part it is ``returned``
+            that is received: the gradients of all others.
         """
         part, coming, me = self.part(step), self.part(step + 1), self.run.group_rank
         sends, receives, arriving = list[Transfer](), list[Transfer](), None
-        if grads is not None and self.last_step(part) == 0:
-            own.copy_(grads)  # of this rank's own part, which no other needs
-        elif grads is not None:
+        if grads is not None and step:
             sends.append((grads, part if step == self.last_step(part) else self.part(-1)))
-        if step < self.last_step(coming):
+        if 0 < step < self.last_step(coming):
             arriving = self.zeros(coming)
             receives.append((arriving, self.part(1)))
         if step == self.last_step(me) > 0:
-            receives.append((own, self.part(-step)))
+            receives.append((returned, self.part(-step)))
         return arriving, self._post(GRADIENTS, sends, receives)
 
     def _post(

@@ -42,6 +42,7 @@ PROGRAMS = {
     "compression": ["bench", "compare"],
     "subnets": ["compare", "compare_gradients", "compare_sketches"],
     "language_models": ["bench", "compare", "recipes", "replicas", "start"],
+    "sequence": ["slow_link"],
     "tiles": ["in_flight"],
 }
 NAMES = [".".join(filter(None, [area, each])) for area, of in PROGRAMS.items() for each in of]

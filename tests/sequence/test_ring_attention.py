@@ -116,8 +116,8 @@ def padded(num_bytes):
 
 
 # Of three ranks: the parts of k and v that each sends, and those of which it sends gradients.
-AROUND = [(0, 2), (1, 0), (2, 1)], [(0, 2, 1), (1, 0, 2), (2, 1, 0)]
-TO_LATER_RANKS = [(0,), (1, 0), ()], [(0,), (1, 0), (1, 0)]  # the last one's go home
+AROUND = [(0, 2), (1, 0), (2, 1)], [(2, 1), (0, 2), (1, 0)]
+TO_LATER_RANKS = [(0,), (1, 0), ()], [(), (0,), (1, 0)]  # the last one's go home
 SENT = {False: AROUND, "zigzag": AROUND, True: TO_LATER_RANKS}
 
 
