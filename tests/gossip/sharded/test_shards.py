@@ -1,6 +1,7 @@
 """Replicas that FSDP2 has sharded train as unsharded ones on the joined batches of their ranks."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -193,6 +194,23 @@ def test_every_algorithm_equals_joined_batches(ranks, kind):
     if kind in (SGD, ADAMW):
         rows += [(partial(equals_joined_batches, **IN_FLOAT64), name, kind) for name in JOINED]
     rows += [(trains_each_shard_alone, name, kind, 2, build_even) for name in COMPRESSED]
+    ranks.run(4, call_each, rows, time_limit=180)
+
+
+def build_matrices():
+    return nn.Sequential(nn.Linear(6, 9, False), nn.Tanh(), nn.Linear(9, 4, False))
+
+
+def equals_joined_batches_with_muon(rank, name):
+    """Compare with torch's Muon, which computes in bfloat16, in float32."""
+    with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float):
+        equals_joined_batches(rank, name, torch.optim.Muon, make=build_matrices)
+
+
+@pytest.mark.slow
+def test_muon_equals_joined_batches(ranks):
+    names = ("sgp", "sgp-overlap-1", "osgp", "diloco", "noloco")
+    rows = [(equals_joined_batches_with_muon, name) for name in names]
     ranks.run(4, call_each, rows, time_limit=180)
 
 
