@@ -208,5 +208,7 @@ class ElasticAverager(ModelAverager):
         """Make the group, in which the algorithm begins the epoch."""
         self._epoch = epoch
         own, epochs = self._epochs.identity, self._epochs
+        if own not in epoch.veterans:  # as of now: without a group it is one of the next epoch's
+            self.inner.forget()
         self._group.begin(epoch, own, self._membership.deadline, lambda: epochs.should_change)
         return self.inner.begin(epoch, own)

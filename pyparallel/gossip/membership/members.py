@@ -42,6 +42,10 @@ class MembersAverager(ModelAverager):
     def begin(self, epoch: Epoch, identity: str) -> Shares:
         """Agree with all members of an epoch, in its group, on what each has, and fill new ones."""
 
+    @abstractmethod
+    def forget(self) -> None:
+        """Forget what this rank has had as a member: the others have gone on without it."""
+
     def count_step(self) -> None:
         """Count a step of the optimizer, once; ``after_step`` may be called again for it."""
 

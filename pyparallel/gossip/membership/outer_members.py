@@ -69,8 +69,12 @@ class OuterStepMembers(MembersAverager):
         super().__init__(buckets, module, run)
         self._make, self._start, self._interval = make, start, make(1).interval
         self._buckets = buckets
-        self._has_started = self._is_filled = False
+        self._has_started = self._is_filled = self._is_behind = False
         self._before: StateStore | None = None  # the compressor's, before the outer step
+
+    @override
+    def forget(self) -> None:
+        self._is_behind = True
 
     @override
     def count_step(self) -> None:
@@ -103,7 +107,7 @@ class OuterStepMembers(MembersAverager):
                 self.after_step()
             pairs = made.start_averages(self.run, self._buckets)
         state, tensors = encode(self.inner.state_to_fill())
-        is_member = self._is_filled and identity in epoch.veterans
+        is_member = self._is_filled and not self._is_behind and identity in epoch.veterans
         num_taken = (self.inner.num_steps - self.is_interrupted) // self._interval
         own = Progress(is_member, self._is_filled, num_taken, self.is_interrupted, state)
         found = [Progress(*each) for each in gather_from_members(own, epoch.members).values()]
@@ -124,7 +128,7 @@ class OuterStepMembers(MembersAverager):
         num_taken = (self.inner.num_steps - self.is_interrupted) // self._interval
         most = max(each.num_taken for each, fills in zip(found, sources, strict=True) if fills)
         self.inner.skip_outer_steps(most - num_taken)
-        self._is_filled, self._before = True, None
+        self._is_filled, self._is_behind, self._before = True, False, None
         return Shares()
 
 

@@ -60,10 +60,12 @@ class PushSumMembers(MembersAverager):
             self.inner.release()
 
     @override
+    def forget(self) -> None:
+        self.account = Account()
+
+    @override
     def begin(self, epoch: Epoch, identity: str) -> Shares:
         self.run.regroup()
-        if identity not in epoch.veterans:
-            self.account = Account()
         found = gather_from_members(dataclasses.asdict(self.account), epoch.members)
         accounts = {member: Account(**each) for member, each in found.items()}
         settlement = settle(accounts, epoch.veterans)

@@ -11,15 +11,23 @@ from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.comm import PeerError
+from pyparallel.comm.failures import disconnect
 from pyparallel.compression import ErrorFeedback, TopK
 from pyparallel.gossip import DiLoCo, LocalSGD, NoLoCo, StreamingDiLoCo
 from pyparallel.gossip.algorithms.fragments import Fragment
 from pyparallel.gossip.algorithms.periodic import PeriodicAverager
+from pyparallel.gossip.membership.group import EpochGroup
 from pyparallel.gossip.messages.averages import AllRanks
 from pyparallel.gossip.topology import RandomMatching
 from pyparallel.optim import SGD
 from tests.gossip.membership.service import Served
-from tests.gossip.membership.test_members import Death, averager_of, die, on_service
+from tests.gossip.membership.test_members import (
+    Death,
+    averager_of,
+    die,
+    exponential,
+    on_service,
+)
 
 INTERVAL, OUTER_RATE, MOMENTUM = 3, 0.7, 0.9
 
@@ -302,6 +310,55 @@ def test_outer_steps_of_pairs_of_members(ranks, make_algorithm):
     both = {(number, *sorted((name, partner))) for number, name, partner in partners if partner}
     for name in ("r0", "r1"):
         assert sum(name in each for each in both) > 6
+
+
+# ------------------------------------------------------------------------- members that come back
+
+
+def come_back_at_the_second_attempt(address, store, rank, size, algorithm):
+    """Rank 2 is left behind, and comes back in an epoch of which the first attempt fails."""
+    begun, begin = [], EpochGroup.begin
+
+    def note(change):
+        buffers = averager_of(trainer).buffers if trainer else []
+        weight = float(trainer.push_sum_weight) if trainer else 1.0
+        begun.append((len(change.members), change.lost, weight, [each.clone() for each in buffers]))
+
+    def fail_once(group, epoch, *arguments):
+        if epoch.number == 3:
+            raise PeerError("a member has died")
+        begin(group, epoch, *arguments)
+
+    trainer = None
+    step, trainer, membership = make(address, rank, algorithm, start=size, on_change=note)
+    for _ in range(2 * INTERVAL):
+        step()
+    if rank == 2:
+        membership.die()
+        disconnect(None)
+        store.wait(["gone on"])
+        membership.service.join(membership.identity)
+    with mock.patch.object(EpochGroup, "begin", fail_once):
+        while trainer.epoch < 4:
+            step()
+            if rank == 0 and trainer.epoch == 2:
+                store.set("gone on", "")
+    store.set(f"done {rank}", "")
+    store.wait([f"done {each}" for each in range(size)])
+    trainer.close()
+    return begun[-1]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [exponential, pytest.param(noloco_of, marks=pytest.mark.slow)],
+)
+def test_what_a_rank_had_before_it_was_left_behind_is_forgotten(ranks, algorithm):
+    found = ranks.run(3, on_service, come_back_at_the_second_attempt, algorithm)
+    assert [(members, lost) for members, lost, *_ in found] == [(3, 0.0)] * 3
+    assert sum(weight for *_, weight, _ in found) == pytest.approx(3, abs=1e-12)
+    others = [flat(each) for *_, each in found[:2]]
+    assert any(torch.allclose(flat(found[2][-1]), each, rtol=1e-6, atol=1e-6) for each in others)
 
 
 # ------------------------------------------------------------------------------ interrupted steps
