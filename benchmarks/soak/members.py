@@ -5,7 +5,8 @@ killed or stopped, raise, exit, or get a SIGTERM and leave. Each is started agai
 on once it has been left behind. Who ends and when is drawn: times between two faults are
 exponential, with a mean in steps of a rank. Steps sleep, so that those of several processes fit on
 one core. The peer is torchft: its Manager over gloo, whose steps count if it commits them. In a
-calm run nobody ends: it also takes SGP of a fixed group, for what a membership costs.
+calm run nobody ends: it also takes SGP of a fixed group, for what a membership costs. Where links
+are cut each process has a network namespace of its own, and so has the lighthouse.
 
 Of one run: how many changes, whether any process has hung, by how much push-sum weights of an epoch
 differ from their number, the share of steps whose round was averaged or committed, steps per living
@@ -26,6 +27,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -36,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.harness.link import Rendezvous, limited_links, loopback, set_link
 from benchmarks.harness.program import compare
 from benchmarks.harness.rows import RESULTS, Row, RunRows
 from benchmarks.soak.member_logs import summarize
@@ -69,6 +72,7 @@ CASES = {
     "calm": Case(0, 400, 0.05, 5.0),
     "soak": Case(1000, 40, 0.05, 5.0),
     "short soak": Case(100, 40, 0.05, 5.0),
+    "cut links": Case(100, 40, 0.05, 5.0, ["cut"]),
     "one in 21 steps": Case(8, 21, 2.0, 20.0, ["kill"]),
     "one in 3.75 steps": Case(40, 3.75, 2.0, 20.0, ["kill"]),
     "one a step": Case(60, 1, 2.0, 20.0, ["kill"]),
@@ -133,8 +137,17 @@ class Training(NamedTuple):
     leave: Callable[[], object]
 
 
-def train(name: str, folder: Path, address: str, algorithm: str, start: int, case: Case) -> None:
+def train(
+    name: str,
+    folder: Path,
+    place: Rendezvous,
+    address: str,
+    algorithm: str,
+    start: int,
+    case: Case,
+) -> None:
     """Train until the file "stop" exists; a signal asks this process to raise or to exit."""
+    place.enter(int(name[1:]))
     faulthandler.register(signal.SIGUSR1)
     errors = os.open(folder / f"{name}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(errors, 1)
@@ -270,10 +283,11 @@ class Processes:
     """The processes of a run, by name, and their logs."""
 
     folder: Path
+    place: Rendezvous
     address: str
     run: Run
     alive: dict[str, Any] = field(default_factory=dict)
-    stopped: dict[str, float] = field(default_factory=dict)  # and when they go on
+    stopped: dict[str, float] = field(default_factory=dict)  # or cut off, and when they go on
     struck: dict[str, tuple[int, float]] = field(default_factory=dict)  # last pid, and until when
 
     @property
@@ -281,7 +295,8 @@ class Processes:
         return CASES[self.run.case]
 
     def start(self, name: str, start: int = 1) -> None:
-        arguments = name, self.folder, self.address, self.run.algorithm, start, self.case
+        algorithm = self.run.algorithm
+        arguments = name, self.folder, self.place, self.address, algorithm, start, self.case
         self.alive[name] = _CONTEXT.Process(target=train, args=arguments, daemon=True)
         self.alive[name].start()
 
@@ -322,16 +337,22 @@ class Processes:
             "leave": signal.SIGTERM,
         }
         pid, until = self.alive[name].pid, math.inf
-        if kind == "stop":
+        if kind in ("stop", "cut"):
             until = self.stopped[name] = time.monotonic() + self.case.deadline + 2
         self.struck[name] = pid, until
-        os.kill(pid, signals[kind])
+        if kind == "cut":
+            set_link(self.place, int(name[1:]), "down")
+        else:
+            os.kill(pid, signals[kind])
 
     def tend(self) -> None:
         """Start again what has ended, and let go on what has been left behind."""
         for name, until in list(self.stopped.items()):
             if time.monotonic() > until:
-                os.kill(self.alive[name].pid, signal.SIGCONT)
+                if self.place.namespaces:
+                    set_link(self.place, int(name[1:]), "up")
+                else:
+                    os.kill(self.alive[name].pid, signal.SIGCONT)
                 del self.stopped[name]
         for name, process in self.alive.items():
             if not process.is_alive():
@@ -368,7 +389,7 @@ class Processes:
 def serve(algorithm: str) -> Any:
     """Start a lighthouse in this process: of torchft's own README, but for the heartbeats."""
     if algorithm != TORCHFT:
-        return Lighthouse.serve("127.0.0.1:0")
+        return Lighthouse.serve("0.0.0.0:0")
     os.environ.setdefault("RUST_LOG", "error")  # else it prints each request
     from torchft.coordination import LighthouseServer
 
@@ -377,13 +398,28 @@ def serve(algorithm: str) -> Any:
     )
 
 
+@contextmanager
+def inside(place: Rendezvous, rank: int) -> Iterator[None]:
+    """Have this thread, and those that it starts, in the namespace of a rank, if there are any."""
+    with open("/proc/thread-self/ns/net") as own:
+        home = Rendezvous("127.0.0.1", 0, "lo", [f"/proc/self/fd/{own.fileno()}"])
+        place.enter(rank)
+        try:
+            yield
+        finally:
+            home.enter(0)
+
+
 def perform(run: Run) -> Row:
     case, draw = CASES[run.case], random.Random(run.seed)
-    names = [f"r{index}" for index in range(int(run.processes))]
-    with tempfile.TemporaryDirectory() as folder:
+    num_processes = int(run.processes)
+    names = [f"r{index}" for index in range(num_processes)]
+    links = limited_links(num_processes + 1, 1000) if "cut" in case.kinds else loopback()
+    with tempfile.TemporaryDirectory() as folder, links as place, inside(place, num_processes):
         server = serve(run.algorithm)
-        address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
-        processes = Processes(Path(folder), address, run)
+        host = f"10.0.0.{num_processes + 1}" if place.namespaces else place.host
+        address = f"http://{host}:{server.address().rpartition(':')[2]}"
+        processes = Processes(Path(folder), place, address, run)
         try:
             for name in names:
                 processes.start(name, len(names))
