@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("ray", reason="an extra: pip install 'ray[train]'")
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.slow  # starts Ray
-NUM_WORKERS, KILLED, LIMIT = 3, 1, 150
+NUM_WORKERS, KILLED, LIMIT = 3, 1, 300
 
 
 def read(path):
