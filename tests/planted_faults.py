@@ -192,9 +192,9 @@ FAULTS = [
     ),
     Fault(
         "an outer step of replicas of unequal shards adds their weights up",
-        "pyparallel/gossip/messages/replicas.py",
-        "mean.addcmul_(value.double(), mass / total)",
-        "mean.addcmul_(value.double(), mass)",
+        "pyparallel/gossip/messages/exchange.py",
+        "torch.zeros_like(values[0])).div_(sum(masses))",
+        "torch.zeros_like(values[0]))",
         "tests/gossip/sharded/test_replica_outer_steps.py",
     ),
     Fault(

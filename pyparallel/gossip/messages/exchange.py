@@ -302,11 +302,18 @@ class NeighborExchange:
         into = [[torch.zeros_like(wide)] for _ in others]  # for its gaps
         masses_out = weight.expand(len(others))
         received = self.swap([wide], others, others, into=into, masses=masses_out).wait()
-        values = [message for (message,) in received.messages]
+        return self.mean(wide, weight, others, received)
+
+    def mean(
+        self, tensor: Tensor, weight: Tensor, peers: Sequence[int], received: Received
+    ) -> Tensor:
+        """Return the weighted mean of a tensor and of those of peers, in float64, equal on all."""
+        values = [message.double() for (message,) in received.messages]
         masses = [*received.masses]
-        values.insert(self.rank, wide)  # in one order on all, as sums round
-        masses.insert(self.rank, weight)
-        return sum(map(torch.mul, values, masses), torch.zeros_like(wide)).div_(sum(masses))
+        place = sum(peer < self.rank for peer in peers)  # one order on all, as sums round
+        values.insert(place, tensor.double())
+        masses.insert(place, weight)
+        return sum(map(torch.mul, values, masses), torch.zeros_like(values[0])).div_(sum(masses))
 
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> PendingExchange:
         """Start a round; transfers between two ranks match in the order in which they are listed.

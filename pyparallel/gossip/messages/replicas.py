@@ -60,20 +60,11 @@ class Replicas:
 
         @torch.no_grad()
         def wait() -> list[Tensor]:
-            means = []
-            for swapped, tensor in zip(rounds, sent, strict=True):
-                found = swapped.wait()
-                values = [message for (message,) in found.messages]
-                masses = [*found.masses]
-                place = sum(peer < own for peer in peers)  # one order on all, as sums round
-                values.insert(place, tensor)
-                masses.insert(place, weight.double())
-                total = torch.stack(masses).sum()
-                mean = torch.zeros_like(tensor, dtype=torch.float64)
-                for value, mass in zip(values, masses, strict=True):
-                    mean.addcmul_(value.double(), mass / total)
-                means.append(mean.to(tensor.dtype))
-            return means
+            found = zip(self._exchanges, rounds, sent, strict=True)
+            return [
+                exchange.mean(tensor, weight, peers, swapped.wait()).to(tensor.dtype)
+                for exchange, swapped, tensor in found
+            ]
 
         return wait
 
