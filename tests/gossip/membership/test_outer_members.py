@@ -268,14 +268,9 @@ def pairs_written(rows, members):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "make_algorithm",
-    [
-        noloco_of,
-        pytest.param(
-            partial(noloco_of, compressor=ErrorFeedback(TopK(0.3))), marks=pytest.mark.slow
-        ),
-    ],
+    "make_algorithm", [noloco_of, partial(noloco_of, compressor=ErrorFeedback(TopK(0.3)))]
 )
 def test_outer_steps_of_pairs_of_members(ranks, make_algorithm):
     """A member whose partner fails takes its outer step alone, and all draw the same pairs."""

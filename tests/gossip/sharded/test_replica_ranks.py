@@ -227,7 +227,6 @@ def equals_joined_batches(rank, name, replicas, kind=SGD, dtype=torch.float32, p
 
 
 QUICK = [
-    (equals_joined_batches, "sgp-0", TWO),
     (equals_joined_batches, "sgp-0", TWO, FUSED_ADAMW, torch.float32, ADAMW),
     (equals_joined_batches, "osgp", THREE, SGD, torch.float64),
     (equals_joined_batches, "dpsgd", TWO, ADAMW, torch.float64),
