@@ -121,7 +121,12 @@ def join_batches(rank, schedule, shape):
 
 @pytest.mark.parametrize(
     ("schedule", "shape"),
-    [*((each, (2, 2)) for each in FLUSHING), slow(GPipe(), (2, 3)), slow(ZeroBubble(), (3, 2))],
+    [
+        *((each, (2, 2)) for each in FLUSHING[1:]),
+        slow(GPipe(), (2, 2)),
+        slow(GPipe(), (2, 3)),
+        slow(ZeroBubble(), (3, 2)),
+    ],  # fmt: skip
     ids=str,
 )
 def test_averaged_gradients_are_those_of_one_pipeline_with_the_joined_batch(ranks, schedule, shape):
