@@ -126,7 +126,7 @@ def join_batches(rank, schedule, shape):
         slow(GPipe(), (2, 2)),
         slow(GPipe(), (2, 3)),
         slow(ZeroBubble(), (3, 2)),
-    ],  # fmt: skip
+    ],
     ids=str,
 )
 def test_averaged_gradients_are_those_of_one_pipeline_with_the_joined_batch(ranks, schedule, shape):
