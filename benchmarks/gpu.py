@@ -41,8 +41,12 @@ OPS = {
     "codes": ["quantize", "pack_signs", "mix_quantized", "quantize_difference"],
     "entries": ["top_k", "random_k", "orthogonalize"],
     "hooks": ["hooks"],
+    "outer-steps": ["codecs"],
 }
 SIZES = ["27"], ["30", "24", "20"]  # of the first part and of the second
+# GPT-2 of 124 million parameters
+LARGE_MODEL = ["--width", "768", "--layers", "12", "--heads", "12", "--context", "1024"]
+LARGE_MODEL += ["--steps", "60", "--lr", "0.0006", "--sample-every", "60", "--save-every", "60"]
 # Two ranks of one GPU; with more multiprocessors each, they may wait for each other's forever.
 SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"}
 
@@ -83,6 +87,12 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
     large, sizes = (["--turns", "15", "--sizes", *exponents] for exponents in SIZES)
     build = Step("build", ["-m", "benchmarks.harness.build"], 150)
 
+    def recipe(name: str, ranks: int) -> Step:
+        program = ["--nproc-per-node", str(ranks), "examples/language_model.py", "--recipe", name]
+        arguments = ["-m", "torch.distributed.run", "--standalone", *program, *LARGE_MODEL]
+        arguments += ["--out", str(out / "recipes" / name)]
+        return Step(f"recipe-{name}", arguments, 60, environment=nccl, optional=True)
+
     def test(name: str, seconds: float, *arguments: str, workers: int = 0, **options) -> Step:
         return Step(name, pytest(out, name, *arguments, workers=workers), seconds, **options)
 
@@ -100,6 +110,9 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
         test("symmetric-memory", 90, "tests/gpu/test_symmetric_memory.py", optional=True),
         test("nccl", 90, "tests/gpu/test_two_ranks.py", environment=nccl, optional=True),
         Step("overlap-2", overlap(2, rows, "--device", "cuda"), 45, (), nccl, True),
+        recipe("ddp", 1),
+        *(recipe(name, 2) for name in ("gossip", "diloco", "compressed", "pipeline")),
+        recipe("mesh", 4),
         *(Step(f"peers-{name}", bench(name, "cuda", rows, *large), 75) for name in OPS),
         test("tests-triton", 110, "tests/ops", "-k", "triton", workers=workers),
     ]
@@ -147,7 +160,7 @@ def dry_plan(out: Path, rows: Path) -> list[list[Step]]:
         [
             replace(step, arguments=on_cpu.get(step.name, step.arguments), environment=plain)
             for step in part
-            if step.name not in left_out
+            if step.name not in left_out and not step.name.startswith("recipe")
         ]
         for part in plan(out, rows)
     ]

@@ -20,6 +20,7 @@ from pyparallel.ops._formats import find_format
 K, CHUNK, BLOCK = 64, 4096, 256  # BLOCK: of scales
 NUM_RANKS = 8
 Runs = dict[str, Callable[[], object]]
+Made = tuple[Callable[[], object], Runs, float]  # ours, peers and the bytes of an element
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -52,8 +53,8 @@ def unpack_places(indices: Tensor, rows: int) -> Tensor:
     return torch.stack([words & 0xFFF, words >> 12], dim=1).view(rows, -1)
 
 
-def encode_chunks(numel: int) -> tuple[Callable[[], object], Runs, float]:
-    x = torch.randn(numel)
+def encode_chunks(numel: int, device: str) -> Made:
+    x = torch.randn(numel, device=device)
     rows = x.view(-1, CHUNK)
 
     def with_torch(*, ordered: bool) -> None:
@@ -68,11 +69,11 @@ def encode_chunks(numel: int) -> tuple[Callable[[], object], Runs, float]:
     return lambda: ops.top_k_chunks(x), peers, 4 + 5.5 / 64
 
 
-def decode_chunks(numel: int, messages: int = 1) -> tuple[Callable[[], object], Runs, float]:
-    sent = [ops.top_k_chunks(torch.randn(numel)) for _ in range(messages)]
+def decode_chunks(numel: int, device: str, messages: int = 1) -> Made:
+    sent = [ops.top_k_chunks(torch.randn(numel, device=device)) for _ in range(messages)]
     values, indices = (torch.stack(parts) for parts in zip(*sent, strict=True))
-    out, count, whole = torch.zeros(numel), numel // CHUNK, values[0].numel()
-    rows, begins = out.view(count, CHUNK), torch.arange(count)[:, None] * CHUNK
+    out, count, whole = torch.zeros(numel, device=device), numel // CHUNK, values[0].numel()
+    rows, begins = out.view(count, CHUNK), torch.arange(count, device=device)[:, None] * CHUNK
 
     def scatter() -> None:
         out.zero_()
@@ -109,9 +110,9 @@ def decode_chunks(numel: int, messages: int = 1) -> tuple[Callable[[], object], 
     return lambda: ops.scatter_chunks(*sent_once, numel=numel, out=out), peers, bytes_each
 
 
-def encode_bins(numel: int, bits: int) -> tuple[Callable[[], object], Runs, float]:
-    x, bins = torch.randn(numel), 1 << bits
-    rows, one = x.view(-1, CHUNK), torch.ones(())
+def encode_bins(numel: int, device: str, bits: int) -> Made:
+    x, bins = torch.randn(numel, device=device), 1 << bits
+    rows, one = x.view(-1, CHUNK), torch.ones((), device=device)
 
     def codes_of() -> Tensor:
         std, mean = torch.std_mean(rows, dim=1, keepdim=True)
@@ -121,14 +122,14 @@ def encode_bins(numel: int, bits: int) -> tuple[Callable[[], object], Runs, floa
 
     def scatter() -> None:
         codes = codes_of().long()
-        empty = torch.zeros((len(rows), bins))
+        empty = torch.zeros((len(rows), bins), device=device)
         counts = empty.scatter_add(1, codes, one.expand_as(rows)).clamp_(min=1)
         empty.scatter_add_(1, codes, rows).div_(counts)
         pack(codes.to(torch.uint8).view(-1), bits)
 
     def bincount() -> None:
         codes = codes_of().to(torch.uint8)
-        flat = (codes.long() + torch.arange(len(rows))[:, None] * bins).view(-1)
+        flat = (codes.long() + torch.arange(len(rows), device=device)[:, None] * bins).view(-1)
         sums = torch.bincount(flat, x, minlength=len(rows) * bins)
         sums / torch.bincount(flat, minlength=len(rows) * bins).clamp_(min=1)
         pack(codes.view(-1), bits)
@@ -146,11 +147,11 @@ def encode_bins(numel: int, bits: int) -> tuple[Callable[[], object], Runs, floa
     return lambda: ops.quantize_statistical(x, bits=bits), peers, 4 + bits / 8
 
 
-def decode_bins(numel: int, bits: int) -> tuple[Callable[[], object], Runs, float]:
-    codes, tables = ops.quantize_statistical(torch.randn(numel), bits=bits)
-    out, of_torch, of_rows = torch.zeros(3, numel)
+def decode_bins(numel: int, device: str, bits: int) -> Made:
+    codes, tables = ops.quantize_statistical(torch.randn(numel, device=device), bits=bits)
+    out, of_torch, of_rows = torch.zeros(3, numel, device=device)
     rows = tables.view(-1, 1 << bits)
-    begins = torch.arange(len(rows), dtype=torch.int32)[:, None] << bits
+    begins = torch.arange(len(rows), dtype=torch.int32, device=device)[:, None] << bits
 
     def gather() -> None:
         each = unpack(codes, bits).long().view(-1, CHUNK)
@@ -166,8 +167,8 @@ def decode_bins(numel: int, bits: int) -> tuple[Callable[[], object], Runs, floa
     return ours, {"gather": gather, "index_select": select}, 4 + bits / 8
 
 
-def encode_powers(numel: int, bits: int, format: str) -> tuple[Callable[[], object], Runs, float]:
-    x, kind = torch.randn(numel), find_format(bits, format)
+def encode_powers(numel: int, device: str, bits: int, format: str) -> Made:
+    x, kind = torch.randn(numel, device=device), find_format(bits, format)
     message = ops.quantize(x, bits=bits, format=format)
 
     def ours() -> None:
@@ -199,11 +200,11 @@ def encode_powers(numel: int, bits: int, format: str) -> tuple[Callable[[], obje
     return ours, {"integer ops on bits": by_bits, "frexp": by_frexp}, 4 + bits / 8
 
 
-def decode_powers(numel: int, bits: int, format: str) -> tuple[Callable[[], object], Runs, float]:
-    x, kind = torch.randn(numel), find_format(bits, format)
+def decode_powers(numel: int, device: str, bits: int, format: str) -> Made:
+    x, kind = torch.randn(numel, device=device), find_format(bits, format)
     codes, scales = ops.quantize(x, bits=bits, format=format)
-    out, of_torch = torch.zeros(2, numel)
-    table = kind.decode(torch.arange(1 << bits, dtype=torch.uint8)).float()
+    out, of_torch = torch.zeros(2, numel, device=device)
+    table = kind.decode(torch.arange(1 << bits, dtype=torch.uint8, device=device)).float()
 
     def ours() -> None:
         ops.dequantize(codes, scales, bits=bits, format=format, numel=numel, out=out)
@@ -227,33 +228,40 @@ def decode_powers(numel: int, bits: int, format: str) -> tuple[Callable[[], obje
     return ours, {"index_select": select, "integer ops on bits": by_bits}, 4 + bits / 8
 
 
-def fill(numel: int) -> tuple[Callable[[], object], Runs, float]:
+def fill(numel: int, device: str) -> Made:
     """Return what bounds a decoder: zeros written to its output, by torch."""
-    return torch.zeros(numel).zero_, {}, 4
+    return torch.zeros(numel, device=device).zero_, {}, 4
 
 
 CODECS = {
     "zero_ of the output": fill,
     "encode top-k of chunks": encode_chunks,
     "decode top-k of chunks": decode_chunks,
-    f"decode and add top-k of chunks of {NUM_RANKS}": lambda n: decode_chunks(n, NUM_RANKS),
+    f"decode and add top-k of chunks of {NUM_RANKS}": lambda n, device: decode_chunks(
+        n, device, NUM_RANKS
+    ),
 }
 for _bits in (2, 4, 8):
-    CODECS[f"encode statistical, {_bits} bits"] = lambda n, bits=_bits: encode_bins(n, bits)
-    CODECS[f"decode statistical, {_bits} bits"] = lambda n, bits=_bits: decode_bins(n, bits)
+    CODECS[f"encode statistical, {_bits} bits"] = lambda n, device, bits=_bits: encode_bins(
+        n, device, bits
+    )
+    CODECS[f"decode statistical, {_bits} bits"] = lambda n, device, bits=_bits: decode_bins(
+        n, device, bits
+    )
 for _kind in ((4, "e3m0"), (8, "natural")):
-    CODECS[f"encode {_kind[1]}"] = lambda n, kind=_kind: encode_powers(n, *kind)
-    CODECS[f"decode {_kind[1]}"] = lambda n, kind=_kind: decode_powers(n, *kind)
+    CODECS[f"encode {_kind[1]}"] = lambda n, device, kind=_kind: encode_powers(n, device, *kind)
+    CODECS[f"decode {_kind[1]}"] = lambda n, device, kind=_kind: decode_powers(n, device, *kind)
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """Yield the cases, on the CPU alone."""
-    for numel in sizes if device == "cpu" else ():
+    """Yield the cases: on the CPU with one thread and with all."""
+    threads = sorted({1, torch.get_num_threads()}) if device == "cpu" else [None]
+    for numel in sizes:
         for name, make in CODECS.items():
-            ours, peers, bytes_each = make(numel)
+            ours, peers, bytes_each = make(numel, device)
             providers = [Provider("pyparallel" if peers else "torch", ours)]
             providers += [Provider(f"torch {peer}", run) for peer, run in peers.items()]
-            for threads in sorted({1, torch.get_num_threads()}):
-                of_threads = f"{name}, {threads} thread{'s' * (threads > 1)}"
+            for count in threads:
+                of_threads = f", {count} thread{'s' * (count > 1)}" if count else ""
                 num_bytes = int(bytes_each * numel)
-                yield Case("codecs", of_threads, numel, num_bytes, providers, threads=threads)
+                yield Case("codecs", name + of_threads, numel, num_bytes, providers, device, count)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from benchmarks.__main__ import HOOKS, OPS
+from benchmarks.__main__ import CODECS, HOOKS, OPS
 from benchmarks.harness import build
 from benchmarks.harness.commands import Step, run_steps
 from benchmarks.harness.pictures import drawn
@@ -76,7 +76,7 @@ def test_the_dry_run_runs_every_step_and_measures_every_op(tmp_path):
         assert f"== {step.name}{' (optional)' * step.optional}: exit 0" in log
     (path,) = tmp_path.glob("*.csv")
     rows = read_rows(path)
-    assert {row["op"] for row in rows} >= {*OPS, HOOKS, "overlap"}
+    assert {row["op"] for row in rows} >= {*OPS, CODECS, HOOKS, "overlap"}
     assert {row["numel"] for row in rows if row["op"] == "mix"} == {"4096", "8192"}
     assert drawn(PICTURES, rows, tmp_path) == ["mixing", "compressing"]
 
@@ -170,7 +170,7 @@ def test_the_plan_names_steps_once_and_measures_every_op(tmp_path):
         names = [step.name for step in part]
         assert len(names) == len(set(names))
         assert names[0] == "build"  # a fresh machine keeps no build
-    assert sorted(op for ops in gpu.OPS.values() for op in ops) == sorted([*OPS, HOOKS])
+    assert sorted(op for ops in gpu.OPS.values() for op in ops) == sorted([*OPS, CODECS, HOOKS])
     # Whatever the first steps take, the rows of the largest size are measured.
     names = [step.name for step in first]
     until = names.index("bench-hooks") + 1

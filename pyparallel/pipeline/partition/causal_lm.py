@@ -19,12 +19,13 @@ from ...training.arguments import require
 from ..messages import Value
 
 _CONTEXT = "_pyparallel_attention_context"  # of a hidden state: what the next block needs too
-_MASK_ARGUMENTS = {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"}
+_MASK_ARGUMENTS = {"config", "inputs_embeds", "attention_mask", "position_ids"}
 # Arguments of the model's forward that a pipeline in training has no use for, and why.
 _REFUSED = {
     "labels": "give step() the target, and a loss_fn that shifts it: cross_entropy of "
     "logits[:, :-1] and target[:, 1:]",
     "past_key_values": "it is of generation: call model.generate on the whole model",
+    "cache": "it is of generation: call model.generate on the whole model",
     "use_cache": "it is of generation: call model.generate on the whole model",
     "logits_to_keep": "slice the logits in loss_fn",
     "output_attentions": "register forward hooks on the model's modules",
@@ -69,12 +70,14 @@ class CausalBlock(nn.Module, ABC):
     def _compute_context(
         self, hidden: Tensor, mask: Tensor | None, position_ids: Tensor | None
     ) -> AttentionContext:
-        causal = sys.modules["transformers.masking_utils"].create_causal_mask(
+        create = sys.modules["transformers.masking_utils"].create_causal_mask
+        is_renamed = "cache" in inspect.signature(create).parameters  # from transformers 5.24 on
+        causal = create(
             config=self._config,
             inputs_embeds=hidden,
             attention_mask=mask,
-            past_key_values=None,
             position_ids=position_ids,  # given: it looks for packed sequences
+            **{"cache" if is_renamed else "past_key_values": None},
         )
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)

@@ -49,7 +49,6 @@ class _Block(causal_lm.CausalBlock):
             attention_mask=context.mask,
             position_embeddings=context.rotary,
             position_ids=context.position_ids,
-            past_key_values=None,
             use_cache=False,
         )
         return output
