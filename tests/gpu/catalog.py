@@ -51,6 +51,7 @@ from tests.ops import (
     test_sgd_step,
     test_top_k,
 )
+from tests.ops.parity import READ_ON_THE_HOST, arguments_on
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INT8 = (8, "int", 256)
@@ -70,6 +71,15 @@ class OpCase:
     sample: Callable[[int], tuple[Any, ...]]
     by_elements: bool = True
     tolerance: float = 0.0
+
+    def on_device(self, arguments: tuple[Any, ...], device: str | torch.device = DEVICE) -> Any:
+        """Return the arguments with copies of their tensors where the op wants them."""
+        return arguments_on(device, self.op, arguments)
+
+    def changed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return arguments with other real numbers, scalars on the device included."""
+        host = READ_ON_THE_HOST.get(self.op)  # when the op is called: a graph keeps that
+        return tuple(each if i == host else changed(each) for i, each in enumerate(arguments))
 
     def run(self, arguments: tuple[Any, ...]) -> object:
         """Run the op on the device of its arguments."""
@@ -100,7 +110,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def changed(tree: Any) -> Any:
-    """Return the arguments with other real numbers, scalars on the device included."""
+    """Return a tree with other real numbers."""
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t * 0.5 if t.is_floating_point() else t.clone(), tree
     )

@@ -11,8 +11,6 @@ from tests.gpu.catalog import (
     CASES,
     DEVICE,
     captured,
-    changed,
-    moved,
     no_synchronization,
     side_stream,
     synchronize,
@@ -43,11 +41,11 @@ def test_every_op_has_a_case():
 @each_case
 def test_a_graph_replays_with_new_inputs_and_new_scalars_on_the_device(case):
     first = case.sample(NUMEL)
-    arguments = moved(first, DEVICE)
+    arguments = case.on_device(first)
     case.run(arguments)  # loads what a capture cannot load
     case.check(arguments, first, "before the capture")
     replay = captured(lambda: case.run(arguments))
-    for source in (changed(first), first):
+    for source in (case.changed(first), first):
         fill(arguments, source)
         replay()
         case.check(arguments, source, "replayed")
@@ -56,8 +54,8 @@ def test_a_graph_replays_with_new_inputs_and_new_scalars_on_the_device(case):
 @each_case
 def test_ops_run_on_the_current_stream(case):
     # On another stream they would read the poison: the inputs come late, on this stream.
-    source = moved(case.sample(NUMEL), DEVICE)
-    arguments = moved(source, DEVICE)
+    source = case.on_device(case.sample(NUMEL))
+    arguments = case.on_device(source)
     poison(arguments)
     synchronize()
     with side_stream():
@@ -72,10 +70,10 @@ def test_unaligned_and_empty_tensors(case):
         source = case.sample(numel)
         # One element after an aligned address.
         arguments = tuple(
-            torch.cat([argument[:1], argument]).to(DEVICE)[1:]
+            torch.cat([argument[:1], argument])[1:]
             if isinstance(argument, torch.Tensor) and argument.dim() == 1
-            else moved(argument, DEVICE)
-            for argument in source
+            else argument
+            for argument in case.on_device(source)
         )
         case.run(arguments)
         case.check(arguments, source, f"{numel} elements")
@@ -86,7 +84,7 @@ def test_unaligned_and_empty_tensors(case):
 def test_torchs_ops_give_the_same_where_nvcc_is_missing(op):
     (case,) = (case for case in CASES if case.op == op)
     source = case.sample(NUMEL)
-    arguments = moved(source, DEVICE)
+    arguments = case.on_device(source)
     case.reference(*arguments)
     case.check(arguments, source, "by torch's ops on the device")
 
@@ -124,7 +122,7 @@ def test_public_calls_are_captured(name):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_ops_run_on_the_device_of_their_tensors(case):
     source = case.sample(NUMEL)
-    arguments = moved(source, "cuda:1")
+    arguments = case.on_device(source, "cuda:1")
     with torch.cuda.device(0):
         case.run(arguments)
     case.check(arguments, source, "on the second GPU")
