@@ -1,6 +1,9 @@
 """What tests of single calls do not show: streams, CUDA graphs, a host that does not wait."""
 
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -22,6 +25,20 @@ OF_MESSAGES = [case.op for case in CASES if re.search("quantize|signs", case.op)
 # Of a peer in the benchmark that has the public calls.
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.op)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+
+
+RAISES = """
+import torch
+from pyparallel import ops
+
+used, device = {used!r}, {device!r}
+torch.ones(2, device=used).sum().item()  # loads the driver, or not
+x, y = torch.zeros(4, device=device), torch.zeros(3, device=device)
+try:
+    torch.ops.pyparallel.add_or_clear_(x, y, 1.0, None)
+except RuntimeError as error:
+    print(error)
+"""
 
 
 def poison(arguments):
@@ -116,6 +133,22 @@ def test_public_calls_are_captured(name):
     run()
     captured(run)()
     synchronize()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("used", "device"), [("cpu", "cpu"), ("cuda", "cpu"), ("cuda", "cuda")])
+def test_an_error_of_a_compiled_op_reaches_python(used, device):
+    if DEVICE.type == "cpu" and "cuda" in (used, device):
+        pytest.skip("needs a GPU")
+    command = [sys.executable, "-c", RAISES.format(used=used, device=device)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and (debugger := shutil.which("cuda-gdb") or shutil.which("gdb")):
+        shown = [debugger, "-batch", "-ex", "run", "-ex", "bt 40", "-ex", "info sharedlibrary"]
+        traced = subprocess.run(
+            [*shown, "--args", *command], capture_output=True, text=True, check=False, timeout=100
+        )
+        pytest.fail(f"exit {done.returncode}: {traced.stdout[-8000:]}{traced.stderr[-2000:]}")
+    assert "call the op of pyparallel.ops for details" in done.stdout, done.stderr
 
 
 @each_case
