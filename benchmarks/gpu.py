@@ -91,7 +91,7 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
         program = ["--nproc-per-node", str(ranks), "examples/language_model.py", "--recipe", name]
         arguments = ["-m", "torch.distributed.run", "--standalone", *program, *LARGE_MODEL]
         arguments += ["--out", str(out / "recipes" / name)]
-        return Step(f"recipe-{name}", arguments, 60, environment=nccl, optional=True)
+        return Step(f"recipe-{name}", arguments, 60, (), nccl if ranks > 1 else {}, True)
 
     def test(name: str, seconds: float, *arguments: str, workers: int = 0, **options) -> Step:
         return Step(name, pytest(out, name, *arguments, workers=workers), seconds, **options)
@@ -108,7 +108,7 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
         Step("overlap-1", overlap(1, rows, "--device", "cuda"), 45),
         test("tests-training", 90, *trainers),
         test("symmetric-memory", 90, "tests/gpu/test_symmetric_memory.py", optional=True),
-        test("nccl", 90, "tests/gpu/test_two_ranks.py", environment=nccl, optional=True),
+        test("nccl", 150, "tests/gpu/test_two_ranks.py", environment=nccl, optional=True),
         Step("overlap-2", overlap(2, rows, "--device", "cuda"), 45, (), nccl, True),
         recipe("ddp", 1),
         *(recipe(name, 2) for name in ("gossip", "diloco", "compressed", "pipeline")),
