@@ -47,7 +47,7 @@ def report(arguments: argparse.Namespace) -> str:
         require(arguments.links or arguments.out is None, "--out needs --links", arguments.out)
         if arguments.links:
             return report_links(arguments.out)
-    except ValueError as error:
+    except (ValueError, ConnectionError) as error:
         raise SystemExit(f"doctor: {error}") from error
     missing = _missing()
     reasons = {reason: f"[{i}]" for i, reason in enumerate(dict.fromkeys(missing.values()), 1)}

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..comm import wait_for_store
 from ..recommend.pairs import PairLinks, measure_pairs
 from .text_table import aligned
 
@@ -22,7 +23,7 @@ _MANY = 100  # ranks, from which gloo should connect only those that communicate
 
 def report_links(out: Path | None) -> str:
     """Measure under torchrun, and return the report; empty on ranks other than 0."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "RANK" not in os.environ:
         raise ValueError(
             "--links needs the ranks of a run, got one process: start the command by torchrun, "
             "torchrun --nnodes 2 --nproc-per-node 1 ... -m pyparallel doctor --links"
@@ -30,6 +31,7 @@ def report_links(out: Path | None) -> str:
     is_gpu = torch.cuda.is_available()
     if is_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    wait_for_store()
     dist.init_process_group("nccl" if is_gpu else "gloo")
     try:
         found = measure_pairs(torch.device("cuda" if is_gpu else "cpu"))

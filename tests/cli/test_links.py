@@ -103,7 +103,7 @@ def test_what_is_set_is_said(monkeypatch):
     ],
 )
 def test_commands_that_are_refused(options, text, monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit, match=text):
         doctor.report(argparse.Namespace(**options))
 
