@@ -43,7 +43,7 @@ def main():
     resumes = options.resume
     first = load(training, draw, recipe, options.out) if resumes else begin(options.out)
     if dist.get_rank() == 0:
-        whole = build_model(recipe, corpus.vocabulary)  # for samples, and to be saved
+        whole = build_model(recipe, corpus.vocabulary).to(device)  # for samples, and to be saved
         print(f"{recipe.model} of {size / 1e6:.1f} M parameters by {options.recipe}, ", end="")
         print(f"{dist.get_world_size()} ranks, {len(corpus.train) / 1e6:.1f} M tokens of text\n")
         print("  step    loss   tokens/s   bits sent a parameter and step", flush=True)
@@ -168,9 +168,10 @@ class Meter:
 def show_sample(model: Any, corpus: Corpus, step: int) -> None:
     """Print the held-out loss and a text that the model has written."""
     model.eval()
-    loss = next_token_loss(model(corpus.held_out).logits, corpus.held_out).item()
+    windows = corpus.held_out.to(model.device).split(1)  # logits of all at once may be too large
+    loss = sum(next_token_loss(model(each).logits, each).item() for each in windows) / len(windows)
     torch.manual_seed(step)
-    prompt = corpus.encode([b"def "])[None]
+    prompt = corpus.encode([b"def "])[None].to(model.device)
     length = corpus.held_out.shape[1]
     ids = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=True, temperature=0.8,

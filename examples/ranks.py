@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyparallel.comm import wait_for_store
+
 
 def make_parser(description: str, **lengths: int) -> argparse.ArgumentParser:
     """Return a parser of --seed, --out, --tensorboard and the given numbers, with defaults."""
@@ -49,6 +51,10 @@ def join_ranks(seed: int) -> torch.device:
         sys.exit(f"start it by: torchrun --standalone --nproc-per-node 4 {script}")
     torch.manual_seed(seed)
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # Ctrl-C: no traceback of each rank
+    try:
+        wait_for_store()
+    except ConnectionError as error:
+        sys.exit(str(error))
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")

@@ -26,10 +26,7 @@ def train(config):
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model = GossipDataParallel(
-        model,
-        optimizer,
-        lambda num_ranks: SGP(topology.OnePeerExponential(num_ranks)),
-        membership=Lighthouse(),
+        model, optimizer, lambda n: SGP(topology.OnePeerExponential(n)), membership=Lighthouse()
     )
     with MetricsLog(config["out"], f"rank-{get_context().get_world_rank()}") as log:
         for step in range(config["steps"]):

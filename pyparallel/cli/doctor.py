@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from .. import ops
+from ..comm import PeerError
 from ..pipeline.simulation.event_loop import COMPILED
 from ..training.arguments import require
 from .links import report_links
@@ -47,7 +48,7 @@ def report(arguments: argparse.Namespace) -> str:
         require(arguments.links or arguments.out is None, "--out needs --links", arguments.out)
         if arguments.links:
             return report_links(arguments.out)
-    except ValueError as error:
+    except (ValueError, ConnectionError, PeerError) as error:
         raise SystemExit(f"doctor: {error}") from error
     missing = _missing()
     reasons = {reason: f"[{i}]" for i, reason in enumerate(dict.fromkeys(missing.values()), 1)}

@@ -5,11 +5,13 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from ..comm import wait_for_store
 from ..recommend.pairs import PairLinks, measure_pairs
 from .text_table import aligned
 
@@ -17,12 +19,13 @@ _MOST_COLUMNS = 8
 _SLOW = 0.7  # of the median rate, below which an edge is named
 _MBIT, _MILLISECOND = 8 / 1e6, 1e3
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+_TIMEOUT = timedelta(seconds=60)  # for all ranks to join, and of NCCL's messages
 _MANY = 100  # ranks, from which gloo should connect only those that communicate
 
 
 def report_links(out: Path | None) -> str:
     """Measure under torchrun, and return the report; empty on ranks other than 0."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "RANK" not in os.environ:
         raise ValueError(
             "--links needs the ranks of a run, got one process: start the command by torchrun, "
             "torchrun --nnodes 2 --nproc-per-node 1 ... -m pyparallel doctor --links"
@@ -30,13 +33,17 @@ def report_links(out: Path | None) -> str:
     is_gpu = torch.cuda.is_available()
     if is_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if is_gpu else "gloo")
+    wait_for_store()
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # a pair that cannot connect fails alone
+    dist.init_process_group("nccl" if is_gpu else "gloo", timeout=_TIMEOUT)
     try:
         found = measure_pairs(torch.device("cuda" if is_gpu else "cpu"))
         if dist.get_rank() != 0:
             return ""
         lines = describe(found, "nccl" if is_gpu else "gloo")
-        if out is not None:
+        if out is not None and found.down:
+            lines.append(f"{out} is not written: simulate needs the links of all pairs")
+        elif out is not None:
             out.write_text(to_toml(found))
             lines.append(f"written to {out}, for python -m pyparallel simulate --links")
         return "\n".join(lines)
@@ -49,7 +56,7 @@ def describe(found: PairLinks, backend: str) -> list[str]:
     hosts = dict.fromkeys(found.hosts)
     machines = "1 machine" if len(hosts) == 1 else f"{len(hosts)} machines"
     head = f"links of {found.num_ranks} ranks on {machines}, {backend}, one pair after the other"
-    lines = [head, "", *_tables(found), *_slow_lines(found), "", "what is set"]
+    lines = [head, "", *_tables(found), *_down_lines(found), *_slow_lines(found), "", "what is set"]
     return lines + [f"  {line}" for line in _settings(found.num_ranks, len(hosts), backend)]
 
 
@@ -65,7 +72,14 @@ def _tables(found: PairLinks) -> Iterator[str]:
             rows += [
                 (
                     f"rank {a}",
-                    *("" if a == b else f"{values[a, b] * scale:,.{digits}f}" for b in ranks),
+                    *(
+                        ""
+                        if a == b
+                        else "down"
+                        if (min(a, b), max(a, b)) in found.down
+                        else f"{values[a, b] * scale:,.{digits}f}"
+                        for b in ranks
+                    ),
                 )
                 for a in ranks
             ]
@@ -97,6 +111,19 @@ def slow_edges(found: PairLinks) -> list[tuple[int, int]]:
         for a, b in found.pairs()
         if found.rates[a, b] < _SLOW * (usual[found.hosts[a] == found.hosts[b]] or 0.0)
     ]
+
+
+def _down_lines(found: PairLinks) -> Iterator[str]:
+    if not found.down:
+        return
+    yield "pairs of ranks without a link"
+    for (a, b), why in list(found.down.items())[:_MOST_COLUMNS]:
+        yield f"  {a} and {b} ({found.hosts[a]}, {found.hosts[b]}): {why}"
+    if len(found.down) > _MOST_COLUMNS:
+        yield f"  and {len(found.down) - _MOST_COLUMNS} more"
+    yield "open all TCP ports between these hosts, or set GLOO_SOCKET_IFNAME to an interface by"
+    yield "which they reach each other; a rank that did not respond died or was stopped"
+    yield ""
 
 
 def _slow_lines(found: PairLinks) -> list[str]:

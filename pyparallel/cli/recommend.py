@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..comm import wait_for_store
 from ..recommend.benchmark import Measurements, Progress, benchmark, benchmark_ranks
 from ..recommend.candidates import CANDIDATES, DENSE, HALF, OUTER_STEPS
 from ..recommend.model import NOISE, Link, StepTime, choose
@@ -70,7 +71,7 @@ def report(arguments: argparse.Namespace) -> str:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             return _on_ranks(arguments)
         return _on_one(arguments)
-    except ValueError as error:
+    except (ValueError, ConnectionError) as error:
         raise SystemExit(f"recommend: {error}") from error
 
 
@@ -99,6 +100,7 @@ def _on_ranks(arguments: argparse.Namespace) -> str:
         )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    wait_for_store()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -3,7 +3,9 @@
 import argparse
 import importlib
 import importlib.util
-from collections.abc import Sequence
+import itertools
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..gossip import AllReduce
@@ -25,21 +27,23 @@ EXAMPLE = (
     "--rate 1000 --compute 0.5 --stragglers lognormal:0.1"
 )
 
+_WIDTH = 80  # of a narrow terminal or notebook
 _COLUMNS = (
-    "algorithm", "step", "10-90 %", "waiting", "card sends", "goodput", "steps/hour", "mixing",
-    "consensus",
+    "step", "10-90 %", "waiting", "MB sent", "goodput", "steps/h", "mixing", "consensus",
 )  # fmt: skip
 _LEGEND = """
-step        seconds, mean over ranks and steps
-10-90 %     of a rank's steps
-waiting     share of a step without computing, encoding or the optimizer's step
-card sends  in a step, of the machine that sends most
-goodput     share of time spent on steps that count, with the failures
-steps/hour  that count
-mixing      distance of random values from their mean after all steps, over the first
-consensus   the same of values that each rank changes in each step by a random number of variance
-            1, mean over the second half of the steps
-All is simulated. Messages are float32 without a compressor, whose errors do not count."""
+step       seconds, mean over ranks and steps
+10-90 %    of a rank's steps
+waiting    share of a step without computing, encoding or the optimizer's step
+MB sent    in a step, by the network card of the machine that sends most
+goodput    share of time spent on steps that count, with the failures
+steps/h    that count
+mixing     distance of random values from their mean after all steps, over the
+           first
+consensus  the same of values that each rank changes in each step by a random
+           number of variance 1, mean over the second half of the steps
+All is simulated. Messages are float32 without a compressor, whose errors do
+not count."""
 _EXACT = 1e-9  # an average, but for rounding
 
 
@@ -108,27 +112,28 @@ def report(arguments: argparse.Namespace) -> str:
         f"{arguments.ranks:,} ranks on {machines:,} machines, a model of {num_bytes / 1e6:,.1f} "
         f"MB, computing {profile.computing:g} s, {arguments.rounds:,} steps"
     )
-    lines = [head, "", *aligned([_COLUMNS, *describe(runs)]), _LEGEND]
+    header, *rows = aligned([_COLUMNS, *describe(runs.values())])
+    table = itertools.chain(*zip(runs, rows, strict=True))  # a row below the algorithm's name
+    lines = [*textwrap.wrap(head, _WIDTH), "", header, *table, _LEGEND]
     if arguments.out:
         lines += ["", f"picture  {_draw(runs, arguments.out)}"]
     return "\n".join(lines)
 
 
-def describe(runs: dict[str, SimulatedRun]) -> Sequence[tuple[str, ...]]:
+def describe(runs: Iterable[SimulatedRun]) -> Sequence[tuple[str, ...]]:
     """Return the rows of the table."""
     return [
         (
-            name,
-            f"{run.seconds:.3f} s",
-            f"{run.range[0]:.3f} .. {run.range[1]:.3f}",
+            f"{run.seconds:.3f}",
+            f"{run.range[0]:.3f}-{run.range[1]:.3f}",
             f"{run.waiting / run.seconds:.1%}",
-            f"{run.card_bytes / 1e6:,.1f} MB",
+            f"{run.card_bytes / 1e6:,.1f}",
             f"{run.goodput:.1%}",
             f"{3600 * run.goodput / run.seconds:,.0f}",
             f"{run.mixing_errors[-1]:.1e}" if run.mixing_errors[-1] > _EXACT else "exact",
             f"{run.consensus_distance:.2f}",
         )
-        for name, run in runs.items()
+        for run in runs
     ]
 
 

@@ -11,6 +11,7 @@ from .consistency import (
 from .counts import ANY, Call, StepCounts
 from .errors import NonFiniteError, PeerError, RemoteError, without_traceback
 from .process_groups import device_of, warn_if_alone
+from .rendezvous import wait_for_store
 from .run import Run
 from .stats import CommStats
 from .store import store_of, timeout_of
@@ -33,6 +34,7 @@ __all__ = [
     "gather_json",
     "store_of",
     "timeout_of",
+    "wait_for_store",
     "warn_if_alone",
     "without_traceback",
 ]

@@ -20,6 +20,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -67,20 +68,22 @@ def create_group(
     backend: str | None = None,
     *,
     for_p2p: bool = False,
+    timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
     """Return a process group of some ranks of another one, with its backend and timeout.
 
     All members, and no other rank, must call this with the same ascending list. ``for_p2p``:
     sends and receives alone, so that no collective connects the members of an NCCL group, for which
-    it would have another communicator. A member that died or did not connect within the timeout is
-    torch's RuntimeError; gloo waits five times as long for one that had published its address.
+    it would have another communicator. ``timeout``: another one. A member that died or did not
+    connect within it is torch's RuntimeError; gloo waits five times as long for one that had
+    published its address.
     """
     parent: Any = process_group or dist.group.WORLD
     _check_split(parent)
     ranks = [dist.get_global_rank(parent, member) for member in members]
     backend = backend or dist.get_backend_config(parent)
     _announce()
-    timeout, is_nccl = timeout_of(parent), "nccl" in backend
+    timeout, is_nccl = timeout or timeout_of(parent), "nccl" in backend
     options: Any = None
     # Messages begin beside kernels that fill the GPU, and leave it most SMs. torch 2.15's nccl2 and
     # nccl-lazy have options of their own.

@@ -36,7 +36,8 @@ class Membership(ABC):
     """Tells processes which of them are alive, so that they train together in epochs.
 
     A subclass implements ``open``, ``poll`` and ``close`` with a service such as torchft's
-    lighthouse (`Lighthouse`); what the processes agree on is the trainer's matter.
+    lighthouse (`Lighthouse`); what the processes agree on is the trainer's matter. ``hint`` says
+    what to check while the service does not respond.
 
     Args:
         name: of this process, unique among those alive, such as "replica-3".
@@ -47,6 +48,8 @@ class Membership(ABC):
         on_change: called with a `Change` at the beginning of each epoch; None: print it.
         leaves_on_sigterm: a SIGTERM makes this process leave after its step, before it ends.
     """
+
+    hint = ""
 
     def __init__(
         self,

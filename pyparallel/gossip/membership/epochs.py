@@ -81,7 +81,8 @@ class Epochs:
                     has_warned = True
                     warnings.warn(
                         f"{self.membership.name}: the membership's service has not responded for "
-                        f"{silence:.0f} s, without which members cannot change; waiting for it",
+                        f"{silence:.0f} s, without which members cannot change; waiting for it"
+                        f"{self.membership.hint}",
                         stacklevel=2,
                     )
             epoch, self._next, self._should_change = self._next, None, None

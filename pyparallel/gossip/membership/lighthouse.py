@@ -71,6 +71,10 @@ class Lighthouse(Membership):
             "PYPARALLEL_LIGHTHOUSE must be set, as `python -m pyparallel launch` does"
         )
         require(parts.scheme == "http" and parts.port is not None, rule, repr(self.address))
+        self.hint = (
+            f": check that the lighthouse runs at {self.address}, which {ADDRESS} sets, and that "
+            f"`nc -vz {parts.hostname} {parts.port}` reaches it from this host"
+        )
         _torchft()
         self._identity = ""
         self._is_closed = Event()

@@ -1,10 +1,14 @@
 """Real processes under torchft's lighthouse: they die in any way, and others take their place."""
 
 import signal
+import socket
 import time
 
 import pytest
+from torch.distributed import TCPStore
 
+from pyparallel.gossip import Lighthouse
+from pyparallel.gossip.membership import epochs
 from tests.gossip.membership.processes import Job, start_lighthouse
 
 pytest.importorskip("torchft")
@@ -98,3 +102,20 @@ def test_training_goes_on_without_the_lighthouse(job, lighthouse):
     assert all(job.processes[name].exitcode == 0 for name in without("r1")), job.report()
     again.kill()
     again.join()
+
+
+def test_a_lighthouse_that_nobody_runs_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(epochs, "_SILENCE_SECONDS", 0.1)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.socket() as bound:  # its port is nobody else's, and nobody listens
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        found = epochs.Epochs(Lighthouse(f"http://127.0.0.1:{port}", name="r0"), store, [])
+        sentence = (
+            r"r0: the membership's service has not responded .*; waiting for it: check that the "
+            f"lighthouse runs at http://127.0.0.1:{port}, which PYPARALLEL_LIGHTHOUSE sets, and "
+            f"that `nc -vz 127.0.0.1 {port}` reaches it from this host"
+        )
+        with pytest.raises(UserWarning, match=sentence):
+            found.next()
+        found.close()
