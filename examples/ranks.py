@@ -61,6 +61,7 @@ def join_ranks(seed: int) -> torch.device:
     dist.init_process_group("nccl")
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high")  # by tensor cores, with inputs rounded to TF32
     return device
 
 
