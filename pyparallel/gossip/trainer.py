@@ -71,9 +71,10 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             weight, round and what is done about a step are of a replica as a whole.
         replica_ranks: instead, of replicas of unequal numbers of shards: the ranks of the default
             group that hold each, such as ``[[0, 1], [2, 3, 4]]``, in the order of the mesh over
-            which ``fully_shard`` has sharded this one's. Ranks exchange the rows that both have.
-            Only for SGP, DPSGD and OSGP without a compressor, for as many ranks as there are
-            replicas. Buckets have no limit: ``bucket_cap_mb`` must be None.
+            which ``fully_shard`` has sharded this one's. Ranks exchange the rows that both have;
+            with a compressor, what one rank of each replica holds is encoded by itself. Only for
+            SGP, DPSGD, OSGP, LocalSGD, DiLoCo and NoLoCo, for as many ranks as there are replicas.
+            Buckets have no limit: ``bucket_cap_mb`` must be None.
         bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB. None: 25 on the
             CPU, 256 on GPUs; a model of one dtype below it is one message to each neighbor.
         nonfinite: what a step does whose gradients hold an inf or a nan, unless a GradScaler

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pyparallel.optim
 from pyparallel import GossipDataParallel
 from pyparallel.comm import DisagreementError, NonFiniteError, PeerError
-from pyparallel.compression import Int8
+from pyparallel.compression import Int8, Threshold
 from pyparallel.gossip import (
     ADPSGD,
     DPSGD,
@@ -339,7 +339,7 @@ def another(mesh, module):
 
 
 ONCE = r"replica_ranks must have each of the 5 ranks of the default group in one replica, got "
-SENDS = "algorithm must send rows of uncompressed parameters with replica_ranks, as SGP, .* got "
+SENDS = "algorithm must send rows with replica_ranks, as SGP, .* got "
 LISTS = "replica_ranks must be lists of the ranks of each replica such as .*, got "
 MISTAKES = [
     ("a number", lambda m: wrap(shard(build(), m), ranks=2), f"{LISTS}2"),
@@ -378,7 +378,7 @@ MISTAKES = [
      SENDS),
     *((type(each).__name__, lambda m, each=each: wrap(shard(build(), m), each),
        f"{SENDS}{type(each).__name__}")
-      for each in (ADPSGD(Ring(2)), AllReduce(), LocalSGD(2, compressor=Int8()),
+      for each in (ADPSGD(Ring(2)), AllReduce(), LocalSGD(2, compressor=Threshold(1.0)),
                    StreamingDiLoCo(9), DiLoCo(4, fragments=2), SlowMo(SGP(Ring(2)), interval=2))),
 ]  # fmt: skip
 
