@@ -124,7 +124,7 @@ class Entries:
         """Return the entries as one buffer: a view if they are contiguous."""
         if len(self.runs) <= 1:
             begin, numel = self.runs[0] if self.runs else (0, 0)
-            return flat.narrow(0, begin, numel)
+            return flat if numel == flat.numel() else flat.narrow(0, begin, numel)
         return torch.cat([flat.narrow(0, *run) for run in self.runs])
 
     def write(self, flat: Tensor, values: Tensor) -> None:

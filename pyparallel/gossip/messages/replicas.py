@@ -154,6 +154,8 @@ class _Encoded:
         """Return the average; a CorruptMessageError names the rank whose message is refused."""
         average, received = self._other.clone(), self._received.messages
         for place, part in enumerate(self._parts):
+            if not part.entries.runs:  # of a rank without rows
+                continue
             theirs: list[Any] = [messages[place] for messages in received]
             decoded = [
                 [self._decode(part, message[:-1], peer)]

@@ -5,28 +5,53 @@ with a state on the rank that sends it. The references are unsharded replicas on
 encode the same parts.
 """
 
+import contextlib
+from unittest import mock
+
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from pyparallel.compression import BufferLayout, ErrorFeedback, Int8, TopK
-from pyparallel.gossip import DiLoCo, LocalSGD, NoLoCo
-from pyparallel.gossip.topology import RandomMatching
+from pyparallel.comm import PeerError
+from pyparallel.compression import BufferLayout, CorruptMessageError, ErrorFeedback, Int8, TopK
+from pyparallel.gossip import DPSGD, SGP, DiLoCo, LocalSGD, NoLoCo
+from pyparallel.gossip.topology import (
+    Complete,
+    FromMatrix,
+    Lazy,
+    OnePeerExponential,
+    RandomMatching,
+)
 from tests.gossip.sharded.test_replica_outer_steps import INTERVAL, OuterReference
 from tests.gossip.sharded.test_replica_ranks import (
     ADAMW,
     FUSED_ADAMW,
+    FUSED_SGD,
     LIMITS,
     SGD,
+    SKEWED,
     THREE,
     TWO,
+    Largest,
+    Reference,
     owners,
     place,
+    resumes_to_the_bit,
     start,
     train,
 )
+from tests.gossip.sharded.test_shards import Uneven, backward, batch, build_even
+from tests.gossip.sharded.test_states import snapshot
 from tests.workers import assert_equal_on_all_ranks, call_each
 
 SMALL = Int8(block_size=32)  # several blocks in most parts
+
+
+def four_rows():
+    """A model of which the last of three ranks has nothing."""
+    return nn.Sequential(nn.Linear(6, 4))
 
 
 class Parts:
@@ -89,8 +114,8 @@ def assign(tensors, values):
 class CompressedOuterReference(OuterReference):
     """Outer steps of the means of decoded differences, in float32."""
 
-    def __init__(self, algorithm, replicas, kind):
-        super().__init__(algorithm, replicas, kind, torch.float32)
+    def __init__(self, algorithm, replicas, kind, make):
+        super().__init__(algorithm, replicas, kind, torch.float32, make)
         n = len(replicas)
         self.parts = Parts(replicas, list(self.modules[0].parameters()))
         self.states = [self.parts.states(algorithm.compressor, i) for i in range(n)]
@@ -155,19 +180,20 @@ def size_of(compressor, turns=None):
 
 
 def check_close(module, reference, compressor, what):
-    for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-        difference = (mine.full_tensor() - theirs).detach().abs()
-        if isinstance(getattr(compressor, "compressor", compressor), Int8):
-            # A value between two codes may become either, and then differs by their distance.
-            assert (difference > 1e-6).float().mean() < 0.05, what
-            assert difference.max() < 1e-3, (what, float(difference.max()))
-        else:
-            assert difference.max() < 1e-6, (what, float(difference.max()))
+    found = flat(p.full_tensor() for p in module.parameters())
+    difference = (found - flat(reference.parameters())).abs()
+    most = float(difference.max())
+    if isinstance(getattr(compressor, "compressor", compressor), Int8):
+        # A value between two codes may become either, and then differs by their distance.
+        assert (difference > 1e-6).sum() <= 4, (what, most)
+        assert most < 1e-4, (what, most)
+    else:
+        assert most < 1e-6, (what, most)
 
 
-def takes_outer_steps(rank, algorithm, replicas, kind=SGD, plain_kind=None):
-    module, optimizer, trainer = start(replicas, algorithm, kind)
-    reference = CompressedOuterReference(algorithm, replicas, plain_kind or kind)
+def takes_outer_steps(rank, algorithm, replicas, kind=SGD, plain_kind=None, make=Uneven):
+    module, optimizer, trainer = start(replicas, algorithm, kind, make=make)
+    reference = CompressedOuterReference(algorithm, replicas, plain_kind or kind, make)
     index, _ = place(replicas)
     for step in range(3 * INTERVAL):
         train(replicas, trainer, optimizer, [step])
@@ -200,6 +226,97 @@ def outer_rows(replicas):
     yield takes_outer_steps, top, replicas
     yield takes_outer_steps, DiLoCo(INTERVAL, compressor=SMALL), replicas, FUSED_ADAMW, ADAMW
     yield takes_outer_steps, LocalSGD(INTERVAL, compressor=TopK(0.3)), replicas
+    fed_back = DiLoCo(INTERVAL, compressor=ErrorFeedback(SMALL))
+    yield takes_outer_steps, fed_back, replicas, SGD, SGD, four_rows
+
+
+class CompressedReference(Reference):
+    """PushSum with compressed differences to what receivers know of z, of each part by itself."""
+
+    def __init__(self, algorithm, replicas, kind, make):
+        eye = np.eye(len(replicas))
+        super().__init__(replicas, eye, kind, torch.float32, algorithm.overlap, make=make)
+        self.algorithm = algorithm
+        self.parts = Parts(replicas, list(self.modules[0].parameters()))
+        self.known, self.states = {}, {}
+
+    @torch.no_grad()
+    def send(self, step):
+        topology, compressor = self.algorithm.topology, self.algorithm.compressor
+        matrix = torch.tensor(topology.mixing_matrix(step))
+        shares = matrix - matrix.diag().diag()
+        sent, masses = [], shares * self.w  # masses[i, j] from j to i
+        for i, module in enumerate(self.modules):
+            z, key = flat(module.parameters()) / self.w[i], (i, topology.out_peers(i, step))
+            if key not in self.known:
+                self.known[key], self.states[key] = z.clone(), self.parts.states(compressor, i)
+            else:
+                difference = z - self.known[key]
+                self.known[key] += self.parts.encode(difference, compressor, self.states[key])
+            given = masses[:, i].sum()
+            z += (z - self.known[key]) * (given / (self.w[i] - given))
+            assign(list(module.parameters()), (self.w[i] - given) * z)
+            sent.append(self.known[key].double())
+        self.w = self.w - masses.sum(0)
+        self.flight[step + self.delay] = masses @ torch.stack(sent), masses.sum(1)
+
+    @torch.no_grad()
+    def merge(self, step):
+        if step not in self.flight:
+            return
+        values, masses = self.flight.pop(step)
+        for module, added in zip(self.modules, values, strict=True):
+            assign(list(module.parameters()), flat(module.parameters()) + added)
+        self.w = self.w + masses
+
+
+def gossips(rank, algorithm, replicas, kind=SGD, plain_kind=None, make=Uneven):
+    module, optimizer, trainer = start(replicas, algorithm, kind, make=make)
+    reference = CompressedReference(algorithm, replicas, plain_kind or kind, make)
+    index, _ = place(replicas)
+    sent, known, size = 0, set(), size_of(algorithm.compressor)
+    for step in range(6):
+        train(replicas, trainer, optimizer, [step])
+        reference.step(step)
+        receivers = algorithm.topology.out_peers(index, step)
+        is_first, known = receivers not in known, {*known, receivers}
+        count = (lambda n: 4 * n) if is_first else size
+        sent += reference.parts.bytes_of(rank, receivers, count)
+        assert trainer.bytes_sent == sent, step
+        check_close(module, reference.modules[index], algorithm.compressor, (algorithm, step))
+        assert float(trainer.push_sum_weight) == pytest.approx(float(reference.w[index]), abs=1e-12)
+    trainer.flush()
+    for due in sorted(reference.flight):
+        reference.scale(reference.w)
+        reference.merge(due)
+        reference.scale(1 / reference.w)
+    with trainer.consensus() as average:
+        values = [p.full_tensor() for p in average.parameters()]
+        assert_equal_on_all_ranks([each.tolist() for each in values])
+        for mine, theirs in zip(values, reference.average(), strict=True):  # mass is conserved
+            torch.testing.assert_close(mine.double(), theirs, rtol=1e-6, atol=1e-6)
+    trainer.close()
+
+
+def gossip_rows(replicas):
+    n = len(replicas)
+    skewed, turning = FromMatrix(np.array(SKEWED[n])), Lazy(OnePeerExponential(n), 0.7)
+    yield gossips, SGP(skewed, compressor=SMALL), replicas
+    yield gossips, SGP(turning, overlap=1, compressor=TopK(0.3)), replicas
+    yield gossips, DPSGD(Lazy(Complete(n), 0.5), compressor=SMALL), replicas, FUSED_ADAMW, ADAMW
+    yield gossips, SGP(skewed, overlap=1, compressor=SMALL), replicas, FUSED_SGD, SGD
+    yield gossips, DPSGD(Lazy(Complete(n), 0.5), overlap=1, compressor=TopK(0.3)), replicas
+    yield gossips, SGP(Lazy(RandomMatching(n), 0.5), compressor=TopK(0.3)), replicas
+    yield gossips, SGP(skewed, overlap=1, compressor=SMALL), replicas, SGD, SGD, four_rows
+
+
+def test_compressed_gossip_of_unequal_shards(ranks):
+    ranks.run(5, call_each, list(gossip_rows(TWO))[:2], **LIMITS)
+
+
+@pytest.mark.slow
+def test_every_compressed_gossip_of_unequal_shards(ranks):
+    ranks.run(5, call_each, [*gossip_rows(TWO), *gossip_rows(THREE)], **LIMITS)
 
 
 def test_compressed_outer_steps_of_unequal_shards(ranks):
@@ -209,3 +326,64 @@ def test_compressed_outer_steps_of_unequal_shards(ranks):
 @pytest.mark.slow
 def test_every_compressed_outer_step_of_unequal_shards(ranks):
     ranks.run(5, call_each, [*outer_rows(TWO), *outer_rows(THREE)], **LIMITS)
+
+
+def refuses_together(rank, algorithm):
+    """A part that one rank cannot decode is merged on no rank of its replica, nor is its mass."""
+    module, optimizer, trainer = start(TWO, algorithm)
+    train(TWO, trainer, optimizer, range(3))
+    trainer.flush()
+    weight, before = float(trainer.push_sum_weight), snapshot(module)
+    backward(trainer, optimizer, *batch(3, *place(TWO)))
+    for p in module.parameters():  # so that the step moves nothing but by the round
+        p.grad = None
+    refusal = mock.patch.object(Int8, "decompress", side_effect=CorruptMessageError("refused"))
+    outcome = None
+    with refusal if rank == 3 else contextlib.nullcontext():
+        try:
+            optimizer.step()
+            trainer._averager.flush()  # without the other replica, which raises nothing
+        except (PeerError, CorruptMessageError) as error:
+            outcome = str(error)
+    if rank > 1:
+        text = "got a corrupt one" if rank == 3 else "got an error on rank 3, which says why"
+        assert text in outcome, outcome
+        assert rank != 3 or "from rank 0" in outcome or "from rank 1" in outcome, outcome
+        assert float(trainer.push_sum_weight) == weight
+        torch.testing.assert_close(snapshot(module), before)
+    else:
+        assert outcome is None, outcome
+    dist.barrier()
+    trainer.close()
+
+
+def holds_no_whole_tensor(rank, algorithm):
+    """No operation of a step returns a tensor that is larger than the rank's own buffer."""
+    module, optimizer, trainer = start(TWO, algorithm, make=build_even)
+    (buffer,) = trainer._buckets.buffers
+    train(TWO, trainer, optimizer, [0])  # what compressors draw up once
+    backward(trainer, optimizer, *batch(1, *place(TWO)))
+    with Largest() as largest:
+        optimizer.step()
+    assert 0 < largest.numel <= buffer.numel() < sum(p.numel() for p in module.parameters())
+    trainer.close()
+
+
+def whole_rows():
+    gossip = SGP(FromMatrix(np.array(SKEWED[2])), overlap=1, compressor=SMALL)
+    outer = DiLoCo(2, compressor=ErrorFeedback(SMALL))
+    for algorithm in (gossip, outer):
+        yield refuses_together, algorithm
+        yield resumes_to_the_bit, algorithm, FUSED_ADAMW
+        yield holds_no_whole_tensor, algorithm
+
+
+def test_messages_are_of_whole_replicas(ranks):
+    ranks.run(5, call_each, list(whole_rows())[1::2], **LIMITS)
+
+
+@pytest.mark.slow
+def test_all_messages_are_of_whole_replicas(ranks):
+    delayed = DiLoCo(2, compressor=ErrorFeedback(TopK(0.3)), delay=1)
+    rows = [*whole_rows(), (resumes_to_the_bit, delayed, SGD)]
+    ranks.run(5, call_each, rows, **LIMITS)
