@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..comm import Collectives, CommStats, StepCounts, check_consistent_across_ranks
+from ..comm import Collectives, CommStats, StepCounts
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..optim.fused_optimizer import NO_LIMIT
@@ -125,16 +125,18 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         )
         self.config_fields = [each for each in compared if each[0] != TRANSPORT]
         # Not saved: states have the classes themselves, and a run may go on with another policy.
-        classes = ("optimizers", _describe_optimizers(optimizer))
-        config_fields = [classes, *compared, ("nonfinite", str(nonfinite))]
+        config_fields = [
+            validation.describe_replicas(mesh, replica_ranks),
+            ("optimizers", _describe_optimizers(optimizer)),
+            *compared,
+            ("nonfinite", str(nonfinite)),
+        ]
         if isinstance(made, Elastic):
             made = replace(made, config=config_fields)
             raise_own(error_text)
         else:
             others = replica if replica_ranks is None else None  # otherwise all are in one group
-            check_consistent_across_ranks(
-                config_fields, error_text, process_group, replica_group=others
-            )
+            validation.check_together(config_fields, error_text, process_group, mesh, others)
         self._wrap(module)
         self.algorithm: Algorithm = made
         self.process_group = process_group
