@@ -379,7 +379,7 @@ def whole_rows():
 
 
 def test_messages_are_of_whole_replicas(ranks):
-    ranks.run(5, call_each, list(whole_rows())[1::2], **LIMITS)
+    ranks.run(5, call_each, list(whole_rows())[1:4:2], **LIMITS)
 
 
 @pytest.mark.slow
