@@ -275,8 +275,8 @@ FAULTS = [
     Fault(
         "ranks do not check that their arguments are consistent",
         "pyparallel/gossip/trainer.py",
-        "config_fields, error_text, process_group, replica_group=others",
-        "[classes], error_text, process_group, replica_group=others",
+        "check_together(config_fields, error_text",
+        "check_together(config_fields[:2], error_text",
         "tests/gossip/test_misuse.py tests/gossip/test_contract.py tests/gossip/test_failures.py",
     ),
     Fault(

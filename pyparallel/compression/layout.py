@@ -1,7 +1,8 @@
 """Layout of a flat buffer by parameter name, by which state follows parameters to other buffers."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -14,10 +15,14 @@ from ..ops import FLOAT_DTYPES
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter in a flat buffer: its name and shape."""
+    """A parameter in a flat buffer: its name and shape.
+
+    Or a part of ``parameter``, if that is given, with a name of its own.
+    """
 
     name: str
     shape: tuple[int, ...]
+    parameter: str = ""
 
     @property
     def numel(self) -> int:
@@ -88,3 +93,54 @@ class BufferLayout:
                 "compression supports float32, bfloat16 and float16 only, got "
                 f"{x.dtype} (parameters {', '.join(self.names[:3])})"
             )
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Some pieces of a flat buffer as one buffer: its layout, and as few contiguous runs.
+
+    A run is its begin in the flat buffer and its length.
+    """
+
+    layout: BufferLayout
+    runs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], offsets: Sequence[int]) -> "Entries":
+        """Return those of pieces at ascending offsets."""
+        runs: list[tuple[int, int]] = []
+        for piece, begin in zip(pieces, offsets, strict=True):
+            if runs and sum(runs[-1]) == begin:
+                runs[-1] = runs[-1][0], runs[-1][1] + piece.numel
+            else:
+                runs.append((begin, piece.numel))
+        return cls(BufferLayout(tuple(pieces)), tuple(runs))
+
+    def is_whole(self, layout: BufferLayout) -> bool:
+        """Return whether these are all pieces of a buffer."""
+        return self.layout == layout
+
+    def read(self, flat: Tensor) -> Tensor:
+        """Return the entries as one buffer: a view if they are contiguous."""
+        if len(self.runs) <= 1:
+            begin, numel = self.runs[0] if self.runs else (0, 0)
+            return flat if numel == flat.numel() else flat.narrow(0, begin, numel)
+        return torch.cat([flat.narrow(0, *run) for run in self.runs])
+
+    def write(self, flat: Tensor, values: Tensor) -> None:
+        """Copy values back to where they were read."""
+        parts = values.split([numel for _, numel in self.runs]) if self.runs else ()
+        for run, part in zip(self.runs, parts, strict=True):
+            flat.narrow(0, *run).copy_(part)
+
+    @contextmanager
+    def open(self, flat: Tensor) -> Iterator[Tensor]:
+        """Yield the entries as one buffer that may be written."""
+        values = self.read(flat)
+        yield values
+        if len(self.runs) > 1:  # else they are a view
+            self.write(flat, values)
+
+    def open_if_any(self, flat: Tensor | None) -> AbstractContextManager[Tensor | None]:
+        """Return ``open`` of a buffer that may be None."""
+        return nullcontext() if flat is None else self.open(flat)

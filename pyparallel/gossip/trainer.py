@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..comm import Collectives, CommStats, StepCounts, check_consistent_across_ranks
+from ..comm import Collectives, CommStats, StepCounts
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..optim.fused_optimizer import NO_LIMIT
@@ -71,9 +71,10 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             weight, round and what is done about a step are of a replica as a whole.
         replica_ranks: instead, of replicas of unequal numbers of shards: the ranks of the default
             group that hold each, such as ``[[0, 1], [2, 3, 4]]``, in the order of the mesh over
-            which ``fully_shard`` has sharded this one's. Ranks exchange the rows that both have.
-            Only for SGP, DPSGD and OSGP without a compressor, for as many ranks as there are
-            replicas. Buckets have no limit: ``bucket_cap_mb`` must be None.
+            which ``fully_shard`` has sharded this one's. Ranks exchange the rows that both have;
+            with a compressor, what one rank of each replica holds is encoded by itself. Only for
+            SGP, DPSGD, OSGP, LocalSGD, DiLoCo and NoLoCo, for as many ranks as there are replicas.
+            Buckets have no limit: ``bucket_cap_mb`` must be None.
         bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB. None: 25 on the
             CPU, 256 on GPUs; a model of one dtype below it is one message to each neighbor.
         nonfinite: what a step does whose gradients hold an inf or a nan, unless a GradScaler
@@ -124,16 +125,18 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         )
         self.config_fields = [each for each in compared if each[0] != TRANSPORT]
         # Not saved: states have the classes themselves, and a run may go on with another policy.
-        classes = ("optimizers", _describe_optimizers(optimizer))
-        config_fields = [classes, *compared, ("nonfinite", str(nonfinite))]
+        config_fields = [
+            validation.describe_replicas(mesh, replica_ranks),
+            ("optimizers", _describe_optimizers(optimizer)),
+            *compared,
+            ("nonfinite", str(nonfinite)),
+        ]
         if isinstance(made, Elastic):
             made = replace(made, config=config_fields)
             raise_own(error_text)
         else:
             others = replica if replica_ranks is None else None  # otherwise all are in one group
-            check_consistent_across_ranks(
-                config_fields, error_text, process_group, replica_group=others
-            )
+            validation.check_together(config_fields, error_text, process_group, mesh, others)
         self._wrap(module)
         self.algorithm: Algorithm = made
         self.process_group = process_group

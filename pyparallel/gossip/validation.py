@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from ..comm import Collectives, DisagreementError, Run
+from ..comm import Collectives, DisagreementError, Run, check_consistent_across_ranks
 from ..ops import FLOAT_DTYPES
 from ..optim import FusedOptimizer
 from ..training import (
@@ -64,6 +64,33 @@ def resolve_group(
     require(process_group is None, rule, "both", "pass one of them")
     group: dist.ProcessGroup = mesh.get_group()
     return group
+
+
+def check_together(
+    config_fields: Sequence[tuple[str, str]],
+    problem: str | TypeError | None,
+    process_group: dist.ProcessGroup | None,
+    mesh: Any,
+    replica_group: dist.ProcessGroup | None,
+) -> None:
+    """Raise the same DisagreementError on all ranks that train together, in whatever groups.
+
+    Ranks without a mesh compare in the default group. If the mesh is a dimension of one of two that
+    has all its ranks, those with it compare the first field there too.
+    """
+    whole = None if mesh is None else mesh._get_root_mesh()  # there is no public name
+    if whole is not None and whole.ndim == 2 and whole.size() == dist.get_world_size():
+        check_consistent_across_ranks(config_fields[:1], problem)
+    check_consistent_across_ranks(
+        config_fields, problem, process_group, replica_group=replica_group
+    )
+
+
+def describe_replicas(mesh: object, replica_ranks: object) -> tuple[str, str]:
+    """Return a config field: which argument says what the replicas are."""
+    given = {"mesh": mesh, "replica_ranks": replica_ranks}
+    names = (name for name, value in given.items() if value is not None)
+    return "argument for the replicas", next(names, "neither mesh nor replica_ranks")
 
 
 def check_replica_ranks(

@@ -1,7 +1,6 @@
 """Different compressors for different parameters."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -14,7 +13,7 @@ from ...comm.collectives import Collectives, int64_on
 from ...training.arguments import check_type, require, summarize
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
-from ..layout import BufferLayout
+from ..layout import BufferLayout, Entries
 from ..residual import Residual
 from ..state import CompressorState
 from .composed import Composed
@@ -92,7 +91,7 @@ class PerParameter(Composed):
     ) -> Tensor:
         """Decode a message; on GPUs the host waits for its first tensor."""
         parts = zip(self.compressors, self._groups(layout), self._split(message), strict=True)
-        decoded: list[tuple[_Group, Tensor]] = []  # decode all before writing any
+        decoded: list[tuple[Entries, Tensor]] = []  # decode all before writing any
         for (_, compressor), group, part in parts:
             if group.is_whole(layout):
                 compressor.decompress(part, layout, out, accumulate=accumulate)
@@ -116,7 +115,7 @@ class PerParameter(Composed):
 
     def _parts(
         self, state: CompressorState
-    ) -> Iterator[tuple[Compressor, "_Group", CompressorState]]:
+    ) -> Iterator[tuple[Compressor, Entries, CompressorState]]:
         groups = self._groups(state.layout)
         for (_, compressor), group, inner in zip(
             self.compressors, groups, state.inner, strict=True
@@ -124,21 +123,23 @@ class PerParameter(Composed):
             yield compressor, group, inner
 
     @cached_property
-    def _group_cache(self) -> dict[BufferLayout, list["_Group"]]:
+    def _group_cache(self) -> dict[BufferLayout, list[Entries]]:
         """Groups by layout: names are matched once."""
         return {}
 
-    def _groups(self, layout: BufferLayout) -> list["_Group"]:
+    def _groups(self, layout: BufferLayout) -> list[Entries]:
         if layout not in self._group_cache:
             self._group_cache[layout] = self._match(layout)
         return self._group_cache[layout]
 
-    def _match(self, layout: BufferLayout) -> list["_Group"]:
-        chosen = [self._index(name) for name in layout.names]
-        return [
-            _Group.of(layout, [place for place, index in enumerate(chosen) if index == mine])
-            for mine in range(len(self.compressors))
-        ]
+    def _match(self, layout: BufferLayout) -> list[Entries]:
+        chosen = [self._index(piece.parameter or piece.name) for piece in layout.pieces]
+        found = []
+        for mine in range(len(self.compressors)):
+            places = [place for place, index in enumerate(chosen) if index == mine]
+            offsets = [layout.offsets[place] for place in places]
+            found.append(Entries.of([layout.pieces[place] for place in places], offsets))
+        return found
 
     def _index(self, name: str) -> int:
         for index, (pattern, _) in enumerate(self.compressors):
@@ -163,52 +164,6 @@ class PerParameter(Composed):
             raise CorruptMessageError(f"lengths must sum to {len(tensors)} tensors, got {counts}")
         rest = iter(tensors)
         return [tuple(next(rest) for _ in range(count)) for count in counts]
-
-
-@dataclass(frozen=True)
-class _Group:
-    """The parameters of one pattern in a buffer: in order, as few contiguous runs."""
-
-    layout: BufferLayout
-    runs: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, layout: BufferLayout, places: list[int]) -> "_Group":
-        runs: list[tuple[int, int]] = []
-        for place in places:
-            begin, numel = layout.offsets[place], layout.pieces[place].numel
-            if runs and sum(runs[-1]) == begin:
-                begin, numel = runs[-1][0], runs.pop()[1] + numel
-            runs.append((begin, numel))
-        return cls(BufferLayout(tuple(layout.pieces[place] for place in places)), tuple(runs))
-
-    def is_whole(self, layout: BufferLayout) -> bool:
-        return self.layout == layout
-
-    def read(self, flat: Tensor) -> Tensor:
-        """Return the group as one buffer: a view if it is contiguous."""
-        if len(self.runs) <= 1:
-            begin, numel = self.runs[0] if self.runs else (0, 0)
-            return flat.narrow(0, begin, numel)
-        return torch.cat([flat.narrow(0, *run) for run in self.runs])
-
-    def write(self, flat: Tensor, values: Tensor) -> None:
-        """Copy values back to where they were read."""
-        parts = values.split([numel for _, numel in self.runs]) if self.runs else ()
-        for run, part in zip(self.runs, parts, strict=True):
-            flat.narrow(0, *run).copy_(part)
-
-    @contextmanager
-    def open(self, flat: Tensor) -> Iterator[Tensor]:
-        """Yield the group as one buffer that may be written."""
-        values = self.read(flat)
-        yield values
-        if len(self.runs) > 1:  # else they are a view
-            self.write(flat, values)
-
-    def open_if_any(self, flat: Tensor | None) -> AbstractContextManager[Tensor | None]:
-        """Return ``open`` of a buffer that may be None."""
-        return nullcontext() if flat is None else self.open(flat)
 
 
 class _SkipEmpty(Collectives):

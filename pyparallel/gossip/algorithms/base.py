@@ -62,9 +62,9 @@ class Algorithm(ABC):
     def replicas_error(self) -> str | None:
         """Return why it cannot run where replicas have unequal numbers of shards, or None."""
         return (
-            "algorithm must send rows of uncompressed parameters with replica_ranks, as SGP, "
-            "DPSGD, OSGP, LocalSGD, DiLoCo and NoLoCo do without a compressor and fragments, got "
-            f"{self!r}: or give replicas equally many shards, and mesh="
+            "algorithm must send rows with replica_ranks, as SGP, DPSGD, OSGP, LocalSGD, DiLoCo "
+            "and NoLoCo do without fragments, and with compressors of messages of a fixed length, "
+            f"got {self!r}: or give replicas equally many shards, and mesh="
         )
 
 
@@ -133,8 +133,8 @@ class Periodic(Algorithm):
 
     @override
     def replicas_error(self) -> str | None:
-        sends_rows = self.compressor is None and self.fragments == 1
-        return None if sends_rows else super().replicas_error()
+        is_fixed = self.compressor is None or self.compressor.fixed_length
+        return None if is_fixed and self.fragments == 1 else super().replicas_error()
 
     def check_options(self, interval: int) -> None:
         """Raise a ValueError or TypeError for options that do not fit the interval."""

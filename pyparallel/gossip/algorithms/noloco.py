@@ -108,7 +108,8 @@ class NoLoCo(Periodic, OnTopology):
     def start_averages(self, run: Run, buckets: FlatBuckets) -> Pairs | Replicas:
         """Return the averages over pairs of a group's ranks, or replicas."""
         if run.replicas is not None:
-            return Replicas(exchanges_of(run, buckets), self.topology)
+            given = self.topology, self.compressor, self.pull_turns
+            return Replicas(exchanges_of(run, buckets), *given)
         options = self.compressor, self.pull_turns, self.num_fragments
         return Pairs(NeighborExchange(run), self.topology, *options)
 

@@ -61,7 +61,7 @@ class PeriodicAverager(ModelAverager):
             self._fragments.append(Fragment(spans, self.buffers, rule, first))
         device, in_background = self.buffers[0].device, options.delay > 0
         if average is None and run.replicas is not None:
-            average = Replicas(exchanges_of(run, buckets))
+            average = Replicas(exchanges_of(run, buckets), compressor=options.compressor)
         self._average = average or AllRanks(run, device, options.compressor, in_background)
 
     @property
@@ -104,12 +104,13 @@ class PeriodicAverager(ModelAverager):
 
     @torch.no_grad()
     def _send(self, fragment: Fragment, index: int) -> None:
-        message = fragment.rule.message(fragment.weights)
-        layouts = [each.of_parameters for each in fragment.spans]
-        average = partial(self._average.start, layouts, index=index, weight=self.status.weight)
-        if self._options.compressor is None:  # zeros in the gaps stay zeros
-            wait = average(message)
+        message, average = fragment.rule.message(fragment.weights), self._average.start
+        average = partial(average, index=index, weight=self.status.weight)
+        if self._options.compressor is None or self.run.replicas is not None:
+            # Zeros in the gaps stay zeros.
+            wait = average([each.layout for each in fragment.spans], message, fragment.rule.slow)
         else:
+            average = partial(average, [each.of_parameters for each in fragment.spans])
             arrived = average(*map(fragment.without_gaps, (message, fragment.rule.slow)))
 
             def wait() -> list[Tensor]:

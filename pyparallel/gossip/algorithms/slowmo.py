@@ -93,7 +93,7 @@ class SlowMo(Periodic):
 
     @override
     def replicas_error(self) -> str | None:
-        rule = "algorithm must send rows of uncompressed parameters with replica_ranks"
+        rule = "algorithm must send rows with replica_ranks"
         return f"{rule}, as SGP, DiLoCo and others do, got {self!r}"
 
     @override

@@ -21,7 +21,7 @@ from ...comm.stats import CommStats
 from ...comm.store import timeout_of
 from ...training import FlatBuckets
 from .header import MessageHeaders, RoundHeaders
-from .overlaps import Overlaps
+from .overlaps import Overlap, Overlaps
 from .replica_rounds import as_one_replica
 
 _NUM_TAGS = 2**30 - 2  # of each kind of message; gloo's tags are 31 bits
@@ -220,17 +220,18 @@ class NeighborExchange:
 
     def swap(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Any],
         to: Sequence[int],
         from_: Sequence[int],
         *,
-        into: Sequence[Sequence[Tensor]] | None = None,
+        into: Sequence[Sequence[Any]] | None = None,
         round_index: int = ANY,
         masses: Tensor | None = None,
         masses_in: Sequence[float] = (),
         is_difference: bool = False,
         are_differences: Sequence[bool] | None = None,
         by_all_reduce: bool = False,
+        parts: Sequence[Overlap] | None = None,
     ) -> Round:
         """Start a round: send a message to ranks, and receive one from others.
 
@@ -248,33 +249,37 @@ class NeighborExchange:
             by_all_reduce: all ranks send one float32 tensor to all others, with equal masses; add
                 them by an all-reduce, of fewer bytes. What is received is one message, the others'
                 average.
+            parts: of which ``tensors``, and each of ``into``, have an encoded message each; None:
+                they are not encoded in parts.
         """
         if into is None:
             into = [[torch.empty_like(each) for each in tensors] for _ in from_]
         if masses is None:
             masses = (tensors or into[0])[0].new_ones(len(to), dtype=torch.float64)
             masses_in = (1.0,) * len(from_)
-        lengths = None
-        if are_differences is not None:
-            lengths = list(map(_signed_bytes, into, are_differences))
+        differ = [False] * len(from_) if are_differences is None else are_differences
         message = tensors or (into[0] if into and are_differences is None else ())
-        length = _signed_bytes(message, is_difference)
         finish, received = None, into
         sent: Sequence[Sequence[Tensor]] = [tensors] * len(to)
-        if self.overlaps is not None:
-            to, sent, places = self.overlaps.route(to, sent)
+        if self.overlaps is None:
+            length = _signed_bytes(message, is_difference)
+            lengths = list(map(_signed_bytes, into, differ)) if are_differences else None
+        else:
+            to, sent, places = self.overlaps.route(to, sent, parts)
             masses = torch.stack([masses[each] for each in places]) if places else masses
-            from_, received, places = self.overlaps.route(from_, into)
+            from_, received, places = self.overlaps.route(from_, into, parts)
             masses_in = [masses_in[each] for each in places] if masses_in else ()
-            finish = partial(_least_of_each, places)
-            length = self.overlaps.numel * message[0].element_size()
+            finish, differ = partial(_least_of_each, places), [differ[each] for each in places]
+            size = self.overlaps.numel * (message[0].element_size() if parts is None else 1)
+            length, lengths = (
+                -size if is_difference else size,
+                [-size if d else size for d in differ],
+            )
         headers = self.headers.of_round(round_index, masses, length, from_, lengths, masses_in)
-        if are_differences is None:
-            are_differences = [False] * len(from_)
         if by_all_reduce:
             sent, received = [], []
         sends = _transfers(to, headers.sent, sent, [is_difference] * len(to))
-        receives = _transfers(from_, headers.received, received, are_differences)
+        receives = _transfers(from_, headers.received, received, differ)
         with profiled("pyparallel::gossip_send"):
             pending = self.start(sends, receives)
             if by_all_reduce:

@@ -1,11 +1,29 @@
 """Replicas of unequal numbers of shards: which rows of its shards a rank sends to which others."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...compression import BufferLayout, Piece
+from ...compression.layout import Entries
 from ...training.shards import rows_of_shard
+
+
+class Overlap(NamedTuple):
+    """The rows of a flat tensor that one rank of each replica holds.
+
+    With a compressor that is what is encoded by itself: once, with one state on the rank that sends
+    it, for all replicas that receive it.
+
+    Args:
+        holders: these ranks, by replica.
+        entries: where this rank has the rows in its tensor.
+    """
+
+    holders: tuple[int, ...]
+    entries: Entries
 
 
 class Overlaps:
@@ -36,6 +54,7 @@ class Overlaps:
         self.replica = next(i for i, ranks in enumerate(replicas) if rank in ranks)
         own = replicas[self.replica]
         place, size = own.index(rank), len(own)
+        self._replicas, self._place, self._parameters = replicas, place, parameters
         self._links: list[list[tuple[int, list[tuple[int, int]]]]] = []
         for ranks in replicas:
             links = []
@@ -51,19 +70,66 @@ class Overlaps:
                     links.append((each, parts))
             self._links.append(links)
 
+    def split(self, layout: BufferLayout) -> list[Overlap]:
+        """Return the overlaps of a tensor of this layout, in an order that all ranks have.
+
+        A rank without rows has one without entries, which nobody else holds.
+        """
+        wholes = dict(zip(layout.offsets, layout.pieces, strict=True))
+        found: dict[tuple[int, ...], list[tuple[Piece, int]]] = {}
+        for p, offset in self._parameters:
+            num_rows, *sizes = p.shape
+            first = rows_of_shard(num_rows, self._place, len(self._replicas[self.replica])).start
+            for holders, rows in self._cut(num_rows if math.prod(sizes) else 0):
+                name = wholes[offset].name
+                part = f"rows {rows.start} to {rows.stop - 1} of {name}"
+                piece = Piece(part, (len(rows), *sizes), name)
+                begin = offset + (rows.start - first) * math.prod(sizes)
+                found.setdefault(holders, []).append((piece, begin))
+        if not found:
+            return [Overlap((-1,) * len(self._replicas), Entries.of((), ()))]
+        ordered = sorted(found.items())
+        return [
+            Overlap(holders, Entries.of(*zip(*parts, strict=True))) for holders, parts in ordered
+        ]
+
     def route(
-        self, replicas: Sequence[int], messages: Sequence[Sequence[Tensor]]
+        self,
+        replicas: Sequence[int],
+        messages: Sequence[Sequence[Any]],
+        overlaps: Sequence[Overlap] | None = None,
     ) -> tuple[list[int], list[list[Tensor]], list[int]]:
         """Return the ranks of replicas to exchange messages with, of one flat tensor each.
 
-        Of each rank also its parts of the message, views, and the place of its replica.
+        Of each rank also its parts of the message, views, and the place of its replica. With
+        ``overlaps`` a message has the encoded tensors of each of them.
         """
-        found = [
-            (rank, [message.narrow(0, *each) for each in parts], place)
-            for place, (replica, (message,)) in enumerate(zip(replicas, messages, strict=True))
-            for rank, parts in self._links[replica]
-        ]
+        found = []
+        for place, (replica, message) in enumerate(zip(replicas, messages, strict=True)):
+            for rank, parts in self._links[replica]:
+                if overlaps is None:
+                    tensors = [message[0].narrow(0, *each) for each in parts]
+                else:
+                    pairs = zip(overlaps, message, strict=True)
+                    ours = (m for overlap, m in pairs if overlap.holders[replica] == rank)
+                    tensors = [tensor for each in ours for tensor in each]
+                found.append((rank, tensors, place))
         return [each[0] for each in found], [each[1] for each in found], [each[2] for each in found]
+
+    def _cut(self, num_rows: int) -> Iterator[tuple[tuple[int, ...], range]]:
+        """Yield the rows of this rank that the same ranks of all replicas hold, and these ranks."""
+        lengths = [-(-num_rows // len(ranks)) for ranks in self._replicas]
+        mine = rows_of_shard(num_rows, self._place, len(self._replicas[self.replica]))
+        begin = mine.start
+        while begin < mine.stop:
+            places = [begin // length for length in lengths]
+            ends = [(at + 1) * length for at, length in zip(places, lengths, strict=True)]
+            end = min(mine.stop, *ends)
+            yield (
+                tuple(r[at] for r, at in zip(self._replicas, places, strict=True)),
+                range(begin, end),
+            )
+            begin = end
 
 
 def _overlap(

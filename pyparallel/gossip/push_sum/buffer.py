@@ -2,14 +2,13 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...comm.profiling import profiled
-from ...ops.mix import mix_reference, mix_unchecked
 from ...training import check_like
 from ...training.arguments import require
 from ..messages import Round
@@ -30,6 +29,9 @@ class RoundBuffer(ABC):
 
     message_lengths = ""
     """The lengths of messages in bytes, which ranks compare; "": those of the values."""
+
+    follows_layouts = True
+    """Whether a state can be loaded into buffers of another order."""
 
     def __init__(self, values: Tensor, *, takes_back: bool = True) -> None:
         self.values, self._takes_back = values, takes_back
@@ -100,11 +102,6 @@ class RoundBuffer(ABC):
             self._received_masses = self._round.wait().masses
             self._round = None  # kept if the wait was interrupted, so that it can be repeated
 
-    @property
-    @abstractmethod
-    def _messages(self) -> Sequence[Tensor]:
-        """The received messages, one for each of the received masses."""
-
     @torch.no_grad()
     def merge(self) -> None:
         """Wait for the messages of the round in flight, if any, and average; raises as ``wait``."""
@@ -135,10 +132,9 @@ class RoundBuffer(ABC):
         self._average(values, weight)
         return values, weight
 
+    @abstractmethod
     def _average(self, values: Tensor, weight: Tensor) -> None:
         """Do ``mix_`` with the received messages, whose masses were checked when they arrived."""
-        mix = mix_reference if values.dtype == torch.float64 else mix_unchecked
-        mix(values, weight, list(self._messages), self._received_masses)
 
     @torch.no_grad()
     def to_numerator(self) -> None:

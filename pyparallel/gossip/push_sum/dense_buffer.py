@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm import PeerError
+from ...ops.mix import mix_reference, mix_unchecked
 from ...training import check_like
 from ..messages import NeighborExchange
 from ..topology import Neighbors
@@ -133,9 +134,14 @@ class DenseBuffer(RoundBuffer):
             check_like(in_flight["messages"], own, f"{path}.in_flight.messages")
 
     @property
-    @override
     def _messages(self) -> list[Tensor]:
+        """The received messages, one for each of the received masses."""
         return self._receive_buffers[: len(self._received_masses)]
+
+    @override
+    def _average(self, values: Tensor, weight: Tensor) -> None:
+        mix = mix_reference if values.dtype == torch.float64 else mix_unchecked
+        mix(values, weight, self._messages, self._received_masses)
 
     def _start(self, message: Tensor, masses: Tensor, neighbors: Neighbors, step: int) -> None:
         by_all_reduce = neighbors.is_complete and message.dtype == torch.float32

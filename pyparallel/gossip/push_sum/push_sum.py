@@ -78,6 +78,8 @@ class PushSum(ModelAverager):
         ]
         if lengths:
             run.agree(lengths, None)
+        if not all(each.follows_layouts for each in buffers):
+            return cls(buffers, exchanges[0], topology, overlap)
         before = layouts_in_module_order(buckets, module)
         return cls(buffers, exchanges[0], topology, overlap, layouts, before)
 

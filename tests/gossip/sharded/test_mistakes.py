@@ -1,16 +1,19 @@
 """Mistakes, bad gradients and refused messages of one shard are of all ranks of its replica."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import pyparallel.optim
 from pyparallel import GossipDataParallel, PipelineTrainer, SubnetTrainer
-from pyparallel.comm import NonFiniteError, PeerError
+from pyparallel.comm import DisagreementError, NonFiniteError, PeerError
 from pyparallel.gossip import ADPSGD, SGP, AllReduce, Hierarchical
+from pyparallel.gossip.messages import NeighborExchange
 from pyparallel.gossip.topology import OnePeerExponential, Ring
 from pyparallel.pipeline import OneForwardOneBackward
 from pyparallel.subnets import Partition
@@ -115,6 +118,35 @@ MISTAKES = [
         shard(build(), m["shard"]), SGD, partition=Partition(), interval=3),
      "module must have whole parameters on this rank, got scale, which is a DTensor"),
 ]  # fmt: skip
+
+
+def refuses_unalike_arguments(rank):
+    """Ranks that name the replicas in two ways raise one sentence, and send nothing."""
+    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("replicate", "shard"))
+
+    def wrap_as(kind):
+        if kind == "neither":
+            return wrap(build(), SGP(Ring(3)))
+        options = {"mesh": mesh["replicate"], "replica_ranks": [[0], [1], [2]]}
+        return wrap(shard(build(), mesh["shard"]), SGP(Ring(3)), **{kind: options[kind]})
+
+    named = ("mesh", "replica_ranks"), ("replica_ranks", "mesh"), ("neither", "mesh")
+    for kinds in (*named, ("replica_ranks", "neither"), ("mesh", "neither")):
+        first, other = (f"{e} mesh nor replica_ranks" if e == "neither" else e for e in kinds)
+        text = f"all ranks must have the same argument for the replicas, got {first} on rank 0 and "
+        with (
+            mock.patch.object(NeighborExchange, "start", side_effect=AssertionError),
+            pytest.raises(DisagreementError, match=f"{text}{other} on rank 1$"),
+        ):
+            wrap_as(kinds[rank % 2])
+    module = build() if rank == 1 else shard(build(), mesh["shard"])
+    with pytest.raises(DisagreementError, match="rank 1: module must be sharded by fully_shard"):
+        wrap(module, SGP(Ring(3)), mesh=mesh["replicate"])
+    wrap_as("mesh").close()  # the groups still work
+
+
+def test_unalike_arguments_are_errors_of_all_ranks(ranks):
+    ranks.run(3, refuses_unalike_arguments, group_timeout=20)
 
 
 def refuses_mistakes(rank):

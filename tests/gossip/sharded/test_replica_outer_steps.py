@@ -19,6 +19,7 @@ from tests.gossip.sharded.test_replica_ranks import (
     start,
     train,
 )
+from tests.gossip.sharded.test_shards import Uneven
 from tests.workers import assert_equal_on_all_ranks, call_each
 
 INTERVAL = 2
@@ -27,8 +28,8 @@ INTERVAL = 2
 class OuterReference(Reference):
     """Local steps of all replicas, and every second one an outer step, in float64."""
 
-    def __init__(self, algorithm, replicas, kind, dtype):
-        super().__init__(replicas, np.eye(len(replicas)), kind, dtype)
+    def __init__(self, algorithm, replicas, kind, dtype, make=Uneven):
+        super().__init__(replicas, np.eye(len(replicas)), kind, dtype, make=make)
         self.algorithm = algorithm
         self.phi = [[p.detach().clone() for p in column] for column in self.columns()]
         self.m = [[torch.zeros_like(p) for p in column] for column in self.columns()]

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pyparallel.optim
 from pyparallel import GossipDataParallel
 from pyparallel.comm import DisagreementError, NonFiniteError, PeerError
-from pyparallel.compression import Int8
+from pyparallel.compression import Threshold
 from pyparallel.gossip import (
     ADPSGD,
     DPSGD,
@@ -90,10 +90,10 @@ class Reference:
     step sends.
     """
 
-    def __init__(self, replicas, matrix, kind, dtype, delay=0, merges="before"):
+    def __init__(self, replicas, matrix, kind, dtype, delay=0, merges="before", make=Uneven):
         self.sizes = [len(each) for each in replicas]
         self.matrix = torch.tensor(matrix, dtype=torch.float64)
-        self.modules = [build(dtype=dtype) for _ in replicas]
+        self.modules = [build(make, dtype) for _ in replicas]
         self.optimizers = [kind(m.parameters(), lr=0.05, weight_decay=0.01) for m in self.modules]
         self.w = torch.ones(len(replicas), dtype=torch.float64)
         self.delay, self.merges, self.flight = delay, merges, {}
@@ -339,7 +339,7 @@ def another(mesh, module):
 
 
 ONCE = r"replica_ranks must have each of the 5 ranks of the default group in one replica, got "
-SENDS = "algorithm must send rows of uncompressed parameters with replica_ranks, as SGP, .* got "
+SENDS = "algorithm must send rows with replica_ranks, as SGP, .* got "
 LISTS = "replica_ranks must be lists of the ranks of each replica such as .*, got "
 MISTAKES = [
     ("a number", lambda m: wrap(shard(build(), m), ranks=2), f"{LISTS}2"),
@@ -373,12 +373,13 @@ MISTAKES = [
      "all ranks must have the same number of parameters, got 2 on rank 0 and 1 on rank 2"),
     ("topology", lambda m: wrap(shard(build(), m), SGP(OnePeerExponential(5))),
      "2 ranks, got OnePeerExponential.5.*, or of replicas that are sharded their number"),
-    ("int8", lambda m: wrap(shard(build(), m), SGP(Ring(2), compressor=Int8())), f"{SENDS}SGP"),
+    ("a length", lambda m: wrap(shard(build(), m), SGP(Ring(2), compressor=Threshold(1.0))),
+     "compressor must make messages of one length|compressor must"),
     ("memory", lambda m: wrap(shard(build(), m), SGP(Ring(2), transport="symmetric_memory")),
      SENDS),
     *((type(each).__name__, lambda m, each=each: wrap(shard(build(), m), each),
        f"{SENDS}{type(each).__name__}")
-      for each in (ADPSGD(Ring(2)), AllReduce(), LocalSGD(2, compressor=Int8()),
+      for each in (ADPSGD(Ring(2)), AllReduce(), LocalSGD(2, compressor=Threshold(1.0)),
                    StreamingDiLoCo(9), DiLoCo(4, fragments=2), SlowMo(SGP(Ring(2)), interval=2))),
 ]  # fmt: skip
 
