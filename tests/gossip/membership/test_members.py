@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 from pyparallel import GossipDataParallel
 from pyparallel.comm import PeerError, Run
 from pyparallel.compression import TopK
-from pyparallel.gossip import DPSGD, EASGD, OSGP, SGP, AllReduce, GossipState
+from pyparallel.gossip import ADPSGD, DPSGD, EASGD, OSGP, SGP, AllReduce, GossipState
 from pyparallel.gossip.algorithms.osgp import osgp
 from pyparallel.gossip.algorithms.sgp import combine_while_adapt
 from pyparallel.gossip.membership import epochs, push_sum_members
@@ -24,7 +24,7 @@ from pyparallel.gossip.membership.group import EpochGroup
 from pyparallel.gossip.membership.ledger import Account
 from pyparallel.gossip.membership.members import gather_from_members
 from pyparallel.gossip.messages import NeighborExchange
-from pyparallel.gossip.topology import BaseGraph, Hypercube, OnePeerExponential
+from pyparallel.gossip.topology import BaseGraph, Hypercube, OnePeerExponential, Ring
 from pyparallel.optim import SGD
 from tests.gossip.membership.service import Served, serve
 
@@ -591,7 +591,8 @@ def save_after_another_has_left_the_epoch(address, store, rank, size, algorithm)
 @pytest.mark.parametrize("algorithm", [exponential, outstanding])
 def test_a_checkpoint_for_which_another_member_does_not_come(ranks, algorithm):
     found = ranks.run(3, on_service, save_after_another_has_left_the_epoch, algorithm)
-    assert re.match(r"rank 0, step 3: the all-gather failed \(.*Connection (closed|reset)", found[0][0])
+    text = r"rank 0, step 3: the all-gather failed \(.*Connection (closed|reset)"
+    assert re.match(text, found[0][0])
     assert torch.equal(found[0][1], found[1][1])
     assert torch.equal(found[0][1], found[2][1])
     assert sum(each[2] for each in found) == pytest.approx(2, abs=1e-12)
@@ -804,6 +805,7 @@ def test_processes_that_do_not_fit(ranks):
         (lambda n: SGP(Hypercube(n)), ValueError, "got for 3: num_ranks must be a power of two"),
         (lambda n: AllReduce(), ValueError, "as all others need all ranks to stay, got AllReduce"),
         (lambda n: OSGP(OnePeerExponential(n), biased=True), ValueError, "to stay, got OSGP"),
+        (lambda n: ADPSGD(Ring(n)), ValueError, "all ranks to stay, got ADPSGD"),
         (lambda n: EASGD(), ValueError, "all ranks to stay, got EASGD"),
         (lambda n: SGP(OnePeerExponential(4)), ValueError, "for the process group's 1 ranks"),
     ],
