@@ -163,6 +163,13 @@ FAULTS = [
     ),
     # Gossip
     Fault(
+        "of two rounds that nobody has merged the first comes back with the message of the second",
+        "pyparallel/gossip/membership/rounds.py",
+        "messages = [list(self._before), last]",
+        "messages = [last, last]",
+        "tests/gossip/membership/test_members.py",
+    ),
+    Fault(
         "an outer step that is taken again sends what error feedback held after the first attempt",
         "pyparallel/gossip/membership/outer_members.py",
         "self._before or self.inner.store",

@@ -62,8 +62,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             training step is then one step of each, in any order and without closures. Its round
             begins before the first one's update and ends after the last one's.
         algorithm: for example ``SGP(OnePeerExponential(num_ranks))`` or ``AllReduce()``; with
-            ``membership`` a function of the number of members that returns SGP, DPSGD or NoLoCo, or
-            other outer steps of whole models without a delay, such as ``DiLoCo(100)``.
+            ``membership`` a function of the number of members that returns SGP, DPSGD, OSGP or
+            NoLoCo, or other outer steps of whole models without a delay, such as ``DiLoCo(100)``.
         process_group: the ranks that train together; None means the default group.
         mesh: instead, of a module that ``fully_shard`` has sharded over another dimension of the
             same mesh: the dimension of its replicas, such as ``mesh["replicate"]``. A rank

@@ -67,7 +67,8 @@ class OSGP(OnTopology):
     ``SGP(topology, overlap=delay)`` merges just before the next update instead of after it. The two
     orders differ in accuracy and in which learning rates are stable: see ``stability_limit``.
 
-    Memory: two copies of the parameters and one more for each further in-neighbor.
+    Memory: two copies of the parameters and one more for each further in-neighbor; with a
+    membership another one, as two messages may be unacknowledged.
 
     Args:
         topology: the neighbors of each round, for as many ranks as the process group has.
@@ -101,12 +102,18 @@ class OSGP(OnTopology):
         fix = "SGP(topology, overlap=1) takes 16-bit ones on regular topologies"
         require(not low, rule, ", ".join(sorted(map(str, low))), fix)
         return DelayedPushSum.start(
-            self._make_buffer, module, buckets, run, self.topology, self.delay
+            self.make_buffer, module, buckets, run, self.topology, self.delay
         )
 
-    def _make_buffer(
-        self, values: Tensor, exchange: NeighborExchange, layout: BufferLayout
+    def make_buffer(
+        self,
+        values: Tensor,
+        exchange: NeighborExchange,
+        layout: BufferLayout,
+        *,
+        is_acknowledged: bool = False,
     ) -> DenseBuffer:
+        """Return a buffer of z; what it sends stays sent, ``is_acknowledged``, unless biased."""
         if self.biased:
             return BiasedBuffer(values, exchange)
-        return DenseBuffer(values, exchange, snapshot=True)
+        return DenseBuffer(values, exchange, snapshot=True, takes_back=not is_acknowledged)

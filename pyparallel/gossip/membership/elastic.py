@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, wrong_type
-from ..algorithms import SGP, Algorithm, DiLoCo, LocalSGD, NoLoCo
+from ..algorithms import OSGP, SGP, Algorithm, DiLoCo, LocalSGD, NoLoCo
 from .averager import ElasticAverager
 from .base import Membership
 from .members import MembersAverager
@@ -22,6 +22,8 @@ from .outer_members import OuterStepMembers
 from .push_sum_members import PushSumMembers
 
 _MOST_CHECKED = 8  # numbers of members for which algorithms are made and compared at the beginning
+_PUSH_SUM = (SGP, OSGP)
+_OF_A_NUMBER = (*_PUSH_SUM, NoLoCo)  # of members, for which each is made
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Elastic(Algorithm):
     """An algorithm for whatever members there are.
 
     Args:
-        make: returns the algorithm for a number of members: SGP, DPSGD or NoLoCo, or always the
-            same one of outer steps.
+        make: returns the algorithm for a number of members: SGP, DPSGD, OSGP or NoLoCo, or always
+            the same one of outer steps.
         membership: tells them.
         config: (name, value) pairs that a member must have; set by the trainer.
     """
@@ -54,7 +56,7 @@ class Elastic(Algorithm):
         make = partial(_make_checked, self.make)
         made = make(1)
         inner: MembersAverager
-        if isinstance(made, SGP):
+        if isinstance(made, _PUSH_SUM):
             inner = PushSumMembers(make, module, buckets, run)
         else:
             start = partial(made.start, module, optimizer, buckets, run)
@@ -67,7 +69,7 @@ def make_elastic(algorithm: Any, membership: Any, process_group: object, module:
     if process_group is not None:
         rule = "process_group, mesh and replica_ranks must be None with membership"
         raise ValueError(f"{rule}, which makes groups")
-    is_of_all = isinstance(algorithm, Algorithm) and not isinstance(algorithm, (SGP, NoLoCo))
+    is_of_all = isinstance(algorithm, Algorithm) and not isinstance(algorithm, _OF_A_NUMBER)
     make = (lambda num_ranks: algorithm) if is_of_all else algorithm
     raise_own(_find_elastic_error(make, membership, module))
     return Elastic(make, membership)
@@ -83,7 +85,7 @@ def _find_elastic_error(make: object, membership: object, module: object) -> str
     """Return why members cannot come and go with an algorithm and a module, or None."""
     if not isinstance(membership, Membership):
         return wrong_type("membership", "an object such as Lighthouse()", membership)
-    if isinstance(make, (SGP, NoLoCo)) or not callable(make):
+    if isinstance(make, _OF_A_NUMBER) or not callable(make):
         example = "lambda num_ranks: SGP(OnePeerExponential(num_ranks))"
         rule = f"a function of the number of members with membership, as {example}, or DiLoCo()"
         return wrong_type("algorithm", rule, make)
@@ -104,11 +106,11 @@ def _find_elastic_error(make: object, membership: object, module: object) -> str
         try:
             made = _make_checked(make, num_ranks)
             first = first or made
-            are_sgp = isinstance(made, SGP) and isinstance(first, SGP)
+            are_push_sum = isinstance(made, _PUSH_SUM) and isinstance(first, _PUSH_SUM)
             alike = made
             if isinstance(made, NoLoCo) and isinstance(first, NoLoCo):
                 alike = replace(made, topology=first.topology)
-            if not are_sgp and alike.config_fields() != first.config_fields():
+            if not are_push_sum and alike.config_fields() != first.config_fields():
                 raise ValueError(f"outer steps must be the same for all, got {made!r}")
         except (ValueError, TypeError) as error:
             return f"algorithm must be made for any number of members, got for {num_ranks}: {error}"
@@ -118,15 +120,16 @@ def _find_elastic_error(make: object, membership: object, module: object) -> str
 def _make_checked(make: Callable[[int], Any], num_ranks: int) -> Any:
     """Return the algorithm for a number of members; a ValueError if it cannot run on them."""
     made = make(num_ranks)
-    is_sgp = isinstance(made, SGP) and made.transport == "process_group"
-    if is_sgp or (isinstance(made, NoLoCo) and made.is_at_once):
+    is_push_sum = isinstance(made, SGP) and made.transport == "process_group"
+    is_push_sum = is_push_sum or (isinstance(made, OSGP) and not made.biased)
+    if is_push_sum or (isinstance(made, NoLoCo) and made.is_at_once):
         if problem := made.validation_error(num_ranks):
             raise ValueError(problem)
         return made
     if isinstance(made, (LocalSGD, DiLoCo)) and made.is_at_once:
         return made
     raise ValueError(
-        "with membership it must be SGP or DPSGD over a process group, or LocalSGD, DiLoCo or "
-        "NoLoCo of whole models and without delay, as all others need all ranks to stay, got "
-        f"{made!r}"
+        "with membership it must be SGP or DPSGD over a process group, OSGP with push-sum weights, "
+        "or LocalSGD, DiLoCo or NoLoCo of whole models and without delay, as all others need all "
+        f"ranks to stay, got {made!r}"
     )

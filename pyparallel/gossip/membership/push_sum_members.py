@@ -1,4 +1,4 @@
-"""SGP and D-PSGD of members that come and go: messages that nobody merged come back."""
+"""SGP, OSGP and D-PSGD of members that come and go: messages that nobody merged come back."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,14 +10,14 @@ from typing_extensions import override
 
 from ...comm import Collectives, Run
 from ...training import FlatBuckets
-from ..algorithms import SGP
+from ..algorithms import OSGP, SGP
 from ..messages import NeighborExchange
 from ..push_sum.layout import layouts_of
 from .decision import Epoch
 from .ledger import Account, Settlement, settle
 from .members import MembersAverager, Shares, copy_tensors, gather_from_members
 from .moves import move_mass
-from .rounds import AcknowledgedRounds
+from .rounds import AcknowledgedRounds, DelayedRounds
 
 _NUM_EPOCHS_KEPT = 64  # in the ledger, of members that have not settled them yet
 
@@ -32,7 +32,7 @@ class PushSumMembers(MembersAverager):
     inner: AcknowledgedRounds | None
 
     def __init__(
-        self, make: Callable[[int], SGP], module: nn.Module, buckets: FlatBuckets, run: Run
+        self, make: Callable[[int], SGP | OSGP], module: nn.Module, buckets: FlatBuckets, run: Run
     ) -> None:
         super().__init__(buckets, module, run)
         self._make, self._layouts = make, layouts_of(buckets, module)
@@ -73,7 +73,7 @@ class PushSumMembers(MembersAverager):
             settlement = self._start_fresh(epoch.members)
         self._apply(settlement, epoch, identity)
         before = settlement.total + settlement.lost
-        return Shares(settlement.lost / before, settlement.returned[identity] / before)
+        return Shares(settlement.lost / before, sum(settlement.returned[identity]) / before)
 
     def _apply(self, settlement: Settlement, epoch: Epoch, own: str) -> None:
         """Take what this rank has in the new epoch, and fill the members that join."""
@@ -81,7 +81,7 @@ class PushSumMembers(MembersAverager):
         returned = settlement.returned[own]
         kept = dict(list(self.account.merged.items())[-_NUM_EPOCHS_KEPT:])
         account = Account(
-            weight=settlement.weights[own] - returned,
+            weight=settlement.weights[own] - sum(returned),
             exponent=settlement.exponent,
             merged=kept,
             settled=epoch.number,
@@ -93,12 +93,15 @@ class PushSumMembers(MembersAverager):
             for values, layout in zip(self.buffers, self._layouts, strict=True)
         ]
         of_epoch = epoch.members, account, epoch.number, scale
-        rounds = AcknowledgedRounds(
-            buffers, exchange, algorithm.topology, algorithm.overlap, *of_epoch
+        kind, overlap = (
+            (DelayedRounds, algorithm.delay)
+            if isinstance(algorithm, OSGP)
+            else (AcknowledgedRounds, algorithm.overlap)
         )
+        rounds = kind(buffers, exchange, algorithm.topology, overlap, *of_epoch)
         if returned:
             assert last is not None
-            rounds.merge_returned(last.sent_messages, returned * scale)
+            rounds.merge_returned(last.sent_messages, [mass * scale for mass in returned])
         self.account, self.inner = account, rounds
         self.run.barrier()  # before it a rank might have mass that another one takes back
         has_mass = [settlement.weights[each] > 0 for each in epoch.members]
@@ -115,5 +118,5 @@ class PushSumMembers(MembersAverager):
         for tensor in [*self.buffers, *self.others]:
             collectives.broadcast_(tensor, 0)
         self.run.barrier()
-        weights, nothing = dict.fromkeys(members, 1.0), dict.fromkeys(members, 0.0)
-        return Settlement(0, weights, nothing, float(len(members)), 0.0)
+        weights = dict.fromkeys(members, 1.0)
+        return Settlement(0, weights, {each: [] for each in members}, float(len(members)), 0.0)
