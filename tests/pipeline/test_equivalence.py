@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from pyparallel.pipeline import LastUpdate, PipelineShape, Rollout, Schedule
+from tests.cases import slow
 from tests.pipeline import reference
 from tests.pipeline.every_schedule import FLUSHING, run
 from tests.pipeline.jobs import (
@@ -91,7 +92,11 @@ def check(size: Size, case: Case, found: Trained) -> None:
         assert_same(found.state, plain.state_dict())
 
 
-@pytest.mark.parametrize("size", CASES_OF, ids="{0[0]} stages, {0[1]} ranks".format)
+@pytest.mark.parametrize(
+    "size",
+    [slow(size) if size == (1, 1) else size for size in CASES_OF],
+    ids="{0[0]} stages, {0[1]} ranks".format,
+)
 def test_every_schedule_trains_like_its_reference(size, ranks, subtests):
     for case, found in zip(
         CASES_OF[size], train_on(ranks, size, train_case, CASES_OF[size]), strict=True

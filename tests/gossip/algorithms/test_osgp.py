@@ -10,7 +10,7 @@ from torch import nn
 from pyparallel import GossipDataParallel, optim
 from pyparallel.gossip import OSGP
 from pyparallel.gossip.algorithms.osgp import osgp
-from pyparallel.gossip.push_sum import buffer as round_buffer
+from pyparallel.gossip.push_sum import dense_buffer as round_buffer
 from pyparallel.gossip.push_sum.delayed import DelayedPushSum
 from pyparallel.gossip.push_sum.dense_buffer import BiasedBuffer, DenseBuffer
 from pyparallel.gossip.topology import (
