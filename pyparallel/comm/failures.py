@@ -33,6 +33,7 @@ _OF_BACKENDS = re.compile(r"gloo/|torch.distributed.Dist\w*Error")
 # What the operating system refuses to this process, also if gloo says it.
 _OF_THIS_RANK = re.compile(r"too many open files|cannot allocate memory|bad_alloc", re.IGNORECASE)
 _OF_TIMEOUTS = re.compile(r"timed? ?out", re.IGNORECASE)
+_OF_LINKS = "; if it runs, `python -m pyparallel doctor --links` shows which link is down"
 
 _kept: list[tuple[Tensor, Any]] = []  # receives for which nothing is sent: gloo has their memory
 
@@ -80,7 +81,9 @@ def peer_error(
         reports.wait_for_readers(found)
     silent = f"did not respond within the process group's timeout of {timeout:g} s"
     text = _describe(found, me, silent, otherwise)
-    return _with(PeerError(f"{own.place}: {what}: {text} ({quoted})"), found, silent, otherwise)
+    fix = _OF_LINKS if silent in text else ""
+    found_out = PeerError(f"{own.place}: {what}: {text} ({quoted}){fix}")
+    return _with(found_out, found, silent, otherwise)
 
 
 def is_of_backend(error: RuntimeError) -> bool:
