@@ -136,7 +136,7 @@ def _compare(
         require_compiled(implementation.device)
     expected = copy.deepcopy(arguments)
     expected_result = reference(*expected)
-    actual = arguments_on(implementation.device, op, copy.deepcopy(arguments))
+    actual = arguments_on(implementation.device, op, arguments)
     with np.errstate(all="ignore"):  # numpy in the interpreter warns of inf and nan
         actual_result = implementation.find(op)(*actual)
     torch.testing.assert_close(
@@ -216,18 +216,24 @@ READ_ON_THE_HOST = {"screen_headers": 1}  # the place of an argument
 def arguments_on(
     device: str | torch.device, op: str, arguments: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Return an op's arguments with copies of their tensors on a device, where it wants them."""
+    """Return copies of an op's arguments, with their tensors on a device or where it wants them."""
     host = READ_ON_THE_HOST.get(op)
-    devices = ["cpu" if i == host else device for i in range(len(arguments))]
-    return tuple(
-        pytree.tree_map_only(torch.Tensor, lambda t, to=to: t.detach().to(to, copy=True), each)
-        for each, to in zip(arguments, devices, strict=True)
-    )
+    copied = copy.deepcopy(arguments)
+    return tuple(each if i == host else moved(each, device) for i, each in enumerate(copied))
 
 
-def moved(tree: Any, device: str) -> Any:
-    """Return arguments with their tensors on a device."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tree)
+def moved(tree: Any, device: str | torch.device) -> Any:
+    """Return arguments with their tensors on a device, where rows of messages keep their gaps."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        length = tensor.untyped_storage().nbytes() // tensor.element_size()
+        whole = tensor.as_strided((length,), (1,), 0)
+        there = whole.to(device)
+        if there is whole:
+            return tensor
+        return there.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    return pytree.tree_map_only(torch.Tensor, move, tree)
 
 
 def find_problem(call: Callable[[], Any], error_type: type[Exception], text: str) -> list[str]:
