@@ -25,6 +25,8 @@ EVENT_LOOP = f"simulate{sysconfig.get_config_var('EXT_SUFFIX')}"
 HAS_CUDA = torch.version.cuda is not None
 # Without optimization it compiles in half the time.
 UNOPTIMIZED = "-DCMAKE_CXX_FLAGS_RELEASE=-O0"
+# As some compilers do by themselves.
+STATIC_LIBSTDCXX = "-DCMAKE_SHARED_LINKER_FLAGS=-static-libstdc++"
 
 EXAMINE = """
 import json, warnings
@@ -41,6 +43,15 @@ print(json.dumps({
     "z": z.tolist(),
     "weight": weight.item(),
 }))
+"""
+
+MISTAKE = """
+import torch
+from pyparallel import ops
+try:
+    torch.ops.pyparallel.add_or_clear_(torch.zeros(4), torch.zeros(3), 1.0, None)
+except RuntimeError as error:
+    print(error)
 """
 
 
@@ -213,7 +224,8 @@ def test_the_sdist_installs_the_whole_package_and_nothing_else(source, sdist, tm
 
 def test_with_a_cpp_compiler_only(sdist, tmp_path):
     path = make_path(tmp_path / "bin", ["c++", "as", "ld"])
-    installed = build_and_install(sdist, tmp_path, path=path, CMAKE_ARGS=UNOPTIMIZED)
+    options = f"{UNOPTIMIZED} {STATIC_LIBSTDCXX}"
+    installed = build_and_install(sdist, tmp_path, path=path, CMAKE_ARGS=options)
     assert_is_for_this_platform(installed.wheel)
     assert installed.libraries() == {"libpyparallel_cpu.so", EVENT_LOOP}
     report = installed.doctor()
@@ -225,6 +237,8 @@ def test_with_a_cpp_compiler_only(sdist, tmp_path):
     examined = installed.examine()
     assert_mixes(examined, installed)
     assert examined["warnings"] == []
+    printed = run(["-c", MISTAKE], folder="/", PYTHONPATH=str(installed.folder))
+    assert re.search(r"tensor_checks\.h:\d+, y: expected the length", printed), printed
     assert re.findall("^(gossip|hook|pipeline): loss", installed.train(), re.MULTILINE) == [
         "gossip",
         "hook",

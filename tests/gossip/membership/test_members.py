@@ -404,7 +404,8 @@ def check_joined(found):
     assert joined[2][2] == joined[0][2]  # frozen parameters come along
     (a, change), (c, _) = found[0][1], found[2][1]
     assert a[0] + c[0] == pytest.approx(2, abs=1e-12)
-    torch.testing.assert_close(a[1] + c[1], sum(numerators), rtol=1e-6, atol=1e-6)
+    # Steps round, and a loaded machine takes hundreds of them before rank 1 has left.
+    torch.testing.assert_close(a[1] + c[1], sum(numerators), rtol=1e-4, atol=1e-4)
     assert change.left == ("r1",)
     assert change.lost == 0
     torch.testing.assert_close(found[0][2], found[2][2], rtol=0, atol=0)
