@@ -99,9 +99,9 @@ class SGP(OnTopology):
             ``Lazy``, which lists suitable factors. Memory: as many copies of the parameters as
             `Replicas` documents.
         transport: "process_group", or "symmetric_memory" between the GPUs of one node, where
-            receivers copy messages out of the sender's memory without NCCL's kernels; it has not
-            run on GPUs yet. Memory: one more copy of the parameters at most. Results are the same,
-            and a run may resume with the other one.
+            receivers copy messages out of the sender's memory without NCCL's kernels; it was tried
+            on one GPU that two ranks shared. Memory: one more copy of the parameters at most.
+            Results are the same, and a run may resume with the other one.
     """
 
     overlap: int = 0
