@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from benchmarks.pipeline.paper import load_mnist
 from benchmarks.pipeline.tasks import Batch, Bytes, Contestant, Digits
 from pyparallel.pipeline import ConvHead, Head, Interlocking, LinearHead, Mean, PooledHead
 from pyparallel.pipeline.messages import Value
@@ -33,19 +34,21 @@ class DeepDigits(Digits):
 
 @dataclass(frozen=True)
 class Sums(DeepDigits):
-    """Two digits side by side, 8 x 16 pixels; the label is the last digit of their sum.
+    """Two digits side by side; the label is the last digit of their sum.
 
     Both must be read before anything is known of the label: what a linear head can learn from the
     first layers is little, so a stage that learns from its own head alone learns little.
     """
 
     num_pairs: int = 2000  # held out
+    side: int = 8  # pixels of a digit
 
     def build(self) -> nn.Sequential:
         """Return the net for images twice as wide, its convolutions normalized."""
         *layers, flatten, _, activation, head = super().build()
         normed = itertools.chain.from_iterable(map(normalized, layers))
-        return nn.Sequential(*normed, flatten, nn.Linear(64 * self.width, 64), activation, head)
+        features = 2 * self.width * (self.side // 2) * self.side
+        return nn.Sequential(*normed, flatten, nn.Linear(features, 64), activation, head)
 
     def pairs(self, seed: int, images: Tensor, labels: Tensor, count: int) -> Iterator[Batch]:
         """Yield batches of random pairs."""
@@ -60,6 +63,17 @@ class Sums(DeepDigits):
 
     def held_out(self) -> Batch:
         return next(self.pairs(0, *self.load()[2:], self.num_pairs))
+
+
+@dataclass(frozen=True)
+class SumsOfMNIST(Sums):
+    """The same of 5,000 of MNIST's digits, of 14 x 14 pixels."""
+
+    side: int = 14
+
+    def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return training images and labels, then the held-out ones."""
+        return load_mnist()
 
 
 def normalized(layer: nn.Module) -> list[nn.Module]:
@@ -174,6 +188,14 @@ TRIALS = (
         Sums(
             "sums", partial(torch.optim.Adam, fused=True), rates=(5e-4, 1e-3),
             main_rate=1e-3, sweep_seed=None, split=(6, 12, 18), updates=1200, batch_size=128,
+        ),
+        linear=FlatHead(10),
+        deep=ConvHead(10, (32, 32)),
+    ),
+    Trial(
+        SumsOfMNIST(
+            "MNIST sums", partial(torch.optim.Adam, fused=True), rates=(5e-4, 1e-3),
+            main_rate=1e-3, sweep_seed=None, split=(6, 12, 18), updates=1200, batch_size=64,
         ),
         linear=FlatHead(10),
         deep=ConvHead(10, (32, 32)),
