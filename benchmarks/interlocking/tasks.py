@@ -185,6 +185,14 @@ TRIALS = (
         deep=MLPHead(192, 256),
     ),
     Trial(
+        DeepBytes(
+            "long bytes", partial(torch.optim.Adam, fused=True), rates=(1.5e-3, 3e-3, 6e-3),
+            main_rate=3e-3, sweep_seed=None, updates=2400,
+        ),
+        linear=LinearHead(256, nn.LayerNorm),
+        deep=MLPHead(192, 256),
+    ),
+    Trial(
         Sums(
             "sums", partial(torch.optim.Adam, fused=True), rates=(5e-4, 1e-3),
             main_rate=1e-3, sweep_seed=None, split=(6, 12, 18), updates=1200, batch_size=128,

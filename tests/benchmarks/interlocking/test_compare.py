@@ -15,7 +15,7 @@ from benchmarks.pipeline.table import ACCURACY
 from benchmarks.pipeline.tasks import FIELDS, train
 from tests.benchmarks.pipeline.test_compare import plain_losses
 
-DIGITS, BYTES, SUMS, _ = TRIALS
+DIGITS, BYTES, _, SUMS, _ = TRIALS
 FEW_BYTES = replace(BYTES, task=replace(BYTES.task, batch_size=2, num_held_out=4))
 UPDATES = 3
 NAMES = ["1", "2", "3", "4", "2 mean", "3 mean", "1 deep", "2 deep", "3 deep"]
