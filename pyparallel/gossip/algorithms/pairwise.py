@@ -1,7 +1,7 @@
 """Asynchronous pairwise averaging, the communication of AD-PSGD."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 from ...comm import PeerError, without_traceback
 from ...training import ModelAverager, SavedProgress, Status, Traits, check_like
 from ..messages import Flags, NeighborExchange
-from .pair_messages import _Replies, _Request
+from .pair_messages import Reply, _Replies, _Request
 from .partners import Partners
 
 REPLIED = 0  # the flag for a reply to the own request; those for neighbors' requests follow
@@ -36,6 +36,11 @@ class PairwiseAverager(ModelAverager):
 
     Memory beyond z, in copies of z: one on active ranks (for the request, then for the reply), two
     on passive ranks (one receives while the last reply is sent from the other).
+
+    Args:
+        num_requests: that this rank has sent before, in other groups.
+        keeps_replies: each reply is kept until its active rank has applied it; on passive ranks
+            then one copy of z for each active neighbor.
     """
 
     traits = Traits(can_be_inner=False, has_equal_steps=False)
@@ -48,6 +53,9 @@ class PairwiseAverager(ModelAverager):
         partners: Partners,
         barrier: Callable[[], None],
         timeout: float,
+        *,
+        num_requests: int = 0,
+        keeps_replies: bool = False,
     ) -> None:
         super().__init__(buffers, exchange.run)
         self.exchange = exchange
@@ -58,7 +66,8 @@ class PairwiseAverager(ModelAverager):
         self._barrier = barrier
         self._timeout = timeout
         self._request = _Request(self.buffers, exchange)
-        self._replies = _Replies(self.buffers, exchange)
+        self._request.index = num_requests
+        self._replies = _Replies(self.buffers, exchange, keeps=keeps_replies)
         self._pending_requests: deque[int] = deque()
         self._must_accept_next = False
         self._num_steps = self._started_at = self._staleness = 0  # of the exchange
@@ -68,6 +77,21 @@ class PairwiseAverager(ModelAverager):
     @override
     def status(self) -> Status:
         return Status(self._weight, self._staleness)
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that this rank has sent."""
+        return self._request.index
+
+    @property
+    def unapplied(self) -> int | None:
+        """The number of the request whose reply this rank has not applied; None: of none."""
+        return self._request.unapplied
+
+    @property
+    def unacknowledged(self) -> Mapping[int, Reply]:
+        """The replies that are kept, by active rank."""
+        return self._replies.unacknowledged
 
     @override
     @torch.no_grad()
