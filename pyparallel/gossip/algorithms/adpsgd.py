@@ -39,7 +39,8 @@ class ADPSGD(OnTopology):
 
     ``flush()``, ``consensus()`` and ``consensus_distance()`` must be called by all ranks together
     and wait for the slowest. In ``join()`` only ranks without batches wait. A rank must not exit
-    while others still train: end with one of these calls.
+    while others still train: end with one of these calls, or with ``leave()`` if members come and
+    go.
 
     Parameters must be on the CPU, with gloo: a pending receive on NCCL would block the
     communicator's stream until the sender arrives.

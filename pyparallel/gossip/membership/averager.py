@@ -108,8 +108,9 @@ class ElasticAverager(ModelAverager):
         return self.inner.as_evaluated()
 
     def leave(self) -> None:
-        """Leave once the others are between two steps; SGP sends all of (x, w) to one of them.
+        """Leave once the others are between two steps.
 
+        SGP sends all of (x, w) to one of them, which merges it, and ADPSGD x, which it averages.
         This rank's parameters stay as they are. If no other member is left, or all leave together,
         there is nobody to send to.
         """

@@ -1,4 +1,4 @@
-"""AD-PSGD of members that die, join, leave and lose replies: each pair averages, or neither does."""
+"""AD-PSGD of members that die, join, leave and lose replies: both of a pair average, or none."""
 
 import itertools
 import time
@@ -116,7 +116,11 @@ def die_at(moment, trainer):
     if moment == "after sending a request":
         pairs._send_request = after(pairs._send_request)
     elif moment == "with a request received":
-        replies.reply = after(lambda: replies._rounds[replies._slot].wait())
+
+        def receive():
+            replies._rounds[replies._slot].wait()
+
+        replies.reply = after(receive)
     elif moment == "with a reply written":
         fail_to_reply(pairs, Death())
     elif moment == "with a reply sent":
@@ -197,47 +201,54 @@ def fail():
     raise PeerError("the link is down")
 
 
+def cut_at_active(cut, *arguments):
+    """Send a request, and take part in the exchange until it is cut."""
+    pairs = pairs_of(arguments[-1])
+    step(*arguments)
+    assert pairs.unapplied is not None
+    if cut in ("the reply is not seen", "the reply is not sent"):
+        wait_for_change(arguments[-1])
+    else:
+        step_until(lambda: pairs._request.is_replied, *arguments)
+        if cut == "the reply does not arrive":
+            pairs._request._wait = fail
+        elif cut == "the reply is applied":
+            pairs._poll_flags = fail
+        else:
+            step(*arguments)
+            assert pairs.num_requests == list(CUTS).index(cut) + 2
+            pairs._poll_flags = fail
+    step(*arguments)
+
+
+def cut_at_passive(cut, *arguments):
+    """Accept a request, and take part in the exchange until it is cut."""
+    pairs, trainer = pairs_of(arguments[-1]), arguments[-1]
+    epoch = trainer.epoch
+    step_until(lambda: pairs._replies.active_rank == 0, *arguments)
+    if cut == "the reply is not seen":
+        pairs._poll_flags = fail
+    elif cut == "the reply is not sent":
+        fail_to_reply(pairs, PeerError("the link is down"))
+    step(*arguments)  # replies
+    if trainer.epoch == epoch:
+        assert list(pairs.unacknowledged) == [0]
+        wait_for_change(trainer)
+        step(*arguments)
+
+
 def cut_exchanges(address, store, rank, size, optimizer):
     """Cut an exchange of ranks 0, active, and 1, passive, in each way; return what they have."""
-    module, stepped, trainer, membership = make(
+    module, stepped, trainer, _ = make(
         address, rank, all_pairs, start=size, deadline=20.0, optimizer=optimizer
     )
     arguments, found = (module, stepped, trainer), {}
     for number, cut in enumerate(CUTS, start=1):
         assert trainer.epoch == number
-        pairs = pairs_of(trainer)
-        request, replies = pairs._request, pairs._replies
         with torch.no_grad():
             for buffer in trainer._buckets.buffers:
                 buffer.fill_(2.0 + 6.0 * rank)
-        if rank == 0:
-            step(*arguments)
-            assert request.in_flight
-            if cut in ("the reply is not seen", "the reply is not sent"):
-                wait_for_change(trainer)
-                step(*arguments)
-            else:
-                step_until(lambda request=request: request.is_replied, *arguments)
-                if cut == "the reply does not arrive":
-                    request._wait = fail
-                elif cut == "the reply is applied":
-                    pairs._poll_flags = fail
-                else:
-                    step(*arguments)
-                    assert request.index == number + 1
-                    assert request.in_flight
-                    pairs._poll_flags = fail
-                step(*arguments)
-        else:
-            step_until(lambda replies=replies: replies.active_rank == 0, *arguments)
-            if cut == "the reply is not seen":
-                pairs._poll_flags = fail
-            elif cut == "the reply is not sent":
-                fail_to_reply(pairs, PeerError("the link is down"))
-            step(*arguments)  # replies
-            if trainer.epoch == number:
-                wait_for_change(trainer)
-                step(*arguments)
+        (cut_at_active, cut_at_passive)[rank](cut, *arguments)
         assert trainer.epoch == number + 1
         found[cut] = flat(trainer)
     for _ in range(50):
@@ -250,9 +261,7 @@ def cut_exchanges(address, store, rank, size, optimizer):
     return found
 
 
-@pytest.mark.parametrize(
-    "optimizer", [torch.optim.SGD, pytest.param(SGD, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, pytest.param(SGD, marks=pytest.mark.slow)])
 def test_an_exchange_that_is_cut_is_of_both_members_or_of_none(ranks, optimizer):
     """Ranks have 2 and 8, and thus 5 and 5 or as before: numbers that do not round."""
     first, second = ranks.run(2, on_service, cut_exchanges, optimizer)
@@ -328,7 +337,7 @@ def test_members_join_and_leave(ranks, algorithm, optimizer):
         assert torch.equal(before, after)
     joiners = third[0][0]
     assert any(torch.equal(joiners, each[0][1]) for each in (first, second))
-    for rows, joined, frozen, mean, *_ in (first, second, third):
+    for _, joined, frozen, mean, *_ in (first, second, third):
         assert (joined.joined, joined.left, joined.lost) == (("r2",), (), 0)
         assert frozen == first[2]  # frozen parameters come along
         expected = (first[0][1] + second[0][1] + joiners) / 3
