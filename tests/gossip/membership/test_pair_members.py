@@ -255,7 +255,8 @@ def cut_at_passive(cut, *arguments):
         fail_to_reply(pairs, PeerError("the link is down"))
     step(*arguments)  # replies
     if trainer.epoch == epoch:
-        assert list(pairs.unacknowledged) == [0]
+        if cut != "the next request is sent":  # which it may have accepted
+            assert list(pairs.unacknowledged) == [0]
         wait_for_change(trainer)
         step(*arguments)
 
