@@ -31,8 +31,8 @@ class _Request:
     Both use one copy of z: the reply begins to arrive only when the whole request has been sent.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], exchange: NeighborExchange) -> None:
-        self.index = 0
+    def __init__(self, buffers: Sequence[Tensor], exchange: NeighborExchange, index: int) -> None:
+        self.index = index
         self.is_replied = False
         self._buffers = buffers
         self._exchange = exchange
@@ -43,11 +43,6 @@ class _Request:
     @property
     def in_flight(self) -> bool:
         return self._round is not None or self.is_replied
-
-    @property
-    def unapplied(self) -> int | None:
-        """The number of the request in flight, whose reply is not applied; None: there is none."""
-        return self.index - 1 if self.in_flight else None
 
     def send(self, peer: int) -> None:
         self._allocate()

@@ -1,7 +1,7 @@
 """Asynchronous pairwise averaging, the communication of AD-PSGD."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 from ...comm import PeerError, without_traceback
 from ...training import ModelAverager, SavedProgress, Status, Traits, check_like
 from ..messages import Flags, NeighborExchange
-from .pair_messages import Reply, _Replies, _Request
+from .pair_messages import _Replies, _Request
 from .partners import Partners
 
 REPLIED = 0  # the flag for a reply to the own request; those for neighbors' requests follow
@@ -41,6 +41,9 @@ class PairwiseAverager(ModelAverager):
         num_requests: that this rank has sent before, in other groups.
         keeps_replies: each reply is kept until its active rank has applied it; on passive ranks
             then one copy of z for each active neighbor.
+
+    Attributes:
+        unacknowledged: the replies that are kept, by active rank.
     """
 
     traits = Traits(can_be_inner=False, has_equal_steps=False)
@@ -65,9 +68,9 @@ class PairwiseAverager(ModelAverager):
         self._is_active = bool(partners.passive_neighbors(exchange.rank))
         self._barrier = barrier
         self._timeout = timeout
-        self._request = _Request(self.buffers, exchange)
-        self._request.index = num_requests
+        self._request = _Request(self.buffers, exchange, num_requests)
         self._replies = _Replies(self.buffers, exchange, keeps=keeps_replies)
+        self.unacknowledged = self._replies.unacknowledged
         self._pending_requests: deque[int] = deque()
         self._must_accept_next = False
         self._num_steps = self._started_at = self._staleness = 0  # of the exchange
@@ -86,12 +89,7 @@ class PairwiseAverager(ModelAverager):
     @property
     def unapplied(self) -> int | None:
         """The number of the request whose reply this rank has not applied; None: of none."""
-        return self._request.unapplied
-
-    @property
-    def unacknowledged(self) -> Mapping[int, Reply]:
-        """The replies that are kept, by active rank."""
-        return self._replies.unacknowledged
+        return self._request.index - 1 if self._request.in_flight else None
 
     @override
     @torch.no_grad()

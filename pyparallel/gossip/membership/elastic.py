@@ -112,9 +112,7 @@ def _find_elastic_error(make: object, membership: object, module: object) -> str
             first = first or made
             are_push_sum = isinstance(made, _PUSH_SUM) and isinstance(first, _PUSH_SUM)
             are_of_pairs = isinstance(made, _OF_PAIRS) and isinstance(first, type(made))
-            alike = made
-            if are_of_pairs:
-                alike = replace(made, topology=first.topology)
+            alike = replace(made, topology=first.topology) if are_of_pairs else made
             if not are_push_sum and alike.config_fields() != first.config_fields():
                 raise ValueError(f"all but the topology must be the same for all, got {made!r}")
         except (ValueError, TypeError) as error:
