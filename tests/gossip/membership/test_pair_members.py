@@ -364,7 +364,7 @@ def join_and_leave(address, store, rank, size, algorithm, optimizer):
     [(ring, torch.optim.SGD), pytest.param(all_pairs, SGD, marks=pytest.mark.slow)],
 )
 def test_members_join_and_leave(ranks, algorithm, optimizer):
-    """A member that joins has what a member has; of one that leaves another one takes the average."""
+    """A member that joins has what another one has; one that leaves is averaged with another."""
     first, second, third = ranks.run(3, on_service, join_and_leave, algorithm, optimizer)
     for before, after in (first[0][:2], second[0][:2]):
         assert torch.equal(before, after)
