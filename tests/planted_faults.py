@@ -170,6 +170,13 @@ FAULTS = [
         "tests/gossip/membership/test_members.py",
     ),
     Fault(
+        "an average stays on one rank of a pair whose reply was not applied",
+        "pyparallel/gossip/membership/pair_members.py",
+        "buffer.sub_(difference, alpha=0.5)",
+        "buffer.sub_(difference, alpha=0)",
+        "tests/gossip/membership/test_pair_members.py",
+    ),
+    Fault(
         "an outer step that is taken again sends what error feedback held after the first attempt",
         "pyparallel/gossip/membership/outer_members.py",
         "self._before or self.inner.store",

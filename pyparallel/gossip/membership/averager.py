@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class ElasticAverager(ModelAverager):
         self, inner: MembersAverager, membership: Membership, config: Sequence[tuple[str, str]]
     ) -> None:
         super().__init__(inner.buffers, inner=inner)
+        self.traits = replace(self.traits, has_equal_steps=inner.traits.has_equal_steps)
         self._membership = membership
         self._group = EpochGroup()
         self._epochs = Epochs(membership, self._group.server, config)
@@ -106,8 +108,9 @@ class ElasticAverager(ModelAverager):
         return self.inner.as_evaluated()
 
     def leave(self) -> None:
-        """Leave once the others are between two steps; SGP sends all of (x, w) to one of them.
+        """Leave once the others are between two steps.
 
+        SGP sends all of (x, w) to one of them, which merges it, and ADPSGD x, which it averages.
         This rank's parameters stay as they are. If no other member is left, or all leave together,
         there is nobody to send to.
         """

@@ -14,16 +14,18 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, wrong_type
-from ..algorithms import OSGP, SGP, Algorithm, DiLoCo, LocalSGD, NoLoCo
+from ..algorithms import ADPSGD, OSGP, SGP, Algorithm, DiLoCo, LocalSGD, NoLoCo
 from .averager import ElasticAverager
 from .base import Membership
 from .members import MembersAverager
 from .outer_members import OuterStepMembers
+from .pair_members import PairMembers
 from .push_sum_members import PushSumMembers
 
 _MOST_CHECKED = 8  # numbers of members for which algorithms are made and compared at the beginning
 _PUSH_SUM = (SGP, OSGP)
-_OF_A_NUMBER = (*_PUSH_SUM, NoLoCo)  # of members, for which each is made
+_OF_PAIRS = (NoLoCo, ADPSGD)
+_OF_A_NUMBER = (*_PUSH_SUM, *_OF_PAIRS)  # of members, for which each is made
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class Elastic(Algorithm):
     """An algorithm for whatever members there are.
 
     Args:
-        make: returns the algorithm for a number of members: SGP, DPSGD, OSGP or NoLoCo, or always
-            the same one of outer steps.
+        make: returns the algorithm for a number of members: SGP, DPSGD, OSGP, ADPSGD or
+            NoLoCo, or always the same one of outer steps.
         membership: tells them.
         config: (name, value) pairs that a member must have; set by the trainer.
     """
@@ -58,6 +60,8 @@ class Elastic(Algorithm):
         inner: MembersAverager
         if isinstance(made, _PUSH_SUM):
             inner = PushSumMembers(make, module, buckets, run)
+        elif isinstance(made, ADPSGD):
+            inner = PairMembers(make, module, buckets, run)
         else:
             start = partial(made.start, module, optimizer, buckets, run)
             inner = OuterStepMembers(make, start, module, buckets, run)
@@ -107,11 +111,10 @@ def _find_elastic_error(make: object, membership: object, module: object) -> str
             made = _make_checked(make, num_ranks)
             first = first or made
             are_push_sum = isinstance(made, _PUSH_SUM) and isinstance(first, _PUSH_SUM)
-            alike = made
-            if isinstance(made, NoLoCo) and isinstance(first, NoLoCo):
-                alike = replace(made, topology=first.topology)
+            are_of_pairs = isinstance(made, _OF_PAIRS) and isinstance(first, type(made))
+            alike = replace(made, topology=first.topology) if are_of_pairs else made
             if not are_push_sum and alike.config_fields() != first.config_fields():
-                raise ValueError(f"outer steps must be the same for all, got {made!r}")
+                raise ValueError(f"all but the topology must be the same for all, got {made!r}")
         except (ValueError, TypeError) as error:
             return f"algorithm must be made for any number of members, got for {num_ranks}: {error}"
     return None
@@ -122,7 +125,8 @@ def _make_checked(make: Callable[[int], Any], num_ranks: int) -> Any:
     made = make(num_ranks)
     is_push_sum = isinstance(made, SGP) and made.transport == "process_group"
     is_push_sum = is_push_sum or (isinstance(made, OSGP) and not made.biased)
-    if is_push_sum or (isinstance(made, NoLoCo) and made.is_at_once):
+    is_of_pairs = isinstance(made, ADPSGD) or (isinstance(made, NoLoCo) and made.is_at_once)
+    if is_push_sum or is_of_pairs:
         if problem := made.validation_error(num_ranks):
             raise ValueError(problem)
         return made
@@ -130,6 +134,6 @@ def _make_checked(make: Callable[[int], Any], num_ranks: int) -> Any:
         return made
     raise ValueError(
         "with membership it must be SGP or DPSGD over a process group, OSGP with push-sum weights, "
-        "or LocalSGD, DiLoCo or NoLoCo of whole models and without delay, as all others need all "
-        f"ranks to stay, got {made!r}"
+        "ADPSGD, or LocalSGD, DiLoCo or NoLoCo of whole models and without delay, as all others "
+        f"need all ranks to stay, got {made!r}"
     )
