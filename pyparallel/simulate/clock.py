@@ -37,7 +37,7 @@ class Clock:
         self, num_ranks: int, links: Links, profile: Profile, stragglers: Stragglers, seed: int,
         num_columns: int,
     ) -> None:  # fmt: skip
-        self.num_ranks, self._links, self._profile = num_ranks, links, profile
+        self.num_ranks, self.links, self._profile = num_ranks, links, profile
         self._stragglers, self._seed, self._step = stragglers, seed, 0
         self._computing = profile.computing * links.computing(num_ranks)
         for rank, factor in stragglers.slow.items():
@@ -46,11 +46,31 @@ class Clock:
         self.now, self.waited = np.zeros(num_ranks), np.zeros(num_ranks)
         self.card_bytes = np.zeros(-(-num_ranks // links.ranks_per_machine))
         self._random, self._columns = np.random.default_rng(seed), num_columns
+        self._drawn: list[tuple[np.ndarray, np.ndarray]] = []  # of steps at a rank's own pace
         self.values = np.zeros((num_ranks, 2 * num_columns + 1))
         self.values[:, :num_columns] = self._random.standard_normal((num_ranks, num_columns))
         self.values[:, -1] = 1.0
         self._round = lru_cache(_CACHED_ROUNDS)(self._round_of)
         self._all_reduce_seconds = lru_cache(_CACHED_ROUNDS)(links.all_reduce_seconds)
+
+    def compute_alone(self, rank: int, step: int) -> float:
+        """Return the seconds for which a rank computes in a step of its own."""
+        if step == len(self._drawn):
+            seconds = self._stragglers.draw(self._computing, self._seed, step)
+            changes = self._random.standard_normal((self.num_ranks, self._columns))
+            self._drawn.append((seconds, changes))
+        return float(self._drawn[step][0][rank])
+
+    def update_alone(self, rank: int, step: int) -> float:
+        """Change a rank's values as its optimizer does in a step; return the seconds it takes."""
+        self.values[rank, self._columns : -1] += self._drawn[step][1][rank]
+        return self._profile.stepping
+
+    def count_bytes(self, sender: int, receiver: int, num_bytes: float) -> None:
+        """Count a message that a card may have to send."""
+        machine = sender // self.links.ranks_per_machine
+        if machine != receiver // self.links.ranks_per_machine:
+            self.card_bytes[machine] += num_bytes
 
     def compute(self) -> None:
         """Let each rank compute its gradient."""
@@ -103,7 +123,7 @@ class Clock:
 
     def all_reduce_seconds(self, num_bytes: float, group: int, times: int = 1) -> float:
         """Return the seconds of one of several all-reduces in each group; count their bytes."""
-        if group > self._links.ranks_per_machine:  # a ring leaves each machine once
+        if group > self.links.ranks_per_machine:  # a ring leaves each machine once
             self.card_bytes += times * 2 * num_bytes * (group - 1) / group
         return self._all_reduce_seconds(num_bytes, self.num_ranks, group)
 
@@ -131,10 +151,11 @@ class Clock:
         found: np.ndarray = held.reshape(-1, group, held.shape[1]).mean(1).repeat(group, 0)
         return found
 
-    def distances(self) -> tuple[float, float]:
+    def distances(self, values: np.ndarray | None = None) -> tuple[float, float]:
         """Return the rms distance from the mean, of values that are only mixed and of others."""
-        debiased = self.values[:, :-1] / self.values[:, -1:]
-        mean = self.values[:, :-1].mean(0) / self.values[:, -1].mean()
+        values = self.values if values is None else values
+        debiased = values[:, :-1] / values[:, -1:]
+        mean = values[:, :-1].mean(0) / values[:, -1].mean()
         squares = ((debiased - mean) ** 2).mean(0).reshape(2, -1)
         mixed, changed = np.sqrt(squares.mean(1)).tolist()
         return mixed, changed
@@ -142,8 +163,8 @@ class Clock:
     def _round_of(
         self, topology: Topology, index: int, num_bytes: float
     ) -> tuple[Edges, np.ndarray, np.ndarray]:
-        edges, per_machine = topology.round_edges(index), self._links.ranks_per_machine
+        edges, per_machine = topology.round_edges(index), self.links.ranks_per_machine
         machines = edges.senders // per_machine
         crossing = machines[machines != edges.receivers // per_machine]
         num_crossing = np.bincount(crossing, minlength=len(self.card_bytes))
-        return edges, self._links.seconds(edges, num_bytes, self.num_ranks), num_crossing
+        return edges, self.links.seconds(edges, num_bytes, self.num_ranks), num_crossing

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..compression import BufferLayout, Compressor, Piece
-from ..gossip import OSGP, SGP, AllReduce, DiLoCo, Hierarchical, LocalSGD, NoLoCo, SlowMo
+from ..gossip import ADPSGD, OSGP, SGP, AllReduce, DiLoCo, Hierarchical, LocalSGD, NoLoCo, SlowMo
 from ..gossip.algorithms.base import Algorithm, Periodic
 from ..gossip.topology.composed import InterNode
 from ..recommend import SingleRankCollectives
@@ -15,6 +15,7 @@ from .algorithms import Gradients, Nodes, Outer, Rounds, Steps, average_all, ave
 from .clock import Clock
 from .conditions import Failures, Stragglers
 from .links import Links
+from .pairs import Pairs
 from .profile import Profile
 
 _SAMPLED_RANKS, _SAMPLED_STEPS = 1000, 40
@@ -27,13 +28,15 @@ class SimulatedRun:
     """What a simulation has found.
 
     Args:
-        seconds: a step takes, mean over ranks and steps, those of the start included.
+        seconds: a step takes, mean over ranks and steps, those of the start included; with
+            ADPSGD, those of the run over the steps that the mean rank has taken.
         range: the 10th and the 90th percentile of a rank's step.
         waiting: of these seconds, those without computing, encoding or the optimizer's step.
         card_bytes: that a network card sends in a step, of the machine that sends most.
         goodput: share of time spent on steps that count; 1 without failures.
-        times: (steps + 1, ranks) seconds at which a step has ended, of 1,000 ranks at most.
-        steps: after which the following were taken.
+        times: (steps + 1, ranks) seconds at which a step has ended, of 1,000 ranks at most; with
+            ADPSGD as many as the fastest has taken, NaN for others.
+        steps: after which the following were taken, of the mean rank.
         mixing_errors: rms distance of random values from their mean, over the first.
         consensus_distances: the same of values that each rank changes in each step by a random
             number of variance 1.
@@ -71,7 +74,8 @@ def simulate_run(
     """Simulate steps of a training run.
 
     Args:
-        algorithm: of ``pyparallel.gossip``, but for those whose ranks exchange at their own pace.
+        algorithm: of ``pyparallel.gossip``, but ``EASGD`` and those with a leader. A rank of
+            ADPSGD takes fewer steps if it is slower, until all have taken ``num_steps`` on average.
         message_bytes: of the model, without compression, in float32.
     """
     stragglers = stragglers or Stragglers()
@@ -84,21 +88,16 @@ def simulate_run(
         raise ValueError(problem)
     columns = max(2, algorithm.num_fragments if isinstance(algorithm, Periodic) else 1)
     clock = Clock(num_ranks, links, profile, stragglers, seed, columns)
-    steps = _steps_of(algorithm, clock, message_bytes)
     sampled = np.unique(np.linspace(0, num_ranks - 1, _SAMPLED_RANKS).astype(int))
     seen = _sample_steps(num_steps, seed)
-    times, distances = [np.zeros(len(sampled))], [clock.distances()]
-    for step in range(1, num_steps + 1):
-        clock.compute()
-        steps.before_update()
-        clock.update()
-        steps.after_update()
-        if step == num_steps:
-            steps.flush()
-        times.append(clock.now[sampled])
-        if step in seen:
-            distances.append(clock.distances())
-    low, high = np.quantile(np.diff(times, axis=0), (0.1, 0.9))
+    if isinstance(algorithm, ADPSGD):
+        pairs = Pairs(clock, algorithm, message_bytes)
+        distances = [clock.distances()]
+        distances += [clock.distances(pairs.merged()) for k in pairs.run(num_steps) if k in seen]
+        times = pairs.times(sampled)
+    else:
+        times, distances = _run(algorithm, clock, message_bytes, sampled, seen)
+    low, high = np.nanquantile(np.diff(times, axis=0), (0.1, 0.9))
     errors, changing = np.array(distances).T
     goodput = 1.0
     if failures is not None:
@@ -114,11 +113,30 @@ def simulate_run(
         float(clock.waited.mean()) / num_steps,
         float(clock.card_bytes.max()) / num_steps,
         goodput,
-        np.array(times),
+        times,
         seen,
         errors / max(errors[0], np.finfo(float).tiny),
         changing,
     )
+
+
+def _run(
+    algorithm: Algorithm, clock: Clock, message_bytes: float, sampled: np.ndarray, seen: np.ndarray
+) -> tuple[np.ndarray, list[tuple[float, float]]]:
+    """Run the steps of all ranks; return when sampled ranks have ended them, and distances."""
+    steps = _steps_of(algorithm, clock, message_bytes)
+    times, distances = [np.zeros(len(sampled))], [clock.distances()]
+    for step in range(1, seen[-1] + 1):
+        clock.compute()
+        steps.before_update()
+        clock.update()
+        steps.after_update()
+        if step == seen[-1]:
+            steps.flush()
+        times.append(clock.now[sampled])
+        if step in seen:
+            distances.append(clock.distances())
+    return np.array(times), distances
 
 
 def _sample_steps(num_steps: int, seed: int) -> np.ndarray:
@@ -130,12 +148,12 @@ def _sample_steps(num_steps: int, seed: int) -> np.ndarray:
 
 def _find_problem(algorithm: Algorithm, num_ranks: int) -> str | None:
     inner = algorithm.inner if isinstance(algorithm, SlowMo | Hierarchical) else None
-    simulated = AllReduce, SGP, OSGP, LocalSGD, DiLoCo, NoLoCo, SlowMo, Hierarchical
+    simulated = AllReduce, SGP, OSGP, ADPSGD, LocalSGD, DiLoCo, NoLoCo, SlowMo, Hierarchical
     if not isinstance(algorithm, simulated) or not isinstance(inner, SGP | OSGP | None):
         names = ", ".join(each.__name__ for each in simulated)
         return (
             f"algorithm must be one of {names}, or an SGP or OSGP in one of the last two, got "
-            f"{algorithm!r}: ranks of others exchange at their own pace, which is not simulated"
+            f"{algorithm!r}: others are not simulated"
         )
     topology = getattr(inner or algorithm, "topology", None)
     if topology is None or topology.num_ranks <= _CHECKED_RANKS:

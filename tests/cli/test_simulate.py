@@ -109,6 +109,10 @@ def test_stragglers_and_failures(call):
     name = "SGP(OnePeerExponential(), overlap=1)"
     assert failing[name][4] == f"{600 / 602 * 4800 / 4900:.1%}"
     assert plain[name][4] == "100.0%"
+    pairs = ("--algorithm", "ADPSGD(Ring())", "--failures", "mtbf=600,restart=100,checkpoint=200")
+    varied = rows_of(call(*arguments, *pairs, "--stragglers", "lognormal:0.1,slow:0=4.0"))
+    assert float(varied["ADPSGD(Ring())"][0]) < 0.3 * float(varied["AllReduce()"][0])
+    assert varied["ADPSGD(Ring())"][4] == "75.0%"  # its ranks cannot leave and join
 
 
 def test_links_and_profile_of_files(call, tmp_path):
@@ -168,7 +172,8 @@ def test_nothing_else_is_run_as_code(refused):
         ("Ring()", "algorithm must be such as SGP"),
         ("SGP(Hypercube(), 1)", "num_ranks must be a power of two, got 12; the nearest are 8"),
         ("SGP(Ring(4))", "topology must be for the process group's 12 ranks"),
-        ("ADPSGD(Ring())", "exchange at their own pace, which is not simulated"),
+        ("EASGD()", r"algorithm must be one of AllReduce, .*: others are not simulated"),
+        ("ADPSGD(OnePeerExponential())", r"topology must be symmetric for ADPSGD"),
         ("SGP(Ring(), overlap=-1)", "overlap must be a number of steps"),
     ]:
         assert re.search(sentence, refused("--ranks", "12", "--algorithm", text, *rate)), text

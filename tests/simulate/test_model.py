@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pyparallel.gossip import (
-    ADPSGD,
     DPSGD,
+    EASGD,
     OSGP,
     SGP,
     AllReduce,
@@ -403,7 +403,7 @@ def test_a_compressor_shortens_messages_by_what_it_sends():
 def test_what_is_not_simulated_is_refused():
     links, profile = Links.uniform(1e8), Profile(0.1)
     for algorithm, n, sentence in [
-        (ADPSGD(Ring(4)), 4, "exchange at their own pace, which is not simulated"),
+        (EASGD(3), 4, "or an SGP or OSGP in one of the last two, got .*: others are not simulated"),
         (SGP(Ring(4)), 6, "topology must be for the process group's 6 ranks"),
         (SGP(Ring(6000)), 4000, r"topology must be for 4000 ranks, got Ring\(6000\)"),
         (Hierarchical(SGP(Ring(2000)), 3), 4000, r"topology must be for 1333\.33 ranks, got Ri"),

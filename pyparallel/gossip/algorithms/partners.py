@@ -47,10 +47,10 @@ class Partners:
         return random.Random(f"{self._seed}/{rank}/{index}").choice(self.passive_neighbors(rank))
 
     @cached_property
-    def _out_peers(self) -> list[list[int]]:
+    def _out_peers(self) -> list[dict[int, None]]:
         topology = self._topology
         return [
-            sorted({p for index in topology.rounds for p in topology.out_peers(rank, index)})
+            dict.fromkeys(sorted(p for k in topology.rounds for p in topology.out_peers(rank, k)))
             for rank in range(topology.num_ranks)
         ]
 
