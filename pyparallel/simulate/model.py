@@ -103,7 +103,7 @@ def simulate_run(
     if failures is not None:
         goodput = failures.goodput(
             len(clock.card_bytes),
-            by_gossip=isinstance(algorithm, SGP | OSGP | Hierarchical | NoLoCo),
+            by_gossip=isinstance(algorithm, SGP | OSGP | ADPSGD | Hierarchical | NoLoCo),
             has_learners=isinstance(algorithm, Periodic),
         )
     return SimulatedRun(
