@@ -154,9 +154,9 @@ def shift(numel: int) -> Callable[[], None]:
     sent, received = torch.zeros(numel), torch.zeros(numel)
 
     def send() -> None:
-        operations = [dist.P2POp(dist.isend, sent, (rank + 1) % size),
-                      dist.P2POp(dist.irecv, received, (rank - 1) % size)]  # fmt: skip
-        for work in dist.batch_isend_irecv(operations):
+        # As trainers do. The other way about, two ranks may send one after the other.
+        works = [dist.irecv(received, (rank - 1) % size), dist.isend(sent, (rank + 1) % size)]
+        for work in filter(None, works):
             work.wait()
 
     return send
