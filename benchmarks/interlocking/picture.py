@@ -38,7 +38,9 @@ def draw_accuracy(rows: Sequence[Row], name: str) -> Figure | None:
     ((task, own),) = found
     groups = chosen(own, task)
     measure = judged_by(own)
-    figure, (axes,) = pictures.panels(f"Which window learns best? {name[0].upper()}{name[1:]}", 1, 4.4)
+    figure, (axes,) = pictures.panels(
+        f"Which window learns best? {name[0].upper()}{name[1:]}", 1, 4.4
+    )
     for place, (contestant, group) in enumerate(groups.items()):
         seeds, color = values(group, measure), OF_WINDOW[contestant[0]]
         axes.plot(seeds, [place] * len(seeds), "o", mfc="white", mec=color, ms=5)
