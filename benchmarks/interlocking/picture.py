@@ -69,6 +69,7 @@ def draw_losses(found: Sequence[tuple[Task, list[Row]]]) -> Figure:
         groups = select(of_task, task, task.main_rate, ORDER)
         plain = {title(name): group for name, group in groups.items() if name in OF_WINDOW}
         draw_curves(own, plain, task, colors)
+        own.set_title(own.get_title().replace(", ", "\n"))
     pictures.legend(figure, axes[0], 4)
     return figure
 
