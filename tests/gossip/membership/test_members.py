@@ -1,171 +1,48 @@
 """Members that die, join and leave, over gloo: what they have, and what others have then."""
 
 import itertools
-import re
 import time
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import PrefixStore
 
-from pyparallel import GossipDataParallel
 from pyparallel.comm import PeerError, Run
-from pyparallel.compression import TopK
-from pyparallel.gossip import ADPSGD, DPSGD, EASGD, OSGP, SGP, AllReduce, GossipState
+from pyparallel.gossip import OSGP, SGP
 from pyparallel.gossip.algorithms.osgp import osgp
 from pyparallel.gossip.algorithms.sgp import combine_while_adapt
-from pyparallel.gossip.membership import epochs, push_sum_members
-from pyparallel.gossip.membership.averager import ElasticAverager
 from pyparallel.gossip.membership.decision import Epoch, name_of
 from pyparallel.gossip.membership.group import EpochGroup
-from pyparallel.gossip.membership.ledger import Account
-from pyparallel.gossip.membership.members import gather_from_members
 from pyparallel.gossip.messages import NeighborExchange
-from pyparallel.gossip.topology import BaseGraph, Hypercube, OnePeerExponential, Ring
+from pyparallel.gossip.topology import OnePeerExponential
 from pyparallel.optim import SGD
-from tests.gossip.membership.service import Served, serve
-
-
-class Death(BaseException):
-    """What a rank raises in place of being killed."""
-
-
-def exponential(num_ranks):
-    return SGP(OnePeerExponential(num_ranks))
-
-
-def overlapping(num_ranks):
-    return SGP(OnePeerExponential(num_ranks), overlap=1)
-
-
-def delayed(num_ranks):
-    return SGP(OnePeerExponential(num_ranks), overlap=2)
-
-
-def outstanding(num_ranks):
-    return OSGP(OnePeerExponential(num_ranks))
-
-
-def outstanding_for_two(num_ranks):
-    return OSGP(BaseGraph(num_ranks, peers=2), delay=2)
-
-
-def compressing(num_ranks):
-    return SGP(OnePeerExponential(num_ranks, peers=1), compressor=TopK(0.3))
-
-
-def symmetric(num_ranks):
-    return DPSGD(BaseGraph(num_ranks))
-
-
-def make(address, rank, algorithm, *, width=6, optimizer=torch.optim.SGD, **options):
-    """Return the module, its optimizer, the trainer and the membership."""
-    torch.manual_seed(rank)
-    module = nn.Sequential(nn.Linear(width, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    module[2].bias.requires_grad_(False)
-    stepped = optimizer([p for p in module.parameters() if p.requires_grad], lr=0.0)
-    membership = Served(address, f"r{rank}", **options)
-    trainer = GossipDataParallel(
-        module, stepped, algorithm, membership=membership, bucket_cap_mb=1e-4
-    )
-    return module, stepped, trainer, membership
-
-
-def step(module, optimizer, trainer, scale=1.0):
-    optimizer.zero_grad()
-    (scale * trainer(torch.ones(4, module[0].in_features)).square().mean()).backward()
-    optimizer.step()
-
-
-def step_on(*arguments):
-    while True:
-        step(*arguments)
-
-
-def averager_of(trainer) -> ElasticAverager:
-    return trainer._averager
-
-
-def held(trainer):
-    """Return this rank's weight and numerator, in units that do not change, without messages."""
-    account = averager_of(trainer).inner.account
-    weight = account.weight * 2.0**-account.exponent
-    z = torch.cat([buffer.double() for buffer in trainer._buckets.buffers])
-    return weight, weight * z
-
-
-accounts = {}  # of the last change, by name
-
-
-def gather_and_keep(*arguments):
-    found = gather_from_members(*arguments)
-    accounts.clear()
-    accounts.update({name_of(key): Account(**each) for key, each in found.items()})
-    return found
-
-
-def on_service(rank, function, *arguments):
-    """Run a function without the pool's own group, with the address of a service."""
-    store, size = dist.group.WORLD.get_group_store(), dist.get_world_size()
-    if rank == 0:
-        host, port = serve()
-        store.set("service", f"{host} {port}")
-    host, port = store.get("service").decode().split()
-    dist.destroy_process_group()
-    try:
-        with mock.patch.object(push_sum_members, "gather_from_members", gather_and_keep):
-            return function((host, int(port)), store, rank, size, *arguments)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        store = dist.PrefixStore("after", store)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-
+from tests.gossip.membership.training import (
+    Death,
+    accounts,
+    averager_of,
+    compressing,
+    delayed,
+    die,
+    die_at,
+    exponential,
+    flat_of,
+    held,
+    make,
+    on_service,
+    outstanding,
+    outstanding_for_two,
+    overlapping,
+    step,
+    step_on,
+    symmetric,
+)
 
 # ------------------------------------------------------------------------------------------ deaths
 
 MOMENTS = ("before the round", "after sending", "after merging", "after the receipts")
 MOMENTS_OF_TWO = (*MOMENTS, "while sending the next", "with two rounds unacknowledged")
-
-
-def die_at(moment, trainer):
-    """Have the trainer's next round raise Death at a moment of it."""
-    rounds = averager_of(trainer).inner.current
-    original, await_receipts = rounds._exchange_receipts, rounds.await_receipts
-
-    def die(*_):
-        raise Death
-
-    def die_after(*arguments):
-        original(*arguments)
-        die()
-
-    def die_with_two():
-        if len(rounds._account.sent) == 2:
-            die()
-        await_receipts()
-
-    if moment == "before the round":
-        rounds.send = die
-    elif moment == "while sending the next":
-        rounds._round_buffers[1].send_given = die
-    elif moment == "with two rounds unacknowledged":
-        rounds.await_receipts = die_with_two
-    elif moment == "after sending":
-        for buffer in rounds._round_buffers:
-            buffer.wait = die
-    else:
-        rounds._exchange_receipts = die if moment == "after merging" else die_after
-
-
-def die(trainer, membership):
-    """End as a killed process does: its connections are closed, and it is alive no more."""
-    membership.die()
-    averager_of(trainer)._epochs._is_closed = True
-    averager_of(trainer)._end_group()
 
 
 def sent_of(account, rounds):
@@ -290,10 +167,6 @@ def update_beside_messages(address, store, rank, size, options, optimizer):
     store.wait(["done 0", "done 1"])
     trainer.close()
     return rows[: NUM_STEPS + 1], steps, last
-
-
-def flat_of(trainer):
-    return torch.cat([each.detach().double().flatten() for each in trainer._buckets.parameters])
 
 
 def update(z, _=None):
@@ -508,149 +381,6 @@ def test_a_silent_member(ranks, algorithm, optimizer):
     assert third[0] > 0
 
 
-# ------------------------------------------------------------------------------------- checkpoints
-
-
-def save_while_one_joins(address, store, rank, size, algorithm):
-    """Rank 2 comes while a consensus is saved; return that, and what there is afterwards."""
-    if rank == 2:
-        store.wait(["saving 0", "saving 1"])
-    module, stepped, trainer, membership = make(address, rank, algorithm, start=2, deadline=20.0)
-    saved = None
-    if rank < 2:
-        with torch.no_grad():
-            for buffer in trainer._buckets.buffers:
-                buffer.add_(rank + 1.0)
-        for _ in range(3):
-            step(module, stepped, trainer)
-        before = flat_of(trainer), float(trainer.push_sum_weight)
-        with trainer.consensus() as averaged:
-            store.set(f"saving {rank}", "")
-            while not averager_of(trainer)._epochs.should_change:
-                time.sleep(0.01)
-            saved = torch.cat([each.flatten() for each in averaged.state_dict().values()])
-        assert trainer.epoch == 1  # the joiner waits
-        assert torch.equal(flat_of(trainer), before[0])
-        assert float(trainer.push_sum_weight) == before[1]
-        while len(trainer.members) == 2:
-            step(module, stepped, trainer)
-    after = held(trainer)
-    for _ in range(2):
-        step(module, stepped, trainer)
-    with trainer.consensus():
-        mean = torch.cat([buffer.double() for buffer in trainer._buckets.buffers])
-    store.set(f"done {rank}", "")
-    store.wait(["done 0", "done 1", "done 2"])
-    trainer.close()
-    return saved, after, mean, membership.changes[-1].lost
-
-
-@pytest.mark.parametrize(
-    "algorithm", [exponential, pytest.param(outstanding, marks=pytest.mark.slow)]
-)
-def test_a_process_that_joins_waits_until_a_checkpoint_is_saved(ranks, algorithm):
-    """The checkpoint is one of two, and their mean is that of all three later: lr is 0."""
-    first, second, third = ranks.run(3, on_service, save_while_one_joins, algorithm)
-    assert torch.equal(first[0], second[0])
-    weights, numerators = zip(*(each[1] for each in (first, second, third)), strict=True)
-    assert sum(weights) == pytest.approx(2, abs=1e-12)
-    torch.testing.assert_close(sum(numerators) / sum(weights), first[2], rtol=1e-6, atol=1e-6)
-    assert torch.equal(first[2], third[2])
-    assert first[3] == second[3] == 0
-
-
-def save_after_another_has_left_the_epoch(address, store, rank, size, algorithm):
-    """Rank 1 finds that rank 2 joins, and leaves the epoch, while rank 0 begins to save."""
-    if rank == 2:
-        store.wait(["trained"])
-    module, stepped, trainer, _ = make(address, rank, algorithm, start=2, deadline=20.0)
-    text = ""
-    if rank < 2:
-        for _ in range(3):
-            step(module, stepped, trainer)
-        store.set("trained", "")
-        while not averager_of(trainer)._epochs.should_change:
-            time.sleep(0.01)
-        if rank == 0:
-            before = flat_of(trainer)
-            with pytest.raises(PeerError) as caught, trainer.consensus():
-                pass
-            text = str(caught.value)
-            assert torch.equal(flat_of(trainer), before)
-        while len(trainer.members) == 2:
-            step(module, stepped, trainer)
-    with trainer.consensus():
-        mean = flat_of(trainer)
-    after = held(trainer)
-    store.set(f"done {rank}", "")
-    store.wait(["done 0", "done 1", "done 2"])
-    trainer.close()
-    return text, mean, after[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [exponential, outstanding])
-def test_a_checkpoint_for_which_another_member_does_not_come(ranks, algorithm):
-    found = ranks.run(3, on_service, save_after_another_has_left_the_epoch, algorithm)
-    text = r"rank 0, step 3: the all-gather failed \(.*Connection (closed|reset)"
-    assert re.match(text, found[0][0])
-    assert torch.equal(found[0][1], found[1][1])
-    assert torch.equal(found[0][1], found[2][1])
-    assert sum(each[2] for each in found) == pytest.approx(2, abs=1e-12)
-
-
-def die_together(address, store, rank, size, algorithm):
-    """All die in a step; those that start again begin from what was saved, or from new weights."""
-    module, stepped, trainer, membership = make(
-        address, rank, algorithm, start=size, deadline=20.0, width=7
-    )
-    for _ in range(3):
-        step(module, stepped, trainer)
-    with trainer.consensus() as averaged:
-        saved = {key: each.clone() for key, each in averaged.state_dict().items()}
-    die_at("after sending", trainer)
-    with pytest.raises(Death):
-        step_on(module, stepped, trainer)
-    store.set(f"died {rank}", "")
-    store.wait([f"died {each}" for each in range(size)])
-    die(trainer, membership)
-    store.set(f"dead {rank}", "")
-    store.wait([f"dead {each}" for each in range(size)])
-    found = []
-    for attempt, loads in enumerate((False, True)):
-        torch.manual_seed(10 + rank)
-        again = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-        again[2].bias.requires_grad_(False)
-        own = torch.cat([p.detach().flatten() for p in again.parameters() if p.requires_grad])
-        if loads:
-            again.load_state_dict(saved)
-        stepped = torch.optim.SGD([p for p in again.parameters() if p.requires_grad], lr=0.0)
-        membership = Served(address, f"r{rank}", start=size, deadline=20.0)
-        trainer = GossipDataParallel(again, stepped, algorithm, membership=membership)
-        change = membership.changes[-1]
-        assert (trainer.epoch, change.joined, change.lost) == (1, ("r0", "r1"), 0)
-        assert float(trainer.push_sum_weight) == 1
-        found.append(flat_of(trainer))
-        step(again, stepped, trainer)
-        store.set(f"stepped {attempt} {rank}", "")
-        store.wait([f"stepped {attempt} {each}" for each in range(size)])
-        die(trainer, membership)
-        store.set(f"ended {attempt} {rank}", "")
-        store.wait([f"ended {attempt} {each}" for each in range(size)])
-    flat = torch.cat([saved[key].flatten().double() for key, p in again.named_parameters()
-                      if p.requires_grad])  # fmt: skip
-    return own.double(), flat, found
-
-
-@pytest.mark.parametrize("algorithm", [exponential])
-def test_all_members_die_and_begin_as_new_ones(ranks, algorithm):
-    first, second = ranks.run(2, on_service, die_together, algorithm)
-    for each in (first, second):
-        assert torch.equal(each[2][0], first[0])  # the first one's module
-        assert torch.equal(each[2][1], first[1])  # what was saved
-    assert not torch.equal(first[0], first[1])
-
-
 # ------------------------------------------------------------------------- groups that are not made
 
 
@@ -733,117 +463,3 @@ def connect_without_one(address, store, rank, size):
 def test_a_member_dies_while_all_connect(ranks):
     """Its death is found long before the deadline, which is then that of messages."""
     assert ranks.run(3, on_service, connect_without_one) == [2.0, 1.0, None]
-
-
-# ------------------------------------------------------------------------------------------ misuse
-
-
-def refused(address, store, rank, size):
-    """Processes that cannot be members, while two others train."""
-    errors = []
-
-    def error_of(*arguments, **options):
-        with pytest.raises((ValueError, TypeError)) as caught:
-            make(*arguments, **{"start": 1, "deadline": 20.0} | options)
-        return str(caught.value)
-
-    if rank == 2:
-        store.wait(["trained"])
-        with mock.patch.object(epochs, "_NAME_SECONDS", 0.3):
-            second = error_of(address, 0, exponential)  # a second one with the name r0
-        errors = [
-            second,
-            error_of(address, 2, exponential, width=7),
-            error_of(address, 2, symmetric),
-            error_of(address, 2, exponential, optimizer=SGD),
-        ]
-        store.set("refused", "")
-        return errors
-    module, stepped, trainer, membership = make(address, rank, exponential, start=2, deadline=20.0)
-    store.set("trained", "")
-    last = -1
-    for index in itertools.count():  # in rounds of two ranks none is two steps ahead
-        step(module, stepped, trainer)
-        if rank == 0 and last < 0 and store.check(["refused"]):
-            store.set("last", str(index + 3))
-        if last < 0 and store.check(["last"]):
-            last = int(store.get("last"))
-        if index == last:
-            break
-    with pytest.raises(ValueError, match=r"model must have ranks that stay"):
-        GossipState(trainer, stepped)
-    with pytest.raises(ValueError, match=r"join\(\) must not be used with membership"):
-        trainer.join().__enter__()
-    with trainer.consensus():  # on both, after which they end together
-        pass
-    assert (trainer.epoch, trainer.members) == (1, ("r0", "r1"))
-    store.set(f"done {rank}", "")
-    store.wait(["done 0", "done 1"])
-    return [change.epoch for change in membership.changes]
-
-
-def test_processes_that_do_not_fit(ranks):
-    first, second, errors = ranks.run(3, on_service, refused)
-    assert first == second == [1]
-    for error, text in zip(
-        errors,
-        (
-            "name must be of one process, got a second one with 'r0'",
-            "the members' parameter 0, 0.weight float32 [5, 6], got 0.weight float32 [5, 7]",
-            "must have the members' algorithm, SGP(",
-            "must have the members' buckets, in the order of the module's parameters, got of the",
-        ),
-        strict=True,
-    ):
-        assert text in error
-    assert all("they go on without it" in error for error in errors[1:])
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "error", "text"),
-    [
-        (SGP(OnePeerExponential(4)), TypeError, "a function of the number of members"),
-        (lambda n: SGP(Hypercube(n)), ValueError, "got for 3: num_ranks must be a power of two"),
-        (lambda n: AllReduce(), ValueError, "as all others need all ranks to stay, got AllReduce"),
-        (lambda n: OSGP(OnePeerExponential(n), biased=True), ValueError, "to stay, got OSGP"),
-        (lambda n: ADPSGD(OnePeerExponential(n)), ValueError, "topology must be symmetric for ADP"),
-        (lambda n: ADPSGD(Ring(n), seed=n), ValueError, "all but the topology must be the same"),
-        (ADPSGD(Ring(4)), TypeError, "a function of the number of members"),
-        (lambda n: EASGD(), ValueError, "all ranks to stay, got EASGD"),
-        (lambda n: SGP(OnePeerExponential(4)), ValueError, "for the process group's 1 ranks"),
-    ],
-)
-def test_algorithms_that_cannot_change_their_ranks(algorithm, error, text):
-    with pytest.raises(error, match=re.escape(text)):
-        make(("", 0), 0, algorithm)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"deadline": 0}, "deadline must be a positive and finite number of seconds, got 0"),
-        ({"start": 0}, "start must be"),
-        ({"name": "a:b"}, "name must be a text without colons, got 'a:b'"),
-    ],
-)
-def test_memberships_with_wrong_arguments(options, text):
-    with pytest.raises(ValueError, match=text):
-        Served(("", 0), **{"name": "a"} | options)
-
-
-def test_parameters_that_cannot_be_sent_with_weights():
-    module = nn.Linear(2, 2, dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"float32 and on the CPU with membership, .* got weight"):
-        GossipDataParallel(module, optimizer, exponential, membership=Served(("", 0), "a"))
-
-
-def test_trainers_with_wrong_memberships():
-    module = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="membership must be an object such as Lighthouse"):
-        GossipDataParallel(module, optimizer, exponential, membership="lighthouse")
-    with pytest.raises(ValueError, match="process_group, mesh and replica_ranks must be None"):
-        GossipDataParallel(
-            module, optimizer, exponential, membership=Served(("", 0), "a"), process_group="group"
-        )

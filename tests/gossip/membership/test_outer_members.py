@@ -21,7 +21,7 @@ from pyparallel.gossip.messages.averages import AllRanks
 from pyparallel.gossip.topology import RandomMatching
 from pyparallel.optim import SGD
 from tests.gossip.membership.service import Served
-from tests.gossip.membership.test_members import (
+from tests.gossip.membership.training import (
     Death,
     averager_of,
     die,

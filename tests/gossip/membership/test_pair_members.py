@@ -11,7 +11,7 @@ from pyparallel.gossip import ADPSGD
 from pyparallel.gossip.membership import pair_members
 from pyparallel.gossip.topology import Complete, Ring
 from pyparallel.optim import SGD
-from tests.gossip.membership.test_members import (
+from tests.gossip.membership.training import (
     Death,
     averager_of,
     die,
