@@ -195,20 +195,15 @@ TRIALS = (
         linear=LinearHead(256, nn.LayerNorm),
         deep=MLPHead(192, 256),
     ),
-    Trial(
-        Sums(
-            "sums", partial(torch.optim.Adam, fused=True), rates=(5e-4, 1e-3),
-            main_rate=1e-3, sweep_seed=None, split=(6, 12, 18), updates=1200, batch_size=128,
-        ),
-        linear=FlatHead(10),
-        deep=ConvHead(10, (32, 32)),
-    ),
-    Trial(
-        SumsOfMNIST(
-            "MNIST sums", partial(torch.optim.Adam, fused=True), rates=(5e-4, 1e-3),
-            main_rate=1e-3, sweep_seed=None, split=(6, 12, 18), updates=1200, batch_size=128,
-        ),
-        linear=FlatHead(10),
-        deep=ConvHead(10, (32, 32)),
+    *(
+        Trial(
+            task(
+                name, partial(torch.optim.Adam, fused=True), rates=(5e-4, 1e-3), main_rate=1e-3,
+                sweep_seed=None, split=(6, 12, 18), updates=1200, batch_size=128,
+            ),
+            linear=FlatHead(10),
+            deep=ConvHead(10, (32, 32)),
+        )
+        for task, name in ((Sums, "sums"), (SumsOfMNIST, "MNIST sums"))
     ),
 )  # fmt: skip

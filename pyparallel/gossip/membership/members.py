@@ -2,11 +2,14 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+# No public names, which mypy asks for.
+from typing_extensions import override
 
 from ...comm.consistency import gather_rows
 from ...training import FlatBuckets, ModelAverager
@@ -45,6 +48,12 @@ class MembersAverager(ModelAverager):
     @abstractmethod
     def forget(self) -> None:
         """Forget what this rank has had as a member: the others have gone on without it."""
+
+    @override
+    def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
+        """Take the fused optimizer's step; what comes before and after is called apart."""
+        for index in range(num_buckets):
+            step_bucket(index)
 
     def count_step(self) -> None:
         """Count a step of the optimizer, once; ``after_step`` may be called again for it."""

@@ -82,11 +82,6 @@ class OuterStepMembers(MembersAverager):
         self.is_interrupted = self.inner.num_steps % self._interval == 0
 
     @override
-    def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
-        for index in range(num_buckets):
-            step_bucket(index)
-
-    @override
     def after_step(self) -> None:
         """Take the outer step if it is due; after a PeerError it still is."""
         if self.is_interrupted:

@@ -52,11 +52,6 @@ class PairMembers(MembersAverager):
         self._is_filled = self._is_behind = False
 
     @override
-    def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
-        for index in range(num_buckets):
-            step_bucket(index)
-
-    @override
     def count_step(self) -> None:
         self._num_steps += 1
 
