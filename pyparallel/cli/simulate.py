@@ -40,7 +40,7 @@ goodput    share of time spent on steps that count, with the failures
 steps/h    that count
 mixing     distance of random values from their mean after all steps, over the
            first
-consensus  the same of values that each rank changes in each step by a random
+consensus  the same of values that each rank changes in each update by a random
            number of variance 1, mean over the second half of the steps
 All is simulated. Messages are float32 without a compressor, whose errors do
 not count."""

@@ -4,11 +4,13 @@ from .conditions import Failures, Stragglers
 from .constructors import parse_algorithm
 from .links import Links, Uplink
 from .model import SimulatedRun, simulate_run
+from .pipelines import Pipeline
 from .profile import Profile
 
 __all__ = [
     "Failures",
     "Links",
+    "Pipeline",
     "Profile",
     "SimulatedRun",
     "Stragglers",

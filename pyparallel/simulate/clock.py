@@ -1,11 +1,11 @@
 """The time at which each rank is, and the values that it holds, while an algorithm runs."""
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 
 from ..gossip.topology import Edges, Topology
-from .conditions import Stragglers
 from .links import Links
 from .profile import Profile
 
@@ -17,13 +17,17 @@ Sent = tuple[np.ndarray | float, np.ndarray, slice]
 
 
 class Clock:
-    """All ranks in one step after the other.
+    """All n ranks that average with each other, in one step after the other.
 
     A rank waits for the maximum over the messages of a round, so a round is a few operations on
     arrays of all ranks, and no events are needed.
 
     Args:
+        ranks: of the run; with pipelines those of a stage, from the first in steps of the number
+            of stages, whose messages of the same round share uplinks.
+        draw: the seconds for which each rank of the run computes in a step.
         num_columns: c, of each kind of values.
+        bucket_bytes: of gradients, which are averaged while others are computed; inf: after them.
 
     Attributes:
         now: (n,) seconds.
@@ -34,29 +38,29 @@ class Clock:
     """
 
     def __init__(
-        self, num_ranks: int, links: Links, profile: Profile, stragglers: Stragglers, seed: int,
-        num_columns: int,
+        self, ranks: range, links: Links, profile: Profile, draw: Callable[[int], np.ndarray],
+        seed: int, num_columns: int, bucket_bytes: float = BUCKET_BYTES,
     ) -> None:  # fmt: skip
-        self.num_ranks, self.links, self._profile = num_ranks, links, profile
-        self._stragglers, self._seed, self._step = stragglers, seed, 0
-        self._computing = profile.computing * links.computing(num_ranks)
-        for rank, factor in stragglers.slow.items():
-            self._computing[rank] *= factor
-        self._computed = self._computing  # in the last step
+        num_ranks = len(ranks)
+        self.ranks, self.num_ranks, self.links = ranks, num_ranks, links
+        self._profile, self._draw, self._bucket_bytes = profile, draw, bucket_bytes
         self.now, self.waited = np.zeros(num_ranks), np.zeros(num_ranks)
-        self.card_bytes = np.zeros(-(-num_ranks // links.ranks_per_machine))
-        self._random, self._columns = np.random.default_rng(seed), num_columns
+        self._computed = np.zeros(num_ranks)  # in the last step, or the last part of it
+        self.card_bytes = np.zeros(-(-ranks.stop // links.ranks_per_machine))
+        self._machines = np.unique(np.array(ranks) // links.ranks_per_machine)
+        self._random, self._columns = np.random.default_rng([seed, ranks.start]), num_columns
         self._drawn: list[tuple[np.ndarray, np.ndarray]] = []  # of steps at a rank's own pace
         self.values = np.zeros((num_ranks, 2 * num_columns + 1))
         self.values[:, :num_columns] = self._random.standard_normal((num_ranks, num_columns))
         self.values[:, -1] = 1.0
         self._round = lru_cache(_CACHED_ROUNDS)(self._round_of)
+        self._to_stage = lru_cache(_CACHED_ROUNDS)(self._to_stage_of)
         self._all_reduce_seconds = lru_cache(_CACHED_ROUNDS)(links.all_reduce_seconds)
 
     def compute_alone(self, rank: int, step: int) -> float:
         """Return the seconds for which a rank computes in a step of its own."""
         if step == len(self._drawn):
-            seconds = self._stragglers.draw(self._computing, self._seed, step)
+            seconds = self._draw(step)
             changes = self._random.standard_normal((self.num_ranks, self._columns))
             self._drawn.append((seconds, changes))
         return float(self._drawn[step][0][rank])
@@ -72,11 +76,10 @@ class Clock:
         if machine != receiver // self.links.ranks_per_machine:
             self.card_bytes[machine] += num_bytes
 
-    def compute(self) -> None:
-        """Let each rank compute its gradient."""
-        self._computed = self._stragglers.draw(self._computing, self._seed, self._step)
+    def compute(self, step: int, share: float = 1.0) -> None:
+        """Let each rank compute its gradient of a step, or a share of it."""
+        self._computed = share * self._draw(step)[self.ranks.start :: self.ranks.step]
         self.now = self.now + self._computed
-        self._step += 1
 
     def update(self) -> None:
         """Let each rank's optimizer step."""
@@ -113,6 +116,13 @@ class Clock:
         self.values[:] = kept
         return self.all_reduce(num_bytes), messages, slice(None)
 
+    def send_to_stage(self, stage: int, num_bytes: float) -> np.ndarray:
+        """Send to a stage of the same pipeline; return when that receives it, (n,)."""
+        seconds, num_crossing = self._to_stage(stage, num_bytes)
+        self.card_bytes += num_crossing * num_bytes
+        received: np.ndarray = self.now + seconds
+        return received
+
     def all_reduce(self, num_bytes: float, begin: float = 0.0) -> float:
         """Return when an all-reduce ends that begins once all ranks are ready, and a time has come.
 
@@ -123,15 +133,16 @@ class Clock:
 
     def all_reduce_seconds(self, num_bytes: float, group: int, times: int = 1) -> float:
         """Return the seconds of one of several all-reduces in each group; count their bytes."""
-        if group > self.links.ranks_per_machine:  # a ring leaves each machine once
-            self.card_bytes += times * 2 * num_bytes * (group - 1) / group
-        return self._all_reduce_seconds(num_bytes, self.num_ranks, group)
+        stages = self.ranks.step
+        if group * stages > self.links.ranks_per_machine:  # a ring leaves each machine once
+            self.card_bytes[self._machines] += times * 2 * num_bytes * (group - 1) / group
+        return self._all_reduce_seconds(num_bytes, self.ranks.stop, group, stages)
 
     def reduce_gradients(self, num_bytes: float, group: int) -> None:
         """Average gradients in each group during backward, in buckets of equal size."""
         if group == 1:
             return
-        buckets = max(1, round(num_bytes / BUCKET_BYTES))
+        buckets = max(1, round(num_bytes / self._bucket_bytes))
         seconds = self.all_reduce_seconds(num_bytes / buckets, group, buckets)
         # When the slowest is ready for bucket b is a maximum of functions linear in b, so convex:
         # the longest wait is what follows the first bucket or the last one.
@@ -163,8 +174,27 @@ class Clock:
     def _round_of(
         self, topology: Topology, index: int, num_bytes: float
     ) -> tuple[Edges, np.ndarray, np.ndarray]:
-        edges, per_machine = topology.round_edges(index), self.links.ranks_per_machine
-        machines = edges.senders // per_machine
-        crossing = machines[machines != edges.receivers // per_machine]
-        num_crossing = np.bincount(crossing, minlength=len(self.card_bytes))
-        return edges, self.links.seconds(edges, num_bytes, self.num_ranks), num_crossing
+        edges, stages = topology.round_edges(index), np.arange(self.ranks.step)
+        both = edges.senders, edges.receivers
+        senders, receivers = (each[:, None] * len(stages) + stages for each in both)
+        seconds, crossing = self._costs_of(senders, receivers, num_bytes)
+        return edges, seconds[:, self.ranks.start], crossing
+
+    def _to_stage_of(self, stage: int, num_bytes: float) -> tuple[np.ndarray, np.ndarray]:
+        own = np.array(self.ranks)[:, None]
+        seconds, crossing = self._costs_of(own, own + stage - self.ranks.start, num_bytes)
+        return seconds[:, 0], crossing
+
+    def _costs_of(
+        self, senders: np.ndarray, receivers: np.ndarray, num_bytes: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of messages of (m, s) ranks, and how many of its own a card sends."""
+        stage, num_stages = self.ranks.start, self.ranks.step
+        shares = np.zeros(senders.size)
+        edges = Edges.of(senders.ravel(), receivers.ravel(), shares, self.ranks.stop)
+        machines = edges.senders // self.links.ranks_per_machine
+        crosses = machines != edges.receivers // self.links.ranks_per_machine
+        crosses &= edges.senders % num_stages == stage
+        num_crossing = np.bincount(machines[crosses], minlength=len(self.card_bytes))
+        seconds = self.links.seconds(edges, num_bytes, self.ranks.stop)
+        return seconds.reshape(senders.shape), num_crossing

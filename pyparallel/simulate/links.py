@@ -111,22 +111,29 @@ class Links:
         seconds: np.ndarray = latencies + num_bytes / rates
         return seconds
 
-    def all_reduce_seconds(self, num_bytes: float, num_ranks: int, group: int) -> float:
+    def all_reduce_seconds(
+        self, num_bytes: float, num_ranks: int, group: int, num_stages: int = 1
+    ) -> float:
         """Return the seconds of an all-reduce in each group of consecutive ranks, the slowest's.
 
-        In a ring a part of the data goes around twice, while each link carries all parts in turn.
+        With stages a group is of the same stage of consecutive replicas. In a ring a part of the
+        data goes around twice, while each link carries all parts in turn.
         """
         if group == 1:
             return 0.0
         ranks = np.arange(num_ranks)
-        following = ranks - ranks % group + (ranks + 1) % group
-        ring = Edges.of(ranks, following, np.full(num_ranks, 0.5), num_ranks)
-        latencies = self.seconds(ring, 0.0, num_ranks).reshape(-1, group)
-        sending = self.seconds(ring, num_bytes / group, num_ranks).reshape(-1, group) - latencies
+        replicas, stages = np.divmod(ranks, num_stages)
+        following = replicas - replicas % group + (replicas + 1) % group
+        shares = np.full(num_ranks, 0.5)
+        ring = Edges.of(ranks, following * num_stages + stages, shares, num_ranks)
+        shape = -1, group, num_stages
+        latencies = self.seconds(ring, 0.0, num_ranks).reshape(shape)
+        sending = self.seconds(ring, num_bytes / group, num_ranks).reshape(shape) - latencies
         if self.all_reduce == "ring":
             around = (latencies + sending).mean(1)
             return float(2 * (group - 1) * np.maximum(around, sending.max(1)).max())
-        sizes = [min(each.ranks, group) for each in self.uplinks] + [group]
+        replicas_of = [max(1, each.ranks / num_stages) for each in self.uplinks]
+        sizes = [*(min(each, group) for each in replicas_of), group]
         counts = [b / a for a, b in pairwise(sizes)]
         levels = zip(self.uplinks, counts, strict=True)
         latency = sum(math.ceil(math.log2(count)) * each.latency for each, count in levels)

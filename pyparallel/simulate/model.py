@@ -1,6 +1,9 @@
 """The simulation of a run: seconds a step, bytes, waits, distances and goodput."""
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -9,13 +12,15 @@ from ..compression import BufferLayout, Compressor, Piece
 from ..gossip import ADPSGD, OSGP, SGP, AllReduce, DiLoCo, Hierarchical, LocalSGD, NoLoCo, SlowMo
 from ..gossip.algorithms.base import Algorithm, Periodic
 from ..gossip.topology.composed import InterNode
+from ..pipeline.replicas import find_replicas_error
 from ..recommend import SingleRankCollectives
 from ..training.arguments import check_integer, require
 from .algorithms import Gradients, Nodes, Outer, Rounds, Steps, average_all, average_pairs
-from .clock import Clock
+from .clock import BUCKET_BYTES, Clock
 from .conditions import Failures, Stragglers
 from .links import Links
 from .pairs import Pairs
+from .pipelines import Pipeline, Pipelines
 from .profile import Profile
 
 _SAMPLED_RANKS, _SAMPLED_STEPS = 1000, 40
@@ -38,7 +43,7 @@ class SimulatedRun:
             ADPSGD as many as the fastest has taken, NaN for others.
         steps: after which the following were taken, of the mean rank.
         mixing_errors: rms distance of random values from their mean, over the first.
-        consensus_distances: the same of values that each rank changes in each step by a random
+        consensus_distances: the same of values that each rank changes in each update by a random
             number of variance 1.
     """
 
@@ -70,13 +75,23 @@ def simulate_run(
     stragglers: Stragglers | None = None,
     failures: Failures | None = None,
     seed: int = 0,
+    pipeline: Pipeline | None = None,
 ) -> SimulatedRun:
     """Simulate steps of a training run.
+
+    With a pipeline a rank's step ends with the update of its last microbatch, and the run when all
+    stages have ended. As in its trainer an algorithm takes a step with each update of a stage, and
+    gradients are averaged whole after the backwards, for ``AllReduce()`` once all stages of all
+    replicas have them. With one stage this is all that differs from a run without a pipeline, where
+    buckets of gradients are averaged during backward.
 
     Args:
         algorithm: of ``pyparallel.gossip``, but ``EASGD`` and those with a leader. A rank of
             ADPSGD takes fewer steps if it is slower, until all have taken ``num_steps`` on average.
-        message_bytes: of the model, without compression, in float32.
+            With a pipeline it is for as many ranks as there are replicas, and not ADPSGD.
+        profile: of the whole model on one rank.
+        message_bytes: of the whole model, without compression, in float32.
+        pipeline: of which the ranks hold replicas; None: each rank holds the model.
     """
     stragglers = stragglers or Stragglers()
     for name, value in (("num_ranks", num_ranks), ("num_steps", num_steps)):
@@ -84,34 +99,39 @@ def simulate_run(
     require(message_bytes > 0, "message_bytes must be greater than 0", message_bytes)
     wrong = [rank for rank in stragglers.slow if not 0 <= rank < num_ranks]
     require(not wrong, f"slow ranks must be from 0 to {num_ranks - 1}", str(wrong))
-    if problem := _find_problem(algorithm, num_ranks):
+    if problem := _find_problem(algorithm, num_ranks, pipeline):
         raise ValueError(problem)
     columns = max(2, algorithm.num_fragments if isinstance(algorithm, Periodic) else 1)
-    clock = Clock(num_ranks, links, profile, stragglers, seed, columns)
+    clocks = _build_clocks(num_ranks, links, profile, stragglers, seed, columns, pipeline)
     sampled = np.unique(np.linspace(0, num_ranks - 1, _SAMPLED_RANKS).astype(int))
     seen = _sample_steps(num_steps, seed)
     if isinstance(algorithm, ADPSGD):
-        pairs = Pairs(clock, algorithm, message_bytes)
-        distances = [clock.distances()]
-        distances += [clock.distances(pairs.merged()) for k in pairs.run(num_steps) if k in seen]
-        times = pairs.times(sampled)
+        pairs = Pairs(clocks[0], algorithm, message_bytes)
+        found = [clocks[0].distances()]
+        found += [clocks[0].distances(pairs.merged()) for k in pairs.run(num_steps) if k in seen]
+        times, distances = pairs.times(sampled), np.array(found)
     else:
-        times, distances = _run(algorithm, clock, message_bytes, sampled, seen)
+        stages = [_steps_of(algorithm, each, message_bytes / len(clocks)) for each in clocks]
+        progress = _run(stages[0], num_steps)
+        if pipeline is not None:
+            progress = Pipelines(pipeline, stages, profile.forward_share).run(num_steps)
+        times, distances = _record(progress, clocks, sampled, seen)
     low, high = np.nanquantile(np.diff(times, axis=0), (0.1, 0.9))
-    errors, changing = np.array(distances).T
+    errors, changing = distances.T
     goodput = 1.0
     if failures is not None:
+        is_gossip = isinstance(algorithm, SGP | OSGP | ADPSGD | Hierarchical | NoLoCo)
         goodput = failures.goodput(
-            len(clock.card_bytes),
-            by_gossip=isinstance(algorithm, SGP | OSGP | ADPSGD | Hierarchical | NoLoCo),
-            has_learners=isinstance(algorithm, Periodic),
+            len(clocks[0].card_bytes),
+            by_gossip=is_gossip and pipeline is None,
+            has_learners=isinstance(algorithm, Periodic) and pipeline is None,
         )
     return SimulatedRun(
         algorithm,
-        float(clock.now.mean()) / num_steps,
+        float(np.mean([clock.now for clock in clocks])) / num_steps,
         (float(low), float(high)),
-        float(clock.waited.mean()) / num_steps,
-        float(clock.card_bytes.max()) / num_steps,
+        float(np.mean([clock.waited for clock in clocks])) / num_steps,
+        float(np.sum([clock.card_bytes for clock in clocks], axis=0).max()) / num_steps,
         goodput,
         times,
         seen,
@@ -120,23 +140,55 @@ def simulate_run(
     )
 
 
-def _run(
-    algorithm: Algorithm, clock: Clock, message_bytes: float, sampled: np.ndarray, seen: np.ndarray
-) -> tuple[np.ndarray, list[tuple[float, float]]]:
-    """Run the steps of all ranks; return when sampled ranks have ended them, and distances."""
-    steps = _steps_of(algorithm, clock, message_bytes)
-    times, distances = [np.zeros(len(sampled))], [clock.distances()]
-    for step in range(1, seen[-1] + 1):
-        clock.compute()
+def _build_clocks(
+    num_ranks: int, links: Links, profile: Profile, stragglers: Stragglers, seed: int, columns: int,
+    pipeline: Pipeline | None,
+) -> list[Clock]:  # fmt: skip
+    """Return a clock of the ranks of each stage; without a pipeline there is one."""
+    computing = profile.computing * links.computing(num_ranks)
+    for rank, factor in stragglers.slow.items():
+        computing[rank] *= factor
+    count, in_flight, bucket_bytes = 1, 0, float(BUCKET_BYTES)
+    if pipeline is not None:
+        count, in_flight = pipeline.num_stages, pipeline.num_stages // pipeline.num_microbatches
+        bucket_bytes = math.inf
+    draw = lru_cache(2 + in_flight)(partial(stragglers.draw, computing, seed))
+    encoding, stepping = profile.encoding / count, profile.stepping / count
+    part = replace(profile, encoding=encoding, stepping=stepping)
+    return [
+        Clock(range(stage, num_ranks, count), links, part, draw, seed, columns, bucket_bytes)
+        for stage in range(count)
+    ]
+
+
+def _run(steps: Steps, num_steps: int) -> Iterator[tuple[int, int]]:
+    """Run the steps of all ranks; yield the stage 0 and how many they have taken."""
+    for step in range(num_steps):
+        steps.clock.compute(step)
         steps.before_update()
-        clock.update()
+        steps.clock.update()
         steps.after_update()
-        if step == seen[-1]:
+        if step == num_steps - 1:
             steps.flush()
-        times.append(clock.now[sampled])
+        yield 0, step + 1
+
+
+def _record(
+    progress: Iterator[tuple[int, int]],
+    clocks: Sequence[Clock],
+    sampled: np.ndarray,
+    seen: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return when sampled ranks have ended each step, and the distances after steps, (s, 2)."""
+    times = np.zeros((seen[-1] + 1, len(sampled)))
+    distances = np.array([[clock.distances() for clock in clocks]] * len(seen))
+    replicas, stages = np.divmod(sampled, len(clocks))
+    for stage, step in progress:
+        own = stages == stage
+        times[step, own] = clocks[stage].now[replicas[own]]
         if step in seen:
-            distances.append(clock.distances())
-    return np.array(times), distances
+            distances[seen == step, stage] = clocks[stage].distances()
+    return times, np.sqrt((distances**2).mean(1))
 
 
 def _sample_steps(num_steps: int, seed: int) -> np.ndarray:
@@ -146,7 +198,7 @@ def _sample_steps(num_steps: int, seed: int) -> np.ndarray:
     return np.unique([0, *inner, num_steps])
 
 
-def _find_problem(algorithm: Algorithm, num_ranks: int) -> str | None:
+def _find_problem(algorithm: Algorithm, num_ranks: int, pipeline: Pipeline | None) -> str | None:
     inner = algorithm.inner if isinstance(algorithm, SlowMo | Hierarchical) else None
     simulated = AllReduce, SGP, OSGP, ADPSGD, LocalSGD, DiLoCo, NoLoCo, SlowMo, Hierarchical
     if not isinstance(algorithm, simulated) or not isinstance(inner, SGP | OSGP | None):
@@ -155,9 +207,17 @@ def _find_problem(algorithm: Algorithm, num_ranks: int) -> str | None:
             f"algorithm must be one of {names}, or an SGP or OSGP in one of the last two, got "
             f"{algorithm!r}: others are not simulated"
         )
+    if pipeline is not None:
+        if num_ranks % pipeline.num_stages:
+            return f"num_ranks must be a multiple of {pipeline.num_stages} stages, got {num_ranks}"
+        if isinstance(algorithm, ADPSGD):
+            return f"algorithm must not be ADPSGD with a pipeline, got {algorithm!r}: not simulated"
+        num_ranks //= pipeline.num_stages
     topology = getattr(inner or algorithm, "topology", None)
     if topology is None or topology.num_ranks <= _CHECKED_RANKS:
-        return algorithm.validation_error(num_ranks)
+        if pipeline is None:
+            return algorithm.validation_error(num_ranks)
+        return find_replicas_error(algorithm, pipeline.schedule, num_ranks)
     nodes = num_ranks / getattr(algorithm, "ranks_per_node", 1)
     fits = topology.num_ranks == nodes
     return None if fits else f"topology must be for {nodes:g} ranks, got {topology!r}"

@@ -17,6 +17,7 @@ class EventLoop:
     * ``("join", key, ranks, seconds, channel)``: takes part in a collective, and goes on; it begins
       when all ranks take part and the one before on its channel has ended
     * ``("meet", key)``: waits for that collective
+    * ``("send", key, seconds)``: sends a message, and goes on; ``meet`` waits for it, too
     * ``("end",)``: of a step
     """
 
@@ -46,6 +47,10 @@ class EventLoop:
                 self._post(rank, now, *rest)
             elif what == "join":
                 self._join(rank, now, *rest)
+            elif what == "send":
+                self.ends[rest[0]] = now + rest[1]
+                for each in list(self.waiting):
+                    self._try(each)
             else:
                 self.waiting[rank] = now, what, rest[0]
                 return self._try(rank)
