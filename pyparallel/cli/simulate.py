@@ -6,16 +6,22 @@ import importlib.util
 import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..gossip import AllReduce
+from ..gossip.algorithms.base import Algorithm
+from ..pipeline import OneForwardOneBackward
 from ..simulate import (
     Failures,
     Links,
+    Pipeline,
     Profile,
     SimulatedRun,
     Stragglers,
     parse_algorithm,
+    parse_schedule,
     simulate_run,
 )
 from ..simulate.links import MBIT, MILLISECOND
@@ -74,6 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--failures",
         help="mtbf=SECONDS in the run, restart=300, checkpoint=600, detect=2, learners=0",
     )
+    parser.add_argument("--stages", type=int, help="of a pipeline, of which ranks have replicas")
+    parser.add_argument(
+        "--schedule", help="of the stages, as in Python (default: OneForwardOneBackward())"
+    )
+    parser.add_argument("--microbatches", type=int, help="of a step of stages (default: 8)")
+    parser.add_argument(
+        "--activation-bytes", type=float, help="of a message of a microbatch between two stages"
+    )
     parser.add_argument("--rounds", type=int, default=1000, help="steps (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--out", type=Path, help="file for a picture")
@@ -87,9 +101,7 @@ def report(arguments: argparse.Namespace) -> str:
         links = _links(arguments, profile)
         of_parameters = 4 * arguments.parameters
         num_bytes = of_parameters if arguments.message_bytes is None else arguments.message_bytes
-        texts = arguments.algorithm or ["SGP(OnePeerExponential(), overlap=1)"]
-        given = [(each, parse_algorithm(each, arguments.ranks)) for each in texts]
-        named = {**dict(given), "AllReduce()": AllReduce()}
+        pipeline = _pipeline(arguments)
         failures = None if arguments.failures is None else Failures.parse(arguments.failures)
         runs = {
             name: simulate_run(
@@ -102,8 +114,9 @@ def report(arguments: argparse.Namespace) -> str:
                 stragglers=Stragglers.parse(arguments.stragglers),
                 failures=failures,
                 seed=arguments.seed,
+                pipeline=of_run,
             )
-            for name, algorithm in named.items()
+            for name, (algorithm, of_run) in _named(arguments, pipeline).items()
         }
     except ValueError as error:
         raise SystemExit(f"simulate: {error}") from error
@@ -112,6 +125,9 @@ def report(arguments: argparse.Namespace) -> str:
         f"{arguments.ranks:,} ranks on {machines:,} machines, a model of {num_bytes / 1e6:,.1f} "
         f"MB, computing {profile.computing:g} s, {arguments.rounds:,} steps"
     )
+    if pipeline is not None:
+        head += f"; replicas of {pipeline.num_stages} stages with {pipeline.num_microbatches} "
+        head += f"microbatches, {pipeline.schedule!r}"
     header, *rows = aligned([_COLUMNS, *describe(runs.values())])
     table = itertools.chain(*zip(runs, rows, strict=True))  # a row below the algorithm's name
     lines = [*textwrap.wrap(head, _WIDTH), "", header, *table, _LEGEND]
@@ -137,6 +153,40 @@ def describe(runs: Iterable[SimulatedRun]) -> Sequence[tuple[str, ...]]:
     ]
 
 
+def _named(
+    arguments: argparse.Namespace, pipeline: Pipeline | None
+) -> dict[str, tuple[Algorithm, Pipeline | None]]:
+    """Return the algorithms by the names of their rows, AllReduce() last, with a flush."""
+    texts = arguments.algorithm or ["SGP(OnePeerExponential(), overlap=1)"]
+    num_ranks = arguments.ranks // (1 if pipeline is None else pipeline.num_stages)
+    named = {each: (parse_algorithm(each, num_ranks), pipeline) for each in texts}
+    if pipeline is None or pipeline.schedule.flushes:
+        return {**named, "AllReduce()": (AllReduce(), pipeline)}
+    flushing = replace(pipeline, schedule=OneForwardOneBackward())
+    return {**named, "AllReduce() of OneForwardOneBackward()": (AllReduce(), flushing)}
+
+
+def _pipeline(arguments: argparse.Namespace) -> Pipeline | None:
+    given = _given(arguments, "schedule", "microbatches", "activation_bytes")
+    if arguments.stages is None:
+        require(not given, "--stages must be given with options of a pipeline", ", ".join(given))
+        return None
+    rule = "--activation-bytes must be given with --stages"
+    require("activation_bytes" in given, rule, "none")
+    schedule = parse_schedule(given.get("schedule", "OneForwardOneBackward()"))
+    microbatches = given.get("microbatches", 8)
+    pipeline = Pipeline(schedule, arguments.stages, microbatches, arguments.activation_bytes)
+    rule = f"--ranks must be a multiple of {pipeline.num_stages} stages"
+    require(arguments.ranks % pipeline.num_stages == 0, rule, arguments.ranks)
+    return pipeline
+
+
+def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return the options that are given."""
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _profile(arguments: argparse.Namespace) -> Profile:
     given = [arguments.compute is not None, arguments.profile is not None]
     require(sum(given) == 1, "one of --compute and --profile must be given", sum(given))
@@ -147,8 +197,7 @@ def _profile(arguments: argparse.Namespace) -> Profile:
 
 
 def _links(arguments: argparse.Namespace, profile: Profile) -> Links:
-    options = ("rate", "latency", "all_reduce")
-    given = {name: value for name in options if (value := getattr(arguments, name)) is not None}
+    given = _given(arguments, "rate", "latency", "all_reduce")
     if arguments.links is not None:
         rule = "--links must come without --rate, --latency and --all-reduce"
         require(not given, rule, ", ".join(given))

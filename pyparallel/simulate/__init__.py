@@ -1,7 +1,7 @@
 """Simulated training runs: seconds a step, waits, consensus and goodput on any number of ranks."""
 
 from .conditions import Failures, Stragglers
-from .constructors import parse_algorithm
+from .constructors import parse_algorithm, parse_schedule
 from .links import Links, Uplink
 from .model import SimulatedRun, simulate_run
 from .pipelines import Pipeline
@@ -16,5 +16,6 @@ __all__ = [
     "Stragglers",
     "Uplink",
     "parse_algorithm",
+    "parse_schedule",
     "simulate_run",
 ]

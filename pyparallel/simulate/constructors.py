@@ -1,9 +1,10 @@
-"""Algorithms from text, written as they are constructed in Python; no text is run as code."""
+"""Algorithms and schedules from text, written as in Python; no text is run as code."""
 
 import ast
 import difflib
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from .. import compression, gossip
@@ -11,6 +12,9 @@ from ..compression import Compressor
 from ..gossip import topology
 from ..gossip.algorithms.base import Algorithm
 from ..gossip.topology import Topology
+from ..pipeline import prediction, schedules
+from ..pipeline.prediction import Prediction
+from ..pipeline.schedules import Schedule
 
 
 def parse_algorithm(text: str, num_ranks: int) -> Algorithm:
@@ -23,40 +27,62 @@ def parse_algorithm(text: str, num_ranks: int) -> Algorithm:
     Raises:
         ValueError: the text is something else, or a constructor refuses it.
     """
-    try:
-        tree = ast.parse(text, mode="eval").body
-    except SyntaxError as error:
-        raise ValueError(f"{_RULE}, got {text!r}: {error.msg}") from error
-    try:
-        found = _Reader(num_ranks).value(tree)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"algorithm {text}: {error}") from error
-    if isinstance(found, type) and issubclass(found, Algorithm):
-        raise ValueError(f"{_RULE}, got the class {text}; write {text}(...)")
-    if not isinstance(found, Algorithm):
-        raise ValueError(f"{_RULE}, got {text!r}")
+    names = _find_names((gossip, Algorithm), (topology, Topology), (compression, Compressor))
+    reader = _Reader(num_ranks, names, "an algorithm, a topology or a compressor")
+    found: Algorithm = reader.parse(
+        text, "algorithm", Algorithm, "SGP(OnePeerExponential(), overlap=1)"
+    )
     return found
 
 
-_RULE = "algorithm must be such as SGP(OnePeerExponential(), overlap=1)"
+def parse_schedule(text: str) -> Schedule:
+    """Return the schedule of ``PipeOptim(synchronous_updates=100)`` or the like.
+
+    Known are the schedules and predictions of ``pyparallel.pipeline``.
+
+    Raises:
+        ValueError: the text is something else, or a constructor refuses it.
+    """
+    names = _find_names((schedules, Schedule), (prediction, Prediction))
+    reader = _Reader(1, names, "a schedule or a prediction")
+    found: Schedule = reader.parse(text, "schedule", Schedule, "PipeOptim()")
+    return found
 
 
-def _find_names() -> dict[str, type]:
+def _find_names(*kinds: tuple[ModuleType, type]) -> dict[str, type]:
     """Return the classes that may be constructed, by name."""
     found = {}
-    for module, kind in (gossip, Algorithm), (topology, Topology), (compression, Compressor):
+    for module, kind in kinds:
         for name in module.__all__:
             each = getattr(module, name)
-            if inspect.isclass(each) and issubclass(each, kind) and not inspect.isabstract(each):
+            bases = each.__mro__[1:] if inspect.isclass(each) else ()
+            if kind in bases and not inspect.isabstract(each):  # of a protocol, too
                 found[name] = each
     return found
 
 
 class _Reader:
-    """Values of a parsed text; topologies are for ``num_ranks``."""
+    """Values of a text; topologies are for ``num_ranks``, and ``kinds`` says what ``names`` are."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks, self._names = num_ranks, _find_names()
+    def __init__(self, num_ranks: int, names: dict[str, type], kinds: str) -> None:
+        self._num_ranks, self._names, self._kinds = num_ranks, names, kinds
+
+    def parse(self, text: str, name: str, kind: type, example: str) -> Any:
+        """Return the object of a kind that a text constructs; ``example`` is another text."""
+        rule = f"{name} must be such as {example}"
+        try:
+            tree = ast.parse(text, mode="eval").body
+        except SyntaxError as error:
+            raise ValueError(f"{rule}, got {text!r}: {error.msg}") from error
+        try:
+            found = self.value(tree)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} {text}: {error}") from error
+        if isinstance(found, type) and issubclass(found, kind):
+            raise ValueError(f"{rule}, got the class {text}; write {text}(...)")
+        if not isinstance(found, kind):
+            raise ValueError(f"{rule}, got {text!r}")
+        return found
 
     def value(self, node: ast.expr, *, is_class: bool = False) -> Any:
         """Return the value of an expression."""
@@ -82,8 +108,7 @@ class _Reader:
         if name not in self._names:
             near = difflib.get_close_matches(name, self._names, 1)
             fix = f"; did you mean {near[0]}?" if near else ""
-            where = "an algorithm, a topology or a compressor"
-            raise ValueError(f"{name} must be the name of {where}{fix}")
+            raise ValueError(f"{name} must be the name of {self._kinds}{fix}")
         return self._names[name]
 
     def _call(self, kind: type, args: list[ast.expr], keywords: list[ast.keyword]) -> Any:
@@ -92,7 +117,7 @@ class _Reader:
             given = [*args[1:2], *(each.value for each in keywords if each.arg == "ranks_per_node")]
             per_node = self.value(given[0]) if given else 1
             if isinstance(per_node, int) and per_node > 0:
-                reader = _Reader(self._num_ranks // per_node)
+                reader = _Reader(self._num_ranks // per_node, self._names, self._kinds)
         positional = [reader.value(each) for each in args]
         options = {}
         for each in keywords:
