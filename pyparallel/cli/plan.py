@@ -8,13 +8,30 @@ from pathlib import Path
 
 import numpy as np
 
-from ..pipeline import Costs, PipelineShape, Schedule, Simulation, simulate, tabulate
+from ..gossip import OSGP, SGP, AllReduce
+from ..gossip.algorithms.base import Algorithm, Periodic
+from ..pipeline import (
+    Costs,
+    GPipe,
+    PipeDream,
+    PipelineShape,
+    Schedule,
+    Simulation,
+    simulate,
+    tabulate,
+)
 from ..pipeline.schedules import every_schedule
 from ..pipeline.schedules.action import Kind
+from ..simulate import Links, Pipeline, Profile, parse_algorithm, simulate_run
+from ..simulate.links import MBIT, MILLISECOND
+from ..training.arguments import check_integer, require
+from .simulate import find_given
 from .text_table import aligned
 
 EXAMPLE = "python -m pyparallel plan --stages 8 --microbatches 16 --out timelines.png"
 
+_ALGORITHM = "SGP(OnePeerExponential(), overlap=1)"
+_STEPS = 1000  # about as many are simulated
 _CHUNKS = 2  # stages on each rank for interleaved schedules
 _COLUMNS = (
     "schedule", "bubble, one step", "steady state", "activations", "weights", "staleness",
@@ -56,6 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", type=type(default), default=default, help=f"{meaning} (default: {default})"
         )
+    parser.add_argument(
+        "--replicas", type=int, help="simulates --round; all times are seconds then"
+    )
+    parser.add_argument(
+        "--algorithm", help=f"of replicas, with schedules that do not flush (default: {_ALGORITHM})"
+    )
+    parser.add_argument("--rate", type=float, help="of each rank's link, in Mbit/s")
+    parser.add_argument("--latency", type=float, help="of a message, in ms (default: 0.1)")
+    parser.add_argument("--parameters", type=float, help="of the model, in float32")
     parser.add_argument("--out", type=Path, help="file for a picture of the timelines")
 
 
@@ -63,26 +89,69 @@ def report(arguments: argparse.Namespace) -> str:
     """Return the table of all schedules; draw their timelines if ``--out`` is given."""
     try:
         schedules = every_schedule(arguments.synchronous_updates)
-        plans = [_plan(schedule, arguments) for schedule in schedules]
+        gossip, reduced = _rounds(arguments)
+        plans = [_plan(each, arguments, reduced if each.flushes else gossip) for each in schedules]
         rows = [describe(plan) for plan in plans]
     except ValueError as error:
         raise SystemExit(f"plan: {error}") from error
     sizes = f"{arguments.stages} stages, {arguments.microbatches} microbatches"
+    if arguments.replicas is not None:
+        (seconds,), (of_gradients,) = gossip.values(), reduced.values()
+        sizes += f"\n{arguments.replicas} replicas: {seconds:.3g} s an update for rounds of "
+        sizes += f"{arguments.algorithm or _ALGORITHM}, {of_gradients:.3g} s for AllReduce()"
     lines = [sizes, "", *aligned([_COLUMNS, *rows]), _LEGEND]
     if arguments.out:
         lines += ["", f"picture      {_draw(plans, arguments.out)}"]
     return "\n".join(lines)
 
 
-def _plan(schedule: Schedule, arguments: argparse.Namespace) -> _PlannedRun:
+def _rounds(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the costs of a stage's rounds with gossip, and with AllReduce() of gradients.
+
+    The latter is a part of the update; gossip may overlap with what follows it.
+    """
+    given = find_given(arguments, "algorithm", "rate", "latency", "parameters")
+    if arguments.replicas is None:
+        rule = "--replicas must be given with options of their rounds"
+        require(not given, rule, ", ".join(given))
+        return {"round": arguments.round}, {"update": arguments.round}
+    for name in ("rate", "parameters"):
+        require(name in given, f"--{name} must be given with --replicas", "none")
+    rule = "--round must not be given with --replicas, for which it is simulated"
+    require(not arguments.round, rule, arguments.round)
+    for name, value in (("num_stages", arguments.stages), ("replicas", arguments.replicas)):
+        check_integer(name, value)
+    algorithm = parse_algorithm(arguments.algorithm or _ALGORITHM, arguments.replicas)
+    gossip = _simulate_round(algorithm, PipeDream(), arguments)
+    return gossip, _simulate_round(AllReduce(), GPipe(), arguments)
+
+
+def _simulate_round(
+    algorithm: Algorithm, schedule: Schedule, arguments: argparse.Namespace
+) -> dict[str, float]:
+    """Return the seconds of rounds for an update, the mean of a stage that computes nothing."""
+    interval = getattr(algorithm, "interval", 1)
+    latency = 1e-4 if arguments.latency is None else arguments.latency * MILLISECOND
+    run = simulate_run(
+        algorithm, arguments.replicas, Links.uniform(arguments.rate * MBIT, latency), Profile(0.0),
+        4 * arguments.parameters / arguments.stages,
+        num_steps=interval * max(1, _STEPS // interval), pipeline=Pipeline(schedule, 1, 1),
+    )  # fmt: skip
+    overlaps = isinstance(algorithm, OSGP)
+    overlaps |= isinstance(algorithm, SGP) and algorithm.overlap > 0
+    overlaps |= isinstance(algorithm, Periodic) and algorithm.delay > 0
+    return {"round" if overlaps else "update": run.seconds}
+
+
+def _plan(
+    schedule: Schedule, arguments: argparse.Namespace, rounds: dict[str, float]
+) -> _PlannedRun:
     chunks = _CHUNKS if schedule.interleaves else 1
     shape = PipelineShape(arguments.stages * chunks, arguments.microbatches, arguments.stages)
     forward, backward = arguments.forward / chunks, arguments.backward / chunks
-    # AllReduce() of gradients is a part of the update; gossip overlaps with what follows it.
-    part = "update" if schedule.flushes else "round"
     costs = Costs(
         forward, backward, backward / 2, backward / 2, communication=arguments.communication,
-        **{part: arguments.round / chunks},
+        **{part: seconds / chunks for part, seconds in rounds.items()},
     )  # fmt: skip
     return _PlannedRun(schedule, shape, costs)
 

@@ -167,7 +167,7 @@ def _named(
 
 
 def _pipeline(arguments: argparse.Namespace) -> Pipeline | None:
-    given = _given(arguments, "schedule", "microbatches", "activation_bytes")
+    given = find_given(arguments, "schedule", "microbatches", "activation_bytes")
     if arguments.stages is None:
         require(not given, "--stages must be given with options of a pipeline", ", ".join(given))
         return None
@@ -181,7 +181,7 @@ def _pipeline(arguments: argparse.Namespace) -> Pipeline | None:
     return pipeline
 
 
-def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+def find_given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return the options that are given."""
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
@@ -197,7 +197,7 @@ def _profile(arguments: argparse.Namespace) -> Profile:
 
 
 def _links(arguments: argparse.Namespace, profile: Profile) -> Links:
-    given = _given(arguments, "rate", "latency", "all_reduce")
+    given = find_given(arguments, "rate", "latency", "all_reduce")
     if arguments.links is not None:
         rule = "--links must come without --rate, --latency and --all-reduce"
         require(not given, rule, ", ".join(given))

@@ -7,6 +7,8 @@ import pytest
 
 from pyparallel.__main__ import main
 
+LINK = ["--replicas", "8", "--rate", "100", "--parameters", "1e6"]
+
 
 @pytest.fixture
 def call(monkeypatch, tmp_path, capsys):
@@ -51,6 +53,28 @@ def test_a_round_with_replicas_is_a_wait_unless_others_hide_it(call):
     assert found["PipeDream2BW(weights='consistent')"][1] == "0.0%"
 
 
+def test_the_round_is_simulated(call):
+    """Of replicas on their link: 16 MB of a stage, with 7/4 as many bytes for AllReduce()."""
+    times = ("--microbatches", "4", "--forward", "0.25", "--backward", "0.5")
+    link = ("--replicas", "8", "--rate", "128", "--parameters", "16e6", "--latency", "0")
+    head, rows = call(*times, *link).split("\n\n")[:2]
+    assert head.splitlines()[1] == (
+        "8 replicas: 1 s an update for rounds of SGP(OnePeerExponential(), overlap=1), "
+        "1.75 s for AllReduce()"
+    )
+    expected = [call(*times, "--round", seconds).split("\n\n")[1] for seconds in ("1.75", "1")]
+    flushing, streaming = (each.splitlines() for each in expected)
+    assert rows.splitlines() == [*flushing[:5], *streaming[5:]]
+    # Outer steps are waited for, here once in 2000 updates.
+    head, rows = call(*times, *link, "--algorithm", "DiLoCo(2000)").split("\n\n")[:2]
+    assert "8 replicas: 0.000875 s an update for rounds of DiLoCo(2000), 1.75 s" in head
+    waits = {each.split()[0]: re.split(r"\s{2,}", each)[2] for each in rows.splitlines()}
+    assert waits["PipeDream"] == "0.1%"
+    _, rows = call(*times, *link, "--algorithm", "SGP(Ring())").split("\n\n")[:2]
+    waits = {each.split()[0]: re.split(r"\s{2,}", each)[2] for each in rows.splitlines()}
+    assert waits["PipeDream"] == f"{2 / 2.75:.1%}"
+
+
 def test_one_stage_has_no_bubble(call):
     printed = call("--stages", "1", "--microbatches", "1")
     assert set(re.findall(r"\d+\.\d%", printed)) == {"0.0%"}
@@ -71,6 +95,22 @@ def test_bad_arguments_are_refused_in_one_sentence(call, capsys):
             ["--stages", "4", "--microbatches", "4", "--communication", "-1"],
             "communication must be finite and not negative, got -1.0",
         ),
+        (["--rate", "1"], "plan: --replicas must be given with options of their rounds, got rate"),
+        (
+            ["--replicas", "8", "--rate", "1"],
+            "--parameters must be given with --replicas, got none",
+        ),
+        (
+            ["--replicas", "8", "--parameters", "1"],
+            "--rate must be given with --replicas, got none",
+        ),
+        ([*LINK, "--round", "4"], "--round must not be given with --replicas"),
+        ([*LINK, "--stages", "0"], "num_stages must be a positive integer, got 0"),
+        ([*LINK, "--replicas", "0"], "replicas must be a positive integer, got 0"),
+        ([*LINK, "--rate", "0"], "rate must be greater than 0 and finite, got 0.0"),
+        ([*LINK, "--parameters", "0"], "message_bytes must be greater than 0, got 0.0"),
+        ([*LINK, "--algorithm", "AllReduce()"], "replicas must average weights with PipeDream"),
+        ([*LINK, "--algorithm", "ADPSGD(Ring())"], "algorithm must not be ADPSGD with a pipeline"),
         (["--stages", "four"], "argument --stages: invalid int value: 'four'"),
     ]:
         with pytest.raises(SystemExit) as ended:

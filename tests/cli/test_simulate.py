@@ -15,7 +15,16 @@ from pyparallel.gossip.topology import (
     RandomMatching,
     Ring,
 )
-from pyparallel.simulate import Failures, Links, Profile, Stragglers, Uplink, parse_algorithm
+from pyparallel.pipeline import Displacement, GPipe, PipeDream2BW, PipeOptim, Rollout
+from pyparallel.simulate import (
+    Failures,
+    Links,
+    Profile,
+    Stragglers,
+    Uplink,
+    parse_algorithm,
+    parse_schedule,
+)
 
 LINKS = """\
 ranks = 16
@@ -113,6 +122,74 @@ def test_stragglers_and_failures(call):
     varied = rows_of(call(*arguments, *pairs, "--stragglers", "lognormal:0.1,slow:0=4.0"))
     assert float(varied["ADPSGD(Ring())"][0]) < 0.3 * float(varied["AllReduce()"][0])
     assert varied["ADPSGD(Ring())"][4] == failing[name][4]
+
+
+def test_a_pipeline_has_all_reduce_beside_it_with_a_flush(call):
+    arguments = (
+        *("--ranks", "16", "--stages", "4", "--rate", "1000", "--latency", "0", "--rounds", "100"),
+        *("--compute", "1.6", "--parameters", "25e6", "--activation-bytes", "0"),
+    )
+    printed = call(*arguments)
+    assert (
+        "100 steps; replicas\nof 4 stages with 8 microbatches, OneForwardOneBackward()" in printed
+    )
+    rows = rows_of(printed)
+    assert list(rows) == ["SGP(OnePeerExponential(), overlap=1)", "AllReduce()"]
+    # 8 microbatches and 3 of warm-up, of 0.05 s; 25 MB in 0.2 s, or six quarters of it after them.
+    assert rows["AllReduce()"][:2] == ["0.850", "0.850-0.850"]
+    assert rows["AllReduce()"][3] == "37.5"
+    assert rows["SGP(OnePeerExponential(), overlap=1)"][0] == "0.552"
+    streaming = (
+        "--schedule",
+        "PipeDream2BW()",
+        "--microbatches",
+        "4",
+        "--algorithm",
+        "SGP(Ring(4))",
+    )
+    rows = rows_of(call(*arguments, *streaming))
+    assert list(rows) == ["SGP(Ring(4))", "AllReduce() of OneForwardOneBackward()"]
+    # An update each 0.4 s, whose round sends two messages over a link.
+    assert rows["SGP(Ring(4))"][1] == "0.800-0.800"
+    wide = call(*arguments, "--schedule", "PipeOptim('consistent', Rollout(0.5))")
+    assert max(map(len, wide.splitlines())) <= 80
+
+
+def test_schedules_are_read_as_they_are_written_in_python():
+    for text, expected in [
+        ("GPipe()", GPipe()),
+        ("PipeOptim(synchronous_updates=9)", PipeOptim(synchronous_updates=9)),
+        ("PipeOptim('consistent', Rollout(0.5))", PipeOptim("consistent", Rollout(0.5))),
+        ("PipeDream2BW(prediction=Displacement())", PipeDream2BW(prediction=Displacement())),
+    ]:
+        assert repr(parse_schedule(text)) == repr(expected)
+
+
+def test_mistakes_in_a_pipeline_are_refused(refused):
+    own = ("--rate", "1", "--compute", "1", "--stages", "4")
+    sized = (*own, "--activation-bytes", "0")
+    for arguments, sentence in [
+        (own, "--activation-bytes must be given with --stages, got none"),
+        ((*own[:4], "--schedule", "GPipe()", "--microbatches", "2"),
+         "--stages must be given with options of a pipeline, got schedule, microbatches"),
+        ((*sized, "--ranks", "6"), "--ranks must be a multiple of 4 stages, got 6"),
+        ((*own, "--activation-bytes", "-1"), "activation_bytes must be finite and not negative"),
+        ((*sized, "--stages", "0"), "num_stages must be a positive integer, got 0"),
+        ((*sized, "--microbatches", "0"), "num_microbatches must be a positive integer, got 0"),
+        ((*sized, "--schedule", "PipeDream2BW(prediction=Displacement())", "--microbatches", "2"),
+         "num_microbatches must be at least num_stages - 1 for PipeDream2BW"),
+        ((*sized, "--schedule", "PipOptim()"),
+         "PipOptim must be the name of a schedule or a prediction; did you mean PipeOptim?"),
+        ((*sized, "--schedule", "GPipe"), "got the class GPipe; write GPipe(...)"),
+        ((*sized, "--schedule", "Rollout()"), "must be such as PipeOptim(), got 'Rollout()'"),
+        ((*sized, "--schedule", "PipeOptim(synchronous_updates='warm-up')"),
+         "synchronous_updates must be a number without a trainer, got 'warm-up'"),
+        ((*sized, "--schedule", "PipeDream()", "--algorithm", "AllReduce()"),
+         "replicas must average weights with PipeDream"),
+        ((*sized, "--algorithm", "SGP(Ring(8))"), "replicas must be for the mesh's 2"),
+        ((*sized, "--algorithm", "ADPSGD(Ring())"), "algorithm must not be ADPSGD with a pipeline"),
+    ]:  # fmt: skip
+        assert sentence in refused(*arguments), arguments
 
 
 def test_links_and_profile_of_files(call, tmp_path):
