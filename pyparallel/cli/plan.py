@@ -8,19 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..gossip import OSGP, SGP, AllReduce
-from ..gossip.algorithms.base import Algorithm, Periodic
-from ..pipeline import (
-    Costs,
-    GPipe,
-    PipeDream,
-    PipelineShape,
-    Schedule,
-    Simulation,
-    simulate,
-    tabulate,
-)
-from ..pipeline.schedules import every_schedule
+from ..gossip import AllReduce
+from ..gossip.algorithms.base import Algorithm
+from ..pipeline import Costs, PipelineShape, Schedule, Simulation, simulate, tabulate
+from ..pipeline.schedules import GPipe, PipeDream, every_schedule
 from ..pipeline.schedules.action import Kind
 from ..simulate import Links, Pipeline, Profile, parse_algorithm, simulate_run
 from ..simulate.links import MBIT, MILLISECOND
@@ -73,9 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", type=type(default), default=default, help=f"{meaning} (default: {default})"
         )
-    parser.add_argument(
-        "--replicas", type=int, help="simulates --round; all times are seconds then"
-    )
+    parser.add_argument("--replicas", type=int, help="simulate --round, all times in seconds")
     parser.add_argument(
         "--algorithm", help=f"of replicas, with schedules that do not flush (default: {_ALGORITHM})"
     )
@@ -110,15 +99,12 @@ def _rounds(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, 
 
     The latter is a part of the update; gossip may overlap with what follows it.
     """
-    given = find_given(arguments, "algorithm", "rate", "latency", "parameters")
-    if arguments.replicas is None:
-        rule = "--replicas must be given with options of their rounds"
-        require(not given, rule, ", ".join(given))
+    given = find_given(arguments, "replicas", "rate", "parameters", "algorithm", "latency")
+    if not given:
         return {"round": arguments.round}, {"update": arguments.round}
-    for name in ("rate", "parameters"):
-        require(name in given, f"--{name} must be given with --replicas", "none")
-    rule = "--round must not be given with --replicas, for which it is simulated"
-    require(not arguments.round, rule, arguments.round)
+    fits = {"replicas", "rate", "parameters"} <= given.keys() and not arguments.round
+    rule = "--replicas, --rate and --parameters must be given together, without --round"
+    require(fits, rule, ", ".join([*given, *["round"] * bool(arguments.round)]))
     for name, value in (("num_stages", arguments.stages), ("replicas", arguments.replicas)):
         check_integer(name, value)
     algorithm = parse_algorithm(arguments.algorithm or _ALGORITHM, arguments.replicas)
@@ -137,9 +123,7 @@ def _simulate_round(
         4 * arguments.parameters / arguments.stages,
         num_steps=interval * max(1, _STEPS // interval), pipeline=Pipeline(schedule, 1, 1),
     )  # fmt: skip
-    overlaps = isinstance(algorithm, OSGP)
-    overlaps |= isinstance(algorithm, SGP) and algorithm.overlap > 0
-    overlaps |= isinstance(algorithm, Periodic) and algorithm.delay > 0
+    overlaps = getattr(algorithm, "overlap", 0) or getattr(algorithm, "delay", 0)
     return {"round" if overlaps else "update": run.seconds}
 
 

@@ -156,9 +156,9 @@ def describe(runs: Iterable[SimulatedRun]) -> Sequence[tuple[str, ...]]:
 def _named(
     arguments: argparse.Namespace, pipeline: Pipeline | None
 ) -> dict[str, tuple[Algorithm, Pipeline | None]]:
-    """Return the algorithms by the names of their rows, AllReduce() last, with a flush."""
+    """Return what to simulate by the names of rows, AllReduce() last, where a pipeline flushes."""
     texts = arguments.algorithm or ["SGP(OnePeerExponential(), overlap=1)"]
-    num_ranks = arguments.ranks // (1 if pipeline is None else pipeline.num_stages)
+    num_ranks = max(1, arguments.ranks // (pipeline.num_stages if pipeline else 1))
     named = {each: (parse_algorithm(each, num_ranks), pipeline) for each in texts}
     if pipeline is None or pipeline.schedule.flushes:
         return {**named, "AllReduce()": (AllReduce(), pipeline)}
@@ -167,18 +167,14 @@ def _named(
 
 
 def _pipeline(arguments: argparse.Namespace) -> Pipeline | None:
-    given = find_given(arguments, "schedule", "microbatches", "activation_bytes")
-    if arguments.stages is None:
-        require(not given, "--stages must be given with options of a pipeline", ", ".join(given))
+    given = find_given(arguments, "stages", "activation_bytes", "schedule", "microbatches")
+    if not given:
         return None
-    rule = "--activation-bytes must be given with --stages"
-    require("activation_bytes" in given, rule, "none")
+    rule = "--stages and --activation-bytes must be given with a pipeline"
+    require({"stages", "activation_bytes"} <= given.keys(), rule, ", ".join(given))
     schedule = parse_schedule(given.get("schedule", "OneForwardOneBackward()"))
     microbatches = given.get("microbatches", 8)
-    pipeline = Pipeline(schedule, arguments.stages, microbatches, arguments.activation_bytes)
-    rule = f"--ranks must be a multiple of {pipeline.num_stages} stages"
-    require(arguments.ranks % pipeline.num_stages == 0, rule, arguments.ranks)
-    return pipeline
+    return Pipeline(schedule, arguments.stages, microbatches, arguments.activation_bytes)
 
 
 def find_given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:

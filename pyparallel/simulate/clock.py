@@ -45,7 +45,7 @@ class Clock:
         self.ranks, self.num_ranks, self.links = ranks, num_ranks, links
         self._profile, self._draw, self._bucket_bytes = profile, draw, bucket_bytes
         self.now, self.waited = np.zeros(num_ranks), np.zeros(num_ranks)
-        self._computed = np.zeros(num_ranks)  # in the last step, or the last part of it
+        self._computed = np.zeros(num_ranks)  # at last, before an update a backward
         self.card_bytes = np.zeros(-(-ranks.stop // links.ranks_per_machine))
         self._machines = np.unique(np.array(ranks) // links.ranks_per_machine)
         self._random, self._columns = np.random.default_rng([seed, ranks.start]), num_columns
@@ -76,8 +76,8 @@ class Clock:
         if machine != receiver // self.links.ranks_per_machine:
             self.card_bytes[machine] += num_bytes
 
-    def compute(self, step: int, share: float = 1.0) -> None:
-        """Let each rank compute its gradient of a step, or a share of it."""
+    def compute(self, step: int, share: float) -> None:
+        """Let each rank compute a share of what it computes in a step."""
         self._computed = share * self._draw(step)[self.ranks.start :: self.ranks.step]
         self.now = self.now + self._computed
 
@@ -146,7 +146,7 @@ class Clock:
         seconds = self.all_reduce_seconds(num_bytes / buckets, group, buckets)
         # When the slowest is ready for bucket b is a maximum of functions linear in b, so convex:
         # the longest wait is what follows the first bucket or the last one.
-        backward = (1 - self._profile.forward_share) * self._computed
+        backward = self._computed
         first = self.latest(self.now - backward + backward / buckets, group)
         last = self.latest(self.now, group)
         self.wait(np.maximum(first + buckets * seconds, last + seconds))

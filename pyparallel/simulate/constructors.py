@@ -29,19 +29,15 @@ def parse_algorithm(text: str, num_ranks: int) -> Algorithm:
     """
     names = _find_names((gossip, Algorithm), (topology, Topology), (compression, Compressor))
     reader = _Reader(num_ranks, names, "an algorithm, a topology or a compressor")
-    found: Algorithm = reader.parse(
-        text, "algorithm", Algorithm, "SGP(OnePeerExponential(), overlap=1)"
-    )
+    example = "SGP(OnePeerExponential(), overlap=1)"
+    found: Algorithm = reader.parse(text, "algorithm", Algorithm, example)
     return found
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Return the schedule of ``PipeOptim(synchronous_updates=100)`` or the like.
+    """Return the schedule of ``PipeOptim(synchronous_updates=100)`` or the like, or a ValueError.
 
     Known are the schedules and predictions of ``pyparallel.pipeline``.
-
-    Raises:
-        ValueError: the text is something else, or a constructor refuses it.
     """
     names = _find_names((schedules, Schedule), (prediction, Prediction))
     reader = _Reader(1, names, "a schedule or a prediction")

@@ -1,7 +1,7 @@
 """The simulation of a run: seconds a step, bytes, waits, distances and goodput."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -12,9 +12,10 @@ from ..compression import BufferLayout, Compressor, Piece
 from ..gossip import ADPSGD, OSGP, SGP, AllReduce, DiLoCo, Hierarchical, LocalSGD, NoLoCo, SlowMo
 from ..gossip.algorithms.base import Algorithm, Periodic
 from ..gossip.topology.composed import InterNode
+from ..pipeline import GPipe
 from ..pipeline.replicas import find_replicas_error
 from ..recommend import SingleRankCollectives
-from ..training.arguments import check_integer, require
+from ..training.arguments import check_integer, raise_problem, require
 from .algorithms import Gradients, Nodes, Outer, Rounds, Steps, average_all, average_pairs
 from .clock import BUCKET_BYTES, Clock
 from .conditions import Failures, Stragglers
@@ -99,10 +100,14 @@ def simulate_run(
     require(message_bytes > 0, "message_bytes must be greater than 0", message_bytes)
     wrong = [rank for rank in stragglers.slow if not 0 <= rank < num_ranks]
     require(not wrong, f"slow ranks must be from 0 to {num_ranks - 1}", str(wrong))
-    if problem := _find_problem(algorithm, num_ranks, pipeline):
-        raise ValueError(problem)
-    columns = max(2, algorithm.num_fragments if isinstance(algorithm, Periodic) else 1)
-    clocks = _build_clocks(num_ranks, links, profile, stragglers, seed, columns, pipeline)
+    raise_problem(_find_problem(algorithm, num_ranks, pipeline))
+    computing = profile.computing * links.computing(num_ranks)
+    for rank, factor in stragglers.slow.items():
+        computing[rank] *= factor
+    of_rank = pipeline or Pipeline(GPipe(), 1, 1)
+    in_flight = 2 + of_rank.num_stages // of_rank.num_microbatches  # steps
+    draw = lru_cache(in_flight)(partial(stragglers.draw, computing, seed))
+    clocks = _build_clocks(num_ranks, links, profile, draw, seed, algorithm, pipeline)
     sampled = np.unique(np.linspace(0, num_ranks - 1, _SAMPLED_RANKS).astype(int))
     seen = _sample_steps(num_steps, seed)
     if isinstance(algorithm, ADPSGD):
@@ -112,9 +117,7 @@ def simulate_run(
         times, distances = pairs.times(sampled), np.array(found)
     else:
         stages = [_steps_of(algorithm, each, message_bytes / len(clocks)) for each in clocks]
-        progress = _run(stages[0], num_steps)
-        if pipeline is not None:
-            progress = Pipelines(pipeline, stages, profile.forward_share).run(num_steps)
+        progress = Pipelines(of_rank, stages, profile.forward_share).run(num_steps)
         times, distances = _record(progress, clocks, sampled, seen)
     low, high = np.nanquantile(np.diff(times, axis=0), (0.1, 0.9))
     errors, changing = distances.T
@@ -141,18 +144,12 @@ def simulate_run(
 
 
 def _build_clocks(
-    num_ranks: int, links: Links, profile: Profile, stragglers: Stragglers, seed: int, columns: int,
-    pipeline: Pipeline | None,
+    num_ranks: int, links: Links, profile: Profile, draw: Callable[[int], np.ndarray], seed: int,
+    algorithm: Algorithm, pipeline: Pipeline | None,
 ) -> list[Clock]:  # fmt: skip
     """Return a clock of the ranks of each stage; without a pipeline there is one."""
-    computing = profile.computing * links.computing(num_ranks)
-    for rank, factor in stragglers.slow.items():
-        computing[rank] *= factor
-    count, in_flight, bucket_bytes = 1, 0, float(BUCKET_BYTES)
-    if pipeline is not None:
-        count, in_flight = pipeline.num_stages, pipeline.num_stages // pipeline.num_microbatches
-        bucket_bytes = math.inf
-    draw = lru_cache(2 + in_flight)(partial(stragglers.draw, computing, seed))
+    columns = max(2, algorithm.num_fragments if isinstance(algorithm, Periodic) else 1)
+    count, bucket_bytes = (1, BUCKET_BYTES) if pipeline is None else (pipeline.num_stages, math.inf)
     encoding, stepping = profile.encoding / count, profile.stepping / count
     part = replace(profile, encoding=encoding, stepping=stepping)
     return [
@@ -161,24 +158,10 @@ def _build_clocks(
     ]
 
 
-def _run(steps: Steps, num_steps: int) -> Iterator[tuple[int, int]]:
-    """Run the steps of all ranks; yield the stage 0 and how many they have taken."""
-    for step in range(num_steps):
-        steps.clock.compute(step)
-        steps.before_update()
-        steps.clock.update()
-        steps.after_update()
-        if step == num_steps - 1:
-            steps.flush()
-        yield 0, step + 1
-
-
 def _record(
-    progress: Iterator[tuple[int, int]],
-    clocks: Sequence[Clock],
-    sampled: np.ndarray,
+    progress: Iterator[tuple[int, int]], clocks: Sequence[Clock], sampled: np.ndarray,
     seen: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Return when sampled ranks have ended each step, and the distances after steps, (s, 2)."""
     times = np.zeros((seen[-1] + 1, len(sampled)))
     distances = np.array([[clock.distances() for clock in clocks]] * len(seen))
@@ -200,18 +183,17 @@ def _sample_steps(num_steps: int, seed: int) -> np.ndarray:
 
 def _find_problem(algorithm: Algorithm, num_ranks: int, pipeline: Pipeline | None) -> str | None:
     inner = algorithm.inner if isinstance(algorithm, SlowMo | Hierarchical) else None
-    simulated = AllReduce, SGP, OSGP, ADPSGD, LocalSGD, DiLoCo, NoLoCo, SlowMo, Hierarchical
+    simulated: tuple[type[Algorithm], ...] = AllReduce, SGP, OSGP, LocalSGD, DiLoCo, NoLoCo
+    simulated += (SlowMo, Hierarchical) if pipeline else (ADPSGD, SlowMo, Hierarchical)
     if not isinstance(algorithm, simulated) or not isinstance(inner, SGP | OSGP | None):
         names = ", ".join(each.__name__ for each in simulated)
         return (
             f"algorithm must be one of {names}, or an SGP or OSGP in one of the last two, got "
-            f"{algorithm!r}: others are not simulated"
+            f"{algorithm!r}: others are not simulated" + (" with a pipeline" if pipeline else "")
         )
     if pipeline is not None:
         if num_ranks % pipeline.num_stages:
             return f"num_ranks must be a multiple of {pipeline.num_stages} stages, got {num_ranks}"
-        if isinstance(algorithm, ADPSGD):
-            return f"algorithm must not be ADPSGD with a pipeline, got {algorithm!r}: not simulated"
         num_ranks //= pipeline.num_stages
     topology = getattr(inner or algorithm, "topology", None)
     if topology is None or topology.num_ranks <= _CHECKED_RANKS:

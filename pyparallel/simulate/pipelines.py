@@ -1,6 +1,5 @@
 """Pipelines with replicas: the actions of a schedule, each on all replicas at once."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..pipeline.schedules import Kind, PipelineShape, Schedule
-from ..training.arguments import check_type, require
+from ..training.arguments import check_in, check_type, raise_problem, require
 from .algorithms import Gradients, Steps
 
 _TOWARDS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1}
@@ -36,11 +35,8 @@ class Pipeline:
         check_type("schedule", self.schedule, Schedule, "a schedule such as PipeOptim()")
         has_one_loss = self.schedule.flushes or self.schedule.delays
         require(has_one_loss, "schedule must be one with a single loss", repr(self.schedule))
-        fits = 0 <= self.activation_bytes < math.inf
-        rule = "activation_bytes must be finite and not negative"
-        require(fits, rule, self.activation_bytes)
-        if problem := self.schedule.validation_error(self.shape):
-            raise ValueError(problem)
+        check_in("activation_bytes", self.activation_bytes, "[0, inf)")
+        raise_problem(self.schedule.validation_error(self.shape))
 
     @property
     def shape(self) -> PipelineShape:
@@ -67,6 +63,7 @@ class Pipelines:
         self._shares = [each / parts for each in seconds]
         self._received: dict[tuple[int, int, int], np.ndarray] = {}  # sender, receiver, microbatch
         self._ready: dict[int, list[np.ndarray]] = defaultdict(list)  # to average, by step
+        self._num_done = 0  # actions
 
     def run(self, num_steps: int) -> Iterator[tuple[int, int]]:
         """Run; yield a stage and how many steps it has taken, whenever it has taken one more.
@@ -76,18 +73,17 @@ class Pipelines:
         """
         programs = {each: self._run_stage(each, num_steps) for each in range(len(self._stages))}
         while programs:
-            has_run = False
+            before = self._num_done
             for stage, program in list(programs.items()):
                 for step in program:
                     if step is None:
                         break
-                    has_run = True
-                    if step:
-                        yield stage, step
+                    yield stage, step
                 else:
-                    has_run = True
                     del programs[stage]
-            require(has_run, "schedule must not deadlock", repr(self._pipeline.schedule))
+            require(
+                self._num_done > before, "schedule must not deadlock", repr(self._pipeline.schedule)
+            )
         ends = np.max([each.clock.now for each in self._stages], axis=0)
         for stage, steps in enumerate(self._stages):
             steps.clock.wait(ends)
@@ -95,7 +91,7 @@ class Pipelines:
             yield stage, num_steps
 
     def _run_stage(self, stage: int, num_steps: int) -> Iterator[int | None]:
-        """Run a stage; after an action yield the steps ended by it or 0, and None to wait."""
+        """Run a stage; yield how many steps it has taken, and None while it waits for another."""
         shape, clock = self._pipeline.shape, self._stages[stage].clock
         count = shape.num_microbatches
         for _, kind, microbatch in self._pipeline.schedule.rank_actions(shape, stage, num_steps):
@@ -105,15 +101,16 @@ class Pipelines:
                 while message not in self._received:
                     yield None
                 clock.wait(self._received.pop(message))
+            self._num_done += 1
             if kind is Kind.UPDATE:
                 yield from self._update(stage, microbatch // count)
-                yield (microbatch + 1) // count if (microbatch + 1) % count == 0 else 0
+                if (microbatch + 1) % count == 0:
+                    yield (microbatch + 1) // count
                 continue
             clock.compute(microbatch // count, self._shares[kind])
             if towards and 0 <= stage + towards < shape.num_stages:
                 received = clock.send_to_stage(stage + towards, self._pipeline.activation_bytes)
                 self._received[stage, stage + towards, microbatch] = received
-            yield 0
 
     def _update(self, stage: int, step: int) -> Iterator[None]:
         """Update a stage; yield while other stages of a replica are not ready for averages."""

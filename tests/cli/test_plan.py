@@ -95,22 +95,21 @@ def test_bad_arguments_are_refused_in_one_sentence(call, capsys):
             ["--stages", "4", "--microbatches", "4", "--communication", "-1"],
             "communication must be finite and not negative, got -1.0",
         ),
-        (["--rate", "1"], "plan: --replicas must be given with options of their rounds, got rate"),
         (
-            ["--replicas", "8", "--rate", "1"],
-            "--parameters must be given with --replicas, got none",
+            ["--latency", "1", "--rate", "1"],
+            "plan: --replicas, --rate and --parameters must be given together, without --round, "
+            "got rate, latency",
         ),
-        (
-            ["--replicas", "8", "--parameters", "1"],
-            "--rate must be given with --replicas, got none",
-        ),
-        ([*LINK, "--round", "4"], "--round must not be given with --replicas"),
+        ([*LINK, "--round", "4"], "without --round, got replicas, rate, parameters, round"),
         ([*LINK, "--stages", "0"], "num_stages must be a positive integer, got 0"),
         ([*LINK, "--replicas", "0"], "replicas must be a positive integer, got 0"),
         ([*LINK, "--rate", "0"], "rate must be greater than 0 and finite, got 0.0"),
         ([*LINK, "--parameters", "0"], "message_bytes must be greater than 0, got 0.0"),
         ([*LINK, "--algorithm", "AllReduce()"], "replicas must average weights with PipeDream"),
-        ([*LINK, "--algorithm", "ADPSGD(Ring())"], "algorithm must not be ADPSGD with a pipeline"),
+        (
+            [*LINK, "--algorithm", "ADPSGD(Ring())"],
+            "others are not simulated with a pipeline",
+        ),
         (["--stages", "four"], "argument --stages: invalid int value: 'four'"),
     ]:
         with pytest.raises(SystemExit) as ended:

@@ -244,15 +244,15 @@ def test_mistakes_are_refused_in_one_sentence():
         (SGP(Ring(12)), own, r"replicas must be for the mesh's 3: topology must be .*Ring\(12\)"),
         (AllReduce(), streaming, "replicas must average weights with PipeOptim, .* no rank waits"),
         (LeaderSGD(2), own, "algorithm must be one of AllReduce, .*: others are not simulated"),
-        (ADPSGD(Ring(3)), own, "algorithm must not be ADPSGD with a pipeline, got ADPSGD"),
+        (ADPSGD(Ring(3)), own, "algorithm must be .* NoLoCo, SlowMo, .*got ADPSGD"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             simulate_run(algorithm, 12, links, profile, 1.0, pipeline=pipeline)
     for arguments, error, sentence in [
         ((GPipe(), 0, 1), ValueError, "num_stages must be a positive integer, got 0"),
         ((GPipe(), 2, 1.5), ValueError, r"num_microbatches must be a positive integer, got 1\.5"),
-        ((GPipe(), 2, 1, -1.0), ValueError, r"activation_bytes must be .* not negative, got -1\.0"),
-        ((GPipe(), 2, 1, math.nan), ValueError, "activation_bytes must be .* negative, got nan"),
+        ((GPipe(), 2, 1, -1.0), ValueError, r"activation_bytes must be in \[0, inf\), got -1\.0"),
+        ((GPipe(), 2, 1, math.nan), ValueError, "activation_bytes must be in .*, got nan"),
         (
             (GPipe, 2, 1),
             TypeError,
