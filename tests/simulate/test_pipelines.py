@@ -205,6 +205,8 @@ def test_closed_forms():
     reduced = run(AllReduce())
     assert reduced.seconds == pytest.approx(step + 6 * (1e-3 + 4e6 / 4 / 5e7))
     assert reduced.card_bytes == pytest.approx(2 * 2 * 3 / 4 * 4e6)
+    of_two = run(AllReduce(), Links((Uplink(1, 1e9), Uplink(4, 1e8, 1e-3)), card=1))
+    assert of_two.card_bytes == pytest.approx(reduced.card_bytes)  # also from two replicas each
     tree = Links(links.uplinks, card=1)
     assert run(AllReduce(), tree).seconds == pytest.approx(step + 4e-3 + 6 * 4e6 / 4 / 5e7)
     gossip = run(SGP(OnePeerExponential(4)))
@@ -218,6 +220,12 @@ def test_closed_forms():
     gathered = 2e-3 + 2 * 2e6 / 2 / 5e7  # of half the bytes; gradients take twice as long
     gradients = 2e-3 + 2 * 4e6 / 2 / 5e7
     assert nodes.seconds == pytest.approx(step + gradients + 1e-3 + 2e6 / 5e7 + gathered, rel=0.02)
+
+
+def test_gradients_of_several_buckets_are_averaged_after_the_backwards():
+    links, pipeline = Links.uniform(1e8, 1e-3, "ring"), Pipeline(GPipe(), 1, 4)
+    run = simulate_run(AllReduce(), 8, links, Profile(0.5), 6e7, num_steps=5, pipeline=pipeline)
+    assert run.seconds == pytest.approx(0.5 + 14 * (1e-3 + 6e7 / 8 / 1e8))
 
 
 def test_equal_replicas_on_fast_links_are_one(subtests):
