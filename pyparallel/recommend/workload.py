@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..simulate import Profile
 from ..training.arguments import require
-from .model import Compute
 from .profile import BUCKET_BYTES, Bucket, in_buckets, num_bytes_of, timed
 
 _WARM_UP = 2
@@ -48,15 +48,15 @@ class Workload:
         """Return the buckets of gradients, in the order in which they are ready."""
         return list(in_buckets(self.named_parameters, self.bucket_bytes))
 
-    def measure(self) -> Compute:
+    def measure(self) -> Profile:
         """Measure a step, medians of a few; leaves the gradients of the last one."""
-        device = self.named_parameters[0][1].device
-        passes = [self._step(device) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
+        passes = [self.step() for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
         forward, backward = (statistics.median(each) for each in zip(*passes, strict=True))
-        shares = tuple(num_bytes_of(bucket) / self.num_bytes for bucket in self.buckets)
-        return Compute(forward, backward, shares)
+        return Profile(forward + backward, forward / (forward + backward))
 
-    def _step(self, device: torch.device) -> tuple[float, float]:
+    def step(self) -> tuple[float, float]:
+        """Return the seconds of one forward and one backward; leaves their gradients."""
+        device = self.named_parameters[0][1].device
         self.module.zero_grad()
         losses: list[Tensor] = []
         forward = timed(lambda: losses.append(self.loss(self.module, self.batch)), device)
