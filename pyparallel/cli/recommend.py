@@ -29,7 +29,7 @@ _COLUMNS = (
     "compressor", "messages", "of fp32", "sent", "coding", "communication", "step", "vs fp32",
     "vs bf16",
 )  # fmt: skip
-_OUTER_COLUMNS = (
+_ALGORITHM_COLUMNS = (
     "algorithm", "every", "sent", "bits a parameter and step", "waiting", "step", "vs fp32",
 )  # fmt: skip
 _LEGEND = """
@@ -173,7 +173,6 @@ def _workload(arguments: argparse.Namespace) -> Workload:
 
 def _text(workload: Workload, found: Measurements, path: Path | None) -> str:
     compute, link, predictions = found.compute, found.link, found.predictions
-    algorithms = found.algorithm_predictions
     if path is not None:
         (uplink,) = link.links.uplinks
         replace(compute, rate=uplink.rate, latency=uplink.latency).write(path)
@@ -189,12 +188,10 @@ def _text(workload: Workload, found: Measurements, path: Path | None) -> str:
             *aligned([_COLUMNS, *describe(predictions, workload.num_parameters)]),
             _LEGEND,
             "",
-            *aligned(
-                [_OUTER_COLUMNS, *describe_algorithms(found, algorithms, workload.num_parameters)]
-            ),
+            *aligned([_ALGORITHM_COLUMNS, *describe_algorithms(found, workload.num_parameters)]),
             "",
             advise(predictions),
-            *advise_algorithms(predictions, algorithms),
+            *advise_algorithms(predictions, found.algorithm_predictions),
         ]
     )
 
@@ -237,13 +234,11 @@ def advise(predictions: Sequence[StepTime]) -> str:
     )
 
 
-def describe_algorithms(
-    found: Measurements, predictions: Sequence[StepTime], num_parameters: int
-) -> list[tuple[str, ...]]:
+def describe_algorithms(found: Measurements, num_parameters: int) -> list[tuple[str, ...]]:
     """Return the rows of the table of algorithms: steps between averages, bytes of each."""
     dense = next(each for each in found.predictions if each.name == DENSE.name)
     lines: list[tuple[str, ...]] = []
-    for algorithm, each in zip(found.algorithms, predictions, strict=True):
+    for algorithm, each in zip(found.algorithms, found.algorithm_predictions, strict=True):
         interval = 1 if isinstance(algorithm, SGP) else algorithm.interval
         lines.append((
             each.name,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -33,7 +34,7 @@ class Measurements:
     outer_costs: Sequence[Cost]
     stragglers: Stragglers | None = None
 
-    @property
+    @cached_property
     def predictions(self) -> list[StepTime]:
         """Return the predicted step time of each candidate."""
         return [self._predict(cost, AllReduce()) for cost in self.costs]
@@ -43,7 +44,7 @@ class Measurements:
         """Return what averages weights in place of gradients: gossip of one peer, outer steps."""
         return SGP(OnePeerExponential(self.link.num_ranks), overlap=1), *OUTER_STEPS
 
-    @property
+    @cached_property
     def algorithm_predictions(self) -> list[StepTime]:
         """Return the predicted mean time of a step with each of ``algorithms``."""
         dense = self.costs[0]
