@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..comm import wait_for_store
-from ..gossip import SGP
 from ..recommend.benchmark import Measurements, Progress, benchmark, benchmark_ranks
 from ..recommend.candidates import CANDIDATES, DENSE, HALF
 from ..recommend.model import NOISE, Link, StepTime, choose
@@ -66,12 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="number of ranks (default: 2); torchrun measures ranks, bandwidth, latency",
     )
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        help="JSON file of the seconds of a step, of another machine too, which is then not "
-        "measured here; its link serves unless one is given",
-    )
+    parser.add_argument("--profile", type=Path, help="JSON file of measured seconds instead")
     parser.add_argument("--stragglers", default="", help="such as lognormal:0.1 or slow:0=3.0")
     parser.add_argument("--save-profile", type=Path, help="file for the seconds, for simulate")
 
@@ -93,29 +88,25 @@ def _on_one(arguments: argparse.Namespace) -> str:
     stragglers.check_ranks(link.num_ranks)
     workload = _workload(arguments)
     with _progress() as show:
-        found = benchmark(workload, link, show, compute, stragglers)
-    return _text(workload, found, arguments.save_profile)
+        found = benchmark(workload, link, show, compute)
+    return _text(workload, replace(found, stragglers=stragglers), arguments.save_profile)
 
 
 def _link(arguments: argparse.Namespace, compute: Profile | None) -> Link:
     """Return the link that is given; what is not, is the profile's."""
     ranks = 2 if arguments.ranks is None else arguments.ranks
     require(ranks >= 1, "--ranks must be at least 1", ranks)
-    rate, latency = (None, None) if compute is None else (compute.rate, compute.latency)
-    if latency is not None:
-        latency = Links.uniform(1.0, latency).all_reduce_seconds(0.0, ranks, ranks)
-    if (given := arguments.bandwidth) is not None:
-        require(0 < given < math.inf, "--bandwidth must be greater than 0 and finite", given)
-        rate = given * MBIT
-    if (given := arguments.latency) is not None:
-        require(0 <= given < math.inf, "--latency must be finite and not negative", given)
-        latency = given * MILLISECOND
-    if rate is None:
-        raise ValueError(
-            "--bandwidth must be given in Mbit/s, or a --profile with a rate, or the command "
-            "started with torchrun, which measures the link, got none"
-        )
-    return Link(rate, 0.2 * MILLISECOND if latency is None else latency, ranks)
+    latency = 0.2 if arguments.latency is None else arguments.latency
+    require(0 <= latency < math.inf, "--latency must be finite and not negative", latency)
+    latency *= MILLISECOND
+    profile: Any = compute or argparse.Namespace(rate=None, latency=None)
+    if arguments.latency is None and profile.latency is not None:
+        latency = Links.uniform(1.0, profile.latency).all_reduce_seconds(0.0, ranks, ranks)
+    rate = profile.rate if arguments.bandwidth is None else arguments.bandwidth * MBIT
+    rule = "--bandwidth must be given in Mbit/s, or a --profile with a rate, or the command started"
+    require(rate is not None, f"{rule} with torchrun, which measures the link", "none")
+    require(0 < rate < math.inf, "--bandwidth must be greater than 0 and finite", rate / MBIT)
+    return Link(rate, latency, ranks)
 
 
 def _on_ranks(arguments: argparse.Namespace) -> str:
@@ -136,7 +127,7 @@ def _on_ranks(arguments: argparse.Namespace) -> str:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         workload = _workload(arguments)
         with _progress() as show:
-            found = benchmark_ranks(workload, device, show, stragglers)
+            found = replace(benchmark_ranks(workload, device, show), stragglers=stragglers)
         return _text(workload, found, arguments.save_profile) if dist.get_rank() == 0 else ""
     finally:
         dist.destroy_process_group()
@@ -239,7 +230,7 @@ def describe_algorithms(found: Measurements, num_parameters: int) -> list[tuple[
     dense = next(each for each in found.predictions if each.name == DENSE.name)
     lines: list[tuple[str, ...]] = []
     for algorithm, each in zip(found.algorithms, found.algorithm_predictions, strict=True):
-        interval = 1 if isinstance(algorithm, SGP) else algorithm.interval
+        interval = getattr(algorithm, "interval", 1)
         lines.append((
             each.name,
             "1 step" if interval == 1 else f"{interval} steps",

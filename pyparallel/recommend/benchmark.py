@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +17,10 @@ from .model import Link, StepTime, predict
 from .profile import profile
 from .workload import Workload
 
+_OF_COMPUTE = "computing", "forward_share"  # what differs between ranks
+_OF_COST = "coding", "payload_bytes", "wire_bytes"
+_REPEATS = 5
+_Measured = TypeVar("_Measured", Profile, Cost)
 Progress = Callable[[int, int, str], None]
 """Called before each measurement: its number, how many there are, and what is measured."""
 
@@ -47,62 +52,49 @@ class Measurements:
     @cached_property
     def algorithm_predictions(self) -> list[StepTime]:
         """Return the predicted mean time of a step with each of ``algorithms``."""
-        dense = self.costs[0]
-        message = replace(dense, name="SGP", wire_bytes=dense.payload_bytes, collectives=1)
-        costs = message, *self.outer_costs
-        return list(map(self._predict, costs, self.algorithms))
+        num_bytes = self.costs[0].payload_bytes
+        message = Cost("SGP", 0.0, num_bytes, num_bytes, 1)
+        return list(map(self._predict, (message, *self.outer_costs), self.algorithms))
 
     def _predict(self, cost: Cost, algorithm: Algorithm) -> StepTime:
         return predict(cost, self.compute, self.link, algorithm, self.stragglers)
 
 
 def benchmark(
-    workload: Workload,
-    link: Link,
-    progress: Progress = lambda *_: None,
+    workload: Workload, link: Link, progress: Progress = lambda *_: None,
     compute: Profile | None = None,
-    stragglers: Stragglers | None = None,
-) -> Measurements:
-    """Measure the candidates on this machine, for a given link; the compute too if none is given.
+) -> Measurements:  # fmt: skip
+    """Measure the candidates on this machine, for a given link; the compute unless it is given.
 
-    Coding is measured here also for a given compute, with the gradients of one step.
+    Coding is measured also for a given compute, with gradients of a step.
     """
     outer = [Candidate(type(each).__name__, each.compressor) for each in OUTER_STEPS]
     total = 1 + len(CANDIDATES) + len(outer)
     progress(1, total, "forward and backward")
-    if compute is None:
-        compute = workload.measure()
-    else:
-        workload.step()
+    measured = workload.measure(_REPEATS if compute is None else 1)
     buckets, costs = workload.buckets, []
     for step, candidate in enumerate((*CANDIDATES, *outer), start=2):
         progress(step, total, candidate.name)
         costs.append(profile(candidate, buckets, link.num_ranks))
-    of_gradients, of_weights = costs[: len(CANDIDATES)], costs[len(CANDIDATES) :]
-    return Measurements(compute, link, of_gradients, of_weights, stragglers)
+    return Measurements(
+        compute or measured, link, costs[: len(CANDIDATES)], costs[len(CANDIDATES) :]
+    )
 
 
 def benchmark_ranks(
-    workload: Workload,
-    device: torch.device,
-    progress: Progress = lambda *_: None,
-    stragglers: Stragglers | None = None,
+    workload: Workload, device: torch.device, progress: Progress = lambda *_: None
 ) -> Measurements:
     """Measure also the link of the default group; the maximum over ranks, all of which call it."""
-    local = benchmark(workload, measure_link(device), progress, stragglers=stragglers)
-    share = local.compute.forward_share
-    shares = share, 1 - share
-    forward, backward = max_over_ranks([each * local.compute.computing for each in shares], device)
+    local = benchmark(workload, measure_link(device), progress)
     return replace(
         local,
-        compute=Profile(forward + backward, forward / (forward + backward)),
-        costs=[_max_over_ranks(cost, device) for cost in local.costs],
-        outer_costs=[_max_over_ranks(cost, device) for cost in local.outer_costs],
+        compute=_max_over_ranks(local.compute, _OF_COMPUTE, device),
+        costs=[_max_over_ranks(each, _OF_COST, device) for each in local.costs],
+        outer_costs=[_max_over_ranks(each, _OF_COST, device) for each in local.outer_costs],
     )
 
 
-def _max_over_ranks(local: Cost, device: torch.device) -> Cost:
-    coding, payload_bytes, wire_bytes = max_over_ranks(
-        [local.coding, local.payload_bytes, local.wire_bytes], device
-    )
-    return replace(local, coding=coding, payload_bytes=payload_bytes, wire_bytes=wire_bytes)
+def _max_over_ranks(local: _Measured, names: Sequence[str], device: torch.device) -> _Measured:
+    maxima = max_over_ranks([getattr(local, name) for name in names], device)
+    changes: dict[str, Any] = dict(zip(names, maxima, strict=True))
+    return replace(local, **changes)

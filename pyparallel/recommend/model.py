@@ -57,31 +57,20 @@ class StepTime:
 
 
 def predict(
-    cost: Cost,
-    profile: Profile,
-    link: Link,
-    algorithm: Algorithm | None = None,
+    cost: Cost, profile: Profile, link: Link, algorithm: Algorithm,
     stragglers: Stragglers | None = None,
-) -> StepTime:
-    """Predict the mean step of an algorithm by a simulated run, but its start and end.
+) -> StepTime:  # fmt: skip
+    """Predict the mean step of an algorithm by a simulated run, but for its start and end.
 
-    Args:
-        cost: of averaging gradients or, in outer steps, weights; of gossip, its messages' bytes.
-        algorithm: as for `simulate_run`; None: ``AllReduce()``, of gradients.
+    ``cost`` is of averages over all ranks, or of gossip, whose message has its ``payload_bytes``.
     """
-    algorithm = algorithm or AllReduce()
+    of_all = cost if isinstance(algorithm, AllReduce | LocalSGD | DiLoCo) else None
     interval = getattr(algorithm, "interval", 1)
     span = interval * -(-_STEPS // interval)
     run = simulate_run(
-        algorithm,
-        link.num_ranks,
-        link.links,
-        profile,
-        cost.payload_bytes,
-        num_steps=2 * span + 1,
-        stragglers=stragglers,
-        cost=cost if isinstance(algorithm, AllReduce | LocalSGD | DiLoCo) else None,
-    )
+        algorithm, link.num_ranks, link.links, profile, cost.payload_bytes,
+        num_steps=2 * span + 1, stragglers=stragglers, cost=of_all,
+    )  # fmt: skip
     ends = run.times.mean(1)
     step = float(ends[-2] - ends[-2 - span]) / span
     return StepTime(cost, link.seconds(cost) / interval, step, run.waiting / run.seconds)

@@ -15,7 +15,6 @@ from ..training.arguments import require
 from .profile import BUCKET_BYTES, Bucket, in_buckets, num_bytes_of, timed
 
 _WARM_UP = 2
-_REPEATS = 5
 _BYTES = 256
 
 
@@ -48,15 +47,14 @@ class Workload:
         """Return the buckets of gradients, in the order in which they are ready."""
         return list(in_buckets(self.named_parameters, self.bucket_bytes))
 
-    def measure(self) -> Profile:
-        """Measure a step, medians of a few; leaves the gradients of the last one."""
-        passes = [self.step() for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
+    def measure(self, repeats: int) -> Profile:
+        """Measure a step, medians of some; leaves the gradients of the last one."""
+        device = self.named_parameters[0][1].device
+        passes = [self._step(device) for _ in range(_WARM_UP + repeats)][_WARM_UP:]
         forward, backward = (statistics.median(each) for each in zip(*passes, strict=True))
         return Profile(forward + backward, forward / (forward + backward))
 
-    def step(self) -> tuple[float, float]:
-        """Return the seconds of one forward and one backward; leaves their gradients."""
-        device = self.named_parameters[0][1].device
+    def _step(self, device: torch.device) -> tuple[float, float]:
         self.module.zero_grad()
         losses: list[Tensor] = []
         forward = timed(lambda: losses.append(self.loss(self.module, self.batch)), device)

@@ -132,7 +132,7 @@ class Clock:
     def reduce_gradients(self, num_bytes: float, group: int, cost: Cost | None = None) -> None:
         """Average gradients in each group during backward, in buckets of equal size or of a cost.
 
-        The link sends a bucket while the processor computes, and with a cost encodes, the next one.
+        With a cost they are encoded during backward, too.
         """
         buckets = max(1, round(num_bytes / BUCKET_BYTES))
         shares, times = (1 / buckets,) * buckets, buckets

@@ -12,23 +12,14 @@ from ..compression import Collectives, CommStats
 
 @dataclass(frozen=True)
 class Cost:
-    """What it costs a rank to average a model's gradients or weights with one compressor.
+    """What it costs a rank to average a model's gradients or weights with one compressor."""
 
-    Args:
-        name: of the compressor in tables.
-        coding: seconds of encoding and decoding.
-        payload_bytes: of the encoded messages.
-        wire_bytes: sent.
-        collectives: how many.
-        buckets: of gradients, each one's share of all bytes, in the order of backward.
-    """
-
-    name: str
-    coding: float
-    payload_bytes: float
-    wire_bytes: float
-    collectives: int
-    buckets: tuple[float, ...] = (1.0,)
+    name: str  # of the compressor in tables
+    coding: float  # seconds of encoding and decoding
+    payload_bytes: float  # of the encoded messages
+    wire_bytes: float  # sent
+    collectives: int  # how many
+    buckets: tuple[float, ...] = (1.0,)  # of gradients, each one's share of all bytes, in order
 
     def reduced_bytes(self, num_ranks: int) -> float:
         """Return the bytes of an all-reduce in which a rank sends as much."""

@@ -78,8 +78,8 @@ def simulate_run(
         algorithm: of ``pyparallel.gossip``, but ``EASGD`` and those with a leader. A rank of
             ADPSGD takes fewer steps if it is slower, until all have taken ``num_steps`` on average.
         message_bytes: of the model, without compression, in float32.
-        cost: measured, of averages over all ranks of gradients or, in outer steps, of weights; its
-            bytes and coding are then those of the run. None: as the compressor does on a matrix.
+        cost: measured, of averages over all ranks: of gradients with any compressor, or of weights
+            with that of the outer steps. None: as the algorithm's compressor does on a matrix.
     """
     stragglers = stragglers or Stragglers()
     for name, value in (("num_ranks", num_ranks), ("num_steps", num_steps)):
@@ -93,6 +93,7 @@ def simulate_run(
         rule = "cost must come with AllReduce, LocalSGD or DiLoCo, which average over all ranks"
         require(isinstance(algorithm, AllReduce | LocalSGD | DiLoCo), rule, algorithm)
         profile = replace(profile, encoding=cost.coding / fragments)
+        message_bytes = cost.reduced_bytes(num_ranks)
     columns = max(2, fragments)
     clock = Clock(num_ranks, links, profile, stragglers, seed, columns)
     sampled = np.unique(np.linspace(0, num_ranks - 1, _SAMPLED_RANKS).astype(int))
@@ -103,8 +104,7 @@ def simulate_run(
         distances += [clock.distances(pairs.merged()) for k in pairs.run(num_steps) if k in seen]
         times = pairs.times(sampled)
     else:
-        steps = _steps_of(algorithm, clock, message_bytes, cost)
-        times, distances = _run(steps, sampled, seen)
+        times, distances = _run(_steps_of(algorithm, clock, message_bytes, cost), sampled, seen)
     low, high = np.nanquantile(np.diff(times, axis=0), (0.1, 0.9))
     errors, changing = np.array(distances).T
     goodput = 1.0
@@ -176,8 +176,7 @@ def _steps_of(
 ) -> Steps:
     n = clock.num_ranks
     if isinstance(algorithm, AllReduce):
-        num_bytes = message_bytes if cost is None else cost.reduced_bytes(n)
-        return Gradients(clock, num_bytes, n, cost)
+        return Gradients(clock, message_bytes, n, cost)
     if isinstance(algorithm, SGP):
         sent = message_bytes * _gossip_ratio(algorithm.compressor)
         encodes = algorithm.compressor is not None
@@ -203,8 +202,7 @@ def _steps_of(
     elif cost is None:
         average = average_all(clock, part * _collective_ratio(compressor, n))
     else:
-        sent, count = cost.reduced_bytes(n), algorithm.num_fragments
-        average = average_all(clock, sent / count, cost.collectives / count)
+        average = average_all(clock, part, cost.collectives / algorithm.num_fragments)
     return Outer(clock, algorithm, algorithm.interval, inner, average)
 
 

@@ -24,7 +24,7 @@ def profile(forward=0.0, backward=1.0):
 
 
 def test_communication_is_bytes_and_a_latency_for_each_collective():
-    prediction = predict(cost(wire_bytes=2e6, collectives=5), profile(), LINK)
+    prediction = predict(cost(wire_bytes=2e6, collectives=5), profile(), LINK, AllReduce())
     assert prediction.communication == pytest.approx(2.05)
     assert prediction.step == pytest.approx(1 + 2.05)  # nothing overlaps with one bucket
     assert prediction.waiting == pytest.approx(2.05 / 3.05)
@@ -35,15 +35,15 @@ def test_equal_buckets_overlap(subtests):
         for wire_bytes in [1e5, 9e5, 7e6]:
             with subtests.test(buckets=buckets, wire_bytes=wire_bytes):
                 given = cost(0.2, wire_bytes, buckets=(1 / buckets,) * buckets)
-                prediction = predict(given, profile(forward=0.5, backward=0.8), FAST)
+                prediction = predict(given, profile(forward=0.5, backward=0.8), FAST, AllReduce())
                 work, communication = 0.8 + 0.2, wire_bytes / 1e6
                 expected = 0.5 + max(work, communication) + min(work, communication) / buckets
                 assert prediction.step == pytest.approx(expected)
 
 
 def test_the_last_buckets_communication_does_not_overlap():
-    small_last = predict(cost(wire_bytes=5e5, buckets=(0.9, 0.1)), profile(), FAST)
-    large_last = predict(cost(wire_bytes=5e5, buckets=(0.1, 0.9)), profile(), FAST)
+    small_last = predict(cost(wire_bytes=5e5, buckets=(0.9, 0.1)), profile(), FAST, AllReduce())
+    large_last = predict(cost(wire_bytes=5e5, buckets=(0.1, 0.9)), profile(), FAST, AllReduce())
     assert small_last.step == pytest.approx(0.9 + 0.45 + 0.05)
     assert large_last.step == pytest.approx(1 + 0.45)
 
@@ -59,14 +59,14 @@ def test_unequal_buckets_are_sent_one_after_the_other():
             computed += share * (backward + coding)
             sent = max(sent, computed) + share * (num_bytes + 0.01 * collectives)
         given = cost(coding, 1e6 * num_bytes, collectives, buckets=tuple(shares))
-        found = predict(given, profile(0.3, backward), LINK)
+        found = predict(given, profile(0.3, backward), LINK, AllReduce())
         assert found.step == pytest.approx(0.3 + sent)
 
 
 def test_one_rank_does_not_communicate():
     alone = Link(1e6, 0.01, num_ranks=1)
     given = cost(wire_bytes=1e9, collectives=9, buckets=(0.5, 0.5))
-    assert predict(given, profile(), alone).step == pytest.approx(1)
+    assert predict(given, profile(), alone, AllReduce()).step == pytest.approx(1)
 
 
 def test_outer_steps_travel_beside_delayed_steps(subtests):
