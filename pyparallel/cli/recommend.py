@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="number of ranks (default: 2); torchrun measures ranks, bandwidth, latency",
     )
-    parser.add_argument("--profile", type=Path, help="JSON file of measured seconds instead")
+    parser.add_argument("--profile", type=Path, help="JSON file of a step measured elsewhere")
     parser.add_argument("--stragglers", default="", help="such as lognormal:0.1 or slow:0=3.0")
     parser.add_argument("--save-profile", type=Path, help="file for the seconds, for simulate")
 
