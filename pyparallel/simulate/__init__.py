@@ -2,15 +2,18 @@
 
 from .conditions import Failures, Stragglers
 from .constructors import parse_algorithm
+from .cost import Cost, SingleRankCollectives
 from .links import Links, Uplink
 from .model import SimulatedRun, simulate_run
 from .profile import Profile
 
 __all__ = [
+    "Cost",
     "Failures",
     "Links",
     "Profile",
     "SimulatedRun",
+    "SingleRankCollectives",
     "Stragglers",
     "Uplink",
     "parse_algorithm",

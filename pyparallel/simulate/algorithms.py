@@ -8,6 +8,7 @@ from typing_extensions import override
 from ..gossip.algorithms.base import Periodic
 from ..gossip.topology import Circulant, Topology
 from .clock import Clock, Sent
+from .cost import Cost
 
 Average = Callable[[int, slice], Sent]
 """Sends columns of values for the average of a number; what arrives is the average itself."""
@@ -31,15 +32,17 @@ class Steps:
 
 
 class Gradients(Steps):
-    """Gradients are averaged in groups of ranks while they are computed."""
+    """Gradients are averaged in groups of ranks while they are computed; at a measured cost."""
 
-    def __init__(self, clock: Clock, num_bytes: float, group: int) -> None:
+    def __init__(
+        self, clock: Clock, num_bytes: float, group: int, cost: Cost | None = None
+    ) -> None:
         super().__init__(clock)
-        self._num_bytes, self._group = num_bytes, group
+        self._num_bytes, self._group, self._cost = num_bytes, group, cost
 
     @override
     def before_update(self) -> None:
-        self.clock.reduce_gradients(self._num_bytes, self._group)
+        self.clock.reduce_gradients(self._num_bytes, self._group, self._cost)
 
     @override
     def after_update(self) -> None:
@@ -171,13 +174,13 @@ class Outer(Steps):
         values[:, columns] = new + kept * values[:, columns]
 
 
-def average_all(clock: Clock, num_bytes: float) -> Average:
-    """Return what averages over all ranks, one average after the other."""
+def average_all(clock: Clock, num_bytes: float, times: float = 1) -> Average:
+    """Return what averages over all ranks by all-reduces, one average after the other."""
     ends = 0.0
 
     def send(index: int, columns: slice) -> Sent:
         nonlocal ends
-        ends = clock.all_reduce(num_bytes, begin=ends)
+        ends = clock.all_reduce(num_bytes, begin=ends, times=times)
         return ends, clock.average(columns, clock.num_ranks), columns
 
     return send

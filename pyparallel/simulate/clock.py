@@ -1,11 +1,13 @@
 """The time at which each rank is, and the values that it holds, while an algorithm runs."""
 
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from ..gossip.topology import Edges, Topology
 from .conditions import Stragglers
+from .cost import Cost
 from .links import Links
 from .profile import Profile
 
@@ -113,32 +115,42 @@ class Clock:
         self.values[:] = kept
         return self.all_reduce(num_bytes), messages, slice(None)
 
-    def all_reduce(self, num_bytes: float, begin: float = 0.0) -> float:
-        """Return when an all-reduce ends that begins once all ranks are ready, and a time has come.
+    def all_reduce(self, num_bytes: float, begin: float = 0.0, times: float = 1) -> float:
+        """Return when all-reduces end that begin once all ranks are ready, and a time has come.
 
-        Its values are those of ``average``.
+        Their values are those of ``average``; ``num_bytes`` are of all ``times`` together.
         """
         ready = max(float(self.now.max()), begin)
-        return ready + self.all_reduce_seconds(num_bytes, self.num_ranks)
+        return ready + times * self.all_reduce_seconds(num_bytes / times, self.num_ranks, times)
 
-    def all_reduce_seconds(self, num_bytes: float, group: int, times: int = 1) -> float:
+    def all_reduce_seconds(self, num_bytes: float, group: int, times: float = 1) -> float:
         """Return the seconds of one of several all-reduces in each group; count their bytes."""
         if group > self.links.ranks_per_machine:  # a ring leaves each machine once
             self.card_bytes += times * 2 * num_bytes * (group - 1) / group
         return self._all_reduce_seconds(num_bytes, self.num_ranks, group)
 
-    def reduce_gradients(self, num_bytes: float, group: int) -> None:
-        """Average gradients in each group during backward, in buckets of equal size."""
-        if group == 1:
-            return
+    def reduce_gradients(self, num_bytes: float, group: int, cost: Cost | None = None) -> None:
+        """Average gradients in each group during backward, in buckets of equal size or of a cost.
+
+        With a cost they are encoded during backward, too.
+        """
         buckets = max(1, round(num_bytes / BUCKET_BYTES))
-        seconds = self.all_reduce_seconds(num_bytes / buckets, group, buckets)
+        shares, times = (1 / buckets,) * buckets, buckets
+        work = (1 - self._profile.forward_share) * self._computed
+        if cost is not None:
+            self.encode()
+            shares, times, work = cost.buckets, cost.collectives, work + self._profile.encoding
+        seconds = times * self.all_reduce_seconds(num_bytes / times, group, times)
+        spans = list(pairwise(accumulate(shares, initial=0.0)))
         # When the slowest is ready for bucket b is a maximum of functions linear in b, so convex:
-        # the longest wait is what follows the first bucket or the last one.
-        backward = (1 - self._profile.forward_share) * self._computed
-        first = self.latest(self.now - backward + backward / buckets, group)
-        last = self.latest(self.now, group)
-        self.wait(np.maximum(first + buckets * seconds, last + seconds))
+        # the longest wait is what follows the first of equal buckets or the last one.
+        if len(set(shares)) == 1:
+            spans = [spans[0], spans[-1]]
+        until = self.now
+        for begin, end in spans:
+            ready = self.latest(self.now - (1 - end) * work, group)
+            until = np.maximum(until, ready + (1 - begin) * seconds)
+        self.wait(until)
 
     def latest(self, times: np.ndarray, group: int) -> np.ndarray:
         """Return the latest of the times in each rank's group, (n,)."""

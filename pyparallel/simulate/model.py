@@ -9,11 +9,11 @@ from ..compression import BufferLayout, Compressor, Piece
 from ..gossip import ADPSGD, OSGP, SGP, AllReduce, DiLoCo, Hierarchical, LocalSGD, NoLoCo, SlowMo
 from ..gossip.algorithms.base import Algorithm, Periodic
 from ..gossip.topology.composed import InterNode
-from ..recommend import SingleRankCollectives
 from ..training.arguments import check_integer, require
 from .algorithms import Gradients, Nodes, Outer, Rounds, Steps, average_all, average_pairs
 from .clock import Clock
 from .conditions import Failures, Stragglers
+from .cost import Cost, SingleRankCollectives
 from .links import Links
 from .pairs import Pairs
 from .profile import Profile
@@ -70,6 +70,7 @@ def simulate_run(
     stragglers: Stragglers | None = None,
     failures: Failures | None = None,
     seed: int = 0,
+    cost: Cost | None = None,
 ) -> SimulatedRun:
     """Simulate steps of a training run.
 
@@ -77,16 +78,23 @@ def simulate_run(
         algorithm: of ``pyparallel.gossip``, but ``EASGD`` and those with a leader. A rank of
             ADPSGD takes fewer steps if it is slower, until all have taken ``num_steps`` on average.
         message_bytes: of the model, without compression, in float32.
+        cost: measured, of averages over all ranks: of gradients with any compressor, or of weights
+            with that of the outer steps. None: as the algorithm's compressor does on a matrix.
     """
     stragglers = stragglers or Stragglers()
     for name, value in (("num_ranks", num_ranks), ("num_steps", num_steps)):
         check_integer(name, value)
     require(message_bytes > 0, "message_bytes must be greater than 0", message_bytes)
-    wrong = [rank for rank in stragglers.slow if not 0 <= rank < num_ranks]
-    require(not wrong, f"slow ranks must be from 0 to {num_ranks - 1}", str(wrong))
+    stragglers.check_ranks(num_ranks)
     if problem := _find_problem(algorithm, num_ranks):
         raise ValueError(problem)
-    columns = max(2, algorithm.num_fragments if isinstance(algorithm, Periodic) else 1)
+    fragments = algorithm.num_fragments if isinstance(algorithm, Periodic) else 1
+    if cost is not None:
+        rule = "cost must come with AllReduce, LocalSGD or DiLoCo, which average over all ranks"
+        require(isinstance(algorithm, AllReduce | LocalSGD | DiLoCo), rule, algorithm)
+        profile = replace(profile, encoding=cost.coding / fragments)
+        message_bytes = cost.reduced_bytes(num_ranks)
+    columns = max(2, fragments)
     clock = Clock(num_ranks, links, profile, stragglers, seed, columns)
     sampled = np.unique(np.linspace(0, num_ranks - 1, _SAMPLED_RANKS).astype(int))
     seen = _sample_steps(num_steps, seed)
@@ -96,7 +104,7 @@ def simulate_run(
         distances += [clock.distances(pairs.merged()) for k in pairs.run(num_steps) if k in seen]
         times = pairs.times(sampled)
     else:
-        times, distances = _run(algorithm, clock, message_bytes, sampled, seen)
+        times, distances = _run(_steps_of(algorithm, clock, message_bytes, cost), sampled, seen)
     low, high = np.nanquantile(np.diff(times, axis=0), (0.1, 0.9))
     errors, changing = np.array(distances).T
     goodput = 1.0
@@ -121,10 +129,10 @@ def simulate_run(
 
 
 def _run(
-    algorithm: Algorithm, clock: Clock, message_bytes: float, sampled: np.ndarray, seen: np.ndarray
+    steps: Steps, sampled: np.ndarray, seen: np.ndarray
 ) -> tuple[np.ndarray, list[tuple[float, float]]]:
     """Run the steps of all ranks; return when sampled ranks have ended them, and distances."""
-    steps = _steps_of(algorithm, clock, message_bytes)
+    clock = steps.clock
     times, distances = [np.zeros(len(sampled))], [clock.distances()]
     for step in range(1, seen[-1] + 1):
         clock.compute()
@@ -163,10 +171,12 @@ def _find_problem(algorithm: Algorithm, num_ranks: int) -> str | None:
     return None if fits else f"topology must be for {nodes:g} ranks, got {topology!r}"
 
 
-def _steps_of(algorithm: Algorithm, clock: Clock, message_bytes: float) -> Steps:
+def _steps_of(
+    algorithm: Algorithm, clock: Clock, message_bytes: float, cost: Cost | None = None
+) -> Steps:
     n = clock.num_ranks
     if isinstance(algorithm, AllReduce):
-        return Gradients(clock, message_bytes, n)
+        return Gradients(clock, message_bytes, n, cost)
     if isinstance(algorithm, SGP):
         sent = message_bytes * _gossip_ratio(algorithm.compressor)
         encodes = algorithm.compressor is not None
@@ -189,8 +199,10 @@ def _steps_of(algorithm: Algorithm, clock: Clock, message_bytes: float) -> Steps
         if compressor is not None:
             ratio += 1 / algorithm.pull_turns
         average = average_pairs(clock, part * ratio, algorithm.topology)
-    else:
+    elif cost is None:
         average = average_all(clock, part * _collective_ratio(compressor, n))
+    else:
+        average = average_all(clock, part, cost.collectives / algorithm.num_fragments)
     return Outer(clock, algorithm, algorithm.interval, inner, average)
 
 
