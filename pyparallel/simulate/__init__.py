@@ -4,12 +4,15 @@ from .conditions import Failures, Stragglers
 from .constructors import parse_algorithm
 from .links import Links, Uplink
 from .model import SimulatedRun, simulate_run
+from .objectives import LogisticRegression, Quadratic
 from .profile import Profile
 
 __all__ = [
     "Failures",
     "Links",
+    "LogisticRegression",
     "Profile",
+    "Quadratic",
     "SimulatedRun",
     "Stragglers",
     "Uplink",

@@ -15,6 +15,7 @@ from .algorithms import Gradients, Nodes, Outer, Rounds, Steps, average_all, ave
 from .clock import Clock
 from .conditions import Failures, Stragglers
 from .links import Links
+from .objectives import Objective
 from .pairs import Pairs
 from .profile import Profile
 
@@ -40,6 +41,10 @@ class SimulatedRun:
         mixing_errors: rms distance of random values from their mean, over the first.
         consensus_distances: the same of values that each rank changes in each step by a random
             number of variance 1.
+        losses: of the mean of the ranks' parameters, minus the minimum; infinite or NaN once they
+            diverge. None without an objective.
+        parameters: (ranks, dimension) after the last step, divided by the push-sum weights; None
+            without an objective.
     """
 
     algorithm: Algorithm
@@ -52,11 +57,20 @@ class SimulatedRun:
     steps: np.ndarray
     mixing_errors: np.ndarray
     consensus_distances: np.ndarray
+    losses: np.ndarray | None = None
+    parameters: np.ndarray | None = None
 
     @property
     def consensus_distance(self) -> float:
         """Return the mean of consensus distances over the second half of the steps."""
         return float(self.consensus_distances[:-1][self.steps[:-1] >= self.steps[-1] // 2].mean())
+
+    @property
+    def loss(self) -> float | None:
+        """Return the mean of losses over the last tenth of the steps."""
+        if self.losses is None:
+            return None
+        return float(self.losses[self.steps >= 0.9 * self.steps[-1]].mean())
 
 
 def simulate_run(
@@ -70,6 +84,7 @@ def simulate_run(
     stragglers: Stragglers | None = None,
     failures: Failures | None = None,
     seed: int = 0,
+    objective: Objective | None = None,
 ) -> SimulatedRun:
     """Simulate steps of a training run.
 
@@ -77,6 +92,9 @@ def simulate_run(
         algorithm: of ``pyparallel.gossip``, but ``EASGD`` and those with a leader. A rank of
             ADPSGD takes fewer steps if it is slower, until all have taken ``num_steps`` on average.
         message_bytes: of the model, without compression, in float32.
+        objective: on which the ranks train, such as ``Quadratic(learning_rate=0.1)``, by plain SGD
+            and the algorithm's own rules, but for compressors' errors. A fragment has every so
+            many-th parameter.
     """
     stragglers = stragglers or Stragglers()
     for name, value in (("num_ranks", num_ranks), ("num_steps", num_steps)):
@@ -86,19 +104,20 @@ def simulate_run(
     require(not wrong, f"slow ranks must be from 0 to {num_ranks - 1}", str(wrong))
     if problem := _find_problem(algorithm, num_ranks):
         raise ValueError(problem)
-    columns = max(2, algorithm.num_fragments if isinstance(algorithm, Periodic) else 1)
-    clock = Clock(num_ranks, links, profile, stragglers, seed, columns)
+    parts = algorithm.num_fragments if isinstance(algorithm, Periodic) else 1
+    if objective is not None:
+        rule = f"dimension must be at least the algorithm's number of fragments, {parts}"
+        require(objective.dimension >= parts, rule, objective.dimension)
+    is_biased = getattr(getattr(algorithm, "inner", algorithm), "biased", False)
+    clock = Clock(
+        num_ranks, links, profile, stragglers, seed, max(2, parts), objective, is_biased=is_biased
+    )
     sampled = np.unique(np.linspace(0, num_ranks - 1, _SAMPLED_RANKS).astype(int))
     seen = _sample_steps(num_steps, seed)
-    if isinstance(algorithm, ADPSGD):
-        pairs = Pairs(clock, algorithm, message_bytes)
-        distances = [clock.distances()]
-        distances += [clock.distances(pairs.merged()) for k in pairs.run(num_steps) if k in seen]
-        times = pairs.times(sampled)
-    else:
-        times, distances = _run(algorithm, clock, message_bytes, sampled, seen)
+    with np.errstate(over="ignore", invalid="ignore"):  # of a loss that diverges
+        times, measured = _run(algorithm, clock, message_bytes, sampled, seen)
     low, high = np.nanquantile(np.diff(times, axis=0), (0.1, 0.9))
-    errors, changing = np.array(distances).T
+    errors, changing, *losses = np.array(measured).T
     goodput = 1.0
     if failures is not None:
         goodput = failures.goodput(
@@ -117,15 +136,23 @@ def simulate_run(
         seen,
         errors / max(errors[0], np.finfo(float).tiny),
         changing,
+        losses[0] if losses else None,
+        None if clock.training is None else clock.training.debiased(),
     )
 
 
 def _run(
     algorithm: Algorithm, clock: Clock, message_bytes: float, sampled: np.ndarray, seen: np.ndarray
-) -> tuple[np.ndarray, list[tuple[float, float]]]:
-    """Run the steps of all ranks; return when sampled ranks have ended them, and distances."""
+) -> tuple[np.ndarray, list[list[float]]]:
+    """Run the steps of all ranks; return when sampled ranks have ended them, and measures."""
+    times, measured = [np.zeros(len(sampled))], [clock.measure()]
+    if isinstance(algorithm, ADPSGD):
+        pairs = Pairs(clock, algorithm, message_bytes)
+        num_steps = int(seen[-1])
+        measured += [clock.measure(pairs.merged()) for k in pairs.run(num_steps) if k in seen]
+        clock.values[:] = pairs.merged()
+        return pairs.times(sampled), measured
     steps = _steps_of(algorithm, clock, message_bytes)
-    times, distances = [np.zeros(len(sampled))], [clock.distances()]
     for step in range(1, seen[-1] + 1):
         clock.compute()
         steps.before_update()
@@ -135,8 +162,8 @@ def _run(
             steps.flush()
         times.append(clock.now[sampled])
         if step in seen:
-            distances.append(clock.distances())
-    return np.array(times), distances
+            measured.append(clock.measure())
+    return np.array(times), measured
 
 
 def _sample_steps(num_steps: int, seed: int) -> np.ndarray:
