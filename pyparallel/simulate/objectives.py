@@ -59,7 +59,7 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class Quadratic(Objective):
-    """``f_i(x) = sum_j a_ij (x_j - b_ij)^2 / 2``, as in Koloskova et al. (arXiv 2003.10422).
+    """``f_i(x) = sum_j a_ij (x_j - b_ij)^2 / 2``, after Koloskova et al. (arXiv 2003.10422).
 
     Curvatures are at most 1: those of entry j are from 1 to 1/10, in equal ratios, each divided by
     a factor between 1 and 1 + heterogeneity. The minima b_ij are 1 plus normal numbers with the
@@ -83,12 +83,13 @@ class Quadratic(Objective):
 
 @dataclass(frozen=True)
 class LogisticRegression(Objective):
-    """Logistic regression on normal features, as Synthetic(1, 1) of Li et al. (arXiv 1812.06127).
+    """Logistic regression on normal features, after Li et al.'s Synthetic (arXiv 1812.06127).
 
     ``f_i(x) = mean_s log(1 + exp(-y_s u_s' x)) + regularization |x|^2 / 2`` over the samples of
-    rank i, whose labels y are 1 with probability sigmoid(u' v_i), else -1. The features u of a rank
-    have a mean of their own, and its v_i differs from that of others, by ``heterogeneity``. The
-    minimum of f is found by Newton's method. Memory: n samples d numbers in float64.
+    rank i, whose labels y are 1 with probability sigmoid(u' v_i), else -1. To features u and to v,
+    which all ranks share, each adds ``heterogeneity`` times normal numbers of its own, with a mean
+    of its own. The minimum of f is found by Newton's method. Memory: 4 n samples d numbers in
+    float64 at the start, then 1, and 2 n batch d in a step.
 
     Args:
         batch: samples of each gradient, drawn from the rank's shard with replacement; None: all.
@@ -161,11 +162,13 @@ class LogisticShards(Shards):
         self._options, self._seed = options, seed
         n, d, random = num_ranks, options.dimension, _random(seed, 0)
         apart = options.heterogeneity
-        features = random.standard_normal((n, options.samples, d))
-        features = (features + apart * random.standard_normal((n, 1, d))) / math.hypot(1, apart)
+        own = random.standard_normal((n, options.samples, d)) + random.standard_normal((n, 1, d))
+        features = random.standard_normal((options.samples, d)) + apart * own
+        features /= math.sqrt(1 + 2 * apart**2)  # of variance 1
         labelling = random.standard_normal(d) + apart * random.standard_normal((n, d))
         shares = _sigmoid((features @ labelling[:, :, None])[:, :, 0])
-        self.signed = features * np.where(random.random(shares.shape) < shares, 1, -1)[:, :, None]
+        labels = np.where(random.random(options.samples) < shares, 1, -1)
+        self.signed = features * labels[:, :, None]
         self.minimum = self._minimize()
         self._least = self._value(self.minimum)
 
