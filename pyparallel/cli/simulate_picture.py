@@ -32,7 +32,7 @@ def draw(runs: dict[str, SimulatedRun], path: Path) -> None:
     lines.set_ylabel("consensus distance")
     for losses in rest:
         losses.set_xlabel("seconds")
-        losses.set_ylabel("loss")
+        losses.set_ylabel("loss above its minimum")
     for panel in (lines, *rest):
         panel.grid(color="0.9")
         panel.legend(fontsize=7)
