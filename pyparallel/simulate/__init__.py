@@ -1,4 +1,4 @@
-"""Simulated training runs: seconds a step, waits, consensus and goodput on any number of ranks."""
+"""Simulated runs on any number of ranks: seconds a step, waits, goodput, consensus and losses."""
 
 from .conditions import Failures, Stragglers
 from .constructors import parse_algorithm

@@ -176,7 +176,7 @@ class Clock:
         mean = values[:, :end].mean(0) / values[:, -1].mean()
         squares = ((debiased - mean) ** 2).mean(0).reshape(2, -1)
         found: list[float] = np.sqrt(squares.mean(1)).tolist()
-        return found if self.training is None else [*found, self.training.loss(values[:, end:])]
+        return found if self.training is None else [*found, self.training.loss(values[:, end:-1])]
 
     def _round_of(
         self, topology: Topology, index: int, num_bytes: float

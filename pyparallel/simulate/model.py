@@ -10,7 +10,7 @@ from ..gossip import ADPSGD, OSGP, SGP, AllReduce, DiLoCo, Hierarchical, LocalSG
 from ..gossip.algorithms.base import Algorithm, Periodic
 from ..gossip.topology.composed import InterNode
 from ..recommend import SingleRankCollectives
-from ..training.arguments import check_integer, require
+from ..training.arguments import check_integer, check_type, require
 from .algorithms import Gradients, Nodes, Outer, Rounds, Steps, average_all, average_pairs
 from .clock import Clock
 from .conditions import Failures, Stragglers
@@ -41,9 +41,9 @@ class SimulatedRun:
         mixing_errors: rms distance of random values from their mean, over the first.
         consensus_distances: the same of values that each rank changes in each step by a random
             number of variance 1.
-        losses: of the mean of the ranks' parameters, minus the minimum; infinite or NaN once they
-            diverge. None without an objective.
-        parameters: (ranks, dimension) after the last step, divided by the push-sum weights; None
+        losses: of the mean of the ranks' parameters, minus the least one, of the shape of
+            ``steps``; infinite or NaN once they diverge. None without an objective.
+        parameters: (ranks, dimension) after the last step, divided by push-sum weights. None
             without an objective.
     """
 
@@ -106,6 +106,7 @@ def simulate_run(
         raise ValueError(problem)
     parts = algorithm.num_fragments if isinstance(algorithm, Periodic) else 1
     if objective is not None:
+        check_type("objective", objective, Objective, "an object such as Quadratic(0.1)")
         rule = f"dimension must be at least the algorithm's number of fragments, {parts}"
         require(objective.dimension >= parts, rule, objective.dimension)
     is_biased = getattr(getattr(algorithm, "inner", algorithm), "biased", False)
@@ -137,7 +138,7 @@ def simulate_run(
         errors / max(errors[0], np.finfo(float).tiny),
         changing,
         losses[0] if losses else None,
-        None if clock.training is None else clock.training.debiased(),
+        None if clock.training is None else clock.training.z,
     )
 
 

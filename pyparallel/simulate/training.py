@@ -27,47 +27,44 @@ class Training:
         values: (n, d + 1), a view of what an algorithm mixes: x, zeros at first, and the push-sum
             weights w.
         is_biased: gradients are taken at x, instead of z = x / w.
+
+    Attributes:
+        x: (n, d), a view of the values.
+        weights: (n, 1) w, a view of the values; ones if biased.
     """
 
     def __init__(
         self, objective: Objective, values: np.ndarray, seed: int, *, is_biased: bool
     ) -> None:
-        self.learning_rate, self._values, self._is_biased = (
-            objective.learning_rate, values, is_biased
-        )  # fmt: skip
-        self.x = values[:, :-1]
+        self.learning_rate, self.x = objective.learning_rate, values[:, :-1]
+        self.weights = np.ones((len(values), 1)) if is_biased else values[:, -1:]
         self._shards = objective.divide(len(values), seed)
         self._draw = lru_cache(_CACHED_STEPS)(self._shards.draw)
         self._gradients = np.zeros_like(self.x)
 
     @property
-    def weights(self) -> np.ndarray:
-        """Push-sum weights of x, (n, 1)."""
-        return np.ones_like(self._values[:, -1:]) if self._is_biased else self._values[:, -1:]
-
-    def debiased(self, values: np.ndarray | None = None) -> np.ndarray:
-        """Return z, (m, d), of values, (m, d + 1); None: of all ranks'."""
-        values = self._values if values is None else values
-        found: np.ndarray = values[:, :-1] / (1 if self._is_biased else values[:, -1:])
+    def z(self) -> np.ndarray:
+        """Each rank's parameters, (n, d), at which it takes gradients."""
+        found: np.ndarray = self.x / self.weights
         return found
 
     def compute(self, step: int) -> None:
-        """Compute all ranks' gradients at their z."""
-        self._gradients = self._shards.gradients(self.debiased(), self._shards.draw(step), _ALL)
+        """Compute all ranks' gradients."""
+        self._gradients = self._shards.gradients(self.z, self._shards.draw(step), _ALL)
 
     def compute_alone(self, rank: int, step: int) -> None:
-        """Compute the gradient of a rank in a step of its own."""
+        """Compute the gradient of a rank in a step of its own, where push-sum weights are 1."""
         row = slice(rank, rank + 1)
-        z, drawn = self.debiased(self._values[row]), self._draw(step)[row]
-        self._gradients[row] = self._shards.gradients(z, drawn, row)
+        self._gradients[row] = self._shards.gradients(self.x[row], self._draw(step)[row], row)
 
     def update(self, ranks: slice | int = _ALL) -> None:
         """Step along the gradients computed last: ``x <- x - learning_rate * gradient``."""
         self.x[ranks] -= self.learning_rate * self._gradients[ranks]
 
-    def loss(self, values: np.ndarray) -> float:
-        """Return f at the mean of z over ranks, minus its minimum, for values, (n, d + 1)."""
-        return self._shards.loss(self.debiased(values).mean(0))
+    def loss(self, x: np.ndarray) -> float:
+        """Return f at the mean over ranks of x / w, minus its minimum, for x, (n, d)."""
+        z = x / self.weights
+        return self._shards.loss(z.mean(0))
 
 
 class OuterSteps:

@@ -284,7 +284,7 @@ def test_mistakes_in_arguments_are_refused(refused):
         ),
         (
             [*rate, "--loss", "quadratic", "--learning-rate", "-1"],
-            "learning_rate must be positive and finite, got -1.0",
+            "learning_rate must be positive, got -1.0",
         ),
         (["--rate", "1", "--compute", "0"], "--compute must be greater than 0, got 0.0"),
     ]:
