@@ -238,7 +238,7 @@ MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
 # What the tree may hold today: a change lowers a number on the way to its goal. Only a feature of
 # its own, such as a new algorithm, may raise the lines, by its own.
 LIMITS = {
-    "lines of the package": 44_477,
+    "lines of the package": 44_910,
     "lines of its checks and raises": 3_232,
     "lines of comm": 1755,
     "exports of comm": 25,

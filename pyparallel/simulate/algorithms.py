@@ -1,6 +1,7 @@
 """What each algorithm waits for in a step, and what it averages: its calls of a clock."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 
 from typing_extensions import override
@@ -9,6 +10,7 @@ from ..gossip.algorithms.base import Periodic
 from ..gossip.topology import Circulant, Topology
 from .clock import Clock, Sent
 from .cost import Cost
+from .training import OuterSteps
 
 Average = Callable[[int, slice], Sent]
 """Sends columns of values for the average of a number; what arrives is the average itself."""
@@ -138,6 +140,10 @@ class Outer(Steps):
         self._options, self._inner, self._interval = options, inner, interval
         self._average, self._steps = average, 0
         self._sent: dict[int, tuple[int, Sent]] = {}  # with the step, by fragment
+        self._trained: list[OuterSteps] = []  # by fragment
+        if clock.training is not None:
+            numbers = range(options.num_fragments)
+            self._trained = [OuterSteps(options, clock.training, each) for each in numbers]
 
     @override
     def before_update(self) -> None:
@@ -155,7 +161,9 @@ class Outer(Steps):
                 self._inner.flush()
                 if self._options.compressor is not None:
                     self.clock.encode()
-                sent = self._average(count * fragments + number, slice(number, -1, fragments))
+                with self._trained[number].sending() if self._trained else nullcontext():
+                    columns = slice(number, -1, fragments)
+                    sent = self._average(count * fragments + number, columns)
                 self._sent[number] = self._steps, sent
             if number in self._sent and self._steps - self._sent[number][0] >= self._options.delay:
                 self._take(number)
@@ -171,6 +179,9 @@ class Outer(Steps):
         self.clock.wait(received)
         values, kept = self.clock.values, self._options.share_kept
         new = (1 - kept) * average * values[:, -1:]  # of the push-sum weight of an inner algorithm
+        if self._trained:
+            own = self._trained[number].columns
+            new[:, own] = (1 - kept) * self._trained[number].step(average[:, own])
         values[:, columns] = new + kept * values[:, columns]
 
 

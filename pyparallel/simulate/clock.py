@@ -9,7 +9,9 @@ from ..gossip.topology import Edges, Topology
 from .conditions import Stragglers
 from .cost import Cost
 from .links import Links
+from .objectives import Objective
 from .profile import Profile
+from .training import Training
 
 _CACHED_ROUNDS = 24  # of a topology: with a million ranks each takes 40 MB
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
@@ -26,18 +28,21 @@ class Clock:
 
     Args:
         num_columns: c, of each kind of values.
+        objective: on which ranks train d parameters; None: they do not, and d is 0.
+        is_biased: see ``Training``.
 
     Attributes:
         now: (n,) seconds.
         waited: (n,) seconds without computing, encoding or stepping.
         card_bytes: (machines,) that each card has sent.
-        values: (n, 2 c + 1); c columns are random at first and then only mixed, the next c begin
-            as zeros and change at random in each update, the last holds the push-sum weights.
+        values: (n, 2 c + d + 1); c columns are random at first and then only mixed, the next c
+            begin as zeros and change at random in each update, d are trained, and the last holds
+            the push-sum weights.
     """
 
     def __init__(
         self, num_ranks: int, links: Links, profile: Profile, stragglers: Stragglers, seed: int,
-        num_columns: int,
+        num_columns: int, objective: Objective | None = None, *, is_biased: bool = False,
     ) -> None:  # fmt: skip
         self.num_ranks, self.links, self._profile = num_ranks, links, profile
         self._stragglers, self._seed, self._step = stragglers, seed, 0
@@ -49,9 +54,14 @@ class Clock:
         self.card_bytes = np.zeros(-(-num_ranks // links.ranks_per_machine))
         self._random, self._columns = np.random.default_rng(seed), num_columns
         self._drawn: list[tuple[np.ndarray, np.ndarray]] = []  # of steps at a rank's own pace
-        self.values = np.zeros((num_ranks, 2 * num_columns + 1))
+        dimension = 0 if objective is None else objective.dimension
+        self.values = np.zeros((num_ranks, 2 * num_columns + dimension + 1))
         self.values[:, :num_columns] = self._random.standard_normal((num_ranks, num_columns))
         self.values[:, -1] = 1.0
+        self.training: Training | None = None
+        if objective is not None:
+            values = self.values[:, 2 * num_columns :]
+            self.training = Training(objective, values, seed, is_biased=is_biased)
         self._round = lru_cache(_CACHED_ROUNDS)(self._round_of)
         self._all_reduce_seconds = lru_cache(_CACHED_ROUNDS)(links.all_reduce_seconds)
 
@@ -61,11 +71,15 @@ class Clock:
             seconds = self._stragglers.draw(self._computing, self._seed, step)
             changes = self._random.standard_normal((self.num_ranks, self._columns))
             self._drawn.append((seconds, changes))
+        if self.training is not None:
+            self.training.compute_alone(rank, step)
         return float(self._drawn[step][0][rank])
 
     def update_alone(self, rank: int, step: int) -> float:
         """Change a rank's values as its optimizer does in a step; return the seconds it takes."""
-        self.values[rank, self._columns : -1] += self._drawn[step][1][rank]
+        self.values[rank, self._columns : 2 * self._columns] += self._drawn[step][1][rank]
+        if self.training is not None:
+            self.training.update(rank)
         return self._profile.stepping
 
     def count_bytes(self, sender: int, receiver: int, num_bytes: float) -> None:
@@ -78,13 +92,17 @@ class Clock:
         """Let each rank compute its gradient."""
         self._computed = self._stragglers.draw(self._computing, self._seed, self._step)
         self.now = self.now + self._computed
+        if self.training is not None:
+            self.training.compute(self._step)
         self._step += 1
 
     def update(self) -> None:
         """Let each rank's optimizer step."""
         self.now = self.now + self._profile.stepping
         shape = self.num_ranks, self._columns
-        self.values[:, self._columns : -1] += self._random.standard_normal(shape)
+        self.values[:, self._columns : 2 * self._columns] += self._random.standard_normal(shape)
+        if self.training is not None:
+            self.training.update()
 
     def encode(self) -> None:
         """Let each rank encode a message."""
@@ -163,14 +181,14 @@ class Clock:
         found: np.ndarray = held.reshape(-1, group, held.shape[1]).mean(1).repeat(group, 0)
         return found
 
-    def distances(self, values: np.ndarray | None = None) -> tuple[float, float]:
-        """Return the rms distance from the mean, of values that are only mixed and of others."""
-        values = self.values if values is None else values
-        debiased = values[:, :-1] / values[:, -1:]
-        mean = values[:, :-1].mean(0) / values[:, -1].mean()
+    def measure(self, values: np.ndarray | None = None) -> list[float]:
+        """Return the rms distance from the mean, of both kinds of values; the loss, if any."""
+        values, end = self.values if values is None else values, 2 * self._columns
+        debiased = values[:, :end] / values[:, -1:]
+        mean = values[:, :end].mean(0) / values[:, -1].mean()
         squares = ((debiased - mean) ** 2).mean(0).reshape(2, -1)
-        mixed, changed = np.sqrt(squares.mean(1)).tolist()
-        return mixed, changed
+        found: list[float] = np.sqrt(squares.mean(1)).tolist()
+        return found if self.training is None else [*found, self.training.loss(values[:, end:-1])]
 
     def _round_of(
         self, topology: Topology, index: int, num_bytes: float

@@ -9,12 +9,13 @@ from ..compression import BufferLayout, Compressor, Piece
 from ..gossip import ADPSGD, OSGP, SGP, AllReduce, DiLoCo, Hierarchical, LocalSGD, NoLoCo, SlowMo
 from ..gossip.algorithms.base import Algorithm, Periodic
 from ..gossip.topology.composed import InterNode
-from ..training.arguments import check_integer, require
+from ..training.arguments import check_integer, check_type, require
 from .algorithms import Gradients, Nodes, Outer, Rounds, Steps, average_all, average_pairs
 from .clock import Clock
 from .conditions import Failures, Stragglers
 from .cost import Cost, SingleRankCollectives
 from .links import Links
+from .objectives import Objective
 from .pairs import Pairs
 from .profile import Profile
 
@@ -40,6 +41,10 @@ class SimulatedRun:
         mixing_errors: rms distance of random values from their mean, over the first.
         consensus_distances: the same of values that each rank changes in each step by a random
             number of variance 1.
+        losses: of the mean of the ranks' parameters, minus the least one, of the shape of
+            ``steps``; infinite or NaN once they diverge. None without an objective.
+        parameters: (ranks, dimension) after the last step, divided by push-sum weights. None
+            without an objective.
     """
 
     algorithm: Algorithm
@@ -52,11 +57,20 @@ class SimulatedRun:
     steps: np.ndarray
     mixing_errors: np.ndarray
     consensus_distances: np.ndarray
+    losses: np.ndarray | None = None
+    parameters: np.ndarray | None = None
 
     @property
     def consensus_distance(self) -> float:
         """Return the mean of consensus distances over the second half of the steps."""
         return float(self.consensus_distances[:-1][self.steps[:-1] >= self.steps[-1] // 2].mean())
+
+    @property
+    def loss(self) -> float | None:
+        """Return the mean of losses over the last tenth of the steps."""
+        if self.losses is None:
+            return None
+        return float(self.losses[self.steps >= 0.9 * self.steps[-1]].mean())
 
 
 def simulate_run(
@@ -71,6 +85,7 @@ def simulate_run(
     failures: Failures | None = None,
     seed: int = 0,
     cost: Cost | None = None,
+    objective: Objective | None = None,
 ) -> SimulatedRun:
     """Simulate steps of a training run.
 
@@ -80,6 +95,9 @@ def simulate_run(
         message_bytes: of the model, without compression, in float32.
         cost: measured, of averages over all ranks: of gradients with any compressor, or of weights
             with that of the outer steps. None: as the algorithm's compressor does on a matrix.
+        objective: on which the ranks train, such as ``Quadratic(learning_rate=0.1)``, by plain SGD
+            and the algorithm's own rules, but for compressors' errors. A fragment has every so
+            many-th parameter.
     """
     stragglers = stragglers or Stragglers()
     for name, value in (("num_ranks", num_ranks), ("num_steps", num_steps)):
@@ -88,25 +106,30 @@ def simulate_run(
     stragglers.check_ranks(num_ranks)
     if problem := _find_problem(algorithm, num_ranks):
         raise ValueError(problem)
-    fragments = algorithm.num_fragments if isinstance(algorithm, Periodic) else 1
+    parts = algorithm.num_fragments if isinstance(algorithm, Periodic) else 1
     if cost is not None:
         rule = "cost must come with AllReduce, LocalSGD or DiLoCo, which average over all ranks"
         require(isinstance(algorithm, AllReduce | LocalSGD | DiLoCo), rule, algorithm)
-        profile = replace(profile, encoding=cost.coding / fragments)
+        profile = replace(profile, encoding=cost.coding / parts)
         message_bytes = cost.reduced_bytes(num_ranks)
-    columns = max(2, fragments)
-    clock = Clock(num_ranks, links, profile, stragglers, seed, columns)
+    if objective is not None:
+        check_type("objective", objective, Objective, "an object such as Quadratic(0.1)")
+        rule = f"dimension must be at least the algorithm's number of fragments, {parts}"
+        require(objective.dimension >= parts, rule, objective.dimension)
+    is_biased = getattr(getattr(algorithm, "inner", algorithm), "biased", False)
+    clock = Clock(
+        num_ranks, links, profile, stragglers, seed, max(2, parts), objective, is_biased=is_biased
+    )
     sampled = np.unique(np.linspace(0, num_ranks - 1, _SAMPLED_RANKS).astype(int))
     seen = _sample_steps(num_steps, seed)
-    if isinstance(algorithm, ADPSGD):
-        pairs = Pairs(clock, algorithm, message_bytes)
-        distances = [clock.distances()]
-        distances += [clock.distances(pairs.merged()) for k in pairs.run(num_steps) if k in seen]
-        times = pairs.times(sampled)
-    else:
-        times, distances = _run(_steps_of(algorithm, clock, message_bytes, cost), sampled, seen)
+    with np.errstate(over="ignore", invalid="ignore"):  # of a loss that diverges
+        if isinstance(algorithm, ADPSGD):
+            times, measured = _run_pairs(Pairs(clock, algorithm, message_bytes), sampled, seen)
+        else:
+            steps = _steps_of(algorithm, clock, message_bytes, cost)
+            times, measured = _run(steps, sampled, seen)
     low, high = np.nanquantile(np.diff(times, axis=0), (0.1, 0.9))
-    errors, changing = np.array(distances).T
+    errors, changing, *losses = np.array(measured).T
     goodput = 1.0
     if failures is not None:
         goodput = failures.goodput(
@@ -125,15 +148,17 @@ def simulate_run(
         seen,
         errors / max(errors[0], np.finfo(float).tiny),
         changing,
+        losses[0] if losses else None,
+        None if clock.training is None else clock.training.z,
     )
 
 
 def _run(
     steps: Steps, sampled: np.ndarray, seen: np.ndarray
-) -> tuple[np.ndarray, list[tuple[float, float]]]:
-    """Run the steps of all ranks; return when sampled ranks have ended them, and distances."""
+) -> tuple[np.ndarray, list[list[float]]]:
+    """Run the steps of all ranks; return when sampled ranks have ended them, and measures."""
     clock = steps.clock
-    times, distances = [np.zeros(len(sampled))], [clock.distances()]
+    times, measured = [np.zeros(len(sampled))], [clock.measure()]
     for step in range(1, seen[-1] + 1):
         clock.compute()
         steps.before_update()
@@ -143,8 +168,20 @@ def _run(
             steps.flush()
         times.append(clock.now[sampled])
         if step in seen:
-            distances.append(clock.distances())
-    return np.array(times), distances
+            measured.append(clock.measure())
+    return np.array(times), measured
+
+
+def _run_pairs(
+    pairs: Pairs, sampled: np.ndarray, seen: np.ndarray
+) -> tuple[np.ndarray, list[list[float]]]:
+    """Run as many steps of all ranks together; return when sampled ranks have ended them."""
+    clock = pairs.clock
+    measured = [clock.measure()]
+    num_steps = int(seen[-1])
+    measured += [clock.measure(pairs.merged()) for k in pairs.run(num_steps) if k in seen]
+    clock.values[:] = pairs.merged()
+    return pairs.times(sampled), measured
 
 
 def _sample_steps(num_steps: int, seed: int) -> np.ndarray:
