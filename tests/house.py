@@ -238,8 +238,8 @@ MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
 # What the tree may hold today: a change lowers a number on the way to its goal. Only a feature of
 # its own, such as a new algorithm, may raise the lines, by its own.
 LIMITS = {
-    "lines of the package": 44_728,
-    "lines of its checks and raises": 3_229,
+    "lines of the package": 45_254,
+    "lines of its checks and raises": 3_244,
     "lines of comm": 1755,
     "exports of comm": 25,
     "lines of comm and training that one trainer uses": 0,

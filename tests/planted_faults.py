@@ -323,9 +323,9 @@ FAULTS = [
     ),
     Fault(
         "outer steps are recommended as if nothing travelled beside the training",
-        "pyparallel/recommend/model.py",
-        "communication / fragments - delay * local",
-        "communication / fragments",
+        "pyparallel/simulate/algorithms.py",
+        "self._sent[number][0] >= self._options.delay",
+        "self._sent[number][0] >= 0",
         "tests/recommend/test_model.py",
     ),
     Fault(

@@ -7,10 +7,11 @@ from itertools import product
 from benchmarks.harness import tables
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
-from pyparallel.gossip import DiLoCo, NoLoCo, SparseLoCo, StreamingDiLoCo
-from pyparallel.gossip.algorithms.base import Periodic
-from pyparallel.gossip.topology import RandomMatching
-from pyparallel.recommend import Compute, Cost, Link, StepTime, choose, predict, predict_outer
+from pyparallel.gossip import SGP, AllReduce, DiLoCo, NoLoCo, SparseLoCo, StreamingDiLoCo
+from pyparallel.gossip.algorithms.base import Algorithm
+from pyparallel.gossip.topology import OnePeerExponential, RandomMatching
+from pyparallel.recommend import Link, StepTime, choose, predict
+from pyparallel.simulate import Cost, Profile
 
 BASELINE = "allreduce"
 ALL_REDUCE = "all-reduce"  # of the runs of rates.py
@@ -251,27 +252,22 @@ def fastest(rows: Sequence[Row]) -> str:
 
 def _predictions(size: float, link: Link) -> list[StepTime]:
     """Return the predicted steps of a model of so many parameters, the simplest way first."""
-    compute, ranks = Compute(0.2, 0.3, (0.1,) * 10), link.num_ranks
+    ranks = link.num_ranks
     around, to_all = 2 * (ranks - 1) / ranks, ranks - 1
 
-    def cost(name: str, bits: float) -> Cost:
-        return Cost(name, 0.0, bits * size / 8, bits * size / 8, 1)
-
-    def outer(name: str, bits: float, algorithm: Periodic, interval: int) -> StepTime:
-        shape = {"fragments": algorithm.num_fragments, "delay": algorithm.delay}
-        return predict_outer(cost(name, bits), compute, link, interval=interval, **shape)
+    def step(name: str, bits: float, algorithm: Algorithm) -> StepTime:
+        cost = Cost(name, 0.0, bits * size / 8, bits * size / 8, 1, (0.1,) * 10)
+        return predict(cost, Profile(0.5, 0.4), link, algorithm)
 
     pairs, sparse = NoLoCo(RandomMatching(ranks)), 14 / 64  # bits of an entry
     return [
-        predict(cost("DDP", 32 * around), compute, link),
-        predict(cost("DDP in bfloat16", 16 * around), compute, link),
-        predict_outer(
-            cost("`SGP(overlap=1)`", 32), compute, link, interval=1, fragments=1, delay=1
-        ),
-        outer("`DiLoCo`", 32 * around, DiLoCo(), 500),
-        outer("`StreamingDiLoCo`", 4 * around, StreamingDiLoCo(), 100),
-        outer("`SparseLoCo`", sparse * to_all, SparseLoCo(), 30),
-        outer("`NoLoCo`, sparse", sparse + 32 / pairs.pull_turns, pairs, pairs.interval),
+        step("DDP", 32 * around, AllReduce()),
+        step("DDP in bfloat16", 16 * around, AllReduce()),
+        step("`SGP(overlap=1)`", 32, SGP(OnePeerExponential(ranks), overlap=1)),
+        step("`DiLoCo`", 32 * around, DiLoCo()),
+        step("`StreamingDiLoCo`", 4 * around, StreamingDiLoCo()),
+        step("`SparseLoCo`", sparse * to_all, SparseLoCo()),
+        step("`NoLoCo`, sparse", sparse + 32 / pairs.pull_turns, pairs),
     ]
 
 

@@ -29,7 +29,10 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def by_start(rows: Sequence[Row]) -> str:
-    """Return how far held-out loss is behind synchronous training, by the start; least to most."""
+    """Return how far held-out loss is behind synchronous training, by the start; least to most.
+
+    Seconds are those of the runs that are clipped, of all updates.
+    """
     lines = []
     for start, of_start in grouped([r for r in rows if r["start"] != "all"], "start").items():
         cells = []
@@ -37,9 +40,16 @@ def by_start(rows: Sequence[Row]) -> str:
             exact = {r["seed"]: r for r in rows if r["start"] == "all" and r["clip"] == clip}
             own = [behind(r, exact[r["seed"]]) for r in of_start if r["clip"] == clip]
             cells.append(f"{min(own):+.1f} to {max(own):+.1f} %")
-        lines.append([start, *cells])
+        lines.append([start, *cells, _seconds(of_start)])
     lines.sort(key=lambda line: int(line[0]))
-    return markdown_table(["synchronous updates", "not clipped", "max_norm=1.0"], lines)
+    lines.append(["all", "", "", _seconds([r for r in rows if r["start"] == "all"])])
+    return markdown_table(["synchronous updates", "not clipped", "max_norm=1.0", "seconds"], lines)
+
+
+def _seconds(rows: Sequence[Row]) -> str:
+    """Return the seconds of the clipped runs, least to most."""
+    seconds = [float(row["seconds"]) for row in rows if row["clip"]]
+    return f"{min(seconds):.0f} to {max(seconds):.0f}"
 
 
 def by_depth(rows: Sequence[Row]) -> str:

@@ -1,21 +1,25 @@
 """``python -m pyparallel recommend``: seconds per step with each compressor, and what to use."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..comm import wait_for_store
 from ..recommend.benchmark import Measurements, Progress, benchmark, benchmark_ranks
-from ..recommend.candidates import CANDIDATES, DENSE, HALF, OUTER_STEPS
+from ..recommend.candidates import CANDIDATES, DENSE, HALF
 from ..recommend.model import NOISE, Link, StepTime, choose
 from ..recommend.workload import Workload, load, transformer
-from ..simulate import Profile
+from ..simulate import Links, Profile, Stragglers
+from ..simulate.links import MBIT, MILLISECOND
 from ..training.arguments import require
 from .text_table import aligned
 
@@ -25,8 +29,8 @@ _COLUMNS = (
     "compressor", "messages", "of fp32", "sent", "coding", "communication", "step", "vs fp32",
     "vs bf16",
 )  # fmt: skip
-_OUTER_COLUMNS = (
-    "outer steps", "every", "sent", "bits a parameter and step", "waiting", "step", "vs fp32",
+_ALGORITHM_COLUMNS = (
+    "algorithm", "every", "sent", "bits a parameter and step", "waiting", "step", "vs fp32",
 )  # fmt: skip
 _LEGEND = """
 fp32           DistributedDataParallel alone: gradients as they are
@@ -35,11 +39,11 @@ sent           bytes that it sends; a message may be sent more than once
 coding         encoding and decoding, measured on this machine
 communication  sent bytes / bandwidth + collectives x latency
 step           forward, then backward and coding of each bucket, overlapped with the communication
-               of the previous one; without the optimizer's update
-Step times are predicted; times are divided among buckets in proportion to their bytes. Accuracy is
-not predicted: compare it on a short run."""
+               of the previous one; the optimizer's update is that of the profile, if one is given
+Step times are those of simulated runs, as of `python -m pyparallel simulate`; times are divided
+among buckets in proportion to their bytes. Accuracy is not predicted: compare it on a short run."""
 _CLEAR_LINE = "\r\x1b[K"  # of a terminal
-_LINK_OPTIONS = ("bandwidth", "latency", "ranks")
+_MEASURED = ("bandwidth", "latency", "ranks", "profile")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="number of ranks (default: 2); torchrun measures ranks, bandwidth, latency",
     )
-    parser.add_argument("--profile", type=Path, help="file for the measured seconds, for simulate")
+    parser.add_argument("--profile", type=Path, help="JSON file of a step measured elsewhere")
+    parser.add_argument("--stragglers", default="", help="such as lognormal:0.1 or slow:0=3.0")
+    parser.add_argument("--save-profile", type=Path, help="file for the seconds, for simulate")
 
 
 def report(arguments: argparse.Namespace) -> str:
@@ -76,38 +82,53 @@ def report(arguments: argparse.Namespace) -> str:
 
 
 def _on_one(arguments: argparse.Namespace) -> str:
-    rule = "--bandwidth must be given in Mbit/s, or the command started with torchrun, which "
-    require(arguments.bandwidth is not None, f"{rule}measures the link", "none")
-    latency = 0.2 if arguments.latency is None else arguments.latency
-    ranks = 2 if arguments.ranks is None else arguments.ranks
-    require(arguments.bandwidth > 0, "--bandwidth must be greater than 0", arguments.bandwidth)
-    require(latency >= 0, "--latency must not be negative", latency)
-    require(ranks >= 1, "--ranks must be at least 1", ranks)
-    link = Link(arguments.bandwidth * 1e6 / 8, latency / 1e3, ranks)
+    compute = None if arguments.profile is None else Profile.read(arguments.profile)
+    link = _link(arguments, compute)
+    stragglers = Stragglers.parse(arguments.stragglers)
+    stragglers.check_ranks(link.num_ranks)
     workload = _workload(arguments)
     with _progress() as show:
-        found = benchmark(workload, link, show)
-    return _text(workload, found, arguments.profile)
+        found = benchmark(workload, link, show, compute)
+    return _text(workload, replace(found, stragglers=stragglers), arguments.save_profile)
+
+
+def _link(arguments: argparse.Namespace, compute: Profile | None) -> Link:
+    """Return the link that is given; what is not, is the profile's."""
+    ranks = 2 if arguments.ranks is None else arguments.ranks
+    require(ranks >= 1, "--ranks must be at least 1", ranks)
+    latency = 0.2 if arguments.latency is None else arguments.latency
+    require(0 <= latency < math.inf, "--latency must be finite and not negative", latency)
+    latency *= MILLISECOND
+    profile: Any = compute or argparse.Namespace(rate=None, latency=None)
+    if arguments.latency is None and profile.latency is not None:
+        latency = Links.uniform(1.0, profile.latency).all_reduce_seconds(0.0, ranks, ranks)
+    rate = profile.rate if arguments.bandwidth is None else arguments.bandwidth * MBIT
+    rule = "--bandwidth must be given in Mbit/s, or a --profile with a rate, or the command started"
+    require(rate is not None, f"{rule} with torchrun, which measures the link", "none")
+    require(0 < rate < math.inf, "--bandwidth must be greater than 0 and finite", rate / MBIT)
+    return Link(rate, latency, ranks)
 
 
 def _on_ranks(arguments: argparse.Namespace) -> str:
     """Report for the measured link between the ranks; the slowest rank counts."""
-    given = [name for name in _LINK_OPTIONS if getattr(arguments, name) is not None]
+    given = [name for name in _MEASURED if getattr(arguments, name) is not None]
     if given:
         raise ValueError(
-            f"--{given[0]} must not be given under torchrun, which measures the link, got "
-            f"{getattr(arguments, given[0])}"
+            f"--{given[0]} must not be given under torchrun, which measures the link and a step, "
+            f"got {getattr(arguments, given[0])}"
         )
+    stragglers = Stragglers.parse(arguments.stragglers)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     wait_for_store()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
+        stragglers.check_ranks(dist.get_world_size())
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         workload = _workload(arguments)
         with _progress() as show:
-            found = benchmark_ranks(workload, device, show)
-        return _text(workload, found, arguments.profile) if dist.get_rank() == 0 else ""
+            found = replace(benchmark_ranks(workload, device, show), stragglers=stragglers)
+        return _text(workload, found, arguments.save_profile) if dist.get_rank() == 0 else ""
     finally:
         dist.destroy_process_group()
 
@@ -144,23 +165,24 @@ def _workload(arguments: argparse.Namespace) -> Workload:
 def _text(workload: Workload, found: Measurements, path: Path | None) -> str:
     compute, link, predictions = found.compute, found.link, found.predictions
     if path is not None:
-        seconds = compute.forward + compute.backward
-        of_link = {"rate": link.bytes_per_second, "latency": link.latency}
-        Profile(seconds, compute.forward / seconds, **of_link).write(path)
+        (uplink,) = link.links.uplinks
+        replace(compute, rate=uplink.rate, latency=uplink.latency).write(path)
+    forward = 1e3 * compute.computing * compute.forward_share
+    backward = 1e3 * compute.computing - forward
     return "\n".join(
         [
-            f"{workload.num_parameters / 1e6:,.1f} M parameters in {len(compute.buckets)} buckets: "
-            f"forward {1e3 * compute.forward:,.1f} ms, backward {1e3 * compute.backward:,.1f} ms",
+            f"{workload.num_parameters / 1e6:,.1f} M parameters in {len(workload.buckets)} "
+            f"buckets: forward {forward:,.1f} ms, backward {backward:,.1f} ms",
             f"{link.num_ranks} ranks, {link.bytes_per_second * 8e-6:,.0f} Mbit/s, latency "
             f"{1e3 * link.latency:.3g} ms",
             "",
             *aligned([_COLUMNS, *describe(predictions, workload.num_parameters)]),
             _LEGEND,
             "",
-            *aligned([_OUTER_COLUMNS, *describe_outer(found, workload.num_parameters)]),
+            *aligned([_ALGORITHM_COLUMNS, *describe_algorithms(found, workload.num_parameters)]),
             "",
             advise(predictions),
-            *advise_outer(predictions, found.outer_predictions),
+            *advise_algorithms(predictions, found.algorithm_predictions),
         ]
     )
 
@@ -203,33 +225,32 @@ def advise(predictions: Sequence[StepTime]) -> str:
     )
 
 
-def describe_outer(found: Measurements, num_parameters: int) -> list[tuple[str, ...]]:
-    """Return the rows of the table of outer steps: local steps between them, bytes of each."""
+def describe_algorithms(found: Measurements, num_parameters: int) -> list[tuple[str, ...]]:
+    """Return the rows of the table of algorithms: steps between averages, bytes of each."""
     dense = next(each for each in found.predictions if each.name == DENSE.name)
-    local = found.compute.forward + found.compute.backward
     lines: list[tuple[str, ...]] = []
-    for algorithm, each in zip(OUTER_STEPS, found.outer_predictions, strict=True):
-        sent = each.cost.wire_bytes
-        bits = 8 * sent / num_parameters / algorithm.interval
-        exposed = each.step - local - each.cost.coding / algorithm.interval
+    for algorithm, each in zip(found.algorithms, found.algorithm_predictions, strict=True):
+        interval = getattr(algorithm, "interval", 1)
         lines.append((
             each.name,
-            f"{algorithm.interval} steps",
-            f"{sent / 1e6:,.2f} MB",
-            f"{bits:.2g}",
-            f"{exposed / each.step:.0%}",
+            "1 step" if interval == 1 else f"{interval} steps",
+            f"{each.cost.wire_bytes / 1e6:,.2f} MB",
+            f"{8 * each.cost.wire_bytes / num_parameters / interval:.2g}",
+            f"{each.waiting:.0%}",
             f"{1e3 * each.step:,.1f} ms",
             f"{dense.step / each.step:.2f}x",
         ))  # fmt: skip
     return lines
 
 
-def advise_outer(predictions: Sequence[StepTime], outer: Sequence[StepTime]) -> list[str]:
-    """Return what to say of outer steps: something where they are faster than any compressor."""
-    found, best = choose(predictions), choose(outer)
+def advise_algorithms(predictions: Sequence[StepTime], algorithms: Sequence[StepTime]) -> list[str]:
+    """Return what to say of algorithms: something where one is faster than any compressor."""
+    found, best = choose(predictions), choose(algorithms)
     if best.step >= (1 - NOISE) * found.step:
         return []
+    of_pairs = "OnePeerExponential(num_ranks), overlap=1" if best.name == "SGP" else ""
     return [
-        f"Outer steps are faster still: gossip.{best.name}() {found.step / best.step:.2f} times as "
-        "fast as that. They change the training more than a compressor does: compare the loss."
+        f"Averages of weights are faster still: gossip.{best.name}({of_pairs}) "
+        f"{found.step / best.step:.2f} times as fast as that. They change the training more than a "
+        "compressor does: compare the loss."
     ]

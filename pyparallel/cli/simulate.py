@@ -16,8 +16,10 @@ from ..pipeline import OneForwardOneBackward
 from ..simulate import (
     Failures,
     Links,
+    LogisticRegression,
     Pipeline,
     Profile,
+    Quadratic,
     SimulatedRun,
     Stragglers,
     parse_algorithm,
@@ -25,6 +27,7 @@ from ..simulate import (
     simulate_run,
 )
 from ..simulate.links import MBIT, MILLISECOND
+from ..simulate.objectives import Objective
 from ..training.arguments import require
 from .text_table import aligned
 
@@ -35,8 +38,9 @@ EXAMPLE = (
 
 _WIDTH = 80  # of a narrow terminal or notebook
 _COLUMNS = (
-    "step", "10-90 %", "waiting", "MB sent", "goodput", "steps/h", "mixing", "consensus",
+    "step", "10-90 %", "waiting", "MB sent", "goodput", "steps/h", "mixing",
 )  # fmt: skip
+_OBJECTIVES = {"quadratic": Quadratic, "logistic": LogisticRegression}
 _LEGEND = """
 step       seconds, mean over ranks and steps
 10-90 %    of a rank's steps
@@ -46,10 +50,15 @@ goodput    share of time spent on steps that count, with the failures
 steps/h    that count
 mixing     distance of random values from their mean after all steps, over the
            first
-consensus  the same of values that each rank changes in each update by a random
-           number of variance 1, mean over the second half of the steps
+{}
 All is simulated. Messages are float32 without a compressor, whose errors do
 not count."""
+_CONSENSUS = """\
+consensus  the same of values that each rank changes in each update by a random
+           number of variance 1, mean over the second half of the steps"""
+_LOSS = """\
+loss       of the mean of the ranks' parameters, minus the least one, mean over
+           the last tenth of the steps; ranks train by SGD"""
 _EXACT = 1e-9  # an average, but for rounding
 
 
@@ -90,6 +99,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=1000, help="steps (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument(
+        "--loss", choices=_OBJECTIVES, help="train on it, and show the loss instead of consensus"
+    )
+    parser.add_argument("--learning-rate", type=float, help="of SGD (default: 0.1)")
+    parser.add_argument(
+        "--heterogeneity", type=float, help="of the ranks' shards; 0: all the same (default: 1)"
+    )
     parser.add_argument("--out", type=Path, help="file for a picture")
 
 
@@ -103,6 +119,7 @@ def report(arguments: argparse.Namespace) -> str:
         num_bytes = of_parameters if arguments.message_bytes is None else arguments.message_bytes
         pipeline = _pipeline(arguments)
         failures = None if arguments.failures is None else Failures.parse(arguments.failures)
+        objective = _objective(arguments)
         runs = {
             name: simulate_run(
                 algorithm,
@@ -115,6 +132,7 @@ def report(arguments: argparse.Namespace) -> str:
                 failures=failures,
                 seed=arguments.seed,
                 pipeline=of_run,
+                objective=objective,
             )
             for name, (algorithm, of_run) in _named(arguments, pipeline).items()
         }
@@ -128,9 +146,10 @@ def report(arguments: argparse.Namespace) -> str:
     if pipeline is not None:
         head += f"; replicas of {pipeline.num_stages} stages with {pipeline.num_microbatches} "
         head += f"microbatches, {pipeline.schedule!r}"
-    header, *rows = aligned([_COLUMNS, *describe(runs.values())])
+    last, legend = ("consensus", _CONSENSUS) if objective is None else ("loss", _LOSS)
+    header, *rows = aligned([(*_COLUMNS, last), *describe(runs.values())])
     table = itertools.chain(*zip(runs, rows, strict=True))  # a row below the algorithm's name
-    lines = [*textwrap.wrap(head, _WIDTH), "", header, *table, _LEGEND]
+    lines = [*textwrap.wrap(head, _WIDTH), "", header, *table, _LEGEND.format(legend)]
     if arguments.out:
         lines += ["", f"picture  {_draw(runs, arguments.out)}"]
     return "\n".join(lines)
@@ -147,7 +166,7 @@ def describe(runs: Iterable[SimulatedRun]) -> Sequence[tuple[str, ...]]:
             f"{run.goodput:.1%}",
             f"{3600 * run.goodput / run.seconds:,.0f}",
             f"{run.mixing_errors[-1]:.1e}" if run.mixing_errors[-1] > _EXACT else "exact",
-            f"{run.consensus_distance:.2f}",
+            f"{run.consensus_distance:.2f}" if run.loss is None else f"{run.loss:.2e}",
         )
         for run in runs
     ]
@@ -190,6 +209,16 @@ def _profile(arguments: argparse.Namespace) -> Profile:
         return Profile.read(arguments.profile)
     require(arguments.compute > 0, "--compute must be greater than 0", arguments.compute)
     return Profile(arguments.compute)
+
+
+def _objective(arguments: argparse.Namespace) -> Objective | None:
+    given = find_given(arguments, "learning_rate", "heterogeneity")
+    if arguments.loss is None:
+        rule = "--learning-rate and --heterogeneity must come with --loss"
+        require(not given, rule, ", ".join(given))
+        return None
+    found: Objective = _OBJECTIVES[arguments.loss](**{"learning_rate": 0.1, **given})
+    return found
 
 
 def _links(arguments: argparse.Namespace, profile: Profile) -> Links:

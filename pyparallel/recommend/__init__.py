@@ -1,10 +1,10 @@
-"""``python -m pyparallel recommend``: which compressor or outer steps, if any, shorten steps."""
+"""``python -m pyparallel recommend``: which compressor or algorithm, if any, shortens steps."""
 
 from .benchmark import Measurements, benchmark, benchmark_ranks
 from .candidates import CANDIDATES, DENSE, HALF, OUTER_STEPS, Candidate
 from .link import measure_link
-from .model import NOISE, Compute, Cost, Link, StepTime, choose, predict, predict_outer
-from .profile import SingleRankCollectives, profile
+from .model import NOISE, Link, StepTime, choose, predict
+from .profile import profile
 from .workload import Workload
 
 __all__ = [
@@ -14,11 +14,8 @@ __all__ = [
     "NOISE",
     "OUTER_STEPS",
     "Candidate",
-    "Compute",
-    "Cost",
     "Link",
     "Measurements",
-    "SingleRankCollectives",
     "StepTime",
     "Workload",
     "benchmark",
@@ -26,6 +23,5 @@ __all__ = [
     "choose",
     "measure_link",
     "predict",
-    "predict_outer",
     "profile",
 ]

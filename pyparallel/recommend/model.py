@@ -1,11 +1,16 @@
-"""The model of the step time with a compressor, and the choice among compressors."""
+"""The predicted step time with a compressor or an algorithm, and the choice among them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..gossip import AllReduce, DiLoCo, LocalSGD
+from ..gossip.algorithms.base import Algorithm
+from ..simulate import Cost, Links, Profile, Stragglers, simulate_run
 from ..training.arguments import check_integer, require
 
 NOISE = 0.05  # relative difference of repeated measurements of a step
+_STEPS = 200  # whose mean is predicted, at least; as many come before
 
 
 @dataclass(frozen=True)
@@ -17,77 +22,58 @@ class Link:
     num_ranks: int
 
     def __post_init__(self) -> None:
-        rule = "bytes_per_second must be greater than 0"
-        require(self.bytes_per_second > 0, rule, self.bytes_per_second)
-        require(self.latency >= 0, "latency must not be negative", self.latency)
+        rule = "bytes_per_second must be greater than 0 and finite"
+        require(0 < self.bytes_per_second < math.inf, rule, self.bytes_per_second)
+        rule = "latency must be finite and not negative"
+        require(0 <= self.latency < math.inf, rule, self.latency)
         check_integer("num_ranks", self.num_ranks)
 
+    @property
+    def links(self) -> Links:
+        """Return it as links of a simulation, on which as many messages have its latency."""
+        messages = Links.uniform(1.0, 1.0).all_reduce_seconds(0.0, self.num_ranks, self.num_ranks)
+        return Links.uniform(self.bytes_per_second, self.latency / max(1.0, messages))
 
-@dataclass(frozen=True)
-class Compute:
-    """The compute time of a step, without communication, in seconds."""
-
-    forward: float
-    backward: float
-    buckets: tuple[float, ...]  # each one's share of all gradient bytes, in their order
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of averaging gradients with one compressor, per rank and step."""
-
-    name: str  # of the compressor in tables
-    coding: float  # seconds of encoding and decoding
-    payload_bytes: float  # of the encoded messages
-    wire_bytes: float  # sent
-    collectives: int  # how many
+    def seconds(self, cost: Cost) -> float:
+        """Return the seconds for which an average keeps it busy."""
+        if self.num_ranks == 1:
+            return 0.0
+        return cost.wire_bytes / self.bytes_per_second + cost.collectives * self.latency
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The predicted time of a step with a compressor."""
+    """The predicted time of a step with a compressor or an algorithm."""
 
     cost: Cost
     communication: float  # seconds that the link is busy
     step: float  # seconds of all, with their overlap
+    waiting: float = 0.0  # share of the step
 
     @property
     def name(self) -> str:
-        """Return the name of the compressor."""
+        """Return the name of the compressor or the algorithm."""
         return self.cost.name
 
 
-def predict(cost: Cost, compute: Compute, link: Link) -> StepTime:
-    """Predict the time of a step in which communication overlaps backward and coding.
+def predict(
+    cost: Cost, profile: Profile, link: Link, algorithm: Algorithm,
+    stragglers: Stragglers | None = None,
+) -> StepTime:  # fmt: skip
+    """Predict the mean step of an algorithm by a simulated run, but for its start and end.
 
-    The link sends a bucket while the processor computes the next one. So with B equal buckets a
-    step takes ``forward + max(work, communication) + min(work, communication) / B``, without the
-    optimizer's update; ``work`` is backward and coding.
+    ``cost`` is of averages over all ranks, or of gossip, whose message has its ``payload_bytes``.
     """
-    communication = _communication(cost, link)
-    computed = sent = 0.0  # seconds from the start of the backward
-    for share in compute.buckets:
-        computed += share * (compute.backward + cost.coding)
-        sent = max(sent, computed) + share * communication
-    return StepTime(cost, communication, compute.forward + sent)
-
-
-def predict_outer(
-    cost: Cost, compute: Compute, link: Link, *, interval: int, fragments: int, delay: int
-) -> StepTime:
-    """Predict the mean time of a local step with outer steps of this cost at an interval.
-
-    What a fragment sends travels beside ``delay`` local steps; the ranks wait for the rest.
-    """
-    communication, local = _communication(cost, link), compute.forward + compute.backward
-    exposed = fragments * max(0.0, communication / fragments - delay * local)
-    return StepTime(cost, communication / interval, local + (cost.coding + exposed) / interval)
-
-
-def _communication(cost: Cost, link: Link) -> float:
-    if link.num_ranks == 1:
-        return 0.0
-    return cost.wire_bytes / link.bytes_per_second + cost.collectives * link.latency
+    of_all = cost if isinstance(algorithm, AllReduce | LocalSGD | DiLoCo) else None
+    interval = getattr(algorithm, "interval", 1)
+    span = interval * -(-_STEPS // interval)
+    run = simulate_run(
+        algorithm, link.num_ranks, link.links, profile, cost.payload_bytes,
+        num_steps=2 * span + 1, stragglers=stragglers, cost=of_all,
+    )  # fmt: skip
+    ends = run.times.mean(1)
+    step = float(ends[-2] - ends[-2 - span]) / span
+    return StepTime(cost, link.seconds(cost) / interval, step, run.waiting / run.seconds)
 
 
 def choose(predictions: Sequence[StepTime]) -> StepTime:

@@ -7,11 +7,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
-from ..compression import BufferLayout, Collectives, CommStats, Compressor
+from ..compression import BufferLayout, Compressor
+from ..simulate import Cost, SingleRankCollectives
 from .candidates import Candidate
-from .model import Cost
 
 Bucket = list[tuple[str, nn.Parameter]]
 
@@ -20,48 +19,10 @@ _WARM_UP = 2
 _REPEATS = 5
 
 
-class SingleRankCollectives(Collectives):
-    """Collectives of rank 0 without a process group, as if all ranks had its data."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.rank = 0
-        self.size = num_ranks
-        self.stats = CommStats()
-        self.collectives = 0
-
-    @override
-    def all_reduce_(self, tensor: Tensor) -> None:
-        self._count(tensor, 2 * (self.size - 1) / self.size)
-        tensor.mul_(self.size)
-
-    @override
-    def broadcast_(self, tensor: Tensor, source: int) -> None:
-        """Broadcast; another rank's tensor is 0, 1, 2, ..., which is also valid as indices."""
-        self._count(tensor, (self.size - 1) / self.size)
-        if source != self.rank:
-            tensor.copy_(torch.arange(tensor.numel(), device=tensor.device).view_as(tensor))
-
-    @override
-    def all_to_all(
-        self, tensor: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]
-    ) -> Tensor:
-        self._count(tensor, 1 - sizes_out[0] / max(1, sum(sizes_out)))
-        return tensor[: sizes_out[0]].repeat(self.size)
-
-    @override
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        self._count(tensor, self.size - 1)
-        return tensor.expand(self.size, -1).clone()
-
-    def _count(self, tensor: Tensor, times: float) -> None:
-        self.stats.count(tensor, times)
-        self.collectives += 1
-
-
 def profile(candidate: Candidate, buckets: Sequence[Bucket], num_ranks: int) -> Cost:
     """Measure what it costs to average the gradients of these parameters; medians of a few runs."""
-    collectives = SingleRankCollectives(num_ranks)
-    compressor = candidate.steady_state
+    collectives, compressor = SingleRankCollectives(num_ranks), candidate.steady_state
+    num_bytes = sum(map(num_bytes_of, buckets))
     if compressor is None:
         for bucket in buckets:
             collectives.all_reduce_(flat_gradients(bucket))
@@ -76,6 +37,7 @@ def profile(candidate: Candidate, buckets: Sequence[Bucket], num_ranks: int) -> 
         stats.payload_bytes,
         stats.wire_bytes,
         collectives.collectives,
+        tuple(num_bytes_of(bucket) / num_bytes for bucket in buckets),
     )
 
 

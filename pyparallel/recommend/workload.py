@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..simulate import Profile
 from ..training.arguments import require
-from .model import Compute
 from .profile import BUCKET_BYTES, Bucket, in_buckets, num_bytes_of, timed
 
 _WARM_UP = 2
-_REPEATS = 5
 _BYTES = 256
 
 
@@ -48,13 +47,12 @@ class Workload:
         """Return the buckets of gradients, in the order in which they are ready."""
         return list(in_buckets(self.named_parameters, self.bucket_bytes))
 
-    def measure(self) -> Compute:
-        """Measure a step, medians of a few; leaves the gradients of the last one."""
+    def measure(self, repeats: int) -> Profile:
+        """Measure a step, medians of some; leaves the gradients of the last one."""
         device = self.named_parameters[0][1].device
-        passes = [self._step(device) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
+        passes = [self._step(device) for _ in range(_WARM_UP + repeats)][_WARM_UP:]
         forward, backward = (statistics.median(each) for each in zip(*passes, strict=True))
-        shares = tuple(num_bytes_of(bucket) / self.num_bytes for bucket in self.buckets)
-        return Compute(forward, backward, shares)
+        return Profile(forward + backward, forward / (forward + backward))
 
     def _step(self, device: torch.device) -> tuple[float, float]:
         self.module.zero_grad()

@@ -1,6 +1,7 @@
 """What each algorithm waits for in a step, and what it averages: its calls of a clock."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 
 from typing_extensions import override
@@ -8,6 +9,8 @@ from typing_extensions import override
 from ..gossip.algorithms.base import Periodic
 from ..gossip.topology import Circulant, Topology
 from .clock import Clock, Sent
+from .cost import Cost
+from .training import OuterSteps
 
 Average = Callable[[int, slice], Sent]
 """Sends columns of values for the average of a number; what arrives is the average itself."""
@@ -31,15 +34,17 @@ class Steps:
 
 
 class Gradients(Steps):
-    """Gradients are averaged in groups of ranks while they are computed."""
+    """Gradients are averaged in groups of ranks while they are computed; at a measured cost."""
 
-    def __init__(self, clock: Clock, num_bytes: float, group: int) -> None:
+    def __init__(
+        self, clock: Clock, num_bytes: float, group: int, cost: Cost | None = None
+    ) -> None:
         super().__init__(clock)
-        self._num_bytes, self._group = num_bytes, group
+        self._num_bytes, self._group, self._cost = num_bytes, group, cost
 
     @override
     def before_update(self) -> None:
-        self.clock.reduce_gradients(self._num_bytes, self._group)
+        self.clock.reduce_gradients(self._num_bytes, self._group, self._cost)
 
     @override
     def after_update(self) -> None:
@@ -135,6 +140,10 @@ class Outer(Steps):
         self._options, self._inner, self._interval = options, inner, interval
         self._average, self._steps = average, 0
         self._sent: dict[int, tuple[int, Sent]] = {}  # with the step, by fragment
+        self._trained: list[OuterSteps] = []  # by fragment
+        if clock.training is not None:
+            numbers = range(options.num_fragments)
+            self._trained = [OuterSteps(options, clock.training, each) for each in numbers]
 
     @override
     def before_update(self) -> None:
@@ -152,7 +161,9 @@ class Outer(Steps):
                 self._inner.flush()
                 if self._options.compressor is not None:
                     self.clock.encode()
-                sent = self._average(count * fragments + number, slice(number, -1, fragments))
+                with self._trained[number].sending() if self._trained else nullcontext():
+                    columns = slice(number, -1, fragments)
+                    sent = self._average(count * fragments + number, columns)
                 self._sent[number] = self._steps, sent
             if number in self._sent and self._steps - self._sent[number][0] >= self._options.delay:
                 self._take(number)
@@ -168,16 +179,19 @@ class Outer(Steps):
         self.clock.wait(received)
         values, kept = self.clock.values, self._options.share_kept
         new = (1 - kept) * average * values[:, -1:]  # of the push-sum weight of an inner algorithm
+        if self._trained:
+            own = self._trained[number].columns
+            new[:, own] = (1 - kept) * self._trained[number].step(average[:, own])
         values[:, columns] = new + kept * values[:, columns]
 
 
-def average_all(clock: Clock, num_bytes: float) -> Average:
-    """Return what averages over all ranks, one average after the other."""
+def average_all(clock: Clock, num_bytes: float, times: float = 1) -> Average:
+    """Return what averages over all ranks by all-reduces, one average after the other."""
     ends = 0.0
 
     def send(index: int, columns: slice) -> Sent:
         nonlocal ends
-        ends = clock.all_reduce(num_bytes, begin=ends)
+        ends = clock.all_reduce(num_bytes, begin=ends, times=times)
         return ends, clock.average(columns, clock.num_ranks), columns
 
     return send

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from ..gossip.topology import Edges, Topology
+from .cost import Cost
 from .links import Links
+from .objectives import Objective
 from .profile import Profile
+from .training import Training
 
 _CACHED_ROUNDS = 24  # of a topology: with a million ranks each takes 40 MB
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
@@ -28,18 +32,22 @@ class Clock:
         draw: the seconds for which each rank of the run computes in a step.
         num_columns: c, of each kind of values.
         bucket_bytes: of gradients, which are averaged while others are computed; inf: after them.
+        objective: on which ranks train d parameters; None: they do not, and d is 0.
+        is_biased: see ``Training``.
 
     Attributes:
         now: (n,) seconds.
         waited: (n,) seconds without computing, encoding or stepping.
         card_bytes: (machines,) that each card has sent.
-        values: (n, 2 c + 1); c columns are random at first and then only mixed, the next c begin
-            as zeros and change at random in each update, the last holds the push-sum weights.
+        values: (n, 2 c + d + 1); c columns are random at first and then only mixed, the next c
+            begin as zeros and change at random in each update, d are trained, and the last holds
+            the push-sum weights.
     """
 
     def __init__(
         self, ranks: range, links: Links, profile: Profile, draw: Callable[[int], np.ndarray],
         seed: int, num_columns: int, bucket_bytes: float = BUCKET_BYTES,
+        objective: Objective | None = None, *, is_biased: bool = False,
     ) -> None:  # fmt: skip
         num_ranks = len(ranks)
         self.ranks, self.num_ranks, self.links = ranks, num_ranks, links
@@ -50,9 +58,14 @@ class Clock:
         self._machines = np.unique(np.array(ranks) // links.ranks_per_machine)
         self._random, self._columns = np.random.default_rng([seed, ranks.start]), num_columns
         self._drawn: list[tuple[np.ndarray, np.ndarray]] = []  # of steps at a rank's own pace
-        self.values = np.zeros((num_ranks, 2 * num_columns + 1))
+        dimension = 0 if objective is None else objective.dimension
+        self.values = np.zeros((num_ranks, 2 * num_columns + dimension + 1))
         self.values[:, :num_columns] = self._random.standard_normal((num_ranks, num_columns))
         self.values[:, -1] = 1.0
+        self.training: Training | None = None
+        if objective is not None:
+            values = self.values[:, 2 * num_columns :]
+            self.training = Training(objective, values, seed, is_biased=is_biased)
         self._round = lru_cache(_CACHED_ROUNDS)(self._round_of)
         self._to_stage = lru_cache(_CACHED_ROUNDS)(self._to_stage_of)
         self._all_reduce_seconds = lru_cache(_CACHED_ROUNDS)(links.all_reduce_seconds)
@@ -63,11 +76,15 @@ class Clock:
             seconds = self._draw(step)
             changes = self._random.standard_normal((self.num_ranks, self._columns))
             self._drawn.append((seconds, changes))
+        if self.training is not None:
+            self.training.compute_alone(rank, step)
         return float(self._drawn[step][0][rank])
 
     def update_alone(self, rank: int, step: int) -> float:
         """Change a rank's values as its optimizer does in a step; return the seconds it takes."""
-        self.values[rank, self._columns : -1] += self._drawn[step][1][rank]
+        self.values[rank, self._columns : 2 * self._columns] += self._drawn[step][1][rank]
+        if self.training is not None:
+            self.training.update(rank)
         return self._profile.stepping
 
     def count_bytes(self, sender: int, receiver: int, num_bytes: float) -> None:
@@ -85,7 +102,9 @@ class Clock:
         """Let each rank's optimizer step."""
         self.now = self.now + self._profile.stepping
         shape = self.num_ranks, self._columns
-        self.values[:, self._columns : -1] += self._random.standard_normal(shape)
+        self.values[:, self._columns : 2 * self._columns] += self._random.standard_normal(shape)
+        if self.training is not None:
+            self.training.update()
 
     def encode(self) -> None:
         """Let each rank encode a message."""
@@ -123,33 +142,43 @@ class Clock:
         received: np.ndarray = self.now + seconds
         return received
 
-    def all_reduce(self, num_bytes: float, begin: float = 0.0) -> float:
-        """Return when an all-reduce ends that begins once all ranks are ready, and a time has come.
+    def all_reduce(self, num_bytes: float, begin: float = 0.0, times: float = 1) -> float:
+        """Return when all-reduces end that begin once all ranks are ready, and a time has come.
 
-        Its values are those of ``average``.
+        Their values are those of ``average``; ``num_bytes`` are of all ``times`` together.
         """
         ready = max(float(self.now.max()), begin)
-        return ready + self.all_reduce_seconds(num_bytes, self.num_ranks)
+        return ready + times * self.all_reduce_seconds(num_bytes / times, self.num_ranks, times)
 
-    def all_reduce_seconds(self, num_bytes: float, group: int, times: int = 1) -> float:
+    def all_reduce_seconds(self, num_bytes: float, group: int, times: float = 1) -> float:
         """Return the seconds of one of several all-reduces in each group; count their bytes."""
         stages = self.ranks.step
         if group * stages > self.links.ranks_per_machine:  # a ring leaves each machine once
             self.card_bytes[self._machines] += times * 2 * num_bytes * (group - 1) / group
         return self._all_reduce_seconds(num_bytes, self.ranks.stop, group, stages)
 
-    def reduce_gradients(self, num_bytes: float, group: int) -> None:
-        """Average gradients in each group during backward, in buckets of equal size."""
-        if group == 1:
-            return
+    def reduce_gradients(self, num_bytes: float, group: int, cost: Cost | None = None) -> None:
+        """Average gradients in each group during backward, in buckets of equal size or of a cost.
+
+        With a cost they are encoded during backward, too.
+        """
         buckets = max(1, round(num_bytes / self._bucket_bytes))
-        seconds = self.all_reduce_seconds(num_bytes / buckets, group, buckets)
+        shares, times = (1 / buckets,) * buckets, buckets
+        work = self._computed
+        if cost is not None:
+            self.encode()
+            shares, times, work = cost.buckets, cost.collectives, work + self._profile.encoding
+        seconds = times * self.all_reduce_seconds(num_bytes / times, group, times)
+        spans = list(pairwise(accumulate(shares, initial=0.0)))
         # When the slowest is ready for bucket b is a maximum of functions linear in b, so convex:
-        # the longest wait is what follows the first bucket or the last one.
-        backward = self._computed
-        first = self.latest(self.now - backward + backward / buckets, group)
-        last = self.latest(self.now, group)
-        self.wait(np.maximum(first + buckets * seconds, last + seconds))
+        # the longest wait is what follows the first of equal buckets or the last one.
+        if len(set(shares)) == 1:
+            spans = [spans[0], spans[-1]]
+        until = self.now
+        for begin, end in spans:
+            ready = self.latest(self.now - (1 - end) * work, group)
+            until = np.maximum(until, ready + (1 - begin) * seconds)
+        self.wait(until)
 
     def latest(self, times: np.ndarray, group: int) -> np.ndarray:
         """Return the latest of the times in each rank's group, (n,)."""
@@ -162,14 +191,14 @@ class Clock:
         found: np.ndarray = held.reshape(-1, group, held.shape[1]).mean(1).repeat(group, 0)
         return found
 
-    def distances(self, values: np.ndarray | None = None) -> tuple[float, float]:
-        """Return the rms distance from the mean, of values that are only mixed and of others."""
-        values = self.values if values is None else values
-        debiased = values[:, :-1] / values[:, -1:]
-        mean = values[:, :-1].mean(0) / values[:, -1].mean()
+    def measure(self, values: np.ndarray | None = None) -> list[float]:
+        """Return the rms distance from the mean, of both kinds of values; the loss, if any."""
+        values, end = self.values if values is None else values, 2 * self._columns
+        debiased = values[:, :end] / values[:, -1:]
+        mean = values[:, :end].mean(0) / values[:, -1].mean()
         squares = ((debiased - mean) ** 2).mean(0).reshape(2, -1)
-        mixed, changed = np.sqrt(squares.mean(1)).tolist()
-        return mixed, changed
+        found: list[float] = np.sqrt(squares.mean(1)).tolist()
+        return found if self.training is None else [*found, self.training.loss(values[:, end:-1])]
 
     def _round_of(
         self, topology: Topology, index: int, num_bytes: float

@@ -43,6 +43,11 @@ class Stragglers:
                 raise ValueError(f"{rule}, got {part!r}") from None
         return cls(sigma, slow)
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise a ValueError if a slow rank is none of so many."""
+        wrong = [rank for rank in self.slow if not 0 <= rank < num_ranks]
+        require(not wrong, f"slow ranks must be from 0 to {num_ranks - 1}", str(wrong))
+
     def draw(self, computing: np.ndarray, seed: int, step: int) -> np.ndarray:
         """Return the seconds for which each rank computes in a step, (n,)."""
         if not self.sigma:

@@ -6,27 +6,25 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
-import torch
 
-from ..compression import BufferLayout, Compressor, Piece
 from ..gossip import ADPSGD, OSGP, SGP, AllReduce, DiLoCo, Hierarchical, LocalSGD, NoLoCo, SlowMo
 from ..gossip.algorithms.base import Algorithm, Periodic
 from ..gossip.topology.composed import InterNode
 from ..pipeline import GPipe
 from ..pipeline.replicas import find_replicas_error
-from ..recommend import SingleRankCollectives
-from ..training.arguments import check_integer, raise_problem, require
+from ..training.arguments import check_integer, check_type, raise_problem, require
 from .algorithms import Gradients, Nodes, Outer, Rounds, Steps, average_all, average_pairs
 from .clock import BUCKET_BYTES, Clock
 from .conditions import Failures, Stragglers
+from .cost import Cost, collective_ratio, gossip_ratio
 from .links import Links
+from .objectives import Objective
 from .pairs import Pairs
 from .pipelines import Pipeline, Pipelines
 from .profile import Profile
 
 _SAMPLED_RANKS, _SAMPLED_STEPS = 1000, 40
 _CHECKED_RANKS = 1024  # beyond, it takes minutes to check that a topology connects all
-_SIDE = 512  # of the matrix on which compressors are tried
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,10 @@ class SimulatedRun:
         mixing_errors: rms distance of random values from their mean, over the first.
         consensus_distances: the same of values that each rank changes in each update by a random
             number of variance 1.
+        losses: of the mean of the ranks' parameters, minus the least one, of the shape of
+            ``steps``; infinite or NaN once they diverge. None without an objective.
+        parameters: (ranks, dimension) after the last step, divided by push-sum weights. None
+            without an objective.
     """
 
     algorithm: Algorithm
@@ -58,11 +60,20 @@ class SimulatedRun:
     steps: np.ndarray
     mixing_errors: np.ndarray
     consensus_distances: np.ndarray
+    losses: np.ndarray | None = None
+    parameters: np.ndarray | None = None
 
     @property
     def consensus_distance(self) -> float:
         """Return the mean of consensus distances over the second half of the steps."""
         return float(self.consensus_distances[:-1][self.steps[:-1] >= self.steps[-1] // 2].mean())
+
+    @property
+    def loss(self) -> float | None:
+        """Return the mean of losses over the last tenth of the steps."""
+        if self.losses is None:
+            return None
+        return float(self.losses[self.steps >= 0.9 * self.steps[-1]].mean())
 
 
 def simulate_run(
@@ -77,6 +88,8 @@ def simulate_run(
     failures: Failures | None = None,
     seed: int = 0,
     pipeline: Pipeline | None = None,
+    cost: Cost | None = None,
+    objective: Objective | None = None,
 ) -> SimulatedRun:
     """Simulate steps of a training run.
 
@@ -93,34 +106,43 @@ def simulate_run(
         profile: of the whole model on one rank.
         message_bytes: of the whole model, without compression, in float32.
         pipeline: of which the ranks hold replicas; None: each rank holds the model.
+        cost: measured, of averages over all ranks: of gradients with any compressor, or of weights
+            with that of the outer steps. None: as the algorithm's compressor does on a matrix. Not
+            with a pipeline.
+        objective: on which the ranks train, such as ``Quadratic(learning_rate=0.1)``, by plain SGD
+            and the algorithm's own rules, but for compressors' errors. A fragment has every so
+            many-th parameter. Not with a pipeline.
     """
     stragglers = stragglers or Stragglers()
     for name, value in (("num_ranks", num_ranks), ("num_steps", num_steps)):
         check_integer(name, value)
     require(message_bytes > 0, "message_bytes must be greater than 0", message_bytes)
-    wrong = [rank for rank in stragglers.slow if not 0 <= rank < num_ranks]
-    require(not wrong, f"slow ranks must be from 0 to {num_ranks - 1}", str(wrong))
+    stragglers.check_ranks(num_ranks)
     raise_problem(_find_problem(algorithm, num_ranks, pipeline))
+    _check_options(algorithm, pipeline, cost, objective)
+    if cost is not None:
+        profile = replace(profile, encoding=cost.coding / _count_parts(algorithm))
+        message_bytes = cost.reduced_bytes(num_ranks)
     computing = profile.computing * links.computing(num_ranks)
     for rank, factor in stragglers.slow.items():
         computing[rank] *= factor
     of_rank = pipeline or Pipeline(GPipe(), 1, 1)
     in_flight = 2 + of_rank.num_stages // of_rank.num_microbatches  # steps
     draw = lru_cache(in_flight)(partial(stragglers.draw, computing, seed))
-    clocks = _build_clocks(num_ranks, links, profile, draw, seed, algorithm, pipeline)
+    clocks = _build_clocks(num_ranks, links, profile, draw, seed, algorithm, pipeline, objective)
     sampled = np.unique(np.linspace(0, num_ranks - 1, _SAMPLED_RANKS).astype(int))
     seen = _sample_steps(num_steps, seed)
-    if isinstance(algorithm, ADPSGD):
-        pairs = Pairs(clocks[0], algorithm, message_bytes)
-        found = [clocks[0].distances()]
-        found += [clocks[0].distances(pairs.merged()) for k in pairs.run(num_steps) if k in seen]
-        times, distances = pairs.times(sampled), np.array(found)
-    else:
-        stages = [_steps_of(algorithm, each, message_bytes / len(clocks)) for each in clocks]
-        progress = Pipelines(of_rank, stages, profile.forward_share).run(num_steps)
-        times, distances = _record(progress, clocks, sampled, seen)
+    with np.errstate(over="ignore", invalid="ignore"):  # of a loss that diverges
+        if isinstance(algorithm, ADPSGD):
+            times, measured = _run_pairs(Pairs(clocks[0], algorithm, message_bytes), sampled, seen)
+        else:
+            part = message_bytes / len(clocks)
+            stages = [_steps_of(algorithm, each, part, cost) for each in clocks]
+            progress = Pipelines(of_rank, stages, profile.forward_share).run(num_steps)
+            times, measured = _record(progress, clocks, sampled, seen)
     low, high = np.nanquantile(np.diff(times, axis=0), (0.1, 0.9))
-    errors, changing = distances.T
+    errors, changing = np.sqrt((measured[:, :, :2] ** 2).mean(1)).T
+    training = clocks[0].training
     goodput = 1.0
     if failures is not None:
         is_gossip = isinstance(algorithm, SGP | OSGP | ADPSGD | Hierarchical | NoLoCo)
@@ -140,20 +162,45 @@ def simulate_run(
         seen,
         errors / max(errors[0], np.finfo(float).tiny),
         changing,
+        None if training is None else measured[:, 0, 2],
+        None if training is None else training.z,
     )
+
+
+def _count_parts(algorithm: Algorithm) -> int:
+    """Return how many fragments are averaged one after the other."""
+    return algorithm.num_fragments if isinstance(algorithm, Periodic) else 1
+
+
+def _check_options(
+    algorithm: Algorithm, pipeline: Pipeline | None, cost: Cost | None, objective: Objective | None
+) -> None:
+    for name, given in (("cost", cost), ("objective", objective)):
+        fits = pipeline is None or given is None
+        require(fits, f"{name} must come without a pipeline", repr(pipeline))
+    if cost is not None:
+        rule = "cost must come with AllReduce, LocalSGD or DiLoCo, which average over all ranks"
+        require(isinstance(algorithm, AllReduce | LocalSGD | DiLoCo), rule, algorithm)
+    if objective is not None:
+        check_type("objective", objective, Objective, "an object such as Quadratic(0.1)")
+        parts = _count_parts(algorithm)
+        rule = f"dimension must be at least the algorithm's number of fragments, {parts}"
+        require(objective.dimension >= parts, rule, objective.dimension)
 
 
 def _build_clocks(
     num_ranks: int, links: Links, profile: Profile, draw: Callable[[int], np.ndarray], seed: int,
-    algorithm: Algorithm, pipeline: Pipeline | None,
+    algorithm: Algorithm, pipeline: Pipeline | None, objective: Objective | None,
 ) -> list[Clock]:  # fmt: skip
     """Return a clock of the ranks of each stage; without a pipeline there is one."""
-    columns = max(2, algorithm.num_fragments if isinstance(algorithm, Periodic) else 1)
+    columns = max(2, _count_parts(algorithm))
+    is_biased = getattr(getattr(algorithm, "inner", algorithm), "biased", False)
     count, bucket_bytes = (1, BUCKET_BYTES) if pipeline is None else (pipeline.num_stages, math.inf)
     encoding, stepping = profile.encoding / count, profile.stepping / count
     part = replace(profile, encoding=encoding, stepping=stepping)
+    options = links, part, draw, seed, columns, bucket_bytes, objective
     return [
-        Clock(range(stage, num_ranks, count), links, part, draw, seed, columns, bucket_bytes)
+        Clock(range(stage, num_ranks, count), *options, is_biased=is_biased)
         for stage in range(count)
     ]
 
@@ -162,16 +209,28 @@ def _record(
     progress: Iterator[tuple[int, int]], clocks: Sequence[Clock], sampled: np.ndarray,
     seen: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Return when sampled ranks have ended each step, and the distances after steps, (s, 2)."""
+    """Return when sampled ranks have ended each step, and measures after steps, (s, stages, m)."""
     times = np.zeros((seen[-1] + 1, len(sampled)))
-    distances = np.array([[clock.distances() for clock in clocks]] * len(seen))
+    measured = np.array([[clock.measure() for clock in clocks]] * len(seen))
     replicas, stages = np.divmod(sampled, len(clocks))
     for stage, step in progress:
         own = stages == stage
         times[step, own] = clocks[stage].now[replicas[own]]
         if step in seen:
-            distances[seen == step, stage] = clocks[stage].distances()
-    return times, np.sqrt((distances**2).mean(1))
+            measured[seen == step, stage] = clocks[stage].measure()
+    return times, measured
+
+
+def _run_pairs(
+    pairs: Pairs, sampled: np.ndarray, seen: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run as many steps of all ranks together; return the same of them."""
+    clock = pairs.clock
+    measured = [clock.measure()]
+    num_steps = int(seen[-1])
+    measured += [clock.measure(pairs.merged()) for k in pairs.run(num_steps) if k in seen]
+    clock.values[:] = pairs.merged()
+    return pairs.times(sampled), np.array(measured)[:, None]
 
 
 def _sample_steps(num_steps: int, seed: int) -> np.ndarray:
@@ -205,12 +264,14 @@ def _find_problem(algorithm: Algorithm, num_ranks: int, pipeline: Pipeline | Non
     return None if fits else f"topology must be for {nodes:g} ranks, got {topology!r}"
 
 
-def _steps_of(algorithm: Algorithm, clock: Clock, message_bytes: float) -> Steps:
+def _steps_of(
+    algorithm: Algorithm, clock: Clock, message_bytes: float, cost: Cost | None = None
+) -> Steps:
     n = clock.num_ranks
     if isinstance(algorithm, AllReduce):
-        return Gradients(clock, message_bytes, n)
+        return Gradients(clock, message_bytes, n, cost)
     if isinstance(algorithm, SGP):
-        sent = message_bytes * _gossip_ratio(algorithm.compressor)
+        sent = message_bytes * gossip_ratio(algorithm.compressor)
         encodes = algorithm.compressor is not None
         return Rounds(clock, algorithm.topology, sent, algorithm.overlap, encodes=encodes)
     if isinstance(algorithm, OSGP):
@@ -227,46 +288,12 @@ def _steps_of(algorithm: Algorithm, clock: Clock, message_bytes: float) -> Steps
         inner = _steps_of(algorithm.inner, clock, message_bytes)
     part, compressor = message_bytes / algorithm.num_fragments, algorithm.compressor
     if isinstance(algorithm, NoLoCo):
-        ratio = _gossip_ratio(compressor)
+        ratio = gossip_ratio(compressor)
         if compressor is not None:
             ratio += 1 / algorithm.pull_turns
         average = average_pairs(clock, part * ratio, algorithm.topology)
+    elif cost is None:
+        average = average_all(clock, part * collective_ratio(compressor, n))
     else:
-        average = average_all(clock, part * _collective_ratio(compressor, n))
+        average = average_all(clock, part, cost.collectives / algorithm.num_fragments)
     return Outer(clock, algorithm, algorithm.interval, inner, average)
-
-
-def _tried() -> tuple[torch.Tensor, BufferLayout]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_SIDE * _SIDE, generator=generator, device="cpu")
-    return x, BufferLayout((Piece("layer.weight", (_SIDE, _SIDE)),))
-
-
-def _gossip_ratio(compressor: Compressor | None) -> float:
-    """Return the bytes of a message over those in float32."""
-    if compressor is None:
-        return 1.0
-    x, layout = _tried()
-    message = compressor.compress(x, compressor.init(layout, x.device))
-    return sum(part.numel() * part.element_size() for part in message) / x.nbytes
-
-
-def _collective_ratio(compressor: Compressor | None, num_ranks: int) -> float:
-    """Return the float32 fraction whose ring all-reduce sends as much as the compressor's mean.
-
-    A rank sends ``a (n - 1) + b (n - 1) / n`` bytes: its message to all others, or parts of sums.
-    """
-    if compressor is None or num_ranks == 1:
-        return 1.0
-    of_two, of_four = (_sent_bytes(compressor, size) for size in (2, 4))
-    b = (3 * of_two - of_four) / 0.75
-    a = of_two - b / 2
-    sent = a * (num_ranks - 1) + b * (num_ranks - 1) / num_ranks
-    return sent * num_ranks / (2 * (num_ranks - 1)) / (4 * _SIDE * _SIDE)
-
-
-def _sent_bytes(compressor: Compressor, num_ranks: int) -> float:
-    x, layout = _tried()
-    collectives = SingleRankCollectives(num_ranks)
-    compressor.mean_(x, compressor.init(layout, x.device), collectives)
-    return collectives.stats.wire_bytes

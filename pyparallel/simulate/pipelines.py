@@ -122,6 +122,8 @@ class Pipelines:
                 yield None
             steps.clock.wait(np.max(ready, axis=0))
             self._ready.pop(step - 1, None)
+        if steps.clock.training is not None:
+            steps.clock.training.compute(step)
         steps.before_update()
         steps.clock.update()
         steps.after_update()

@@ -9,13 +9,15 @@ import sys
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pyparallel.__main__ import main
-from pyparallel.cli.recommend import add_arguments, advise, advise_outer, describe, report
-from pyparallel.recommend import CANDIDATES, Cost, StepTime
+from pyparallel.cli.recommend import add_arguments, advise, advise_algorithms, describe, report
+from pyparallel.recommend import CANDIDATES, StepTime
 from pyparallel.recommend.candidates import OUTER_STEPS
-from pyparallel.simulate import Profile
+from pyparallel.recommend.workload import transformer
+from pyparallel.simulate import Cost, Profile
 
 SMALL = ["--parameters", "8e4", "--batch", "1", "--length", "8"]
 
@@ -35,9 +37,9 @@ def predictions(**steps):
 
 def test_all_candidates_are_in_the_table(tmp_path):
     options = ("--bandwidth", "100", "--latency", "0.1", "--ranks", "4")
-    text = report(parse(*SMALL, *options, "--profile", str(tmp_path / "profile.json")))
+    text = report(parse(*SMALL, *options, "--save-profile", str(tmp_path / "profile.json")))
     profile = Profile.read(tmp_path / "profile.json")
-    assert (profile.rate, profile.latency) == (1.25e7, 1e-4)
+    assert (profile.rate, profile.latency) == (1.25e7, 1e-4 / 4)  # four messages one by one
     assert 0 < profile.computing < 10
     assert 0 < profile.forward_share < 1
     head, table, _, outer, sentence = text.split("\n\n")
@@ -50,8 +52,48 @@ def test_all_candidates_are_in_the_table(tmp_path):
     assert times == sorted(times)
     assert sentence.startswith("Use ")
     rows = {line.split()[0]: line for line in outer.splitlines()[1:]}
-    assert list(rows) == [type(each).__name__ for each in OUTER_STEPS]
+    assert list(rows) == ["SGP", *(type(each).__name__ for each in OUTER_STEPS)]
+    assert " 1 step " in rows["SGP"]
     assert " 500 steps " in rows["DiLoCo"]
+
+
+def read_steps(text):
+    """Return the seconds of the step in both tables, by name."""
+    rows = [line.replace(",", "").split() for line in text.splitlines() if line.endswith("x")]
+    return {row[0]: float(row[row.index("ms", -4) - 1]) / 1e3 for row in rows}
+
+
+def test_a_profile_stands_for_the_machine_that_it_was_measured_on(tmp_path):
+    path = tmp_path / "profile.json"
+    Profile(0.5, 0.2, stepping=0.125, rate=1.25e5, latency=0.01).write(path)
+    options = (*SMALL, "--profile", str(path), "--ranks", "4")
+    text = report(parse(*options, "--save-profile", str(tmp_path / "copy.json")))
+    assert "buckets: forward 100.0 ms, backward 400.0 ms" in text
+    assert "4 ranks, 1 Mbit/s, latency 40 ms" in text
+    copy = Profile.read(tmp_path / "copy.json")
+    assert copy == Profile.read(path)
+    steps = read_steps(text)
+    sent = 1.5 * transformer(8e4, 1, 8, torch.device("cpu")).num_bytes / 1.25e5  # seconds
+    assert steps["fp32"] == pytest.approx(0.5 + 0.125 + 0.04 + sent, rel=1e-3)
+    assert steps["DiLoCo"] == pytest.approx(0.625, rel=0.02)
+    slowed = read_steps(report(parse(*options, "--bandwidth", "1e6", "--stragglers", "slow:0=3.0")))
+    assert slowed["fp32"] == pytest.approx(1.5 + 0.125, rel=0.05)
+    assert slowed["DiLoCo"] == pytest.approx(1.5 + 0.125, rel=0.05)
+
+
+def test_a_wrong_profile_is_refused(tmp_path):
+    path = tmp_path / "profile.json"
+    for values, sentence in [
+        ('{"version": 1, "computing": 0.5}', "--bandwidth must be given in Mbit/s, or a --profile"),
+        ('{"version": 2, "computing": 0.5}', "json, line 1: version must be 1, got 2"),
+        ('{"version": 1, "computing": -1}', "computing must be a number greater than 0, got -1"),
+        ('{"version": 1, "computing": 1, "stepping": -1}', "stepping must be a number, at least 0"),
+    ]:
+        path.write_text(values)
+        with pytest.raises(SystemExit, match=f"recommend: .*{sentence}"):
+            report(parse(*SMALL, "--profile", str(path)))
+    with pytest.raises(SystemExit, match="nothing"):
+        report(parse(*SMALL, "--profile", str(tmp_path / "nothing.json")))
 
 
 class Terminal(io.StringIO):
@@ -97,28 +139,34 @@ def test_the_recommendation():
         assert advise(predictions(**steps)).startswith(sentence)
 
 
-def test_outer_steps_are_recommended_where_they_are_faster():
-    def outer(*steps):
-        names = [type(each).__name__ for each in OUTER_STEPS]
+def test_algorithms_are_recommended_where_they_are_faster():
+    def algorithms(*steps):
+        names = ["SGP", *(type(each).__name__ for each in OUTER_STEPS)]
         pairs = zip(names, steps, strict=True)
         return [StepTime(Cost(name, 0.0, 1e6, 2e6, 1), 0.1, step) for name, step in pairs]
 
     compressed = predictions(fp32=0.4, int8=0.1)
-    (sentence,) = advise_outer(compressed, outer(0.05, 0.04, 0.039, 0.06))
-    assert sentence.startswith(
-        "Outer steps are faster still: gossip.StreamingDiLoCo() 2.50 times as fast as that."
-    )
-    assert advise_outer(compressed, outer(0.1, 0.096, 0.2, 0.3)) == []
+    for steps, best, ratio in [
+        ((0.3, 0.05, 0.04, 0.039, 0.06), "StreamingDiLoCo()", 2.5),
+        ((0.05, 0.05, 0.048, 0.06, 0.06), "SGP(OnePeerExponential(num_ranks), overlap=1)", 2),
+    ]:
+        (sentence,) = advise_algorithms(compressed, algorithms(*steps))
+        assert sentence.startswith(
+            f"Averages of weights are faster still: gossip.{best} {ratio:.2f} times as fast as "
+        )
+    assert advise_algorithms(compressed, algorithms(0.11, 0.1, 0.096, 0.2, 0.3)) == []
 
 
 def test_bad_arguments_are_refused_in_one_sentence():
     for arguments, sentence in [
-        ([], "--bandwidth must be given in Mbit/s, or the command started with torchrun, which"),
-        (["--bandwidth", "0"], "--bandwidth must be greater than 0, got 0.0"),
-        (["--bandwidth", "nan"], "--bandwidth must be greater than 0, got nan"),
-        (["--bandwidth", "9", "--latency", "-1"], "--latency must not be negative, got -1.0"),
+        ([], "--bandwidth must be given in Mbit/s, or a --profile with a rate, or the command"),
+        (["--bandwidth", "0"], "--bandwidth must be greater than 0 and finite, got 0.0"),
+        (["--bandwidth", "nan"], "--bandwidth must be greater than 0 and finite, got nan"),
+        (["--bandwidth", "9", "--latency", "-1"], "--latency must be finite and not negative, got"),
         (["--bandwidth", "9", "--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--bandwidth", "9", "--batch", "0"], "--batch must be at least 1, got 0"),
+        (["--bandwidth", "9", "--stragglers", "slow:2=3"], "slow ranks must be from 0 to 1, got"),
+        (["--bandwidth", "9", "--stragglers", "0.1"], "stragglers must be such as lognormal:0.1"),
     ]:
         with pytest.raises(SystemExit, match=f"recommend: {sentence}"):
             report(parse(*SMALL, *arguments))
@@ -128,6 +176,8 @@ def test_link_options_are_refused_under_torchrun(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(SystemExit, match=r"--ranks must not be given under torchrun, .*got 4"):
         report(parse(*SMALL, "--ranks", "4"))
+    with pytest.raises(SystemExit, match=r"--profile must not be given under torchrun, .*got p\."):
+        report(parse(*SMALL, "--profile", "p.json"))
 
 
 def print_as_under_torchrun(rank):

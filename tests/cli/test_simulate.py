@@ -1,5 +1,6 @@
 """``python -m pyparallel simulate``: the table, its files, and what it refuses."""
 
+import importlib.util
 import re
 import sys
 
@@ -171,6 +172,7 @@ def test_mistakes_in_a_pipeline_are_refused(refused):
         ((*own[:4], "--schedule", "GPipe()", "--microbatches", "2"),
          "must be given with a pipeline, got schedule, microbatches"),
         ((*sized, "--ranks", "6"), "num_ranks must be a multiple of 4 stages, got 6"),
+        ((*sized, "--loss", "logistic"), "objective must come without a pipeline, got Pipeline("),
         ((*own, "--activation-bytes", "-1"), "activation_bytes must be in [0, inf), got -1.0"),
         ((*sized, "--stages", "0"), "num_stages must be a positive integer, got 0"),
         ((*sized, "--microbatches", "0"), "num_microbatches must be a positive integer, got 0"),
@@ -213,6 +215,32 @@ def test_the_picture(call, tmp_path):
     printed = call("--rate", "1000", "--compute", "0.5", "--rounds", "20", "--out", "runs.svg")
     assert printed.endswith("picture  runs.svg\n")
     assert (tmp_path / "runs.svg").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("loss", ["quadratic", "logistic"])
+def test_losses_are_shown_when_asked(call, tmp_path, loss):
+    arguments = ("--ranks", "16", "--rate", "300", "--parameters", "2e9", "--compute", "100",
+                 "--rounds", "200", "--stragglers", "lognormal:0.5",
+                 "--algorithm", "LocalSGD(40)", "--algorithm", "ADPSGD(Ring())")  # fmt: skip
+    plain, asked = call(*arguments), call(*arguments, "--loss", loss)
+    assert not re.search("loss", plain)
+    assert max(map(len, asked.splitlines())) <= 80
+    assert "\nloss       of the mean of the ranks' parameters" in asked
+    assert "consensus" not in asked
+    before, rows = rows_of(plain), rows_of(asked)
+    assert {name: row[:-1] for name, row in rows.items()} == {
+        name: row[:-1] for name, row in before.items()
+    }
+    assert 0 < float(rows["AllReduce()"][-1]) < float(rows["LocalSGD(40)"][-1]) < 0.1
+    options = ("--learning-rate", "0.2", "--heterogeneity", "0")
+    equal = rows_of(call(*arguments, "--loss", loss, *options))
+    assert equal["LocalSGD(40)"][-1] != rows["LocalSGD(40)"][-1]
+    if importlib.util.find_spec("matplotlib"):
+        sizes = []
+        for each in ((), ("--loss", loss)):
+            call("--rate", "1", "--compute", "1", "--rounds", "9", *each, "--out", "runs.svg")
+            sizes.append((tmp_path / "runs.svg").read_text().count('id="axes_'))
+        assert sizes == [2, 3]
 
 
 def test_algorithms_are_read_as_they_are_written_in_python():
@@ -326,6 +354,14 @@ def test_mistakes_in_arguments_are_refused(refused):
         ([*rate, "--rounds", "0"], "num_steps must be a positive integer, got 0"),
         ([*rate, "--message-bytes", "0"], "message_bytes must be greater than 0, got 0.0"),
         ([*rate, "--parameters", "-1"], "message_bytes must be greater than 0, got -4.0"),
+        (
+            [*rate, "--learning-rate", "1"],
+            "--learning-rate and --heterogeneity must come with --loss, got learning_rate",
+        ),
+        (
+            [*rate, "--loss", "quadratic", "--learning-rate", "-1"],
+            "learning_rate must be positive, got -1.0",
+        ),
         (["--rate", "1", "--compute", "0"], "--compute must be greater than 0, got 0.0"),
     ]:
         assert sentence in refused(*arguments), arguments

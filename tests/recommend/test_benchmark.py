@@ -7,7 +7,7 @@ from torch import nn
 from pyparallel.recommend import CANDIDATES, OUTER_STEPS, Link, Workload, benchmark, benchmark_ranks
 
 NAMES = [candidate.name for candidate in CANDIDATES]
-OUTER = [type(algorithm).__name__ for algorithm in OUTER_STEPS]
+ALGORITHMS = ["SGP", *(type(algorithm).__name__ for algorithm in OUTER_STEPS)]
 
 
 def make_workload():
@@ -26,15 +26,16 @@ def test_all_ranks_return_the_same(ranks):
     assert 0 < first.link.latency < 10
     assert 0 < first.link.bytes_per_second < 1e12
     assert [each.name for each in first.predictions] == NAMES
-    assert [each.name for each in first.outer_predictions] == OUTER
+    assert [each.name for each in first.algorithm_predictions] == ALGORITHMS
 
 
 def test_a_slow_link_makes_steps_slow():
     found = benchmark(make_workload(), Link(1e3, 0.0, 4))
     dense, half, *_ = found.predictions
     assert dense.communication > 1.9 * half.communication > 0
-    assert dense.step > dense.communication > found.compute.backward
-    first, *_, last = found.outer_predictions
+    assert dense.step > dense.communication > found.compute.computing
+    message, first, *_, last = found.algorithm_predictions
+    assert message.step == pytest.approx(4 * 1230 / 1e3, rel=0.01)
     # 1,230 float32 every 500 steps; in two bits, with means of each block and biases, every 30.
     assert first.communication == pytest.approx(1.5 * 4 * 1230 / 1e3 / 500)
     assert first.communication < last.communication < dense.communication / 20

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from pyparallel.compression import BufferLayout, Cast, Collectives, Compressor, Int8
-from pyparallel.recommend import CANDIDATES, DENSE, Candidate, SingleRankCollectives, profile
+from pyparallel.recommend import CANDIDATES, DENSE, Candidate, profile
 from pyparallel.recommend.profile import flat_gradients, in_buckets
+from pyparallel.simulate import SingleRankCollectives
 
 RANKS = 3
 LAYOUT = BufferLayout.of([("weight", torch.empty(64, 40)), ("bias", torch.empty(64))])
@@ -64,6 +65,7 @@ def test_a_profile_has_time_and_bytes():
     dense, half = (profile(each, buckets, 4) for each in (DENSE, Candidate("bf16", Cast())))
     assert (dense.coding, dense.payload_bytes, dense.wire_bytes) == (0, 16_000, 24_000)
     assert dense.collectives == len(buckets) == 1
+    assert dense.buckets == half.buckets == (1.0,)
     assert half.coding > 0
     assert (half.payload_bytes, half.wire_bytes) == (10_000, 12_000)
     assert half.collectives > 1

@@ -33,7 +33,7 @@ from pyparallel.gossip.topology import (
     Torus,
     mixing_curve,
 )
-from pyparallel.simulate import Links, Profile, Stragglers, Uplink, simulate_run
+from pyparallel.simulate import Cost, Links, Profile, Stragglers, Uplink, simulate_run
 from tests.simulate.event_loop import EventLoop
 
 BYTES = 60e6
@@ -412,5 +412,10 @@ def test_what_is_not_simulated_is_refused():
     ]:
         with pytest.raises(ValueError, match=sentence):
             simulate_run(algorithm, n, links, profile, 1e6)
+    cost = Cost("bf16", 0.0, 1e6, 1e6, 1)
+    with pytest.raises(
+        ValueError, match="cost must come with AllReduce, LocalSGD or DiLoCo, which"
+    ):
+        simulate_run(SGP(Ring(4)), 4, links, profile, 1e6, cost=cost)
     with pytest.raises(ValueError, match="slow ranks must be from 0 to 3"):
         simulate_run(SGP(Ring(4)), 4, links, profile, 1e6, stragglers=Stragglers(slow={4: 2.0}))

@@ -6,22 +6,27 @@ import pytest
 from pyparallel.gossip import ADPSGD, AllReduce
 from pyparallel.gossip.algorithms.partners import Partners
 from pyparallel.gossip.topology import BipartiteExponential, Edges, Ring, Star, Torus
-from pyparallel.simulate import Links, Profile, Stragglers, Uplink, simulate_run
+from pyparallel.simulate import Links, Profile, Quadratic, Stragglers, Uplink, simulate_run
 
 BYTES = 60e6
 
 
 class Moments:
-    """All ranks and messages from one moment at which something ends to the next."""
+    """All ranks and messages from one moment at which something ends to the next.
 
-    def __init__(self, algorithm, n, links, profile, stragglers, seed):
+    They train by SGD, each step with the gradient at what the rank held when it began to compute.
+    """
+
+    def __init__(self, algorithm, n, links, profile, stragglers, seed, objective):
         self.partners, self.n, self.links = Partners(algorithm.topology, algorithm.seed), n, links
         self.profile, self.stragglers, self.seed = profile, stragglers, seed
         self.factors = links.computing(n)
         for rank, factor in stragglers.slow.items():
             self.factors[rank] *= factor
         self.now, self.messages, self.flags, self.replied = 0.0, [], [], {}
-        self.x = np.eye(n)  # what each rank holds of each rank's first value
+        # What each rank holds of each rank's first value, and its parameters.
+        self.x = np.hstack([np.eye(n), np.zeros((n, objective.dimension))])
+        self.lr, self.shards = objective.learning_rate, objective.divide(n, seed)
         self.ends = [[0.0] for _ in range(n)]
 
     def run(self, steps):
@@ -67,6 +72,8 @@ class Moments:
         step = 0
         while True:
             computing = self.stragglers.draw(profile.computing * self.factors, self.seed, step)
+            a, b = self.shards.curvatures[rank], self.shards.minima[rank]
+            gradient = a * (self.x[rank, self.n :] - b) + self.shards.draw(step)[rank]
             yield float(self.now + computing[rank])
             if answered:
                 yield self.replied[rank][1]
@@ -80,6 +87,7 @@ class Moments:
                 sent.append(self.send(rank, peer))
                 self.replied[peer] = self.now, sent[-1], difference
                 accepted = None
+            self.x[rank, self.n :] -= self.lr * gradient
             yield float(self.now + profile.stepping)
             answered = rank in self.replied and self.replied[rank][0] < self.now
             seen = [f for f in self.flags if f[1] == rank and f[0] < self.now]
@@ -110,11 +118,12 @@ REGIONS = Links(
 @pytest.mark.parametrize("topology", [Ring(12), Torus(12), Star(12), BipartiteExponential(12)])
 def test_events_are_those_of_every_moment(topology, links):
     algorithm, profile = ADPSGD(topology, seed=3), Profile(0.2, stepping=0.003)
-    stragglers = Stragglers(0.3, {1: 3.0})
+    stragglers, objective = Stragglers(0.3, {1: 3.0}), Quadratic(0.3, 4, noise=0.2)
     run = simulate_run(
-        algorithm, 12, links, profile, BYTES, num_steps=30, stragglers=stragglers, seed=5
-    )
-    expected = Moments(algorithm, 12, links, profile, stragglers, 5)
+        algorithm, 12, links, profile, BYTES,
+        num_steps=30, stragglers=stragglers, seed=5, objective=objective,
+    )  # fmt: skip
+    expected = Moments(algorithm, 12, links, profile, stragglers, 5, objective)
     expected.run(30)
     for ends, times in zip(expected.ends, run.times.T, strict=True):
         np.testing.assert_allclose(times[~np.isnan(times)], ends, rtol=1e-9)
@@ -122,9 +131,12 @@ def test_events_are_those_of_every_moment(topology, links):
     assert 0 <= run.waiting < run.seconds
     for rank, (_, _, difference) in expected.replied.items():
         expected.x[rank] -= difference / 2
-    np.testing.assert_allclose(expected.x.sum(0), 1.0, atol=1e-12)  # no mass is lost
+    np.testing.assert_allclose(run.parameters, expected.x[:, 12:], rtol=1e-9, atol=1e-9)
+    assert run.losses[-1] == pytest.approx(expected.shards.loss(run.parameters.mean(0)))
+    x = expected.x[:, :12]
+    np.testing.assert_allclose(x.sum(0), 1.0, atol=1e-12)  # no mass is lost
     first = np.random.default_rng(5).standard_normal((12, 2))
-    last = expected.x @ first
+    last = x @ first
     error = np.sqrt(((last - first.mean(0)) ** 2).mean() / ((first - first.mean(0)) ** 2).mean())
     assert run.mixing_errors[-1] == pytest.approx(error, rel=1e-9)
 

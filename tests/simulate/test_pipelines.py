@@ -20,7 +20,17 @@ from pyparallel.pipeline import (
     ZeroBubble,
     simulate,
 )
-from pyparallel.simulate import Failures, Links, Pipeline, Profile, Stragglers, Uplink, simulate_run
+from pyparallel.simulate import (
+    Cost,
+    Failures,
+    Links,
+    Pipeline,
+    Profile,
+    Quadratic,
+    Stragglers,
+    Uplink,
+    simulate_run,
+)
 from tests.pipeline.every_schedule import EVERY_SCHEDULE
 from tests.simulate.event_loop import EventLoop
 from tests.simulate.test_model import CASES, of_message, random_links
@@ -256,6 +266,12 @@ def test_mistakes_are_refused_in_one_sentence():
     ]:
         with pytest.raises(ValueError, match=sentence):
             simulate_run(algorithm, 12, links, profile, 1.0, pipeline=pipeline)
+    for options, sentence in [
+        ({"cost": Cost("bf16", 0.0, 1e6, 1e6, 1)}, "cost must come without a pipeline, got Pipe"),
+        ({"objective": Quadratic(0.1)}, r"objective must come without a pipeline, got Pipeline\("),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            simulate_run(AllReduce(), 12, links, profile, 1.0, pipeline=own, **options)
     for arguments, error, sentence in [
         ((GPipe(), 0, 1), ValueError, "num_stages must be a positive integer, got 0"),
         ((GPipe(), 2, 1.5), ValueError, r"num_microbatches must be a positive integer, got 1\.5"),
