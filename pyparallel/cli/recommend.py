@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,10 +98,11 @@ def _link(arguments: argparse.Namespace, compute: Profile | None) -> Link:
     latency = 0.2 if arguments.latency is None else arguments.latency
     require(0 <= latency < math.inf, "--latency must be finite and not negative", latency)
     latency *= MILLISECOND
-    profile: Any = compute or argparse.Namespace(rate=None, latency=None)
-    if arguments.latency is None and profile.latency is not None:
-        latency = Links.uniform(1.0, profile.latency).all_reduce_seconds(0.0, ranks, ranks)
-    rate = profile.rate if arguments.bandwidth is None else arguments.bandwidth * MBIT
+    rate = arguments.bandwidth and arguments.bandwidth * MBIT
+    if compute is not None and arguments.latency is None and compute.latency is not None:
+        latency = Links.uniform(1.0, compute.latency).all_reduce_seconds(0.0, ranks, ranks)
+    if compute is not None and rate is None:
+        rate = compute.rate
     rule = "--bandwidth must be given in Mbit/s, or a --profile with a rate, or the command started"
     require(rate is not None, f"{rule} with torchrun, which measures the link", "none")
     require(0 < rate < math.inf, "--bandwidth must be greater than 0 and finite", rate / MBIT)
