@@ -1,7 +1,7 @@
 """The tables of the rows of language models."""
 
-import statistics
 from collections.abc import Sequence
+from itertools import product
 
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import grouped, markdown_table
@@ -53,19 +53,21 @@ def _seconds(rows: Sequence[Row]) -> str:
 
 
 def by_depth(rows: Sequence[Row]) -> str:
-    """Return held-out loss of each at its best rate, least to most of the seeds."""
+    """Return held-out loss, least to most of the seeds, and against synchronous at that rate."""
     head = ["", "rate", "synchronous updates", "held-out, bits per byte", "against synchronous"]
     lines = []
     for model, of_model in grouped(rows, "model").items():
         for optimizer, of_pair in grouped(of_model, "optimizer").items():
-            exact: dict[str, Row] = {}
+            exact: dict[str, dict[str, Row]] = {}  # of each rate, by seed
             for schedule, of_schedule in grouped(of_pair, "schedule", ORDER).items():
                 for ranks, of_case in grouped(of_schedule, "ranks").items():
-                    for of_start in grouped(of_case, "start").values():
-                        own = best(of_start)
-                        exact = own if schedule == SYNCHRONOUS else exact
-                        name = f"{model}, {optimizer}, `{schedule}`, {ranks} ranks"
-                        lines.append([name, *cells_of(own, exact)])
+                    for pair in product(grouped(of_case, "rate"), grouped(of_case, "start")):
+                        own = {r["seed"]: r for r in of_case if (r["rate"], r["start"]) == pair}
+                        if schedule == SYNCHRONOUS:
+                            exact[pair[0]] = own
+                        name = f"{model}, {optimizer}, `{schedule}`, {ranks} stages"
+                        if own:
+                            lines.append([name, *cells_of(own, exact.get(pair[0], {}))])
     return markdown_table(head, lines)
 
 
@@ -78,15 +80,6 @@ def cells_of(own: dict[str, Row], exact: dict[str, Row]) -> list[str]:
         f"{min(bits):.3f} to {max(bits):.3f}",
         f"{min(gaps):+.2f} to {max(gaps):+.2f} %" if gaps else "",
     ]
-
-
-def best(rows: Sequence[Row]) -> dict[str, Row]:
-    """Return the rows, by seed, of the rate with the least mean of held-out loss."""
-    of_rates = grouped(rows, "rate").values()
-    found = min(
-        of_rates, key=lambda rows: statistics.fmean(float(r["held_out_bits"]) for r in rows)
-    )
-    return {row["seed"]: row for row in found}
 
 
 def behind(row: Row, exact: Row) -> float:
