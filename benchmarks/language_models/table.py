@@ -31,25 +31,30 @@ def markdown(rows: Sequence[Row]) -> str:
 def by_start(rows: Sequence[Row]) -> str:
     """Return how far held-out loss is behind synchronous training, by the start; least to most.
 
-    Seconds are those of the runs that are clipped, of all updates.
+    Seconds are of all updates, with clipping, where both stages had a rank of their own.
     """
+    cases = sorted(
+        {(row["steps"], row["clip"]) for row in rows}, key=lambda case: (int(case[0]), case)
+    )
+    head = [f"{int(steps):,} updates, {'' if clip else 'not '}clipped" for steps, clip in cases]
     lines = []
-    for start, of_start in grouped([r for r in rows if r["start"] != "all"], "start").items():
-        cells = []
-        for clip in ("", "1.0"):
-            exact = {r["seed"]: r for r in rows if r["start"] == "all" and r["clip"] == clip}
-            own = [behind(r, exact[r["seed"]]) for r in of_start if r["clip"] == clip]
-            cells.append(f"{min(own):+.1f} to {max(own):+.1f} %")
-        lines.append([start, *cells, _seconds(of_start)])
-    lines.sort(key=lambda line: int(line[0]))
-    lines.append(["all", "", "", _seconds([r for r in rows if r["start"] == "all"])])
-    return markdown_table(["synchronous updates", "not clipped", "max_norm=1.0", "seconds"], lines)
+    for start, of_start in grouped(rows, "start").items():
+        cells = [_gaps(rows, of_start, case) for case in cases]
+        seconds = [float(row["seconds"]) for row in of_start if row["clip"] and row["seconds"]]
+        lines.append([start, *cells, _range(seconds, "{:.0f} s")])
+    lines.sort(key=lambda line: float(line[0].replace("all", "inf")))
+    return markdown_table(["synchronous updates", *head, "time"], lines)
 
 
-def _seconds(rows: Sequence[Row]) -> str:
-    """Return the seconds of the clipped runs, least to most."""
-    seconds = [float(row["seconds"]) for row in rows if row["clip"]]
-    return f"{min(seconds):.0f} to {max(seconds):.0f}"
+def _gaps(rows: Sequence[Row], of_start: Sequence[Row], case: tuple[str, str]) -> str:
+    """Return how far those of so many updates, clipped or not, are behind synchronous training."""
+    own, exact = (
+        {row["seed"]: row for row in some if (row["steps"], row["clip"]) == case}
+        for some in (of_start, [row for row in rows if row["start"] == "all"])
+    )
+    pairs = [(row, exact[seed]) for seed, row in own.items() if seed in exact]
+    gaps = [behind(*pair) for pair in pairs if pair[0] is not pair[1]]
+    return _range(gaps, "{:+.1f} %")
 
 
 def by_depth(rows: Sequence[Row]) -> str:
@@ -110,8 +115,8 @@ def by_method(rows: Sequence[Row]) -> str:
 
 
 def _range(values: Sequence[float], text: str) -> str:
-    ends = [text.format(each) for each in sorted({min(values), max(values)})] if values else []
-    return " to ".join(ends)
+    ends = [text.format(each) for each in (min(values), max(values))] if values else []
+    return " to ".join(dict.fromkeys(ends))
 
 
 def by_link(rows: Sequence[Row]) -> str:
