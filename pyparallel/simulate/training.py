@@ -108,6 +108,6 @@ def _find_rule(algorithm: Periodic, learning_rate: float) -> Callable[[list[Tens
     if isinstance(algorithm, NoLoCo):
         return partial(NoLoCoRule, algorithm)
     if isinstance(algorithm, SlowMo):
-        sgd = torch.optim.SGD([torch.zeros(1)], lr=learning_rate)
+        sgd = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=learning_rate)
         return partial(SlowMomentumRule, algorithm, sgd, SingleRankCollectives(1))
     return lambda weights: OuterRule()

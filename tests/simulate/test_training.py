@@ -179,6 +179,7 @@ def train_rank(rank, algorithm, objective):
     return found
 
 
+@pytest.mark.slow  # trains 19 runs; the loops of papers.py are the fast reference
 def test_ranks_train_as_those_of_the_library_do(ranks):
     quadratic = Quadratic(LR, D, 0.8, noise=0.0)
     logistic = LogisticRegression(LR, D, 0.8, batch=None, samples=9)
@@ -242,6 +243,7 @@ def test_local_steps_on_unequal_shards_end_above_all_reduce():
     np.testing.assert_allclose(run.parameters, np.tile(fixed, (n, 1)), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_floor_of_noise_falls_with_the_number_of_ranks():
     """SGD on equal quadratics ends at lr s^2 sum_j 1 / (2 n (2 - lr a_j)) on average."""
     curvatures = np.geomspace(1, 0.1, D)

@@ -15,7 +15,8 @@ AREAS = {
     "pipeline": {"throughput": ["throughput"], "bubbles": ["bubbles"], "prediction": []},
     "interlocking": {"windows": ["windows"], "straggler": ["straggler"],
                      "cotangents": ["gradients-together"], "computing": []},
-    "compression": {"links": ["links"], "cost": ["encoding"], "power_sgd": ["power-sgd"]},
+    "compression": {"links": ["links"], "cost": ["encoding"], "power_sgd": ["power-sgd"],
+                    "casts": []},
 }  # fmt: skip
 
 
