@@ -82,8 +82,8 @@ def cells_of(own: dict[str, Row], exact: dict[str, Row]) -> list[str]:
     return [
         own[min(own)]["rate"],
         "all" if own[min(own)]["schedule"] == SYNCHRONOUS else own[min(own)]["start"],
-        f"{min(bits):.3f} to {max(bits):.3f}",
-        f"{min(gaps):+.2f} to {max(gaps):+.2f} %" if gaps else "",
+        _range(bits, "{:.3f}"),
+        _range(gaps, "{:+.2f} %"),
     ]
 
 
