@@ -53,7 +53,7 @@ class Measurements:
     def algorithm_predictions(self) -> list[StepTime]:
         """Return the predicted mean time of a step with each of ``algorithms``."""
         num_bytes = self.costs[0].payload_bytes
-        message = Cost("SGP", 0.0, num_bytes, num_bytes, 1)
+        message = Cost("SGP", 0.0, num_bytes, num_bytes if self.link.num_ranks > 1 else 0.0, 1)
         return list(map(self._predict, (message, *self.outer_costs), self.algorithms))
 
     def _predict(self, cost: Cost, algorithm: Algorithm) -> StepTime:

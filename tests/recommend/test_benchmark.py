@@ -39,3 +39,10 @@ def test_a_slow_link_makes_steps_slow():
     # 1,230 float32 every 500 steps; in two bits, with means of each block and biases, every 30.
     assert first.communication == pytest.approx(1.5 * 4 * 1230 / 1e3 / 500)
     assert first.communication < last.communication < dense.communication / 20
+
+
+def test_one_rank_sends_nothing():
+    found = benchmark(make_workload(), Link(1e3, 0.0, 1))
+    every = [*found.predictions, *found.algorithm_predictions]
+    assert {each.cost.wire_bytes for each in every} == {0.0}
+    assert {each.communication for each in every} == {0.0}
