@@ -1,10 +1,11 @@
 """``python -m benchmarks.gossip.bets [predict] [check] [--ranks 2 4] [--dry-run]``.
 
 Bets of the simulator on real runs of gloo processes. ``predict`` measures a profile (computing, the
-link, encoding, and what 20 steps of the algorithm take beside these and waiting) and writes the
-seconds a step that the simulator predicts from it; ``check`` trains, and writes what a step took
-beside that. So predictions may be committed before the runs that check them. Links of limited rate
-are network namespaces, which need root. Rows: ``benchmarks/results/bets.csv``.
+link, encoding, and what 20 steps of the algorithm take beside these and waiting), one for all
+stragglers, and writes the seconds a step that the simulator predicts from it; ``check`` trains, and
+writes what a step took beside that. So predictions may be committed before the runs that check
+them. Links of limited rate are network namespaces, which need root. Rows:
+``benchmarks/results/bets.csv``.
 """
 
 import statistics
