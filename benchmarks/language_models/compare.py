@@ -35,7 +35,7 @@ FIELDS = [
 ]  # fmt: skip
 LENGTH, HELD_OUT = 64, 128  # bytes of a window, held-out windows
 STEPS = 1000
-RATES = ["0.0005", "0.001", "0.002"]
+RATES = ["0.00025", "0.0005", "0.001", "0.002", "0.004"]
 STARTS = ["100", "300", "500"]
 SPLITS = {"2": [4], "4": [2, 4, 6], "8": range(1, 8)}  # of the embedding, six blocks and the head
 SCHEDULES = ["OneForwardOneBackward", "PipeOptim", "PipeDream2BW"]
