@@ -1,5 +1,6 @@
 """The tables of the rows of language models."""
 
+import math
 from collections.abc import Sequence
 from itertools import product
 
@@ -58,33 +59,49 @@ def _gaps(rows: Sequence[Row], of_start: Sequence[Row], case: tuple[str, str]) -
 
 
 def by_depth(rows: Sequence[Row]) -> str:
-    """Return held-out loss, least to most of the seeds, and against synchronous at that rate."""
-    head = ["", "rate", "synchronous updates", "held-out, bits per byte", "against synchronous"]
+    """Return held-out loss, least to most of the seeds, and against synchronous updates.
+
+    Those have the same rate, or the optimizer's own best of all rates that one seed was trained at.
+    """
+    against = ["against synchronous", "against synchronous at its best rate"]
+    head = ["", "rate", "synchronous updates", "held-out, bits per byte", *against]
     lines = []
     for model, of_model in grouped(rows, "model").items():
         for optimizer, of_pair in grouped(of_model, "optimizer").items():
             exact: dict[str, dict[str, Row]] = {}  # of each rate, by seed
+            for row in of_pair:
+                if row["schedule"] == SYNCHRONOUS:
+                    exact.setdefault(row["rate"], {})[row["seed"]] = row
+            best = min(exact.values(), key=_first_loss, default={})
             for schedule, of_schedule in grouped(of_pair, "schedule", ORDER).items():
                 for ranks, of_case in grouped(of_schedule, "ranks").items():
                     for pair in product(grouped(of_case, "rate"), grouped(of_case, "start")):
                         own = {r["seed"]: r for r in of_case if (r["rate"], r["start"]) == pair}
-                        if schedule == SYNCHRONOUS:
-                            exact[pair[0]] = own
                         name = f"{model}, {optimizer}, `{schedule}`, {ranks} stages"
                         if own:
-                            lines.append([name, *cells_of(own, exact.get(pair[0], {}))])
+                            same = exact.get(pair[0], {})
+                            lines.append([name, *cells_of(own, same), _against(own, best)])
     return markdown_table(head, lines)
+
+
+def _first_loss(of_rate: dict[str, Row]) -> float:
+    """Return the held-out loss with the first seed, which has all rates."""
+    return float(of_rate["0"]["held_out_bits"]) if "0" in of_rate else math.inf
 
 
 def cells_of(own: dict[str, Row], exact: dict[str, Row]) -> list[str]:
     bits = [float(row["held_out_bits"]) for row in own.values()]
-    gaps = [behind(row, exact[seed]) for seed, row in own.items() if seed in exact]
     return [
         own[min(own)]["rate"],
         "all" if own[min(own)]["schedule"] == SYNCHRONOUS else own[min(own)]["start"],
         _range(bits, "{:.3f}"),
-        _range(gaps, "{:+.2f} %"),
+        _against(own, exact),
     ]
+
+
+def _against(own: dict[str, Row], exact: dict[str, Row]) -> str:
+    gaps = [behind(row, exact[seed]) for seed, row in own.items() if seed in exact]
+    return _range(gaps, "{:+.2f} %")
 
 
 def behind(row: Row, exact: Row) -> float:

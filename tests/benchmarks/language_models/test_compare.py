@@ -17,4 +17,4 @@ def test_the_first_updates_are_synchronous():
     assert int(rows[0]["parameters"]) > 10_000_000
     assert rows[0]["losses"] != rows[1]["losses"]
     table = by_depth([{name: str(value) for name, value in row.items()} for row in rows])
-    assert table.count("+0.00 %") == 1
+    assert table.count("+0.00 %") == 2  # at the same rate, which is the best there is
