@@ -305,7 +305,7 @@ def test_a_pure_python_install_warns_once_at_the_users_import(pure):
     printed, errors = doctor.communicate(timeout=120)
     assert doctor.returncode == 0, errors
     assert warnings_in(errors) == []  # it prints the same
-    assert "compiled C++ [1]: CPU ops run in plain PyTorch and take at least 5 times" in printed
+    assert "compiled C++ [1]: CPU ops run in plain PyTorch and take, by the median, at" in printed
 
 
 def test_a_library_that_was_built_and_is_gone_is_said_to_be_missing(tmp_path, monkeypatch):
