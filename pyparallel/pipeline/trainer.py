@@ -80,7 +80,7 @@ class PipelineTrainer(Trainer):
         grad_scaler: for ``torch.autocast`` to float16, of float32 parameters. Do not call its
             ``step`` and ``update``; save its state yourself. Only with schedules that flush.
         correction: of delayed gradients, such as ``UpdateErrorFeedback()`` or ``StageMomentum()``;
-            only with schedules that do not flush. It acts in their synchronous updates, too.
+            only with schedules that do not flush, after their synchronous updates.
         compress_activations: compressor for the activations sent to the next stage on another rank,
             in ``evaluate`` too: floating-point tensors, which must be float32, bfloat16 or float16.
             It must be stateless. None, or another tensor, or both stages on one rank: uncompressed.

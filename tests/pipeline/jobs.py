@@ -243,6 +243,8 @@ FOUR_STAGES = [
 # Every correction, which changes the updates of a stage on its own rank.
 ONE_PROCESS = [
     *(Case(each, MUON, correction=how) for each, how in zip(LATE[::2], CORRECTIONS, strict=True)),
+    *(Case(each, "AdamW", correction=how) for each, how in zip(STARTS, CORRECTIONS, strict=True)),
+    Case(PipeMare(annealing=10, decay=0.5, synchronous_updates=5), correction=CORRECTIONS[0]),
     Case(XPipe("live"), num_microbatches=2, correction=CORRECTIONS[2]),
     Case(REPEATING[0], MUON, halving=True),
     *(Case(each, correction=how, skips=True) for each, how in zip(

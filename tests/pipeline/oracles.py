@@ -44,7 +44,7 @@ class OraclePredictor:
         self.offsets = [each // buffer.element_size() for each in bytes_before]
         self.now = 0
 
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
         self.optimizer.step()
         self.now += 1
         if horizon:

@@ -141,7 +141,9 @@ class Version:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def after(self, gradients: Weights, correction: "Correction") -> "Version":
-        """Return the version one update later."""
+        """Return the version one update later; synchronous updates are not corrected."""
+        if self.count < correction.start:
+            correction = replace(correction, given=None)
         new = copy.deepcopy(replace(self, change={}, updates={}, corrected={}))
         new.change, new.updates, new.corrected = (
             dict(each) for each in (self.change, self.updates, self.corrected)
@@ -152,7 +154,7 @@ class Version:
             for optimizer in new.optimizers:
                 step_at(optimizer, correction.annealed_rate(self.count))
         for name, before in self.weights().items():
-            if name in gradients:
+            if name in gradients and self.count >= correction.start:
                 new.updates[name] = before - new.weights()[name]
                 late = new.updates[name] - self.updates.get(name, new.updates[name])
                 new.parameters[name].data.sub_(correction.feedback * late)
@@ -200,6 +202,7 @@ class Correction:
         delayed_by: updates by which they are delayed, of all schedules.
         depth: number of stages.
         rates: of a learning-rate scheduler.
+        start: synchronous updates of the run.
     """
 
     schedule: Schedule
@@ -208,12 +211,13 @@ class Correction:
     delayed_by: int = 0
     depth: int = 1
     rates: Rates = field(default=lambda count: 1.0)
+    start: int = 0
 
     def annealed_rate(self, count: int) -> float:
-        annealing = getattr(self.schedule, "annealing", 0)
-        if not (annealing and self.delay):
+        annealing, streamed = getattr(self.schedule, "annealing", 0), count - self.start
+        if not (annealing and self.delay) or streamed < 0:
             return 1.0
-        return self.delay ** -(1 - min(count / annealing, 1))
+        return self.delay ** -(1 - min(streamed / annealing, 1))
 
     @property
     def decay(self) -> float:
@@ -490,10 +494,11 @@ def train_in_one_process(
     ``weigh``: the weight of a microbatch's loss, of its target; it must be additive.
     """
     every, depth = microbatches_per_update(schedule, num_microbatches), len(split) + 1
+    start = getattr(schedule, "synchronous_updates", 0)
     stages = []
     for index, module in enumerate(cut(build_layers(), split)):
         late = updates_late(schedule, index, depth, num_microbatches)
-        own = Correction(schedule, depth - 1 - index, correction, late, depth, rates)
+        own = Correction(schedule, depth - 1 - index, correction, late, depth, rates, start)
         stages.append(make_stage(module, optimizer_fn, prediction, own))
     losses: list[float] = []
     updates = 0

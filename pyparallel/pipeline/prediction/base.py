@@ -15,8 +15,11 @@ from ...training import FlatBuckets
 class WeightPredictor(Protocol):
     """Protocol of an object that steps a stage's optimizer and predicts the stage's weights."""
 
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
-        """Step; with a horizon also write the weights ``horizon`` updates ahead of the new ones."""
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
+        """Step; with a horizon also write the weights ``horizon`` updates ahead of the new ones.
+
+        Not ``delayed``: the gradients are those of a synchronous update, and are not corrected.
+        """
 
     def skip(self) -> None:
         """Do what is to be done in place of a step that is left out."""
@@ -53,7 +56,7 @@ class _NoPredictor(WeightPredictor):
         self._optimizer = optimizer
 
     @override
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
         if horizon:
             self.predict(horizon, out)
         self._optimizer.step()
@@ -70,9 +73,9 @@ class JoinedPredictor(WeightPredictor):
         self._parts = parts
 
     @override
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
         for predictor, own in self._split(out):
-            predictor.step(horizon, own)
+            predictor.step(horizon, own, delayed)
 
     @override
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:

@@ -90,7 +90,10 @@ class _ErrorFeedbackPredictor(WeightPredictor):
 
     @override
     @torch.no_grad()
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
+        if not delayed:
+            self._predictor.step(horizon, out, delayed)
+            return
         updates = [[buffer.clone() for buffer in each.buffers] for each in self._weights]
         self._predictor.step()
         for each, state, of_group in zip(self._weights, self._states, updates, strict=True):
@@ -171,9 +174,14 @@ class _StageMomentumPredictor(WeightPredictor):
     _share: float  # of the way from the momentum to the limit
 
     @override
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
-        with self._adjusted():
-            self._predictor.step(horizon, out)
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
+        if delayed:
+            with self._adjusted():
+                self._predictor.step(horizon, out)
+            return
+        self._predictor.step(delayed=False)
+        if horizon:
+            self.predict(horizon, out)  # of a delayed update
 
     @override
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:

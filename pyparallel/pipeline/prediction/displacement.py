@@ -112,7 +112,7 @@ class _PerParameterPredictor(WeightPredictor):
     _rule: PredictsStep
 
     @override
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
         self._optimizer.step()
         if horizon:
             self.predict(horizon, out)

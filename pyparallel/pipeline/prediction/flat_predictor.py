@@ -68,7 +68,7 @@ class FlatWeightPredictor(WeightPredictor):
         self._ranges: dict[int, tuple[int, list[_Range]]] = {}
 
     @override
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
         recorded = []
         for index, group in enumerate(self._optimizer.param_groups):
             stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -167,7 +167,7 @@ class FusedPredictor(WeightPredictor):
         optimizer.adopt(self._step_buckets)
 
     @override
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
         self._horizon, self._out = horizon, out
         self._optimizer.step()  # with its hooks, as a scheduler needs them
 

@@ -44,7 +44,7 @@ class LastUpdatePredictor(WeightPredictor):
 
     @override
     @torch.no_grad()
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
         stepped = [[p for p in each.parameters if p.grad is not None] for each in self._weights]
         for each, state in zip(self._weights, self._states, strict=True):
             for last, buffer in zip(state.buffers(LAST_WEIGHTS), each.buffers, strict=True):

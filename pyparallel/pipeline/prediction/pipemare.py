@@ -36,10 +36,10 @@ class DiscrepancyCorrected(WeightPredictor):
         self._states = [FlatState(self._optimizer, each) for each in self._weights]
 
     @override
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
         before = [[buffer.clone() for buffer in each.buffers] for each in self._weights]
         stepped = [[p for p in each.parameters if p.grad is not None] for each in self._weights]
-        self._predictor.step(horizon, out)
+        self._predictor.step(horizon, out, delayed)
         for each, state, old, parameters in zip(
             self._weights, self._states, before, stepped, strict=True
         ):
@@ -64,7 +64,7 @@ class LRRescheduled(WeightPredictor):
     """A predictor whose steps use a multiple of the optimizer's learning rates.
 
     The ``lr`` of the groups stays as the user and their scheduler set it; ``factor`` returns its
-    factor in update number 0, 1, ..., which is kept in the first parameter group.
+    factor in delayed update number 0, 1, ..., which is kept in the first parameter group.
     """
 
     _predictor: WeightPredictor
@@ -72,18 +72,18 @@ class LRRescheduled(WeightPredictor):
     _factor: Callable[[int], float]
 
     @override
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
         groups = self._optimizer.param_groups
         update = groups[0].get(UPDATES, 0)
         rates = [group["lr"] for group in groups]
         try:
             for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate * self._factor(update)
-            self._predictor.step(horizon, out)
+                group["lr"] = rate * (self._factor(update) if delayed else 1)
+            self._predictor.step(horizon, out, delayed)
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
-        groups[0][UPDATES] = update + 1
+        groups[0][UPDATES] = update + delayed
 
     @override
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:

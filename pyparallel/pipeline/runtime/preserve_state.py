@@ -17,7 +17,10 @@ def preserving_state(layers: Sequence[nn.Module], inputs: Sequence[Tensor] = ())
     modules = list({module: None for layer in layers for module in layer.modules()})
     parameters = list({p: None for module in modules for p in module.parameters()})
     tensors = [*parameters, *(b for module in modules for b in module.buffers()), *inputs]
-    with _gradients(parameters), _buffers(modules), _modes(modules), _generators(tensors):
+    gradients, modes = _restored(parameters, "grad"), _restored(modules, "training")
+    with gradients, _buffers(modules), modes, _generators(tensors):
+        for parameter in parameters:
+            parameter.grad = None
         yield
 
 
@@ -25,7 +28,7 @@ def preserving_state(layers: Sequence[nn.Module], inputs: Sequence[Tensor] = ())
 def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Set all modules to evaluation mode, then restore each."""
     modules = [module for layer in layers for module in layer.modules()]
-    with _modes(modules):
+    with _restored(modules, "training"):
         for module in modules:
             module.training = False
         yield
@@ -57,15 +60,14 @@ def _autocast_kinds() -> list[str]:
 
 
 @contextmanager
-def _gradients(parameters: list[nn.Parameter]) -> Iterator[None]:
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
+def _restored(objects: Sequence[object], name: str) -> Iterator[None]:
+    """Restore an attribute of several objects."""
+    values = [getattr(each, name) for each in objects]
     try:
         yield
     finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+        for each, value in zip(objects, values, strict=True):
+            setattr(each, name, value)
 
 
 @contextmanager
@@ -83,16 +85,6 @@ def _buffers(modules: list[nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             for buffer, content in zip(tensors, contents, strict=True):
                 buffer.copy_(content)
-
-
-@contextmanager
-def _modes(modules: list[nn.Module]) -> Iterator[None]:
-    modes = [module.training for module in modules]
-    try:
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
 
 
 @contextmanager

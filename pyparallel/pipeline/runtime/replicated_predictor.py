@@ -74,8 +74,8 @@ class ReplicatedPredictor(WeightPredictor):
             collectives.broadcast_(tensor.detach(), 0)
 
     @override
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
-        self._take_round(self._inner.step)
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
+        self._take_round(lambda: self._inner.step(delayed=delayed))
         if horizon:
             self._inner.predict(horizon, out)
 

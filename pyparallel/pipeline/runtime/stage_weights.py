@@ -167,14 +167,15 @@ class StageWeights(Weights):
 
     @override
     def update(self) -> None:
+        delayed = self._version >= self._policy.synchronous_updates
         self._begin_version()
         key = self._next_forward_key()
         if key.version == self._version and key.horizon:
-            self._weight_predictor.step(key.horizon, self._allocate(key))
+            self._weight_predictor.step(key.horizon, self._allocate(key), delayed)
             self._leave_out_frozen(key)
             self._prefetched = key
         else:
-            self._weight_predictor.step()
+            self._weight_predictor.step(delayed=delayed)
 
     @override
     def skip_update(self) -> None:

@@ -23,10 +23,10 @@ class PipeMare(Streaming):
     Keeps one copy of the weights, and has two corrections, each of them optional.
 
     Args:
-        annealing: (T1) in the first ``annealing`` updates the learning rate of a stage is divided
-            by its delay to the power of 1 - update / annealing. The delay is the number of updates
-            between a microbatch's forward and its update, stages - 1 - stage. 0: learning rates
-            are not changed.
+        annealing: (T1) in the first ``annealing`` updates after the synchronous ones the learning
+            rate of a stage is divided by its delay to the power of 1 - update / annealing. The
+            delay is the number of updates between a microbatch's forward and its update,
+            stages - 1 - stage. 0: learning rates are not changed.
         decay: (T2) the backward reads an estimate of the forward's weights, from an exponential
             moving average of the weights' changes; the weight of a change that is as old as the
             delay (D of the paper), in (0, 1). It takes two more copies. None: live weights.
@@ -46,7 +46,7 @@ class PipeMare(Streaming):
         return Live() if self.decay is None else Estimated()
 
     def rate_factor(self, shape: PipelineShape, stage: int, update: int) -> float:
-        """Return the factor of a stage's learning rate in its update number ``update``."""
+        """Return the factor of a stage's learning rate in update number ``update``."""
         power = max(0.0, 1 - update / self.annealing) if self.annealing else 0.0
         return float(max(1, self.delay(shape, stage)) ** -power)
 

@@ -41,6 +41,8 @@ class WeightVersion(NamedTuple):
 class Versions(Protocol):
     """Protocol of a policy: which weights a microbatch's forward and backward read on a stage."""
 
+    synchronous_updates: int = 0  # so many come first, whose gradients are not delayed
+
     def forward(self, counters: VersionCounters, stage: int) -> WeightVersion:
         """Return the weights that the forward reads; the version must exist by then."""
 
@@ -135,10 +137,10 @@ class Estimated(Live):
 
 @dataclass(frozen=True)
 class SynchronousStart(Versions):
-    """Live weights until ``updates`` are done, each after a flush; then those of a policy."""
+    """Live weights in updates that come first, each after a flush; then those of a policy."""
 
     policy: Versions
-    updates: int
+    synchronous_updates: int
 
     @override
     def forward(self, counters: VersionCounters, stage: int) -> WeightVersion:
@@ -155,10 +157,11 @@ class SynchronousStart(Versions):
         live: Count,
         stage: int,
     ) -> WeightVersion:
-        since = VersionCounters(*(each - self.updates for each in counters))
+        start = self.synchronous_updates
+        since = VersionCounters(*(each - start for each in counters))
         version, horizon = policy(since, stage)
         streams = since.update >= 0
-        return WeightVersion(live + streams * (version + self.updates - live), streams * horizon)
+        return WeightVersion(live + streams * (version + start - live), streams * horizon)
 
 
 def in_mode(weights: str, policy: Versions) -> Versions:

@@ -62,7 +62,7 @@ class AddOne:
     def __init__(self, weights):
         self._buffers = [buffer for each in weights for buffer in each.buffers]
 
-    def step(self, horizon=0, out=()):
+    def step(self, horizon=0, out=(), delayed=True):
         for buffer in self._buffers:
             buffer.add_(1)
         if horizon:
