@@ -91,8 +91,15 @@ def chosen(rows: Sequence[Row], task: Task) -> dict[str, list[Row]]:
         found = statistics.fmean(values(of_rate, measure) or [math.inf])
         return -found if measure is ACCURACY else found
 
+    def best(own: Sequence[Row]) -> list[Row]:
+        """Return the rows of the best rate, by the seeds that all rates have."""
+        by_rate = grouped(own, "rate")
+        seeds = set.intersection(*({row["seed"] for row in each} for each in by_rate.values()))
+        shared = {k: [r for r in each if r["seed"] in seeds] for k, each in by_rate.items()}
+        return by_rate[min(shared, key=lambda rate: score(shared[rate]))]
+
     windows = grouped(where(rows, task=task.name), "schedule", ORDER)
-    return {name: min(grouped(own, "rate").values(), key=score) for name, own in windows.items()}
+    return {name: best(own) for name, own in windows.items()}
 
 
 def _windows(groups: Mapping[str, list[Row]], task: Task) -> str:
