@@ -84,8 +84,10 @@ def muon(rate: float, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
     tables = (COMMON["vocab_size"], LENGTH)  # rows of embeddings, and of the head
     matrices = [each for each in parameters if each.ndim == 2 and each.shape[0] not in tables]
     rest = [each for each in parameters if all(each is not other for other in matrices)]
-    optimizer = Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw")
-    return [AdamW(rest, lr=rate), optimizer] if rest else [optimizer]
+    found: list[Optimizer] = [AdamW(rest, lr=rate)] if rest else []
+    if matrices:  # a stage may have only an embedding
+        found.append(Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw"))
+    return found
 
 
 OPTIMIZERS = {"AdamW": adamw, "Muon": muon}

@@ -18,3 +18,9 @@ def test_the_first_updates_are_synchronous():
     assert rows[0]["losses"] != rows[1]["losses"]
     table = by_depth([{name: str(value) for name, value in row.items()} for row in rows])
     assert table.count("+0.00 %") == 2  # at the same rate, which is the best there is
+
+
+@pytest.mark.slow  # imports transformers
+def test_a_stage_of_eight_may_have_no_matrix_for_muon():
+    run = Run("GPT-2", "Muon", "PipeDream2BW", "8", "0.002", 0, "1", steps=2)
+    assert len(perform(run)["losses"].split()) == 2
