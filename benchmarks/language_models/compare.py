@@ -6,15 +6,17 @@ gloo: in two or four stages, a rank with one thread each, or in eight stages of 
 updates are those of eight ranks. 1,000 updates of AdamW, or of Muon for the matrices of the blocks
 and AdamW for the rest, each from 8 windows of 64 bytes of Python's standard library; gradients are
 clipped, the learning rate warms up over the first tenth and decays as a cosine, and the streaming
-schedules begin with one, three or five tenths of synchronous updates. All runs of a seed have the
-same initial weights and batches. ``OneForwardOneBackward``, whose updates are those of the unsplit
-model, has rows of two stages only.
+schedules begin with one, three or five tenths of synchronous updates; one of them also with a
+correction of the delay. All runs of a seed have the same initial weights and batches.
+``OneForwardOneBackward``, whose updates are those of the unsplit model, has rows of two stages
+only.
 
 Rows go to ``benchmarks/results/language-models.csv``; those that are there are kept.
 """
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -38,7 +40,8 @@ STEPS = 1000
 RATES = ["0.00025", "0.0005", "0.001", "0.002", "0.004"]
 STARTS = ["100", "300", "500"]
 SPLITS = {"2": [4], "4": [2, 4, 6], "8": range(1, 8)}  # of the embedding, six blocks and the head
-SCHEDULES = ["OneForwardOneBackward", "PipeOptim", "PipeDream2BW"]
+CORRECTED = "PipeDream2BW with UpdateErrorFeedback"
+SCHEDULES = ["OneForwardOneBackward", "PipeOptim", "PipeDream2BW", CORRECTED]
 
 
 class Run(NamedTuple):
@@ -96,6 +99,8 @@ OPTIMIZERS = {"AdamW": adamw, "Muon": muon}
 def perform(run: Run) -> Row:
     sizes = LENGTH, HELD_OUT, run.steps, float(run.rate), run.seed, OPTIMIZERS[run.optimizer], 1.0
     training = Training(MODELS[run.model], *schedule_of(run), SPLITS[run.ranks], *sizes)
+    if run.schedule == CORRECTED:
+        training = replace(training, correction=pipeline.UpdateErrorFeedback())
     processes = 1 if run.ranks == "8" else int(run.ranks)
     *_, columns = run_on_loopback(processes, 60 + 20.0 * run.steps, training.run)
     return {**columns, "rate": run.rate, "machine": machine()}

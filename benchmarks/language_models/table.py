@@ -9,7 +9,7 @@ from benchmarks.harness.tables import grouped, markdown_table
 
 UNSPLIT = "unsplit"
 SYNCHRONOUS = "OneForwardOneBackward"
-ORDER = [UNSPLIT, SYNCHRONOUS, "PipeOptim", "PipeDream2BW"]
+ORDER = [UNSPLIT, SYNCHRONOUS, "PipeOptim", "PipeDream2BW"]  # then others
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -71,6 +71,7 @@ class Training:
     make_optimizers: Callable[[float, Sequence[nn.Parameter]], Any] = adamw
     max_norm: float | None = None
     replicas: Any = None  # two of the pipeline, and how they are averaged
+    correction: pipeline.Correction | None = None
 
     def run(self, rank: int = 0) -> Row | None:
         """Train on a rank; return the columns of its row on that of the last stage, else None."""
@@ -143,6 +144,7 @@ class Training:
             split=self.split,
             scheduler_fn=self._scheduler,
             max_norm=self.max_norm,
+            correction=self.correction,
             mesh=mesh,
             replicas=self.replicas,
         )
