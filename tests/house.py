@@ -238,7 +238,7 @@ MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
 # What the tree may hold today: a change lowers a number on the way to its goal. Only a feature of
 # its own, such as a new algorithm, may raise the lines, by its own.
 LIMITS = {
-    "lines of the package": 45_261,
+    "lines of the package": 45_259,
     "lines of its checks and raises": 3_244,
     "lines of comm": 1755,
     "exports of comm": 25,
@@ -247,7 +247,7 @@ LIMITS = {
     "files with such copies": 0,
     "attributes set on another object": 60,
     "classes above 300 lines": 2,
-    "files of 300 lines and more": 11,
+    "files of 300 lines and more": 10,
     "members of ModelAverager": 17,
     "methods that only forward": 29,
     "files that write a gossip round out": 1,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ._checks import check_rows, check_tensor, describe, num_blocks
+from ._checks import check_block_size, check_rows, check_tensor, describe, num_blocks
 
 CORRUPT = "codes and scales must be what quantize emits, got a corrupt message"
 
@@ -223,13 +223,16 @@ _GRADIENT_FORMATS: dict[tuple[int, str], Format] = {
 }
 
 
-def find_format(bits: int, name: str, *, of_differences: bool = False) -> Format:
-    """Return the format with this number of bits and name, such as "int"; a ValueError of none."""
+def find_format(
+    bits: int, name: str, block_size: int = 256, *, of_differences: bool = False
+) -> Format:
+    """Return the format with these bits and name; a ValueError of them or of the block size."""
     formats = _FORMATS if of_differences else _GRADIENT_FORMATS
     if (bits, name) not in formats:
         *most, last = (f"{each} and {kind}" for each, kind in formats)
         rule = f"{', '.join(most)}, or {last}"
         raise ValueError(f"bits and format must be {rule}, got {bits} and {name}")
+    check_block_size(block_size)
     return formats[bits, name]
 
 

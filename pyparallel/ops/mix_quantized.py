@@ -88,8 +88,7 @@ def mix_quantized_(
             ``torch.compile`` an assertion on the device fails.
     """
     _checks.check_buffer("z", z)
-    kind = find_format(bits, format, of_differences=True)
-    _checks.check_block_size(block_size)
+    kind = find_format(bits, format, block_size, of_differences=True)
     _checks.check_doubles("weight", weight, (), z)
     _checks.check_doubles("masses", masses, (len(codes),), z)
     if len(scales) != len(codes):

@@ -7,7 +7,7 @@ as many whole blocks each, which may lie apart; the last ones may be longer than
 import torch
 from torch import Tensor
 
-from ._checks import check_block_size, check_buffer, check_like, num_blocks, output
+from ._checks import check_buffer, check_like, num_blocks, output
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._formats import (
     CORRUPT,
@@ -201,8 +201,7 @@ def quantize(
         for "natural".
     """
     check_buffer("x", x)
-    kind = find_format(bits, format)
-    check_block_size(block_size)
+    kind = find_format(bits, format, block_size)
     if residual is not None:
         check_like("residual", residual, "x", x)
     seed, offset = as_seed(seed), as_offset(offset, x)
@@ -247,8 +246,7 @@ def dequantize(
             it a later call of an op that decodes raises, on the same GPU; in a function compiled by
             ``torch.compile`` an assertion on the device fails.
     """
-    kind = find_format(bits, format)
-    check_block_size(block_size)
+    kind = find_format(bits, format, block_size)
     out = output(out, numel, accumulate, codes.device)
     if codes.dim() == 2:
         check_message_in_rows(codes, scales, kind, block_size, numel, out.device)
@@ -289,8 +287,7 @@ def dequantize_sum(
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
         corrupt: as for ``dequantize``.
     """
-    kind = find_format(bits, format)
-    check_block_size(block_size)
+    kind = find_format(bits, format, block_size)
     if divisor == 0:
         raise ValueError(f"divisor must not be 0, got {divisor}")
     out = output(out, numel, False, codes.device)

@@ -77,8 +77,7 @@ def quantize_difference_(
     """
     _checks.check_buffer("z", z)
     _checks.check_replicas((replica,), lambda: ("replica",), z)
-    kind = find_format(bits, format, of_differences=True)
-    _checks.check_block_size(block_size)
+    kind = find_format(bits, format, block_size, of_differences=True)
     holds = isinstance(ratio, Tensor) or 0 <= ratio < float("inf")
     _checks.require("ratio", "finite and at least 0", ratio, holds)
     ratio = _checks.as_scalar("ratio", ratio, z)
