@@ -119,6 +119,7 @@ def draw_cotangents(rows: Sequence[Row]) -> Figure:
 PICTURES = {
     "accuracy-digits": partial(draw_accuracy, name="digits"),
     "accuracy-bytes": partial(draw_accuracy, name="bytes"),
+    "accuracy-long-bytes": partial(draw_accuracy, name="long bytes"),
     "accuracy-sums": partial(draw_accuracy, name="sums"),
     "accuracy-mnist-sums": partial(draw_accuracy, name="MNIST sums"),
     "losses": draw_losses,

@@ -77,6 +77,8 @@ def test_of_the_sums_each_window_has_its_own_best_rate():
     assert windows.splitlines()[2].startswith("| window 1 (local) | 80.50% ± 0.71%")
     assert [line.split("|")[-2].strip() for line in windows.splitlines()[2:]] == [low, high]
     assert "| window 4 (end to end) | window 1 (local) | 15 points |" in orders
+    worse = make_row(1, 2, SUMS, "0.3", rate=float(low))  # a seed that the other rate does not have
+    assert markdown([*rows, worse]).splitlines()[2].startswith("| window 1 (local) | 63.67%")
 
 
 def test_a_pair_of_digits_has_their_sum_as_label():
