@@ -190,8 +190,8 @@ TRIALS = (
     Trial(
         DeepBytes(
             "long bytes", partial(torch.optim.Adam, fused=True),
-            rates=(1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2), main_rate=6e-3, sweep_seed=None,
-            updates=2400,
+            rates=(1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2, 4.8e-2), main_rate=6e-3,
+            sweep_seed=None, updates=2400,
         ),
         linear=LinearHead(256, nn.LayerNorm),
         deep=MLPHead(192, 256),
