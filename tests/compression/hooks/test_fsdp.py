@@ -33,6 +33,8 @@ from tests.compression.hooks.steps import (
 )
 from tests.workers import assert_equal_on_all_ranks, call_each
 
+pytestmark = pytest.mark.slow  # 9 seconds
+
 SHAPE = 4, 5, 7  # of a batch
 SPARSE = ErrorFeedback(TopK(0.1))
 

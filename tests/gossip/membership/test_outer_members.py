@@ -29,6 +29,8 @@ from tests.gossip.membership.training import (
     on_service,
 )
 
+pytestmark = pytest.mark.slow  # as in test_pair_members.py
+
 INTERVAL, OUTER_RATE, MOMENTUM = 3, 0.7, 0.9
 
 

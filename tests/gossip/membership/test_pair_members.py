@@ -21,6 +21,8 @@ from tests.gossip.membership.training import (
     step_on,
 )
 
+pytestmark = pytest.mark.slow  # members die in each part of a pair; test_members.py has short runs
+
 
 def all_pairs(num_ranks):
     return ADPSGD(Complete(num_ranks))

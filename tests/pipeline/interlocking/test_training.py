@@ -36,6 +36,8 @@ from tests.pipeline.interlocking.reference import ReferenceTrainer
 from tests.pipeline.jobs import DEEP, Trained, train_on
 from tests.pipeline.models import OPTIMIZERS, build_calls
 
+pytestmark = pytest.mark.slow  # 9 seconds; test_window_training.py has short runs
+
 SINGLE = [Case(1, num_microbatches=1), Case(1, num_microbatches=3)]
 RANKS = {(4, 1): CASES, (1, 1): SINGLE, DEEP: OVER_RANKS, (2, 2): OF_TWO}  # stages, ranks
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
