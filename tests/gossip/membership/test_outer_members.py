@@ -29,7 +29,7 @@ from tests.gossip.membership.training import (
     on_service,
 )
 
-pytestmark = pytest.mark.slow  # as in test_pair_members.py
+pytestmark = pytest.mark.slow  # 18 seconds: likewise of an outer step
 
 INTERVAL, OUTER_RATE, MOMENTUM = 3, 0.7, 0.9
 
@@ -210,7 +210,7 @@ def check_outer_steps(logs, is_diloco):
     ("algorithm", "optimizer"),
     [
         (DiLoCo(INTERVAL), SGD),
-        pytest.param(LocalSGD(INTERVAL), torch.optim.SGD, marks=pytest.mark.slow),
+        (LocalSGD(INTERVAL), torch.optim.SGD),
     ],
 )
 def test_outer_steps_of_members(ranks, algorithm, optimizer):
@@ -270,7 +270,6 @@ def pairs_written(rows, members):
         yield
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "make_algorithm", [noloco_of, partial(noloco_of, compressor=ErrorFeedback(TopK(0.3)))]
 )
@@ -348,7 +347,7 @@ def come_back_at_the_second_attempt(address, store, rank, size, algorithm):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [exponential, pytest.param(noloco_of, marks=pytest.mark.slow)],
+    [exponential, noloco_of],
 )
 def test_what_a_rank_had_before_it_was_left_behind_is_forgotten(ranks, algorithm):
     found = ranks.run(3, on_service, come_back_at_the_second_attempt, algorithm)
