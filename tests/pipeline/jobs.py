@@ -229,6 +229,7 @@ TWO_STAGES = [
     *(Case(each) for each in OF_EACH_KIND if not isinstance(each, PREDICTING)),
     *(Case(each, "AdamW") for each in (ZeroBubble(), PipeOptim("live"), XPipe("live"))),
     *(Case(each, "groups", num_microbatches=2) for each in (XPipe("live"), PipeOptim("live"))),
+    *(Case(each) for each in PREDICTED_2BW),
     Case(PipeOptim("live", Rollout(0.5))),
     Case(REPEATING[1], "Adadelta"),
     Case(PipeOptim("live"), "Lion, PredictedAdamW"),
@@ -242,6 +243,7 @@ FOUR_STAGES = [
 ]
 # Every correction, which changes the updates of a stage on its own rank.
 ONE_PROCESS = [
+    *(Case(each) for each in PREDICTED_2BW),
     *(Case(each, MUON, correction=how) for each, how in zip(LATE[::2], CORRECTIONS, strict=True)),
     *(Case(each, "AdamW", correction=how) for each, how in zip(STARTS, CORRECTIONS, strict=True)),
     Case(PipeMare(annealing=10, decay=0.5, synchronous_updates=5), correction=CORRECTIONS[0]),
