@@ -375,7 +375,8 @@ class PipelineTrainer(Trainer):
                 pipeline.check_empty("state_dict()")
             return counts.steps
 
-        return save_stages(self.stages, step)
+        seed = self._arguments.seed if pipeline is None else pipeline.seed
+        return save_stages(self.stages, step, seed)
 
     def rescue_state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages after a failure, for a new trainer to load.
@@ -385,8 +386,8 @@ class PipelineTrainer(Trainer):
         may differ between stages; ``half_updated``: the failure was inside of an update, and there
         is a RuntimeWarning.
         """
-        stages = self._built_pipeline("rescue_state_dict()").stages
-        return rescue_stages(stages, self._run.counts.steps)
+        pipeline = self._built_pipeline("rescue_state_dict()")
+        return rescue_stages(pipeline.stages, self._run.counts.steps, pipeline.seed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned on this rank; all ranks call it together.
@@ -400,7 +401,7 @@ class PipelineTrainer(Trainer):
         """
         pipeline = self._check_built("load_state_dict()")
         run = self._run if self._replicas is None else self._replicas.run
-        pipeline.load(load_stages(pipeline.stages, state, run))
+        pipeline.load(*load_stages(pipeline.stages, state, run))
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the whole model, with its own keys; all ranks call it together.
@@ -435,7 +436,9 @@ class PipelineTrainer(Trainer):
                 "sharded_state_dict() must be called inside consensus() with replicas that gossip, "
                 "whose weights differ, got it outside"
             )
-        return {} if self._arguments.replica else sharded_state(stages, self._run.counts.steps)
+        if self._arguments.replica:
+            return {}
+        return sharded_state(stages, self._run.counts.steps, pipeline.seed)
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str]) -> None:
         """Load a folder that ``torch.distributed.checkpoint`` has saved of ``sharded_state_dict``.
@@ -448,7 +451,7 @@ class PipelineTrainer(Trainer):
         stages = self._named_stages("load_checkpoint()")
         pipeline = self._check_built("load_checkpoint()")
         run = self._run if self._replicas is None else self._replicas.run
-        pipeline.load(load_checkpoint(stages, checkpoint_id, run))
+        pipeline.load(*load_checkpoint(stages, checkpoint_id, run))
         for stage in self.stages:
             if stage.replicated is not None:
                 stage.replicated.restart()

@@ -15,6 +15,7 @@ from ..messages.stage_p2p import StageP2P
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from ..schedules.versions import Versions
+from .generators import StageGenerators
 from .microbatches import MicrobatchSplitter
 from .stage import Stage
 from .telemetry import Telemetry
@@ -51,9 +52,11 @@ class Executor:
         shape: PipelineShape,
         p2p: StageP2P,
         rank: int,
+        generators: StageGenerators,
         place: str = "",
     ) -> None:
         self.stages = stages
+        self.generators = generators
         self.telemetry = Telemetry(stages, p2p)
         self._running: Action | None = None  # also after it has failed
         self.refusals: list[Refusal] = []  # besides those of stages
@@ -288,6 +291,7 @@ class Executor:
     @contextmanager
     def _recording(self, action: Action) -> Iterator[None]:
         self._running = action
+        self.generators.seed_for(action, self._shape.num_microbatches)
         with profiled(_RANGES[action.kind]):
             begin = time.perf_counter()
             yield
