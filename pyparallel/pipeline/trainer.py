@@ -38,6 +38,9 @@ from .schedules.schedule import Schedule
 from .simulation.chrome_trace import export_chrome_trace, gather_spans
 from .validation import find_argument_error
 
+# Steps in which ranks compare batches on devices, whose values the host waits for.
+_FIRST_STEPS, _INTERVAL = 10, 100
+
 
 class PipelineTrainer(Trainer):
     """Trains layers in stages, in place: rank r holds stages r, r + num_ranks, ...
@@ -238,7 +241,15 @@ class PipelineTrainer(Trainer):
     ) -> float | None:
         """Train on one batch, with the actions that the schedule has for this step.
 
-        Batches may differ in their numbers of samples, from ``num_microbatches`` up.
+        Batches may differ in their numbers of samples, from ``num_microbatches`` up. All ranks pass
+        the same batch, or None for what they do not read. A target that differs from that of the
+        first stage's rank, if it is given there too, is refused: in every step where both are in
+        the CPU's memory, else in the first 10 and in every 100th, as the host waits for it.
+        Microbatches in flight are copied, so the batch may be written to after the call.
+
+        Random numbers, such as dropout's, are the stages' own: torch's generators are restored
+        after the call. They follow from ``torch.initial_seed()`` when the trainer was created, the
+        stage, the step and the microbatch, in every schedule.
 
         Args:
             args: positional arguments of the first layer, read on the rank of the first stage: of
@@ -472,8 +483,8 @@ class PipelineTrainer(Trainer):
     def _split_batch(
         self, inputs: Any, target: Any, has_short_form: bool = False, *, trains: bool = False
     ) -> MicrobatchSplitter:
-        pipeline, rank = self._pipeline, self._arguments.rank
-        place = place_of(rank, self._run.counts.steps if trains else None)
+        pipeline, rank, steps = self._pipeline, self._arguments.rank, self._run.counts.steps
+        place = place_of(rank, steps if trains else None)
         place = f"{self._arguments.place}{place}"
         first_step = pipeline.num_steps if trains and pipeline is not None else 0
         num_microbatches = self._arguments.num_microbatches
@@ -481,6 +492,7 @@ class PipelineTrainer(Trainer):
             inputs, target, first_step * num_microbatches, num_microbatches,
             self._arguments.loss_weight_fn, self._arguments.layers[0] if rank == 0 else None,
             has_short_form=has_short_form, place=place,
+            compares_on_devices=not trains or steps < _FIRST_STEPS or steps % _INTERVAL == 0,
         )  # fmt: skip
 
     def _build_for(self, splitter: MicrobatchSplitter) -> Pipeline:

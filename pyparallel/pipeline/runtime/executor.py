@@ -43,6 +43,17 @@ Actions = Callable[[int], Iterable[Action]]  # by rank
 _RANGES = {kind: f"pyparallel::pipeline_{kind.name.lower()}" for kind in Kind}
 
 
+def microbatches_left(actions: Iterable[Action]) -> set[int]:
+    """Return the microbatches that a stage begins in these actions, and does not end."""
+    left = set[tuple[int, int]]()
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            left.add((action.stage, action.microbatch))
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.LEARN):
+            left.discard((action.stage, action.microbatch))
+    return {microbatch for _, microbatch in left}
+
+
 class Executor:
     """Runs actions on the stages of one rank."""
 
@@ -94,6 +105,8 @@ class Executor:
             self._p2p.expect(actions_of, self.destinations)
 
         self._check_batch(actions_of, splitter, self.destinations)
+        if not empty:
+            splitter.copy(microbatches_left(actions_of(self._rank)))
         self.telemetry.begin(is_training=True)
         if not empty or 0 not in self.stages:
             expect()
