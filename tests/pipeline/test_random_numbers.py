@@ -191,7 +191,7 @@ def test_every_forward_has_random_numbers_of_its_own():
     for replica, step, trains in ((None, 0, True), (0, 0, True), (1, 0, True), (0, 1, True),
                                   (0, 1, False), (0, 1, False)):  # fmt: skip
         generators = StageGenerators(3, replica, [])
-        for _ in range(1 + (not trains)):  # a second evaluation draws anew
+        for _ in range(1 + (not trains)):  # a second evaluation draws others
             with generators.of_call(step, trains=trains):
                 drawn.append(torch.rand(4))
                 for kind in (Kind.FORWARD, Kind.HEAD):
