@@ -25,8 +25,8 @@ class BatchDigest:
         # In NumPy: each operation of torch would take several microseconds of a small step.
         leaves = [batch] if isinstance(batch, Tensor) else tree_leaves(batch)
         for index, leaf in enumerate(leaves, 1):
-            is_dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
-            if is_dense and (reads_devices or leaf.device.type == "cpu"):
+            has_values = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+            if has_values and not leaf.is_meta and (reads_devices or leaf.device.type == "cpu"):
                 entries = _sample(leaf)
                 weights = _WEIGHTS[: len(entries)] * index
                 self.value += float(entries @ weights)

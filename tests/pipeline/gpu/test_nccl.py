@@ -95,6 +95,9 @@ class FakeSplitter:
     def find_input_error(self):
         return None
 
+    def copy(self, microbatches):
+        pass
+
     def inputs(self, microbatch):
         return torch.empty(1, device=META)
 
