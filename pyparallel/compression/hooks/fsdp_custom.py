@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from ...comm import ANY, Run, StepCounts
 from ...comm.collectives import Collectives
 from ...comm.errors import NonFiniteError
+from ...comm.profiling import profiled
 from ...comm.stats import CommStats
 from ...training import plain_name
 from ...training.arguments import require
@@ -128,7 +129,7 @@ class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
         factor = _factor_of(op, group.size())
         store, collectives = self._open(group)
         self._num_calls += 1
-        with torch.no_grad():
+        with torch.no_grad(), profiled("pyparallel::reduce_scatter"):
             pieces = self._pieces()
             layout = BufferLayout(pieces * group.size())
             if not pieces:
@@ -178,7 +179,7 @@ class CompressedAllGather(_CompressedCollective, AllGather):
         FSDP2 gathers bytes, uint8, if parameters have several dtypes or their own all-gather.
         """
         store, collectives = self._open(group)
-        with torch.no_grad():
+        with torch.no_grad(), profiled("pyparallel::all_gather"):
             compressed_all_gather(input_tensor, output_tensor, self._name, store, collectives)
 
 
