@@ -20,7 +20,6 @@ from ..state import CompressorState
 from ..state_store import StateStore
 from .comm_worker import CommWorker, comm_worker_for, once
 
-
 AVERAGE = "pyparallel::average_bucket"
 
 
