@@ -149,7 +149,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._buckets = validation.lay_out(module, optimizers, cap_bytes)
         self._shards.follow()
         fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
-        in_pass = bool(fused) and len(optimizers) == 1  # with others the round is a pass of its own
+        # With others, or with what may write weights after it, the round is a pass of its own.
+        in_pass = bool(fused) and len(optimizers) == 1 and fused[0].ends_with_pass
         self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._exchanges = exchanges_of(run, self._buckets, CommStats())
         self._broadcast_from_first_rank()
