@@ -173,6 +173,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             rounds.before_update,
             rounds.before_evaluation,
             finite_steps.end,
+            averager.restore_debiased,
         )
         self._step_hook = weakref.ref(step_hook)
         self._allow_other_optimizers = refuse_other_optimizers(
