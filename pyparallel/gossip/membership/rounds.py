@@ -143,6 +143,9 @@ class AcknowledgedRounds(PushSum):
         self.await_receipts()
         self.wait()
         self._staleness = self._steps_in_flight
+        if not self.weight:  # what a member that joins has is not averaged: 0 times nan is nan
+            for buffer in self._round_buffers:
+                buffer.values.zero_()
         self._for_each(lambda buffer: buffer.merge())
         self._note_merged(self._sent)
         self.exchange.headers.raise_nonfinite()
