@@ -174,6 +174,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             rounds.before_update,
             rounds.before_evaluation,
             finite_steps.end,
+            averager.restore_debiased,
         )
         self._step_hook = weakref.ref(step_hook)
         self._allow_other_optimizers = refuse_other_optimizers(
@@ -329,11 +330,12 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def consensus_distance(self) -> float:
         """Return the root mean square over ranks of ``||z_i - average||_2``.
 
-        The same number on all ranks, which must call it together.
+        z_i are what a forward reads: messages in flight are in the average alone. The same number
+        on all ranks, which must call it together.
         """
         self._check_mergeable()
-        merged, weight = self._averager.as_merged()
-        return consensus.distance(merged, self._average(merged, weight), Collectives(self._run))
+        averages = self._average(*self._averager.as_merged())
+        return consensus.distance(self._buckets.buffers, averages, Collectives(self._run))
 
     def flush(self) -> None:
         """Complete all communication in flight, after the last step, on all ranks together."""
@@ -484,6 +486,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
     def _check_equal_steps(self) -> None:
         if self._averager.traits.has_equal_steps:
+            self._rounds.joined.before_call()
             self._run.check_equal_steps(self._buckets.parameters[0].device)
 
     def _preserve_saved_states(self) -> None:
