@@ -92,6 +92,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     """
 
     _copy_instead = "copy its .module"
+    _in_consensus = False
 
     def __init__(
         self,
@@ -312,8 +313,11 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         and NoLoCo they are those after the last outer step, and of EASGD the center, as in the
         papers' evaluations; floating-point buffers (such as BatchNorm statistics) without weights.
         Frozen parameters are equal on all ranks and stay as they are. All ranks must enter it
-        together.
+        together; one inside another changes nothing, and one rank may enter it alone.
         """
+        if self._in_consensus:
+            yield self.module
+            return
         self._check_mergeable()
         merged, weight = self._averager.as_evaluated()
         buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
@@ -322,9 +326,11 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         del merged
         self._preserve_saved_states()
         with consensus.assigned([*self._buckets.buffers, *buffers], averages):
+            self._in_consensus = True
             try:
                 yield self.module
             finally:
+                self._in_consensus = False
                 self._shards.reshard()
 
     def consensus_distance(self) -> float:
@@ -344,11 +350,17 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._preserve_saved_states()
         self._averager.flush()
 
+    # Torch declares two overloads; this signature covers both.
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the module's own state dict, which the bare module can load, and vice versa.
+
+        Its tensors are the live ones, each in a storage of its own.
+        """
         if self._running is not None:
             self._running.restore_debiased()
-        return super().state_dict(*args, **kwargs)
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
 
     @override
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
