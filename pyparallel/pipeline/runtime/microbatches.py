@@ -82,7 +82,7 @@ class MicrobatchSplitter:
         raise_problem(self.find_target_error())
         weights = self._weights
         assert not isinstance(weights, str), "which would be an error of the target"
-        return weights[microbatch - self._first] / sum(weights)
+        return weights[microbatch - self._first] / (sum(weights) or 1)
 
     @property
     def weight(self) -> float:
