@@ -91,6 +91,10 @@ class MicrobatchSplitter:
         assert not isinstance(self._weights, str), "which would be an error of the target"
         return sum(self._weights)
 
+    def is_first(self, microbatch: int) -> bool:
+        """Return whether a microbatch is the step's first."""
+        return microbatch == self._first
+
     def batch_meta(self, microbatch: int) -> BatchMeta:
         """Return what is sent with the activations of a microbatch, for ranks with targets."""
         if microbatch in self._received:
