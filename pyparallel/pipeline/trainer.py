@@ -72,7 +72,8 @@ class PipelineTrainer(Trainer):
         split: the indices into ``layers`` at which stages 1 and following begin. None: balanced by
             the times of the first microbatch.
         num_stages: a multiple of the ranks; None: that of ``split``, or else one for each rank.
-        scheduler_fn: builds the learning-rate scheduler of an optimizer; it steps after an update.
+        scheduler_fn: builds the learning-rate scheduler of an optimizer; it steps after an update,
+            of which most schedules that do not flush have one for each microbatch.
         max_norm: clip the gradient of the whole model to this 2-norm before an update; with a
             schedule that never flushes, by the last norms that a stage knows. Not with
             ``Interlocking``.
