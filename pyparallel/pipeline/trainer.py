@@ -323,8 +323,8 @@ class PipelineTrainer(Trainer):
     ) -> float | None:
         """Flush, and return the loss of a batch in evaluation mode.
 
-        Arguments and errors are as of ``step`` and ``flush``, but that a loss may be any number;
-        every rank raises in this call, at its end.
+        Arguments and errors are as of ``step`` and ``flush``, but that a loss may be any number,
+        and the samples fewer than ``num_microbatches``; every rank raises in this call, at its end.
         """
         self._check_usable()
         if self._pipeline is not None:
@@ -342,8 +342,8 @@ class PipelineTrainer(Trainer):
     ) -> Any:
         """Flush, and return the model's outputs for a batch in evaluation mode, without a target.
 
-        Arguments and errors are as of ``step``, but outputs that cannot be concatenated are a
-        DisagreementError, and ``Interlocking`` needs a ``step`` or ``prepare`` before.
+        Arguments and errors are as of ``step``, but the samples may be fewer than
+        ``num_microbatches``, outputs that cannot be concatenated are a DisagreementError, and ``Interlocking`` needs a ``step`` or ``prepare`` before.
 
         Returns:
             On the rank of the last stage its outputs, a tensor or a tuple of tensors, those of the
@@ -489,7 +489,7 @@ class PipelineTrainer(Trainer):
         return MicrobatchSplitter(
             inputs, target, first_step * num_microbatches, num_microbatches,
             self._arguments.loss_weight_fn, self._arguments.layers[0] if rank == 0 else None,
-            has_short_form=has_short_form, place=place,
+            has_short_form=has_short_form, may_be_short=not trains, place=place,
         )  # fmt: skip
 
     def _build_for(self, splitter: MicrobatchSplitter) -> Pipeline:
