@@ -38,7 +38,17 @@ def call_module(module: nn.Module, inputs: Inputs) -> Any:
     """Return the output of a stage's module, or of the model's first layer, for its inputs."""
     if isinstance(inputs, Arguments):
         return module(*inputs.args, **inputs.kwargs)
-    return module(inputs)
+    try:
+        return module(inputs)
+    except AttributeError as error:
+        if not (type(inputs) is tuple and type(error.obj) is tuple):
+            raise
+        rule = "a layer at the begin of a stage must take a tuple by its positions"
+        fix = "unpack it as hidden, mask = value, or move the split"
+        raise TypeError(
+            f"{rule}, as a NamedTuple is sent as its tensors alone, got one that reads "
+            f".{error.name}: {fix}"
+        ) from error
 
 
 def input_tensors(inputs: Any) -> tuple[Tensor, ...]:
