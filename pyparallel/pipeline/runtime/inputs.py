@@ -43,7 +43,7 @@ def call_module(module: nn.Module, inputs: Inputs) -> Any:
     except AttributeError as error:
         if not (type(inputs) is tuple and type(error.obj) is tuple):
             raise
-        rule = "a layer at the begin of a stage must take a tuple by its positions"
+        rule = "the first layer of a stage must take a tuple by its positions"
         fix = "unpack it as hidden, mask = value, or move the split"
         raise TypeError(
             f"{rule}, as a NamedTuple is sent as its tensors alone, got one that reads "

@@ -2,6 +2,7 @@
 
 import re
 from functools import cache, partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from pyparallel.pipeline import (
     OneForwardOneBackward,
     PipeDream,
     PipeDream2BW,
+    PipelineTrainer,
     PipeOptim,
+    StageError,
     ZeroBubble,
 )
 from tests.cases import slow
@@ -335,6 +338,47 @@ def test_a_batch_of_fewer_samples_than_microbatches_is_evaluated_as_by_one_proce
         "take both from one batch"
         for here, there in MISMATCHED
     ]
+
+
+class Hidden(NamedTuple):
+    value: torch.Tensor
+    mask: torch.Tensor
+
+
+class Named(nn.Module):
+    """A layer that reads the fields of its input, or its positions."""
+
+    def __init__(self, by_name):
+        super().__init__()
+        self.linear, self.by_name = nn.Linear(4, 4), by_name
+
+    def forward(self, hidden):
+        value, mask = (hidden.value, hidden.mask) if self.by_name else hidden
+        return Hidden(self.linear(value) * mask, mask)
+
+
+class Unpack(nn.Module):
+    def forward(self, hidden):
+        return hidden[0]
+
+
+def test_a_named_tuple_is_one_in_a_stage_and_its_tensors_between_stages():
+    torch.manual_seed(0)
+    layers = [Named(True), Named(True), Named(False), Named(True), Unpack()]
+    batch = Hidden(torch.randn(6, 4), torch.ones(6, 4))
+    plain = nn.Sequential(*layers)(batch).square().mean()
+    for split, name in (([2], None), ([4], None), ([1], "value"), ([3], "value")):
+        trainer = PipelineTrainer(
+            layers, lambda output, target: output.square().mean(), partial(sgd, lr=0.0), GPipe(),
+            num_microbatches=2, split=split,
+        )  # fmt: skip
+        if name is None:
+            losses = [trainer.step(batch, batch.mask), trainer.evaluate(batch, batch.mask)]
+            assert losses == pytest.approx([plain.item()] * 2)
+            continue
+        sentence = f"stage 1 .* the first layer of a stage must .*, got one that reads .{name}: unp"
+        with pytest.raises(StageError, match=sentence):
+            trainer.step(batch, batch.mask)
 
 
 def test_predict_with_heads_comes_after_prepare():
