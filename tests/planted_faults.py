@@ -486,6 +486,13 @@ FAULTS = [
         "tests/pipeline/test_equivalence.py",
     ),
     Fault(
+        "an update over several steps is the mean of their means",
+        "pyparallel/pipeline/runtime/loss.py",
+        "return weights[-1] / next((each for each in weights if each), 1.0)",
+        "return 1.0",
+        "tests/pipeline/runtime/test_losses.py",
+    ),
+    Fault(
         "evaluation leaves microbatches in flight",
         "pyparallel/pipeline/trainer.py",
         """        if self._pipeline is not None:
@@ -504,7 +511,7 @@ FAULTS = [
     Fault(
         "a microbatch's loss counts alike whatever its tokens",
         "pyparallel/pipeline/runtime/microbatches.py",
-        "return weights[microbatch - self._first] / sum(weights)",
+        "return weights[microbatch - self._first] / (sum(weights) or 1)",
         "return 1 / len(weights)",
         "tests/pipeline/runtime/test_batches.py",
     ),

@@ -131,6 +131,8 @@ def build_stages(
     options = StageOptions(
         loss_scale=loss_scale,
         steps_per_update=arguments.gradient_accumulation_steps,
+        weighs_update=arguments.loss_weight_fn is not None
+        and (gradients is not None or arguments.gradient_accumulation_steps > 1),
         max_norm=arguments.max_norm if schedule.delays else None,
         microbatches_per_update=schedule.microbatches_per_update(shape),
         measures_gradients=arguments.measure_gradient_norms,
@@ -139,7 +141,16 @@ def build_stages(
         on_device = schedule.delays and _can_skip_on_device(arguments, prepared, run)
         defers_check = schedule.flushes or on_device
         options = replace(options, defers_check=defers_check, sends_found_inf=on_device)
-    criterion = Criterion(arguments.loss_fn, shares_update_fn(schedule, shape), options)
+    copies = set() if schedule.delays else {tie.parameter for tie in ties}
+
+    def is_trained(parameter: nn.Parameter) -> bool:
+        groups = (group for each in prepared.optimizers for group in each.param_groups)
+        held = (each for group in groups for each in group["params"])
+        return parameter in copies or any(each is parameter for each in held)
+
+    criterion = Criterion(
+        arguments.loss_fn, shares_update_fn(schedule, shape), options, is_trained
+    )
     executor = prepared.finish(criterion, options)
     return BuiltStages(split, executor, p2p, criterion, tied, options, gradients)
 

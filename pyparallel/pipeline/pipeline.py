@@ -69,12 +69,15 @@ class Pipeline:
             return (each for each in actions if updates or each.kind is not Kind.UPDATE)
 
         with self._in_call(trains=True):
-            before_updates = partial(self._prepare_update, splitter) if flushes else None
+            num_steps = self._num_accumulated + 1
+            before_updates = partial(self._prepare_update, splitter, num_steps) if flushes else None
             executor.train(actions_of, splitter, before_updates, empty=flushes)
         self.num_steps += 1
         self._run.counts.count_step()
         if flushes:
             refusal = None if updates else self.built.criterion.find_non_finite(splitter)
+            if self._is_last and self.built.options.weighs_update and not updates:
+                self.built.criterion.end_step(splitter)
             self._num_accumulated = 0 if updates else self._num_accumulated + 1
             # The program may end now, or another rank may have failed.
             refusal = self._barrier(refusal)
@@ -88,6 +91,23 @@ class Pipeline:
                 executor.refusals.append(refusal)
                 self._non_finite = self._non_finite or refusal
         return self._report()
+
+    def update_rest(self) -> None:
+        """Update with what the steps since the last update have accumulated, if there are any."""
+        if not self._num_accumulated:
+            return
+
+        def updates_of(rank: int) -> Iterable[Action]:
+            actions = self._schedule.step(self._shape, rank, self.num_steps)
+            return (each for each in actions if each.kind is Kind.UPDATE)
+
+        no_batch = MicrobatchSplitter(None, None, 0, self._shape.num_microbatches)
+        with torch.inference_mode(mode=False), self._in_call():
+            before_updates = partial(self._prepare_update, no_batch, self._num_accumulated)
+            self.built.executor.train(updates_of, no_batch, before_updates)
+        self._num_accumulated = 0
+        self._barrier(None)
+        self._copy_ties()
 
     def drain(self) -> None:
         """Run all pending backwards and updates."""
@@ -182,26 +202,36 @@ class Pipeline:
             raise RuntimeError(
                 f"{what} must be called after an update, as a state has no gradients, got it after "
                 f"{self._num_accumulated} of {self._steps_per_update} accumulated steps: call step "
-                "until the update"
+                "until the update, or flush(), which updates with those"
             )
 
-    def _prepare_update(self, splitter: MicrobatchSplitter) -> None:
-        """Check the losses of the step for all ranks, sum tied gradients, unscale and clip all."""
+    def _prepare_update(self, splitter: MicrobatchSplitter, num_steps: int) -> None:
+        """Check the losses of the step for all ranks, sum tied gradients, unscale and clip all.
+
+        ``num_steps`` have accumulated them.
+        """
         executor, tied, options = self.built.executor, self.built.tied, self.built.options
         replicas = self.built.gradients
         exchanges = self._max_norm is not None or options.loss_scale is not None
-        exchanges = exchanges or replicas is not None
+        exchanges = exchanges or replicas is not None or options.weighs_update
         if exchanges or tied.are_on_several_ranks or options.defers_check:
             # It raises if a rank has failed; the all-reduces below would hang.
             refusal = self.built.p2p.barrier(self.built.criterion.find_non_finite(splitter))
             if refusal is not None:
                 executor.skip_update(refusal)
         skips = any(stage.skips_update for stage in self.stages)  # so on all ranks
+        weight, factor = self._weigh_update(splitter, num_steps)
+        if not weight and not skips and replicas is None:
+            executor.skip_update()
+            skips = True
         if not skips:
             tied.sum_gradients()
+            for stage in self.stages if factor != 1 else ():
+                for gradient in stage.gradients:
+                    gradient.mul_(factor)
         if replicas is not None:
             with executor.together("the other replicas"):
-                skips = self._average(replicas, splitter, skips)
+                skips = self._average(replicas, weight, skips)
         if skips:
             tied.drop_gradients()
             return
@@ -214,17 +244,25 @@ class Pipeline:
         if self._max_norm is not None:
             clip_grad_norm_(gradients, self._max_norm, self._run)
 
-    def _average(
-        self, replicas: GradientAverage, splitter: MicrobatchSplitter, skips: bool
-    ) -> bool:
-        """Average the gradients of all replicas; return whether they skip the update."""
-        weight = 0.0  # known where the target is
-        if self._is_last and not skips:
-            weight = splitter.weight if self._steps_per_update == 1 else 1.0
-        of_all = torch.tensor(weight, dtype=torch.float64, device=device_for([], self._run))
+    def _weigh_update(self, splitter: MicrobatchSplitter, num_steps: int) -> tuple[float, float]:
+        """Return an update's weight among the replicas', and by what to multiply its gradients."""
+        weighs_update = self.built.options.weighs_update
+        own = 1.0, self._steps_per_update / num_steps
+        if not weighs_update and self.built.gradients is None:
+            return own
+        if self._is_last and (weighs_update or self._steps_per_update == 1):
+            self.built.criterion.end_step(splitter)
+            own = self.built.criterion.end_update()
+        own = own if self._is_last else (0.0, 0.0)  # weights are known where the target is
+        of_all = torch.tensor(own, dtype=torch.float64, device=device_for([], self._run))
         Collectives(self._run).all_reduce_(of_all)
+        weight, factor = of_all.tolist()
+        return weight, factor
+
+    def _average(self, replicas: GradientAverage, weight: float, skips: bool) -> bool:
+        """Average the gradients of all replicas; return whether they skip the update."""
         own = [refusal for stage in self.stages for refusal in stage.refusals]
-        refusals = replicas.average_(float(of_all), own, skips=skips)
+        refusals = replicas.average_(weight, own, skips=skips)
         if refusals is not None and not skips:
             self.built.executor.skip_update()
             self.built.executor.refusals.extend(refusals)

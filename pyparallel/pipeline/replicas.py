@@ -123,8 +123,8 @@ class GradientAverage:
     ) -> list[Refusal] | None:
         """Average the gradients in place, unless a replica skips the update, as all then must.
 
-        ``weight`` is that of this replica's batch in the mean. Return None, or why a replica skips
-        the update, of any number of refusals. A parameter without a gradient on any
+        ``weight`` is that of this replica's batch in the mean; all skip if none has one. Return
+        None, or why a replica skips the update, of any number of refusals. A parameter without a gradient on any
         replica keeps none.
         """
         has_gradient = [p.grad is not None for p in self._parameters]
@@ -135,7 +135,7 @@ class GradientAverage:
         self._run.compare_all(rows[:, : len(counts)].tolist())
         total = float(rows[:, len(counts)].sum())
         is_skipped, *found = rows[:, len(counts) + 1 :].any(0).tolist()
-        if is_skipped:
+        if is_skipped or not total:
             return self._exchange(refusals)
         gradients: dict[torch.dtype, list[Tensor]] = {}
         for parameter, is_needed in zip(self._parameters, found, strict=True):

@@ -54,7 +54,8 @@ class PipelineTrainer(Trainer):
     Args:
         layers: an ``nn.Sequential`` or a list of modules, as many on every rank; or a model that is
             split for ``torch.distributed.pipelining``: a ``Pipe``, or this rank's stages of it.
-        loss_fn: ``loss_fn(output, target)``, 0-d: the mean over a microbatch.
+        loss_fn: ``loss_fn(output, target)``, 0-d: the mean over a microbatch. One that trains
+            parameters of its own is refused in the first step: they belong into the last layer.
         optimizer_fn: builds the optimizer of a stage from the list of its parameters that require
             gradients; or a list of optimizers that share them out, such as Muon for matrices and
             AdamW for the rest. A function with two required positional parameters is called with
@@ -74,12 +75,15 @@ class PipelineTrainer(Trainer):
         split: the indices into ``layers`` at which stages 1 and following begin. None: balanced by
             the times of the first microbatch.
         num_stages: a multiple of the ranks; None: that of ``split``, or else one for each rank.
-        scheduler_fn: builds the learning-rate scheduler of an optimizer; it steps after an update.
+        scheduler_fn: builds the learning-rate scheduler of an optimizer; it steps after an update,
+            of which most schedules that do not flush have one for each microbatch.
         max_norm: clip the gradient of the whole model to this 2-norm before an update; with a
             schedule that never flushes, by the last norms that a stage knows. Not with
             ``Interlocking``.
         gradient_accumulation_steps: how many steps go into an update, with the mean of their
-            gradients. Only with schedules that flush. A refused step does not count.
+            gradients, or with a ``loss_weight_fn`` the mean over the weights of all of them. Only
+            with schedules that flush. A refused step does not count. ``flush`` updates with the
+            steps since the last update.
         grad_scaler: for ``torch.autocast`` to float16, of float32 parameters. Do not call its
             ``step`` and ``update``; save its state yourself. Only with schedules that flush.
         correction: of delayed gradients, such as ``UpdateErrorFeedback()`` or ``StageMomentum()``;
@@ -91,9 +95,10 @@ class PipelineTrainer(Trainer):
         nonfinite: of a loss that is not finite, whose update all stages skip: "raise" a
             NonFiniteError besides, on each rank at the end of the call in which it skips; or "skip"
             the update alone.
-        loss_weight_fn: the weight of a microbatch's loss in the mean over a step, of its target: a
-            positive number or 0-d tensor, such as ``lambda target: (target != -100).sum()`` for a
-            mean over tokens, in ``evaluate`` too. None: its number of samples.
+        loss_weight_fn: the weight of a microbatch's loss in the mean over an update, of its target:
+            a number or 0-d tensor, such as ``lambda target: (target != -100).sum()`` for a mean
+            over tokens, in ``evaluate`` too. Of a microbatch with the weight 0 there is no loss;
+            an update of nothing else is skipped. None: its number of samples.
         measure_gradient_norms: of each stage's gradient in every update, in a pass over it.
 
     Arguments that are invalid or differ are a ValueError (DisagreementError between ranks), one of
@@ -288,10 +293,16 @@ class PipelineTrainer(Trainer):
     def flush(self) -> None:
         """Run all pending backwards and updates; weight versions then start at 0 again.
 
-        A stage that has skipped an update here raises what ``step`` does; the pipeline is empty.
+        Steps that have accumulated gradients since the last update are one of their own, such as
+        the rest of an epoch, with the mean over them. A stage that has skipped an update here raises what ``step`` does; the pipeline is empty.
         With ``replicas`` all of them call it together, and messages in flight are merged.
         """
         self._check_usable()
+        if self._pipeline is not None:
+            self._pipeline.update_rest()
+            self._flush()
+
+    def _flush(self) -> None:
         if self._pipeline is not None:
             self._pipeline.drain()
             self._pipeline.flush_replicas()
@@ -301,13 +312,14 @@ class PipelineTrainer(Trainer):
     def consensus(self) -> Iterator[None]:
         """Load the average of all replicas into the layers inside the context; restore it after.
 
-        Flush, and weights are averaged by their push-sum weights; of ``DiLoCo`` and the like they
+        Flush, but for accumulated gradients, and weights are averaged by their push-sum weights; of ``DiLoCo`` and the like they
         are those after the last outer step; buffers such as BatchNorm's without weights, and not of
         stages with nothing to train. All ranks enter it together, after the first step, to
         ``evaluate``, ``predict`` or save the model; do not ``step`` inside. Without ``replicas``,
         or with ``AllReduce()``, weights stay as they are.
         """
-        self.flush()
+        self._check_usable()
+        self._flush()
         with self._built_pipeline("consensus()").consensus():
             yield
 
@@ -322,8 +334,8 @@ class PipelineTrainer(Trainer):
     ) -> float | None:
         """Flush, and return the loss of a batch in evaluation mode.
 
-        Arguments and errors are as of ``step`` and ``flush``, but that a loss may be any number;
-        every rank raises in this call, at its end.
+        Arguments and errors are as of ``step`` and ``flush``, but that a loss may be any number,
+        and the samples fewer than ``num_microbatches``; every rank raises in this call, at its end.
         """
         self._check_usable()
         if self._pipeline is not None:
@@ -341,8 +353,8 @@ class PipelineTrainer(Trainer):
     ) -> Any:
         """Flush, and return the model's outputs for a batch in evaluation mode, without a target.
 
-        Arguments and errors are as of ``step``, but outputs that cannot be concatenated are a
-        DisagreementError, and ``Interlocking`` needs a ``step`` or ``prepare`` before.
+        Arguments and errors are as of ``step``, but the samples may be fewer than
+        ``num_microbatches``, outputs that cannot be concatenated are a DisagreementError, and ``Interlocking`` needs a ``step`` or ``prepare`` before.
 
         Returns:
             On the rank of the last stage its outputs, a tensor or a tuple of tensors, those of the
@@ -491,7 +503,7 @@ class PipelineTrainer(Trainer):
         return MicrobatchSplitter(
             inputs, target, first_step * num_microbatches, num_microbatches,
             self._arguments.loss_weight_fn, self._arguments.layers[0] if rank == 0 else None,
-            has_short_form=has_short_form, place=place,
+            has_short_form=has_short_form, may_be_short=not trains, place=place,
             compares_on_devices=not trains or steps < _FIRST_STEPS or steps % _INTERVAL == 0,
         )  # fmt: skip
 

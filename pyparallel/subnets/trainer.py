@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from ..comm import Call, Collectives, Run, warn_if_alone
 from ..optim.finite_steps import FiniteSteps
@@ -149,6 +150,16 @@ class SubnetTrainer(Trainer):
         self._check_open()
         self._step_hook.see_forward()
         return self.subnet(*inputs, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the subnet and the full model to training mode, as ``nn.Module.train`` does."""
+        self.subnet.train(mode)
+        self._module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the subnet and the full model to evaluation mode, as ``nn.Module.eval`` does."""
+        return self.train(False)
 
     @property
     def round_index(self) -> int:

@@ -40,6 +40,7 @@ SHORT = (
     "rank 0{step}: inputs must have one number of samples, at least one for each of the 4 "
     "microbatches, got [3]; use drop_last=True, or fewer microbatches"
 )
+NOTHING = "rank 0: inputs must have one number of samples, at least one, got [0]"
 TARGET = (
     "rank {last}{step}: target must be given on the rank of the last stage, with Interlocking on "
     "every rank, got None"
@@ -93,7 +94,7 @@ def train(rank, schedule, refused):
     attempt("last", trainer.step, *final)
     attempt("flush", trainer.flush)
     if refused:
-        attempt("evaluate short", trainer.evaluate, *bad)
+        attempt("evaluate nothing", trainer.evaluate, x[:0] if rank == 0 else x, y)
         attempt("evaluate without target", trainer.evaluate, *no_target)
         loss = trainer.evaluate(x, y)
         assert (loss is not None) == (rank == last)
@@ -144,7 +145,7 @@ def check(schedule, of_ranks):
             ("missing", "DisagreementError", INPUTS.format(step=", step 1")),
             ("short", "DisagreementError", SHORT.format(step=", step 1")),
             *skipped,
-            ("evaluate short", "DisagreementError", SHORT.format(step="")),
+            ("evaluate nothing", "DisagreementError", NOTHING),
             ("evaluate without target", "DisagreementError", TARGET.format(last=last, step="")),
             ("missing, empty", "DisagreementError", INPUTS.format(step=", step 4")),
         ]

@@ -306,3 +306,20 @@ def test_parts_of_a_group_train_independently(ranks):
             )
         assert gap(pair[0][1], pair[1][1]) == 0
     assert gap(found[0][1], found[2][1]) > 0
+
+
+def test_train_and_eval_are_those_of_a_module():
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
+    plain = copy.deepcopy(model).double()
+    trainer = make(module=model.double())
+    inputs = batch_of(0, 0)
+    assert trainer.eval() is trainer
+    assert torch.equal(trainer(inputs), plain.eval()(inputs))
+    with trainer.full_model() as full:
+        assert torch.equal(full(inputs), plain(inputs))
+    assert trainer.train() is trainer
+    torch.manual_seed(3)
+    found = trainer(inputs)
+    torch.manual_seed(3)
+    assert torch.equal(found, plain.train()(inputs))
+    assert not trainer.train(False).subnet.training

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ...training import summarize
 from ...training.arguments import check_integer, is_integer, require
-from ..messages import Value
+from ..messages import Value, tensors_of
 
 
 class Head(ABC):
@@ -32,12 +32,13 @@ class Head(ABC):
         """Build a new module, initialized from torch's global CPU generator.
 
         ``example`` is an output of the stage, of any batch size; the module is on its device and in
-        its dtype. A head that does not fit it is a ValueError.
+        its dtype. Of a tuple, such as hidden states and a mask, the heads of this package take the
+        first tensor. A head that does not fit it is a ValueError.
         """
 
-    def _check(self, example: Value, shape: str, *, fits: bool) -> Tensor:
+    def _check(self, example: Tensor, shape: str, *, fits: bool) -> Tensor:
         """Return the example if it is a floating-point tensor that ``fits`` the rule ``shape``."""
-        if isinstance(example, Tensor) and fits and example.is_floating_point():
+        if fits and example.is_floating_point():
             return example
         raise ValueError(
             f"heads must fit the outputs of their stages: {self!r} takes a floating-point tensor "
@@ -98,10 +99,27 @@ def _check_apart(given: Sequence[object]) -> None:
             require(other == stage, rule, f"{got}: give a builder, or copy.deepcopy it")
 
 
-def _describe(value: Value) -> str:
-    if not isinstance(value, Tensor):
-        return f"a tuple of {len(value)} tensors"
+def _describe(value: Tensor) -> str:
     return f"one of shape {list(value.shape)} and {value.dtype}"
+
+
+class _OnFirst(nn.Module):
+    """A head for a tuple of tensors, of which it takes the first."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    @override
+    def forward(self, value: tuple[Tensor, ...], *shared: Tensor) -> Any:
+        return self.module(value[0], *shared)
+
+
+def _fit(module: nn.Module, example: Value) -> nn.Module:
+    """Return a module of the example's first tensor, on its device and in its dtype."""
+    first = tensors_of(example)[0]
+    module = module.to(first.device, first.dtype)
+    return module if isinstance(example, Tensor) else _OnFirst(module)
 
 
 @dataclass(frozen=True)
@@ -123,13 +141,13 @@ class LinearHead(Head):
 
     @override
     def build(self, example: Value) -> nn.Module:
-        fits = isinstance(example, Tensor) and example.dim() > 1
-        checked = self._check(example, "of shape (batch, ..., width)", fits=fits)
+        first = tensors_of(example)[0]
+        checked = self._check(first, "of shape (batch, ..., width)", fits=first.dim() > 1)
         width = checked.shape[-1]
         module: nn.Module = nn.Linear(width, self.num_outputs)
         if self.norm is not None:
             module = nn.Sequential(self.norm(width), module)
-        return module.to(checked.device, checked.dtype)
+        return _fit(module, example)
 
 
 @dataclass(frozen=True)
@@ -151,8 +169,8 @@ class PooledHead(Head):
 
     @override
     def build(self, example: Value) -> nn.Module:
-        fits = isinstance(example, Tensor) and example.dim() > 1
-        checked = self._check(example, "of two dimensions or more", fits=fits)
+        first = tensors_of(example)[0]
+        checked = self._check(first, "of two dimensions or more", fits=first.dim() > 1)
         rule = "dim must be given for a PooledHead on three dimensions"
         got = f"None for shape {list(checked.shape)}"
         fix = "dim=1 if it is (batch, channels, length), dim=-1 if it is (batch, length, width)"
@@ -160,8 +178,7 @@ class PooledHead(Head):
         dim = 1 if self.dim is None else self.dim
         linear = nn.Linear(checked.shape[dim], self.num_outputs)
         pooled = tuple(range(2, checked.dim()) if dim == 1 else range(1, checked.dim() - 1))
-        module = nn.Sequential(GlobalMean(pooled), linear) if pooled else linear
-        return module.to(checked.device, checked.dtype)
+        return _fit(nn.Sequential(GlobalMean(pooled), linear) if pooled else linear, example)
 
 
 class GlobalMean(nn.Module):
@@ -201,14 +218,14 @@ class ConvHead(Head):
 
     @override
     def build(self, example: Value) -> nn.Module:
-        fits = isinstance(example, Tensor) and example.dim() == 4
-        checked = self._check(example, "of shape (batch, channels, height, width)", fits=fits)
+        first, shape = tensors_of(example)[0], "of shape (batch, channels, height, width)"
+        checked = self._check(first, shape, fits=first.dim() == 4)
         layers: list[nn.Module] = []
         for before, after in pairwise((checked.shape[1], *self.channels)):
             conv = nn.Conv2d(before, after, 3, padding=1, bias=False)
             layers += [conv, nn.BatchNorm2d(after), nn.ReLU()]
         linear = nn.Linear(self.channels[-1], self.num_outputs)
-        return nn.Sequential(*layers, GlobalMean((2, 3)), linear).to(checked.device, checked.dtype)
+        return _fit(nn.Sequential(*layers, GlobalMean((2, 3)), linear), example)
 
 
 @dataclass(frozen=True)
@@ -245,11 +262,11 @@ class TiedHead(Head):
     @override
     def build(self, example: Value) -> nn.Module:
         # Only the width is read: on other ranks than the embedding's the weight is a stale copy.
-        width = self.embedding.embedding_dim
-        fits = isinstance(example, Tensor) and example.dim() > 1 and example.shape[-1] == width
-        checked = self._check(example, f"of shape (batch, ..., {width})", fits=fits)
+        width, first = self.embedding.embedding_dim, tensors_of(example)[0]
+        fits = first.dim() > 1 and first.shape[-1] == width
+        self._check(first, f"of shape (batch, ..., {width})", fits=fits)
         norm = nn.Identity() if self.norm is None else self.norm(width)
-        return _Tied(norm).to(checked.device, checked.dtype)
+        return _fit(_Tied(norm), example)
 
 
 class _Tied(nn.Module):

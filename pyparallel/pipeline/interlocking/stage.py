@@ -64,7 +64,8 @@ class InterlockingStage(Stage):
         )
         self.head = head
         self._supports_batched = True  # until its graph has failed under vmap
-        self._parameters = [each for each in module.parameters() if each.requires_grad]
+        if head is not None:
+            self._parts["head."] = head.module
 
     def head_backward(
         self, microbatch: int, shared: Tensor | None, splitter: MicrobatchSplitter
@@ -124,9 +125,10 @@ class InterlockingStage(Stage):
         """Accumulate the gradients of the weights alone, and release the microbatch's graph."""
         in_flight = self._in_flight.pop(microbatch)
         roots, output_grads = roots_of(in_flight.outputs, gradients)
-        if roots and output_grads and self._parameters:
+        trained = [each for each in self.module.parameters() if each.requires_grad]
+        if roots and output_grads and trained:
             with outside_autocast():
-                torch.autograd.backward(roots, output_grads, inputs=self._parameters)
+                torch.autograd.backward(roots, output_grads, inputs=trained)
 
     @override
     def update(self) -> None:

@@ -70,6 +70,7 @@ class RefusalKind(IntEnum):
     ARGUMENT = 0
     TYPE = 1
     NOT_FINITE = 2
+    EMPTY = 3  # a microbatch without weight, alone in its update: skipped, and no error
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...optim import FusedOptimizer
-from ...training import FlatBuckets, wrong_type
+from ...training import FlatBuckets, has_methods, wrong_type
 from ..prediction.base import JoinedPredictor, WeightPredictor
 from ..prediction.corrections import Correction
 from ..schedules.schedule import Schedule
@@ -95,8 +95,24 @@ def _warn_of_delayed_attention(module: nn.Module, optimizers: Sequence[Optimizer
 def build_schedulers(
     optimizers: Sequence[Optimizer], scheduler_fn: SchedulerFactory | None
 ) -> list[LRScheduler]:
-    """Build the learning-rate scheduler of each optimizer; none without a function."""
-    return [] if scheduler_fn is None else [scheduler_fn(each) for each in optimizers]
+    """Build the learning-rate scheduler of each optimizer; none without a function.
+
+    One whose ``step`` cannot be called without arguments is a ValueError.
+    """
+    schedulers = [] if scheduler_fn is None else [scheduler_fn(each) for each in optimizers]
+    for each in schedulers:
+        if not has_methods(each, "step", "state_dict", "load_state_dict"):
+            rule = "a function that returns a learning-rate scheduler such as StepLR"
+            raise wrong_type("scheduler_fn", rule, each)
+        needed = _required(each.step)
+        if needed:
+            raise ValueError(
+                "scheduler_fn must return a scheduler whose step() needs nothing, as it follows "
+                f"each update of a stage, got {type(each).__name__}, whose step needs {needed[0]}: "
+                "leave scheduler_fn out, build one for each optimizer of trainer.stages, and step "
+                "them in your loop, with the same values on all ranks"
+            )
+    return schedulers
 
 
 def find_warm_up(scheduler_fn: SchedulerFactory | None) -> int:
@@ -158,13 +174,17 @@ def build_optimizers(
 
 def _requires_two(function: Callable[..., Any]) -> bool:
     """Return whether a function has exactly two positional parameters without a default."""
+    return len(_required(function)) == 2
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the positional parameters without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # some that are not written in Python have no signature
-        return False
+        return []
     positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    required = [p for p in parameters if p.kind in positional and p.default is p.empty]
-    return len(required) == 2
+    return [p.name for p in parameters if p.kind in positional and p.default is p.empty]
 
 
 def attach_predictors(

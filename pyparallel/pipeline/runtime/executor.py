@@ -129,6 +129,8 @@ class Executor:
         def run_action(action: Action, inputs: Value | Refusal | None) -> Value:
             assert inputs is not None
             assert not isinstance(inputs, Refusal), "p2p raises StepRefusedError"
+            if isinstance(inputs, tuple) and not inputs:
+                return ()  # of a batch with fewer samples than microbatches
             stage, microbatch = self.stages[action.stage], action.microbatch
             with self._recording(action):
                 if outputs is None:

@@ -38,7 +38,17 @@ def call_module(module: nn.Module, inputs: Inputs) -> Any:
     """Return the output of a stage's module, or of the model's first layer, for its inputs."""
     if isinstance(inputs, Arguments):
         return module(*inputs.args, **inputs.kwargs)
-    return module(inputs)
+    try:
+        return module(inputs)
+    except AttributeError as error:
+        if not (type(inputs) is tuple and type(error.obj) is tuple):
+            raise
+        rule = "the first layer of a stage must take a tuple by its positions"
+        fix = "unpack it as hidden, mask = value, or move the split"
+        raise TypeError(
+            f"{rule}, as a NamedTuple is sent as its tensors alone, got one that reads "
+            f".{error.name}: {fix}"
+        ) from error
 
 
 def input_tensors(inputs: Any) -> tuple[Tensor, ...]:
@@ -137,17 +147,17 @@ def as_arguments(inputs: Any) -> Arguments:
     return Arguments(tuple(inputs) if isinstance(inputs, list) else (inputs,))
 
 
-def find_inputs_error(inputs: Any, num_microbatches: int) -> str | TypeError | None:
-    """Return why inputs cannot be split into microbatches, or None."""
+def find_inputs_error(inputs: Any, num_microbatches: int, least: int) -> str | TypeError | None:
+    """Return why inputs of ``least`` samples cannot be split into microbatches, or None."""
     if inputs is None:
         return missing("inputs", "the rank of the first stage")
     if isinstance(inputs, PreSplit):
         return inputs.find_error(num_microbatches)
-    return _find_type_error(inputs) or find_size_error("inputs", inputs, num_microbatches)
+    return _find_type_error(inputs) or find_size_error("inputs", inputs, least)
 
 
-def find_size_error(name: str, value: Any, num_microbatches: int) -> str | None:
-    """Return why the tensors in a value cannot be split along their first dimension, or None."""
+def find_size_error(name: str, value: Any, least: int) -> str | None:
+    """Return why the tensors in a value have not ``least`` samples each, or None."""
     tensors = input_tensors(value)
     if not all(each.dim() for each in tensors):
         return (
@@ -155,13 +165,14 @@ def find_size_error(name: str, value: Any, num_microbatches: int) -> str | None:
             f"[] in {summarize(_plain(value))}"
         )
     sizes = sorted({len(each) for each in tensors})
-    if len(sizes) == 1 and sizes[0] >= num_microbatches:
+    if len(sizes) == 1 and sizes[0] >= least:
         return None
-    fix = "" if len(sizes) > 1 else "; use drop_last=True, or fewer microbatches"
-    return (
-        f"{name} must have one number of samples, at least one for each of the "
-        f"{num_microbatches} microbatches, got {sizes}{fix}"
-    )
+    wanted, fix = f"at least one for each of the {least} microbatches", ""
+    if least == 1:
+        wanted = "at least one"
+    elif len(sizes) == 1:
+        fix = "; use drop_last=True, or fewer microbatches"
+    return f"{name} must have one number of samples, {wanted}, got {sizes}{fix}"
 
 
 def find_argument_error(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..messages import Value, tensors_of
 from ..messages.format import Refusal, RefusalKind
@@ -36,40 +36,60 @@ class Criterion:
     """The loss of each microbatch, and their mean over a step.
 
     ``shares_update``: whether a microbatch's gradient goes into one update with its whole step's.
+    ``is_trained``: whether a parameter that the loss itself reads is trained by a stage.
     """
 
     loss_fn: Loss
     shares_update: Callable[[int], bool]
     options: StageOptions = StageOptions()  # noqa: RUF009 - immutable
+    is_trained: Callable[[nn.Parameter], bool] = bool
     _reported: list[_Reported] = field(default_factory=list, init=False)
     # Of the first of them, where the host knows them.
     _values: list[float] = field(default_factory=list, init=False)
+    _num_empty: int = field(default=0, init=False)  # microbatches without weight since a report
+    # Of the steps since the last update, with options.weighs_update.
+    _weights: list[float] = field(default_factory=list, init=False)
 
     def with_loss_fn(self, loss_fn: Loss | None) -> "Criterion":
         """Return a new criterion, weighted alike; ``loss_fn`` None: with the same function."""
-        return Criterion(loss_fn or self.loss_fn, self.shares_update, self.options)
+        return Criterion(loss_fn or self.loss_fn, self.shares_update, self.options, self.is_trained)
 
     def loss_for_backward(
         self, microbatch: int, output: Value, splitter: MicrobatchSplitter
     ) -> Tensor | Refusal:
         """Return the 0-d loss to differentiate, weighted by the microbatch's part of its update.
 
-        A refusal if it is not finite and the check is not deferred: then the host waits for it.
+        A refusal if it is not finite and the check is not deferred: then the host waits for it; if
+        it trains other parameters than the stage's; or if nothing in its update has a weight.
         """
         defers_check = self.options.defers_check
+        if not splitter.share(microbatch):
+            shares_update = self.options.weighs_update or self.shares_update(microbatch)
+            if not shares_update or not (self.options.weighs_update or splitter.weight):
+                self._num_empty += 1
+                text = f"{splitter.place}: microbatch {microbatch} has the weight 0"
+                return Refusal(RefusalKind.EMPTY, text)
+        known = {each.grad_fn for each in tensors_of(output)}  # before loss_fn may write to them
         loss = self.loss_for_report(microbatch, output, splitter, must_be_finite=defers_check)
         if not loss.requires_grad and any(each.requires_grad for each in tensors_of(output)):
             raise ValueError(
                 "loss_fn must return a differentiable loss, got one that requires no gradient "
                 "though the output does: leave out detach(), item() and no_grad()"
             )
-        if not defers_check:
+        if (own := self._find_own_parameter(loss, known)) is not None:
+            rule = "loss_fn must train no parameters but the layers' of its rank"
+            fix = "move it into the last layer, or freeze it with requires_grad_(False)"
+            problem = f"{rule}, got one of shape {list(own.shape)}: {fix}"
+            return refusal_of(splitter.place, problem)
+        if not defers_check and splitter.share(microbatch):
             self._values += host_values(self._reported[-1].loss)
             if not math.isfinite(self._values[-1]):
                 return _non_finite(microbatch, self._values[-1], splitter)
         if not self.shares_update(microbatch):
             return loss
         share = splitter.share(microbatch) / self.options.steps_per_update
+        if self.options.weighs_update:
+            share = splitter.share(microbatch) * self._weight_in_update(splitter)
         loss_scale = self.options.loss_scale
         if loss_scale is None or loss_scale.factor == 1:
             return loss * share
@@ -84,7 +104,15 @@ class Criterion:
         *,
         must_be_finite: bool = False,
     ) -> Tensor:
-        """Return the unweighted 0-d loss of a microbatch, and add it to the reported mean."""
+        """Return the unweighted 0-d loss of a microbatch, and add it to the reported mean.
+
+        Without a weight in it there is nothing to take a mean of, and the loss is 0.
+        """
+        if not splitter.share(microbatch):
+            self._num_empty += 1
+            # Not a product with 0: an output may be infinite. The output has a gradient of zeros.
+            parts = (each.flatten()[:0].sum().abs() for each in tensors_of(output))
+            return sum(parts, torch.zeros((), device="cpu"))
         loss = self.loss_fn(output, splitter.target(microbatch))
         if not isinstance(loss, Tensor) or loss.dim():
             what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -105,17 +133,51 @@ class Criterion:
         return None
 
     def report(self) -> float | None:
-        """Return the mean loss over the samples since the last report; None without any."""
+        """Return the mean loss over the samples since the last report; None without any.
+
+        It is nan if there were only microbatches without weight, as the mean over no tokens is.
+        """
         reported, self._reported = self._reported, []
         values, self._values = self._values, []
+        num_empty, self._num_empty = self._num_empty, 0
         if not reported:
-            return None
+            return math.nan if num_empty else None
         shares = [each.share for each in reported]
         if len(values) == len(reported):
             return sum(map(operator.mul, values, shares), 0.0)
         values = host_values(*(each.loss for each in reported))
         products = list(map(operator.mul, values, shares))
         return float(torch.tensor(products, dtype=torch.float64, device="cpu").sum())
+
+    def end_step(self, splitter: MicrobatchSplitter) -> None:
+        """Count the weight of a step in its update, of which it has accumulated the gradients."""
+        is_valid = splitter.find_target_error() is None
+        self._weights.append(float(splitter.weight) if is_valid else 0.0)
+
+    def end_update(self) -> tuple[float, float]:
+        """Return the weight of an update's steps, and by what to multiply its gradients."""
+        weights, self._weights = self._weights, []
+        total = sum(weights)
+        return total, next((each / total for each in weights if each), 1.0)
+
+    def _weight_in_update(self, splitter: MicrobatchSplitter) -> float:
+        """Return a step's weight over that of the update's first one, as the sum is not known."""
+        weights = [*self._weights, splitter.weight]
+        return weights[-1] / next((each for each in weights if each), 1.0)
+
+    def _find_own_parameter(self, loss: Tensor, known: set[Any]) -> nn.Parameter | None:
+        """Return a parameter that a loss trains besides those behind its output, or None."""
+        waiting, seen = [loss.grad_fn], {None, *known}
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            leaf = None if node.next_functions else getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and not self.is_trained(leaf):
+                return leaf
+            waiting += [each for each, _ in node.next_functions]
+        return None
 
 
 def shares_update_fn(schedule: Schedule, shape: PipelineShape) -> Callable[[int], bool]:

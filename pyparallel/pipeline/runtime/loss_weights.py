@@ -37,7 +37,7 @@ def compute_loss_weights(
         found = [next(known) if isinstance(each, Tensor) else each for each in found]
     weights = [float(each) for each in found]
     for microbatch, weight in enumerate(weights, first):
-        if not 0 < weight < math.inf:
+        if not 0 <= weight < math.inf:
             return _error(microbatch, f"{weight:g}")
     return weights
 
@@ -68,6 +68,6 @@ def host_values(*copies: HostCopy) -> list[float]:
 
 def _error(microbatch: int, what: str) -> str:
     return (
-        "loss_weight_fn must return a positive, finite number for the target of each microbatch, "
+        "loss_weight_fn must return a finite number, 0 or more, for the target of each microbatch, "
         f"got {what} for microbatch {microbatch}"
     )

@@ -30,6 +30,7 @@ from .loss_weights import LossWeightFn, compute_loss_weights
 class MicrobatchSplitter:
     """One step's batch, split along the first dimension as ``torch.tensor_split`` does.
 
+    Of a batch that ``may_be_short`` the last microbatches may have no samples; their inputs are ().
     Inputs and target may be None on ranks without the stages that take them. Inputs are checked by
     the ``first_layer``, on the rank that calls it. ``has_short_form``: inputs and target are a
     call's two positional arguments. ``place``: rank and step, for errors. ``compares_on_devices``:
@@ -46,11 +47,13 @@ class MicrobatchSplitter:
         first_layer: nn.Module | None = None,
         *,
         has_short_form: bool = False,
+        may_be_short: bool = False,
         place: str = "",
         compares_on_devices: bool = True,
     ) -> None:
         self.place = place
         self._compares_on_devices = compares_on_devices
+        self._least = 1 if may_be_short else num_microbatches  # samples of a batch
         self._has_short_form = has_short_form
         self._inputs = _as_dict(inputs)
         self._target = _as_dict(target)
@@ -95,7 +98,7 @@ class MicrobatchSplitter:
         raise_problem(self.find_target_error())
         weights = self._weights
         assert not isinstance(weights, str), "which would be an error of the target"
-        return weights[microbatch - self._first] / sum(weights)
+        return weights[microbatch - self._first] / (sum(weights) or 1)
 
     @property
     def weight(self) -> float:
@@ -104,15 +107,19 @@ class MicrobatchSplitter:
         assert not isinstance(self._weights, str), "which would be an error of the target"
         return sum(self._weights)
 
+    def is_first(self, microbatch: int) -> bool:
+        """Return whether a microbatch is the step's first."""
+        return microbatch == self._first
+
     def batch_meta(self, microbatch: int) -> BatchMeta:
         """Return what is sent with the activations of a microbatch, for ranks with targets."""
         if microbatch in self._received:
             return self._received[microbatch]
         if self._inputs is None or self._input_error is not None:
             return NO_BATCH
-        samples, target = self._input_samples, self._digest.value
+        samples, total = self._input_samples, _sum(self._inputs, self._input_samples)
         own = samples[microbatch - self._first]
-        return BatchMeta(own, _sum(samples), self._has_short_form, target)
+        return BatchMeta(own, total, self._has_short_form, self._digest.value)
 
     def note_batch_meta(self, microbatch: int, batch: BatchMeta) -> None:
         """Have the target refused if the activations of a microbatch are of other samples."""
@@ -150,7 +157,7 @@ class MicrobatchSplitter:
         any_sizes = isinstance(self._target, PreSplit) and self._loss_weight_fn is not None
         samples = self._target_samples
         for name, given, wanted in () if any_sizes else (
-            ("inputs and target", batch.total, _sum(samples)),
+            ("inputs and target", batch.total, _sum(self._target, samples)),
             (f"microbatch {microbatch} of inputs and target", batch.samples,
              samples[microbatch - self._first]),
         ):  # fmt: skip
@@ -170,12 +177,12 @@ class MicrobatchSplitter:
 
     @cached_property
     def _input_error(self) -> str | TypeError | None:
-        error = find_inputs_error(self._inputs, self._num_microbatches)
+        error = find_inputs_error(self._inputs, self._num_microbatches, self._least)
         error = error or self._find_argument_error()
         if error or self._target is None or self._target_error:
             return error
         for microbatch, samples in enumerate(self._input_samples, self._first):
-            batch = BatchMeta(samples, _sum(self._input_samples))
+            batch = BatchMeta(samples, _sum(self._inputs, self._input_samples))
             error = error or self._find_mismatch(microbatch, batch)
         return error
 
@@ -195,7 +202,7 @@ class MicrobatchSplitter:
             if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
                 return wrong_type(name, rule, each)
         if not isinstance(target, PreSplit):
-            return find_size_error("target", target, self._num_microbatches)
+            return find_size_error("target", target, self._least)
         if self._loss_weight_fn is None and 0 in self._target_samples:
             index = self._target_samples.index(0)
             return (
@@ -209,7 +216,13 @@ class MicrobatchSplitter:
     def _weights(self) -> list[float] | list[int] | str:
         if self._loss_weight_fn is None:
             return self._target_samples
-        return compute_loss_weights(self._loss_weight_fn, self._split_target, self._first)
+        targets = self._split_target
+        if not isinstance(self._target, PreSplit):
+            targets = targets[: sum(self._target_samples)]  # the others have none
+        weights = compute_loss_weights(self._loss_weight_fn, targets, self._first)
+        if isinstance(weights, str):
+            return weights
+        return weights + [0.0] * (self._num_microbatches - len(weights))
 
     @cached_property
     def _input_samples(self) -> list[int]:
@@ -232,7 +245,9 @@ class MicrobatchSplitter:
         if isinstance(inputs, PreSplit):
             split = [Arguments(*each) for each in inputs.arguments()]
             return [tree_map_only(Tensor, Tensor.detach, each) for each in split]
-        return self._split(as_arguments(inputs) if isinstance(inputs, list | dict) else inputs)
+        split = self._split(as_arguments(inputs) if isinstance(inputs, list | dict) else inputs)
+        samples = _num_samples(inputs)
+        return split if samples >= len(split) else [*split[:samples], *[()] * (len(split) - samples)]
 
     @cached_property
     def _split_target(self) -> list[Any]:
@@ -278,5 +293,6 @@ def _num_samples(value: Any) -> int:
     return sizes.pop() if len(sizes) == 1 else 0
 
 
-def _sum(samples: list[int]) -> int:
-    return sum(samples) if all(samples) else 0
+def _sum(whole: Any, samples: list[int]) -> int:
+    """Return the samples of a batch; 0 if those of a microbatch are not known."""
+    return 0 if isinstance(whole, PreSplit) and not all(samples) else sum(samples)

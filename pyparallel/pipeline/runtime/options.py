@@ -11,6 +11,8 @@ class StageOptions:
 
     loss_scale: LossScale | None = None  # of the losses, which float16 needs; None: 1
     steps_per_update: int = 1  # an update takes the mean of the gradients of as many steps
+    # Or the mean over the weights of all its steps, and of all replicas, known only at its end.
+    weighs_update: bool = False
     # Each stage clips by the last norms that it knows. None: not, or all stages together.
     max_norm: float | None = None
     microbatches_per_update: int = 1  # with max_norm: the last one's gradients carry the norm

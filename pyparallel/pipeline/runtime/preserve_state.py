@@ -62,9 +62,9 @@ def check_autocast() -> None:
     """Raise a RuntimeError inside autocast to float16."""
     if any(torch.get_autocast_dtype(kind) == torch.float16 for kind in _autocast_kinds()):
         raise RuntimeError(
-            "step must not be called inside autocast to float16 without grad_scaler, as its "
-            "gradients need a loss scale; pass one, with a schedule that flushes, or "
-            "dtype=torch.bfloat16 to autocast"
+            "step must not be called inside autocast to float16 without an enabled grad_scaler, as "
+            "its gradients need a loss scale; pass grad_scaler=GradScaler(enabled=True), with a "
+            "schedule that flushes, or dtype=torch.bfloat16 to autocast"
         )
 
 

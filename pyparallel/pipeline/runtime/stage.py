@@ -100,8 +100,9 @@ class Stage:
         self._in_flight: dict[int, _InFlight] = {}  # by microbatch
         self._found_inf: Tensor | None = None  # in the gradients of the next update
         self._num_optimized = len(self.optimized)
-        named = owned_parameters(module)
-        self._frozen = {name: each for name, each in named.items() if not each.requires_grad}
+        self._parts: dict[str, nn.Module] = {"": module}  # with parameters, by their prefix
+        self._known: list[int] = []  # ids of all parameters when they were last looked for
+        self._outside: dict[str, nn.Parameter] = {}  # those that no optimizer held then
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -130,6 +131,8 @@ class Stage:
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
         if self.options.loss_scale is None:
             check_autocast()
+        if splitter.is_first(microbatch):
+            self._look_for_parameters()
         _check_optimized(self)
         if self._extras is not None and self.index:
             assert not isinstance(inputs, Arguments), "which are those of stage 0"
@@ -329,6 +332,16 @@ class Stage:
             self.replicated.averager.check_state(state["averaging"])
         _check_training_state(self, state, path)
 
+    def _look_for_parameters(self) -> None:
+        """Find the parameters that no optimizer holds: layers may have got some since a step."""
+        modules = (module for part in self._parts.values() for module in part.modules())
+        known = [id(each) for module in modules for each in module._parameters.values()]
+        if known != self._known:
+            self._known, held = known, {id(each) for each in self.optimized}
+            named = ((prefix, owned_parameters(part)) for prefix, part in self._parts.items())
+            every = {prefix + name: p for prefix, own in named for name, p in own.items()}
+            self._outside = {name: p for name, p in every.items() if id(p) not in held}
+
     def _copy_if_shared(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copy input gradients that share memory with a parameter's, as of views of one sum do.
 
@@ -341,14 +354,14 @@ class Stage:
 
 
 def _check_optimized(stage: Stage) -> None:
-    thawed = [name for name, each in stage._frozen.items() if each.requires_grad]
+    thawed = [name for name, each in stage._outside.items() if each.requires_grad]
     if thawed:
         held = {id(parameter) for parameter in stage.optimized}
-        thawed = [name for name in thawed if id(stage._frozen[name]) not in held]
+        thawed = [name for name in thawed if id(stage._outside[name]) not in held]
     if thawed:
         raise RuntimeError(
             "parameters that train must be held by an optimizer of their stage, got "
-            f"{thawed[0]}, which was unfrozen after the stage was built; create a new "
+            f"{thawed[0]}, which was unfrozen or added after the stage was built; create a new "
             "PipelineTrainer, or freeze what is to train later only after it was built"
         )
     if not isinstance(stage.weights, LiveWeights):

@@ -50,7 +50,9 @@ def as_non_leaf(value: Inputs) -> Inputs:
         return value
     # Torch leaves Function.apply without types.
     result = tuple(_NonLeaf.apply(t) if t.requires_grad else t for t in tensors_of(value))  # type: ignore[no-untyped-call]
-    return result[0] if isinstance(value, Tensor) else result
+    if isinstance(value, Tensor):
+        return result[0]
+    return type(value)(*result) if hasattr(value, "_fields") else result  # a batch's NamedTuple
 
 
 def differentiable(value: Inputs) -> list[Tensor]:

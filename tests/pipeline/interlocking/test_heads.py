@@ -52,6 +52,18 @@ def test_outputs_and_gradients(subtests):
                 assert each.grad.abs().sum() > 0
 
 
+def test_of_a_tuple_a_head_takes_the_first_tensor(subtests):
+    for head, shape, _ in BUILT:
+        with subtests.test(head=head, shape=shape):
+            value, mask = torch.randn(shape), torch.ones(3, 4, dtype=torch.bool)
+            torch.manual_seed(1)
+            alone = call(head, head.build(value), value)
+            torch.manual_seed(1)
+            module = head.build((value, mask))
+            weight = () if head.shared is None else (head.shared,)
+            assert torch.equal(module((value, mask), *weight), alone)
+
+
 def test_a_head_has_the_dtype_and_the_device_of_its_stages_output(subtests):
     for head, shape, outputs in BUILT:
         for kind in ({"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}):
@@ -91,7 +103,7 @@ def test_the_repr_of_a_head_is_the_same_on_every_rank(subtests):
 UNFIT_EXAMPLES = [
     (torch.randn(6), r"one of shape \[6\] and torch.float32"),
     (torch.ones(3, 6, 4, 6, dtype=torch.int64), r"one of shape \[3, 6, 4, 6\] and torch.int64"),
-    ((torch.randn(3, 6), torch.randn(3, 6)), "a tuple of 2 tensors"),
+    ((torch.randn(6), torch.ones(3, 6)), r"one of shape \[6\] and torch.float32"),
 ]
 
 

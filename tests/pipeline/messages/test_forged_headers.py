@@ -22,7 +22,7 @@ FORGED = {
     "a negative count of received messages": (RECEIVED, -1, "got one with -1 messages received"),
     "more messages received than sent": (RECEIVED, 10**9, "1000000000 messages"),
     "2**62 tensors": (COUNT, 2**62, f"got one with a count of {2**62}"),
-    "a refusal of no kind": (COUNT, -2 - len(RefusalKind), "got one with a count of -5"),
+    "a refusal of no kind": (COUNT, -2 - len(RefusalKind), "got one with a count of -6"),
     "another place": (VIA_HOST, 7, "and a place of 7"),
     "an unknown dtype": (DTYPE, 99, "got one with a tensor of dtype 99"),
     "neither with nor without a gradient": (GRADIENT, 2, "got one with a tensor of"),

@@ -24,8 +24,8 @@ HALVING = partial(LambdaLR, lr_lambda=lambda update: 0.5**update)
 
 
 def calls_with_a_nan():
-    """Return twelve batches for four updates; the fifth, of the second update, has a nan."""
-    calls = [*build_calls(7, 13), *build_calls(5, 12)]
+    """Return twelve batches for four updates and two for a rest; the fifth has a nan."""
+    calls = [*build_calls(7, 13), *build_calls(7, 12)]
     calls[4][1][8] = float("nan")
     return calls
 
@@ -39,7 +39,7 @@ def build(schedule, num_stages, **options):
 
 
 def train(schedule, num_stages):
-    """Train; flush, evaluate and refused steps between change nothing."""
+    """Train, and flush at the end; evaluate and refused steps between change nothing."""
     with as_on_gpus(FLUSHING.index(schedule) % 2 == 1):  # some check losses after the step
         trainer, losses = build(schedule, num_stages), []
     short = build_calls(1, 3)[0]
@@ -54,8 +54,6 @@ def train(schedule, num_stages):
                 trainer.step(*call)
         else:
             losses.append(trainer.step(*call))
-        if number == 7:
-            trainer.flush()
         if number in (0, 2, 9):
             before = copy.deepcopy([stage.module for stage in trainer.stages])
             trainer.evaluate(*call)
@@ -67,8 +65,10 @@ def train(schedule, num_stages):
             for call_on_state in (trainer.state_dict, lambda: trainer.load_state_dict({})):
                 with pytest.raises(RuntimeError, match=text):
                     call_on_state()
+    trainer.flush()
+    trainer.flush()
     saved = trainer.state_dict()
-    assert all(state["updates"] == 3 for state in saved.values())
+    assert all(state["updates"] == 4 for state in saved.values())
     state = {}
     for stage in trainer.stages:
         state |= {name: value.clone() for name, value in stage.module.state_dict().items()}
@@ -80,15 +80,16 @@ def train_plainly():
     model = nn.Sequential(*build_layers())
     optimizer = OPTIMIZERS["momentum"]([p for p in model.parameters() if p.requires_grad])
     scheduler, losses, norms = HALVING(optimizer), [], []
-    for number, (inputs, target) in enumerate(calls_with_a_nan()):
-        loss = 0.0
+    calls = calls_with_a_nan()
+    for number, (inputs, target) in enumerate(calls):
+        num_steps, loss = min(STEPS, len(calls) - number // STEPS * STEPS), 0.0
         for x, y in zip(inputs.tensor_split(4), target.tensor_split(4), strict=True):
             of_part = mse_loss(model(x), y) * len(x) / len(inputs)
             if of_part.isfinite():
-                (of_part / STEPS).backward()
+                (of_part / num_steps).backward()
             loss += of_part.item()
         losses += [loss] if math.isfinite(loss) else []
-        if (number + 1) % STEPS == 0:
+        if (number + 1) % STEPS == 0 or number + 1 == len(calls):
             if number != 5:
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
                 optimizer.step()

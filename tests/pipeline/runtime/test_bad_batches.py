@@ -95,11 +95,6 @@ MISTAKES = {  # of a batch on a rank, with 7 samples: the arguments, and the err
         ),
         "rank 1{}: arg_mbs, kwarg_mbs and target_mbs must be given without a whole batch, got both",
     ),
-    "a microbatch without tokens": (
-        lambda ids, mask, y, rank: ((ids, y.index_fill(0, torch.tensor([3, 4]), IGNORED)), {}),
-        "rank 1{}: loss_weight_fn must return a positive, finite number for the target of each "
-        r"microbatch, got 0 for microbatch \d+$",
-    ),
     "a weight that fails": (
         lambda ids, mask, y, rank: ((ids, {"labels": y}), {}),
         r"rank 1{}: loss_weight_fn must return .*, got \w+Error: .* for microbatch \d+$",

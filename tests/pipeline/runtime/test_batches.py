@@ -2,6 +2,7 @@
 
 import re
 from functools import cache, partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from pyparallel.pipeline import (
     OneForwardOneBackward,
     PipeDream,
     PipeDream2BW,
+    PipelineTrainer,
     PipeOptim,
+    StageError,
     ZeroBubble,
 )
 from tests.cases import slow
@@ -248,7 +251,7 @@ def use_rightly(rank):
         (plain, (), {"arg_mbs": args} if rank == 0 else {}),
         (plain, (ids,), {"target": target}),
         (plain, (ids, target[:3]), {}),  # a mask
-        (plain, (ids[:2],), {}),
+        (plain, (ids[:0],), {}),
     ):
         try:
             trainer.predict(*call, **kwargs)
@@ -271,7 +274,7 @@ def test_other_shapes_and_predictions(ranks):
         r"to be concatenated, got \[3, \d, 11\] and \[2, \d, 11\].*; with arg_mbs or kwarg_mbs, ",
         "rank 0: the arguments must be those .*: got an unexpected keyword argument 'target'$",
         r"rank 0: inputs must have one number of samples, .*, got \[3, 7\]$",
-        r"rank 0: inputs must have one number of samples, at least one for each .*, got \[2\]; use",
+        r"rank 0: inputs must have one number of samples, at least one, got \[0\]$",
     ]
     for message, error in zip(messages, last[0], strict=True):
         assert re.match(message, error)
@@ -279,6 +282,103 @@ def test_other_shapes_and_predictions(ranks):
     close(last[1], (output, output.argmax(-1)))
     close(last[2], masked)
     close(last[3], output[:3])
+
+
+SHORT = [
+    (GPipe(), {}), (PipeOptim("live", Displacement(LastStep())), {"loss_weight_fn": None}),
+    (Interleaved(), {}), (Interlocking(2, nn.Linear(WIDTH, VOCAB).double()), {}),
+]  # fmt: skip
+MISMATCHED = [(1, 2), (2, 1), (7, 2), (2, 7)]
+
+
+def use_few(rank):
+    """Evaluate and predict one and two samples in three microbatches, between steps."""
+    ids, mask, target = next(draw_batches())
+    found, errors = [], []
+    for schedule, options in SHORT:
+        trainer = build(schedule, 4 if schedule == Interleaved() else 2, **options)
+        trainer.prepare(ids[:1], target[:1])
+        before = parameters_of(trainer)
+        for few in (1, 2):
+            own = {"mask": mask[:few]} if rank == 0 else {}
+            found.append(trainer.evaluate(ids[:few], target=target[:few], **own))
+            found.append(trainer.predict(ids[:few], mask[:few]))
+        for here, there in MISMATCHED:
+            with pytest.raises(DisagreementError) as caught:
+                trainer.evaluate(ids[:here], target=target[:there] if rank else None)
+            errors.append(str(caught.value))
+        with pytest.raises(DisagreementError, match="at least one for each of the 3 .*drop_last"):
+            trainer.step(ids[:2], target[:2])
+        assert all(torch.equal(each, before[name]) for name, each in parameters_of(trainer).items())
+        trainer.step(ids, target)
+        trainer.flush()
+    return found, errors
+
+
+def test_a_batch_of_fewer_samples_than_microbatches_is_evaluated_as_by_one_process(ranks):
+    (first, errors), (last, same_errors) = ranks.run(2, use_few)
+    ids, mask, target = next(draw_batches())
+    wanted, (embed, *rest) = [], nn.Sequential(*build_layers())
+    with torch.no_grad():
+        for _, options in SHORT:
+            for few in (1, 2):
+                output = nn.Sequential(*rest)(embed(ids[:few], mask[:few]))
+                if "loss_weight_fn" in options:  # the mean over samples
+                    losses = map(cross_entropy, output.split(1), target[:few].split(1))
+                    wanted.append(sum(losses).item() / few)
+                else:
+                    wanted.append(cross_entropy(output, target[:few]).item())
+                wanted.append(output)
+    assert set(first) == {None}
+    assert last[::2] == pytest.approx(wanted[::2], rel=1e-12)
+    close(last[1::2], wanted[1::2])
+    assert errors == same_errors
+    assert errors == len(SHORT) * [
+        f"rank 1: inputs and target must have the same number of samples, got {here} and {there}: "
+        "take both from one batch"
+        for here, there in MISMATCHED
+    ]
+
+
+class Hidden(NamedTuple):
+    value: torch.Tensor
+    mask: torch.Tensor
+
+
+class Named(nn.Module):
+    """A layer that reads the fields of its input, or its positions."""
+
+    def __init__(self, by_name):
+        super().__init__()
+        self.linear, self.by_name = nn.Linear(4, 4), by_name
+
+    def forward(self, hidden):
+        value, mask = (hidden.value, hidden.mask) if self.by_name else hidden
+        return Hidden(self.linear(value) * mask, mask)
+
+
+class Unpack(nn.Module):
+    def forward(self, hidden):
+        return hidden[0]
+
+
+def test_a_named_tuple_is_one_in_a_stage_and_its_tensors_between_stages():
+    torch.manual_seed(0)
+    layers = [Named(True), Named(True), Named(False), Named(True), Unpack()]
+    batch = Hidden(torch.randn(6, 4), torch.ones(6, 4))
+    plain = nn.Sequential(*layers)(batch).square().mean()
+    for split, name in (([2], None), ([4], None), ([1], "value"), ([3], "value")):
+        trainer = PipelineTrainer(
+            layers, lambda output, target: output.square().mean(), partial(sgd, lr=0.0), GPipe(),
+            num_microbatches=2, split=split,
+        )  # fmt: skip
+        if name is None:
+            losses = [trainer.step(batch, batch.mask), trainer.evaluate(batch, batch.mask)]
+            assert losses == pytest.approx([plain.item()] * 2)
+            continue
+        sentence = f"stage 1 .* the first layer of a stage must .*, got one that reads .{name}: unp"
+        with pytest.raises(StageError, match=sentence):
+            trainer.step(batch, batch.mask)
 
 
 def test_predict_with_heads_comes_after_prepare():

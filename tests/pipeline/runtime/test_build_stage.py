@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adadelta, AdamW, Muon
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from pyparallel.optim import AdamW as FusedAdamW
 from pyparallel.pipeline import (
@@ -438,3 +438,39 @@ def test_the_one_optimizer_of_a_stage_with_several_is_an_error():
     sentence = "optimizer must be read of a stage with one, got 2; read optimizers"
     with pytest.raises(RuntimeError, match=f"^{sentence}$"):
         stage.optimizer  # noqa: B018
+
+
+class NeedsAnEpoch:
+    """A scheduler as timm's are."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, epoch, metric=None):
+        raise AssertionError
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_a_scheduler_that_needs_a_loss_is_refused_at_the_build_and_may_be_stepped_in_the_loop():
+    for scheduler_fn, what in (
+        (ReduceLROnPlateau, "ReduceLROnPlateau, whose step needs metrics: leave scheduler_fn out"),
+        (NeedsAnEpoch, "NeedsAnEpoch, whose step needs epoch: leave scheduler_fn out"),
+    ):
+        for schedule in (GPipe(), PipeOptim()):
+            with pytest.raises(ValueError, match=f"scheduler_fn must return .*, got {what}"):
+                build(schedule, adamw, scheduler_fn=scheduler_fn)
+    with pytest.raises(ValueError, match="scheduler_fn must be a function that returns a learn"):
+        build(GPipe(), adamw, scheduler_fn=lambda optimizer: None)
+    trainer = build(GPipe(), adamw)
+    schedulers = [ReduceLROnPlateau(each.optimizer, patience=0) for each in trainer.stages]
+    for call in batches(3):
+        trainer.step(*call)
+        for each in schedulers:
+            each.step(1.0)
+    rates = [group["lr"] for each in trainer.stages for group in each.optimizer.param_groups]
+    assert rates == pytest.approx([0.02 * 0.01] * 2)

@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 
 from pyparallel import optim
 from pyparallel.pipeline import (
+    Interlocking,
     LastUpdate,
     OneForwardOneBackward,
     PipeDream,
@@ -127,7 +128,7 @@ def test_what_was_frozen_before_the_build_cannot_be_unfrozen(ranks, subtests):
             assert found == (
                 "stage 0 on rank 0 failed in the forward of microbatch 4 (0F4): RuntimeError: "
                 "parameters that train must be held by an optimizer of their stage, got 1.weight, "
-                "which was unfrozen after the stage was built; create a new PipelineTrainer, or "
+                "which was unfrozen or added after the stage was built; create a new PipelineTrainer, or "
                 "freeze what is to train later only after it was built"
             )
 
@@ -143,3 +144,83 @@ def test_what_was_unfrozen_may_be_added_to_the_optimizer_where_the_schedule_flus
     before = layers[1].weight.detach().clone()
     trainer.step(*build_calls(1, 13)[0])
     assert not torch.equal(layers[1].weight, before)
+
+
+@pytest.mark.parametrize("add", ["an adapter", "a parameter", "another layer"])
+def test_what_is_added_after_the_build_is_an_error(add):
+    """As an adapter that is injected later: nothing would train it."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Tanh()]
+    for schedule in (OneForwardOneBackward(), PipeOptim()):
+        trainer = PipelineTrainer(
+            layers, mse_loss, OPTIMIZERS["momentum"], schedule, num_microbatches=2, split=[1]
+        )
+        x = torch.randn(4, WIDTH)
+        trainer.step(x, x)
+        trainer.flush()
+        match add:
+            case "an adapter":
+                layers[1][0].requires_grad_(False).adapter = nn.Linear(WIDTH, 2)
+            case "a parameter":
+                layers[1][0].scale = nn.Parameter(torch.ones(WIDTH))
+            case "another layer":
+                layers[1][0] = nn.Linear(WIDTH, WIDTH)
+        with pytest.raises(StageError, match=r"must be held by .*, got 1.0.\w+.*, which was .* added"):
+            trainer.step(x, x)
+        layers[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+
+def heads_and_layers():
+    torch.manual_seed(5)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    return nn.Linear(WIDTH, WIDTH), layers
+
+
+FROZEN = ([0], [2], [0, 2], [3])  # after two steps
+
+
+@pytest.mark.parametrize("window", [slow(1), 2])
+def test_interlocking_trains_on_with_layers_that_are_frozen_later(window, subtests):
+    x, y = torch.randn(2, 8, WIDTH)
+    for frozen in FROZEN:
+        head, layers = heads_and_layers()
+        trainer = PipelineTrainer(
+            layers, mse_loss, OPTIMIZERS["momentum"], Interlocking(window, head),
+            num_microbatches=4, split=[3],
+        )  # fmt: skip
+        own_head, own_layers = heads_and_layers()
+        model = nn.Sequential(*own_layers, own_head)
+        optimizer = OPTIMIZERS["momentum"](list(model.parameters()))
+        for step in range(6):
+            trainer.flush()
+            for index in frozen:
+                layers[index].requires_grad_(step not in (2, 3))
+                own_layers[index].requires_grad_(step not in (2, 3))
+            trainer.step(x, y)
+            value = model[:3](x)
+            of_head = value if window == 1 else value.detach()
+            sent = value.detach() if window == 1 else value
+            losses = [mse_loss(own_head(of_head), y), mse_loss(model[3](sent), y)]
+            for loss in losses:
+                if loss.requires_grad:
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trainer.flush()
+        with subtests.test(frozen=frozen):
+            state = nn.Sequential(*layers, head).state_dict()
+            torch.testing.assert_close(state, model.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_head_that_was_frozen_before_the_build_cannot_be_unfrozen():
+    head, layers = heads_and_layers()
+    head.bias.requires_grad_(False)
+    trainer = PipelineTrainer(
+        layers, mse_loss, OPTIMIZERS["momentum"], Interlocking(1, head), num_microbatches=4,
+        split=[3],
+    )  # fmt: skip
+    x, y = torch.randn(2, 8, WIDTH)
+    trainer.step(x, y)
+    trainer.flush()
+    head.bias.requires_grad_(True)
+    with pytest.raises(StageError, match="got head.bias, which was unfrozen"):
+        trainer.step(x, y)
