@@ -148,9 +148,7 @@ def build_stages(
         held = (each for group in groups for each in group["params"])
         return parameter in copies or any(each is parameter for each in held)
 
-    criterion = Criterion(
-        arguments.loss_fn, shares_update_fn(schedule, shape), options, is_trained
-    )
+    criterion = Criterion(arguments.loss_fn, shares_update_fn(schedule, shape), options, is_trained)
     executor = prepared.finish(criterion, options)
     return BuiltStages(split, executor, p2p, criterion, tied, options, gradients)
 

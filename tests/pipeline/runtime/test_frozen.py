@@ -164,7 +164,9 @@ def test_what_is_added_after_the_build_is_an_error(add):
                 layers[1][0].scale = nn.Parameter(torch.ones(WIDTH))
             case "another layer":
                 layers[1][0] = nn.Linear(WIDTH, WIDTH)
-        with pytest.raises(StageError, match=r"must be held by .*, got 1.0.\w+.*, which was .* added"):
+        with pytest.raises(
+            StageError, match=r"must be held by .*, got 1.0.\w+.*, which was .* added"
+        ):
             trainer.step(x, x)
         layers[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH))
 
