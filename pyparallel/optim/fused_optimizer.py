@@ -131,6 +131,7 @@ class FusedOptimizer(Optimizer):
                 self.step_bucket(index)
         return loss
 
+    @torch._disable_dynamo  # backends cannot trace parameters that become views
     @torch.inference_mode(False)
     @torch.no_grad()
     def lay_out(self, cap_bytes: int = NO_LIMIT) -> list[FlatBuckets]:
