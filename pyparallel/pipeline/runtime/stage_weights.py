@@ -106,7 +106,7 @@ class StageWeights(Weights):
     ``update_index`` returns how many updates come before the one of a microbatch's gradient.
     A forward predicts what it reads, so with the learning rate of the next update. Optimizers
     ``in_update`` have predicted it in the pass of their update, and the forward predicts again only
-    if their options, the weights, or what is frozen have changed since. None: all forwards predict.
+    if they, their state, weights, or what is frozen have changed since. None: all forwards predict.
     """
 
     def __init__(
@@ -283,15 +283,14 @@ class StageWeights(Weights):
 
     def _read_by_predictions(self) -> list[Any]:
         """Return what tells whether a prediction would be another one now."""
-        options = [
-            (name, (id(value), value._version) if isinstance(value, Tensor) else value)
-            for optimizer in self._in_update
-            for group in optimizer.param_groups
-            for name, value in group.items()
-            if name != "params"
-        ]
-        parameters = (parameter for each in self._weights for parameter in each.parameters)
-        return [options, [(each._version, each.requires_grad) for each in parameters]]
+        found: list[Any] = []
+        for optimizer in self._in_update:
+            for group in optimizer.param_groups:
+                found += [_stamp(value) for name, value in group.items() if name != "params"]
+                for parameter in group["params"]:
+                    found += parameter._version, parameter.requires_grad
+                    found += map(_stamp, optimizer.state.get(parameter, {}).values())
+        return found
 
     def _leave_out_frozen(self, key: VersionKey) -> None:
         """Predict that parameters which were frozen after some steps stay as they are."""
@@ -314,3 +313,8 @@ class StageWeights(Weights):
 
 def _key_of(version: WeightVersion) -> VersionKey:
     return VersionKey(int(version.version), int(version.horizon))
+
+
+def _stamp(value: Any) -> Any:
+    """Return a value, or of a tensor what tells whether it is another one or has been written."""
+    return (id(value), value._version) if isinstance(value, Tensor) else value
