@@ -120,9 +120,7 @@ UNCOMPRESSED = [row for row in ALL if getattr(row[0], "compressor", None) is Non
 HOOKED = [(algorithm, name, "hook") for algorithm, name, _ in UNCOMPRESSED]
 
 
-@pytest.mark.parametrize(
-    "rows", [slow(UNCOMPRESSED + HOOKED), EVERY_ORDER], ids=["all", "orders"]
-)
+@pytest.mark.parametrize("rows", [slow(UNCOMPRESSED + HOOKED), EVERY_ORDER], ids=["all", "orders"])
 def test_training_is_that_of_torchs_optimizers(ranks, rows):
     ranks.run_each(4, equals_torchs, rows)
 
