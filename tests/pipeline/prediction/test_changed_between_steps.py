@@ -1,4 +1,4 @@
-"""What a forward predicts after something else has changed the weights, or what they are stepped by."""
+"""What a forward predicts after something else has changed the weights, or their optimizer."""
 
 import copy
 from functools import partial
