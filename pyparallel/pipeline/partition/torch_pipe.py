@@ -17,12 +17,14 @@ def layers_and_split(
     """Return the layers of a model and its split, which torch's ``Pipe`` and stages define.
 
     A stage of torch's is one layer; an ``nn.Identity`` that never runs is in the place of others.
+    A parameter of which a ``Pipe`` has given several stages copies is one again.
     """
     # Importing torch's pipelines takes a second; a caller with one of their objects has done it.
     pipelining = sys.modules.get("torch.distributed.pipelining")
     if pipelining is None:
         return _as_layers(model), split
     if isinstance(model, pipelining.Pipe):
+        _tie_copies(model)
         modules = {index: model.get_stage_module(index) for index in range(model.num_stages)}
         return _one_layer_each(modules, model.num_stages, split)
     is_stage = isinstance(model, pipelining.PipelineStage)
@@ -32,6 +34,15 @@ def layers_and_split(
         return parts, split
     modules = {stage.stage_index: stage.submod for stage in stages}
     return _one_layer_each(modules, stages[0].num_stages, split)
+
+
+def _tie_copies(pipe: Any) -> None:
+    for places in pipe.replicated_params:
+        (first, name), *copies = places.items()
+        parameter = pipe.split_gm.get_submodule(first).get_parameter(name)
+        for stage, copied in copies:
+            owner, _, leaf = copied.rpartition(".")
+            setattr(pipe.split_gm.get_submodule(stage).get_submodule(owner), leaf, parameter)
 
 
 def _as_layers(model: Any) -> list[Any]:

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
+from torch.distributed.pipelining import PipelineStage, SplitPoint, pipe_split, pipeline
 
-from pyparallel.pipeline import GPipe, PipelineTrainer
+from pyparallel.pipeline import GPipe, OneForwardOneBackward, PipeDream, PipelineTrainer
 from pyparallel.pipeline.partition.torch_pipe import layers_and_split
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -91,6 +91,60 @@ def train_each(rank):
 def test_trains_as_the_unsplit_model(ranks):
     for kind, (losses, expected) in ranks.run(2, train_each)[1].items():
         assert losses == pytest.approx(expected), kind
+
+
+class Shared(nn.Module):
+    """A model whose stages both read one weight, and its bias under another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.linear = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.last.bias = self.linear.bias
+
+    def forward(self, x):
+        x = torch.relu(self.linear(x @ self.weight))
+        pipe_split()
+        return self.last(x @ self.weight)
+
+
+def train_shared(rank, schedules):
+    """Return of each schedule the losses and the state of the whole, from batches that flush."""
+    found = []
+    for schedule in schedules:
+        torch.manual_seed(0)
+        model = Shared().double()
+        x, target = torch.randn(2, 3, 6, 4).double()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its tracing
+            pipe = pipeline(model, mb_args=(x[0],))
+        trainer = PipelineTrainer(pipe, nn.functional.mse_loss, sgd, schedule, num_microbatches=1)
+        losses = []
+        for batch in zip(x, target, strict=True):
+            losses.append(trainer.step(*batch))
+            trainer.flush()
+        found.append((losses, trainer.full_state_dict()))
+    return found
+
+
+def test_a_parameter_that_stages_share_is_one_as_in_the_unsplit_model(ranks, subtests):
+    schedules = [OneForwardOneBackward(), GPipe(), PipeDream()]
+    first, last = ranks.run(2, train_shared, schedules)
+    torch.manual_seed(0)
+    model = Shared().double()
+    x, target = torch.randn(2, 3, 6, 4).double()
+    optimizer, losses = sgd(model.parameters()), []
+    for inputs, wanted in zip(x, target, strict=True):
+        loss = nn.functional.mse_loss(model(inputs), wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for schedule, (_, state), (found, _) in zip(schedules, first, last, strict=True):
+        with subtests.test(schedule=schedule):
+            assert found == pytest.approx(losses, rel=1e-12)
+            torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-12, atol=1e-12)
 
 
 def test_plain_layers_are_returned_unchanged():
