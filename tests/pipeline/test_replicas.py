@@ -302,7 +302,7 @@ WIDE = [*STREAMING, PipeDream()], ALGORITHMS, ("momentum", "AdamW")  # no fused 
     [
         ([*product(STREAMING[::3], ALGORITHMS[1:], ["fused AdamW"])], 2, torch.float32),
         (pairwise(*WIDE)[::2], 2, torch.float64),
-        (REPEATED[4::7], 2, torch.float64),
+        (REPEATED[4::14], 2, torch.float64),
         slow(REPEATED, 2, torch.float64),
         slow([*product(*AXES)], 2, torch.float32),
         slow(pairwise(*AXES), 3, torch.float32),
