@@ -44,7 +44,7 @@ SUB_FLOORS = {
     ],
     "subnets": [{"partition"}, {OWN}],
 }
-WIDEST = 19
+WIDEST = 25
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 
 
