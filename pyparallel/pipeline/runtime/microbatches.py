@@ -221,7 +221,9 @@ class MicrobatchSplitter:
             return [tree_map_only(Tensor, Tensor.detach, each) for each in split]
         split = self._split(as_arguments(inputs) if isinstance(inputs, list | dict) else inputs)
         samples = _num_samples(inputs)
-        return split if samples >= len(split) else [*split[:samples], *[()] * (len(split) - samples)]
+        return (
+            split if samples >= len(split) else [*split[:samples], *[()] * (len(split) - samples)]
+        )
 
     @cached_property
     def _split_target(self) -> list[Any]:

@@ -177,5 +177,8 @@ def test_a_disabled_scaler_is_none():
     )  # fmt: skip
     batch = next(batches(torch.float32))
     assert trainer.step(*batch) is not None
-    with torch.autocast("cpu", torch.float16), pytest.raises(StageError, match="without an enabled grad_scaler"):
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(StageError, match="without an enabled grad_scaler"),
+    ):
         trainer.step(*batch)
