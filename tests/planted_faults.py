@@ -420,8 +420,8 @@ FAULTS = [
     Fault(
         "the last update is repeated once too often",
         "pyparallel/pipeline/prediction/last_update.py",
-        "torch.lerp(buffer, last, -float(horizon), out=next(rest))",
-        "torch.lerp(buffer, last, -float(horizon + 1), out=next(rest))",
+        "torch.add(buffer, update, alpha=horizon, out=output)",
+        "torch.add(buffer, update, alpha=horizon + 1, out=output)",
         "tests/pipeline/prediction/test_last_update.py",
     ),
     Fault(

@@ -341,3 +341,52 @@ def test_a_kernel_that_imports_more_is_caught(tmp_path):
 def test_a_folder_without_a_floor_is_caught(tmp_path):
     with pytest.raises(AssertionError, match=r"pyparallel\.misc has no floor"):
         find_violations(write_tree(tmp_path, {"pyparallel/misc.py": ""}))
+
+
+UNPICKLING = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+
+
+def find_unpickling(source: str) -> list[str]:
+    """What may run code that another rank or a file holds: objects of Python instead of JSON."""
+    found = []
+    for node in ast.walk(parse(source)):
+        if isinstance(node, ast.Import):
+            found += [each.name for each in node.names if each.name.split(".")[0] in UNPICKLING]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNPICKLING:
+            found.append(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            found += [each.name for each in node.names if is_of_objects(each.name)]
+        elif isinstance(node, ast.Attribute) and is_of_objects(node.attr):
+            found.append(node.attr)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            options = {each.arg: ast.unparse(each.value) for each in node.keywords}
+            safe = options.get("weights_only", "True") == "True"
+            if not safe or options.get("allow_pickle", "False") != "False":
+                found.append(name)
+    return found
+
+
+def is_of_objects(name: str) -> bool:
+    """Return whether a collective of torch.distributed, by its name, sends objects as pickles."""
+    return name.endswith(("_object", "_object_list")) and name.startswith(
+        ("all_gather", "gather", "broadcast", "scatter", "send", "recv")
+    )
+
+
+def test_nothing_that_ranks_send_or_files_hold_is_unpickled():
+    for module, path in find_modules(ROOT).items():
+        assert find_unpickling(path.read_text()) == [], module
+    for source in (
+        "import pickle",
+        "from pickle import loads",
+        "import torch, marshal",
+        "dist.all_gather_object(found, own)",
+        "from torch.distributed import broadcast_object_list",
+        "gather = torch.distributed.gather_object",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=is_safe)",
+        "numpy.load(path, allow_pickle=True)",
+    ):
+        assert find_unpickling(source), source
+    assert find_unpickling("torch.load(path, weights_only=True)") == []

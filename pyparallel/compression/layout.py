@@ -32,9 +32,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The pieces of a flat buffer, contiguous and in order."""
+    """The pieces of a flat buffer, contiguous and in order.
+
+    ``name``, if given, seeds its random draws, whichever pieces it has; else their names do.
+    """
 
     pieces: tuple[Piece, ...]
+    name: str | None = None
 
     @classmethod
     def flat(cls, numel: int, name: str = "buffer") -> "BufferLayout":
@@ -63,6 +67,11 @@ class BufferLayout:
     def names(self) -> tuple[str, ...]:
         """Names of the pieces, in order."""
         return tuple(piece.name for piece in self.pieces)
+
+    @property
+    def seed_names(self) -> tuple[str, ...]:
+        """What the random draws of the buffer depend on."""
+        return self.names if self.name is None else (self.name,)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ class CompressorState:
         Buffers of different parameters have different seeds, so that their errors are uncorrelated.
         """
         mine = 0 if shared else 1 + self.rank
-        text = f"{base}/{mine}/{self.layout.names}"
+        text = f"{base}/{mine}/{self.layout.seed_names}"
         return zlib.crc32(text.encode()) | base % 2**32 << 32
 
     def parameter_state(self) -> dict[str, dict[str, Tensor]]:

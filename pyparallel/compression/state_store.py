@@ -40,12 +40,14 @@ class StateStore:
         """Return the state of a buffer with this layout."""
         if layout not in self._states:
             self._release_states(layout)
+            self._split_whole(layout)
             state = self.compressor.init(layout, device, self._rank)
-            # A new parameter, such as an unfrozen one, has no step.
-            known = [name for name in layout.names if name in self._unassigned_common]
+            # A new parameter, such as an unfrozen one, has no step, and one that had no gradient
+            # for a while has fewer: draws must not repeat, nor warm-ups begin again.
+            known = [self._unassigned_common.get(name, {}) for name in layout.names]
             state.load_state(
                 {name: self._unassigned.get(name, {}) for name in layout.names},
-                self._unassigned_common[known[0]] if known else {},
+                max(known, key=_last_step, default={}),
             )
             for name in layout.names:
                 for tensor in self._unassigned.pop(name, {}).values():
@@ -146,7 +148,23 @@ class StateStore:
         for old in [each for each in self._states if names & set(each.names)]:
             state = self._states.pop(old)
             self._unassigned.update(state.parameter_state())
+            for name in set(old.names) - names:  # a view would keep the whole buffer in memory
+                tensors = self._unassigned[name]
+                self._unassigned[name] = {key: each.clone() for key, each in tensors.items()}
             self._unassigned_common.update({name: state.common_state() for name in old.names})
+
+    def _split_whole(self, layout: BufferLayout) -> None:
+        """Split a state that an older version saved of a whole buffer, under the buffer's name."""
+        if layout.name is None or layout.name not in self._unassigned:
+            return
+        whole = self._unassigned.pop(layout.name)
+        common = self._unassigned_common.pop(layout.name, {})
+        for key, flat in whole.items():
+            rule = f"state must be of this model, with the {layout.numel} entries of {layout.name}"
+            require(flat.numel() == layout.numel, rule, f"a {key} of {flat.numel()}")
+            for name, part in zip(layout.names, layout.split(flat), strict=True):
+                self._unassigned.setdefault(name, {})[key] = part
+        self._unassigned_common.update(dict.fromkeys(layout.names, common))
 
     def _parameter_state(self) -> dict[str, dict[str, Tensor]]:
         found = dict(self._unassigned)
@@ -199,6 +217,11 @@ def steps_of(state: dict[str, Any]) -> str:
         if key.rpartition(".")[2] == "step"  # also of wrapped compressors
     }
     return ", ".join(map(str, sorted(found))) or "none"
+
+
+def _last_step(common: dict[str, Any]) -> int:
+    """Return the largest number of messages in a ``common_state``."""
+    return max((n for key, n in common.items() if key.rpartition(".")[2] == "step"), default=-1)
 
 
 def _keys(state: dict[str, Any]) -> dict[str, set[str]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from typing_extensions import override
 
@@ -14,6 +15,7 @@ from ..comm import Collectives, Run
 from ..training import ModelAverager
 
 _NOTIFYING = "the all-reduce of join() before a step failed"
+_TELL = "_check_global_requires_backward_grad_sync"  # of DistributedDataParallel
 _in_join: list[Joinable] = []  # what is inside its join() in this process
 
 
@@ -21,7 +23,8 @@ class JoinedRounds(Joinable):
     """What a trainer's rank does in ``join()``, with batches and without.
 
     Before a round, a rank with batches takes part in an all-reduce, by which those without learn of
-    it; they then take the round too, and their counts are not compared.
+    it; they then take the round too, and their counts are not compared. A second one tells them
+    that it is no round: one such as ``consensus()``, in which they cannot take part.
     """
 
     def __init__(self, averager: ModelAverager, run: Run) -> None:
@@ -68,8 +71,21 @@ class JoinedRounds(Joinable):
 
         Here, before another rank could block in backward.
         """
-        if torch.is_grad_enabled() and self._run.counts.synchronizes and self._notify():
-            self._raise_if_any_ran_out(ran_out=False)
+        synchronizes = torch.is_grad_enabled() and self._run.counts.synchronizes
+        if synchronizes and self._notify(self) is not None:
+            self._raise_if_uneven(calls=False, ran_out=False)
+
+    def before_call(self) -> None:
+        """Raise on all ranks if one has no batches, before what all ranks must call together."""
+        replica = self._averager.joinable
+        if replica is None:
+            if self._notify(self) is not None:
+                self._raise_if_uneven(calls=True, ran_out=False)
+        elif (work := self._notify(replica)) is not None:
+            num_without = self._run.size - int(work.result()[0])
+            if num_without:
+                getattr(replica, _TELL)(is_joined_rank=True)  # that no gradients are averaged now
+                raise _call_error(num_without)
 
     def before_round(self) -> None:
         """Wait until the ranks without batches are about to take this round.
@@ -81,15 +97,16 @@ class JoinedRounds(Joinable):
         if traits.has_equal_batches:  # before_forward has notified
             return
         if traits.has_equal_steps:
-            self._notify()
+            if self._notify(self) is not None:
+                self._tell(calls=False, ran_out=False)
         elif self._work is None or self._work.is_completed():
             with self._run.raising(_NOTIFYING):
                 self._work = Join.notify_join_context(self)
 
     def shadow_round(self) -> None:
         """Take the round of a step of the others, or raise on all ranks."""
-        if self._averager.traits.has_equal_batches:
-            self._raise_if_any_ran_out(ran_out=True)
+        if self._averager.traits.has_equal_steps:
+            self._raise_if_uneven(calls=False, ran_out=True)
         with self._run.counts.not_compared():
             self._averager.before_step()
             self._averager.after_step()
@@ -116,25 +133,42 @@ class JoinedRounds(Joinable):
         """Let all ranks, which end the context together, count from 0 again."""
         self._run.counts.reset()
 
-    def _notify(self) -> bool:
-        """Wait for the all-reduce, in ``join()``; return whether there was one."""
+    def _notify(self, joinable: Joinable) -> dist.Work | None:
+        """Wait for the all-reduce of the ranks with batches, in ``join()``, and return it."""
         with self._run.raising(_NOTIFYING):
-            work = Join.notify_join_context(self)
+            work = Join.notify_join_context(joinable)
             if work is not None:
                 begin = time.perf_counter()
                 work.wait()
                 self._run.stats.count_wait(time.perf_counter() - begin)
-        return work is not None
+        return work
 
-    def _raise_if_any_ran_out(self, *, ran_out: bool) -> None:
-        num_without = torch.full((), float(ran_out), device=self.join_device)
-        Collectives(self._run).all_reduce_(num_without)
-        if num_without.item():
+    def _tell(self, *, calls: bool, ran_out: bool) -> Tensor:
+        """Return how many ranks call what is no round, and how many have no batches."""
+        numbers = torch.tensor([calls, ran_out], dtype=torch.float32, device=self.join_device)
+        Collectives(self._run).all_reduce_(numbers)
+        return numbers
+
+    def _raise_if_uneven(self, *, calls: bool, ran_out: bool) -> None:
+        num_calls, num_without = map(int, self._tell(calls=calls, ran_out=ran_out).tolist())
+        if not num_without:
+            return
+        if self._averager.traits.has_equal_batches:
             raise ValueError(
                 "join() must be given equal numbers of batches on all ranks with Hierarchical, got "
-                f"{int(num_without)} without any while others still train: a rank without batches "
+                f"{num_without} without any while others still train: a rank without batches "
                 "cannot contribute its shard; drop the last batches of the others"
             )
+        if num_calls:
+            raise _call_error(num_without)
+
+
+def _call_error(num_without: int) -> ValueError:
+    return ValueError(
+        "consensus(), consensus_distance(), flush() and states must be called inside join() only "
+        f"while all ranks have batches, got {num_without} without any, which take part in rounds "
+        "alone; call it after the `with` block"
+    )
 
 
 class _ShadowRounds(JoinHook):

@@ -27,6 +27,7 @@ class ModuleWrapper(nn.Module):
     def _wrap(self, module: nn.Module) -> None:
         """Set the module; ``_called`` is what a forward calls, compiled or not."""
         self.module = uncompiled(module)
+        self.module.register_state_dict_post_hook(_with_own_storages)
         vars(self)["_called"] = module  # not a submodule, whose names would begin with _orig_mod
         owners: list[dict[str, Any]] = []
         for each in self.module.modules():
@@ -81,27 +82,6 @@ class ModuleWrapper(nn.Module):
         except AttributeError:
             return super().get_submodule(target)
 
-    # Torch declares two overloads; this signature covers both.
-    @override
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's own state dict, which the bare module can load, and vice versa.
-
-        Its tensors are the live ones. Each has a storage of its own, so that a part of the state is
-        saved without the rest of its flat buffer.
-        """
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        own: dict[tuple[Any, ...], Tensor] = {}  # tied weights stay so
-        for key, value in state.items():
-            if not (type(value) is Tensor or is_sharded(value)):
-                continue  # extra state, of any type
-            tensor = local_of(value)
-            if 0 < tensor.nbytes < tensor.untyped_storage().nbytes():
-                place = (tensor.data_ptr(), tensor.dtype, value.shape, tensor.stride())
-                if place not in own:
-                    own[place] = like(value, with_own_storage(tensor))
-                state[key] = own[place]
-        return state
-
     @override
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load into the module, compiled or not; ``assign=True`` is an error."""
@@ -143,6 +123,24 @@ class ModuleWrapper(nn.Module):
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell ``torch.distributed.checkpoint.state_dict`` that names have no "module" in them."""
         return {"": _MODULE, **{name: _MODULE for name, _ in self.module.named_children()}}
+
+
+def _with_own_storages(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    """Give each tensor of the module's state dict a storage of its own: those of now, not copies.
+
+    So a part of a state is saved without the rest of its flat buffer, and hosts that save the
+    module itself by safetensors, which take tensors of one storage for tied ones, keep them all.
+    """
+    own: dict[tuple[Any, ...], Tensor] = {}  # tied weights stay so
+    for key, value in state.items():
+        if not key.startswith(prefix) or not (type(value) is Tensor or is_sharded(value)):
+            continue  # extra state, of any type
+        tensor = local_of(value)
+        if 0 < tensor.nbytes < tensor.untyped_storage().nbytes():
+            place = (tensor.data_ptr(), tensor.dtype, value.shape, tensor.stride())
+            if place not in own:
+                own[place] = like(value, with_own_storage(tensor))
+            state[key] = own[place]
 
 
 def _without_index(value: Any) -> Any:

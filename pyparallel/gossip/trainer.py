@@ -92,6 +92,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     """
 
     _copy_instead = "copy its .module"
+    _in_consensus = False
 
     def __init__(
         self,
@@ -149,7 +150,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._buckets = validation.lay_out(module, optimizers, cap_bytes)
         self._shards.follow()
         fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
-        in_pass = bool(fused) and len(optimizers) == 1  # with others the round is a pass of its own
+        # With others, or with what may write weights after it, the round is a pass of its own.
+        in_pass = bool(fused) and len(optimizers) == 1 and fused[0].ends_with_pass
         self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._exchanges = exchanges_of(run, self._buckets, CommStats())
         self._broadcast_from_first_rank()
@@ -173,6 +175,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             rounds.before_update,
             rounds.before_evaluation,
             finite_steps.end,
+            averager.restore_debiased,
         )
         self._step_hook = weakref.ref(step_hook)
         self._allow_other_optimizers = refuse_other_optimizers(
@@ -310,8 +313,11 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         and NoLoCo they are those after the last outer step, and of EASGD the center, as in the
         papers' evaluations; floating-point buffers (such as BatchNorm statistics) without weights.
         Frozen parameters are equal on all ranks and stay as they are. All ranks must enter it
-        together.
+        together; one inside another changes nothing, and one rank may enter it alone.
         """
+        if self._in_consensus:
+            yield self.module
+            return
         self._check_mergeable()
         merged, weight = self._averager.as_evaluated()
         buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
@@ -320,19 +326,22 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         del merged
         self._preserve_saved_states()
         with consensus.assigned([*self._buckets.buffers, *buffers], averages):
+            self._in_consensus = True
             try:
                 yield self.module
             finally:
+                self._in_consensus = False
                 self._shards.reshard()
 
     def consensus_distance(self) -> float:
         """Return the root mean square over ranks of ``||z_i - average||_2``.
 
-        The same number on all ranks, which must call it together.
+        z_i are what a forward reads: messages in flight are in the average alone. The same number
+        on all ranks, which must call it together.
         """
         self._check_mergeable()
-        merged, weight = self._averager.as_merged()
-        return consensus.distance(merged, self._average(merged, weight), Collectives(self._run))
+        averages = self._average(*self._averager.as_merged())
+        return consensus.distance(self._buckets.buffers, averages, Collectives(self._run))
 
     def flush(self) -> None:
         """Complete all communication in flight, after the last step, on all ranks together."""
@@ -341,11 +350,17 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._preserve_saved_states()
         self._averager.flush()
 
+    # Torch declares two overloads; this signature covers both.
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the module's own state dict, which the bare module can load, and vice versa.
+
+        Its tensors are the live ones, each in a storage of its own.
+        """
         if self._running is not None:
             self._running.restore_debiased()
-        return super().state_dict(*args, **kwargs)
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
 
     @override
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -483,6 +498,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
     def _check_equal_steps(self) -> None:
         if self._averager.traits.has_equal_steps:
+            self._rounds.joined.before_call()
             self._run.check_equal_steps(self._buckets.parameters[0].device)
 
     def _preserve_saved_states(self) -> None:

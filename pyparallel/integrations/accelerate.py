@@ -1,7 +1,7 @@
 """Gossip and compressed gradients in scripts that use Accelerate."""
 
 import copy
-from collections.abc import Sequence
+import weakref
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from ..compression import Compressor, ErrorFeedback, GradientCompression, TopK, ddp_hook
 from ..gossip import Algorithm, GossipDataParallel, GossipState
+from ..training import uncompiled
 from ..training.arguments import require
 from ..training.nonfinite import NonFinitePolicy
 from .rank_files import load_rank_file, rank_file
@@ -31,6 +32,9 @@ from accelerate.utils import (  # noqa: E402
 
 _SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
+# By the identity of its module, which lives as long.
+_trainers: "weakref.WeakValueDictionary[int, GossipDataParallel]" = weakref.WeakValueDictionary()
+
 __all__ = ["CompressedDDPKwargs", "RankStates", "prepare_gossip"]
 
 
@@ -43,9 +47,11 @@ def prepare_gossip(
 ) -> tuple[GossipDataParallel, Any]:
     """Prepare a model and its optimizer for gossip; ``accelerator.prepare`` the rest.
 
-    ``accelerator.save_state`` writes the exact average of all ranks as the model, and each rank's
-    own state to a file of its own, from which ``load_state`` resumes bit for bit. To evaluate,
-    enter ``with model.consensus() as averaged:`` on all ranks.
+    What ``accelerator`` saves of the model is the exact average of all ranks, which call
+    ``save_state``, ``save_model`` and ``get_state_dict`` together. ``save_state`` also writes each
+    rank's own state to a file of its own, from which ``load_state`` resumes bit for bit. To
+    evaluate, enter ``with model.consensus() as averaged:`` on all ranks. ``unwrap_model`` returns
+    the module, with this rank's own weights.
 
     Args:
         accelerator: of at least two processes; its mixed precision and accumulation apply.
@@ -69,17 +75,41 @@ def prepare_gossip(
     module = accelerator.prepare_model(model, evaluation_mode=True)  # which is without DDP
     gossip = GossipDataParallel(module, optimizer, algorithm, **options)
 
-    def save_consensus(models: Sequence[nn.Module], weights: list[Any], folder: str) -> None:
-        with gossip.consensus():
-            weights[list(map(id, models)).index(id(module))] = copy.deepcopy(gossip.state_dict())
-
     def skip_consensus(models: list[nn.Module], folder: str) -> None:
         models.remove(module)  # this rank's own weights are loaded instead
 
-    accelerator.register_save_state_pre_hook(save_consensus)
+    show_module(accelerator, gossip)
     accelerator.register_load_state_pre_hook(skip_consensus)
     RankStates(accelerator, GossipState(gossip, optimizer))
     return gossip, accelerator.prepare_optimizer(optimizer)
+
+
+class _ShowsModules(Accelerator):  # type: ignore[misc]  # untyped
+    """Unwraps a trainer as Accelerate does DDP, and takes its consensus for the model's state.
+
+    Accelerate asks whether a model is an instance of torch's wrappers, and has no hook for others.
+    """
+
+    @override
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        module = model.module if isinstance(model, GossipDataParallel) else model
+        return super().unwrap_model(module, *args, **kwargs)
+
+    @override
+    def get_state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        gossip = _trainers.get(id(uncompiled(self.unwrap_model(model))))
+        if gossip is None or not gossip.is_open:
+            return super().get_state_dict(model, *args, **kwargs)
+        with gossip.consensus():
+            return copy.deepcopy(gossip.state_dict())
+
+
+def show_module(accelerator: Accelerator, gossip: GossipDataParallel) -> None:
+    """Let an accelerator unwrap a trainer, and save its consensus; all ranks save together."""
+    _trainers[id(gossip.module)] = gossip
+    kind = type(accelerator)
+    if not issubclass(kind, _ShowsModules):
+        accelerator.__class__ = type(kind.__name__, (_ShowsModules, kind), {})
 
 
 class RankStates:

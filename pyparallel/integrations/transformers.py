@@ -14,7 +14,7 @@ from typing_extensions import override
 from ..compression import Compressor, GradientCompression
 from ..gossip import Algorithm, GossipDataParallel, GossipState
 from ..training.arguments import check_callable, require
-from .accelerate import CompressedDDPKwargs
+from .accelerate import CompressedDDPKwargs, show_module
 from .rank_files import load_rank_file, rank_file
 from .versions import require_version
 
@@ -69,7 +69,9 @@ class GossipTrainer(Trainer):
             return model
         module = self.accelerator.prepare_model(model, evaluation_mode=True)  # without DDP
         algorithm = self._algorithm_fn(self.args.world_size)
-        return GossipDataParallel(module, cast(Any, self.optimizer), algorithm, **self._options)
+        gossip = GossipDataParallel(module, cast(Any, self.optimizer), algorithm, **self._options)
+        show_module(self.accelerator, gossip)  # of which compute_loss asks the class
+        return gossip
 
     def _consensus(self) -> AbstractContextManager[Any]:
         is_gossip = isinstance(self.model_wrapped, GossipDataParallel)

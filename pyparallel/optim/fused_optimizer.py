@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from typing_extensions import override
 
 from ..training import FlatBuckets, join_buckets
@@ -130,6 +131,7 @@ class FusedOptimizer(Optimizer):
                 self.step_bucket(index)
         return loss
 
+    @torch._disable_dynamo  # backends cannot trace parameters that become views
     @torch.inference_mode(False)
     @torch.no_grad()
     def lay_out(self, cap_bytes: int = NO_LIMIT) -> list[FlatBuckets]:
@@ -168,6 +170,16 @@ class FusedOptimizer(Optimizer):
     def release(self) -> None:
         """Take the buckets back from a trainer."""
         self._is_adopted, self._step_buckets = False, None
+
+    @property
+    def ends_with_pass(self) -> bool:
+        """Whether a step ends with the pass over the buckets: nothing writes parameters after it.
+
+        A hook may, and the step of a subclass; then what the pass would write of the new
+        parameters, a prediction or a message, has to be written after the step.
+        """
+        has_hooks = bool(self._optimizer_step_post_hooks or _global_optimizer_post_hooks)
+        return not has_hooks and inspect.unwrap(self.step) is inspect.unwrap(FusedOptimizer.step)
 
     @property
     def num_buckets(self) -> int:

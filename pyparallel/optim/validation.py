@@ -23,7 +23,10 @@ def check_options(group: dict[str, Any], name: str) -> None:
 def check_parameters(parameters: list[Tensor], name: str) -> None:
     """Raise a ValueError on parameters of a group that only torch's optimizer can step."""
     if len(set(map(id, parameters))) < len(parameters):
-        raise ValueError("params must hold each parameter once, got one twice in a group")
+        raise ValueError(
+            "params must hold each parameter once, got one twice in a group; use "
+            f"torch.optim.{name}, which steps it twice"
+        )
     for index, parameter in enumerate(parameters):
         fault = _find_fault(parameter)
         rule = (

@@ -1,7 +1,7 @@
 """The arguments of a pipeline's trainer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +47,7 @@ class TrainerArguments:
     replicas: Any = None  # the algorithm that averages them; None: there are none
     num_replicas: int = 1
     replica: int | None = None  # this rank's
+    seed: int = field(default_factory=torch.initial_seed)  # of the stages' random numbers
 
     @property
     def place(self) -> str:

@@ -30,6 +30,7 @@ from .replicas import GradientAverage, Replicas
 from .runtime import build_stage
 from .runtime.clipping import LossScale, device_for
 from .runtime.executor import Executor
+from .runtime.generators import StageGenerators
 from .runtime.loss import Criterion, shares_update_fn
 from .runtime.microbatches import MicrobatchSplitter
 from .runtime.options import StageOptions
@@ -224,7 +225,9 @@ def prepare_stages(
             )
             for index, each in prepared.items()
         }  # fmt: skip
-        return Executor(stages, shape, p2p, arguments.rank, arguments.place)
+        own = [modules[index] for index in prepared]
+        generators = StageGenerators(arguments.seed, arguments.replica, own)
+        return Executor(stages, shape, p2p, arguments.rank, generators, arguments.place)
 
     return PreparedStages.of(prepared.values(), finish)
 
@@ -274,8 +277,9 @@ def _prepare_interlocking(
                 None if head else criterion, head, options, each.schedulers, each.replicated,
             )  # fmt: skip
         ahead = schedule.max_ahead * shape.num_microbatches
+        generators = StageGenerators(arguments.seed, arguments.replica, own.values())
         return InterlockingExecutor(
-            stages, shape, p2p, arguments.rank, schedule.reach(shape), ahead, shared
+            stages, shape, p2p, arguments.rank, generators, schedule.reach(shape), ahead, shared
         )
 
     return PreparedStages.of(prepared.values(), finish)

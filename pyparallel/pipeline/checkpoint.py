@@ -14,34 +14,42 @@ from .runtime.clipping import device_for
 from .runtime.stage import Stage
 
 
-def save_stages(stages: Sequence[Stage], step: Callable[[], int]) -> dict[str, Any]:
-    """Return the states of stages, by index; ``step`` is called when they are written."""
+def save_stages(stages: Sequence[Stage], step: Callable[[], int], seed: int) -> dict[str, Any]:
+    """Return the states of stages, by index; ``step`` is called when they are written.
+
+    ``seed`` is that of ``StageGenerators``.
+    """
 
     def collect(stage: Stage) -> dict[str, Any]:
-        return {"step": step(), **stage.state_dict()}
+        return {"step": step(), "seed": seed, **stage.state_dict()}
 
     return {str(each.index): seal(partial(collect, each)) for each in stages}
 
 
-def rescue_stages(stages: Sequence[Stage], step: int) -> dict[str, Any]:
+def rescue_stages(stages: Sequence[Stage], step: int, seed: int) -> dict[str, Any]:
     """Return the states of a failed pipeline's stages; a RuntimeWarning if one is half updated."""
     state = {}
     for stage in stages:
         stage.weights.restore_live()
-        marks = {"step": step, "rescued": True, "half_updated": stage.is_updating}
+        marks = {"step": step, "seed": seed, "rescued": True, "half_updated": stage.is_updating}
         state[str(stage.index)] = seal({**stage.state_dict(is_rescued=True), **marks})
     _warn_if_half_updated(state)
     return state
 
 
-def load_stages(stages: Sequence[Stage], state: Mapping[str, Any], run: Run) -> int:
-    """Load the states of stages, if all ranks can; return the step of the states."""
+def load_stages(
+    stages: Sequence[Stage], state: Mapping[str, Any], run: Run
+) -> tuple[int, int | None]:
+    """Load the states of stages, if all ranks can; return the step and the seed of the states.
+
+    The seed is None in states of older versions.
+    """
     check_on_all_ranks(lambda: _check_stages(stages, state), partial(agree, run))
     step, is_rescued = _agree_on_step(state, run)
     for stage in stages:
         stage.load_state_dict(state[str(stage.index)], is_rescued=is_rescued)
     _warn_if_half_updated(state)
-    return step
+    return step, next((saved.get("seed") for saved in state.values()), None)
 
 
 def _check_stages(stages: Sequence[Stage], state: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -55,7 +63,8 @@ def _check_stages(stages: Sequence[Stage], state: Mapping[str, Any]) -> list[tup
     for stage in stages:
         saved = state[str(stage.index)]
         check_format(saved)
-        check_like(saved.get("step", 0), 0, f"{stage.index}.step")
+        for key in ("step", "seed"):
+            check_like(saved.get(key, 0), 0, f"{stage.index}.{key}")
         stage.check_state(saved, str(stage.index))
     # Older versions did not save it.
     steps = [str(state[number].get("step", "one not recorded")) for number in own]

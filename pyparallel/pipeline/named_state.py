@@ -101,14 +101,14 @@ def check_shardable(schedule: Schedule) -> None:
         )
 
 
-def sharded_state(stages: Sequence[NamedStage], step: int) -> State:
+def sharded_state(stages: Sequence[NamedStage], step: int, seed: int) -> State:
     """Return the state of this rank's stages by keys of the whole model; tensors are not copied.
 
     The keys are ``model.NAME``, ``optimizer.state.NAME.KEY``, ``optimizer.param_groups.NAME.KEY``,
-    ``optimizer.kind.NAME``, ``scheduler.KIND.INDEX``, ``squared_norm.NAME``, ``step`` and
-    ``updates``.
+    ``optimizer.kind.NAME``, ``scheduler.KIND.INDEX``, ``squared_norm.NAME``, ``step``,
+    ``seed`` and ``updates``.
     """
-    state: State = {"step": step}
+    state: State = {"step": step, "seed": seed}
     for each in stages:
         state["updates"] = each.stage.num_updates
         state.update((f"model.{name}", value) for name, value in each.module_state().items())
@@ -130,8 +130,11 @@ def sharded_state(stages: Sequence[NamedStage], step: int) -> State:
 
 def load_checkpoint(
     stages: Sequence[NamedStage], checkpoint_id: str | os.PathLike[str], run: Run
-) -> int:
-    """Load a folder that holds ``sharded_state`` into all ranks or none; return its step."""
+) -> tuple[int, int | None]:
+    """Load a folder that holds ``sharded_state`` into all ranks or none; return step and seed.
+
+    The seed is None in a folder of an older version.
+    """
     # It takes long to import.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -177,8 +180,7 @@ def load_checkpoint(
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         norms = [state.get(key, zero) for key in each.norm_keys()]
         each.stage.load_updates(state["updates"], torch.stack(norms) if norms else None)
-    step: int = state["step"]
-    return step
+    return state["step"], state.get("seed")
 
 
 def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
@@ -186,7 +188,7 @@ def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
     for key in saved:
         if key.startswith((_STATE, _GROUPS)):
             of_parameter.setdefault(key.rpartition(".")[0], []).append(key)
-    keys = ["step", "updates"]
+    keys = ["step", "updates", *(key for key in saved if key == "seed")]
     for each in stages:
         keys += [f"model.{name}" for name in each.module_state()]
         for optimizer in each.stage.optimizers:

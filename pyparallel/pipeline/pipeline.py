@@ -68,7 +68,7 @@ class Pipeline:
             actions = self._schedule.step(self._shape, rank, index)
             return (each for each in actions if updates or each.kind is not Kind.UPDATE)
 
-        with self.errors.recording():
+        with self._in_call(trains=True):
             num_steps = self._num_accumulated + 1
             before_updates = partial(self._prepare_update, splitter, num_steps) if flushes else None
             executor.train(actions_of, splitter, before_updates, empty=flushes)
@@ -102,7 +102,7 @@ class Pipeline:
             return (each for each in actions if each.kind is Kind.UPDATE)
 
         no_batch = MicrobatchSplitter(None, None, 0, self._shape.num_microbatches)
-        with torch.inference_mode(mode=False), self.errors.recording():
+        with torch.inference_mode(mode=False), self._in_call():
             before_updates = partial(self._prepare_update, no_batch, self._num_accumulated)
             self.built.executor.train(updates_of, no_batch, before_updates)
         self._num_accumulated = 0
@@ -116,7 +116,7 @@ class Pipeline:
         steps, self.num_steps = self.num_steps, 0
         no_batch = MicrobatchSplitter(None, None, 0, self._shape.num_microbatches)
         # Optimizer states created in inference mode could not be updated outside it.
-        with torch.inference_mode(mode=False), self.errors.recording():
+        with torch.inference_mode(mode=False), self._in_call():
             self.built.executor.train(
                 lambda rank: self._schedule.drain(self._shape, rank, steps), no_batch
             )
@@ -177,9 +177,16 @@ class Pipeline:
         is_empty = not self.num_steps or self._schedule.flushes
         self.errors.raise_refusals(self.built.executor.take_refusals(), is_empty=is_empty)
 
-    def load(self, step: int) -> None:
+    @property
+    def seed(self) -> int:
+        """Return the seed of the stages' random numbers."""
+        return self.built.executor.generators.seed
+
+    def load(self, step: int, seed: int | None) -> None:
         """Go on after a step whose state was loaded into the stages; all ranks call it together."""
         self._run.counts.reset(step)
+        if seed is not None:
+            self.built.executor.generators.seed = seed
         if not self.num_steps:
             self._restart()
         self.built.tied.copy_from_owners()
@@ -271,9 +278,16 @@ class Pipeline:
             torch.inference_mode(mode=False),
             torch.no_grad(),
             evaluating(stage.module for stage in self.stages),
-            self.errors.recording(),
+            self._in_call(),
         ):
             self.built.executor.evaluate(splitter, outputs)
+
+    @contextmanager
+    def _in_call(self, *, trains: bool = False) -> Iterator[None]:
+        """Record errors, and let stages draw random numbers of their own."""
+        generators = self.built.executor.generators
+        with self.errors.recording(), generators.of_call(self._run.counts.steps, trains=trains):
+            yield
 
     def _report(self) -> float | None:
         """Return the mean loss since the last report, unless a rank has refused a part of it."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import Collectives, Run
+from ..comm import Call, Collectives, Run, gather_json
 from ..training import has_methods, wrong_type
 from ..training.arguments import check_type, require
 from .messages.format import Refusal, RefusalKind
@@ -153,8 +153,12 @@ class GradientAverage:
         return None
 
     def _exchange(self, refusals: Sequence[Refusal]) -> list[Refusal]:
-        found: list[Any] = [None] * self._run.size
-        own = [(int(each.kind), each.text) for each in refusals]
-        with self._run.raising("the replicas' refusals were not gathered"):
-            dist.all_gather_object(found, own, group=self._run.group)
-        return [Refusal(RefusalKind(kind), text) for each in found for kind, text in each]
+        own = [[each.kind, each.text] for each in refusals]
+        what = "refusals of an update"
+        of_replicas = gather_json(own, self._run.group, what, what, _parse_refusals, Call.STEP)
+        return [refusal for each in of_replicas for refusal in each]
+
+
+def _parse_refusals(sent: Any) -> list[Refusal]:
+    """Return what a replica has sent; a TypeError or a ValueError if it sent something else."""
+    return [Refusal(RefusalKind(kind), str(text)) for kind, text in sent]

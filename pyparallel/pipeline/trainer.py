@@ -38,6 +38,9 @@ from .schedules.schedule import Schedule
 from .simulation.chrome_trace import export_chrome_trace, gather_spans
 from .validation import find_argument_error
 
+# Steps in which ranks compare batches on devices, whose values the host waits for.
+_FIRST_STEPS, _INTERVAL = 10, 100
+
 
 class PipelineTrainer(Trainer):
     """Trains layers in stages, in place: rank r holds stages r, r + num_ranks, ...
@@ -243,7 +246,15 @@ class PipelineTrainer(Trainer):
     ) -> float | None:
         """Train on one batch, with the actions that the schedule has for this step.
 
-        Batches may differ in their numbers of samples, from ``num_microbatches`` up.
+        Batches may differ in their numbers of samples, from ``num_microbatches`` up. All ranks pass
+        the same batch, or None for what they do not read. A target that differs from that of the
+        first stage's rank, if it is given there too, is refused: in every step where both are in
+        the CPU's memory, else in the first 10 and in every 100th, as the host waits for it.
+        Microbatches in flight are copied, so the batch may be written to after the call.
+
+        Random numbers, such as dropout's, are the stages' own: torch's generators are restored
+        after the call. They follow from ``torch.initial_seed()`` when the trainer was created, the
+        stage, the step and the microbatch, in every schedule.
 
         Args:
             args: positional arguments of the first layer, read on the rank of the first stage: of
@@ -389,7 +400,8 @@ class PipelineTrainer(Trainer):
                 pipeline.check_empty("state_dict()")
             return counts.steps
 
-        return save_stages(self.stages, step)
+        seed = self._arguments.seed if pipeline is None else pipeline.seed
+        return save_stages(self.stages, step, seed)
 
     def rescue_state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages after a failure, for a new trainer to load.
@@ -399,8 +411,8 @@ class PipelineTrainer(Trainer):
         may differ between stages; ``half_updated``: the failure was inside of an update, and there
         is a RuntimeWarning.
         """
-        stages = self._built_pipeline("rescue_state_dict()").stages
-        return rescue_stages(stages, self._run.counts.steps)
+        pipeline = self._built_pipeline("rescue_state_dict()")
+        return rescue_stages(pipeline.stages, self._run.counts.steps, pipeline.seed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned on this rank; all ranks call it together.
@@ -414,7 +426,7 @@ class PipelineTrainer(Trainer):
         """
         pipeline = self._check_built("load_state_dict()")
         run = self._run if self._replicas is None else self._replicas.run
-        pipeline.load(load_stages(pipeline.stages, state, run))
+        pipeline.load(*load_stages(pipeline.stages, state, run))
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the whole model, with its own keys; all ranks call it together.
@@ -449,7 +461,9 @@ class PipelineTrainer(Trainer):
                 "sharded_state_dict() must be called inside consensus() with replicas that gossip, "
                 "whose weights differ, got it outside"
             )
-        return {} if self._arguments.replica else sharded_state(stages, self._run.counts.steps)
+        if self._arguments.replica:
+            return {}
+        return sharded_state(stages, self._run.counts.steps, pipeline.seed)
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str]) -> None:
         """Load a folder that ``torch.distributed.checkpoint`` has saved of ``sharded_state_dict``.
@@ -462,7 +476,7 @@ class PipelineTrainer(Trainer):
         stages = self._named_stages("load_checkpoint()")
         pipeline = self._check_built("load_checkpoint()")
         run = self._run if self._replicas is None else self._replicas.run
-        pipeline.load(load_checkpoint(stages, checkpoint_id, run))
+        pipeline.load(*load_checkpoint(stages, checkpoint_id, run))
         for stage in self.stages:
             if stage.replicated is not None:
                 stage.replicated.restart()
@@ -483,8 +497,8 @@ class PipelineTrainer(Trainer):
     def _split_batch(
         self, inputs: Any, target: Any, has_short_form: bool = False, *, trains: bool = False
     ) -> MicrobatchSplitter:
-        pipeline, rank = self._pipeline, self._arguments.rank
-        place = place_of(rank, self._run.counts.steps if trains else None)
+        pipeline, rank, steps = self._pipeline, self._arguments.rank, self._run.counts.steps
+        place = place_of(rank, steps if trains else None)
         place = f"{self._arguments.place}{place}"
         first_step = pipeline.num_steps if trains and pipeline is not None else 0
         num_microbatches = self._arguments.num_microbatches
@@ -492,6 +506,7 @@ class PipelineTrainer(Trainer):
             inputs, target, first_step * num_microbatches, num_microbatches,
             self._arguments.loss_weight_fn, self._arguments.layers[0] if rank == 0 else None,
             has_short_form=has_short_form, may_be_short=not trains, place=place,
+            compares_on_devices=not trains or steps < _FIRST_STEPS or steps % _INTERVAL == 0,
         )  # fmt: skip
 
     def _build_for(self, splitter: MicrobatchSplitter) -> Pipeline:

@@ -45,12 +45,14 @@ class Status(NamedTuple):
         staleness: steps between sending and merging of the messages merged last; 0: none late.
         in_flight: messages are in flight that the next step may receive.
         hidden_seconds: for which a thread has waited for other ranks, beside the training.
+        steps_numerator: the optimizer is stepping on PushSum's numerator.
     """
 
     weight: Tensor
     staleness: int = 0
     in_flight: bool = False
     hidden_seconds: float = 0.0
+    steps_numerator: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class ModelAverager:
             self.inner.before_step()
 
     def before_update(self) -> None:
-        """Turn the parameters into what the optimizer steps on, such as PushSum's numerator."""
+        """Prepare the parameters for a step, such as one on PushSum's numerator."""
         if self.inner is not None:
             self.inner.before_update()
 
@@ -208,6 +210,11 @@ class JoinedOptimizers:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers: list[Any] = [weakref.proxy(each) for each in optimizers]
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Weak proxies of the optimizers."""
+        return self._optimizers
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

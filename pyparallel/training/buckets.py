@@ -127,6 +127,17 @@ class FlatBuckets:
             for tensor, segment in zip(self.tensors, self.segments, strict=True)
         ]
 
+    def find_parts(self, tensor: Tensor) -> list[tuple[int, slice]]:
+        """Return which entries of a flat part of a buffer are of which parameter, by index."""
+        begin, size, parts = tensor.data_ptr(), tensor.element_size(), []
+        owners = zip(self.tensors, self._addresses, strict=True)
+        for index, (own, address) in enumerate(owners):
+            first = (address - begin) // size
+            end = min(tensor.numel(), first + own.numel())
+            if max(0, first) < end:
+                parts.append((index, slice(max(0, first), end)))
+        return parts
+
     def shard(self, index: int, num_shards: int) -> "FlatBuckets":
         """Return the same parameters with views of shard ``index`` of each buffer only.
 

@@ -17,7 +17,8 @@ from .shards import local_of
 # What the optimizers of torch, and then a pipeline, keep in the shape of the parameter.
 _OF_PARAMETERS_SHAPE = {
     *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"),
-    *("last_gradient", "last_weights", "last_uncorrected_update", "average_change"),
+    *("last_gradient", "last_update", "last_uncorrected_update", "average_change"),
+    "last_weights",  # of older versions
 }
 
 

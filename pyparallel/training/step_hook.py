@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from torch.optim import LBFGS, Optimizer
+from torch.optim import ASGD, LBFGS, Adafactor, Optimizer
 
+from .averager import JoinedOptimizers
 from .checkpointing import is_creating_state
 
 Closure = Callable[[], Any]
@@ -23,7 +24,8 @@ class StepHook:
     LBFGS, or at other parameters, as SAM, has copies of them: for all but torch's own and those of
     ``pyparallel.optim`` it is called before. If it raises, the step has not started.
     ``before_update`` is called before an update with new gradients, ``before_evaluation`` before
-    each evaluation of a closure, ``after`` after a step.
+    each evaluation of a closure, ``after_update`` before all other post-hooks of the optimizer,
+    and ``after`` after a step, in the order in which post-hooks were registered.
     """
 
     def __init__(
@@ -33,17 +35,21 @@ class StepHook:
         before: Callable[[Optimizer, bool], None] = lambda *_: None,
         before_update: Callable[[], None] = lambda: None,
         before_evaluation: Callable[[], None] = lambda: None,
+        after_update: Callable[[], None] = lambda: None,
     ) -> None:
-        self._before, self._after = before, after
+        self._before, self._after, self._after_update = before, after, after_update
         self._before_update, self._before_evaluation = before_update, before_evaluation
         self._depth = 0
         self._num_closures = 0  # running now
         self._has_begun = False
+        self._is_update_due = False  # by the last pre-hook
         self._evaluates_once = _evaluates_once(optimizer)
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        begin = optimizer.register_step_pre_hook(self._before_step)
+        self._last = optimizer.register_step_pre_hook(self._begin_update)
+        first = optimizer.register_step_post_hook(self._end_update)
+        optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
+        end = optimizer.register_step_post_hook(self._after_step)
+        self._hooks = [begin, self._last, first, end]
 
     @property
     def in_step(self) -> bool:
@@ -53,6 +59,10 @@ class StepHook:
     def see_forward(self) -> None:
         """Record a forward pass: outside of a closure, no step is in progress."""
         if not self._num_closures:
+            # Behind pre-hooks that were registered since, which may read the parameters.
+            hooks, number = self._last.hooks_dict_ref(), self._last.id
+            if hooks and number in hooks and next(reversed(hooks)) != number:
+                hooks.move_to_end(number)
             self._depth = 0
 
     def close(self) -> None:
@@ -74,7 +84,7 @@ class StepHook:
             self._has_begun = False
             if closure is None:
                 self._begin(optimizer, True)
-                self._before_update()
+                self._is_update_due = True
             elif not self._evaluates_once:
                 self._begin(optimizer, False)
         self._depth += 1
@@ -84,6 +94,19 @@ class StepHook:
         if "closure" in kwargs:
             return args, {**kwargs, "closure": tracked}
         return (args[0], tracked, *args[2:]), kwargs
+
+    def _begin_update(self, *_: Any) -> None:
+        if self._is_update_due:
+            self._is_update_due = False
+            try:
+                self._before_update()
+            except BaseException:
+                self._depth = 0
+                raise
+
+    def _end_update(self, *_: Any) -> None:
+        if self._depth == 1 and not is_creating_state():
+            self._after_update()
 
     def _begin(self, optimizer: Optimizer, has_gradients: bool) -> None:
         self._before(optimizer, has_gradients)
@@ -128,7 +151,8 @@ class StepHooks:
 
     Several are stepped without closures, which would evaluate the model between their updates. The
     optimizers hold this object, which holds none of them. ``before_update`` gets the index of the
-    optimizer, and whether it is first; ``after_each`` is called after each one's step.
+    optimizer, and whether it is first; ``after_each`` is called after each one's step, and
+    ``after_update`` then too, before its other post-hooks.
     """
 
     def __init__(
@@ -139,6 +163,7 @@ class StepHooks:
         before_update: Callable[[int, bool], None],
         before_evaluation: Callable[[], None],
         after_each: Callable[[], None],
+        after_update: Callable[[], None] = lambda: None,
     ) -> None:
         self._before, self._after, self._after_each = before, after, after_each
         self._before_update, self._before_evaluation = before_update, before_evaluation
@@ -152,6 +177,7 @@ class StepHooks:
                     partial(self._before_one, index),
                     partial(self._before_update_of, index),
                     partial(self._before_evaluation_of, index),
+                    after_update,
                 )
             )
             for index, optimizer in enumerate(optimizers)
@@ -250,7 +276,22 @@ def closure_of(args: Any, kwargs: Any) -> Any:
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
+def decays_only(optimizer: object) -> bool:
+    """Return whether an optimizer, or each of several, reads parameters for their decay alone.
+
+    Others may keep copies of them (as ASGD, averages and schedule-free ones do) or read their norm.
+    """
+    if isinstance(optimizer, JoinedOptimizers):
+        return all(map(decays_only, optimizer.optimizers))
+    return _is_known(optimizer) and not isinstance(optimizer, ASGD | Adafactor | LBFGS)
+
+
+def _is_known(optimizer: object) -> bool:
+    """Return whether an optimizer's step is torch's or ours."""
+    step = optimizer.__class__.step  # type: ignore[attr-defined]  # also of a weak proxy
+    return bool(step.__module__.startswith(("torch.optim.", "pyparallel.optim.")))
+
+
 def _evaluates_once(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is known to evaluate a closure once, at its own parameters."""
-    known = ("torch.optim.", "pyparallel.optim.")
-    return type(optimizer).step.__module__.startswith(known) and not isinstance(optimizer, LBFGS)
+    return _is_known(optimizer) and not isinstance(optimizer, LBFGS)

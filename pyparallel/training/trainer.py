@@ -43,8 +43,13 @@ class Trainer:
         assert self._opened is not None
         return self._opened
 
+    @property
+    def is_open(self) -> bool:
+        """Whether ``close`` was not called."""
+        return self._opened is not None
+
     def _check_open(self) -> None:
-        if self._opened is None:
+        if not self.is_open:
             raise RuntimeError(f"{type(self).__name__} must not be used after close()")
 
     @property

@@ -54,6 +54,43 @@ def test_a_residual_follows_its_parameter_into_other_buffers():
         torch.testing.assert_close(after[name], residual, rtol=0, atol=0)
 
 
+def test_a_residual_outside_of_a_buffer_keeps_no_other_in_memory():
+    store = StateStore(COMPRESSOR, 0, 1)
+    compress(store, "abc", 0)
+    before = residuals(store)
+    compress(store, "bc", 1)
+    kept = store.state_dict()["parameters"]["a"]["residual"]
+    assert torch.equal(kept, before["a"])
+    assert kept.untyped_storage().nbytes() == 4 * kept.numel()
+
+
+def test_a_buffer_is_at_the_last_step_of_its_parameters():
+    """Else a warm-up begins again when a parameter returns that had no gradient for a while."""
+    store = StateStore(COMPRESSOR, 0, 1)
+    compress(store, "abc", 0)
+    for seed in range(3):
+        compress(store, "bc", seed)
+    state = store.of(layout("abc"), CPU)
+    assert (state.step, state.inner[0].step) == (0, 4)
+
+
+def test_a_state_saved_of_a_whole_buffer_is_split():
+    """Older versions saved FSDP2's buffers under the name of the module."""
+    store, whole = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
+    flat = BufferLayout.flat(layout("abc").numel, "module")
+    x = torch.randn(flat.numel)
+    whole.compressor.compress(x, whole.of(flat, CPU))
+    store.load_state_dict(whole.state_dict())
+    state = store.of(BufferLayout(layout("abc").pieces, "module"), CPU)
+    assert torch.equal(state.entries["residual"], whole.of(flat, CPU).entries["residual"])
+    assert state.inner[0].step == 1
+    assert residuals(store).keys() == {"a", "b", "c"}
+    other = StateStore(COMPRESSOR, 0, 1)
+    other.load_state_dict(whole.state_dict())
+    with pytest.raises(ValueError, match="the 9 entries of module, got a residual of 21"):
+        other.of(BufferLayout(layout("bc").pieces, "module"), CPU)
+
+
 def test_the_same_buffer_keeps_its_state():
     store = StateStore(COMPRESSOR, 0, 1)
     assert store.of(layout("ab"), CPU) is store.of(layout("ab"), CPU)

@@ -1,6 +1,7 @@
 """What the README and the pages show must run, and print what they show."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,39 @@ def test_floats_may_differ_a_little(shown, printed):
 
 def test_the_python_of_the_readme_runs_and_learns(ranks, subtests, tmp_path):
     run_and_check([README], ranks, subtests, tmp_path)
+
+
+# What users change in the README's pipeline first, and the last line that it prints.
+LAYERS = "torch.nn.ReLU(), torch.nn.Linear(128, 10)]"
+CHANGED_PIPELINES = {
+    "dropout": (LAYERS, LAYERS.replace("ReLU(),", "ReLU(), torch.nn.Dropout(0.1),"), 0.7),
+    "a reused buffer": (
+        "inputs = torch.randn(64, 64)",
+        "inputs = globals().setdefault('memory', torch.empty(64, 64)).normal_()",
+        0.301,
+    ),
+    "a loader without a seed": (
+        "trainer = ",
+        "torch.manual_seed(dist.get_rank())\ntrainer = ",
+        "target must be of the same batch on all ranks",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGED_PIPELINES)
+def test_changed_pipelines_of_the_readme_learn_or_are_refused(name, ranks, tmp_path):
+    before, after, result = CHANGED_PIPELINES[name]
+    blocks = blocks_of(README)
+    (at,) = (index for index, each in enumerate(blocks) if each.script == "stages.py")
+    assert before in blocks[at].text
+    blocks[at] = replace(blocks[at], text=blocks[at].text.replace(before, after, 1))
+    outcomes = ranks.observe(2, run_page, blocks, tmp_path)
+    if isinstance(result, str):
+        assert all(result in outcome.error for outcome in outcomes)
+    else:
+        printed = "".join("".join(outcome.value) for outcome in outcomes)
+        assert float(printed.split()[-1]) < result
 
 
 @pytest.mark.slow

@@ -30,16 +30,34 @@ OPTIMIZERS = {
 }
 
 
+def project(optimizer, *_):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+def step_and_project(optimizer, closure=None):
+    super(type(optimizer), optimizer).step(closure)
+    project(optimizer)
+
+
 class Loop:
     """A user's loop with two parameter groups."""
 
-    def __init__(self, package, algorithm, name="AdamW", bucket_cap_mb=SMALL_BUCKETS, **options):
+    def __init__(
+        self, package, algorithm, name="AdamW", mode="plain", bucket_cap_mb=SMALL_BUCKETS, **options
+    ):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 1))
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = getattr(package, name)(groups, **{**OPTIMIZERS[name], **options})
+        kind = getattr(package, name)
+        if mode == "subclass":
+            kind = type("Projected", (kind,), {"step": step_and_project})
+        self.optimizer = kind(groups, **{**OPTIMIZERS[name], **options})
+        if mode == "hook":
+            self.optimizer.register_step_post_hook(project)
         self.model = GossipDataParallel(
             model, self.optimizer, algorithm, bucket_cap_mb=bucket_cap_mb
         )
@@ -77,7 +95,7 @@ class Loop:
 def equals_torchs(rank, algorithm, name, mode):
     ends = []
     for package in (torch.optim, optim):
-        loop = Loop(package, algorithm, name)
+        loop = Loop(package, algorithm, name, mode)
         loop.train(6, mode)
         ends.append(loop.end())
     torch.testing.assert_close(*ends, rtol=0, atol=2e-6)
@@ -90,12 +108,19 @@ EVERY_ORDER = [
     (SGP(IRREGULAR, overlap=1), "SGD", "closure"),
     (SGP(Ring(4), overlap=2), "AdamW", "closure"),
     (SGP(IRREGULAR, overlap=3), "Adam", "no_sync"),
+    # What writes weights after the update is in the message.
+    (SGP(Ring(4)), "AdamW", "hook"),
+    (SGP(Ring(4), overlap=1), "SGD", "subclass"),
+    (SGP(OnePeerExponential(4), overlap=2), "AdamW", "hook"),
 ]
 ALL = [(EVERY_ALGORITHM[name](4), "AdamW", "plain") for name in DETERMINISTIC]
 UNCOMPRESSED = [row for row in ALL if getattr(row[0], "compressor", None) is None]
 
 
-@pytest.mark.parametrize("rows", [slow(UNCOMPRESSED), EVERY_ORDER], ids=["all", "orders"])
+HOOKED = [(algorithm, name, "hook") for algorithm, name, _ in UNCOMPRESSED]
+
+
+@pytest.mark.parametrize("rows", [slow(UNCOMPRESSED + HOOKED), EVERY_ORDER], ids=["all", "orders"])
 def test_training_is_that_of_torchs_optimizers(ranks, rows):
     ranks.run_each(4, equals_torchs, rows)
 

@@ -110,6 +110,55 @@ def test_join_can_stop_all_ranks_with_the_first(ranks):
     assert all("exhausted" in outcome.error for outcome in ranks.observe(2, terminates_early))
 
 
+NO_ROUND = (
+    r"consensus\(\), .* must be called inside join\(\) only while all ranks have batches, got 1"
+)
+
+
+def calls_in_join(rank, algorithm, call):
+    """Rank 1 runs out of batches, then rank 0 calls what all ranks must."""
+    model, optimizer = wrap(algorithm, nn.Linear(4, 2))
+
+    def train():
+        with model.join():
+            for number in range(6 - 4 * rank):
+                step(model, optimizer)
+                if number in (1, 3):
+                    call(model)
+
+    with pytest.raises(ValueError, match=NO_ROUND):
+        train()
+
+
+@pytest.mark.parametrize("overlap", [1, slow(0), slow(2)])
+def test_what_is_no_round_is_one_error_once_a_rank_has_no_batches(ranks, overlap):
+    calls = (
+        GossipDataParallel.consensus_distance,
+        GossipDataParallel.algorithm_state_dict,
+        GossipDataParallel.flush,
+    )
+    for call in calls[:: 1 if overlap != 1 else 3]:
+        ranks.run(2, calls_in_join, SGP(OnePeerExponential(2), overlap=overlap), call)
+
+
+def distance_while_a_message_travels(rank):
+    torch.manual_seed(rank)
+    model, optimizer = wrap(SGP(OnePeerExponential(2), overlap=1), nn.Linear(4, 2))
+    for _ in range(4):
+        step(model, optimizer)
+    own = torch.cat([p.detach().flatten() for p in model.parameters()])
+    both = torch.stack([torch.empty_like(own) for _ in range(2)])
+    dist.all_gather(list(both), own)
+    expected = (both - both.mean(0)).square().sum(1).mean().sqrt()
+    return float(expected), model.consensus_distance()
+
+
+def test_the_distance_is_that_of_the_weights_that_a_forward_reads(ranks):
+    for expected, found in ranks.run(2, distance_while_a_message_travels):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert found > 1e-3
+
+
 def trains(rank, algorithm, make_model, dtype, make_optimizer):
     torch.manual_seed(0)
     model = make_model()

@@ -109,6 +109,37 @@ def check_gossip(rank, folder, cases=((OVERLAPPED, {}, {}),)):
         assert losses == expected, (algorithm, options)
         assert_equal(model.state_dict(), module.state_dict())
         assert model.bytes_sent == reference.bytes_sent > 0
+        check_answers(accelerator, model, module)
+
+
+def check_answers(accelerator, model, module):
+    """Unwrap and save the trainer as Accelerate does DDP; what is saved is the exact average."""
+    assert accelerator.unwrap_model(model) is model.module
+    assert accelerator.unwrap_model(module, keep_fp32_wrapper=False) is module
+    asked = (model, model.module)
+    states = [copy.deepcopy(accelerator.get_state_dict(each)) for each in asked]
+    assert_equal(model.state_dict(), module.state_dict())  # its own weights again
+    assert_equal(accelerator.get_state_dict(module), module.state_dict())  # not prepared
+    with model.consensus():
+        if accelerator.is_main_process:  # which need not wait for the others here
+            states.append(accelerator.get_state_dict(model))
+    expected = average(model)
+    for state in states:
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-7)
+
+
+def average(model):
+    """Return the sum of the ranks' w z over that of w, once nothing is in flight."""
+    model.flush()
+    weight = model.push_sum_weight.double()
+    total = weight.clone()
+    dist.all_reduce(total)
+    averages = {}
+    for key, tensor in model.state_dict().items():
+        wide = tensor.double() * weight
+        dist.all_reduce(wide)
+        averages[key] = (wide / total).to(tensor.dtype)
+    return averages
 
 
 def check_gossip_resumes(rank, folder):
@@ -125,6 +156,11 @@ def check_gossip_resumes(rank, folder):
     assert_equal(model.state_dict(), weights)
     saved = load("safetensors.torch").load_file(f"{folder}/model.safetensors")
     assert_equal(saved, consensus)
+    accelerator.save_model(model, f"{folder}/model")
+    with model.consensus() as averaged:
+        dist.barrier()
+        saved = load("safetensors.torch").load_file(f"{folder}/model/model.safetensors")
+        assert_equal(saved, averaged.state_dict())
     dist.barrier()
     if rank == 1:
         Path(folder, "custom-0.rank-1-of-2").unlink()

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -23,11 +24,11 @@ from pyparallel.integrations.transformers import CompressedTrainer, GossipTraine
 NUM_BATCHES, BATCH_SIZE, LENGTH = 6, 2, 8
 
 
-def make_model():
+def make_model(**options):
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=32, n_positions=LENGTH, n_embd=16, n_layer=1, n_head=2,
-        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **options,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 
@@ -48,7 +49,7 @@ class Losses(transformers.TrainerCallback):
         self.logs.append(logs)
 
 
-def make_trainer(kind, folder, epochs, **options):
+def make_trainer(kind, folder, epochs, model=None, **options):
     forget_accelerate()
     own = {key: options.pop(key) for key in ("algorithm_fn", "compressor") if key in options}
     arguments = transformers.TrainingArguments(
@@ -73,7 +74,7 @@ def make_trainer(kind, folder, epochs, **options):
     )
     losses = Losses()
     trainer = kind(
-        model=make_model(),
+        model=make_model() if model is None else model,
         args=arguments,
         train_dataset=samples(),
         eval_dataset=samples(),
@@ -202,6 +203,70 @@ def check_best(rank, folder):
     assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
 
 
+class Adapted(nn.Module):
+    """A frozen model and a trained addition to its logits: what peft puts around a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = model.requires_grad_(False)
+        self.adapter, self.config = nn.Linear(32, 32), model.config
+
+    def get_base_model(self):
+        return self.base_model.model
+
+    def forward(self, input_ids, **kwargs):
+        outputs = self.base_model.model(input_ids, **kwargs)
+        outputs.logits = outputs.logits + self.adapter(outputs.logits)
+        return outputs
+
+
+def smoothed(model, folder, algorithm_fn=None, **options):
+    """Return the trainer that has trained a model with label smoothing: DDP's without algorithm."""
+    own = {} if algorithm_fn is None else {"algorithm_fn": algorithm_fn}
+    kind = GossipTrainer if own else transformers.Trainer
+    trainer, _ = make_trainer(
+        kind, folder, 1, model=model, label_smoothing_factor=0.1, max_grad_norm=0, **own, **options
+    )
+    trainer.train()
+    return trainer
+
+
+def check_smoothing(rank, folder):
+    """Shift labels as Trainer does, which asks the class of a model, and of one in an adapter."""
+    is_adapted = mock.patch.object(
+        transformers.trainer, "_is_peft_model", lambda model: isinstance(model, Adapted)
+    )
+    with is_adapted:
+        for make in (make_model, lambda: Adapted(make_model(tie_word_embeddings=False))):
+            expected = smoothed(make(), folder, save_strategy="no").model.state_dict()
+            trainer = smoothed(make(), folder, lambda n: AllReduce(), save_strategy="no")
+            assert_close(trainer.model.state_dict(), expected)
+        trainer = smoothed(make(), folder, overlapped)
+    saved = load("safetensors.torch").load_file(
+        f"{folder}/checkpoint-{NUM_BATCHES}/model.safetensors"
+    )
+    assert_close(saved, trainer.model.state_dict())
+    begun = make().state_dict()
+    for key, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, begun[key]) == (not key.startswith("adapter")), key
+
+
+def check_peft(rank, folder):
+    """Train a LoRA of peft, and save its adapter, as Trainer does; without peft see above."""
+    peft = load("peft")
+
+    def make():
+        torch.manual_seed(0)
+        return peft.get_peft_model(make_model(), peft.LoraConfig(target_modules=["c_attn"]))
+
+    expected = smoothed(make(), folder, save_strategy="no").model.state_dict()
+    trainer = smoothed(make(), folder, lambda n: AllReduce())
+    assert_close(trainer.model.state_dict(), expected)
+    saved = peft.PeftModel.from_pretrained(make_model(), f"{folder}/checkpoint-{NUM_BATCHES}")
+    assert_close(saved.state_dict(), expected)
+
+
 def check_compressed(rank, folder):
     compressor = ErrorFeedback(TopK(0.25))
     states = []
@@ -242,9 +307,15 @@ def check_refusals(rank, folder):
         make_trainer(CompressedTrainer, folder, 1, compressor=topology.Ring(2))[0].train()
 
 
-@checks("gossip", "options", "gossip_resumes", "best", "compressed", "refusals")
+@checks("gossip", "options", "gossip_resumes", "best", "smoothing", "compressed", "refusals")
 def test_the_trainer_trains_as_the_loop_by_hand(ranks, tmp_path, check):
     ranks.run(2, run, f"check_{check}", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_an_adapter_of_peft_is_trained_and_saved(ranks, tmp_path):
+    pytest.importorskip("peft")  # check_smoothing has one of our own
+    ranks.run(2, run, "check_peft", str(tmp_path))
 
 
 def check_alone(rank, folder):

@@ -473,22 +473,34 @@ def test_gradients_that_are_not_finite_are_left_out_and_counted():
 
 
 @pytest.mark.slow
-def test_a_step_called_in_a_compiled_function():
-    pairs = both("AdamW", lr=1e-2)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's imports
+@pytest.mark.parametrize(
+    ("name", "backend"), [("SGD", "inductor"), ("AdamW", "aot_eager"), ("AdamW", "eager")]
+)
+def test_a_compiled_step(name, backend):
+    """The first step lays the parameters out, and the second those of a new group as well."""
+    torch._dynamo.reset()
+    pairs = both(name, lr=1e-2)
+    extra = [nn.Parameter(torch.ones(5)) for _ in pairs]
     optimizer = pairs[0][1]
 
-    @torch.compile(backend="eager")
+    @torch.compile(backend=backend)
     def compiled(x):
         optimizer.step()
         return x + 1
 
     for seed in range(3):
-        for (m, each), step in zip(pairs, (compiled, lambda _: pairs[1][1].step()), strict=True):
+        steps = compiled, lambda _: pairs[1][1].step()
+        for (m, each), parameter, step in zip(pairs, extra, steps, strict=True):
+            if seed == 1:
+                each.add_param_group({"params": [parameter]})
             torch.manual_seed(seed)
             each.zero_grad()
-            m(torch.randn(3, 6)).square().mean().backward()
+            (m(torch.randn(3, 6)).square().mean() + parameter.square().sum()).backward()
             step(torch.ones(()))
     assert_trained_alike(pairs)
+    torch.testing.assert_close(*extra)
+    assert not torch.equal(extra[0], torch.ones(5))
 
 
 def test_distributed_checkpoints_state_dicts():

@@ -224,6 +224,12 @@ STARTS = [  # within a step, after one, and after a flush that comes after 3 ste
     XPipe("consistent", synchronous_updates=4),
     PipeOptim("live", synchronous_updates=14),
 ]
+# A prediction uses the rate of the next update.
+HALVING = [
+    Case(each, name, halving=True)
+    for each in (*PREDICTED, SpecTrain(2), XPipe("consistent"), *PREDICTED_2BW, *STARTS[:4])
+    for name in ("momentum", "AdamW", "groups")
+]
 # Every optimizer: what it does is the same on any number of stages.
 TWO_STAGES = [
     *(Case(each) for each in OF_EACH_KIND if not isinstance(each, PREDICTING)),
@@ -249,6 +255,7 @@ ONE_PROCESS = [
     Case(PipeMare(annealing=10, decay=0.5, synchronous_updates=5), correction=CORRECTIONS[0]),
     Case(XPipe("live"), num_microbatches=2, correction=CORRECTIONS[2]),
     Case(REPEATING[0], MUON, halving=True),
+    *HALVING[:9:4],
     *(Case(each, correction=how, skips=True) for each, how in zip(
         (PipeDream(), PipeDream2BW(), *REPEATING[::2], REPEATING[3]), CORRECTIONS, strict=False)),
 ]  # fmt: skip
@@ -260,6 +267,10 @@ LATE_CASES = [
     *(Case(XPipe(), MUON, num_microbatches=2, correction=how) for how in CORRECTIONS),
     *(Case(each, name) for each in REPEATING for name in ("AdamW", "groups", MUON)),
     *(Case(each, MUON, halving=True) for each in (PipeDream(), *REPEATING)),
+    *HALVING,
+    Case(PipeOptim("consistent", Rollout(0.5)), halving=True),
+    *(Case(each, name, torch.float32, halving=True) for each in PREDICTED
+      for name in ("Muon, fused AdamW", "NAdam")),
     *(Case(each, MUON, correction=how, halving=True) for each in (PipeDream(), *REPEATING)
       for how in CORRECTIONS[2:4]),
     *(Case(each, optimizer, torch.float32)

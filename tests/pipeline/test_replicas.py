@@ -26,6 +26,7 @@ from pyparallel.pipeline import (
     Displacement,
     GPipe,
     Interlocking,
+    LastUpdate,
     OneForwardOneBackward,
     PipeDream,
     PipeDream2BW,
@@ -36,7 +37,7 @@ from pyparallel.pipeline import (
 )
 from tests.cases import pairwise, slow
 from tests.gossip.every_algorithm import EVERY_ALGORITHM
-from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls
+from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls, smooth_muon
 from tests.pipeline.models import build_layers as build_all_layers
 from tests.pipeline.reference import (
     Correction,
@@ -46,6 +47,7 @@ from tests.pipeline.reference import (
     microbatches_per_update,
     predict,
     reads,
+    repeat_last_update,
     run_microbatch,
     updates_late,
 )
@@ -66,6 +68,7 @@ OURS = {
     "momentum": OPTIMIZERS["momentum"],
     "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=0.01),
     "fused AdamW": partial(AdamW, lr=0.01, weight_decay=0.1, eps=0.01),
+    **{name: OPTIMIZERS[f"{name}, PredictedAdamW"] for name in ("Muon", "Lion")},
 }
 
 
@@ -173,6 +176,7 @@ def test_heads_are_averaged_with_their_stages(ranks):
     assert averaged[0][1]
 
 
+@smooth_muon()
 def gossip(rank, schedule, algorithm, optimizer, depth, dtype):
     trainer, replica = make((2, depth), schedule, algorithm, optimizer, dtype)
     calls = calls_of(replica, dtype=dtype)
@@ -205,7 +209,9 @@ class Reference:
             for index, module in enumerate(cut(build_layers(dtype), CUTS[depth])):
                 late = updates_late(schedule, index, depth, MICROBATCHES)
                 own = Correction(schedule, depth - 1 - index, None, late, depth)
-                stages.append(make_stage(module, OURS[optimizer], predict, own))
+                repeats = isinstance(schedule.prediction, LastUpdate)
+                rule = repeat_last_update if repeats else predict
+                stages.append(make_stage(module, OURS[optimizer], rule, own))
             self.replicas.append(stages)
         self.slow = [stage.history[-1].weights() for stage in self.replicas[0]]
         self.velocity = [{} for _ in self.slow]
@@ -277,21 +283,33 @@ class Reference:
             overwrite(stage.history[-1], slow)
 
 
-AXES = STREAMING, ALGORITHMS, tuple(OURS)
+AXES = STREAMING, ALGORITHMS, ("momentum", "AdamW", "fused AdamW")
+REPEATING = [  # the last update, in which there must be no merge
+    PipeOptim("consistent", LastUpdate()),
+    PipeOptim("live", LastUpdate()),
+    PipeDream2BW(prediction=LastUpdate()),
+]
+REPEATED = [
+    *product(REPEATING, [SGP(Complete(2)), *ALGORITHMS[1:]], ("momentum", "AdamW")),
+    *product(STREAMING[:2], ALGORITHMS, ("Muon", "Lion")),
+]
 WIDE = [*STREAMING, PipeDream()], ALGORITHMS, ("momentum", "AdamW")  # no fused step takes it
 
 
+@smooth_muon()
 @pytest.mark.parametrize(
     ("cases", "depth", "dtype"),
     [
         ([*product(STREAMING[::3], ALGORITHMS[1:], ["fused AdamW"])], 2, torch.float32),
         (pairwise(*WIDE)[::2], 2, torch.float64),
+        (REPEATED[4::7], 2, torch.float64),
+        slow(REPEATED, 2, torch.float64),
         slow([*product(*AXES)], 2, torch.float32),
         slow(pairwise(*AXES), 3, torch.float32),
         slow(pairwise(*WIDE)[1::2], 2, torch.float64),
         slow([*product(*WIDE)], 3, torch.float64),
     ],
-    ids=["fused", "float64", "all", "pairs-3", "float64-others", "float64-3"],
+    ids=["fused", "float64", "repeat", "repeats", "all", "pairs-3", "float64-others", "float64-3"],
 )
 def test_equals_a_full_history_of_every_replica(ranks, subtests, cases, depth, dtype):
     rows, most = (

@@ -10,6 +10,7 @@ from torch.futures import Future
 
 from ...comm import Run
 from ...comm.collectives import Collectives
+from ...comm.profiling import profiled, profiled_start
 from ...comm.stats import CommStats
 from ...training.nonfinite import NonFinitePolicy, is_finite
 from ..layout import BufferLayout
@@ -18,6 +19,8 @@ from ..quantizers.cast import Cast
 from ..state import CompressorState
 from ..state_store import StateStore
 from .comm_worker import CommWorker, comm_worker_for, once
+
+AVERAGE = "pyparallel::average_bucket"
 
 
 class BucketReducer:
@@ -38,6 +41,14 @@ class BucketReducer:
         self, gradients: Tensor, layout: BufferLayout, then: Callable[[], None] | None
     ) -> Future[Tensor]:
         """Average gradients (numel,) in place in the background, then call ``then``."""
+        if gradients.is_cpu:
+            return profiled_start(AVERAGE, lambda: self._begin(gradients, layout, then))
+        with profiled(AVERAGE):
+            return self._begin(gradients, layout, then)
+
+    def _begin(
+        self, gradients: Tensor, layout: BufferLayout, then: Callable[[], None] | None
+    ) -> Future[Tensor]:
         compressor = self._store.compressor
         # One collective, which needs no worker to wait for it.
         if gradients.is_cpu and isinstance(compressor, Cast) and compressor.starts_means:

@@ -2,6 +2,7 @@
 
 import copy
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.futures import Future
 
 from ...comm import DisagreementError, Run, StepCounts
 from ...comm.errors import NonFiniteError, PeerError
+from ...comm.profiling import profiled
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, uncompiled, wrong_type
 from ...training.arguments import raise_problem, require
@@ -23,7 +25,7 @@ from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
 from ..state_store import StateStore, steps_of
 from . import end_of_backward
-from .bucket_reducer import BucketReducer
+from .bucket_reducer import AVERAGE, BucketReducer
 from .ddp_compiled import CustomOp, StepDetector
 
 _RAISED_ON_ALL_RANKS = (CorruptMessageError, NonFiniteError)
@@ -45,13 +47,32 @@ class GradientCompression:
         process_group: dist.ProcessGroup | None,
         nonfinite: NonFinitePolicy = "raise",
     ) -> None:
+        problem = validation_error_at(AttachPoint.DDP, compressor) or find_policy_error(nonfinite)
+        if model is not None and not isinstance(model, nn.Module):
+            rule = "the module inside DistributedDataParallel, or None"
+            problem, model = problem or wrong_type("model", rule, model), None
+        self._prepare(compressor, model, model is not None, process_group, nonfinite, None)
+        if self._has_group:
+            self._start(problem)
+        else:
+            raise_problem(problem)
+
+    def _prepare(
+        self,
+        compressor: Compressor,
+        model: nn.Module | None,
+        is_named: bool,
+        process_group: dist.ProcessGroup | None,
+        nonfinite: NonFinitePolicy,
+        loaded: dict[str, Any] | None,
+    ) -> None:
+        """Set what needs no process group."""
         self._compressor, self._nonfinite = compressor, nonfinite
-        self._model = model if isinstance(model, nn.Module) else None
-        self._group = process_group
-        self._is_named = model is not None
+        self._model, self._is_named, self._group = model, is_named, process_group
+        self._model_ref = None if model is None else weakref.ref(model)
         # DDP then has all-reduces of its own; only a DDP tells.
         self._may_find_unused = getattr(model, "find_unused_parameters", True)
-        self._loaded: dict[str, Any] | None = None  # before there was a group
+        self._loaded = loaded  # before there was a group
         self._is_started = False
         self._names: dict[int, str] = {}  # of parameters, by id
         self._store: StateStore
@@ -64,14 +85,6 @@ class GradientCompression:
         self._step_detector = StepDetector()
         self._custom_op = CustomOp(self._reduce_one)
         self.reduce_one = self._custom_op.op
-        problem = validation_error_at(AttachPoint.DDP, compressor) or find_policy_error(nonfinite)
-        if model is not self._model:
-            rule = "the module inside DistributedDataParallel, or None"
-            problem = problem or wrong_type("model", rule, model)
-        if self._has_group:
-            self._start(problem)
-        else:
-            raise_problem(problem)
 
     @property
     def last_step(self) -> CommStats:
@@ -171,7 +184,8 @@ class GradientCompression:
     def _wait(self, last: Future[Tensor]) -> None:
         """Wait for the step's last bucket, before DDP's own all-reduce raises gloo's error."""
         begin = time.perf_counter()
-        last.wait()
+        with profiled("pyparallel::wait_for_buckets"):
+            last.wait()
         self._last.waiting_seconds = time.perf_counter() - begin  # the host's, not the worker's
         if self._may_find_unused and isinstance(self._reducer.failure, PeerError):
             raise self._reducer.failure
@@ -202,7 +216,8 @@ class GradientCompression:
             self._counts.count_step()
         in_order = gradient.permute(_memory_order(parameter))
         flat = in_order.reshape(-1)
-        reducer.mean_(flat, layout)
+        with profiled(AVERAGE):
+            reducer.mean_(flat, layout)
         if not in_order.is_contiguous():  # then flat is a copy
             in_order.copy_(flat.view_as(in_order))
 
@@ -242,6 +257,20 @@ class GradientCompression:
         layout = BufferLayout.of((n, _in_memory_order(p)) for n, p in named) if named else None
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         return StateStore(self._compressor, rank, size, layout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the arguments, the model and its state; without a process group, as in PyTorch."""
+        return {
+            "compressor": self._compressor,
+            "model": self._model_ref and self._model_ref(),
+            "is_named": self._is_named,
+            "nonfinite": self._nonfinite,
+            "loaded": self._store.state_dict() if self._is_started else self._loaded,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Load what was pickled, for the default group; ranks compare it at the first bucket."""
+        self._prepare(**state, process_group=None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientCompression":
         """Return itself: a copied DDP averages gradients without the hook, as in PyTorch."""

@@ -151,6 +151,8 @@ def compress_fsdp(
     ``compress_fsdp(model, gradients=ErrorFeedback(Int8()), parameters=Int8())`` sets
     `fsdp_reduce_scatter` and `fsdp_all_gather` on each module. While
     ``set_requires_gradient_sync(False)``, gradients accumulate uncompressed and nothing is sent.
+    The state follows the names of parameters: the residual of one that is frozen, or that a step
+    does not use, is kept until it has a gradient again.
     All ranks of the group must call it, once.
 
     Gradients with a nan or an inf: ``nonfinite`` as of `ddp_hook`, with the unsharded gradients of
@@ -191,8 +193,9 @@ def compress_fsdp(
         if waits and parameters is None and gradients is not None:
             module.set_custom_all_gather(_PlainAllGather(step))
         if gradients is not None:
-            own = _parameters_of(model, name, modules)
-            scatter = CompressedReduceScatter(gradients, name, nonfinite, own, step)
+            roots = [each for each in modules if not each or f"{name}.".startswith(f"{each}.")]
+            root = min(roots, key=len)
+            scatter = CompressedReduceScatter(gradients, name, nonfinite, root, step)
             places["gradients"][name] = scatter
             module.set_custom_reduce_scatter(scatter)
         if parameters is not None:
@@ -203,20 +206,6 @@ def compress_fsdp(
     compression = FSDPCompression(places, step, process_group)
     model.register_forward_pre_hook(lambda *_: compression.begin_step(), prepend=True)
     return compression
-
-
-def _parameters_of(
-    model: nn.Module, name: str, modules: dict[str, FSDPModule]
-) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that a module shards itself, by their names in the model."""
-
-    def owner(parameter_name: str) -> str:
-        above = [
-            each for each in modules if not each or f"{parameter_name}.".startswith(f"{each}.")
-        ]
-        return max(above, key=len, default="")
-
-    return [(each, p) for each, p in model.named_parameters() if owner(each) == name]
 
 
 def _validation_error(modules: dict[str, FSDPModule]) -> str | None:

@@ -1,7 +1,7 @@
 """A reduce-scatter and an all-gather of compressed messages; each rank encodes its input once."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,19 +9,24 @@ from torch import Tensor
 from ...comm.collectives import Collectives, int64_on
 from ..compressor import Compressor, Message
 from ..corrupt_messages import CorruptMessageError, raise_if_any_corrupt, with_sender
-from ..layout import BufferLayout
+from ..layout import BufferLayout, Piece
 from ..quantizers.blockwise import BlockwiseCompressor
 from ..state_store import StateStore
 from ..wrappers.error_feedback import ErrorFeedback
 
 
 def compressed_reduce_scatter(
-    x: Tensor, name: str, store: StateStore, collectives: Collectives
+    x: Tensor,
+    name: str,
+    store: StateStore,
+    collectives: Collectives,
+    pieces: Sequence[Piece] = (),
 ) -> Tensor:
     """Return this rank's shard of the sum over ranks of the decoded messages, (numel,) float32.
 
-    Shard i of x, (ranks * numel,), is for rank i; ``name`` is the key of the buffer's state, which
-    the sender keeps. A CorruptMessageError on every rank names who sent the corrupt message.
+    Shard i of x, (ranks * numel,), is for rank i. Its ``pieces`` are the keys of the state, which
+    the sender keeps; without them the buffer is one, of this ``name``, which also seeds random
+    draws. A CorruptMessageError on every rank names who sent the corrupt message.
     """
     numel = x.numel() // collectives.size
     if numel == 0:
@@ -30,7 +35,7 @@ def compressed_reduce_scatter(
     inner = inner.compressor if isinstance(inner, ErrorFeedback) else inner
     blockwise = inner if isinstance(inner, BlockwiseCompressor) else None
     with collectives.stats.encoding():
-        packed = _encode(x, name, store, collectives.size, blockwise)
+        packed = _encode(x, name, pieces, store, collectives.size, blockwise)
     received = packed.exchange(collectives, fixed_length=store.compressor.fixed_length)
     with collectives.stats.decoding():
         total = torch.zeros(packed.layouts[0].numel, dtype=torch.float32, device=x.device)
@@ -92,10 +97,15 @@ class _PackedMessages:
 
 
 def _encode(
-    x: Tensor, name: str, store: StateStore, num_parts: int, blockwise: BlockwiseCompressor | None
+    x: Tensor,
+    name: str,
+    pieces: Sequence[Piece],
+    store: StateStore,
+    num_parts: int,
+    blockwise: BlockwiseCompressor | None,
 ) -> _PackedMessages:
     if blockwise is None:
-        return _encode_parts(x, name, store, num_parts)
+        return _encode_parts(x, name, pieces, store, num_parts)
     # In one call. A block must not span two shards, so shards are padded with zeros.
     numel = x.numel() // num_parts
     longer = -(-numel // blockwise.granularity) * blockwise.granularity
@@ -103,8 +113,11 @@ def _encode(
     if longer > numel:
         padded = x.new_zeros(num_parts * longer)
         padded.view(num_parts, longer)[:, :numel].copy_(x.view(num_parts, numel))
-    state = store.of(BufferLayout.flat(padded.numel(), name), x.device)
-    message = store.compressor.compress(padded, state)
+    layout = BufferLayout.flat(padded.numel(), name)
+    if pieces:  # some compressors send padding too
+        padding = Piece(f"{name} padding {longer - numel}", (longer - numel,))
+        layout = BufferLayout(_parts_of((*pieces, padding), range(num_parts)), name)
+    message = store.compressor.compress(padded, store.of(layout, x.device))
     return _PackedMessages(
         list(message),
         [[size] * num_parts for size in blockwise.sizes(longer)],
@@ -112,9 +125,16 @@ def _encode(
     )
 
 
-def _encode_parts(x: Tensor, name: str, store: StateStore, num_parts: int) -> _PackedMessages:
+def _encode_parts(
+    x: Tensor, name: str, pieces: Sequence[Piece], store: StateStore, num_parts: int
+) -> _PackedMessages:
     numel = x.numel() // num_parts
     layouts = [BufferLayout.flat(numel, f"{name}[{index}]") for index in range(num_parts)]
+    if pieces:
+        layouts = [
+            BufferLayout(_parts_of(pieces, [index]), layout.names[0])
+            for index, layout in enumerate(layouts)
+        ]
     messages = [
         store.compressor.compress(part, store.of(layout, x.device))
         for part, layout in zip(x.split(numel), layouts, strict=True)
@@ -124,6 +144,13 @@ def _encode_parts(x: Tensor, name: str, store: StateStore, num_parts: int) -> _P
         [torch.cat(column) for column in columns],
         [[tensor.numel() for tensor in column] for column in columns],
         layouts,
+    )
+
+
+def _parts_of(pieces: Sequence[Piece], receivers: Iterable[int]) -> tuple[Piece, ...]:
+    """Return the pieces that are sent to ranks."""
+    return tuple(
+        replace(each, name=f"{each.name}[{index}]") for index in receivers for each in pieces
     )
 
 

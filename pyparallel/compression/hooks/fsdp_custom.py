@@ -1,23 +1,26 @@
 """Custom collectives of FSDP2: compressed ones, and its own with errors that name ranks."""
 
 import copy
-import math
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
+    foreach_reduce,
 )
 
 from ...comm import ANY, Run, StepCounts
 from ...comm.collectives import Collectives
 from ...comm.errors import NonFiniteError
+from ...comm.profiling import profiled
 from ...comm.stats import CommStats
+from ...training import plain_name
 from ...training.arguments import require
 from ...training.nonfinite import NonFinitePolicy
 from ..compressor import Compressor
@@ -27,6 +30,7 @@ from ..state_store import StateStore, steps_of
 from .end_of_backward import raise_at_end_of_backward
 from .fsdp_collectives import compressed_all_gather, compressed_reduce_scatter
 
+_FOREACH_REDUCE = inspect.unwrap(foreach_reduce).__code__
 _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
@@ -100,12 +104,12 @@ class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
         compressor: Compressor,
         name: str,
         nonfinite: NonFinitePolicy = "raise",
-        parameters: Sequence[tuple[str, nn.Parameter]] = (),
+        root: str = "",
         step: _Step | None = None,
     ) -> None:
         super().__init__(compressor, name, step)
         self._nonfinite = NonFiniteCheck(nonfinite)
-        self._parameters = parameters
+        self._root = root
         self._num_calls = 0
 
     def __call__(
@@ -125,28 +129,39 @@ class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
         factor = _factor_of(op, group.size())
         store, collectives = self._open(group)
         self._num_calls += 1
-        with torch.no_grad():
-            layout = self._layout(input_tensor.numel(), group.size())
+        with torch.no_grad(), profiled("pyparallel::reduce_scatter"):
+            pieces = self._pieces()
+            layout = BufferLayout(pieces * group.size())
+            if not pieces:
+                name = f"a parameter of {self._name or 'the model'}"
+                layout = BufferLayout.flat(input_tensor.numel(), name)
             try:
                 self._nonfinite.apply_(input_tensor, layout, collectives, self._num_calls)
             except NonFiniteError as error:
                 output_tensor.zero_()
                 raise_at_end_of_backward(error)
                 return
-            total = compressed_reduce_scatter(input_tensor, self._name, store, collectives)
+            total = compressed_reduce_scatter(input_tensor, self._name, store, collectives, pieces)
             output_tensor.copy_(total.mul_(factor))
 
-    def _layout(self, numel: int, num_ranks: int) -> BufferLayout:
-        """Return the layout of an input: for each rank, its rows of each parameter, padded."""
-        shards = []
-        for name, parameter in self._parameters:
-            if parameter.requires_grad:
-                rows, width = parameter.shape[0], math.prod(parameter.shape[1:])
-                shards.append(Piece(name, (-(-rows // num_ranks) * width,)))
-        layout = BufferLayout(tuple(shards) * num_ranks)
-        if layout.numel == numel:
-            return layout
-        return BufferLayout.flat(numel, f"a parameter of {self._name or 'the model'}")
+    def _pieces(self) -> tuple[Piece, ...]:
+        """Return a shard's padded part of each parameter; none if another than FSDP2 has called.
+
+        FSDP2 reduces those that have a gradient, which change from step to step, and passes the
+        buffer alone: only its own call frame has them.
+        """
+        frame = inspect.currentframe()
+        while frame and frame.f_code is not _FOREACH_REDUCE:
+            frame = frame.f_back
+        if frame is None:
+            return ()
+        return tuple(
+            Piece(
+                plain_name(f"{self._root}.{each._param_fqn}").removeprefix("."),
+                (each.padded_sharded_param_size.numel(),),
+            )
+            for each in frame.f_locals["fsdp_params"]
+        )
 
 
 class CompressedAllGather(_CompressedCollective, AllGather):
@@ -164,7 +179,7 @@ class CompressedAllGather(_CompressedCollective, AllGather):
         FSDP2 gathers bytes, uint8, if parameters have several dtypes or their own all-gather.
         """
         store, collectives = self._open(group)
-        with torch.no_grad():
+        with torch.no_grad(), profiled("pyparallel::all_gather"):
             compressed_all_gather(input_tensor, output_tensor, self._name, store, collectives)
 
 

@@ -135,7 +135,7 @@ class Chain(Composed):
 
     def _state_of(self, values: Tensor, state: CompressorState) -> CompressorState:
         """Return a fresh state of the second for these values; only the step carries over."""
-        names = state.layout.names
+        names = state.layout.seed_names
         layout = BufferLayout.flat(values.numel(), f"values of {names[0] if names else 'nothing'}")
         return self.second.init(layout, values.device, state.rank).at_step(state.step)
 

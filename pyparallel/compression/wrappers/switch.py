@@ -76,7 +76,7 @@ class Switch(Composed):
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         state = _SwitchState(layout, rank, switch=self, device=device)
-        state.activate_last()
+        state.activate(self.index_at(-1))
         return state
 
     @override
@@ -117,11 +117,8 @@ class Switch(Composed):
         assert isinstance(state, _SwitchState)
         index = self.index_at(state.step)
         with state.stepping():
-            if index != state.active:
-                pending = _pending_residual(state, x.device)
-                state.activate(index)
-                x = x if pending is None else pending.add_(x)
-            yield index, x
+            pending = _pending_residual(state.leave_others(index), x.device)
+            yield index, x if pending is None else pending.add_(x)
 
     def index_at(self, step: int) -> int:
         """Return the index of the compressor of a step."""
@@ -136,12 +133,27 @@ class _SwitchState(CompressorState):
     device: torch.device
     active: int = field(default=0, init=False)
 
-    def activate(self, index: int) -> None:
-        """Replace the inner states by a new one of this compressor."""
-        self.active = index
-        self.inner = [CompressorState(self.layout, self.rank) for _ in self.switch.compressors]
-        compressor = self.switch.compressors[index][1]
-        self.inner[index] = compressor.init(self.layout, self.device, self.rank)
+    def activate(self, *indices: int) -> None:
+        """Replace the inner states by new ones of these compressors, the first of which is next."""
+        self.active = indices[0]
+        self.inner = [
+            each.init(self.layout, self.device, self.rank)
+            if index in indices
+            else CompressorState(self.layout, self.rank)
+            for index, (_, each) in enumerate(self.switch.compressors)
+        ]
+
+    def leave_others(self, index: int) -> list[CompressorState]:
+        """Make a compressor the active one; return the states of others that have a residual."""
+        is_active, inner = index == self.active, self.inner
+        others = [
+            each for i, each in enumerate(inner) if i != index and (each.entries or each.inner)
+        ]
+        if others or not is_active:
+            self.activate(index)
+        if is_active:
+            self.inner[index] = inner[index]
+        return others
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -154,15 +166,19 @@ class _SwitchState(CompressorState):
             raise
         self.step += 1
 
-    def activate_last(self) -> None:
-        self.activate(self.switch.index_at(self.step - 1))
-
     @override
     def load_state(
         self, parameter_state: dict[str, dict[str, Tensor]], common_state: dict[str, Any]
     ) -> None:
+        """Load also what parameters that had no gradient since have kept of earlier compressors."""
         self.step = common_state.get("step", self.step)
-        self.activate_last()
+        kept = {
+            int(key.partition(".")[0])
+            for tensors in parameter_state.values()
+            for key in tensors
+            if key.rpartition(".")[2] == RESIDUAL
+        }
+        self.activate(self.switch.index_at(self.step - 1), *kept)
         super().load_state(parameter_state, common_state)
 
 
@@ -170,19 +186,20 @@ def _first_step(pair: tuple[int, Compressor]) -> int:
     return pair[0]
 
 
-def _pending_residual(state: CompressorState, device: torch.device) -> Tensor | None:
-    """Return the sum of the inner residuals, (numel,) float32; None without error feedback."""
-    named = state.parameter_state()
+def _pending_residual(states: list[CompressorState], device: torch.device) -> Tensor | None:
+    """Return the sum of a buffer's residuals, (numel,) float32; None without error feedback."""
     found = [
         (name, tensor)
-        for name, tensors in named.items()
+        for state in states
+        for name, tensors in state.parameter_state().items()
         for key, tensor in tensors.items()
         if key.rpartition(".")[2] == RESIDUAL
     ]
     if not found:
         return None
-    pending = torch.zeros(state.layout.numel, dtype=torch.float32, device=device)
-    parts = dict(zip(state.layout.names, state.layout.split(pending), strict=True))
+    layout = states[0].layout
+    pending = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+    parts = dict(zip(layout.names, layout.split(pending), strict=True))
     for name, residual in found:
         parts[name].add_(residual)
     return pending

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,6 +97,8 @@ class AllReduceAverager(ModelAverager):
             self._reducer = _BucketReducer(run)
             replica.register_comm_hook(self._reducer, _BucketReducer.start)
         self._num_backwards = 0  # since the last forward: DDP averages in the first alone
+        self._has_forward = True  # of this trainer, since the last step
+        self._warns = run.size > 1
         see = partial(_see_backward, weakref.ref(self))  # a cycle would keep the process group
         self._hook = buckets.parameters[0].register_post_accumulate_grad_hook(see)
         # Computed for a ring all-reduce: each rank sends 2 (n - 1) / n of the gradients.
@@ -103,8 +106,9 @@ class AllReduceAverager(ModelAverager):
 
     @override
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
-        if torch.is_grad_enabled():
-            self._num_backwards = 0
+        if not torch.is_grad_enabled():
+            return module  # no backward follows, for which in join() other ranks would wait
+        self._num_backwards, self._has_forward = 0, True
         if self._reducer is None or torch.compiler.is_compiling():
             return self._replica if self.run.counts.synchronizes else self._accumulate
         if self._reducer.failure is not None:
@@ -124,6 +128,15 @@ class AllReduceAverager(ModelAverager):
     def before_step(self) -> None:
         """Raise if gradients were added that DistributedDataParallel has not averaged."""
         found, self._num_backwards = self._num_backwards, 0
+        has_forward, self._has_forward = self._has_forward, False
+        if found and not has_forward and self._warns:
+            self._warns = False
+            warnings.warn(
+                "gradients must come from a forward of the trainer for AllReduce() to average "
+                "them, got those of the bare module, which stay this rank's own: call the "
+                "GossipDataParallel in place of the module",
+                stacklevel=8,  # the user's optimizer.step()
+            )
         if found > 1:
             raise RuntimeError(
                 "with AllReduce() each backward must follow a forward of its own, got "

@@ -185,6 +185,21 @@ class OuterRule:
             copy_all(self.slow, averages)
         return averages
 
+    def take(
+        self, averages: list[Tensor], frozen: Sequence[tuple[int, slice, bool]]
+    ) -> list[Tensor]:
+        """Take ``step``, and leave parameters that are frozen out of it.
+
+        Args:
+            frozen: tensor and entries of each, and whether it is ``slow`` on all ranks, which then
+                stays; otherwise the average is what is gone on from.
+        """
+        values = [(self.slow if still else averages)[i][part].clone() for i, part, still in frozen]
+        new = self.step(averages)
+        for (i, part, _), each in zip(frozen, values, strict=True):
+            new[i][part] = each
+        return new
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state; its tensors may be the live ones."""
         return {"slow": self.slow} if self.slow else {}

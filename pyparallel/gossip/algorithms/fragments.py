@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from ...compression import BufferLayout
 from ...training import FlatBuckets, plain_name, summarize
 from ...training.arguments import require
+from ...training.shards import local_of
+from ..messages.averages import FROZEN, STILL, TRAINED
 from ..push_sum.layout import is_gap, layouts_of
 from .base import OuterRule, widened
 
@@ -63,10 +65,18 @@ class Fragment:
     """
 
     def __init__(
-        self, spans: list[Span], buffers: Sequence[Tensor], rule: OuterRule, first: int
+        self, spans: list[Span], buckets: FlatBuckets, rule: OuterRule, first: int
     ) -> None:
         self.rule = rule
-        self.tensors = [span.of(buffers) for span in spans]
+        self.tensors = [span.of(buckets.buffers) for span in spans]
+        parts = [dict(buckets.find_parts(tensor)) for tensor in self.tensors]
+        # Those of which this rank's shard is empty too: others have entries.
+        self._owned = [
+            (parameter, [(place, each[i]) for place, each in enumerate(parts) if i in each])
+            for i, parameter in enumerate(buckets.parameters)
+            if any(i in each for each in parts) or not local_of(parameter).numel()
+        ]
+        self._changes: list[int] | None = None  # of what is in flight; None: not known
         self.spans = spans
         self._first = first
         self._sent_at = 0
@@ -77,6 +87,40 @@ class Fragment:
         """Return this rank's weights, ``widened``; perhaps the live ones."""
         return list(map(widened, self.tensors))
 
+    @torch.no_grad()
+    def find_changes(self) -> list[int]:
+        """Return what each parameter is on this rank, `STILL` to `TRAINED`."""
+        return [
+            TRAINED if parameter.requires_grad else STILL if self._is_slow(parts) else FROZEN
+            for parameter, parts in self._owned
+        ]
+
+    def _is_slow(self, parts: Sequence[tuple[int, slice]]) -> bool:
+        """Return whether weights are those after the last outer step."""
+        pairs = [(self.tensors[i][part], self.rule.slow[i][part]) for i, part in parts
+                 if self.rule.slow]  # fmt: skip
+        return len(pairs) == len(parts) and all(
+            torch.equal(slow.to(own.dtype), own) for own, slow in pairs
+        )
+
+    def _frozen(self, changes: Sequence[int]) -> list[tuple[int, slice, bool]]:
+        """Return tensor and entries of each parameter that is not trained, and if it is still."""
+        return [
+            (i, part, change == STILL)
+            for (_, parts), change in zip(self._owned, changes, strict=True)
+            for i, part in parts
+            if change != TRAINED
+        ]
+
+    @torch.no_grad()
+    def message(self, changes: Sequence[int]) -> list[Tensor]:
+        """Return what is averaged, without the rounding of 16-bit weights that are still."""
+        weights = self.weights
+        for i, part, is_still in self._frozen(changes):
+            if is_still and weights[i] is not self.tensors[i]:
+                weights[i][part] = self.rule.slow[i][part]
+        return self.rule.message(weights)
+
     def count(self, step: int, interval: int) -> int | None:
         """Return how many outer steps come before one that begins at a step; None: none does."""
         count, rest = divmod(step - self._first, interval)
@@ -86,9 +130,14 @@ class Fragment:
         """Return whether what is in flight has travelled for so many steps."""
         return self._wait is not None and step - self._sent_at >= delay
 
-    def hold(self, step: int, wait: Callable[[], list[Tensor]] | None) -> None:
-        """Keep what waits for the averages of what was sent at a step."""
-        self._sent_at, self._wait = step, wait
+    def hold(
+        self,
+        step: int,
+        wait: Callable[[], list[Tensor]] | None,
+        changes: list[int] | None = None,
+    ) -> None:
+        """Keep what waits for the averages of what was sent at a step, and what has changed."""
+        self._sent_at, self._wait, self._changes = step, wait, changes
 
     def without_gaps(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters' entries of tensors of the spans."""
@@ -103,8 +152,13 @@ class Fragment:
         """Wait for the averages, and go on from the outer step and a share of the own weights."""
         assert self._wait is not None
         averages, self._wait = self._wait(), None
-        for each, new in zip(self.tensors, self.rule.step(averages), strict=True):
+        changes = self.find_changes() if self._changes is None else self._changes
+        frozen = self._frozen(changes)
+        stepped = self.rule.take(averages, frozen)
+        for each, new in zip(self.tensors, stepped, strict=True):
             each.copy_(torch.lerp(new, widened(each), mix) if mix else new)
+        for i, part, _ in frozen if mix else ():  # nothing was learned of them meanwhile
+            self.tensors[i][part].copy_(stepped[i][part])
 
     def in_flight(self) -> dict[str, Any] | None:
         """Wait for what is in flight, and return it; the outer step still comes when it is due."""

@@ -111,4 +111,4 @@ class Hierarchical(Algorithm):
         inner = self.inner.start(module, optimizer, shards[rank - node[0]], peers)
         check_inner(inner, self.inner)
         within = self.within.start(module, optimizer, buckets, node_run)
-        return node_averager.NodeAverager(inner, within, buckets, shards, node_run, run)
+        return node_averager.NodeAverager(inner, within, buckets, shards, node_run, run, optimizer)

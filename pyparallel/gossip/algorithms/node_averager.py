@@ -9,12 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import ANY, Collectives, NonFiniteError, Run
 from ...comm.profiling import profiled
 from ...training import FlatBuckets, ModelAverager, Traits
+from ...training.step_hook import decays_only
 from ..messages import MessageHeaders
+from ..push_sum.buffer import Numerator
 
 
 class NodeAverager(ModelAverager):
@@ -38,6 +41,7 @@ class NodeAverager(ModelAverager):
         shards: Sequence[FlatBuckets],
         node_run: Run,
         run: Run,
+        optimizer: Optimizer,
     ) -> None:
         super().__init__(buckets.buffers, run, inner)
         self._within = within
@@ -50,7 +54,9 @@ class NodeAverager(ModelAverager):
         self._other_shards = [
             s for local_rank, s in enumerate(shards) if local_rank != self._local_rank
         ]
-        self._other_shards_hold_numerator = False
+        others = [buffer for shard in self._other_shards for buffer in shard.buffers]
+        self._others = Numerator(others)
+        self._keeps_values = not decays_only(optimizer)
 
     @override
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
@@ -59,7 +65,7 @@ class NodeAverager(ModelAverager):
     @override
     def restore_debiased(self) -> None:
         self.inner.restore_debiased()
-        self._debias_other_shards()
+        self._others.pause(self.status.weight)
 
     @override
     def before_step(self) -> None:
@@ -68,25 +74,23 @@ class NodeAverager(ModelAverager):
                 "optimizer.step() must be called outside of no_sync() with Hierarchical, got a "
                 "call inside: the ranks of a node would diverge"
             )
+        self._within.before_step()
+        self._others.end()  # of a step that was interrupted
         with self._gather_if_changed():
             self.inner.before_step()
 
     @override
-    @torch.no_grad()
     def before_update(self) -> None:
-        """Turn all shards into x = w * z if the inner algorithm does so with this rank's shard."""
-        before = self._version()
+        """Step on x = w * z of all shards if the inner algorithm does so with this rank's shard."""
         self.inner.before_update()
-        if self._version() != before:
-            self._other_shards_hold_numerator = True
-            weight = self.status.weight
-            for buffer in self._buffers_of_other_shards():
-                buffer.mul_(weight)
+        if self.status.steps_numerator:
+            self._others.begin(self.status.weight, keeps_values=self._keeps_values)
 
     @override
     def after_update(self) -> None:
         self.inner.after_update()
-        self._debias_other_shards()
+        self._others.pause(self.status.weight)
+        self._others.end()
 
     @override
     def after_step(self) -> None:
@@ -164,17 +168,6 @@ class NodeAverager(ModelAverager):
             for work in works:
                 work.wait()
             self.run.stats.count_wait(time.perf_counter() - begin)
-
-    def _buffers_of_other_shards(self) -> Iterator[Tensor]:
-        return (buffer for shard in self._other_shards for buffer in shard.buffers)
-
-    @torch.no_grad()
-    def _debias_other_shards(self) -> None:
-        if self._other_shards_hold_numerator:
-            self._other_shards_hold_numerator = False
-            weight = self.status.weight
-            for buffer in self._buffers_of_other_shards():
-                buffer.div_(weight)
 
 
 def node_of(rank: int, ranks_per_node: int) -> range:

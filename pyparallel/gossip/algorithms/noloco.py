@@ -131,6 +131,15 @@ class NoLoCoRule(OuterRule):
         return [torch.lerp(a, each, ratio) for a, each in zip(self.slow, weights, strict=True)]
 
     @override
+    def take(
+        self, averages: list[Tensor], frozen: Sequence[tuple[int, slice, bool]]
+    ) -> list[Tensor]:
+        """Take ``step``, by which parameters that are frozen are pulled together alone."""
+        for i, part, _ in frozen:
+            self._momentum[i][part] = 0
+        return self.step(averages)
+
+    @override
     def step(self, averages: list[Tensor]) -> list[Tensor]:
         for slow, momentum, mean in zip(self.slow, self._momentum, averages, strict=True):
             momentum.mul_(self._options.momentum).add_(mean - slow, alpha=self._options.pull)

@@ -12,6 +12,7 @@ from ...comm import Run
 from ...compression import BufferLayout
 from ...training import FlatBuckets
 from ...training.arguments import is_integer, require
+from ...training.step_hook import decays_only
 from ..messages import NeighborExchange
 from ..push_sum.delayed import DelayedPushSum
 from ..push_sum.dense_buffer import BiasedBuffer, DenseBuffer
@@ -101,8 +102,9 @@ class OSGP(OnTopology):
         rule = "parameters must be float32 or float64 for OSGP, whose push-sum weights differ"
         fix = "SGP(topology, overlap=1) takes 16-bit ones on regular topologies"
         require(not low, rule, ", ".join(sorted(map(str, low))), fix)
+        given = module, buckets, run, self.topology, self.delay
         return DelayedPushSum.start(
-            self.make_buffer, module, buckets, run, self.topology, self.delay
+            self.make_buffer, *given, keeps_values=not decays_only(optimizer)
         )
 
     def make_buffer(

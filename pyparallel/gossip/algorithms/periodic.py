@@ -58,7 +58,7 @@ class PeriodicAverager(ModelAverager):
         for number, spans in enumerate(parts):
             rule = make_rule([widened(span.of(self.buffers)).clone() for span in spans])
             first = (number + 1) * interval // len(parts)
-            self._fragments.append(Fragment(spans, self.buffers, rule, first))
+            self._fragments.append(Fragment(spans, buckets, rule, first))
         device, in_background = self.buffers[0].device, options.delay > 0
         if average is None and run.replicas is not None:
             average = Replicas(exchanges_of(run, buckets), compressor=options.compressor)
@@ -104,19 +104,21 @@ class PeriodicAverager(ModelAverager):
 
     @torch.no_grad()
     def _send(self, fragment: Fragment, index: int) -> None:
-        message, average = fragment.rule.message(fragment.weights), self._average.start
+        changes = fragment.find_changes()
+        message, average = fragment.message(changes), self._average.start
         average = partial(average, index=index, weight=self.status.weight)
         if self._options.compressor is None or self.run.replicas is not None:
             # Zeros in the gaps stay zeros.
-            wait = average([each.layout for each in fragment.spans], message, fragment.rule.slow)
+            layouts = [each.layout for each in fragment.spans]
+            wait = average(layouts, message, fragment.rule.slow, changes)
         else:
             average = partial(average, [each.of_parameters for each in fragment.spans])
-            arrived = average(*map(fragment.without_gaps, (message, fragment.rule.slow)))
+            arrived = average(*map(fragment.without_gaps, (message, fragment.rule.slow)), changes)
 
             def wait() -> list[Tensor]:
                 return fragment.with_gaps(arrived())
 
-        fragment.hold(self._steps, wait)
+        fragment.hold(self._steps, wait, changes)
 
     def _take_outer_step(self, fragment: Fragment) -> None:
         fragment.take_outer_step(self._options.share_kept)
@@ -219,11 +221,12 @@ class PeriodicAverager(ModelAverager):
 
     @override
     def reset(self) -> None:
+        """Start again from the weights of now, of which ranks may have loaded different ones."""
         super().reset()
         self._average.reset()
         for each in self._fragments:
             each.load_in_flight(None)
-            each.rule.reset(each.weights)
+            each.rule.reset(self._average.agree(each.weights))
 
 
 def local_sgd(x: Tensor, t: int, interval: int) -> Tensor:

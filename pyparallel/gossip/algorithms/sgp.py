@@ -12,6 +12,7 @@ from ...comm import Run
 from ...compression import AttachPoint, BufferLayout, Compressor
 from ...training import FlatBuckets, wrong_type
 from ...training.arguments import check_integer, check_one_of
+from ...training.step_hook import decays_only
 from ..messages import NeighborExchange, SymmetricMemoryExchange
 from ..push_sum.buffer import RoundBuffer
 from ..push_sum.compressed_buffer import CompressedBuffer
@@ -140,7 +141,8 @@ class SGP(OnTopology):
                 "that is not regular, or with overlap > 1), got "
                 f"{', '.join(sorted(map(str, low)))} with {self}"
             )
-        return PushSum.start(self.make_buffer, module, buckets, run, self.topology, self.overlap)
+        given = module, buckets, run, self.topology, self.overlap
+        return PushSum.start(self.make_buffer, *given, keeps_values=not decays_only(optimizer))
 
     def make_buffer(
         self,

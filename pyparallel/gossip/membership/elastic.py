@@ -59,7 +59,7 @@ class Elastic(Algorithm):
         made = make(1)
         inner: MembersAverager
         if isinstance(made, _PUSH_SUM):
-            inner = PushSumMembers(make, module, buckets, run)
+            inner = PushSumMembers(make, module, optimizer, buckets, run)
         elif isinstance(made, ADPSGD):
             inner = PairMembers(make, module, buckets, run)
         else:

@@ -26,20 +26,21 @@ class Shares(NamedTuple):
 
 
 class MembersAverager(ModelAverager):
-    """An algorithm of the members of an epoch, in whose group it communicates.
-
-    Args:
-        others: frozen parameters and buffers, which a member that joins receives.
-    """
+    """An algorithm of the members of an epoch, in whose group it communicates."""
 
     is_interrupted = False
     """Whether what a change has interrupted is done again in the next epoch."""
 
     def __init__(self, buckets: FlatBuckets, module: nn.Module, run: Any) -> None:
         super().__init__(buckets.buffers, run)
-        trainable = {id(each) for each in buckets.parameters}
-        frozen = [each for each in module.parameters() if id(each) not in trainable]
-        self.others: list[Tensor] = [*frozen, *module.buffers()]
+        self._trainable = {id(each) for each in buckets.parameters}
+        self._module = module
+
+    @property
+    def others(self) -> list[Tensor]:
+        """The frozen parameters and buffers of now, which a member that joins receives."""
+        found = self._module.parameters()
+        return [*(p for p in found if id(p) not in self._trainable), *self._module.buffers()]
 
     @abstractmethod
     def begin(self, epoch: Epoch, identity: str) -> Shares:

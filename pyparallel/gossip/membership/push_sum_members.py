@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from torch import nn
+from torch.optim import Optimizer
 
 # No public names, which mypy asks for.
 from typing_extensions import override
 
 from ...comm import Collectives, Run
 from ...training import FlatBuckets
+from ...training.step_hook import decays_only
 from ..algorithms import OSGP, SGP
 from ..messages import NeighborExchange
 from ..push_sum.layout import layouts_of
@@ -27,14 +29,21 @@ class PushSumMembers(MembersAverager):
 
     Args:
         make: returns the algorithm for a number of members.
+        optimizer: that of the module.
     """
 
     inner: AcknowledgedRounds | None
 
     def __init__(
-        self, make: Callable[[int], SGP | OSGP], module: nn.Module, buckets: FlatBuckets, run: Run
+        self,
+        make: Callable[[int], SGP | OSGP],
+        module: nn.Module,
+        optimizer: Optimizer,
+        buckets: FlatBuckets,
+        run: Run,
     ) -> None:
         super().__init__(buckets, module, run)
+        self._keeps_values = not decays_only(optimizer)
         self._make, self._layouts = make, layouts_of(buckets, module)
         self.account = Account()
 
@@ -92,7 +101,7 @@ class PushSumMembers(MembersAverager):
             algorithm.make_buffer(values, exchange, layout, is_acknowledged=True)
             for values, layout in zip(self.buffers, self._layouts, strict=True)
         ]
-        of_epoch = epoch.members, account, epoch.number, scale
+        of_epoch = epoch.members, account, epoch.number, scale, self._keeps_values
         kind, overlap = (
             (DelayedRounds, algorithm.delay)
             if isinstance(algorithm, OSGP)

@@ -32,6 +32,7 @@ class AcknowledgedRounds(PushSum):
         account: this rank's, updated in every round.
         epoch: its number.
         scale: push-sum weights of this epoch, over those of the account.
+        keeps_values: as of `PushSum`.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class AcknowledgedRounds(PushSum):
         account: Account,
         epoch: int,
         scale: float,
+        keeps_values: bool,
     ) -> None:
-        super().__init__(buffers, exchange, topology, overlap)
+        super().__init__(buffers, exchange, topology, overlap, keeps_values=keeps_values)
         self._members, self._account = members, account
         self._epoch, self._scale = epoch, scale
         self._sent: Neighbors | None = None  # of the round in flight, also after an error
@@ -78,7 +80,7 @@ class AcknowledgedRounds(PushSum):
     def before_update(self) -> None:
         if self.weight != 1:
             for buffer in self._round_buffers:
-                buffer.to_numerator()
+                buffer.to_numerator(keeps_values=self._keeps_values)
 
     @override
     def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
@@ -141,6 +143,9 @@ class AcknowledgedRounds(PushSum):
         self.await_receipts()
         self.wait()
         self._staleness = self._steps_in_flight
+        if not self.weight:  # what a member that joins has is not averaged: 0 times nan is nan
+            for buffer in self._round_buffers:
+                buffer.values.zero_()
         self._for_each(lambda buffer: buffer.merge())
         self._note_merged(self._sent)
         self.exchange.headers.raise_nonfinite()
@@ -198,7 +203,7 @@ class DelayedRounds(AcknowledgedRounds):
 
     @override
     def before_step(self) -> None:
-        self._steps_in_flight += 1
+        self._begin_step()
 
     @override
     def after_step(self) -> None:

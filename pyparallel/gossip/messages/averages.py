@@ -16,6 +16,9 @@ from ..topology import Matching
 from .exchange import NeighborExchange, Round
 from .header import MessageHeaders
 
+STILL, FROZEN, TRAINED = range(3)
+"""What a parameter is since the last average: frozen and unchanged, frozen, or trained."""
+
 
 class AllRanks:
     """Averages of flat tensors over all ranks.
@@ -53,6 +56,18 @@ class AllRanks:
         """Forget the errors of earlier messages."""
         self.store = self._new_store()
 
+    @torch.no_grad()
+    def agree(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the averages of tensors over all ranks; of equal ones these, to the last bit."""
+        collectives, found = Collectives(self._run), []
+        for each in tensors:
+            first = each.clone()
+            collectives.broadcast_(first, 0)
+            difference = each - first
+            collectives.all_reduce_(difference)
+            found.append(first.add_(difference, alpha=1 / self._run.size))
+        return found
+
     def _new_store(self) -> StateStore | None:
         if self._compressor is None:
             return None
@@ -64,6 +79,7 @@ class AllRanks:
         layouts: Sequence[BufferLayout],
         tensors: Sequence[Tensor],
         equal: Sequence[Tensor] = (),
+        changes: list[int] | None = None,
         *,
         index: int,
         weight: Tensor,
@@ -74,11 +90,15 @@ class AllRanks:
             layouts: of the tensors.
             equal: tensors that are equal on all ranks until the averages are waited for; read only
                 with a compressor.
+            changes: what parameters are, `STILL` to `TRAINED`; written when the averages are waited
+                for: the most that each is on any rank.
             index: of the average.
             weight: 0-d; the ranks' sum to their number.
         """
         size, device, store = self._run.size, tensors[0].device, self.store
-        row = self._run.row(device, index)
+        row, gathered = self._run.row(device, index), list[Tensor]()
+        if changes:
+            row = torch.cat([row, row.new_tensor(changes)])
         if store is None:
             total = [each * (weight / size) for each in tensors]
         else:
@@ -87,7 +107,7 @@ class AllRanks:
         @torch.no_grad()
         def average() -> None:
             if size > 1:
-                self._headers.gather(self._collectives, index, device, row)
+                gathered.append(self._headers.gather(self._collectives, index, device, row))
             for each, layout in zip(total, layouts, strict=True):
                 if store is None:
                     self._collectives.all_reduce_(each)
@@ -108,11 +128,16 @@ class AllRanks:
         if future is None:
             average()
 
+        kept = [row]  # a job on another stream may still have to read it when this returns
+
         def wait() -> list[Tensor]:
             if future is not None:
                 self._wait(future, stats)
+            kept.clear()
             for error in failures:
                 raise error
+            if changes and gathered and min(changes) < TRAINED:
+                changes[:] = map(int, gathered[0].amax(0).tolist())
             if store is None:
                 return total
             return [a - each for a, each in zip(equal, total, strict=True)]
@@ -163,19 +188,24 @@ class Pairs:
             rank, size = self._exchange.rank, self._exchange.num_ranks
             self.store = StateStore(self._compressor, rank, size)
 
+    def agree(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors: ranks go on from their own."""
+        return list(tensors)
+
     @torch.no_grad()
     def start(
         self,
         layouts: Sequence[BufferLayout],
         tensors: Sequence[Tensor],
         others: Sequence[Tensor] = (),
+        changes: list[int] | None = None,
         *,
         index: int,
         weight: Tensor,
     ) -> Callable[[], list[Tensor]]:
         """Do as ``AllRanks.start``, with the partner of a round; alone the average is one's own.
 
-        The tensors must not be written before.
+        The tensors must not be written before. ``changes`` stay this rank's own.
         """
         rank, matching = self._exchange.rank, self._matching
         partner = None if matching is None else matching.partner(rank, index)

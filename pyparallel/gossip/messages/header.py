@@ -78,10 +78,11 @@ class MessageHeaders:
         round_index: int,
         device: torch.device,
         row: Tensor | None = None,
-    ) -> None:
+    ) -> Tensor:
         """Compare this rank's header with those of all ranks, before they average exactly.
 
-        ``row`` is ``Run.row`` of when the average began, if that is not now.
+        ``row`` is ``Run.row`` of when the average began, if that is not now, perhaps with more
+        entries behind it, as many on all ranks: return those of each rank, a row for each.
 
         On the CPU headers that differ are a PeerError, of the same pair on all ranks. On other
         devices an invalid header is counted, and a later call raises.
@@ -90,13 +91,14 @@ class MessageHeaders:
             self._raise_counted(device)
         row = self.run.row(device, round_index) if row is None else row
         with collectives.uncounted():
-            rows = collectives.all_gather(row)
+            rows, more = collectives.all_gather(row).tensor_split([counts.NUM_FIELDS], dim=1)
         if device.type == "cpu":
             self.check_gathered(rows.tolist())
-            return
+            return more
         own = self.run.fields(round_index)
         expected = _Expected(own, [0] * len(rows), range(len(rows)), (1.0,) * len(rows))
-        self.screen(expected, rows)
+        self.screen(expected, rows.contiguous())
+        return more
 
     def check_gathered(self, rows: Sequence[Sequence[float]]) -> None:
         """Raise a PeerError, the same on all ranks, if the headers of two ranks differ."""

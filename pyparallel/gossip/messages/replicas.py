@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...comm.collectives import Collectives
 from ...compression import BufferLayout, Compressor, Message
 from ...compression.corrupt_messages import with_sender
 from ...compression.state_store import StateStore
@@ -51,11 +52,27 @@ class Replicas:
             self.store = StateStore(self._compressor, first.rank, first.num_ranks)
 
     @torch.no_grad()
+    def agree(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the averages over all replicas, or with partners the tensors as they are."""
+        if self._matching is not None:
+            return list(tensors)
+        one = torch.ones((), dtype=torch.float64, device=tensors[0].device)
+        pairs = zip(self._exchanges, tensors, strict=True)
+        return [exchange.average(each, one).to(each.dtype) for exchange, each in pairs]
+
+    def _agree_on(self, changes: list[int] | None, device: torch.device) -> None:
+        if changes and self._matching is None:
+            collectives = Collectives(self._exchanges[0].run)
+            rows = collectives.all_gather(torch.tensor(changes, device=device))
+            changes[:] = map(int, rows.amax(0).tolist())
+
+    @torch.no_grad()
     def start(
         self,
         layouts: Sequence[BufferLayout],
         tensors: Sequence[Tensor],
         others: Sequence[Tensor] = (),
+        changes: list[int] | None = None,
         *,
         index: int,
         weight: Tensor,
@@ -79,6 +96,7 @@ class Replicas:
             def wait_and_decode() -> list[Tensor]:
                 for each in started:
                     each.receive()
+                self._agree_on(changes, tensors[0].device)
                 with as_one_replica(self._exchanges[0].run):
                     return [each.decode() for each in started]
 
@@ -94,10 +112,12 @@ class Replicas:
         @torch.no_grad()
         def wait() -> list[Tensor]:
             found = zip(self._exchanges, rounds, sent, strict=True)
-            return [
+            means = [
                 exchange.mean(tensor, weight, peers, swapped.wait()).to(tensor.dtype)
                 for exchange, swapped, tensor in found
             ]
+            self._agree_on(changes, tensors[0].device)
+            return means
 
         return wait
 

@@ -2,7 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,54 @@ from ..topology import Neighbors
 
 MASS_TOLERANCE = 1e-6
 """Relative error of a total mass in float64 after any number of rounds, and more."""
+
+
+class Numerator:
+    """Tensors of z on whose numerator x = w * z an optimizer steps: x <- x + update.
+
+    Of an optimizer that reads parameters for their decay alone, the tensors are x meanwhile. Others
+    may keep copies of z, so they step on z, and their change of it is that of x.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._before: list[Tensor] = []  # z before a step on z
+        self.is_open = False
+
+    @torch.no_grad()
+    def begin(self, weight: Tensor, *, keeps_values: bool) -> None:
+        """Begin, or go on after ``pause``; do nothing if it has begun.
+
+        ``keeps_values``: the optimizer steps on z, as it was at the first call since ``end``.
+        """
+        if self.is_open:
+            return
+        self.is_open = True
+        if keeps_values and not self._before:
+            self._before = [each.clone() for each in self._tensors]
+        elif keeps_values:
+            for each, before in zip(self._tensors, self._before, strict=True):
+                each.sub_(before).mul_(weight).add_(before)
+        else:
+            for each in self._tensors:
+                each.mul_(weight)
+
+    @torch.no_grad()
+    def pause(self, weight: Tensor) -> None:
+        """Turn the tensors into z, of which x is w times; do nothing if they are."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        if self._before:
+            for each, before in zip(self._tensors, self._before, strict=True):
+                each.sub_(before).div_(weight).add_(before)
+        else:
+            for each in self._tensors:
+                each.div_(weight)
+
+    def end(self) -> None:
+        """Forget z from before the step, after ``pause``."""
+        self._before = []
 
 
 class RoundBuffer(ABC):
@@ -36,7 +84,7 @@ class RoundBuffer(ABC):
     def __init__(self, values: Tensor, *, takes_back: bool = True) -> None:
         self.values, self._takes_back = values, takes_back
         self.weight = torch.ones((), dtype=torch.float64, device=values.device)
-        self._holds_numerator = False
+        self.numerator = Numerator([values])
         self.in_flight = False
         self._round: Round | None = None  # that is not waited for
         self._received_masses = self.weight.new_zeros(0)
@@ -136,19 +184,13 @@ class RoundBuffer(ABC):
     def _average(self, values: Tensor, weight: Tensor) -> None:
         """Do ``mix_`` with the received messages, whose masses were checked when they arrived."""
 
-    @torch.no_grad()
-    def to_numerator(self) -> None:
-        """Turn z into x = w * z, in place; do nothing if the values are x."""
-        if not self._holds_numerator:
-            self._holds_numerator = True
-            self.values.mul_(self.weight)
+    def to_numerator(self, *, keeps_values: bool) -> None:
+        """Let an optimizer step on x = w * z, as ``Numerator.begin``."""
+        self.numerator.begin(self.weight, keeps_values=keeps_values)
 
-    @torch.no_grad()
     def to_debiased(self) -> None:
-        """Turn x back into z = x / w, in place; do nothing if the values are z."""
-        if self._holds_numerator:
-            self._holds_numerator = False
-            self.values.div_(self.weight)
+        """Turn what it has stepped on into z, in place; do nothing if the values are z."""
+        self.numerator.pause(self.weight)
 
     def outgoing_mass(self, shares: tuple[float, ...]) -> Tensor:
         """Return w times each share, (k,) float64; w does not change."""

@@ -26,7 +26,7 @@ class DelayedPushSum(PushSum):
 
     @override
     def before_step(self) -> None:
-        self._steps_in_flight += 1
+        self._begin_step()
 
     @override
     def after_step(self) -> None:

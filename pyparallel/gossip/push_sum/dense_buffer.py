@@ -209,7 +209,7 @@ class BiasedBuffer(DenseBuffer):
         super().__init__(values, exchange, snapshot=True)
 
     @override
-    def to_numerator(self) -> None:
+    def to_numerator(self, *, keeps_values: bool) -> None:
         """Do nothing: the values are the numerator."""
 
     @override

@@ -30,8 +30,9 @@ class PushSum(ModelAverager):
     equal.
 
     From an ``overlap`` of 2 on z changes while messages are in flight, so the buffers must send
-    copies of it. With ``layouts`` a state is loaded into buffers of another order, without them
-    into equal ones only; ``layouts_before`` are those of states that were saved without any.
+    copies of it. ``keeps_values``: the optimizer steps on z, as of ``Numerator``. With ``layouts``
+    a state is loaded into buffers of another order, without them into equal ones only;
+    ``layouts_before`` are those of states that were saved without any.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class PushSum(ModelAverager):
         overlap: int = 0,
         layouts: Sequence[BufferLayout] | None = None,
         layouts_before: Sequence[BufferLayout] | None = None,
+        keeps_values: bool = False,
     ) -> None:
         super().__init__([each.values for each in buffers], exchange.run)
         self.exchange = exchange
@@ -50,7 +52,7 @@ class PushSum(ModelAverager):
         of_round = partial(topology.neighbors, exchange.rank)
         self._neighbors = lru_cache(maxsize=_NUM_CACHED_ROUNDS)(of_round)
         self._round_buffers = buffers
-        self._overlap = overlap
+        self._overlap, self._keeps_values = overlap, keeps_values
         self._steps_in_flight = self._staleness = 0
         self._failure: PeerError | CorruptMessageError | None = None
         self.traits = Traits(loads_other_buckets=layouts is not None)
@@ -67,6 +69,8 @@ class PushSum(ModelAverager):
         run: Run,
         topology: Topology,
         overlap: int,
+        *,
+        keeps_values: bool = False,
     ) -> Self:
         """Start with push-sum weight 1 on every rank, together with all others."""
         exchanges, layouts = exchanges_of(run, buckets), layouts_of(buckets, module)
@@ -79,9 +83,10 @@ class PushSum(ModelAverager):
         if lengths:
             run.agree(lengths, None)
         if not all(each.follows_layouts for each in buffers):
-            return cls(buffers, exchanges[0], topology, overlap)
+            return cls(buffers, exchanges[0], topology, overlap, keeps_values=keeps_values)
         before = layouts_in_module_order(buckets, module)
-        return cls(buffers, exchanges[0], topology, overlap, layouts, before)
+        known = layouts, before, keeps_values
+        return cls(buffers, exchanges[0], topology, overlap, *known)
 
     @classmethod
     def of_dense(
@@ -102,7 +107,9 @@ class PushSum(ModelAverager):
 
         It is 1 on regular topologies without messages in flight.
         """
-        return Status(self._round_buffers[0].weight, self._staleness, self._in_flight)
+        first = self._round_buffers[0]
+        is_open = first.numerator.is_open
+        return Status(first.weight, self._staleness, self._in_flight, steps_numerator=is_open)
 
     @property
     def _in_flight(self) -> bool:
@@ -140,20 +147,27 @@ class PushSum(ModelAverager):
 
     @override
     def before_step(self) -> None:
-        self._steps_in_flight += 1
+        self._begin_step()
         if self._steps_in_flight >= self._overlap:
             self.merge()
 
+    def _begin_step(self) -> None:
+        self._steps_in_flight += 1
+        for buffer in self._round_buffers:
+            buffer.numerator.end()  # of a step that was interrupted
+
     @override
     def before_update(self) -> None:
-        """Turn z into x = w * z, on which the paper's rule steps, unless w is 1 by construction."""
+        """Step on x = w * z, as the paper's rule does, unless w is 1 by construction."""
         if self._in_flight or not self.topology.regular:
             for buffer in self._round_buffers:
-                buffer.to_numerator()
+                buffer.to_numerator(keeps_values=self._keeps_values)
 
     @override
     def after_update(self) -> None:
         self.restore_debiased()
+        for buffer in self._round_buffers:
+            buffer.numerator.end()
 
     @override
     def after_step(self) -> None:

@@ -1,5 +1,6 @@
 """Copies of ranks' values that sender and receivers share: CHOCO-SGD's public copies."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from ...compression import BufferLayout, Compressor, CompressorState, Fp8, Int4,
 from ...compression.quantizers.int_fp8 import Quantizer
 from ...ops._corrupt import CorruptCounter
 from ...training import check_like
+from .layout import is_gap
 
 Receivers = tuple[int, ...]
 """The ranks that receive the same messages."""
@@ -20,6 +22,14 @@ def fused_quantizer(compressor: Compressor) -> Quantizer | None:
     """Return the compressor, no subclass, if ops compute its messages in one pass, or None."""
     fused = type(compressor) in (Int8, Int4, Fp8)
     return compressor if fused and isinstance(compressor, Quantizer) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _entries_of_gaps(layout: BufferLayout, device: torch.device) -> Tensor:
+    """Return the numbers of the entries that belong to no parameter, (k,) int64."""
+    pairs = zip(layout.offsets, layout.pieces, strict=True)
+    gaps = [range(first, first + each.numel) for first, each in pairs if is_gap(each.name)]
+    return torch.tensor([each for gap in gaps for each in gap], dtype=torch.int64, device=device)
 
 
 @dataclass(eq=False)
@@ -63,7 +73,7 @@ class Replica:
         message = self.compressor.compress(
             difference, self._get_state(), self._unread_residual(difference)
         )
-        self.compressor.decompress(message, self.layout, self.values, accumulate=True)
+        self._add(message, self.values)
         own = values.float()
         values.copy_(own + (own - self.values.float()) * ratio.float())
         return message
@@ -78,7 +88,12 @@ class Replica:
                 message, self.layout, self.values, accumulate=True, corrupt=self.corrupt
             )
         else:
-            self.compressor.decompress(message, self.layout, self.values, accumulate=True)
+            self._add(message, self.values)
+
+    def _add(self, message: Message, values: Tensor) -> None:
+        """Add a message; what codecs of signs decode in the gaps of parameters is left out."""
+        self.compressor.decompress(message, self.layout, values, accumulate=True)
+        values.index_fill_(0, _entries_of_gaps(self.layout, values.device), 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values and the state of the compressor."""

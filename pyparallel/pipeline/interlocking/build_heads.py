@@ -87,7 +87,8 @@ def _run(module: nn.Module, value: Inputs) -> Value:
 
 def _build(head: Head, example: Value, stage: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zlib.crc32(f"{torch.initial_seed()}/{stage}".encode()))
+        # Not torch.manual_seed, which seeds the generators of devices too.
+        torch.default_generator.manual_seed(zlib.crc32(f"{torch.initial_seed()}/{stage}".encode()))
         try:
             return head.build(example)
         except ValueError as error:

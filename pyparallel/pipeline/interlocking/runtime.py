@@ -11,6 +11,7 @@ from ..messages.endpoints import Endpoint, StreamKind, destinations_of
 from ..messages.format import Refusal
 from ..messages.stage_p2p import StageP2P
 from ..runtime.executor import Executor
+from ..runtime.generators import StageGenerators
 from ..runtime.microbatches import MicrobatchSplitter
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
@@ -62,11 +63,12 @@ class InterlockingExecutor(Executor):
         shape: PipelineShape,
         p2p: StageP2P,
         rank: int,
+        generators: StageGenerators,
         window: Window,
         max_ahead: int,
         shared: SharedWeight | None,
     ) -> None:
-        super().__init__(stages, shape, p2p, rank)
+        super().__init__(stages, shape, p2p, rank, generators)
         self._own = stages
         self._window = window
         self._inboxes = {index: GradientInbox(index, window, max_ahead) for index in stages}

@@ -7,6 +7,7 @@ address: after a microbatch has emptied the caches, each operation of torch woul
 import ctypes
 import math
 import os
+import struct
 import zlib
 from array import array
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ HEADER_BYTES = 8 * HEADER_WORDS
 _NUMBER = 1  # the index of the message's number in a header
 _UNWRITTEN = -1  # never a message's number; in bytes too
 _CHECKSUM = 5  # the index of the CRC-32 of all other words
-_BATCH = 6  # of the batch's three words
-_BEGIN = 9  # of what describes the tensors, or of the error
+_BATCH = 6  # of the batch's four words
+_BEGIN = 10  # of what describes the tensors, or of the error
 _ALIGNMENT_BYTES = 64
 _ONE_TENSOR = 3  # the count of a value that is a tensor and not a tuple
 _FAILURE = -1  # in place of a count, as are -2 - kind of a refusal
@@ -57,6 +58,7 @@ class BatchMeta(NamedTuple):
     samples: int = 0  # of this microbatch; 0: not known
     total: int = 0  # of all microbatches of the step; 0: not known
     has_short_form: bool = False  # that rank got two positional arguments, inputs and target
+    target: float = 0.0  # its ``BatchDigest`` on that rank; 0.0: not known
 
 
 NO_BATCH = BatchMeta()
@@ -106,7 +108,8 @@ class Header:
         elif self.failure is not None:
             count = _FAILURE
         words = array("q", (self.stream, self.number, self.received, count, self.via_host, 0))
-        words.extend(self.batch)
+        words.extend(self.batch[:3])
+        words.frombytes(struct.pack("d", self.batch.target))
         for meta in self.tensors:
             require(meta.dtype in _DTYPES, "tensors to send must be of a plain dtype", meta.dtype)
             words.extend((_DTYPES.index(meta.dtype), meta.differentiable, len(meta.shape)))
@@ -150,8 +153,9 @@ def read_header(tensor: Tensor) -> Header:
     if checksum != zlib.crc32(words):
         raise ValueError("a wrong checksum")
     stream, number, received, count, via_host = words[:_CHECKSUM]
-    samples, total, has_short_form = words[_BATCH:_BEGIN]
-    batch = BatchMeta(samples, total, bool(has_short_form))
+    samples, total, has_short_form, _ = words[_BATCH:_BEGIN]
+    (target,) = struct.unpack("d", words[_BEGIN - 1 : _BEGIN])
+    batch = BatchMeta(samples, total, bool(has_short_form), target)
     if _FAILURE - len(RefusalKind) <= count <= _FAILURE:
         text = words[_BEGIN:].tobytes().rstrip(b"\0").decode(errors="ignore")
         if count == _FAILURE:

@@ -28,7 +28,8 @@ class WeightPredictor(Protocol):
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
         """Write the weights ``horizon`` updates ahead to ``out``, one tensor for each flat buffer.
 
-        Changes neither the weights nor the optimizer's state.
+        A rule that reads the learning rate has, for all these updates, that of the next one: a
+        scheduler has stepped before. Changes neither the weights nor the optimizer's state.
         """
 
 

@@ -50,8 +50,9 @@ class Displacement(Prediction):
 
     For constant gradients this is exact with SGD without momentum, Adam, NAdam, and Muon and Lion
     without weight decay, and with momentum once the momentum has converged (``Rollout`` is exact
-    before, too). An optimizer of ``pyparallel.optim`` writes the prediction in the pass that steps
-    it; after any other it takes a second pass over weights and state.
+    before, too). The rate is that of the next update, a scheduler's. An optimizer of
+    ``pyparallel.optim`` writes the prediction in the pass that steps it, unless schedulers, hooks
+    or replicas act after it; after any other it takes a second pass over weights and state.
 
     If the last gradient or update is needed, it is kept in the optimizer's state, which takes one
     more copy of the weights' size.

@@ -156,7 +156,10 @@ class FlatWeightPredictor(WeightPredictor):
 
 
 class FusedPredictor(WeightPredictor):
-    """A predictor of an optimizer of ``pyparallel.optim``: its step writes the prediction."""
+    """A predictor of an optimizer of ``pyparallel.optim``: its step writes the prediction.
+
+    Unless something may write the weights after the pass: then it is predicted after the step.
+    """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._optimizer = optimizer
@@ -168,8 +171,11 @@ class FusedPredictor(WeightPredictor):
 
     @override
     def step(self, horizon: int = 0, out: Sequence[Tensor] = (), delayed: bool = True) -> None:
-        self._horizon, self._out = horizon, out
+        in_pass = self._optimizer.ends_with_pass
+        self._horizon, self._out = (horizon, out) if in_pass else (0, ())
         self._optimizer.step()  # with its hooks, as a scheduler needs them
+        if horizon and not in_pass:
+            self.predict(horizon, out)
 
     @override
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:

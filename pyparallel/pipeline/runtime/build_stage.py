@@ -63,9 +63,13 @@ def prepare_training(
         replica = predictor = ReplicatedPredictor(predictor, module, optimizers, flat)
     weights: Weights = LiveWeights(predictor)
     if not schedule.flushes:
+        # A round with other replicas, and a scheduler's step, come after the pass of an update.
+        can = scheduler_fn is None and not has_replicas
+        can = can and all(isinstance(each, FusedOptimizer) for each in optimizers)
         weights = StageWeights(
             flat, predictor, schedule.versions(shape), stage,
             lambda microbatch: schedule.update_index(shape, microbatch),
+            in_update=optimizers if can else (),
         )  # fmt: skip
     return TrainedStage(optimizers, weights, build_schedulers(optimizers, scheduler_fn), replica)
 

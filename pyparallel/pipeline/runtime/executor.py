@@ -15,6 +15,7 @@ from ..messages.stage_p2p import StageP2P
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from ..schedules.versions import Versions
+from .generators import StageGenerators
 from .microbatches import MicrobatchSplitter
 from .stage import Stage
 from .telemetry import Telemetry
@@ -42,6 +43,17 @@ Actions = Callable[[int], Iterable[Action]]  # by rank
 _RANGES = {kind: f"pyparallel::pipeline_{kind.name.lower()}" for kind in Kind}
 
 
+def microbatches_left(actions: Iterable[Action]) -> set[int]:
+    """Return the microbatches that a stage begins in these actions, and does not end."""
+    left = set[tuple[int, int]]()
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            left.add((action.stage, action.microbatch))
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.LEARN):
+            left.discard((action.stage, action.microbatch))
+    return {microbatch for _, microbatch in left}
+
+
 class Executor:
     """Runs actions on the stages of one rank."""
 
@@ -51,9 +63,11 @@ class Executor:
         shape: PipelineShape,
         p2p: StageP2P,
         rank: int,
+        generators: StageGenerators,
         place: str = "",
     ) -> None:
         self.stages = stages
+        self.generators = generators
         self.telemetry = Telemetry(stages, p2p)
         self._running: Action | None = None  # also after it has failed
         self.refusals: list[Refusal] = []  # besides those of stages
@@ -91,6 +105,8 @@ class Executor:
             self._p2p.expect(actions_of, self.destinations)
 
         self._check_batch(actions_of, splitter, self.destinations)
+        if not empty:
+            splitter.copy(microbatches_left(actions_of(self._rank)))
         self.telemetry.begin(is_training=True)
         if not empty or 0 not in self.stages:
             expect()
@@ -290,6 +306,7 @@ class Executor:
     @contextmanager
     def _recording(self, action: Action) -> Iterator[None]:
         self._running = action
+        self.generators.seed_for(action, self._shape.num_microbatches)
         with profiled(_RANGES[action.kind]):
             begin = time.perf_counter()
             yield

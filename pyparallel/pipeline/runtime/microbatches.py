@@ -1,6 +1,6 @@
 """Splitting a batch into microbatches, and checking it before any of them enters the pipeline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from ...training import summarize, wrong_type
 from ...training.arguments import raise_problem
 from ..messages import Value, tensors_of
 from ..messages.format import NO_BATCH, BatchMeta
+from .batch_digest import BatchDigest
 from .inputs import (
     Arguments,
     Inputs,
@@ -32,7 +33,8 @@ class MicrobatchSplitter:
     Of a batch that ``may_be_short`` the last microbatches may have no samples; their inputs are ().
     Inputs and target may be None on ranks without the stages that take them. Inputs are checked by
     the ``first_layer``, on the rank that calls it. ``has_short_form``: inputs and target are a
-    call's two positional arguments. ``place``: rank and step, for errors.
+    call's two positional arguments. ``place``: rank and step, for errors. ``compares_on_devices``:
+    whether ranks compare values of tensors for which the host must wait.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class MicrobatchSplitter:
         has_short_form: bool = False,
         may_be_short: bool = False,
         place: str = "",
+        compares_on_devices: bool = True,
     ) -> None:
         self.place = place
+        self._compares_on_devices = compares_on_devices
         self._least = 1 if may_be_short else num_microbatches  # samples of a batch
         self._has_short_form = has_short_form
         self._inputs = _as_dict(inputs)
@@ -59,6 +63,7 @@ class MicrobatchSplitter:
         self._first_layer = first_layer
         self._received: dict[int, BatchMeta] = {}  # of microbatches from the previous rank
         self._mismatch: str | None = None
+        self._copied: Collection[int] = ()
 
     def find_input_error(self) -> str | TypeError | None:
         """Return why the inputs cannot be split, or are not as many as the target, or None."""
@@ -70,15 +75,23 @@ class MicrobatchSplitter:
             return self._weights
         return self._target_error or self._mismatch
 
+    def copy(self, microbatches: Collection[int]) -> None:
+        """Copy these once they are read: they are in flight when the caller may write to them."""
+        self._copied = microbatches
+
     def inputs(self, microbatch: int) -> Any:
         """Return the inputs of a microbatch: a ``Value``, or ``Arguments``."""
         raise_problem(self._input_error)
-        return self._split_inputs[microbatch - self._first]
+        return self._part(self._split_inputs, microbatch)
 
     def target(self, microbatch: int) -> Any:
         """Return the target of a microbatch, in the structure of the batch's; raises as above."""
         raise_problem(self.find_target_error())
-        return self._split_target[microbatch - self._first]
+        return self._part(self._split_target, microbatch)
+
+    def _part(self, split: list[Any], microbatch: int) -> Any:
+        part = split[microbatch - self._first]
+        return tree_map_only(Tensor, Tensor.clone, part) if microbatch in self._copied else part
 
     def share(self, microbatch: int) -> float:
         """Return a microbatch's fraction of the step's weights, or of the target's samples."""
@@ -105,7 +118,8 @@ class MicrobatchSplitter:
         if self._inputs is None or self._input_error is not None:
             return NO_BATCH
         samples, total = self._input_samples, _sum(self._inputs, self._input_samples)
-        return BatchMeta(samples[microbatch - self._first], total, self._has_short_form)
+        own = samples[microbatch - self._first]
+        return BatchMeta(own, total, self._has_short_form, self._digest.value)
 
     def note_batch_meta(self, microbatch: int, batch: BatchMeta) -> None:
         """Have the target refused if the activations of a microbatch are of other samples."""
@@ -127,6 +141,11 @@ class MicrobatchSplitter:
                 return f"microbatch {microbatch}: {error}"
         return None
 
+    @cached_property
+    def _digest(self) -> BatchDigest:
+        whole = None if isinstance(self._target, PreSplit) else self._target
+        return BatchDigest(whole, reads_devices=self._compares_on_devices)
+
     def _find_mismatch(self, microbatch: int, batch: BatchMeta) -> str | None:
         if batch.has_short_form and not self._has_short_form:
             return (
@@ -134,10 +153,10 @@ class MicrobatchSplitter:
                 "without a name on the rank of the first stage, which is the target there: pass "
                 "target=..., or the first layer's arguments by name"
             )
-        if isinstance(self._target, PreSplit) and self._loss_weight_fn is not None:
-            return None  # the first dimensions of its entries may be of anything
+        # With loss_weight_fn the first dimensions of target_mbs' entries may be of anything.
+        any_sizes = isinstance(self._target, PreSplit) and self._loss_weight_fn is not None
         samples = self._target_samples
-        for name, given, wanted in (
+        for name, given, wanted in () if any_sizes else (
             ("inputs and target", batch.total, _sum(self._target, samples)),
             (f"microbatch {microbatch} of inputs and target", batch.samples,
              samples[microbatch - self._first]),
@@ -147,6 +166,13 @@ class MicrobatchSplitter:
                     f"{name} must have the same number of samples, got {given} and {wanted}: take "
                     "both from one batch"
                 )
+        if self._digest.differs_from(batch.target):
+            return (
+                "target must be of the same batch on all ranks, got other values than on the rank "
+                "of the first stage: draw batches alike on all ranks (seed loaders, samplers and "
+                "collators alike; no DistributedSampler within a pipeline), or pass target only "
+                "on the ranks that read it"
+            )
         return None
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,24 @@ def preserving_state(layers: Sequence[nn.Module], inputs: Sequence[Tensor] = ())
     parameters = list({p: None for module in modules for p in module.parameters()})
     tensors = [*parameters, *(b for module in modules for b in module.buffers()), *inputs]
     gradients, modes = _restored(parameters, "grad"), _restored(modules, "training")
-    with gradients, _buffers(modules), modes, _generators(tensors):
+    with gradients, _buffers(modules), modes, forked_generators(tensors):
         for parameter in parameters:
             parameter.grad = None
         yield
+
+
+@contextmanager
+def forked_generators(tensors: Iterable[Tensor]) -> Iterator[list[torch.Generator]]:
+    """Restore torch's default generators of the CPU and of the tensors' devices; yield them."""
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cuda" if accelerator is None else accelerator.type
+    devices = {tensor.device.index for tensor in tensors if tensor.device.type == kind}
+    generators = [torch.default_generator]
+    if devices:
+        of_devices: Any = torch.get_device_module(kind)
+        generators += [of_devices.default_generators[index] for index in devices]
+    with torch.random.fork_rng(devices, device_type=kind):
+        yield generators
 
 
 @contextmanager
@@ -85,12 +100,3 @@ def _buffers(modules: list[nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             for buffer, content in zip(tensors, contents, strict=True):
                 buffer.copy_(content)
-
-
-@contextmanager
-def _generators(tensors: list[Tensor]) -> Iterator[None]:
-    accelerator = torch.accelerator.current_accelerator()
-    kind = "cuda" if accelerator is None else accelerator.type
-    devices = {tensor.device.index for tensor in tensors if tensor.device.type == kind}
-    with torch.random.fork_rng(devices, device_type=kind):
-        yield

@@ -23,7 +23,7 @@ class ReplicatedPredictor(WeightPredictor):
     """A predictor whose steps take a round with the same stage of the other replicas.
 
     What a round merges is a part of the update: the weights before it were stashed by then, and
-    what is predicted are the merged weights, with this replica's own optimizer state.
+    what is predicted are steps of this replica's own optimizer from the merged weights, no merges.
     """
 
     def __init__(

@@ -10,10 +10,11 @@ parameter.)
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...training import FlatBuckets
@@ -103,6 +104,9 @@ class StageWeights(Weights):
     """The live weights of a stage, stashed versions that are still read, and predicted ones.
 
     ``update_index`` returns how many updates come before the one of a microbatch's gradient.
+    A forward predicts what it reads, so with the learning rate of the next update. Optimizers
+    ``in_update`` have predicted it in the pass of their update, and the forward predicts again only
+    if they, their state, weights, or what is frozen have changed since. None: all forwards predict.
     """
 
     def __init__(
@@ -112,8 +116,10 @@ class StageWeights(Weights):
         policy: Versions,
         stage: int,
         update_index: Callable[[int], int],
+        in_update: Sequence[Optimizer] = (),
     ) -> None:
         self._weights = weights
+        self._in_update = in_update
         self._memory = WeightCopies(weights)
         self._live = self._memory.current
         self._weight_predictor = weight_predictor
@@ -123,6 +129,7 @@ class StageWeights(Weights):
         self._copies: dict[VersionKey, WeightCopy] = {}
         self._free: list[WeightCopy] = []
         self._prefetched: VersionKey | None = None  # predicted for the next forward
+        self._predicted_from: list[Any] = []
         self._pending: dict[int, VersionCounters] = {}
         self._first_forwards: dict[int, int] = {}  # by update
         self._version = 0
@@ -140,6 +147,9 @@ class StageWeights(Weights):
         self._pending[microbatch] = counters
         self._next_microbatch = microbatch + 1
         key = self.last_read = _key_of(self._policy.forward(counters, self._stage))
+        is_prefetched = key == self._prefetched and key in self._copies
+        if is_prefetched and self._predicted_from != self._read_by_predictions():
+            self._free.append(self._copies.pop(key))
         self._prefetched = None
         self._memory.point_to(self._copy(key))
         try:
@@ -170,16 +180,16 @@ class StageWeights(Weights):
         delayed = self._version >= self._policy.synchronous_updates
         self._begin_version()
         key = self._next_forward_key()
-        if key.version == self._version and key.horizon:
+        if key.version == self._version and key.horizon and self._in_update:
             self._weight_predictor.step(key.horizon, self._allocate(key), delayed)
             self._leave_out_frozen(key)
-            self._prefetched = key
+            self._prefetched, self._predicted_from = key, self._read_by_predictions()
         else:
             self._weight_predictor.step(delayed=delayed)
 
     @override
     def skip_update(self) -> None:
-        self._begin_version()  # the next forward predicts what it reads
+        self._begin_version()
         self._weight_predictor.skip()
 
     def _begin_version(self) -> None:
@@ -271,6 +281,17 @@ class StageWeights(Weights):
         self._weight_predictor.predict(key.horizon, self._allocate(key))
         self._leave_out_frozen(key)
 
+    def _read_by_predictions(self) -> list[Any]:
+        """Return what tells whether a prediction would be another one now."""
+        found: list[Any] = []
+        for optimizer in self._in_update:
+            for group in optimizer.param_groups:
+                found += [_stamp(value) for name, value in group.items() if name != "params"]
+                for parameter in group["params"]:
+                    found += parameter._version, parameter.requires_grad
+                    found += map(_stamp, optimizer.state.get(parameter, {}).values())
+        return found
+
     def _leave_out_frozen(self, key: VersionKey) -> None:
         """Predict that parameters which were frozen after some steps stay as they are."""
         parameters = (parameter for each in self._weights for parameter in each.parameters)
@@ -292,3 +313,8 @@ class StageWeights(Weights):
 
 def _key_of(version: WeightVersion) -> VersionKey:
     return VersionKey(int(version.version), int(version.horizon))
+
+
+def _stamp(value: Any) -> Any:
+    """Return a value, or of a tensor what tells whether it is another one or has been written."""
+    return (id(value), value._version) if isinstance(value, Tensor) else value

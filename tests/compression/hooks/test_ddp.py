@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import io
 import warnings
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from pyparallel.compression import (
     Int8,
     NonFiniteError,
     TopK,
+    compressed_hook,
     ddp_hook,
     merge_states,
 )
@@ -233,6 +235,35 @@ def freeze(rank):
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
 
 
+def pickle_(rank):
+    """A DDP saved whole goes on with its hook, registered again as torch's are."""
+    ddp, state = start(SPARSE, build(), bucket_cap_mb=25)
+    first, *others = batches(rank, 3, *SHAPE)
+    gradients_of(ddp, first)
+    file = io.BytesIO()
+    torch.save([ddp, state, compressed_hook], file)
+    file.seek(0)
+    loaded, *pair = torch.load(file, weights_only=False)
+    loaded.register_comm_hook(*pair)
+    assert torch.equal(flat_residual(pair[0], ddp.module), flat_residual(state, ddp.module))
+    for batch in others:
+        assert torch.equal(gradients_of(loaded, batch), gradients_of(ddp, batch))
+    assert torch.equal(flat_residual(pair[0], ddp.module), flat_residual(state, ddp.module))
+
+
+def profile_(rank):
+    """A profile shows each bucket from its start to its mean, and the wait at the end."""
+    for compressor in (TopK(0.5), Cast(), Cast(accumulate=torch.bfloat16)):
+        ddp, _ = start(compressor, build())
+        first, second = batches(rank, 2, *SHAPE)
+        gradients_of(ddp, first)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            gradients_of(ddp, second)
+        counts = {each.key: each.count for each in profile.key_averages()}
+        assert counts["pyparallel::average_bucket"] > 1
+        assert counts["pyparallel::wait_for_buckets"] == 1
+
+
 class Corrupt(TopK):
     """A TopK whose second message on rank 1 has indices outside of the buffer."""
 
@@ -374,7 +405,7 @@ def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, r
 
 CASES = [
     resume_bit_for_bit, resize, accumulate, train_low_precision, register_twice, disagree,
-    differ_in_buffers, freeze,
+    differ_in_buffers, freeze, pickle_, profile_,
     fail_alike, in_a_part_of_the_group, handle_models, residual_in_memory_order,
     name_what_is_not_finite, overflow_float16, send_garbage,
 ]  # fmt: skip

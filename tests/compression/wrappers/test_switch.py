@@ -127,6 +127,24 @@ def test_a_pending_residual_follows_its_parameter_into_another_buffer(subtests):
             torch.testing.assert_close(sent, given, rtol=0, atol=1e-5)
 
 
+def test_a_residual_is_sent_when_its_parameter_returns_after_the_switch():
+    compressor = Switch({0: ErrorFeedback(TopK(0.05)), 2: Threshold(1e-30)})
+    store, others = StateStore(compressor, 0, 1), BufferLayout(LAYOUT.pieces[1:])
+    skipped = NUMEL - others.numel
+    sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    for step in range(6):
+        x = gradient(0, step, NUMEL)
+        if 1 <= step < 4:
+            given[skipped:] += x[skipped:]
+            sent[skipped:] += send(compressor, x[skipped:], store.of(others, CPU))
+        else:
+            given += x
+            sent += send(compressor, x, store.of(LAYOUT, CPU))
+        if step >= 4:
+            torch.testing.assert_close(sent, given, rtol=0, atol=1e-5)
+    assert not store.state_dict()["parameters"][LAYOUT.names[0]]
+
+
 def test_a_pending_residual_survives_another_number_of_ranks(subtests):
     for saved_at in [1, 2, 3]:
         with subtests.test(str(saved_at)):

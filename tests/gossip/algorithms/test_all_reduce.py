@@ -1,12 +1,14 @@
 """AllReduce takes steps of the mean gradient, as DistributedDataParallel to the last bit."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel import GossipDataParallel
-from pyparallel.gossip import AllReduce
+from pyparallel.gossip import SGP, AllReduce, Hierarchical
 from pyparallel.gossip.algorithms.all_reduce import all_reduce_sgd
+from pyparallel.gossip.topology import OnePeerExponential
 from tests.gossip.loops import batches, build_model, flat, start
 from tests.gossip.loops import train as train_on
 from tests.workers import on_ranks
@@ -76,3 +78,35 @@ def train(rank, is_plain, sparse, leaves_out, no_sync):
 def test_gradients_and_parameters_are_those_of_ddp(rank):
     for case in [(False, False, True), (True, False, False), (False, True, False)]:
         assert all(map(torch.equal, train(rank, True, *case), train(rank, False, *case))), case
+
+
+@on_ranks(2)
+def test_ranks_evaluate_on_their_own_in_join(rank):
+    """Also after another rank has run out of batches: no backward follows."""
+    model, optimizer, wrapped = start(AllReduce())
+    evaluated = []
+    with wrapped.join():
+        for number, (inputs, targets) in enumerate(batches(rank, 6 if rank == 0 else 2)):
+            train_on(model, optimizer, [(inputs, targets)], forward=wrapped)
+            if number in (1, 3):
+                with torch.no_grad():
+                    evaluated.append(torch.equal(wrapped(inputs), model(inputs)))
+    assert evaluated == [True] * (2 if rank == 0 else 1)
+    ends = [torch.empty_like(flat(model)) for _ in range(2)]
+    torch.distributed.all_gather(ends, flat(model))
+    assert torch.equal(*ends)
+
+
+@on_ranks(2)
+def test_gradients_of_the_bare_module_are_a_warning(rank):
+    for algorithm in (AllReduce(), Hierarchical(SGP(OnePeerExponential(1)), 2)):
+        model, optimizer, wrapped = start(algorithm)
+        text = "gradients must come from a forward of the trainer .* call the GossipDataParallel"
+        train_on(model, optimizer, batches(rank, 2), forward=wrapped)
+        with pytest.warns(UserWarning, match=text) as caught:
+            train_on(model, optimizer, batches(rank, 2))
+        assert len(caught) == 1
+        assert isinstance(algorithm, Hierarchical) or caught[0].filename.endswith("loops.py"), (
+            caught[0].filename
+        )
+        wrapped.close()

@@ -1,6 +1,7 @@
 """Members that die, join and leave, over gloo: what they have, and what others have then."""
 
 import itertools
+import math
 import time
 from unittest import mock
 
@@ -225,14 +226,20 @@ def test_updates_beside_messages(ranks, options, optimizer):
 
 
 def join_and_leave(address, store, rank, size, algorithm, optimizer):
-    """Rank 2 joins while 0 and 1 train, then rank 1 leaves; masses and means stay."""
+    """Rank 2 joins while 0 and 1 train, then rank 1 leaves; masses and means stay.
+
+    What a joiner has is not in them: its parameters were never set, as after ``to_empty``.
+    """
     if rank == 2:
         store.wait(["trained"])
     module, stepped, trainer, membership = make(
-        address, rank, algorithm, start=2, deadline=20.0, optimizer=optimizer
-    )
+        address, rank, algorithm, start=2, deadline=20.0, optimizer=optimizer,
+        trained=math.nan if rank == 2 else None,
+    )  # fmt: skip
     frozen = float(module[2].bias.sum())
     if rank < 2:
+        # A buffer of its own from now on, as ``self.buffer = ...`` makes.
+        module[1].num_batches_tracked = module[1].num_batches_tracked + 1000
         with torch.no_grad():
             for buffer in trainer._buckets.buffers:
                 buffer.add_(rank + 1.0)
@@ -244,6 +251,7 @@ def join_and_leave(address, store, rank, size, algorithm, optimizer):
     assert len(trainer.members) == 3
     joined = held(trainer), membership.changes[-1], frozen
     counts = module[1].num_batches_tracked.item()
+    assert counts >= 1000
     for _ in range(4):
         step(module, stepped, trainer)
     assert module[1].num_batches_tracked.item() == counts + 4

@@ -50,11 +50,17 @@ def symmetric(num_ranks):
     return DPSGD(BaseGraph(num_ranks))
 
 
-def make(address, rank, algorithm, *, width=6, optimizer=torch.optim.SGD, **options):
-    """Return the module, its optimizer, the trainer and the membership."""
+def make(address, rank, algorithm, *, width=6, optimizer=torch.optim.SGD, trained=None, **options):
+    """Return the module, its optimizer, the trainer and the membership.
+
+    ``trained``: what the trainable parameters begin with.
+    """
     torch.manual_seed(rank)
     module = nn.Sequential(nn.Linear(width, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
     module[2].bias.requires_grad_(False)
+    for p in module.parameters() if trained is not None else ():
+        if p.requires_grad:
+            nn.init.constant_(p, trained)
     stepped = optimizer([p for p in module.parameters() if p.requires_grad], lr=0.0)
     membership = Served(address, f"r{rank}", **options)
     trainer = GossipDataParallel(

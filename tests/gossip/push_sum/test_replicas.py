@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyparallel.compression import BufferLayout, Cast, Int8, TopK
+from pyparallel.compression import BufferLayout, Cast, Int8, Piece, Sign, Statistical, Ternary, TopK
 from pyparallel.gossip.push_sum.replicas import Replica, Replicas
 
 COMPRESSORS = [Int8(), Int8(seed=3), Cast(torch.float16), TopK(0.1)]
@@ -76,3 +76,20 @@ def test_messages_of_other_lengths_are_not_sent():
         replicas.encode_((0,), torch.ones(300), NO_MASS)
     with pytest.raises(ValueError, match=r"of one length, got \[300, 3\] .* after \[300, 2\]"):
         replicas.encode_((0,), torch.ones(300), NO_MASS)
+
+
+def test_nothing_is_written_between_parameters():
+    """Codecs of signs decode no zero, also not where both ends have none."""
+    pieces = (Piece("a", (40,)), Piece("gap 40 to 64 of buffer 0", (24,)), Piece("b", (64,)))
+    layout = BufferLayout(pieces)
+    values = torch.randn(128)
+    values[40:64] = 0
+    for compressor in (Sign(64), Statistical(4, 64), Ternary(block_size=64)):
+        own, theirs = (Replica(values, layout, compressor, 0) for _ in range(2))
+        sent = values.clone()
+        for _ in range(3):
+            sent += torch.where(values == 0, 0.0, 0.1)
+            theirs.apply(own.encode_(sent, torch.tensor(0.5, dtype=torch.float64)))
+            assert torch.equal(own.values, theirs.values)
+            assert not theirs.values[40:64].any(), compressor
+            assert not sent[40:64].any(), compressor

@@ -26,6 +26,7 @@ from pyparallel.pipeline.messages.format import NO_BATCH
 from pyparallel.pipeline.messages.payloads import NcclPayloads
 from pyparallel.pipeline.messages.stage_p2p import StageP2P
 from pyparallel.pipeline.runtime.executor import Executor
+from pyparallel.pipeline.runtime.generators import StageGenerators
 from pyparallel.pipeline.runtime.options import StageOptions
 from pyparallel.pipeline.schedules.schedule import Flushing
 from tests.pipeline.every_schedule import EVERY_SCHEDULE
@@ -94,6 +95,9 @@ class FakeSplitter:
     def find_input_error(self):
         return None
 
+    def copy(self, microbatches):
+        pass
+
     def inputs(self, microbatch):
         return torch.empty(1, device=META)
 
@@ -131,12 +135,14 @@ def enqueue(
         p2p = StageP2P(shape, connected or P2PGroups.connect(of_replica, META, is_ring=is_ring))
         last = shape.num_stages - 1
         stages = {s: FakeStage(s, world, lengths, s < last, replicas) for s in shape.stages(rank)}
+        generators = StageGenerators(0, None, [])
         if isinstance(schedule, Interlocking):
             executor = InterlockingExecutor(
-                stages, shape, p2p, rank, schedule.reach(shape), 2 * shape.num_microbatches, None
-            )
+                stages, shape, p2p, rank, generators, schedule.reach(shape),
+                2 * shape.num_microbatches, None,
+            )  # fmt: skip
         else:
-            executor = Executor(stages, shape, p2p, rank)
+            executor = Executor(stages, shape, p2p, rank, generators)
         flushes = isinstance(schedule, Flushing)
         for step in range(steps):
             executor.train(

@@ -7,6 +7,7 @@ from pyparallel.pipeline.messages import tensors_of
 from pyparallel.pipeline.messages.format import (
     HEADER_BYTES,
     HEADER_WORDS,
+    BatchMeta,
     Header,
     Refusal,
     RefusalKind,
@@ -82,8 +83,10 @@ def test_a_refusal_is_received_as_sent_and_cut_to_a_header():
     for kind in RefusalKind:
         header = Header(3, 7, 11, refusal=Refusal(kind, "rank 0: b\u00e4d inputs"))
         assert read_header(header.to_tensor()) == header
+    batch = BatchMeta(3, 8, has_short_form=True, target=-0.1)
+    assert read_header(Header(3, 7, 11, batch=batch).to_tensor()).batch == batch
     long = Header(3, 7, 11, refusal=Refusal(RefusalKind.TYPE, "x" * HEADER_BYTES))
-    assert read_header(long.to_tensor()).refusal.text == "x" * (HEADER_BYTES - 72)
+    assert read_header(long.to_tensor()).refusal.text == "x" * (HEADER_BYTES - 80)
 
 
 def test_a_new_header_has_not_arrived_until_it_is_written():
@@ -99,7 +102,7 @@ def test_a_new_header_has_not_arrived_until_it_is_written():
 def test_a_failure_is_cut_to_the_room_of_a_header():
     for text in ("stage 1 failed: ü", "", "x" * 5000):
         header = read_header(Header(0, 0, 0, failure=text).to_tensor())
-        assert header.failure == text[: 8 * (HEADER_WORDS - 9)]
+        assert header.failure == text[: 8 * (HEADER_WORDS - 10)]
 
 
 def test_unsupported_dtypes_and_too_many_tensors_are_refused():
@@ -113,10 +116,10 @@ def test_unsupported_dtypes_and_too_many_tensors_are_refused():
 MALFORMED = {  # index of a word of a header of one float32 (2, 3), and what it is instead
     "count": (3, [2, 9, 2**40, 2**62, -9, -(2**63)]),
     "via host": (4, [-1, 2, 2**40]),
-    "dtype": (9, [-1, 12, 2**40, -(2**63)]),
-    "differentiable": (10, [-1, 2]),
-    "dimensions": (11, [-1, 124, 2**40]),
-    "size": (12, [-1, 2**40, 2**62]),
+    "dtype": (10, [-1, 12, 2**40, -(2**63)]),
+    "differentiable": (11, [-1, 2]),
+    "dimensions": (12, [-1, 124, 2**40]),
+    "size": (13, [-1, 2**40, 2**62]),
 }
 
 
@@ -144,7 +147,7 @@ def test_malformed_headers_are_refused(subtests):
                 with pytest.raises(ValueError, match="a "):
                     read_header(header)
     integers = Header(3, 7, 11, describe(torch.ones(2, dtype=torch.int64))).to_tensor()
-    integers[10] = 1
+    integers[11] = 1
     write_checksum(integers)
     with pytest.raises(ValueError, match=r"a tensor of torch\.int64 that requires a gradient"):
         read_header(integers)

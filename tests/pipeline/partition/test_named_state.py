@@ -262,7 +262,7 @@ def full_state_with(extra):
     trainer = PipelineTrainer(
         layers, nn.functional.mse_loss, adam, OneForwardOneBackward(), num_microbatches=2, split=[1]
     )
-    trainer.step(torch.randn(4, 4), torch.randn(4, 4))
+    trainer.step(torch.ones(4, 4), torch.ones(4, 4))
     try:
         return trainer.full_state_dict()
     except ValueError as error:

@@ -23,6 +23,7 @@ from pyparallel.pipeline import (
     UpdateErrorFeedback,
     XPipe,
 )
+from pyparallel.pipeline.prediction.last_update import wrap_corrected
 from tests.pipeline.every_schedule import FLUSHING
 from tests.pipeline.prediction.predictors import (
     OneStage,
@@ -51,7 +52,7 @@ def build(make, correction, prediction=Displacement(), delay=3, num_stages=4):  
         stage.buffers = [buffer for each in stage.weights for buffer in each.buffers]
     if correction is not None:
         wrapped = stage.predictor, stage.optimizer, stage.weights
-        stage.predictor = correction.wrap(*wrapped, delay, num_stages)
+        stage.predictor = wrap_corrected(correction, *wrapped, delay, num_stages)
     return stage
 
 

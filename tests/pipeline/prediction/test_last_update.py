@@ -134,3 +134,39 @@ def test_weights_may_be_of_any_dtype(dtype):
     tolerance = 2**-6 if dtype == torch.bfloat16 else 1e-15
     assert_close(stage.predicted(2), expected, rtol=tolerance, atol=tolerance)
     assert {each.dtype for each in stage.predicted(2)} == {dtype}
+
+
+def test_only_updates_are_repeated_and_no_other_change_of_the_weights():
+    stage = build(LastUpdate(), partial(SGD, lr=0.25, momentum=0.5))
+    before = stage.values()
+    stage.step(gradients_of(stage))
+    updates = [now - last for now, last in zip(stage.values(), before, strict=True)]
+    written = gradients_of(stage, 2)
+    for each, values in zip(stage.parameters, written, strict=True):
+        each.data.copy_(values)
+    moved = [values + 3 * update for values, update in zip(written, updates, strict=True)]
+    assert_close(stage.predicted(3), moved, rtol=1e-6, atol=1e-6)
+    stage.optimizer.register_step_post_hook(fail)
+    with pytest.raises(ArithmeticError):
+        stage.step(gradients_of(stage))
+    assert_equal(stage.predicted(3), stage.values())
+
+
+def fail(*_):
+    raise ArithmeticError
+
+
+def test_a_state_of_an_older_version_has_the_weights_before_the_update():
+    stage = build(LastUpdate(), partial(SGD, lr=0.25, momentum=0.5))
+    before = stage.values()
+    stage.step(gradients_of(stage))
+    expected = stage.predicted(3)
+    state = stage.optimizer.state_dict()
+    for entries, weights in zip(state["state"].values(), before, strict=True):
+        del entries["last_update"]
+        entries["last_weights"] = weights
+    stage.optimizer.load_state_dict(state)
+    assert_close(stage.predicted(3), expected, rtol=1e-6, atol=1e-6)
+    assert_close(stage.predicted(3), expected, rtol=1e-6, atol=1e-6)
+    assert all(entries.keys() == {"momentum_buffer", "last_update"}
+               for entries in stage.optimizer.state.values())  # fmt: skip

@@ -407,7 +407,7 @@ def test_a_malformed_state_of_several_optimizers_is_refused(subtests):
 @pytest.mark.parametrize("value", [1.0, "x", torch.zeros(2, 2)])
 def test_a_malformed_last_update_is_refused(value):
     schedule, correction = PipeOptim(prediction=LastUpdate()), UpdateErrorFeedback()
-    for name in ("last_weights", "last_uncorrected_update"):
+    for name in ("last_update", "last_uncorrected_update"):
         trainer = build(schedule, adamw, correction=correction)
         train(trainer, batches(1))
         state = copy.deepcopy(trainer.state_dict())

@@ -171,7 +171,8 @@ class CenterAverager(ModelAverager):
 
     @override
     def reset(self) -> None:
-        self._center, self._pull = list(map(_wide_copy, self.buffers)), []
+        self._center = self._average.agree(list(map(_wide_copy, self.buffers)))  # of all ranks
+        self._pull = []
 
 
 def _wide_copy(buffer: Tensor) -> Tensor:
