@@ -141,16 +141,24 @@ def build_stages(
         on_device = schedule.delays and _can_skip_on_device(arguments, prepared, run)
         defers_check = schedule.flushes or on_device
         options = replace(options, defers_check=defers_check, sends_found_inf=on_device)
-    copies = set() if schedule.delays else {tie.parameter for tie in ties}
-
-    def is_trained(parameter: nn.Parameter) -> bool:
-        groups = (group for each in prepared.optimizers for group in each.param_groups)
-        held = (each for group in groups for each in group["params"])
-        return parameter in copies or any(each is parameter for each in held)
-
-    criterion = Criterion(arguments.loss_fn, shares_update_fn(schedule, shape), options, is_trained)
+    copies = [] if schedule.delays else [tie.parameter for tie in ties]
+    criterion = Criterion(
+        arguments.loss_fn,
+        shares_update_fn(schedule, shape),
+        options,
+        partial(_is_trained, prepared.optimizers, copies),
+    )
     executor = prepared.finish(criterion, options)
     return BuiltStages(split, executor, p2p, criterion, tied, options, gradients)
+
+
+def _is_trained(
+    optimizers: Iterable[Optimizer], copies: Iterable[nn.Parameter], parameter: nn.Parameter
+) -> bool:
+    """Return whether optimizers, or the owner of tied ``copies``, train a parameter."""
+    groups = (group for each in optimizers for group in each.param_groups)
+    held = (each for group in groups for each in group["params"])
+    return any(each is parameter for each in (*held, *copies))
 
 
 def _find_split(

@@ -124,8 +124,8 @@ class GradientAverage:
         """Average the gradients in place, unless a replica skips the update, as all then must.
 
         ``weight`` is that of this replica's batch in the mean; all skip if none has one. Return
-        None, or why a replica skips the update, of any number of refusals. A parameter without a gradient on any
-        replica keeps none.
+        None, or why a replica skips the update, of any number of refusals. A parameter without a
+        gradient on any replica keeps none.
         """
         has_gradient = [p.grad is not None for p in self._parameters]
         counts = self._run.row(self._device)

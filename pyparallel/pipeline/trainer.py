@@ -294,8 +294,9 @@ class PipelineTrainer(Trainer):
         """Run all pending backwards and updates; weight versions then start at 0 again.
 
         Steps that have accumulated gradients since the last update are one of their own, such as
-        the rest of an epoch, with the mean over them. A stage that has skipped an update here raises what ``step`` does; the pipeline is empty.
-        With ``replicas`` all of them call it together, and messages in flight are merged.
+        the rest of an epoch, with the mean over them. A stage that has skipped an update here
+        raises what ``step`` does; the pipeline is empty. With ``replicas`` all of them call it
+        together, and messages in flight are merged.
         """
         self._check_usable()
         if self._pipeline is not None:
@@ -312,11 +313,11 @@ class PipelineTrainer(Trainer):
     def consensus(self) -> Iterator[None]:
         """Load the average of all replicas into the layers inside the context; restore it after.
 
-        Flush, but for accumulated gradients, and weights are averaged by their push-sum weights; of ``DiLoCo`` and the like they
-        are those after the last outer step; buffers such as BatchNorm's without weights, and not of
-        stages with nothing to train. All ranks enter it together, after the first step, to
-        ``evaluate``, ``predict`` or save the model; do not ``step`` inside. Without ``replicas``,
-        or with ``AllReduce()``, weights stay as they are.
+        Flush, but for accumulated gradients, and weights are averaged by their push-sum weights; of
+        ``DiLoCo`` and the like they are those after the last outer step; buffers such as
+        BatchNorm's without weights, and not of stages with nothing to train. All ranks enter it
+        together, after the first step, to ``evaluate``, ``predict`` or save the model; do not
+        ``step`` inside. Without ``replicas``, or with ``AllReduce()``, weights stay as they are.
         """
         self._check_usable()
         self._flush()
@@ -354,7 +355,8 @@ class PipelineTrainer(Trainer):
         """Flush, and return the model's outputs for a batch in evaluation mode, without a target.
 
         Arguments and errors are as of ``step``, but the samples may be fewer than
-        ``num_microbatches``, outputs that cannot be concatenated are a DisagreementError, and ``Interlocking`` needs a ``step`` or ``prepare`` before.
+        ``num_microbatches``, outputs that cannot be concatenated are a DisagreementError, and
+        ``Interlocking`` needs a ``step`` or ``prepare`` before.
 
         Returns:
             On the rank of the last stage its outputs, a tensor or a tuple of tensors, those of the

@@ -3,13 +3,12 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import Self
 
 from ..comm import Call, Collectives, Run, warn_if_alone
 from ..optim.finite_steps import FiniteSteps

@@ -167,10 +167,10 @@ class Criterion:
 
     def _find_own_parameter(self, loss: Tensor, known: set[Any]) -> nn.Parameter | None:
         """Return a parameter that a loss trains besides those behind its output, or None."""
-        waiting, seen = [loss.grad_fn], {None, *known}
+        waiting, seen = [loss.grad_fn], set(known)
         while waiting:
             node = waiting.pop()
-            if node in seen:
+            if node is None or node in seen:
                 continue
             seen.add(node)
             leaf = None if node.next_functions else getattr(node, "variable", None)

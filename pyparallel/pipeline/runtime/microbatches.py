@@ -243,13 +243,11 @@ class MicrobatchSplitter:
     def _split_inputs(self) -> list[Inputs]:
         inputs = self._inputs
         if isinstance(inputs, PreSplit):
-            split = [Arguments(*each) for each in inputs.arguments()]
-            return [tree_map_only(Tensor, Tensor.detach, each) for each in split]
+            given = [Arguments(*each) for each in inputs.arguments()]
+            return [tree_map_only(Tensor, Tensor.detach, each) for each in given]
         split = self._split(as_arguments(inputs) if isinstance(inputs, list | dict) else inputs)
-        samples = _num_samples(inputs)
-        return (
-            split if samples >= len(split) else [*split[:samples], *[()] * (len(split) - samples)]
-        )
+        sizes = zip(split, self._samples(inputs, split), strict=True)
+        return [each if samples else () for each, samples in sizes]
 
     @cached_property
     def _split_target(self) -> list[Any]:

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage, SplitPoint, pipe_split, 
 
 from pyparallel.pipeline import GPipe, OneForwardOneBackward, PipeDream, PipelineTrainer
 from pyparallel.pipeline.partition.torch_pipe import layers_and_split
+from tests.cases import slow
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 
@@ -128,8 +129,8 @@ def train_shared(rank, schedules):
     return found
 
 
-def test_a_parameter_that_stages_share_is_one_as_in_the_unsplit_model(ranks, subtests):
-    schedules = [OneForwardOneBackward(), GPipe(), PipeDream()]
+@pytest.mark.parametrize("schedules", [[GPipe()], slow([OneForwardOneBackward(), PipeDream()])])
+def test_a_parameter_that_stages_share_is_one_as_in_the_unsplit_model(ranks, subtests, schedules):
     first, last = ranks.run(2, train_shared, schedules)
     torch.manual_seed(0)
     model = Shared().double()

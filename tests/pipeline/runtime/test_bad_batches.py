@@ -3,7 +3,6 @@
 import re
 from functools import partial
 
-import torch
 from torch import nn
 
 from pyparallel.comm import DisagreementError

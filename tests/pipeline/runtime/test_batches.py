@@ -307,7 +307,7 @@ def use_few(rank):
             with pytest.raises(DisagreementError) as caught:
                 trainer.evaluate(ids[:here], target=target[:there] if rank else None)
             errors.append(str(caught.value))
-        with pytest.raises(DisagreementError, match="at least one for each of the 3 .*drop_last"):
+        with pytest.raises(DisagreementError, match=r"at least one for each of the 3 .*drop_last"):
             trainer.step(ids[:2], target[:2])
         assert all(torch.equal(each, before[name]) for name, each in parameters_of(trainer).items())
         trainer.step(ids, target)
