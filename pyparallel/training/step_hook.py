@@ -47,7 +47,8 @@ class StepHook:
         begin = optimizer.register_step_pre_hook(self._before_step)
         self._last = optimizer.register_step_pre_hook(self._begin_update)
         first = optimizer.register_step_post_hook(self._end_update)
-        optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
+        post_hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
+        post_hooks.move_to_end(first.id, last=False)
         end = optimizer.register_step_post_hook(self._after_step)
         self._hooks = [begin, self._last, first, end]
 
