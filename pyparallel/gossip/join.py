@@ -136,7 +136,7 @@ class JoinedRounds(Joinable):
     def _notify(self, joinable: Joinable) -> dist.Work | None:
         """Wait for the all-reduce of the ranks with batches, in ``join()``, and return it."""
         with self._run.raising(_NOTIFYING):
-            work = Join.notify_join_context(joinable)
+            work: dist.Work | None = Join.notify_join_context(joinable)
             if work is not None:
                 begin = time.perf_counter()
                 work.wait()

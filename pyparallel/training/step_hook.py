@@ -289,8 +289,9 @@ def decays_only(optimizer: object) -> bool:
 
 def _is_known(optimizer: object) -> bool:
     """Return whether an optimizer's step is torch's or ours."""
+    known = ("torch.optim.", "pyparallel.optim.")
     step = optimizer.__class__.step  # type: ignore[attr-defined]  # also of a weak proxy
-    return bool(step.__module__.startswith(("torch.optim.", "pyparallel.optim.")))
+    return bool(step.__module__.startswith(known))
 
 
 def _evaluates_once(optimizer: Optimizer) -> bool:
