@@ -243,7 +243,7 @@ def beside_plain_ddp(rank, use):
         torch.testing.assert_close(found[-1], found[0], rtol=2e-6, atol=2e-6)
 
 
-OWING = [
+FEEDING_BACK = [
     *(each for row in CATALOG for each in row.compressors if each.feeds_back and row.feeds_back),
     DGC(0.05, momentum=0.0),
     PerParameter({"a.*": ErrorFeedback(Int8()), "*": ErrorFeedback(TopK(0.1))}),
@@ -296,7 +296,7 @@ def lose_nothing(rank, compressor, way):
         torch.testing.assert_close(mean, missing[name], rtol=1e-4, atol=1e-5)
 
 
-FAST_WAYS = [(ErrorFeedback(TopK(0.05)), "frozen"), (OWING[-2], "other buckets")]
+FAST_WAYS = [(ErrorFeedback(TopK(0.05)), "frozen"), (FEEDING_BACK[-2], "other buckets")]
 
 
 @pytest.mark.slow
@@ -306,7 +306,7 @@ def test_lossless_hooks_train_as_plain_ddp(ranks):
 
 @pytest.mark.parametrize(
     "rows",
-    [FAST_WAYS, *(slow([(each, way) for each in OWING]) for way in PHASES)],
+    [FAST_WAYS, *(slow([(each, way) for each in FEEDING_BACK]) for way in PHASES)],
     ids=["fast", *PHASES],
 )
 def test_nothing_is_lost_when_a_ddp_is_made_anew(ranks, rows):
