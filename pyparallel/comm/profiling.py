@@ -22,7 +22,8 @@ def profiled_start(name: str, start: Callable[[], Future[Any]]) -> Future[Any]:
     if not profiler._is_profiler_enabled:
         return start()
     with profiler.record_function(name) as running:
-        return running._call_end_callbacks_on_future(start())
+        ended: Future[Any] = running._call_end_callbacks_on_future(start())
+        return ended
 
 
 def post(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -131,7 +132,7 @@ class FusedOptimizer(Optimizer):
                 self.step_bucket(index)
         return loss
 
-    @torch._disable_dynamo  # backends cannot trace parameters that become views
+    @_disable_dynamo  # backends cannot trace parameters that become views
     @torch.inference_mode(False)
     @torch.no_grad()
     def lay_out(self, cap_bytes: int = NO_LIMIT) -> list[FlatBuckets]:

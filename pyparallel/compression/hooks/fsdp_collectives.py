@@ -114,9 +114,11 @@ def _encode(
         padded = x.new_zeros(num_parts * longer)
         padded.view(num_parts, longer)[:, :numel].copy_(x.view(num_parts, numel))
     layout = BufferLayout.flat(padded.numel(), name)
-    if pieces:  # some compressors send padding too
-        padding = Piece(f"{name} padding {longer - numel}", (longer - numel,))
-        layout = BufferLayout(_parts_of((*pieces, padding), range(num_parts)), name)
+    if pieces:
+        if longer > numel:  # some compressors send padding too
+            padding = Piece(f"{name} padding {longer - numel}", (longer - numel,))
+            pieces = *pieces, padding
+        layout = BufferLayout(_parts_of(pieces, range(num_parts)), name)
     message = store.compressor.compress(padded, store.of(layout, x.device))
     return _PackedMessages(
         list(message),

@@ -195,4 +195,4 @@ CASES = {
 
 @pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
 def test_state_follows_parameters_that_have_a_gradient(ranks, cases):
-    ranks.run_each(2, compare_with_states_by_name, cases)
+    ranks.run_each(2, compare_with_states_by_name, cases, time_limit=240)
