@@ -76,12 +76,41 @@ class GossipStrategy(RankFiles):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self.lightning_module is not None:
             self._saved = None
-            self.model = GossipDataParallel(
-                self.lightning_module,
-                self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers,
-                self._algorithm_fn(self.world_size),
-                **self._options,
-            )
+            self._wrap()
+
+    def _wrap(self) -> None:
+        self._given = set(map(id, self._parameters()))
+        self._wrapped = {id(each) for each in self._parameters() if each.requires_grad}
+        self.model = GossipDataParallel(
+            cast(Any, self.lightning_module),
+            self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers,
+            self._algorithm_fn(self.world_size),
+            **self._options,
+        )
+
+    def _parameters(self) -> Iterator[Any]:
+        for group in (group for each in self.optimizers for group in each.param_groups):
+            yield from group["params"]
+
+    def _include_new_parameters(self) -> None:
+        """Wrap the module again, from the consensus, if a callback has unfrozen parameters."""
+        trained = {id(each) for each in self._parameters() if each.requires_grad}
+        if not trained <= self._wrapped:
+            self.gossip.load_state_dict(self.lightning_module_state_dict())
+            self.gossip.close()
+            self._wrap()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._include_new_parameters()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        for parameter in self._parameters():
+            if id(parameter) not in self._given:  # Lightning's finetuning adds it, but frozen
+                parameter.requires_grad_(True)
+        self._include_new_parameters()
+        super().load_optimizer_state_dict(checkpoint)
 
     @override
     @contextmanager
