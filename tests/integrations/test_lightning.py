@@ -273,6 +273,45 @@ def check_names(rank, folder):
             assert_equal(resumed.state_dict(), expected.state_dict())
 
 
+class Averaged(AutoEncoder):
+    """One that keeps each rank's weights after each step, and those that are validated."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.seen = [], []
+
+    def on_train_batch_end(self, *arguments):
+        self.steps.append(copy.deepcopy(self.state_dict()))
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        if batch_idx == 0:
+            self.seen.append(copy.deepcopy(self.state_dict()))
+
+
+def check_ema(rank, folder):
+    """Validate, save and keep the ranks' average of Lightning's EMA of each rank's weights."""
+    for overlap in (0, 1):
+        strategy = GossipStrategy(lambda n, overlap=overlap: SGP(topology.Ring(n), overlap=overlap))
+        ema = L.pytorch.callbacks.EMAWeightAveraging(decay=0.9)
+        trainer, module = fit(f"{folder}/{overlap}", strategy, 2, Averaged(), callbacks=[ema])
+        average, expected = None, []
+        for index, weights in enumerate(module.steps, 1):
+            if average is None:
+                average = copy.deepcopy(weights)
+            for key, tensor in weights.items():
+                average[key].lerp_(tensor, 0.1)
+            if index % NUM_BATCHES == 0:
+                expected.append({key: tensor.clone() for key, tensor in average.items()})
+                for tensor in expected[-1].values():
+                    dist.all_reduce(tensor.div_(2))
+        saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)
+        found = [*module.seen, module.state_dict(), saved["state_dict"]]
+        expected += 2 * expected[-1:]
+        for state, means in zip(found, expected, strict=True):
+            torch.testing.assert_close(dict(state), means, rtol=0, atol=1e-6)
+
+
 class OfHead(AutoEncoder):
     """One whose encoder a callback of Lightning unfreezes, and adds to the optimizer."""
 
@@ -288,18 +327,17 @@ def check_finetuning(rank, folder):
     """Train what a callback unfreezes, as the loop by hand does that wraps again."""
     module = AutoEncoder()
     module.encoder.requires_grad_(False)
-    optimizer, losses = OfHead.configure_optimizers(module), []
-    for epoch in range(3):
-        if epoch == 1:
-            model.flush()
-            with model.consensus() as averaged:
-                weights = copy.deepcopy(averaged.state_dict())
-            model.close()
-            module.load_state_dict(weights)
-            module.encoder.requires_grad_(True)
-            optimizer.add_param_group({"params": [*module.encoder.parameters()], "lr": 0.01})
-        if epoch < 2:
-            model = GossipDataParallel(module, optimizer, SGP(topology.Ring(2), overlap=1))
+    optimizer, algorithm = OfHead.configure_optimizers(module), SGP(topology.Ring(2), overlap=1)
+    model = GossipDataParallel(module, optimizer, algorithm)
+    losses = train(model, [optimizer], batches_of(rank, 0))
+    with model.consensus() as averaged:
+        weights = copy.deepcopy(averaged.state_dict())
+    model.close()
+    module.load_state_dict(weights)
+    module.encoder.requires_grad_(True)
+    optimizer.add_param_group({"params": [*module.encoder.parameters()], "lr": 0.01})
+    model = GossipDataParallel(module, optimizer, algorithm)
+    for epoch in (1, 2):
         losses += train(model, [optimizer], batches_of(rank, epoch))
     with model.consensus() as averaged:
         weights = copy.deepcopy(averaged.state_dict())
@@ -343,7 +381,7 @@ def run(rank, check, folder):
 
 @checks(
     *("gossip", "gossip_without_overlap", "checkpoints", "options", "compressed", "scaler"),
-    *("last_checkpoint", "names", "finetuning"),
+    *("last_checkpoint", "names", "finetuning", "ema"),
 )
 def test_lightning_trains_as_the_loop_by_hand(ranks, tmp_path, check):
     ranks.run(2, run, f"check_{check}", str(tmp_path))
