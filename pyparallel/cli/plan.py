@@ -156,7 +156,7 @@ def describe(plan: _PlannedRun) -> tuple[str, ...]:
     ]
     return (
         _name(plan),
-        *(f"{each:.1%}" for each in idle),
+        *(f"{each:z.1%}" for each in idle),
         f"{activations:g}",
         f"{after.weights.copies.max()}",
         _span(after.forward_staleness),

@@ -11,9 +11,9 @@ from ..comm import check_consistent_across_ranks
 from ..training import check_on_all_ranks
 
 
-def rank_file(prefix: str) -> str:
-    """Return the name of this rank's file, such as "last.ckpt.rank-0-of-4"."""
-    return f"{prefix}.rank-{dist.get_rank()}-of-{dist.get_world_size()}"
+def rank_file(prefix: str, rank: int | None = None) -> str:
+    """Return the name of a rank's file, such as "last.ckpt.rank-0-of-4"; None: of this rank."""
+    return f"{prefix}.rank-{dist.get_rank() if rank is None else rank}-of-{dist.get_world_size()}"
 
 
 def load_rank_file(prefix: str) -> Any:

@@ -221,7 +221,8 @@ def _optimizer_state(each: NamedStage, optimizer: Optimizer, state: State) -> St
             if saved[_STATE]:
                 loaded["state"][number] = saved[_STATE]
             options.append(saved[_GROUPS])
-        for key, value in options[0].items():
+        # The options of an empty group, which has no name to be saved by, stay as they are.
+        for key, value in (options or [{}])[0].items():
             if any(repr(value) != repr(other.get(key)) for other in options):
                 raise ValueError(
                     f"checkpoint_id must have one {key} for the parameters of a group, got several "

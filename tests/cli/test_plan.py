@@ -75,6 +75,11 @@ def test_the_round_is_simulated(call):
     assert waits["PipeDream"] == f"{2 / 2.75:.1%}"
 
 
+def test_no_share_is_a_negative_zero(call):
+    printed = call("--stages", "2", "--microbatches", "4", "--forward", "0.1", "--backward", "0.2")
+    assert "-0.0%" not in printed
+
+
 def test_one_stage_has_no_bubble(call):
     printed = call("--stages", "1", "--microbatches", "1")
     assert set(re.findall(r"\d+\.\d%", printed)) == {"0.0%"}

@@ -242,6 +242,125 @@ def check_last_checkpoint(rank, folder):
     check_refused_checkpoints(rank, folder, callback.last_model_path)
 
 
+class Logged(AutoEncoder):
+    """One that logs as Lightning does by default: each rank its own value."""
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("val", self.validation[-1] + (-1) ** self.trainer.current_epoch * self.global_rank)
+
+
+def check_names(rank, folder):
+    """A metric in the name of a checkpoint, of which each rank has another value."""
+    expected = fit(f"{folder}/whole", GossipStrategy(), 4, Logged())[1]
+    for strategy in (GossipStrategy, CompressedDDPStrategy):
+        part = Path(folder, strategy.__name__)
+        callback = L.pytorch.callbacks.ModelCheckpoint(
+            part, "{epoch}-{val:.4f}", monitor="val", save_top_k=2
+        )
+        _, module = fit(f"{part}/log", strategy(), 3, Logged(), callbacks=callback)
+        dist.barrier()
+        kept = sorted(callback.best_k_models)  # of the first rank
+        dist.broadcast_object_list(kept, 0)
+        names = [Path(each).name for each in kept]
+        names += [f"{each}.rank-{r}-of-2" for each in names for r in range(2)]
+        assert sorted(each.name for each in part.glob("*.ckpt*")) == sorted(names)
+        path = max(kept)
+        done = NUM_BATCHES * (1 + int(Path(path).name[len("epoch=")]))
+        resumed = fit(f"{part}/log", strategy(), 4, Logged(), resume=path)[1]
+        assert resumed.losses[: len(module.losses) - done] == module.losses[done:]
+        if strategy is GossipStrategy:
+            assert_equal(resumed.state_dict(), expected.state_dict())
+
+
+class Averaged(AutoEncoder):
+    """One that keeps each rank's weights after each step, and those that are validated."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.seen = [], []
+
+    def on_train_batch_end(self, *arguments):
+        self.steps.append(copy.deepcopy(self.state_dict()))
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        if batch_idx == 0:
+            self.seen.append(copy.deepcopy(self.state_dict()))
+
+
+def check_ema(rank, folder):
+    """Validate, save and keep the ranks' average of Lightning's EMA of each rank's weights."""
+    for overlap in (0, 1):
+        strategy = GossipStrategy(lambda n, overlap=overlap: SGP(topology.Ring(n), overlap=overlap))
+        ema = L.pytorch.callbacks.EMAWeightAveraging(decay=0.9)
+        trainer, module = fit(f"{folder}/{overlap}", strategy, 2, Averaged(), callbacks=[ema])
+        average, expected = None, []
+        for index, weights in enumerate(module.steps, 1):
+            if average is None:
+                average = copy.deepcopy(weights)
+            for key, tensor in weights.items():
+                average[key].lerp_(tensor, 0.1)
+            if index % NUM_BATCHES == 0:
+                expected.append({key: tensor.clone() for key, tensor in average.items()})
+                for tensor in expected[-1].values():
+                    dist.all_reduce(tensor.div_(2))
+        saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)
+        found = [*module.seen, module.state_dict(), saved["state_dict"]]
+        expected += 2 * expected[-1:]
+        for state, means in zip(found, expected, strict=True):
+            torch.testing.assert_close(dict(state), means, rtol=0, atol=1e-6)
+
+
+class OfHead(AutoEncoder):
+    """One whose encoder a callback of Lightning unfreezes, and adds to the optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = self.encoder
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.decoder.parameters(), lr=0.05)
+
+
+def check_finetuning(rank, folder):
+    """Train what a callback unfreezes, as the loop by hand does that wraps again."""
+    module = AutoEncoder()
+    module.encoder.requires_grad_(False)
+    optimizer, algorithm = OfHead.configure_optimizers(module), SGP(topology.Ring(2), overlap=1)
+    model = GossipDataParallel(module, optimizer, algorithm)
+    losses = train(model, [optimizer], batches_of(rank, 0))
+    with model.consensus() as averaged:
+        weights = copy.deepcopy(averaged.state_dict())
+    model.close()
+    module.load_state_dict(weights)
+    module.encoder.requires_grad_(True)
+    optimizer.add_param_group({"params": [*module.encoder.parameters()], "lr": 0.01})
+    model = GossipDataParallel(module, optimizer, algorithm)
+    for epoch in (1, 2):
+        losses += train(model, [optimizer], batches_of(rank, epoch))
+    with model.consensus() as averaged:
+        weights = copy.deepcopy(averaged.state_dict())
+
+    def finetuned(epochs, resume=None):
+        strategy = GossipStrategy(lambda n: SGP(topology.Ring(n), overlap=1))
+        unfreeze = L.pytorch.callbacks.BackboneFinetuning(
+            1, lambda epoch: 1.0, backbone_initial_lr=0.01
+        )
+        saving = L.pytorch.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        options = {"callbacks": [unfreeze, saving], "resume": resume}
+        return fit(folder, strategy, epochs, OfHead(), **options)[1]
+
+    module = finetuned(3)
+    assert module.losses == losses
+    assert_equal({k: v for k, v in module.state_dict().items() if "backbone" not in k}, weights)
+    dist.barrier()
+    for epoch in range(2):  # the second has the group that was added
+        resumed = finetuned(3, f"{folder}/epoch={epoch}.ckpt")
+        assert resumed.losses == losses[NUM_BATCHES * (epoch + 1) :]
+        assert_equal(resumed.state_dict(), module.state_dict())
+
+
 def check_refused_checkpoints(rank, folder, path):
     saved = torch.load(path, weights_only=False)
     other = f"{folder}/other-{rank}.ckpt"
@@ -262,7 +381,7 @@ def run(rank, check, folder):
 
 @checks(
     *("gossip", "gossip_without_overlap", "checkpoints", "options", "compressed", "scaler"),
-    "last_checkpoint",
+    *("last_checkpoint", "names", "finetuning", "ema"),
 )
 def test_lightning_trains_as_the_loop_by_hand(ranks, tmp_path, check):
     ranks.run(2, run, f"check_{check}", str(tmp_path))

@@ -17,6 +17,14 @@ class RankFiles(DDPStrategy):
 
     _loaded_from: Any = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._saved_as: dict[str, Any] = {}
+
+    def _path_of(self, path: Any) -> Any:
+        """Return the first rank's name of a checkpoint: a metric in it may differ on this one."""
+        return self._saved_as.get(str(path), path)
+
     @override
     def setup(self, trainer: Any) -> None:
         rule, got = f"{type(self).__name__} must have at least 2 ranks", "devices=1 and num_nodes=1"
@@ -34,6 +42,9 @@ class RankFiles(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        own, filepath = str(filepath), self.broadcast(filepath)
+        if own != str(filepath):
+            self._saved_as[own] = filepath
         if checkpoint.get("optimizer_states"):  # else save_weights_only, or nothing was trained
             checkpoint[_NUM_RANKS] = self.world_size
             path = _rank_file(filepath)
@@ -42,12 +53,21 @@ class RankFiles(DDPStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        self.checkpoint_io.remove_checkpoint(_rank_file(filepath))
+        """Remove all files of a checkpoint that the first rank sees; without it those of a rank.
+
+        Ranks may differ in which checkpoint is their worst; the first one decides.
+        """
+        filepath = self._path_of(filepath)
+        if self.is_global_zero:
+            for rank in range(self.world_size):
+                self.checkpoint_io.remove_checkpoint(_rank_file(filepath, rank))
+        elif not os.path.exists(filepath):  # already removed, or on another machine's disk
+            self.checkpoint_io.remove_checkpoint(_rank_file(filepath))
         super().remove_checkpoint(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._loaded_from = checkpoint_path
+        self._loaded_from = checkpoint_path = self._path_of(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     @override
@@ -66,5 +86,6 @@ class RankFiles(DDPStrategy):
         self.load_rank_state(load_on_all_ranks(read))
 
 
-def _rank_file(path: Any) -> str:
-    return rank_file(os.path.realpath(path) if os.path.islink(path) else path)  # save_last="link"
+def _rank_file(path: Any, rank: int | None = None) -> str:
+    path = os.path.realpath(path) if os.path.islink(path) else path  # save_last="link"
+    return rank_file(path, rank)

@@ -48,9 +48,9 @@ class Layers(list):
 
 
 def alone(parameters):
-    """A group for each parameter, so that stages have other numbers of groups."""
+    """A group for each parameter, so that stages have other numbers of groups, and an empty one."""
     groups = [{"params": [each], "lr": 0.01 * (1 + each.dim())} for each in parameters]
-    return torch.optim.AdamW(groups)
+    return torch.optim.AdamW([{"params": []}, *groups])
 
 
 def warmed_up(optimizer):
