@@ -106,8 +106,8 @@ FAULTS = [
     Fault(
         "the record of a message outlives a profile",
         "pyparallel/comm/profiling.py",
-        "if not profiler._is_profiler_enabled:",
-        "if True:",
+        "if not profiler._is_profiler_enabled:\n        return function",
+        "if True:\n        return function",
         "tests/comm/test_profiling.py",
     ),
     # Replicas of a pipeline

@@ -96,9 +96,8 @@ class AllRanks:
             weight: 0-d; the ranks' sum to their number.
         """
         size, device, store = self._run.size, tensors[0].device, self.store
-        row, gathered = self._run.row(device, index), list[Tensor]()
-        if changes:
-            row = torch.cat([row, row.new_tensor(changes)])
+        row = self._run.row(device, index)
+        of_ranks = torch.tensor(changes or [], dtype=torch.int32, device=device)
         if store is None:
             total = [each * (weight / size) for each in tensors]
         else:
@@ -107,7 +106,9 @@ class AllRanks:
         @torch.no_grad()
         def average() -> None:
             if size > 1:
-                gathered.append(self._headers.gather(self._collectives, index, device, row))
+                self._headers.gather(self._collectives, index, device, row)
+                with self._collectives.uncounted():
+                    of_ranks.copy_(self._collectives.all_gather(of_ranks).amax(0))
             for each, layout in zip(total, layouts, strict=True):
                 if store is None:
                     self._collectives.all_reduce_(each)
@@ -128,7 +129,8 @@ class AllRanks:
         if future is None:
             average()
 
-        kept = [row]  # a job on another stream may still have to read it when this returns
+        # A job on another stream may still have to read them when this returns.
+        kept = [row, of_ranks]
 
         def wait() -> list[Tensor]:
             if future is not None:
@@ -136,8 +138,8 @@ class AllRanks:
             kept.clear()
             for error in failures:
                 raise error
-            if changes and gathered and min(changes) < TRAINED:
-                changes[:] = map(int, gathered[0].amax(0).tolist())
+            if changes and min(changes) < TRAINED:
+                changes[:] = of_ranks.tolist()
             if store is None:
                 return total
             return [a - each for a, each in zip(equal, total, strict=True)]

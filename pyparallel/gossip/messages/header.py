@@ -78,11 +78,10 @@ class MessageHeaders:
         round_index: int,
         device: torch.device,
         row: Tensor | None = None,
-    ) -> Tensor:
+    ) -> None:
         """Compare this rank's header with those of all ranks, before they average exactly.
 
-        ``row`` is ``Run.row`` of when the average began, if that is not now, perhaps with more
-        entries behind it, as many on all ranks: return those of each rank, a row for each.
+        ``row`` is ``Run.row`` of when the average began, if that is not now.
 
         On the CPU headers that differ are a PeerError, of the same pair on all ranks. On other
         devices an invalid header is counted, and a later call raises.
@@ -91,14 +90,13 @@ class MessageHeaders:
             self._raise_counted(device)
         row = self.run.row(device, round_index) if row is None else row
         with collectives.uncounted():
-            rows, more = collectives.all_gather(row).tensor_split([counts.NUM_FIELDS], dim=1)
+            rows = collectives.all_gather(row)
         if device.type == "cpu":
             self.check_gathered(rows.tolist())
-            return more
+            return
         own = self.run.fields(round_index)
         expected = _Expected(own, [0] * len(rows), range(len(rows)), (1.0,) * len(rows))
-        self.screen(expected, rows.contiguous())
-        return more
+        self.screen(expected, rows)
 
     def check_gathered(self, rows: Sequence[Sequence[float]]) -> None:
         """Raise a PeerError, the same on all ranks, if the headers of two ranks differ."""
