@@ -19,11 +19,11 @@ def profiled_start(name: str, start: Callable[[], Future[Any]]) -> Future[Any]:
 
     A profiler sees nothing of a thread that was running before it.
     """
-    if not profiler._is_profiler_enabled:
-        return start()
-    with profiler.record_function(name) as running:
-        ended: Future[Any] = running._call_end_callbacks_on_future(start())
-        return ended
+    if profiler._is_profiler_enabled:
+        with profiler.record_function(name) as running:
+            ended: Future[Any] = running._call_end_callbacks_on_future(start())
+            return ended
+    return start()
 
 
 def post(function: Callable[..., Any], *arguments: Any) -> Any:

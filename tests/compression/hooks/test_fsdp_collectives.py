@@ -161,7 +161,7 @@ def follow_names(rank):
     for compressor in SENDING_ZEROS:
         collectives = Collectives()
         store = StateStore(compressor, rank, collectives.size)
-        for step in range(4):
+        for step in range(2):
             x = torch.zeros(collectives.size, 100)
             if step % 2 == 0:
                 x.normal_(generator=torch.Generator().manual_seed(10 * step + rank))
@@ -173,7 +173,7 @@ def follow_names(rank):
 
 SENDING_ZEROS = [  # for zeros
     each
-    for each in FED_BACK
+    for each in FED_BACK[::2]
     if not isinstance(getattr(each, "compressor", each), Sign | Statistical)
 ]
 
