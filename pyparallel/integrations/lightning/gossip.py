@@ -84,7 +84,8 @@ class GossipStrategy(RankFiles):
             self._saved = None
             self._wrap()
             if not any(isinstance(each, _BeforeOthers) for each in trainer.callbacks):
-                trainer.callbacks = [_BeforeOthers(), *trainer.callbacks, _AfterOthers()]
+                trainer.callbacks.insert(0, _BeforeOthers())
+                trainer.callbacks.append(_AfterOthers())
 
     def _wrap(self) -> None:
         self._given = set(map(id, self._parameters()))
