@@ -25,8 +25,9 @@ class Reads(TorchDispatchMode):
         self.found, self._made = {}, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_new = func is torch.ops.aten.lift_fresh.default  # what torch.tensor has allocated
         for each in _memory_of((args, kwargs)):
-            if each.cdata not in self._made:
+            if not is_new and each.cdata not in self._made:
                 self.found[each.cdata] = each
         result = func(*args, **(kwargs or {}))
         self._made |= {each.cdata for each in _memory_of(result)} - self.found.keys()
