@@ -155,7 +155,7 @@ class GossipStrategy(RankFiles):
         return [float(each.double().sum()) for each in self._tensors()]
 
     def _average(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        return [cast(Tensor, self.reduce(each.double(), reduce_op="mean")) for each in tensors]
+        return [self.reduce(each.double(), reduce_op="mean") for each in tensors]
 
     def average_replaced(self) -> None:
         """Validate the average over ranks of what a callback has put into the module, as an EMA."""
