@@ -19,7 +19,11 @@ from tests.launched import forget_accelerate, launched
 
 load("accelerate")
 from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType  # noqa: E402
+from accelerate.utils import (  # noqa: E402
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DistributedType,
+)
 
 from pyparallel.integrations.accelerate import CompressedDDPKwargs, RankStates, prepare_gossip  # noqa: E402
 
@@ -173,6 +177,25 @@ def check_gossip_resumes(rank, folder):
     assert_equal(model.state_dict(), weights)
 
 
+def check_shuffled(rank, folder):
+    """Resume with a shuffled loader, as the page says."""
+
+    def begin():
+        sampling = DataLoaderConfiguration(use_seedable_sampler=True)
+        accelerator, model, optimizer, _ = prepare(OVERLAPPED, dataloader_config=sampling)
+        loader = DataLoader(TensorDataset(samples()), BATCH_SIZE, shuffle=True)
+        return accelerator, model, optimizer, accelerator.prepare(loader)
+
+    accelerator, *whole = begin()
+    train(accelerator, *whole)
+    accelerator.save_state(folder)
+    losses = train(accelerator, *whole)
+    accelerator, *resumed = begin()
+    accelerator.load_state(folder)
+    resumed[-1].set_epoch(1)
+    assert train(accelerator, *resumed) == losses
+
+
 def check_compressed(rank, folder):
     compressor = ErrorFeedback(TopK(0.25))
     states = []
@@ -232,7 +255,7 @@ def run(rank, check, folder):
     launched(globals()[check])(rank, folder)
 
 
-@checks("gossip", "options", "gossip_resumes", "compressed", "refusals")
+@checks("gossip", "options", "gossip_resumes", "shuffled", "compressed", "refusals")
 def test_accelerate_trains_as_the_loop_by_hand(ranks, tmp_path, check):
     ranks.run(2, run, f"check_{check}", str(tmp_path))
 

@@ -1,6 +1,6 @@
 """The algorithms' rules in plain torch, on the models of all ranks in one process.
 
-A rule knows nothing of trainers: it reads and writes the parameters of loops (`test_pairs.py`), as
+A rule knows nothing of trainers: it reads and writes the parameters of loops (`loops.py`), as
 rows of a matrix, between their backward passes, updates and next steps. ``places`` are the
 parameters that are one message together.
 """

@@ -242,7 +242,7 @@ class Loop:
             each.end(self, step)
 
     def train(self):
-        """Return the parameters after each step, the last ones with the buffers."""
+        """Return the parameters after each step."""
         history = []
         for step in range(STEPS):
             self.backward(step)
