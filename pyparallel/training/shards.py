@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm import Collectives, Run
+from .checkpointing import uncompiled
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -173,6 +174,7 @@ def find_shard_error(
             "module must be sharded by fully_shard over another dimension of the mesh before it is "
             "wrapped, got plain parameters only; whole replicas take process_group=mesh.get_group()"
         )
+    module = uncompiled(module)
     if not any(each is module for each in Shards(module).modules):
         return (
             f"module must be sharded as a whole, got a root {type(module).__name__} that is not: "

@@ -50,7 +50,6 @@ REFUSED = {  # an algorithm or feature, and another feature
     ("slowmo", "fragments"): "fragments must be 1 and delay 0 with an inner algorithm, got 2 and 1",
     ("hierarchical", "sharded"): "algorithm must be the one between replicas for a module that",
     ("allreduce", "sharded"): "algorithm must be a gossip algorithm for a module that fully_shard",
-    ("compiled", "sharded"): "module must be sharded as a whole, got a root OptimizedModule",
     ("easgd", "sharded"): "algorithm must read no momentum for a module that fully_shard",
 }
 
