@@ -63,6 +63,7 @@ def read_steps(text):
     return {row[0]: float(row[row.index("ms", -4) - 1]) / 1e3 for row in rows}
 
 
+@pytest.mark.slow
 def test_a_profile_stands_for_the_machine_that_it_was_measured_on(tmp_path):
     path = tmp_path / "profile.json"
     Profile(0.5, 0.2, stepping=0.125, rate=1.25e5, latency=0.01).write(path)
@@ -201,6 +202,7 @@ def assert_is_for_two_ranks(printed):
     assert printed.count("\nbf16 ") == 1
 
 
+@pytest.mark.slow
 def test_on_two_ranks_the_link_is_measured_and_only_rank_0_prints(ranks):
     (first, progress), second = ranks.run(2, print_as_under_torchrun)
     assert_is_for_two_ranks(first)

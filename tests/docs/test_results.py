@@ -88,6 +88,7 @@ def change(monkeypatch):
     return replace
 
 
+@pytest.mark.slow  # a page takes seconds to render
 @pytest.mark.parametrize(("page", "name", "where", "column", "new", "text"), CHANGES)
 def test_a_row_that_changes_changes_its_page(change, page, name, where, column, new, text):
     before = rendered(page)

@@ -413,6 +413,7 @@ def one_replica(rank, schedule, has_mesh):
     return losses, state_of(trainer)
 
 
+@pytest.mark.slow
 def test_one_replica_is_the_pipeline_alone_bit_for_bit(ranks):
     cases = [(schedule, has) for schedule in FLUSHING + STREAMING for has in (True, False)]
     found = ranks.run_each(2, one_replica, cases)
@@ -528,6 +529,7 @@ def lose_checkpoint(rank, folder):
     trainer.step(*calls_of(replica)[0])
 
 
+@pytest.mark.slow
 def test_a_sharded_state_is_the_average_and_loads_elsewhere(ranks, tmp_path):
     for index, algorithm in enumerate([SGP(Ring(2), overlap=1), AllReduce()]):
         folder = str(tmp_path / str(index))

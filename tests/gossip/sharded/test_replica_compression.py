@@ -319,6 +319,7 @@ def test_every_compressed_gossip_of_unequal_shards(ranks):
     ranks.run(5, call_each, [*gossip_rows(TWO), *gossip_rows(THREE)], **LIMITS)
 
 
+@pytest.mark.slow
 def test_compressed_outer_steps_of_unequal_shards(ranks):
     ranks.run(5, call_each, list(outer_rows(TWO))[:2], **LIMITS)
 
@@ -378,6 +379,7 @@ def whole_rows():
         yield holds_no_whole_tensor, algorithm
 
 
+@pytest.mark.slow
 def test_messages_are_of_whole_replicas(ranks):
     ranks.run(5, call_each, list(whole_rows())[1:4:2], **LIMITS)
 

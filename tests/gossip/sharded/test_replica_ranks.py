@@ -506,6 +506,7 @@ def joins(rank):
 SKEWED_SGP = SGP(FromMatrix(np.array(SKEWED[2])), overlap=1)
 
 
+@pytest.mark.slow
 def test_messages_and_mistakes_are_of_whole_replicas(ranks):
     rows = [
         (refuses_mistakes,),
