@@ -236,7 +236,7 @@ def fail_in(rank, fault, names):
     [
         ("dies", FAST),
         ("ends", ["sgp"]),
-        ("stops", ["sgp-complete"]),
+        slow("stops", ["sgp-complete"]),
         *[slow("dies", [name]) for name in CASES if name not in FAST],
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],

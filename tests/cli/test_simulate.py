@@ -26,6 +26,7 @@ from pyparallel.simulate import (
     parse_algorithm,
     parse_schedule,
 )
+from tests.cases import slow
 
 LINKS = """\
 ranks = 16
@@ -217,7 +218,7 @@ def test_the_picture(call, tmp_path):
     assert (tmp_path / "runs.svg").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("loss", ["quadratic", "logistic"])
+@pytest.mark.parametrize("loss", ["quadratic", slow("logistic")])
 def test_losses_are_shown_when_asked(call, tmp_path, loss):
     arguments = ("--ranks", "16", "--rate", "300", "--parameters", "2e9", "--compute", "100",
                  "--rounds", "200", "--stragglers", "lognormal:0.5",

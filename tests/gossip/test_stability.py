@@ -101,7 +101,7 @@ def descend(rank, algorithm, momentum, nesterov):
     return np.transpose(norms)
 
 
-@pytest.mark.parametrize("cases", [LIBRARY_CASES[2:9:6], slow(LIBRARY_CASES)], ids=["few", "all"])
+@pytest.mark.parametrize("cases", [LIBRARY_CASES[2:3], slow(LIBRARY_CASES)], ids=["one", "all"])
 def test_the_library_diverges_above_the_limit_and_converges_below(ranks, cases):
     results = ranks.run_each(4, descend, cases, time_limit=180)
     for case, (below, above) in zip(cases, np.array(results).max(axis=1), strict=True):

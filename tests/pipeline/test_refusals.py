@@ -212,6 +212,7 @@ def step_all(rank):
     )
 
 
+@pytest.mark.slow
 def test_three_stages_and_interlocking_ones_without_a_loss_that_they_learn_from(ranks):
     found = ranks.run(3, step_all)
     for index, schedule in enumerate(CHAIN):

@@ -225,6 +225,7 @@ def test_without_heterogeneity_shards_are_equal():
         assert (each == each[:1]).all()
 
 
+@pytest.mark.slow
 def test_local_steps_on_unequal_shards_end_above_all_reduce():
     """At the rate of both; and where Malinovsky et al. (arXiv 2004.01442) say that they end."""
     n, interval = 8, 10

@@ -77,7 +77,7 @@ def test_the_host_reads_losses_alone_and_once_a_step_where_it_can(reads, subtest
             reads.clear()
 
 
-@pytest.mark.parametrize("name", ["fused AdamW", "pyparallel.optim.AdamW"])
+@pytest.mark.parametrize("name", [slow("fused AdamW"), "pyparallel.optim.AdamW"])
 @pytest.mark.parametrize(
     "every",
     [[schedules.OneForwardOneBackward(), schedules.PipeOptim()], slow(schedules.EVERY_SCHEDULE)],
