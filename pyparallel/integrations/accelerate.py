@@ -50,7 +50,7 @@ def prepare_gossip(
     What ``accelerator`` saves of the model is the exact average of all ranks, which call
     ``save_state``, ``save_model`` and ``get_state_dict`` together. ``save_state`` also writes each
     rank's own state to a file of its own, from which ``load_state`` resumes bit for bit; a shuffled
-    ``DataLoader`` needs Accelerate's ``use_seedable_sampler=True`` and ``set_epoch`` for that. To
+    DataLoader needs Accelerate's ``use_seedable_sampler=True`` and ``set_epoch`` for that. To
     evaluate, enter ``with model.consensus() as averaged:`` on all ranks. ``unwrap_model`` returns
     the module, with this rank's own weights.
 
