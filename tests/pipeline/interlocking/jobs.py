@@ -1,5 +1,6 @@
 """Interlocking trainings in one process and on ranks, and the cases of them."""
 
+import zlib
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -91,11 +92,13 @@ class Case:
 @smooth_muon()
 def train_case(case: Case, num_stages: int) -> Trained:
     """Train a case with the trainer."""
+    layers, heads = case.layers(), case.heads(num_stages)
+    torch.manual_seed(0)  # of the run
     trainer = PipelineTrainer(
-        case.layers(),
+        layers,
         mse_loss,
         OPTIMIZERS[case.optimizer],
-        Interlocking(case.window, case.heads(num_stages), case.losses),
+        Interlocking(case.window, heads, case.losses),
         num_microbatches=case.num_microbatches,
         split=case.split(num_stages),
         compress_activations=TopK(1.0) if case.compressed else None,
@@ -104,18 +107,21 @@ def train_case(case: Case, num_stages: int) -> Trained:
     done = Trained()
     for calls in case.calls:
         for call in calls:
-            if case.dropout:
-                torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
             done.losses.append(trainer.step(*call))
         trainer.flush()
     done.state = state_of(trainer)
     return done
 
 
+def seed_of(step: int, stage: int) -> int:
+    """Return the seed of the only microbatch of a step, in a run with the seed 0."""
+    return zlib.crc32(f"0/None/{step}/0/FORWARD/{stage}/0".encode())
+
+
 @cache
 @smooth_muon()
-def expected(case: Case, num_stages: int, *, seeded: bool = False) -> Trained:
-    """Train a case with the reference."""
+def expected(case: Case, num_stages: int) -> Trained:
+    """Train a case with the reference, with dropout in batches of one microbatch."""
     layers, split = case.layers(), case.split(num_stages)
     bounds = pairwise([0, *split, len(layers)])
     model = reference.ReferenceTrainer(
@@ -126,11 +132,10 @@ def expected(case: Case, num_stages: int, *, seeded: bool = False) -> Trained:
         case.window,
         RULES[case.losses],
         num_microbatches=case.num_microbatches,
-        seeded=seeded,
+        seed_of=seed_of if case.dropout else None,
     )
     losses = []
     for call in (call for calls in case.calls for call in calls):
-        torch.manual_seed(0)
         losses.append(model.step(*call))
     return Trained(losses, model.state())
 

@@ -28,7 +28,7 @@ class ReferenceTrainer:
     """A trainer of the modules of all stages and the heads of all but the last, in one process.
 
     Args:
-        seeded: seed the generator with the stage's index before each stage's forward.
+        seed_of: seeds the generator before each stage's forward, by step and stage.
     """
 
     modules: Sequence[nn.Module]
@@ -39,10 +39,10 @@ class ReferenceTrainer:
     rule: Callable[[int, int, int], dict[int, float]] = farthest
     head_loss_fn: Callable[..., Tensor] | None = None
     num_microbatches: int = 1
-    seeded: bool = False
+    seed_of: Callable[[int, int], int] | None = None
 
     def __post_init__(self):
-        self.optimizers = []
+        self.optimizers, self.num_steps = [], 0
         for stage in range(len(self.modules)):
             parameters = self._module_parameters(stage) + self._head_parameters(stage)
             made = self.optimizer_fn(parameters) if parameters else []
@@ -60,14 +60,15 @@ class ReferenceTrainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        self.num_steps += 1
         return total
 
     def losses(self, inputs: Tensor, target: Tensor) -> list[Tensor]:
         """Return the losses of all stages, in one graph."""
         value, losses = inputs, []
         for stage, module in enumerate(self.modules):
-            if self.seeded:
-                torch.manual_seed(stage)
+            if self.seed_of is not None:
+                torch.manual_seed(self.seed_of(self.num_steps, stage))
             value = module(value)
             if stage == len(self.heads):
                 losses.append(self.loss_fn(value, target))
