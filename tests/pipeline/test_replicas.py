@@ -316,7 +316,9 @@ def test_equals_a_full_history_of_every_replica(ranks, subtests, cases, depth, d
         [(*case, depth, dtype) for case in cases],
         1e-5 if dtype == torch.float32 else 1e-12,
     )
-    for row, found in zip(rows, ranks.run_each(2 * depth, gossip, rows), strict=True):
+    for row, found in zip(
+        rows, ranks.run_each(2 * depth, gossip, rows, time_limit=300), strict=True
+    ):
         schedule, algorithm, optimizer, *_ = row
         reference = Reference(schedule, algorithm, optimizer.removeprefix("fused "), depth, dtype)
         calls = [calls_of(replica, dtype=dtype) for replica in range(2)]

@@ -74,7 +74,6 @@ class NodeAverager(ModelAverager):
                 "optimizer.step() must be called outside of no_sync() with Hierarchical, got a "
                 "call inside: the ranks of a node would diverge"
             )
-        self._within.before_step()
         self._others.end()  # of a step that was interrupted
         with self._gather_if_changed():
             self.inner.before_step()
