@@ -239,7 +239,7 @@ MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
 # its own, such as a new algorithm, or a fault that was mended, may raise the lines, by its own. The
 # length of a file is counted, without a limit: short files made layers.
 LIMITS = {
-    "lines of the package": 46_450,
+    "lines of the package": 46_439,
     "lines of its checks and raises": 3_270,
     "lines of comm": 1768,
     "exports of comm": 25,
