@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel import GossipDataParallel
-from pyparallel.gossip import AllReduce, Hierarchical
+from pyparallel.gossip import AllReduce
 from pyparallel.gossip.algorithms.all_reduce import all_reduce_sgd
 from tests.gossip.loops import batches, build_model, flat, start
 from tests.gossip.loops import train as train_on
