@@ -314,18 +314,33 @@ def halves(schedule, seed):
     return [(schedule, of(*names[::2])), (schedule, of(*names[1::2]))]
 
 
+def halves_with_every_pair(schedule):
+    """Return settings of half the features each, until any two have been in one together."""
+    draw, names = random.Random(0), allowed(schedule)
+    if schedule not in OF_KINDS:
+        names.remove("compiled")
+    settings, apart = [], {*itertools.combinations(names, 2)}
+    while apart:
+        samples = [draw.sample(names, len(names) // 2) for _ in range(100)]
+        together = [
+            apart & {*itertools.combinations(sorted(each, key=names.index), 2)} for each in samples
+        ]
+        most = max(range(100), key=lambda number: len(together[number]))
+        apart -= together[most]
+        settings.append((schedule, of(*samples[most])))
+    return settings
+
+
 OF_KINDS = [FLUSHING[0], HEADS, STREAMING[1], STREAMING[4]]
 SAMPLE = [case for seed, schedule in enumerate(OF_KINDS) for case in halves(schedule, seed)]
-PAIRS = [
-    (schedule, of(*pair))
-    for schedule in (*FLUSHING, *STREAMING)
-    for pair in itertools.combinations(allowed(schedule), 2)
-    if "compiled" not in pair or schedule in OF_KINDS
-]
 
 
 @pytest.mark.parametrize(
-    "cases", [pytest.param(SAMPLE, id="sample"), *(slow(PAIRS[k::4]) for k in range(4))]
+    "cases",
+    [
+        pytest.param(SAMPLE, id="sample"),
+        *(slow(halves_with_every_pair(each)) for each in (*FLUSHING, *STREAMING)),
+    ],
 )
 def test_features_that_go_together_train_as_the_plain_run(ranks, subtests, cases):
     check(ranks, subtests, cases)
