@@ -16,7 +16,7 @@ IN_PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: docs train train-gossip train-pipeline train-subnets train-compression
 .PHONY: train-language-model train-gan
-.PHONY: test test-slow check
+.PHONY: test test-slow test-nightly check
 .PHONY: bench bench-ops bench-gossip bench-pipeline bench-interlocking bench-compression soak gpu
 .PHONY: wheel clean
 
@@ -87,7 +87,10 @@ test: $(VENV)/installed-AUTO $(VENV)/tools
 	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(ARGS)
 
 test-slow: $(VENV)/installed-$(TEST_CUDA) $(VENV)/tools
-	$(BIN)/python -m pytest -m "slow and not docs" $(IN_PARALLEL) $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not (docs or nightly)" $(IN_PARALLEL) $(ARGS)
+
+test-nightly: $(VENV)/installed-$(TEST_CUDA) $(VENV)/tools
+	$(BIN)/python -m pytest -m nightly $(IN_PARALLEL) $(ARGS)
 
 check: $(VENV)/installed-AUTO $(VENV)/tools
 	$(BIN)/ruff check .

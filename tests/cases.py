@@ -12,6 +12,11 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def nightly(*values: Any) -> Any:
+    """Return a row of ``pytest.mark.parametrize`` that `make test-nightly` alone runs."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.nightly])
+
+
 def slow_unless(fast: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """Return the values as rows, of which those that are not among the fast ones are slow."""
     return [value if value in fast else slow(value) for value in values]

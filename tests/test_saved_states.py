@@ -203,6 +203,7 @@ def flip(rank):
     return found
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_never_loaded_silently(ranks):
     first, second = ranks.run(2, flip)
     print(first)  # noqa: T201

@@ -81,6 +81,7 @@ def test_the_dry_run_runs_every_step_and_measures_every_op(tmp_path):
     assert drawn(PICTURES, rows, tmp_path) == ["mixing", "compressing"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_without_the_library_other_steps_leave_their_results(tmp_path):
     tree = copied(tmp_path)
@@ -94,6 +95,7 @@ def test_without_the_library_other_steps_leave_their_results(tmp_path):
     assert (tmp_path / "out" / "tests-cuda.xml").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_cmake_builds_where_pip_fails(tmp_path, monkeypatch):
     tree = copied(tmp_path)

@@ -53,6 +53,7 @@ def test_a_round_with_replicas_is_a_wait_unless_others_hide_it(call):
     assert found["PipeDream2BW(weights='consistent')"][1] == "0.0%"
 
 
+@pytest.mark.slow
 def test_the_round_is_simulated(call):
     """Of replicas on their link: 16 MB of a stage, with 7/4 as many bytes for AllReduce()."""
     times = ("--microbatches", "4", "--forward", "0.25", "--backward", "0.5")

@@ -102,6 +102,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_progress_is_shown_on_stderr(monkeypatch):
     arguments = parse(*SMALL, "--bandwidth", "100")
     names = [each.name for each in CANDIDATES] + [type(each).__name__ for each in OUTER_STEPS]

@@ -241,6 +241,7 @@ def run_out_of_descriptors(rank):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_a_rank_that_may_open_no_file_says_so(ranks):
     here, there = ranks.observe(2, run_out_of_descriptors, group_timeout=2)
     what = "a process group of ranks [0, 1] could not be created"

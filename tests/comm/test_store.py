@@ -195,6 +195,7 @@ def train_until_the_store_stops(rank, port, pid):
             os.kill(pid, signal.SIGSTOP)
 
 
+@pytest.mark.slow
 def test_all_ranks_end_when_the_store_stops(server):
     pid, port = server
     outcomes = observe_ranks(3, train_until_the_store_stops, port, pid, time_limit=60)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import nightly
 from tests.docs import snippets
 from tests.docs.snippets import (
     NOT_RUN,
@@ -209,7 +210,14 @@ def run_and_check(pages, ranks, subtests, tmp_path):
 
 
 @pytest.mark.slow  # the same scripts and the commands, started as a user does
-@pytest.mark.parametrize("page", [*filter(has_commands_to_run, PAGES)], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        page if name_of(page).startswith(("README", "docs/tutorials")) else nightly(page)
+        for page in filter(has_commands_to_run, PAGES)
+    ],
+    ids=name_of,
+)
 def test_the_commands_of_a_page_run(page, tmp_path):
     printed, ran = "", False
     for block in blocks_of(page):

@@ -16,6 +16,7 @@ from tests.examples.as_user import (
 pytestmark = pytest.mark.slow  # test_examples.py has short runs
 
 
+@pytest.mark.nightly
 def test_digits_are_learned_as_well_as_by_all_reduce(tmp_path, subtests):
     for script, arguments in [
         ("gossip.py", ["--algorithm", "osgp"]),
@@ -35,6 +36,7 @@ def test_digits_are_learned_as_well_as_by_all_reduce(tmp_path, subtests):
             assert ours < 0.8 * exact
 
 
+@pytest.mark.nightly
 def test_a_gan_learns_as_well_as_by_all_reduce(tmp_path):
     _, rows = run_example("gan.py", 4, "--algorithm", "osgp", "--out", tmp_path)
     untrained, exact, ours = numbers(rows["distance to held-out digits"])
@@ -44,6 +46,7 @@ def test_a_gan_learns_as_well_as_by_all_reduce(tmp_path):
     assert ours < 0.8 * exact
 
 
+@pytest.mark.nightly
 def test_the_text_is_learned_as_well_as_by_a_pipeline_that_empties(tmp_path, subtests):
     for schedule, copies in [("pipeoptim", "2 1"), ("interlocking", "1 1")]:
         with subtests.test(schedule):
@@ -55,6 +58,7 @@ def test_the_text_is_learned_as_well_as_by_a_pipeline_that_empties(tmp_path, sub
             assert rows["weight copies by stage"] == ["1 1", copies]
 
 
+@pytest.mark.nightly
 def test_a_pipeline_of_any_number_of_ranks_saves_one_model(tmp_path, subtests):
     for num_ranks in (1, 3):
         with subtests.test(num_ranks):

@@ -26,6 +26,7 @@ def test_the_kernels_of_sgd_are_lean_and_move_16_bytes_at_a_time():
     assert find_problems_of(turns) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_all_kernels_are_so_on_every_architecture(name):

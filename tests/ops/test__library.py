@@ -84,6 +84,7 @@ WRITERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_opcheck_finds_no_fault():
     for case in CASES:
         opcheck(case.op, case.sample(100))
@@ -139,6 +140,7 @@ def bytes_in_use():
     return count().field7
 
 
+@pytest.mark.slow
 def test_no_op_keeps_memory(subtests):
     for name, run in WRITERS.items():
         written = torch.ones(64)

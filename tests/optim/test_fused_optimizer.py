@@ -54,6 +54,7 @@ def assert_trained_alike(pairs, **tolerance):
         torch.testing.assert_close(own.detach(), other.detach(), **tolerance)
 
 
+@pytest.mark.slow
 def test_many_steps_with_groups_schedulers_and_missing_gradients():
     def make():
         first, second = make_parameters(), make_parameters(shapes=((7,), (2, 2)))

@@ -17,6 +17,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 # One of each order: asynchronous schedules share theirs, apart from the updates.
 def test_no_deadlock_for_any_small_shape(subtests):
     for schedule in [*FLUSHING, *STREAMING[:2]]:

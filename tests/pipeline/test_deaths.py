@@ -113,7 +113,7 @@ CASES = {
     "two ranks": (2, PipeOptim(), (0,), "update", True),
     "the host in clipping": (3, GPipe(), (0,), "clipping", True),
 }
-FAST = {"two at once", "the store's host", "clipping", "interlocking"}
+FAST = {"the store's host", "interlocking"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from pyparallel.pipeline import LastUpdate, PipelineShape, Rollout, Schedule
-from tests.cases import slow
+from tests.cases import slow_unless
 from tests.pipeline import reference
 from tests.pipeline.every_schedule import FLUSHING, run
 from tests.pipeline.jobs import (
@@ -94,7 +94,7 @@ def check(size: Size, case: Case, found: Trained) -> None:
 
 @pytest.mark.parametrize(
     "size",
-    [slow(size) if size == (1, 1) else size for size in CASES_OF],
+    slow_unless([(2, 2), (4, 2), (4, 4), (8, 1)], [*CASES_OF]),
     ids="{0[0]} stages, {0[1]} ranks".format,
 )
 def test_every_schedule_trains_like_its_reference(size, ranks, subtests):
@@ -105,6 +105,7 @@ def test_every_schedule_trains_like_its_reference(size, ranks, subtests):
             check(size, case, found)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("size", OTHER_CASES_OF, ids="{0[0]} stages, {0[1]} ranks".format)
 def test_every_other_case(size, ranks, subtests):

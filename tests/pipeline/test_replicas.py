@@ -165,6 +165,7 @@ def interlock(rank, algorithm):
     return state_of(trainer), {name: value.clone() for name, value in of_head.items()}
 
 
+@pytest.mark.slow
 def test_heads_are_averaged_with_their_stages(ranks):
     """After plain SGD the average of equal weights is a step on the joined batch."""
     alone, averaged = ranks.run_each(4, interlock, [(None,), (SGP(Complete(2)),)])
@@ -358,6 +359,7 @@ def train_tied(rank, shape, schedule, algorithm):
     return found + [each.detach().clone() for each in weights], whole
 
 
+@pytest.mark.slow
 def test_tied_weights_are_merged_where_they_are_updated(ranks, subtests):
     algorithms = [AllReduce(), *ALGORITHMS[1:], SGP(Ring(2), compressor=Int8())]
     cases = [(GPipe(), each) for each in algorithms]
@@ -445,6 +447,7 @@ def one_stage(rank, algorithm, optimizer):
         torch.testing.assert_close(state[name], value, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_one_stage_is_plain_gossip_bit_for_bit(ranks):
     ranks.run_each(2, one_stage, pairwise(ALGORITHMS, ("momentum", "fused AdamW")))
 
@@ -471,6 +474,7 @@ def resume(rank, schedule, algorithm):
     assert all(torch.equal(each, expected[name]) for name, each in state_of(again).items())
 
 
+@pytest.mark.slow
 def test_resumes_bit_for_bit(ranks):
     cases = [*pairwise((GPipe(), STREAMING[0]), ALGORITHMS[1:]), (GPipe(), AllReduce())]
     ranks.run_each(4, resume, cases)
@@ -497,6 +501,7 @@ def rescue(rank, algorithm):
     again.step(*calls_of(replica)[2])
 
 
+@pytest.mark.slow
 def test_a_rescued_state_is_that_of_the_first_replica(ranks):
     ranks.run_each(4, rescue, [(SGP(Ring(2), overlap=1),), (DiLoCo(3),)])
 
@@ -725,6 +730,7 @@ def lose(rank, num_ranks, schedule, algorithm):
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [slow((GPipe(), AllReduce())), (STREAMING[0], SGP(Ring(2), overlap=1))], ids=str
 )

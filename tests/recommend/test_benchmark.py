@@ -19,6 +19,7 @@ def measure(rank):
     return benchmark_ranks(make_workload(), torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_all_ranks_return_the_same(ranks):
     first, second = ranks.run(2, measure)
     assert first == second
@@ -29,6 +30,7 @@ def test_all_ranks_return_the_same(ranks):
     assert [each.name for each in first.algorithm_predictions] == ALGORITHMS
 
 
+@pytest.mark.slow
 def test_a_slow_link_makes_steps_slow():
     found = benchmark(make_workload(), Link(1e3, 0.0, 4))
     dense, half, *_ = found.predictions

@@ -48,6 +48,7 @@ def test_the_last_buckets_communication_does_not_overlap():
     assert large_last.step == pytest.approx(1 + 0.45)
 
 
+@pytest.mark.slow
 def test_unequal_buckets_are_sent_one_after_the_other():
     draw = np.random.default_rng(0)
     for _ in range(20):

@@ -296,6 +296,7 @@ def leave_before_the_backward(rank):
     return caught.value.failed, str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_name_one_that_died():
     outcomes = observe_ranks(3, leave_before_the_backward, time_limit=30, group_timeout=10)
     for rank in (0, 2):

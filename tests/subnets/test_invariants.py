@@ -132,6 +132,7 @@ def sizes_of(units, num):
 # Without process groups.
 
 
+@pytest.mark.slow
 def test_inner_entries_are_trained_as_often_as_expected(subtests):
     for first, second, num in [(8, 12, 4), (7, 13, 3), (6, 6, 2)]:
         with subtests.test(f"{first} {second} {num}"):

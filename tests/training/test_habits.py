@@ -26,7 +26,7 @@ from pyparallel.compression import Int8, ddp_hook
 from pyparallel.optim import AdamW
 from pyparallel.pipeline import GPipe, Interlocking, LinearHead, PipeDream2BW, PipeOptim, ZeroBubble
 from pyparallel.subnets import Partition
-from tests.cases import slow
+from tests.cases import nightly, slow
 from tests.gossip.every_algorithm import COVERING, EVERY_ALGORITHM, FEW
 
 PACKAGE = Path(__file__).resolve().parents[2] / "pyparallel"
@@ -302,7 +302,7 @@ def covering():
     [
         dict([*covering().items()][::3]),
         slow(covering()),
-        slow({name: [*HABITS] for name in TRAINERS}),
+        nightly({name: [*HABITS] for name in TRAINERS}),
     ],
     ids=["some", "covering", "all"],
 )

@@ -5,6 +5,7 @@ import pytest
 from benchmarks.language_models.bench import CONTESTANTS, Run, perform
 
 
+@pytest.mark.nightly
 @pytest.mark.slow  # imports transformers in each rank
 def test_a_flushed_pipeline_has_the_losses_of_the_unsplit_model():
     rows = [perform(Run("GPT-2", schedule, 0, steps=3)) for schedule in CONTESTANTS]

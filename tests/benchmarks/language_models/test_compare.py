@@ -6,6 +6,7 @@ from benchmarks.language_models.compare import SCHEDULES, Run, perform
 from benchmarks.language_models.table import by_depth
 
 
+@pytest.mark.nightly
 @pytest.mark.slow  # imports transformers in each rank
 def test_the_first_updates_are_synchronous():
     rows = []

@@ -70,6 +70,7 @@ def test_the_initial_weights_do_not_depend_on_the_schedule():
     assert firsts == pytest.approx([firsts[0]] * len(firsts), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_a_row(tmp_path):
     runs = [Run(DIGITS, name, CONTESTANTS[name], 0.04, 0) for name in ("naive", "gpipe")]
     rows = [

@@ -117,6 +117,7 @@ def test_every_trainer_runs(ranks, num_ranks):
         assert min(found.values()) > 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_dry_run_has_a_row_for_every_chosen_case(tmp_path):
     path, chosen = tmp_path / "rows.csv", ("Star, ", "Hierarchical", "PipeOptim", "compress_fsdp")

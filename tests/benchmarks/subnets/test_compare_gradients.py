@@ -108,6 +108,7 @@ def test_one_rank_trains_the_whole_network_by_every_method():
         assert train(Network(1), method, 0.3, 0, 20) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_program_writes_rows(tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.csv"
     arguments = ["--ranks", "2", "--seeds", "3", "--rounds", "20", "--updates", "20"]

@@ -415,6 +415,7 @@ def test_cases(ranks):
     ranks.run(3, call_each, [(case,) for case in CASES])
 
 
+@pytest.mark.slow
 def test_no_bucket_is_sent_after_one_has_failed_and_a_rank_left_waiting_raises():
     others, failed, waiting, left = observe_ranks(4, fail_in_pairs, time_limit=40, group_timeout=10)
     assert failed.error is None

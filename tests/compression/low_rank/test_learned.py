@@ -258,6 +258,7 @@ TRAINED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [CASES, slow(TRAINED)], ids=["invariants", "trained"])
 def test_cases(ranks, cases):
     ranks.run(3, call_each, [(case,) for case in cases])

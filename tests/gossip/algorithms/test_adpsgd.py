@@ -148,6 +148,7 @@ def exit_with_requests_in_flight(rank):
     return distance
 
 
+@pytest.mark.slow
 def test_ranks_may_exit_with_requests_in_flight():
     outcomes = observe_ranks(4, exit_with_requests_in_flight)
     assert [outcome.error for outcome in outcomes] == [None] * 4

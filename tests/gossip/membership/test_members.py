@@ -468,6 +468,7 @@ def connect_without_one(address, store, rank, size):
     return None
 
 
+@pytest.mark.slow
 def test_a_member_dies_while_all_connect(ranks):
     """Its death is found long before the deadline, which is then that of messages."""
     assert ranks.run(3, on_service, connect_without_one) == [2.0, 1.0, None]

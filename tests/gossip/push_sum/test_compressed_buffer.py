@@ -174,6 +174,7 @@ def test_ranks_reach_the_mean_to_float_precision(compressor, gamma, num_rounds):
         assert distance_after(Lazy(kind(4), gamma), compressor, num_rounds) < 2e-6, kind
 
 
+@pytest.mark.slow
 def test_an_aggressive_compressor_needs_a_lazy_topology():
     assert distance_after(Complete(8), TopK(0.05), 60) > 10
     assert distance_after(Lazy(Complete(8), gamma=0.1), TopK(0.05), 60) < 0.5

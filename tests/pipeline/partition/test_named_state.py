@@ -163,6 +163,7 @@ def value(outcomes):
     return next(each for each in outcomes if each is not None)
 
 
+@pytest.mark.slow
 def test_another_split_schedule_and_number_of_ranks_go_on_from_it(ranks, tmp_path, subtests):
     folder = str(tmp_path)
     (state, _), (_, loss) = ranks.run(2, save, folder)

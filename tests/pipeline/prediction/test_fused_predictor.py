@@ -3,6 +3,7 @@
 import copy
 from itertools import cycle
 
+import pytest
 import torch
 from torch import nn
 
@@ -70,6 +71,7 @@ def train(package, schedule, name, options):
     return torch.cat([p.detach().flatten() for s in trainer.stages for p in s.module.parameters()])
 
 
+@pytest.mark.slow
 def test_schedules_train_as_with_torchs_optimizers(subtests):
     for schedule, (name, options) in zip(SCHEDULES, cycle(OPTIMIZERS), strict=False):
         with subtests.test(schedule=schedule, optimizer=name):

@@ -154,6 +154,7 @@ def train_unsplit():
     return losses, dict(model.named_parameters()), evaluated, outputs
 
 
+@pytest.mark.slow
 def test_every_form_of_a_batch_trains_like_the_unsplit_model_by_token(ranks, subtests):
     by_rank = ranks.run(2, train_in_every_form, FORMS)
     wanted_losses, weights, wanted_evaluated, outputs = train_unsplit()

@@ -329,6 +329,7 @@ def resume_with(schedule, options):
     return found
 
 
+@pytest.mark.slow
 def test_a_stage_with_several_optimizers_resumes_from_its_state_bitwise(ranks, subtests):
     for of_rank in ranks.run(2, resume):
         for (schedule, options), (run, *others) in zip(RESUMED, of_rank, strict=True):

@@ -87,6 +87,7 @@ def test_a_warm_up_is_found(scheduler_fn, updates):
     assert schedule == PipeOptim(synchronous_updates=updates)
 
 
+@pytest.mark.slow
 def test_what_has_no_warm_up_is_refused():
     for scheduler_fn, sentence in [
         (None, "without a scheduler_fn"),
