@@ -212,13 +212,6 @@ FAULTS = [
         "tests/gossip/membership/test_outer_members.py",
     ),
     Fault(
-        "an outer step of replicas of unequal shards adds their weights up",
-        "pyparallel/gossip/messages/exchange.py",
-        "torch.zeros_like(values[0])).div_(sum(masses))",
-        "torch.zeros_like(values[0]))",
-        "tests/gossip/sharded/test_replica_outer_steps.py",
-    ),
-    Fault(
         "gradients of keys and values that other ranks have computed are lost on their way",
         "pyparallel/sequence/attention.py",
         "grads += arriving",
@@ -299,13 +292,6 @@ FAULTS = [
         "check_together(config_fields, error_text",
         "check_together(config_fields[:2], error_text",
         "tests/gossip/test_misuse.py tests/gossip/test_contract.py tests/gossip/test_failures.py",
-    ),
-    Fault(
-        "ranks of a replica of unequal shards merge a message that another one refuses",
-        "pyparallel/gossip/messages/exchange.py",
-        "together = self._exchange.overlaps is not None",
-        "together = False",
-        "tests/gossip/sharded/test_replica_ranks.py",
     ),
     Fault(
         "a compressed message takes the residual's mass along",

@@ -42,10 +42,9 @@ class Run:
     default group, or a single rank if none was initialized. ``within`` is the run of the same
     trainer whose group's ranks ``process_group`` has a part of. ``replica`` is the run of the
     ranks that together hold one replica, such as FSDP2's shards, each of which has a ``group`` of
-    its own with its counterparts of other replicas; None: this rank holds a whole one. With
-    ``replicas`` these are the ranks of each, and ``group`` has them all. ``stats`` are bytes sent
-    and seconds waited for training, in all groups of the trainer; ``read_loss`` is called with the
-    loss of each batch that the user records.
+    its own with its counterparts of other replicas; None: this rank holds a whole one.
+    ``stats`` are bytes sent and seconds waited for training, in all groups of the trainer;
+    ``read_loss`` is called with the loss of each batch that the user records.
     """
 
     _open: ClassVar["weakref.WeakSet[Run]"] = weakref.WeakSet()  # trainers of this process
@@ -58,7 +57,6 @@ class Run:
         trainer: int | None = None,
         within: "Run | None" = None,
         replica: "Run | None" = None,
-        replicas: Sequence[Sequence[int]] | None = None,
     ) -> None:
         is_alone = process_group is None and not dist.is_initialized()
         self._group = process_group
@@ -69,7 +67,7 @@ class Run:
             fix = "create the trainer on its ranks only"
             raise ValueError(f"process_group must contain this rank, got one without it; {fix}")
         self.counts = StepCounts(ANY) if counts is None else counts
-        self.trainer, self._within, self.replica, self.replicas = trainer, within, replica, replicas
+        self.trainer, self._within, self.replica = trainer, within, replica
         self._world = None if is_alone else weakref.ref(dist.group.WORLD)
         self._interrupted: str | None = None  # what an interrupt has left half done
         self._is_closed = self._has_warned = self._survives = False
@@ -89,7 +87,6 @@ class Run:
         process_group: dist.ProcessGroup | None,
         counts: StepCounts | None = None,
         replica_group: dist.ProcessGroup | None = None,
-        replicas: Sequence[Sequence[int]] | None = None,
     ) -> "Run":
         """Open the run of a new trainer, in a process group of its own with the ranks of another.
 
@@ -119,7 +116,7 @@ class Run:
             whole = cls(replica_group)
             groups.append(whole._create_group(range(whole.size), backend="gloo"))
             replica = cls(groups[-1], counts=counts)
-        run = cls(group, counts=counts, trainer=int(number), replica=replica, replicas=replicas)
+        run = cls(group, counts=counts, trainer=int(number), replica=replica)
         run._groups.extend(map(weakref.ref, groups))
         return run
 

@@ -15,14 +15,10 @@ from ..ops import FLOAT_DTYPES
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter in a flat buffer: its name and shape.
-
-    Or a part of ``parameter``, if that is given, with a name of its own.
-    """
+    """A parameter in a flat buffer: its name and shape."""
 
     name: str
     shape: tuple[int, ...]
-    parameter: str = ""
 
     @property
     def numel(self) -> int:
@@ -133,7 +129,7 @@ class Entries:
         """Return the entries as one buffer: a view if they are contiguous."""
         if len(self.runs) <= 1:
             begin, numel = self.runs[0] if self.runs else (0, 0)
-            return flat if numel == flat.numel() else flat.narrow(0, begin, numel)
+            return flat.narrow(0, begin, numel)
         return torch.cat([flat.narrow(0, *run) for run in self.runs])
 
     def write(self, flat: Tensor, values: Tensor) -> None:

@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..comm import Collectives, CommStats, StepCounts
+from ..comm import Collectives, StepCounts
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
-from ..optim.fused_optimizer import NO_LIMIT
 from ..training import (
     ModelAverager,
     StepHooks,
@@ -35,7 +34,6 @@ from .algorithms.base import TRANSPORT, Algorithm, find_algorithm_error
 from .membership import Membership
 from .membership.averager import ElasticAverager
 from .membership.elastic import Elastic, make_elastic, raise_own
-from .messages import NeighborExchange, exchanges_of
 from .module_wrapper import ModuleWrapper
 from .rounds import SteppedRounds
 
@@ -69,12 +67,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             same mesh: the dimension of its replicas, such as ``mesh["replicate"]``. A rank
             exchanges its shard with the ranks that hold the same one of other replicas; push-sum
             weight, round and what is done about a step are of a replica as a whole.
-        replica_ranks: instead, of replicas of unequal numbers of shards: the ranks of the default
-            group that hold each, such as ``[[0, 1], [2, 3, 4]]``, in the order of the mesh over
-            which ``fully_shard`` has sharded this one's. Ranks exchange the rows that both have;
-            with a compressor, what one rank of each replica holds is encoded by itself. Only for
-            SGP, DPSGD, OSGP, LocalSGD, DiLoCo and NoLoCo, for as many ranks as there are replicas.
-            Buckets have no limit: ``bucket_cap_mb`` must be None.
         bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB. None: 25 on the
             CPU, 256 on GPUs; a model of one dtype below it is one message to each neighbor.
         nonfinite: what a step does whose gradients hold an inf or a nan, unless a GradScaler
@@ -102,16 +94,14 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         *,
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
-        replica_ranks: Sequence[Sequence[int]] | None = None,
         bucket_cap_mb: float | None = None,
         nonfinite: NonFinitePolicy = "raise",
         membership: Membership | None = None,
     ) -> None:
         made: Any = algorithm
         if membership is not None:
-            groups = process_group or mesh or replica_ranks
-            made = make_elastic(algorithm, membership, groups, module)
-        elif replica_ranks is None:
+            made = make_elastic(algorithm, membership, process_group or mesh, module)
+        else:
             process_group = validation.resolve_group(process_group, mesh)
         if membership is None and process_group is None and not dist.is_initialized():
             raise ValueError(
@@ -119,15 +109,15 @@ class GossipDataParallel(Trainer, ModuleWrapper):
                 "torch.distributed.init_process_group first"
             )
         super().__init__()
-        is_sharded = isinstance(module, nn.Module) and (mesh or replica_ranks) is not None
+        is_sharded = isinstance(module, nn.Module) and mesh is not None
         replica = replica_group(module) if is_sharded else None
         compared, error_text = _collect_config(
-            module, optimizer, made, process_group, mesh, replica_ranks, bucket_cap_mb, nonfinite
+            module, optimizer, made, process_group, mesh, bucket_cap_mb, nonfinite
         )
         self.config_fields = [each for each in compared if each[0] != TRANSPORT]
         # Not saved: states have the classes themselves, and a run may go on with another policy.
         config_fields = [
-            validation.describe_replicas(mesh, replica_ranks),
+            ("mesh", "none" if mesh is None else "one"),
             ("optimizers", _describe_optimizers(optimizer)),
             *compared,
             ("nonfinite", str(nonfinite)),
@@ -136,24 +126,21 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             made = replace(made, config=config_fields)
             raise_own(error_text)
         else:
-            others = replica if replica_ranks is None else None  # otherwise all are in one group
-            validation.check_together(config_fields, error_text, process_group, mesh, others)
+            validation.check_together(config_fields, error_text, process_group, mesh, replica)
         self._wrap(module)
         self.algorithm: Algorithm = made
         self.process_group = process_group
         self._shards, self._kind = Shards(self.module), type(self.module)
-        run = self._open_run(process_group, StepCounts(policy=nonfinite), replica, replica_ranks)
+        run = self._open_run(process_group, StepCounts(policy=nonfinite), replica)
         cap = validation.resolve_bucket_cap_mb(module, bucket_cap_mb)
-        cap_bytes = int(cap * 2**20) if replica_ranks is None else NO_LIMIT
         optimizers = validation.as_optimizers(optimizer)
         self._optimizers = [weakref.ref(each) for each in optimizers]
-        self._buckets = validation.lay_out(module, optimizers, cap_bytes)
+        self._buckets = validation.lay_out(module, optimizers, int(cap * 2**20))
         self._shards.follow()
         fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
         # With others, or with what may write weights after it, the round is a pass of its own.
         in_pass = bool(fused) and len(optimizers) == 1 and fused[0].ends_with_pass
         self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._exchanges = exchanges_of(run, self._buckets, CommStats())
         self._broadcast_from_first_rank()
         # Held here, as algorithms hold weak references.
         self._joined: Any = JoinedOptimizers(optimizers)
@@ -321,8 +308,9 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._check_mergeable()
         merged, weight = self._averager.as_evaluated()
         buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
-        averages = self._average(merged, weight)
-        averages += consensus.average(buffers, torch.ones_like(weight), Collectives(self._run))
+        collectives = Collectives(self._run)
+        averages = consensus.average(merged, weight, collectives)
+        averages += consensus.average(buffers, torch.ones_like(weight), collectives)
         del merged
         self._preserve_saved_states()
         with consensus.assigned([*self._buckets.buffers, *buffers], averages):
@@ -340,8 +328,9 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         on all ranks, which must call it together.
         """
         self._check_mergeable()
-        averages = self._average(*self._averager.as_merged())
-        return consensus.distance(self._buckets.buffers, averages, Collectives(self._run))
+        collectives = Collectives(self._run)
+        averages = consensus.average(*self._averager.as_merged(), collectives)
+        return consensus.distance(self._buckets.buffers, averages, collectives)
 
     def flush(self) -> None:
         """Complete all communication in flight, after the last step, on all ranks together."""
@@ -424,7 +413,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             self._close_averager()
             del self._rounds
             self._running = None
-            self._exchanges = []
         super().close()
         self.process_group = None
 
@@ -449,23 +437,10 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def _broadcast_from_first_rank(self) -> None:
         trainable = {id(parameter) for parameter in self._buckets.parameters}
         frozen = [p for p in self.module.parameters() if id(p) not in trainable]
-        tensors = [*self._buckets.buffers, *map(local_of, frozen)]
-        if self._run.replicas is not None:
-            run, stats = self._run, CommStats()
-            others = [NeighborExchange(run, shards=[(p, 0)], stats=stats) for p in frozen]
-            for exchange, tensor in zip([*self._exchanges, *others], tensors, strict=True):
-                exchange.broadcast_(tensor.view(-1))
-            tensors = []
         collectives = Collectives(self._run)
-        for tensor in [*tensors, *self.module.buffers()]:
+        shards = map(local_of, frozen)
+        for tensor in [*self._buckets.buffers, *shards, *self.module.buffers()]:
             collectives.broadcast_(tensor, 0)
-
-    def _average(self, tensors: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
-        """Return the exact average of tensors of all buckets, in float64."""
-        if self._run.replicas is None:
-            return consensus.average(tensors, weight, Collectives(self._run))
-        pairs = zip(self._exchanges, tensors, strict=True)
-        return [exchange.average(tensor, weight) for exchange, tensor in pairs]
 
     def _synchronizes(self) -> bool:
         """Return whether a step of the parameters takes a round; not if they have moved."""
@@ -521,7 +496,6 @@ def _collect_config(
     algorithm: Algorithm,
     process_group: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
-    replica_ranks: Sequence[Sequence[int]] | None,
     bucket_cap_mb: float | None,
     nonfinite: object,
 ) -> tuple[list[tuple[str, str]], str | TypeError | None]:
@@ -530,27 +504,21 @@ def _collect_config(
         type_error = find_error(lambda: validation.check_types(module, optimizer, bucket_cap_mb))
         if type_error := type_error or find_algorithm_error(algorithm):
             return [], type_error
-        if replica_ranks is not None:
-            given = replica_ranks, process_group, mesh, bucket_cap_mb
-            if error := find_error(lambda: validation.check_replica_ranks(*given)):
-                return [], error
         cap = validation.resolve_bucket_cap_mb(module, bucket_cap_mb)
         optimizers = validation.as_optimizers(optimizer)
-        shard = [("replica_ranks", str(replica_ranks))] if replica_ranks else describe_shard(module)
         config_fields = [
             *algorithm.config_fields(),
             ("bucket_cap_mb", str(cap)),
-            *shard,
+            *describe_shard(module),
             *validation.describe(module),
             *validation.describe_groups(module, optimizers),
         ]
         num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
         error_text = (
-            find_shard_error(module, mesh, replica_ranks)
+            find_shard_error(module, mesh)
             or (algorithm.sharding_error() if mesh is not None else None)
-            or (algorithm.replicas_error() if replica_ranks else None)
             or validation.find_validation_error(module, optimizers, process_group)
-            or algorithm.validation_error(len(replica_ranks) if replica_ranks else num_ranks)
+            or algorithm.validation_error(num_ranks)
             or algorithm.dtype_error(p for p in module.parameters() if p.requires_grad)
         )
         if not 0 < cap < float("inf"):

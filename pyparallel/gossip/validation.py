@@ -23,7 +23,7 @@ from ..training import (
     summarize,
     wrong_type,
 )
-from ..training.arguments import check_type, is_integer, is_number, require
+from ..training.arguments import check_type, is_number, require
 from ..training.module_checks import (
     NamedParameters,
     check_module,
@@ -84,32 +84,6 @@ def check_together(
     check_consistent_across_ranks(
         config_fields, problem, process_group, replica_group=replica_group
     )
-
-
-def describe_replicas(mesh: object, replica_ranks: object) -> tuple[str, str]:
-    """Return a config field: which argument says what the replicas are."""
-    given = {"mesh": mesh, "replica_ranks": replica_ranks}
-    names = (name for name, value in given.items() if value is not None)
-    return "argument for the replicas", next(names, "neither mesh nor replica_ranks")
-
-
-def check_replica_ranks(
-    replica_ranks: Any, process_group: object, mesh: object, bucket_cap_mb: object
-) -> None:
-    """Raise a TypeError or ValueError unless each rank of the default group is in one replica."""
-    rule = "lists of the ranks of each replica such as [[0, 1], [2, 3, 4]]"
-    lists = [replica_ranks, *replica_ranks] if isinstance(replica_ranks, list | tuple) else [None]
-    if not all(isinstance(each, list | tuple) and each for each in lists):
-        raise wrong_type("replica_ranks", rule, replica_ranks)
-    others = {"process_group": process_group, "mesh": mesh, "bucket_cap_mb": bucket_cap_mb}
-    for name, given in others.items():
-        require(given is None, f"{name} must be None with replica_ranks", given, "leave it out")
-    size, ranks = dist.get_world_size(), [rank for each in replica_ranks for rank in each]
-    rule = f"replica_ranks must have each of the {size} ranks of the default group in one replica"
-    for rank in ranks:
-        require(is_integer(rank, 0) and rank < size, rule, f"{summarize(rank)}, which is no rank")
-    for rank in range(size):
-        require(ranks.count(rank) == 1, rule, f"rank {rank} {ranks.count(rank) or 'no'} times")
 
 
 def as_optimizers(optimizer: Any) -> list[Any]:
@@ -208,18 +182,15 @@ def check_states_together(
         return [*fields, *((f"{key} of state_dict", str(n)) for key, n in saved.counters.items())]
 
     check_on_all_ranks(check, run.agree)
-    # A replica whose shards are in the group counts once.
-    replicas = run.replicas or [[rank] for rank in range(run.size)]
-    num_ranks, what = len(replicas), "ranks" if run.replicas is None else "replicas"
-    mass /= next(len(each) for each in replicas if run.group_rank in each)
     total = torch.tensor(mass, dtype=torch.float64, device=averager.status.weight.device)
     collectives = Collectives(run)
+    num_ranks = collectives.size
     with as_one_replica(run):
         collectives.all_reduce_(total)
         if not abs(total.item() - num_ranks) <= num_ranks * MASS_TOLERANCE:
             raise DisagreementError(
                 f"the push-sum masses of all ranks' states must sum to {num_ranks}, the number of "
-                f"{what}, got {total.item()}: load the files of one step on all ranks"
+                f"ranks, got {total.item()}: load the files of one step on all ranks"
             )
 
 

@@ -40,10 +40,9 @@ def distance(
     for tensor, mean in zip(tensors, averages, strict=True):
         squares += (tensor.double() - mean).square().sum()
     collectives.all_reduce_(squares)
-    replica, replicas = collectives.run.replica, collectives.run.replicas
-    if replica is not None and replicas is None:  # those of the group hold one shard
+    if (replica := collectives.run.replica) is not None:
         squares.fill_(sum(row[0] for row in gather(replica, [float(squares)])))
-    return float((squares / len(replicas or range(collectives.size))).sqrt())
+    return float((squares / collectives.size).sqrt())
 
 
 @contextmanager

@@ -30,12 +30,6 @@ def is_in_one_dimension(tensor: Any) -> bool:
     return [type(each).__name__ for each in tensor.placements] == ["Shard"]
 
 
-def rows_of_shard(num_rows: int, index: int, num_shards: int) -> range:
-    """Return the rows of a shard, as of ``torch.chunk``: the last ones are shorter, or empty."""
-    length = -(-num_rows // num_shards)
-    return range(num_rows)[index * length : (index + 1) * length]
-
-
 def padded_numel(tensor: Tensor) -> int:
     """Return how many elements FSDP2 sends of a parameter in an all-gather: equally many per rank.
 
@@ -150,17 +144,14 @@ def replica_group(module: nn.Module) -> dist.ProcessGroup | None:
     return None
 
 
-def find_shard_error(
-    module: nn.Module, replicas: Any, replica_ranks: Sequence[Sequence[int]] | None = None
-) -> str | None:
-    """Return why a module is not sharded for gossip between replicas, or None.
+def find_shard_error(module: nn.Module, replicas: Any) -> str | None:
+    """Return why a module is not sharded for gossip between the ranks of a mesh, or None.
 
-    ``replicas`` is the DeviceMesh of the ranks that hold the same shards, ``replica_ranks`` are the
-    ranks of each replica; None: not given.
+    ``replicas`` is the DeviceMesh of the ranks that hold the same shards; None: not given.
     """
     named = list(module.named_parameters())
     sharded = [name for name, p in named if is_sharded(p)]
-    if replicas is None and replica_ranks is None:
+    if replicas is None:
         if sharded:
             return (
                 f"mesh must be given for a module that fully_shard has sharded, got none and "
@@ -186,7 +177,7 @@ def find_shard_error(
             f"rank, got {plain[0]} as a plain one beside {sharded[0]} as a DTensor: leave out "
             "ignored_params, and shard after the model is complete"
         )
-    return _find_placement_error(named, replicas, replica_ranks) or (
+    return _find_placement_error(named, replicas) or (
         "shards must not stay in pinned memory, got CPUOffloadPolicy(): use "
         "CPUOffloadPolicy(pin_memory=False)"
         if Shards(module).are_pinned
@@ -194,9 +185,7 @@ def find_shard_error(
     )
 
 
-def _find_placement_error(
-    named: Sequence[tuple[str, Any]], replicas: Any, replica_ranks: Sequence[Sequence[int]] | None
-) -> str | None:
+def _find_placement_error(named: Sequence[tuple[str, Any]], replicas: Any) -> str | None:
     first, mesh = named[0][0], named[0][1].device_mesh
     for name, p in named:
         if not is_in_one_dimension(p):
@@ -210,8 +199,6 @@ def _find_placement_error(
             return f"parameters must be sharded over one mesh, got two, of {first} and {name}"
         if type(local_of(p)) is not Tensor:
             return f"shards must be plain tensors, got {name} of {type(local_of(p)).__name__}"
-    if replica_ranks is not None:
-        return _find_rows_error(named, replica_ranks)
     shared = set(mesh.mesh.flatten().tolist()) & set(replicas.mesh.flatten().tolist())
     others = sorted(shared - {dist.get_rank()})
     if others:
@@ -220,23 +207,6 @@ def _find_placement_error(
             f"rank {others[0]}, which holds another shard of this rank's replica: pass the "
             "dimension of the replicas, such as mesh=mesh['replicate']"
         )
-    return None
-
-
-def _find_rows_error(
-    named: Sequence[tuple[str, Any]], replica_ranks: Sequence[Sequence[int]]
-) -> str | None:
-    ranks, rank = named[0][1].device_mesh.mesh.tolist(), dist.get_rank()
-    own = next(list(each) for each in replica_ranks if rank in each)
-    if ranks != own:
-        rule = f"module must be sharded over the ranks of its replica, {own} of replica_ranks"
-        fix = "pass DeviceMesh.from_group a group of new_subgroups_by_enumeration(replica_ranks)"
-        return f"{rule}, got a mesh of {ranks}: {fix}"
-    for name, p in named:
-        rows, held = rows_of_shard(p.shape[0], ranks.index(rank), len(ranks)), local_of(p).shape[0]
-        if held != len(rows):
-            rule = f"parameters must be sharded by rows with replica_ranks, {len(rows)} of {name}"
-            return f"{rule}, got {held}, of {list(p.placements)}: leave out shard_placement_fn"
     return None
 
 

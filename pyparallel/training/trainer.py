@@ -1,7 +1,7 @@
 """The life cycle that all trainers share."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -30,10 +30,9 @@ class Trainer:
         process_group: dist.ProcessGroup | None,
         counts: StepCounts | None = None,
         replica_group: dist.ProcessGroup | None = None,
-        replicas: Sequence[Sequence[int]] | None = None,
     ) -> Run:
         """Open the trainer's run, as ``Run.open``; all ranks call this together."""
-        self._opened = Run.open(process_group, counts, replica_group, replicas)
+        self._opened = Run.open(process_group, counts, replica_group)
         return self._opened
 
     @property

@@ -133,7 +133,7 @@ class PerParameter(Composed):
         return self._group_cache[layout]
 
     def _match(self, layout: BufferLayout) -> list[Entries]:
-        chosen = [self._index(piece.parameter or piece.name) for piece in layout.pieces]
+        chosen = [self._index(name) for name in layout.names]
         found = []
         for mine in range(len(self.compressors)):
             places = [place for place, index in enumerate(chosen) if index == mine]

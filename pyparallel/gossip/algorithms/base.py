@@ -59,14 +59,6 @@ class Algorithm(ABC):
         """Return why it cannot run for each shard of a module by itself, or None."""
         return None
 
-    def replicas_error(self) -> str | None:
-        """Return why it cannot run where replicas have unequal numbers of shards, or None."""
-        return (
-            "algorithm must send rows with replica_ranks, as SGP, DPSGD, OSGP, LocalSGD, DiLoCo "
-            "and NoLoCo do without fragments, and with compressors of messages of a fixed length, "
-            f"got {self!r}: or give replicas equally many shards, and mesh="
-        )
-
 
 @dataclass(frozen=True)
 class OnTopology(Algorithm):
@@ -130,11 +122,6 @@ class Periodic(Algorithm):
     def is_at_once(self) -> bool:
         """Whether whole models are averaged while the ranks wait."""
         return self.fragments == 1 and not self.delay
-
-    @override
-    def replicas_error(self) -> str | None:
-        is_fixed = self.compressor is None or self.compressor.fixed_length
-        return None if is_fixed and self.fragments == 1 else super().replicas_error()
 
     def check_options(self, interval: int) -> None:
         """Raise a ValueError or TypeError for options that do not fit the interval."""

@@ -15,9 +15,8 @@ from ...comm import Run
 from ...training import FlatBuckets
 from ...training.arguments import check_in, check_integer, require
 from ...training.consensus import copy_all
-from ..messages import NeighborExchange, exchanges_of
+from ..messages import NeighborExchange
 from ..messages.averages import Pairs
-from ..messages.replicas import Replicas
 from ..topology import Matching
 from .base import OnTopology, OuterRule, Periodic
 from .periodic import PeriodicAverager
@@ -102,14 +101,11 @@ class NoLoCo(Periodic, OnTopology):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PeriodicAverager:
-        make_rule, pairs = partial(NoLoCoRule, self), self.start_averages(run, buckets)
+        make_rule, pairs = partial(NoLoCoRule, self), self.start_averages(run)
         return PeriodicAverager(self, self.interval, make_rule, module, buckets, run, average=pairs)
 
-    def start_averages(self, run: Run, buckets: FlatBuckets) -> Pairs | Replicas:
-        """Return the averages over pairs of a group's ranks, or replicas."""
-        if run.replicas is not None:
-            given = self.topology, self.compressor, self.pull_turns
-            return Replicas(exchanges_of(run, buckets), *given)
+    def start_averages(self, run: Run) -> Pairs:
+        """Return the averages over pairs of a group's ranks."""
         options = self.compressor, self.pull_turns, self.num_fragments
         return Pairs(NeighborExchange(run), self.topology, *options)
 

@@ -90,10 +90,6 @@ class OSGP(OnTopology):
             raise TypeError(f"biased must be True or False, got {self.biased!r}")
 
     @override
-    def replicas_error(self) -> str | None:
-        return None
-
-    @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> DelayedPushSum:

@@ -22,9 +22,7 @@ from ...training import (
     seal,
 )
 from ...training.consensus import copy_all
-from ..messages import exchanges_of
 from ..messages.averages import AllRanks, Pairs
-from ..messages.replicas import Replicas
 from .base import OuterRule, Periodic, widened
 from .fragments import Fragment, find_fragments
 
@@ -35,7 +33,7 @@ class PeriodicAverager(ModelAverager):
     Args:
         make_rule: returns the rule of a fragment for its weights, ``widened`` copies.
         inner: what averages between outer steps; None: nothing.
-        average: of what; None: over all ranks, or replicas.
+        average: of what; None: over all ranks.
     """
 
     inner: ModelAverager
@@ -49,7 +47,7 @@ class PeriodicAverager(ModelAverager):
         buckets: FlatBuckets,
         run: Run,
         inner: ModelAverager | None = None,
-        average: Pairs | Replicas | None = None,
+        average: Pairs | None = None,
     ) -> None:
         super().__init__(buckets.buffers, run, inner or ModelAverager(buckets.buffers, run))
         self._interval, self._options, self._steps = interval, options, 0
@@ -60,8 +58,6 @@ class PeriodicAverager(ModelAverager):
             first = (number + 1) * interval // len(parts)
             self._fragments.append(Fragment(spans, buckets, rule, first))
         device, in_background = self.buffers[0].device, options.delay > 0
-        if average is None and run.replicas is not None:
-            average = Replicas(exchanges_of(run, buckets), compressor=options.compressor)
         self._average = average or AllRanks(run, device, options.compressor, in_background)
 
     @property
@@ -107,12 +103,10 @@ class PeriodicAverager(ModelAverager):
         changes = fragment.find_changes()
         message, average = fragment.message(changes), self._average.start
         average = partial(average, index=index, weight=self.status.weight)
-        if self._options.compressor is None or self.run.replicas is not None:
-            # Zeros in the gaps stay zeros.
-            layouts = [each.layout for each in fragment.spans]
-            wait = average(layouts, message, fragment.rule.slow, changes)
+        average = partial(average, [each.of_parameters for each in fragment.spans])
+        if self._options.compressor is None:  # zeros in the gaps stay zeros
+            wait = average(message, changes=changes)
         else:
-            average = partial(average, [each.of_parameters for each in fragment.spans])
             arrived = average(*map(fragment.without_gaps, (message, fragment.rule.slow)), changes)
 
             def wait() -> list[Tensor]:
@@ -195,7 +189,7 @@ class PeriodicAverager(ModelAverager):
         self,
         store: StateStore | None,
         filled: dict[str, Any] | None,
-        average: Pairs | Replicas | None = None,
+        average: Pairs | None = None,
     ) -> None:
         """Go on in the run's group of now, all its ranks together.
 

@@ -126,10 +126,6 @@ class SGP(OnTopology):
         return super().validation_error(num_ranks) or self._find_compressor_error()
 
     @override
-    def replicas_error(self) -> str | None:
-        return None if self.transport == "process_group" else super().replicas_error()
-
-    @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PushSum:

@@ -92,11 +92,6 @@ class SlowMo(Periodic):
         return self.inner.sharding_error() if self.inner else None
 
     @override
-    def replicas_error(self) -> str | None:
-        rule = "algorithm must send rows with replica_ranks"
-        return f"{rule}, as SGP, DiLoCo and others do, got {self!r}"
-
-    @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PeriodicAverager:

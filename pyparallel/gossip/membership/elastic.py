@@ -71,7 +71,7 @@ class Elastic(Algorithm):
 def make_elastic(algorithm: Any, membership: Any, process_group: object, module: object) -> Elastic:
     """Return the algorithm for members that come and go, or raise this process's error."""
     if process_group is not None:
-        rule = "process_group, mesh and replica_ranks must be None with membership"
+        rule = "process_group and mesh must be None with membership"
         raise ValueError(f"{rule}, which makes groups")
     is_of_all = isinstance(algorithm, Algorithm) and not isinstance(algorithm, _OF_A_NUMBER)
     make = (lambda num_ranks: algorithm) if is_of_all else algorithm

@@ -68,7 +68,6 @@ class OuterStepMembers(MembersAverager):
     ) -> None:
         super().__init__(buckets, module, run)
         self._make, self._start, self._interval = make, start, make(1).interval
-        self._buckets = buckets
         self._has_started = self._is_filled = self._is_behind = False
         self._before: StateStore | None = None  # the compressor's, before the outer step
 
@@ -100,7 +99,7 @@ class OuterStepMembers(MembersAverager):
             if self.is_interrupted:
                 self.inner.regroup(None, None, Pairs(NeighborExchange(self.run), matching=None))
                 self.after_step()
-            pairs = made.start_averages(self.run, self._buckets)
+            pairs = made.start_averages(self.run)
         state, tensors = encode(self.inner.state_to_fill())
         is_member = self._is_filled and not self._is_behind and identity in epoch.veterans
         num_taken = (self.inner.num_steps - self.is_interrupted) // self._interval

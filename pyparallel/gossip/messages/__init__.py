@@ -1,6 +1,6 @@
 """Messages of gossip rounds: what is sent to whom, and the headers by which it is checked."""
 
-from .exchange import NeighborExchange, PendingExchange, Received, Round, Transfer, exchanges_of
+from .exchange import NeighborExchange, PendingExchange, Received, Round, Transfer
 from .flags import Flags
 from .header import MessageHeaders
 from .symmetric_memory import SymmetricMemoryExchange
@@ -14,5 +14,4 @@ __all__ = [
     "Round",
     "SymmetricMemoryExchange",
     "Transfer",
-    "exchanges_of",
 ]

@@ -1,7 +1,6 @@
 """Rounds of point-to-point messages in one process group."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from functools import partial
@@ -17,12 +16,8 @@ from ...comm.counts import ANY
 from ...comm.errors import PeerError
 from ...comm.profiling import post, profiled
 from ...comm.run import Run
-from ...comm.stats import CommStats
 from ...comm.store import timeout_of
-from ...training import FlatBuckets
 from .header import MessageHeaders, RoundHeaders
-from .overlaps import Overlap, Overlaps
-from .replica_rounds import as_one_replica
 
 _NUM_TAGS = 2**30 - 2  # of each kind of message; gloo's tags are 31 bits
 
@@ -100,7 +95,7 @@ class PendingExchange:
                     failed, num_received = failed[index : index + 1], int(index < num_received)
                 raise self.exchange.peer_error(failed, num_received, error) from error
             self._works.remove(entry)
-        self.exchange.stats.count_wait(time.perf_counter() - begin)
+        self.exchange.run.stats.count_wait(time.perf_counter() - begin)
 
 
 class Received(NamedTuple):
@@ -133,14 +128,13 @@ class Round:
 
     def __init__(
         self,
-        exchange: "NeighborExchange",
         pending: PendingExchange,
         headers: RoundHeaders,
         into: Sequence[Sequence[Tensor]],
         finish: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        self._exchange, self._pending, self._headers = exchange, pending, headers
-        self._into, self._finish = into, finish  # which gets the masses of headers, of messages
+        self._pending, self._headers, self._into = pending, headers, into
+        self._finish = finish  # which gets the masses of headers, of messages
         self._received: Received | None = None
 
     @property
@@ -155,9 +149,7 @@ class Round:
         it is interrupted it can be repeated; once it has returned, it returns the same.
         """
         if self._received is None:
-            # The ranks of a replica of unequal shards merge a message together, or none of them.
-            together = self._exchange.overlaps is not None
-            with profiled("pyparallel::gossip_wait"), as_one_replica(self._exchange.run, together):
+            with profiled("pyparallel::gossip_wait"):
                 self._pending.wait_for_headers()
                 try:
                     masses = self._headers.check()
@@ -188,25 +180,13 @@ class NeighborExchange:
     called"). So a trainer has a group of its own, where no other messages are, and tags of payloads
     differ by length and kind: messages that do not match wait, and their headers tell why.
 
-    The group of ``run`` has the rank numbers of peers; with ``run.replicas`` peers are these, and
-    their ranks exchange what both have of ``shards``, parameters with their offsets in the tensor.
-    Without counts in headers, ranks may step at their own pace. ``stats`` count what is sent; None:
-    those of the run. ``failed`` are rounds whose messages may still arrive.
+    The group of ``run`` has the rank numbers of peers. Without counts in headers, ranks may step at
+    their own pace. ``failed`` are rounds whose messages may still arrive.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        has_counts: bool = True,
-        shards: Sequence[tuple[Tensor, int]] = (),
-        stats: CommStats | None = None,
-    ) -> None:
-        self.run, self.overlaps, self.stats = run, None, stats or run.stats
+    def __init__(self, run: Run, *, has_counts: bool = True) -> None:
+        self.run = run
         self.rank, self.num_ranks, self.me = run.group_rank, run.size, run.rank
-        if run.replicas is not None:
-            self.overlaps = Overlaps(run.replicas, run.group_rank, shards)
-            self.rank, self.num_ranks = self.overlaps.replica, len(run.replicas)
         self.collectives = Collectives(run, run.stats)
         self.failed: list[PendingExchange] = []
         self.headers = MessageHeaders(run, has_counts=has_counts)
@@ -220,18 +200,17 @@ class NeighborExchange:
 
     def swap(
         self,
-        tensors: Sequence[Any],
+        tensors: Sequence[Tensor],
         to: Sequence[int],
         from_: Sequence[int],
         *,
-        into: Sequence[Sequence[Any]] | None = None,
+        into: Sequence[Sequence[Tensor]] | None = None,
         round_index: int = ANY,
         masses: Tensor | None = None,
         masses_in: Sequence[float] = (),
         is_difference: bool = False,
         are_differences: Sequence[bool] | None = None,
         by_all_reduce: bool = False,
-        parts: Sequence[Overlap] | None = None,
     ) -> Round:
         """Start a round: send a message to ranks, and receive one from others.
 
@@ -249,8 +228,6 @@ class NeighborExchange:
             by_all_reduce: all ranks send one float32 tensor to all others, with equal masses; add
                 them by an all-reduce, of fewer bytes. What is received is one message, the others'
                 average.
-            parts: of which ``tensors``, and each of ``into``, have an encoded message each; None:
-                they are not encoded in parts.
         """
         if into is None:
             into = [[torch.empty_like(each) for each in tensors] for _ in from_]
@@ -259,27 +236,13 @@ class NeighborExchange:
             masses_in = (1.0,) * len(from_)
         differ = [False] * len(from_) if are_differences is None else are_differences
         message = tensors or (into[0] if into and are_differences is None else ())
-        finish, received = None, into
-        sent: Sequence[Sequence[Tensor]] = [tensors] * len(to)
-        if self.overlaps is None:
-            length = _signed_bytes(message, is_difference)
-            lengths = list(map(_signed_bytes, into, differ)) if are_differences else None
-        else:
-            to, sent, places = self.overlaps.route(to, sent, parts)
-            masses = torch.stack([masses[each] for each in places]) if places else masses
-            from_, received, places = self.overlaps.route(from_, into, parts)
-            masses_in = [masses_in[each] for each in places] if masses_in else ()
-            finish, differ = partial(_least_of_each, places), [differ[each] for each in places]
-            size = self.overlaps.numel * (message[0].element_size() if parts is None else 1)
-            length, lengths = (
-                -size if is_difference else size,
-                [-size if d else size for d in differ],
-            )
+        length = _signed_bytes(message, is_difference)
+        lengths = list(map(_signed_bytes, into, differ)) if are_differences else None
         headers = self.headers.of_round(round_index, masses, length, from_, lengths, masses_in)
-        if by_all_reduce:
-            sent, received = [], []
+        sent, received = ([], []) if by_all_reduce else ([tensors] * len(to), into)
         sends = _transfers(to, headers.sent, sent, [is_difference] * len(to))
         receives = _transfers(from_, headers.received, received, differ)
+        finish = None
         with profiled("pyparallel::gossip_send"):
             pending = self.start(sends, receives)
             if by_all_reduce:
@@ -287,38 +250,7 @@ class NeighborExchange:
                 future = self.collectives.start_all_reduce_(total)
                 started = _AllReduce(future, total, tensors[0], masses[0])
                 finish = partial(self.finish_sum, started)
-        return Round(self, pending, headers, into, finish)
-
-    def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrite a tensor of each replica by that of the first, all ranks together."""
-        others = range(1, self.num_ranks)
-        is_first = self.rank == 0
-        to, from_ = (others, ()) if is_first else ((), (0,))
-        self.swap([tensor] if is_first else [], to, from_, into=[[tensor]] * len(from_)).wait()
-
-    def average(self, tensor: Tensor, weight: Tensor) -> Tensor:
-        """Return the weighted average of all replicas' tensors, in float64, equal on all of them.
-
-        Args:
-            weight: w, 0-d float64, of this replica: sum_i w_i z_i / sum_i w_i.
-        """
-        wide = tensor.double()
-        others = [each for each in range(self.num_ranks) if each != self.rank]
-        into = [[torch.zeros_like(wide)] for _ in others]  # for its gaps
-        masses_out = weight.expand(len(others))
-        received = self.swap([wide], others, others, into=into, masses=masses_out).wait()
-        return self.mean(wide, weight, others, received)
-
-    def mean(
-        self, tensor: Tensor, weight: Tensor, peers: Sequence[int], received: Received
-    ) -> Tensor:
-        """Return the weighted mean of a tensor and of those of peers, in float64, equal on all."""
-        values = [message.double() for (message,) in received.messages]
-        masses = [*received.masses]
-        place = sum(peer < self.rank for peer in peers)  # one order on all, as sums round
-        values.insert(place, tensor.double())
-        masses.insert(place, weight)
-        return sum(map(torch.mul, values, masses), torch.zeros_like(values[0])).div_(sum(masses))
+        return Round(pending, headers, into, finish)
 
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> PendingExchange:
         """Start a round; transfers between two ranks match in the order in which they are listed.
@@ -339,7 +271,7 @@ class NeighborExchange:
         except RuntimeError as error:
             raise self.peer_error(transfers, len(receives), error) from error
         sizes = (each.tensor.numel() * each.tensor.element_size() for each in sends)
-        self.stats.count_bytes(sum(sizes))
+        self.run.stats.count_bytes(sum(sizes))
         return PendingExchange(self, transfers, len(receives), works)
 
     def finish_sum(self, started: _AllReduce, masses: Tensor) -> Tensor:
@@ -369,18 +301,6 @@ class NeighborExchange:
         )
 
 
-def exchanges_of(
-    run: Run, buckets: FlatBuckets, stats: CommStats | None = None
-) -> list[NeighborExchange]:
-    """Return the exchange of each bucket: one and the same if ``run.replicas`` is None."""
-    if run.replicas is None:
-        return [NeighborExchange(run, stats=stats)] * len(buckets.buffers)
-    shards: list[list[tuple[Tensor, int]]] = [[] for _ in buckets.buffers]
-    for parameter, segment in zip(buckets.parameters, buckets.segments, strict=True):
-        shards[segment.bucket].append((parameter, segment.offset))
-    return [NeighborExchange(run, shards=each, stats=stats) for each in shards]
-
-
 def _transfers(
     peers: Sequence[int],
     headers: Tensor,
@@ -398,12 +318,6 @@ def _transfers(
         differs = are_differences[index]
         transfers += [Transfer(peer, each, is_difference=differs) for each in parts]
     return transfers
-
-
-def _least_of_each(places: Sequence[int], masses: Tensor) -> Tensor:
-    """Return the mass of each message, (m,), of those of its parts, which are equal or 0."""
-    parts = masses.split(list(Counter(places).values()))
-    return torch.stack([each.amin() for each in parts]) if places else masses
 
 
 def _signed_bytes(message: Sequence[Tensor], is_difference: bool) -> int:

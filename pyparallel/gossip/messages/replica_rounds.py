@@ -12,14 +12,11 @@ from ...comm import Collectives, NonFiniteError, PeerError, Run
 
 
 @contextmanager
-def as_one_replica(run: Run, is_shared: bool = True) -> Iterator[None]:
+def as_one_replica(run: Run) -> Iterator[None]:
     """Raise an error inside on all ranks that hold the replica, whose rounds are then over.
 
-    A NonFiniteError ends no round, and is of all of them. Do nothing unless ``is_shared``.
+    A NonFiniteError ends no round, and is of all of them.
     """
-    if not is_shared:
-        yield
-        return
     rounds = ReplicaRounds(run)
     try:
         with rounds.round():

@@ -78,9 +78,6 @@ class RoundBuffer(ABC):
     message_lengths = ""
     """The lengths of messages in bytes, which ranks compare; "": those of the values."""
 
-    follows_layouts = True
-    """Whether a state can be loaded into buffers of another order."""
-
     def __init__(self, values: Tensor, *, takes_back: bool = True) -> None:
         self.values, self._takes_back = values, takes_back
         self.weight = torch.ones((), dtype=torch.float64, device=values.device)

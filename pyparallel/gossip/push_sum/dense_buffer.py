@@ -160,7 +160,6 @@ class DenseBuffer(RoundBuffer):
 
     def _start(self, message: Tensor, masses: Tensor, neighbors: Neighbors, step: int) -> None:
         by_all_reduce = neighbors.is_complete and message.dtype == torch.float32
-        by_all_reduce = by_all_reduce and self._exchange.overlaps is None
         num_messages = 1 if by_all_reduce else len(neighbors.in_peers)
         self._allocate(num_messages)
         self._round = self._exchange.swap(

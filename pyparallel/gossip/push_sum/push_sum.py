@@ -10,7 +10,7 @@ from typing_extensions import override
 from ...comm import PeerError, Run, without_traceback
 from ...compression import BufferLayout, CorruptMessageError
 from ...training import FlatBuckets, ModelAverager, SavedProgress, Status, Traits, check_like
-from ..messages import NeighborExchange, exchanges_of
+from ..messages import NeighborExchange
 from ..topology import Neighbors, Topology
 from .buffer import RoundBuffer
 from .dense_buffer import DenseBuffer
@@ -73,8 +73,9 @@ class PushSum(ModelAverager):
         keeps_values: bool = False,
     ) -> Self:
         """Start with push-sum weight 1 on every rank, together with all others."""
-        exchanges, layouts = exchanges_of(run, buckets), layouts_of(buckets, module)
-        buffers = list(map(make_buffer, buckets.buffers, exchanges, layouts))
+        exchange, layouts = NeighborExchange(run), layouts_of(buckets, module)
+        pairs = zip(buckets.buffers, layouts, strict=True)
+        buffers = [make_buffer(values, exchange, layout) for values, layout in pairs]
         lengths = [
             (f"message lengths of bucket {index}", each.message_lengths)
             for index, each in enumerate(buffers)
@@ -82,11 +83,9 @@ class PushSum(ModelAverager):
         ]
         if lengths:
             run.agree(lengths, None)
-        if not all(each.follows_layouts for each in buffers):
-            return cls(buffers, exchanges[0], topology, overlap, keeps_values=keeps_values)
         before = layouts_in_module_order(buckets, module)
         known = layouts, before, keeps_values
-        return cls(buffers, exchanges[0], topology, overlap, *known)
+        return cls(buffers, exchange, topology, overlap, *known)
 
     @classmethod
     def of_dense(

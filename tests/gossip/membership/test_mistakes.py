@@ -128,7 +128,7 @@ def test_trainers_with_wrong_memberships():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="membership must be an object such as Lighthouse"):
         GossipDataParallel(module, optimizer, exponential, membership="lighthouse")
-    with pytest.raises(ValueError, match="process_group, mesh and replica_ranks must be None"):
+    with pytest.raises(ValueError, match="process_group and mesh must be None"):
         GossipDataParallel(
             module, optimizer, exponential, membership=Served(("", 0), "a"), process_group="group"
         )

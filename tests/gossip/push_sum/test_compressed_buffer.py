@@ -415,7 +415,7 @@ def test_entries_that_a_gpu_has_counted_are_an_error_of_the_next_round():
         exchange.__class__ = Tampering
         averaging = compressed(random(exchange.rank, 40), exchange, Ring(3), Int8())
         averaging.after_step()
-        averaging._round_buffers[0]._replicas[0]._corrupt.tensor.add_(5)
+        averaging._round_buffers[0]._replicas._corrupt.tensor.add_(5)
         sentence = f"rank {exchange.rank}, step 1: .* got 5 corrupt entries up to now"
         for _ in range(2):
             with pytest.raises(CorruptMessageError, match=sentence):
