@@ -152,7 +152,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
         # With others, or with what may write weights after it, the round is a pass of its own.
         in_pass = bool(fused) and len(optimizers) == 1 and fused[0].ends_with_pass
-        self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._exchanges = exchanges_of(run, self._buckets, CommStats())
         self._broadcast_from_first_rank()
         # Held here, as algorithms hold weak references.
@@ -193,7 +192,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         is_eager = not torch.compiler.is_compiling()  # it would compile again for every count
         if is_eager:
             self._rounds.replica.check()
-            self._preserve_saved_states()  # buffers such as BatchNorm's are about to change
         if self.training and torch.is_grad_enabled():
             self._rounds.see_forward(counts=is_eager)
             if is_eager and self._buckets.first_has_moved:  # else the forward may fail on dtypes
@@ -299,7 +297,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         ``join()`` of another trainer it is a RuntimeError: ranks would wait in one for each other's
         rounds of the other.
         """
-        self._preserve_saved_states()
         self._check_open()
         return self._rounds.joined.join(
             enable=enable, throw_on_early_termination=throw_on_early_termination
@@ -324,7 +321,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         averages = self._average(merged, weight)
         averages += consensus.average(buffers, torch.ones_like(weight), Collectives(self._run))
         del merged
-        self._preserve_saved_states()
         with consensus.assigned([*self._buckets.buffers, *buffers], averages):
             self._in_consensus = True
             try:
@@ -347,7 +343,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         """Complete all communication in flight, after the last step, on all ranks together."""
         self._averager.restore_debiased()
         self._check_equal_steps()
-        self._preserve_saved_states()
         self._averager.flush()
 
     # Torch declares two overloads; this signature covers both.
@@ -370,21 +365,21 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         ``assign=True`` is an error, as it would replace the parameters.
         """
         if not assign:
-            self.flush()  # also preserves saved states
+            self.flush()
         result = super().load_state_dict(state_dict, strict, assign)
         self._averager.reset()
         self._begin_new_step()
         return result
 
     def algorithm_state_dict(self) -> dict[str, Any]:
-        """Return the algorithm's state beyond the module; all ranks must call it together.
+        """Return a copy of the algorithm's state beyond the module; all ranks call it together.
 
         ``GossipState`` saves it together with everything else that a run needs to resume.
         """
         self._averager.restore_debiased()
         self._check_between_steps()
         self._check_equal_steps()
-        return seal(lambda: {} if self._running is None else self._running.state_dict())
+        return seal(self._averager.state_dict())
 
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
@@ -400,7 +395,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
         validation.check_states_together(averager, read, self._run)
         averager.restore_debiased()
-        self._preserve_saved_states()
         averager.load_state_dict(validation.averagers_part(state_dict))
         self._run.counts.reset()
         self._run.mend()
@@ -479,7 +473,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._buckets.check(p for group in self._joined.param_groups for p in group["params"])
         self._check_module()
         self._averager.restore_debiased()
-        self._preserve_saved_states()
         self._rounds.before_step(optimizer, has_gradients)
 
     def _begin_new_step(self) -> None:
@@ -500,12 +493,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         if self._averager.traits.has_equal_steps:
             self._rounds.joined.before_call()
             self._run.check_equal_steps(self._buckets.parameters[0].device)
-
-    def _preserve_saved_states(self) -> None:
-        """Copy the tensors of states that are not yet written; the live ones are about to be."""
-        for state in list(self._saved_states):
-            state.preserve()
-        self._saved_states.clear()
 
     def _check_mergeable(self) -> None:
         self._rounds.replica.check()

@@ -244,11 +244,11 @@ class SubnetTrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of a checkpoint; every rank saves its own, between two steps.
 
-        Nothing is copied: what is written is the state of then. Schedulers, random generators and
-        the position in the data are left to the user.
+        It is a copy in the memory of the CPU. Schedulers, random generators and the position in the
+        data are left to the user.
         """
         self._check_open()
-        return seal(self._collect_state)
+        return seal(self._collect_state())
 
     def _collect_state(self) -> dict[str, Any]:
         return {
