@@ -17,14 +17,7 @@ from ..comm import Collectives, CommStats, StepCounts
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..optim.fused_optimizer import NO_LIMIT
-from ..training import (
-    ModelAverager,
-    StepHooks,
-    check_format,
-    consensus,
-    refuse_other_optimizers,
-    seal,
-)
+from ..training import ModelAverager, StepHooks, check_format, consensus, seal
 from ..training.arguments import find_error
 from ..training.averager import JoinedOptimizers
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
@@ -177,9 +170,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             averager.restore_debiased,
         )
         self._step_hook = weakref.ref(step_hook)
-        self._allow_other_optimizers = refuse_other_optimizers(
-            self, self._buckets.parameters, optimizers, step_hook, self._synchronizes
-        )
         # Also called when the trainer is garbage collected, and at exit.
         self._close_averager = weakref.finalize(self, rounds.close)
 
@@ -187,12 +177,19 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
         averager = self._averager
-        if step_hook := self._step_hook():
-            step_hook.see_forward()
         is_eager = not torch.compiler.is_compiling()  # it would compile again for every count
+        trains = self.training and torch.is_grad_enabled()
+        if step_hook := self._step_hook():
+            step_hook.see_forward(watches=is_eager and trains and self._run.counts.synchronizes)
+        elif is_eager and trains:
+            raise RuntimeError(
+                "a trainer's optimizer must be kept and stepped, got a forward in training after "
+                "it was deleted: no round would be taken; close() the trainer and wrap again with "
+                "the optimizer that steps"
+            )
         if is_eager:
             self._rounds.replica.check()
-        if self.training and torch.is_grad_enabled():
+        if trains:
             self._rounds.see_forward(counts=is_eager)
             if is_eager and self._buckets.first_has_moved:  # else the forward may fail on dtypes
                 self._buckets.check([])
@@ -409,7 +406,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         """
         if step_hook := self._step_hook():
             step_hook.close()
-        self._allow_other_optimizers()
         if self._running is not None:
             self._rounds.finite_steps.close()
             for reference in self._optimizers:
@@ -460,11 +456,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             return consensus.average(tensors, weight, Collectives(self._run))
         pairs = zip(self._exchanges, tensors, strict=True)
         return [exchange.average(tensor, weight) for exchange, tensor in pairs]
-
-    def _synchronizes(self) -> bool:
-        """Return whether a step of the parameters takes a round; not if they have moved."""
-        is_open = self._running is not None
-        return is_open and self._run.counts.synchronizes and self._buckets.find_moved() is None
 
     def _before_step(self, optimizer: Optimizer, has_gradients: bool) -> None:
         """Receive and merge, unless a fused optimizer does so in its pass."""
