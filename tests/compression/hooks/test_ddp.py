@@ -358,8 +358,7 @@ def refuse_a_compiled_backward(rank):
 
 def compile_the_forward(rank):
     torch._dynamo.reset()
-    options = {"find_unused_parameters": True, "bucket_cap_mb": 25}
-    dense, (ddp, _) = wrap(build()), start(TopK(1.0), build(), **options)
+    dense, (ddp, _) = wrap(build()), start(TopK(1.0), build(), bucket_cap_mb=25)
     compiled = torch.compile(ddp, backend="aot_eager")
     for batch in batches(rank, 3, *SHAPE):
         truth, got = gradients_of(dense, batch), gradients_of(compiled, batch)
