@@ -33,7 +33,6 @@ COINED = {
     r"for whose sake": "because of",
     r"Gatherers?": "Compressor.mean_",
     r"WholeNumbers": "Quantizer",
-    r"OpaqueOp": "CustomOp",
     r"BlockCoders?": "BlockwiseCompressor",
     r"HeadAtWork": "HeadRuntime",
     r"rehears(e|al|es|ed)": "profile",

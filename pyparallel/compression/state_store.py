@@ -82,21 +82,20 @@ class StateStore:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank by parameter name; it differs between ranks.
 
-        Nothing is copied: what is written is the state of then. To resume with another number of
-        ranks, see `merge_states`.
+        It is a copy in the memory of the CPU. To resume with another number of ranks, see
+        `merge_states`.
         """
-        return seal(self._collect)
-
-    def _collect(self) -> dict[str, Any]:
         for device in self._devices:
             raise_if_counted(device, wait=True)
-        return {
-            "compressor": repr(self.compressor),
-            "rank": self._rank,
-            "num_ranks": self._num_ranks,
-            "parameters": self._parameter_state(),
-            "of_all": self.common_state(),
-        }
+        return seal(
+            {
+                "compressor": repr(self.compressor),
+                "rank": self._rank,
+                "num_ranks": self._num_ranks,
+                "parameters": self._parameter_state(),
+                "of_all": self.common_state(),
+            }
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a ``state_dict``, to resume bit for bit; raises as ``check_state``."""

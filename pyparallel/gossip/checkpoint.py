@@ -1,8 +1,6 @@
 """Checkpoints of a run, from which every rank resumes with bitwise equal results."""
 
-import copy
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,27 +22,12 @@ from .validation import (
     check_states_together,
 )
 
-_COPYING = threading.Lock()  # torch's asynchronous saving copies a state in a thread of its own
-
 
 class RankState:
-    """One rank's part of a checkpoint, saved and loaded as one object: the state dicts by name.
-
-    Its tensors are the live ones until the trainer is about to write them: if the state still
-    exists then, it copies them into the memory of the CPU.
-    """
+    """One rank's part of a checkpoint, saved and loaded as one object: the state dicts by name."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
-
-    def preserve(self) -> None:
-        """Replace the tensors by copies; waits for a copy that another thread makes."""
-        with _COPYING:
-            self.values = _copy_to_cpu(self.values)
-
-    def __deepcopy__(self, memo: Any) -> "RankState":
-        with _COPYING:
-            return RankState(_copy_to_cpu(self.values))
 
 
 torch.serialization.add_safe_globals([RankState])  # for torch.load(weights_only=True)
@@ -99,12 +82,7 @@ class GossipState:
             self._key += f"-shard-{shard.replace(' ', '-')}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state under this rank's key; it stays that of this step.
-
-        Ranks' states fit each other's only if all are of one step. So its tensors are the live ones
-        until the trainer is about to write them; if the state is still held then, such as by
-        ``torch.distributed.checkpoint.async_save`` before it has staged it, they are copied.
-        """
+        """Return a copy of this rank's state under this rank's key, in the memory of the CPU."""
         algorithm = {**self._model.algorithm_state_dict()}
         del algorithm[training.CHECKSUMS_KEY]  # those of the whole state are enough
         values: dict[str, Any] = {
@@ -116,9 +94,7 @@ class GossipState:
         }
         if len(self._optimizers) == 1:  # as before there could be several
             values.update({key: values[key][0] for key in ("optimizer_kind", "optimizer")})
-        state = RankState(training.seal(values))
-        self._model._saved_states.add(state)
-        return {self._key: state}
+        return {self._key: RankState(training.seal(values))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``state_dict`` returned; all ranks call it together.
@@ -129,8 +105,6 @@ class GossipState:
         """
         model, averager = self._model, self._model._averager
         check_states_together(averager, lambda: self._read(state_dict), averager.run)
-        # This one may be of now, and messages in flight are about to be merged.
-        model._preserve_saved_states()
         values = state_dict[self._key].values
         module = values["module"]
         if model._shards.modules:
@@ -238,18 +212,3 @@ def _as_list(value: Any) -> list[Any]:
 def _take_buckets(fields: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], tuple[str, str]]:
     others = [field for field in fields if field[0] != BUCKETS]
     return others, (BUCKETS, dict(fields).get(BUCKETS, IN_MODULE_ORDER))
-
-
-def _copy_to_cpu(values: dict[str, Any]) -> dict[str, Any]:
-    memo: dict[int, Any] = {}
-    _copy_tensors(values, memo)
-    return copy.deepcopy(values, memo)
-
-
-def _copy_tensors(value: Any, memo: dict[int, Any]) -> None:
-    """Put copies of the tensors where ``copy.deepcopy`` looks for what it has copied."""
-    if isinstance(value, Tensor):
-        memo[id(value)] = value.detach().to("cpu", copy=True)
-    elif isinstance(value, Mapping | list | tuple):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            _copy_tensors(each, memo)

@@ -16,14 +16,7 @@ from typing_extensions import override
 from ..comm import Collectives, StepCounts
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
-from ..training import (
-    ModelAverager,
-    StepHooks,
-    check_format,
-    consensus,
-    refuse_other_optimizers,
-    seal,
-)
+from ..training import ModelAverager, StepHooks, check_format, consensus, seal
 from ..training.arguments import find_error
 from ..training.averager import JoinedOptimizers
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
@@ -140,7 +133,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
         # With others, or with what may write weights after it, the round is a pass of its own.
         in_pass = bool(fused) and len(optimizers) == 1 and fused[0].ends_with_pass
-        self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._broadcast_from_first_rank()
         # Held here, as algorithms hold weak references.
         self._joined: Any = JoinedOptimizers(optimizers)
@@ -165,9 +157,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             averager.restore_debiased,
         )
         self._step_hook = weakref.ref(step_hook)
-        self._allow_other_optimizers = refuse_other_optimizers(
-            self, self._buckets.parameters, optimizers, step_hook, self._synchronizes
-        )
         # Also called when the trainer is garbage collected, and at exit.
         self._close_averager = weakref.finalize(self, rounds.close)
 
@@ -175,13 +164,19 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
         averager = self._averager
-        if step_hook := self._step_hook():
-            step_hook.see_forward()
         is_eager = not torch.compiler.is_compiling()  # it would compile again for every count
+        trains = self.training and torch.is_grad_enabled()
+        if step_hook := self._step_hook():
+            step_hook.see_forward(watches=is_eager and trains and self._run.counts.synchronizes)
+        elif is_eager and trains:
+            raise RuntimeError(
+                "a trainer's optimizer must be kept and stepped, got a forward in training after "
+                "it was deleted: no round would be taken; close() the trainer and wrap again with "
+                "the optimizer that steps"
+            )
         if is_eager:
             self._rounds.replica.check()
-            self._preserve_saved_states()  # buffers such as BatchNorm's are about to change
-        if self.training and torch.is_grad_enabled():
+        if trains:
             self._rounds.see_forward(counts=is_eager)
             if is_eager and self._buckets.first_has_moved:  # else the forward may fail on dtypes
                 self._buckets.check([])
@@ -286,7 +281,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         ``join()`` of another trainer it is a RuntimeError: ranks would wait in one for each other's
         rounds of the other.
         """
-        self._preserve_saved_states()
         self._check_open()
         return self._rounds.joined.join(
             enable=enable, throw_on_early_termination=throw_on_early_termination
@@ -312,7 +306,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         averages = consensus.average(merged, weight, collectives)
         averages += consensus.average(buffers, torch.ones_like(weight), collectives)
         del merged
-        self._preserve_saved_states()
         with consensus.assigned([*self._buckets.buffers, *buffers], averages):
             self._in_consensus = True
             try:
@@ -336,7 +329,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         """Complete all communication in flight, after the last step, on all ranks together."""
         self._averager.restore_debiased()
         self._check_equal_steps()
-        self._preserve_saved_states()
         self._averager.flush()
 
     # Torch declares two overloads; this signature covers both.
@@ -359,21 +351,21 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         ``assign=True`` is an error, as it would replace the parameters.
         """
         if not assign:
-            self.flush()  # also preserves saved states
+            self.flush()
         result = super().load_state_dict(state_dict, strict, assign)
         self._averager.reset()
         self._begin_new_step()
         return result
 
     def algorithm_state_dict(self) -> dict[str, Any]:
-        """Return the algorithm's state beyond the module; all ranks must call it together.
+        """Return a copy of the algorithm's state beyond the module; all ranks call it together.
 
         ``GossipState`` saves it together with everything else that a run needs to resume.
         """
         self._averager.restore_debiased()
         self._check_between_steps()
         self._check_equal_steps()
-        return seal(lambda: {} if self._running is None else self._running.state_dict())
+        return seal(self._averager.state_dict())
 
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
@@ -389,7 +381,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
         validation.check_states_together(averager, read, self._run)
         averager.restore_debiased()
-        self._preserve_saved_states()
         averager.load_state_dict(validation.averagers_part(state_dict))
         self._run.counts.reset()
         self._run.mend()
@@ -404,7 +395,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         """
         if step_hook := self._step_hook():
             step_hook.close()
-        self._allow_other_optimizers()
         if self._running is not None:
             self._rounds.finite_steps.close()
             for reference in self._optimizers:
@@ -442,10 +432,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         for tensor in [*self._buckets.buffers, *shards, *self.module.buffers()]:
             collectives.broadcast_(tensor, 0)
 
-    def _synchronizes(self) -> bool:
-        """Return whether a step of the parameters takes a round; not if they have moved."""
-        is_open = self._running is not None
-        return is_open and self._run.counts.synchronizes and self._buckets.find_moved() is None
 
     def _before_step(self, optimizer: Optimizer, has_gradients: bool) -> None:
         """Receive and merge, unless a fused optimizer does so in its pass."""
@@ -454,7 +440,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._buckets.check(p for group in self._joined.param_groups for p in group["params"])
         self._check_module()
         self._averager.restore_debiased()
-        self._preserve_saved_states()
         self._rounds.before_step(optimizer, has_gradients)
 
     def _begin_new_step(self) -> None:
@@ -475,12 +460,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         if self._averager.traits.has_equal_steps:
             self._rounds.joined.before_call()
             self._run.check_equal_steps(self._buckets.parameters[0].device)
-
-    def _preserve_saved_states(self) -> None:
-        """Copy the tensors of states that are not yet written; the live ones are about to be."""
-        for state in list(self._saved_states):
-            state.preserve()
-        self._saved_states.clear()
 
     def _check_mergeable(self) -> None:
         self._rounds.replica.check()

@@ -1,7 +1,7 @@
 """The saved states of a rank's stages."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,10 @@ from .runtime.clipping import device_for
 from .runtime.stage import Stage
 
 
-def save_stages(stages: Sequence[Stage], step: Callable[[], int], seed: int) -> dict[str, Any]:
-    """Return the states of stages, by index; ``step`` is called when they are written.
-
-    ``seed`` is that of ``StageGenerators``.
-    """
-
-    def collect(stage: Stage) -> dict[str, Any]:
-        return {"step": step(), "seed": seed, **stage.state_dict()}
-
-    return {str(each.index): seal(partial(collect, each)) for each in stages}
+def save_stages(stages: Sequence[Stage], step: int, seed: int) -> dict[str, Any]:
+    """Return the states of stages, by index; ``seed`` is that of ``StageGenerators``."""
+    marks = {"step": step, "seed": seed}
+    return {str(each.index): seal({**marks, **each.state_dict()}) for each in stages}
 
 
 def rescue_stages(stages: Sequence[Stage], step: int, seed: int) -> dict[str, Any]:

@@ -390,18 +390,14 @@ class PipelineTrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages: modules, optimizers and schedulers.
 
-        Nothing is copied: what is written is the state of then. Microbatches in flight, or
-        accumulated gradients, are a RuntimeError.
+        It is a copy in the memory of the CPU. Microbatches in flight, or accumulated gradients, are
+        a RuntimeError.
         """
-        pipeline, counts = self._pipeline, self._run.counts
-
-        def step() -> int:
-            if pipeline is not None:
-                pipeline.check_empty("state_dict()")
-            return counts.steps
-
+        pipeline = self._pipeline
+        if pipeline is not None:
+            pipeline.check_empty("state_dict()")
         seed = self._arguments.seed if pipeline is None else pipeline.seed
-        return save_stages(self.stages, step, seed)
+        return save_stages(self.stages, self._run.counts.steps, seed)
 
     def rescue_state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages after a failure, for a new trainer to load.

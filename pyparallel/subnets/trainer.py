@@ -14,7 +14,6 @@ from ..comm import Call, Collectives, Run, warn_if_alone
 from ..optim.finite_steps import FiniteSteps
 from ..training import seal, uncompiled
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
-from ..training.other_optimizers import refuse_other_optimizers
 from ..training.step_hook import StepHook
 from ..training.trainer import Trainer, raising_on_all_ranks
 from .optimizer_state import CarryState, OptimizerState
@@ -138,16 +137,15 @@ class SubnetTrainer(Trainer):
             before_update=self._finite_steps.begin,
             before_evaluation=self._finite_steps.end,
         )
-        self._allow_other_optimizers = refuse_other_optimizers(
-            self, self.subnet.parameters(), self.optimizer, self._step_hook
-        )
         # Last: after an error above, the module still has its parameters.
         release(module.parameters())
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run this rank's subnet."""
         self._check_open()
-        self._step_hook.see_forward()
+        is_eager = not torch.compiler.is_compiling()
+        trains = self.subnet.training and torch.is_grad_enabled()
+        self._step_hook.see_forward(watches=is_eager and trains)
         return self.subnet(*inputs, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
@@ -244,11 +242,11 @@ class SubnetTrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of a checkpoint; every rank saves its own, between two steps.
 
-        Nothing is copied: what is written is the state of then. Schedulers, random generators and
-        the position in the data are left to the user.
+        It is a copy in the memory of the CPU. Schedulers, random generators and the position in the
+        data are left to the user.
         """
         self._check_open()
-        return seal(self._collect_state)
+        return seal(self._collect_state())
 
     def _collect_state(self) -> dict[str, Any]:
         return {
@@ -281,7 +279,6 @@ class SubnetTrainer(Trainer):
     def close(self) -> None:
         """Stop merging: the optimizer's steps train only this rank's subnet from now on."""
         self._step_hook.close()
-        self._allow_other_optimizers()
         self._finite_steps.close()
         super().close()
 

@@ -12,7 +12,6 @@ from .checkpointing import (
     uncompiled,
     with_own_storage,
 )
-from .other_optimizers import refuse_other_optimizers
 from .state_checks import (
     check_like,
     check_on_all_ranks,
@@ -53,7 +52,6 @@ __all__ = [
     "plain_name",
     "read_checkpoint",
     "read_metadata",
-    "refuse_other_optimizers",
     "seal",
     "summarize",
     "uncompiled",

@@ -3,15 +3,12 @@
 import copy
 import hashlib
 import math
-import weakref
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node
 
 from .state_checks import describe
 
@@ -22,77 +19,27 @@ CHECKSUMS_KEY = "checksums"
 _WORDS = 1024  # of 8 bytes, summed into one: 0.1 % of a tensor's bytes are hashed on the host
 
 
-class _LiveState(dict[str, Any]):
-    """A state whose checksums are taken when it is written, of what ``collect`` returns."""
+def seal(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state with the format number and checksums, in place of those it has.
 
-    def __init__(self, content: Mapping[str, Any], collect: Callable[[], Mapping[str, Any]]):
-        super().__init__({**content, FORMAT_KEY: FORMAT})
-        self._collect, self._others = collect, _checksum_of_others(_without_checksums(self))
-        self[CHECKSUMS_KEY] = _Checksums(self)
-
-    def freeze(self) -> dict[str, Any]:
-        """Return the state of now, with its checksums; tensors are not copied."""
-        if newer := {**self._collect()}:
-            others = _checksum_of_others(_without_checksums({**newer, FORMAT_KEY: FORMAT}))
-            if others != self._others:  # else what a user has changed stays
-                self.update(newer)  # a step was taken
-                self._others = others
-        leaves = _without_checksums(self)
-        tensors = {path: checksum(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}
-        return {**self, CHECKSUMS_KEY: {"tensors": tensors, "others": _checksum_of_others(leaves)}}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(self.freeze(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The one mapping that torch.load(weights_only=True) makes by a call.
-        return OrderedDict, (), None, None, iter(self.freeze().items())
-
-
-class _Checksums:
-    """The entry of the checksums, for what writes entries one by one, as DCP does."""
-
-    def __init__(self, state: _LiveState) -> None:
-        self._state = weakref.ref(state)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if (state := self._state()) is None:
-            raise RuntimeError(
-                "a changed copy of a state must have checksums of its own: "
-                "pyparallel.training.seal() is due"
-            )
-        return OrderedDict, (), None, None, iter(state.freeze()[CHECKSUMS_KEY].items())
-
-
-def _flatten(state: _LiveState) -> tuple[list[Any], list[str]]:
-    frozen = state.freeze()
-    return list(frozen.values()), list(frozen)
-
-
-# torch's trees know plain dicts alone.
-register_pytree_node(
-    _LiveState, _flatten, lambda values, keys: dict(zip(keys, values, strict=True))
-)
-
-
-def seal(state: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a state with the format number and its checksums, in place of those that it has.
-
-    The checksums are taken when the state is written or copied. A tensor has one by its path, such
-    as ``module.0.weight``; all else (keys, types, values, dtypes, shapes) has one together.
-
-    A state is of dicts, lists and tuples of tensors, numbers, strings and None; or a function that
-    returns one, called again before it is written: then numbers are live too, as tensors are. It
-    returns {} if they are to stay as they are.
+    A state is of dicts, lists and tuples of tensors, numbers, strings and None; tensors are copied
+    into the memory of the CPU. A tensor has a checksum by its path, such as ``module.0.weight``;
+    all else (keys, types, values, dtypes, shapes) has one together.
     """
-    return _LiveState(state(), state) if callable(state) else _LiveState(state, dict)
+    copies: dict[int, Any] = {}
+    _copy_tensors(state, copies)
+    copied = {key: copy.deepcopy(each, copies) for key, each in state.items()}
+    leaves = _without_checksums({**copied, FORMAT_KEY: FORMAT})
+    tensors = {path: checksum(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}
+    checksums = {"tensors": tensors, "others": _checksum_of_others(leaves)}
+    return {**copied, FORMAT_KEY: FORMAT, CHECKSUMS_KEY: checksums}
 
 
 def check_format(state: Mapping[str, Any]) -> None:
     """Check that this version of pyparallel can load a saved state, and that it is undamaged.
 
-    States of format 1, and such as were never written, have no checksums yet. The ValueError names
-    the path of what differs from what was saved.
+    States of format 1 have no checksums. The ValueError names the path of what differs from what
+    was saved.
     """
     saved = state.get(FORMAT_KEY, 1)
     if not isinstance(saved, int) or not 1 <= saved <= FORMAT:
@@ -105,8 +52,6 @@ def check_format(state: Mapping[str, Any]) -> None:
     if CHECKSUMS_KEY not in state:
         raise ValueError("the state must have checksums, got none: the file is damaged")
     checksums = state[CHECKSUMS_KEY]
-    if isinstance(checksums, _Checksums):  # it was never written
-        return
     leaves = _without_checksums(state)
     if _checksum_of_others(leaves) != checksums["others"]:
         raise ValueError(
@@ -142,6 +87,15 @@ def checksum(tensor: Tensor) -> int:
     parts = torch.cat([rows, last.reshape(1), rest.long()])
     hashed = hashlib.blake2b(parts.cpu().numpy().tobytes(), digest_size=8)
     return int.from_bytes(hashed.digest(), "little")
+
+
+def _copy_tensors(value: Any, copies: dict[int, Any]) -> None:
+    """Put copies of the tensors where ``copy.deepcopy`` looks for what it has copied."""
+    if isinstance(value, Tensor):
+        copies[id(value)] = value.detach().to("cpu", copy=True)
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            _copy_tensors(each, copies)
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

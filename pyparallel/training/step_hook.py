@@ -1,5 +1,6 @@
 """Optimizer steps counted once each: nested and failed steps do not count."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -44,6 +45,9 @@ class StepHook:
         self._has_begun = False
         self._is_update_due = False  # by the last pre-hook
         self._evaluates_once = _evaluates_once(optimizer)
+        self._name = type(optimizer).__name__
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._version: int | None = None  # of the parameters, at a forward since the last step
         begin = optimizer.register_step_pre_hook(self._before_step)
         self._last = optimizer.register_step_pre_hook(self._begin_update)
         first = optimizer.register_step_post_hook(self._end_update)
@@ -52,13 +56,25 @@ class StepHook:
         end = optimizer.register_step_post_hook(self._after_step)
         self._hooks = [begin, self._last, first, end]
 
-    @property
-    def in_step(self) -> bool:
-        """Whether the optimizer is inside its step, as far as is known."""
-        return self._depth > 0
+    def see_forward(self, *, watches: bool = False) -> None:
+        """Record a forward pass: outside of a closure, no step is in progress.
 
-    def see_forward(self) -> None:
-        """Record a forward pass: outside of a closure, no step is in progress."""
+        Warn where two forwards follow each other that ``watches``, without a step of the optimizer
+        but with parameters that were written to, as another optimizer does. What this library
+        writes, into flat buffers and ``.data``, is not counted.
+        """
+        version = None
+        if watches:
+            version = sum(parameter._version for parameter in self._parameters)
+            if self._version not in (None, version):
+                warnings.warn(
+                    f"parameters of the {self._name} that a trainer was given were written to "
+                    "between two forwards without its step: if another optimizer has stepped "
+                    "them, ranks train apart; step the one that the trainer was given, or "
+                    "close() the trainer and wrap again with the other one",
+                    stacklevel=3,
+                )
+        self._version = version
         if not self._num_closures:
             # Behind pre-hooks that were registered since, which may read the parameters.
             hooks, number = self._last.hooks_dict_ref(), self._last.id
@@ -99,6 +115,7 @@ class StepHook:
     def _begin_update(self, *_: Any) -> None:
         if self._is_update_due:
             self._is_update_due = False
+            self._version = None
             try:
                 self._before_update()
             except BaseException:
@@ -121,6 +138,7 @@ class StepHook:
             result = closure()
             if not self._has_begun:
                 self._begin(optimizer, True)
+            self._version = None
             self._before_update()
             return result
         except BaseException:
@@ -184,11 +202,6 @@ class StepHooks:
             for index, optimizer in enumerate(optimizers)
         ]
 
-    @property
-    def in_step(self) -> bool:
-        """Whether an optimizer is inside its step, as far as is known."""
-        return any(hook.in_step for hook in self._alive())
-
     def find_unfinished(self) -> str | None:
         """Return which optimizers have stepped and which have not, or None between two steps."""
         if not self._stepped:
@@ -196,10 +209,10 @@ class StepHooks:
         waiting = self._names_of(set(range(len(self._names))) - self._stepped)
         return f"a step of {self._names_of(self._stepped)} and none of {waiting}"
 
-    def see_forward(self) -> None:
-        """Record a forward pass."""
+    def see_forward(self, *, watches: bool = False) -> None:
+        """Record a forward pass, as ``StepHook.see_forward``."""
         for hook in self._alive():
-            hook.see_forward()
+            hook.see_forward(watches=watches)
 
     def reset(self) -> None:
         """Begin a new training step."""

@@ -270,9 +270,6 @@ SECOND = (
     "AdamW (optimizer[1]) first, in every training step"
 )
 CLOSURE = "several optimizers must be stepped without a closure"
-OTHER = (
-    r"stepped by the Muon .* and AdamW.*step those it was given, or close\(\) the trainer and wrap "
-)
 
 
 @on_ranks(4)
@@ -295,8 +292,6 @@ def test_a_misused_step_is_one_error_and_nothing_is_lost(rank):
                 after = r"states must be saved between .*after a step of Muon .* and none of AdamW"
                 with pytest.raises(ValueError, match=after):
                     GossipState(wrapped, optimizers).state_dict()
-                with pytest.raises(RuntimeError, match=OTHER):
-                    torch.optim.SGD(model.parameters(), lr=0.1).step()
                 wrapped.eval()
                 with torch.no_grad():
                     wrapped(batch[0])

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyparallel import SGP, GossipDataParallel, topology
 from tests.integrations.test_lightning import (
     AutoEncoder,
-    CompressedDDPStrategy,
     GossipStrategy,
     L,
     assert_equal,
@@ -138,29 +137,12 @@ def test_lightning_around_training(ranks, tmp_path, check):
     ranks.run(2, run, f"check_{check}", str(tmp_path))
 
 
-STEPPED = (
-    "that it was given, got a step of another optimizer, Adam, after which no round would be "
-    "taken; nothing has been stepped: step the one it was given, or close() the trainer and wrap "
-    "again with this one"
-)
-
-
 class WithBatchNorm(AutoEncoder):
     """A module with statistics of batches."""
 
     def __init__(self):
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3))
-
-
-class WithGossipedPart(AutoEncoder):
-    """A module whose author has wrapped a part."""
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        part = torch.optim.SGD(self.encoder.parameters(), lr=0.1)
-        self.part = [GossipDataParallel(self.encoder, part, SGP(topology.Ring(2)))]
-        return optimizer
 
 
 def fail(rank, folder):
@@ -170,8 +152,6 @@ def fail(rank, folder):
     cases = {
         "sync": (GossipStrategy(), WithBatchNorm(), {"sync_batchnorm": True}),
         "wrapped": (GossipStrategy(), wrapped, {}),
-        "part in DDP": (CompressedDDPStrategy(), WithGossipedPart(), {}),
-        "in DDP": (CompressedDDPStrategy(), module, {}),
     }
     errors = {}
     for name, (strategy, module, options) in cases.items():
@@ -191,8 +171,4 @@ def test_modules_that_communicate_by_themselves_are_refused(ranks, tmp_path):
         "validation",
         "wrapped": "TypeError: `model` must be a `LightningModule` or "
         "`torch._dynamo.OptimizedModule`, got `GossipDataParallel`",
-        "part in DDP": "RuntimeError: the parameters of a GossipDataParallel must be stepped by "
-        f"the SGD {STEPPED}",
-        "in DDP": "RuntimeError: the parameters of a GossipDataParallel must be stepped by the "
-        f"Adam {STEPPED}",
     }

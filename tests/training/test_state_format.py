@@ -1,10 +1,7 @@
 """Checksums see every flipped bit, whatever the tensor; states are compared with one's own."""
 
 import copy
-import gc
 import io
-import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -100,97 +97,33 @@ def test_a_sealed_state_is_the_same_after_saving_and_in_any_order():
     check_format(torch.load(file))
     check_format(copy.deepcopy(sealed))
     check_format(dict(reversed(sealed.items())))
-    assert copy.deepcopy(seal(sealed))["checksums"] == copy.deepcopy(sealed)["checksums"]
+    assert seal(sealed)["checksums"] == sealed["checksums"]
 
 
-def written(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-def test_checksums_are_of_what_is_written(subtests):
-    for copied in (written, copy.deepcopy):
-        with subtests.test(copied.__name__):
-            state = seal(copy.deepcopy(STATE))
-            state["module"]["0.weight"].add_(1)
-            state["groups"][0]["lr"] = 0.2
-            state["epoch"] = 7
-            check_format(state)  # nothing to compare with yet
-            first = copied(state)
-            check_format(first)
-            assert dict(first["checksums"]).keys() == {"tensors", "others"}
-            assert torch.equal(first["module"]["0.weight"], STATE["module"]["0.weight"] + 1)
-            assert (first["groups"][0]["lr"], first["epoch"]) == (0.2, 7)
-            state["module"]["0.weight"].zero_()
-            check_format(copied(state))
-            check_format(first)
-
-
-def test_a_live_states_numbers_are_those_of_when_it_is_written():
-    weight, numbers = torch.zeros(3), {"round": 1}
-    state = seal(lambda: {"weight": weight, "slow": weight.clone(), **numbers})
-    state["epoch"] = 7
-    state["weight"] = weight
-    check_format(written(state))
+def test_a_sealed_state_is_a_copy():
+    weight = torch.zeros(3)
+    state = seal({"weight": weight, "tied": weight, "groups": [{"lr": 0.1}], "epoch": 7})
+    assert state["tied"] is state["weight"]
     weight.add_(1)
-    numbers["round"] = 2
-    for each in (copy.deepcopy(state), written(state), written({"outer": [state]})["outer"][0]):
-        check_format(each)
-        assert (each["round"], each["epoch"]) == (2, 7)
-        assert torch.equal(each["weight"], torch.ones(3))
-        assert torch.equal(each["slow"], torch.ones(3))
-    numbers["norm"] = 1.0
-    check_format(written(state))
-    assert written(state)["norm"] == 1.0
-
-
-def test_a_state_holds_no_cycle():
-    gc.collect()
-    gc.disable()
-    try:
-        weight = torch.zeros(3)
-        state, alive = seal(partial(dict, weight=weight)), weakref.ref(weight)
-        written(state)
-        copy.deepcopy(state)
-        del state, weight
-        assert alive() is None
-    finally:
-        gc.enable()
-
-
-def test_a_tree_of_tensors_has_the_checksums_of_its_values():
-    cloned = clone_tensors_for_torch_save(seal(copy.deepcopy(STATE)))
-    assert type(cloned) is dict
-    check_format(written(cloned))
-    cloned["module"]["0.weight"].add_(1)
-    with pytest.raises(ValueError, match=r"module.0.weight has other bits"):
-        check_format(cloned)
-
-
-def test_a_changed_copy_of_a_state_is_sealed_anew():
-    changed = {**seal(STATE), "epoch": 7}
-    with pytest.raises(RuntimeError, match=r"pyparallel.training.seal\(\) is due"):
-        written(changed)
-    check_format(written(seal(changed)))
-
-
-def test_what_a_user_changes_is_written_unless_a_step_is_taken():
-    numbers = {"groups": [{"lr": 0.1}], "round": 1}
-    state = seal(lambda: copy.deepcopy(numbers))
-    state["groups"][0]["lr"] = 0.2
-    assert written(state)["groups"] == [{"lr": 0.2}]
+    check_format(state)
+    assert not state["weight"].any()
+    assert state["checksums"].keys() == {"tensors", "others"}
+    check_format(clone_tensors_for_torch_save(state))
+    state["epoch"] = 8
+    with pytest.raises(ValueError, match=r"pyparallel.training.seal\(\) is due"):
+        check_format(state)
+    check_format(seal(state))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_dcp_saves_the_checksums_of_what_it_writes(tmp_path):
-    state = seal(copy.deepcopy(STATE))
+    state = seal(STATE)
     dcp.save({"state": state}, checkpoint_id=tmp_path)
-    loaded = seal(copy.deepcopy(STATE))
+    loaded = seal(STATE)
     loaded["module"]["0.weight"].zero_()
+    loaded["checksums"]["others"] = 0
     dcp.load({"state": loaded}, checkpoint_id=tmp_path)
-    assert loaded["checksums"] == copy.deepcopy(state)["checksums"]
+    assert loaded["checksums"] == state["checksums"]
     check_format(loaded)
     loaded["module"]["0.weight"][0] += 1
     with pytest.raises(ValueError, match=r"module.0.weight has other bits"):
@@ -199,7 +132,7 @@ def test_dcp_saves_the_checksums_of_what_it_writes(tmp_path):
 
 def changes():
     def change(function):
-        state = copy.deepcopy(seal(STATE))
+        state = seal(STATE)
         function(state)
         return state
 

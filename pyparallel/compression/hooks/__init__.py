@@ -1,4 +1,4 @@
-"""Hooks that attach a compressor to DDP, compiled DDP and FSDP2."""
+"""Hooks that attach a compressor to DDP and FSDP2."""
 
 from .ddp import GradientCompression, compressed_hook, ddp_hook
 

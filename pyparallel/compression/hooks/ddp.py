@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # an implicit re-export
@@ -25,8 +24,7 @@ from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
 from ..state_store import StateStore, steps_of
 from . import end_of_backward
-from .bucket_reducer import AVERAGE, BucketReducer
-from .ddp_compiled import CustomOp, StepDetector
+from .bucket_reducer import BucketReducer
 
 _RAISED_ON_ALL_RANKS = (CorruptMessageError, NonFiniteError)
 Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
@@ -82,13 +80,10 @@ class GradientCompression:
         self._last = CommStats()
         self._sent_before = 0.0  # bytes, in the steps before
         self._counts = StepCounts()
-        self._step_detector = StepDetector()
-        self._custom_op = CustomOp(self._reduce_one)
-        self.reduce_one = self._custom_op.op
 
     @property
     def last_step(self) -> CommStats:
-        """Bytes and seconds of this rank in the last finished step; compiled: in the current."""
+        """Bytes and seconds of this rank in the last finished step."""
         return self._last
 
     @property
@@ -103,8 +98,8 @@ class GradientCompression:
 
         * ``rank/bytes_sent`` so far, assuming ring or pairwise collectives;
         * ``rank/waiting_seconds``: for which the host has waited at the end of the last backward
-          pass, when all gradients had been computed, for buckets not averaged yet; if DDP is
-          compiled with its Python reducer, in collectives. On NCCL streams wait instead;
+          pass, when all gradients had been computed, for buckets not averaged yet. On NCCL streams
+          wait instead;
         * ``rank/encode_seconds`` and ``rank/decode_seconds`` of the last step, as in ``last_step``;
         * ``rank/residual_norm``: the Euclidean norm of what error feedback has not sent yet;
         * ``rank/steps`` that have averaged gradients.
@@ -174,12 +169,9 @@ class GradientCompression:
         return future
 
     def _end_step(self) -> None:
-        self._count(self._reducer.take_stats())
-        self._counts.count_step()
-
-    def _count(self, stats: CommStats) -> None:
         self._sent_before += self._last.wire_bytes
-        self._last = stats
+        self._last = self._reducer.take_stats()
+        self._counts.count_step()
 
     def _wait(self, last: Future[Tensor]) -> None:
         """Wait for the step's last bucket, before DDP's own all-reduce raises gloo's error."""
@@ -201,25 +193,6 @@ class GradientCompression:
             self._reducer.failure = None
         if failure is not None:
             raise failure
-
-    @torch.no_grad()
-    def _reduce_one(self, gradient: Tensor, parameter: Tensor) -> None:
-        """Average one parameter's gradient, of any strides, over ranks; the backward pass waits.
-
-        Entries are encoded in the memory order of the parameter, as in DDP's buckets.
-        """
-        self._start()
-        layout, reducer = self._layout([parameter]), self._reducer
-        if self._step_detector.is_new_step(layout.names[0]):
-            self._count(CommStats())
-            reducer.collectives.stats = self._last
-            self._counts.count_step()
-        in_order = gradient.permute(_memory_order(parameter))
-        flat = in_order.reshape(-1)
-        with profiled(AVERAGE):
-            reducer.mean_(flat, layout)
-        if not in_order.is_contiguous():  # then flat is a copy
-            in_order.copy_(flat.view_as(in_order))
 
     @property
     def _has_group(self) -> bool:
@@ -316,10 +289,8 @@ def ddp_hook(
     on this rank alone is raised at once, and the ranks compare their arguments at the first bucket,
     where backward raises the same DisagreementError on all of them.
 
-    A model may be compiled. If backward is compiled too (``torch._dynamo.config.optimize_ddp =
-    "python_reducer"`` before DDP is created, and ``compiled_autograd``), DDP has no buckets: each
-    parameter's gradient is a message of its own inside the graph, without overlap. The state can be
-    moved between both forms.
+    A model's forward may be compiled. Its backward may not: a DDP with the reducer for that has no
+    buckets, which is a RuntimeError in backward.
 
     Gradients with a nan or an inf, by ``nonfinite``:
 
@@ -359,10 +330,12 @@ def ddp_hook(
 
 
 def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Tensor]:
-    """Average a bucket, or in compiled DDP a (gradient, parameter) pair."""
-    if isinstance(bucket, tuple):
-        unused: Any = state.reduce_one(*bucket)
-        return unused
+    """Average a bucket."""
+    if isinstance(bucket, tuple):  # DDP ignores what is returned: gradients would not be averaged
+        raise RuntimeError(
+            "a compressed hook must get DDP's buckets, got a single gradient, as of a compiled "
+            'backward; create DDP without torch._dynamo.config.optimize_ddp = "python_reducer"'
+        )
     return state.reduce(bucket.buffer(), bucket.parameters(), last=bucket.is_last())
 
 
@@ -397,12 +370,7 @@ def _describe_sent_buffers(model: nn.Module | None) -> list[tuple[str, str]]:
 
 
 def _in_memory_order(parameter: Tensor) -> Tensor:
-    """Permute dimensions to the order of the gradient's memory in a bucket (channels_last too)."""
-    return parameter.permute(_memory_order(parameter))
-
-
-def _memory_order(parameter: Tensor) -> list[int]:
-    """Return dimensions by descending stride, or as they are if the tensor is not dense."""
-    dimensions = list(range(parameter.dim()))
-    order = sorted(dimensions, key=parameter.stride, reverse=True)
-    return order if parameter.permute(order).is_contiguous() else dimensions
+    """Permute dimensions by descending stride, as a dense gradient lies in a bucket."""
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    permuted = parameter.permute(order)
+    return permuted if permuted.is_contiguous() else parameter

@@ -96,7 +96,7 @@ class FSDPCompression:
         return metrics_of(stats, self._sent_before, norm, self._num_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, not copied: {"gradients" or "parameters": {module: state}}."""
+        """Return this rank's state: {"gradients" or "parameters": {module: state}}."""
         return {
             place: {name: each.state_dict() for name, each in modules.items()}
             for place, modules in self._places.items()

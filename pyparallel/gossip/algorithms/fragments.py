@@ -170,7 +170,8 @@ class Fragment:
 
     def load_in_flight(self, saved: dict[str, Any] | None) -> None:
         """Restore what ``in_flight`` returned."""
-        averages = [each.clone() for each in saved["averages"]] if saved else []
+        device = self.tensors[0].device  # saved ones are the CPU's
+        averages = [each.to(device, copy=True) for each in saved["averages"]] if saved else []
         self.hold(saved["sent_at"] if saved else 0, (lambda: averages) if saved else None)
 
 

@@ -349,6 +349,23 @@ def compile_(model):
     return torch.compile(model, backend="eager")  # the default one is slow to import
 
 
+def refuse_a_compiled_backward(rank):
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp, _ = start(SPARSE, build())
+    with pytest.raises(RuntimeError, match=r"must get DDP's buckets, got a single gradient"):
+        gradients_of(ddp, batches(rank, 1, *SHAPE)[0])
+
+
+def compile_the_forward(rank):
+    torch._dynamo.reset()
+    dense, (ddp, _) = wrap(build()), start(TopK(1.0), build(), bucket_cap_mb=25)
+    compiled = torch.compile(ddp, backend="aot_eager")
+    for batch in batches(rank, 3, *SHAPE):
+        truth, got = gradients_of(dense, batch), gradients_of(compiled, batch)
+        assert (got - truth).norm() < 1e-6 * truth.norm()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
 def handle_models(rank):
     ddp, _ = start(SPARSE, build())
     gradients_of(copy.deepcopy(ddp), batches(rank, 1, *SHAPE)[0])
@@ -406,7 +423,8 @@ def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, r
 CASES = [
     resume_bit_for_bit, resize, accumulate, train_low_precision, register_twice, disagree,
     differ_in_buffers, freeze, pickle_, profile_,
-    fail_alike, in_a_part_of_the_group, handle_models, residual_in_memory_order,
+    fail_alike, in_a_part_of_the_group, refuse_a_compiled_backward,
+    compile_the_forward, handle_models, residual_in_memory_order,
     name_what_is_not_finite, overflow_float16, send_garbage,
 ]  # fmt: skip
 

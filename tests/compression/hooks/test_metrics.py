@@ -42,15 +42,11 @@ def start_fsdp(compressor):
     return model, compress_fsdp(model, gradients=compressor)
 
 
-STARTS = {  # and the configuration of Dynamo, with which each gradient has a collective
-    "future": (lambda: start_ddp(Cast()), {}),
-    "thread": (lambda: start_ddp(ErrorFeedback(TopK(0.25))), {}),
-    "unused": (lambda: start_ddp(Int8(), find_unused_parameters=True), {}),
-    "fsdp": (lambda: start_fsdp(ErrorFeedback(Int8())), {}),
-    "one by one": (
-        lambda: start_ddp(ErrorFeedback(TopK(0.25))),
-        {"optimize_ddp": "python_reducer"},
-    ),
+STARTS = {
+    "future": lambda: start_ddp(Cast()),
+    "thread": lambda: start_ddp(ErrorFeedback(TopK(0.25))),
+    "unused": lambda: start_ddp(Int8(), find_unused_parameters=True),
+    "fsdp": lambda: start_fsdp(ErrorFeedback(Int8())),
 }
 
 
@@ -68,13 +64,12 @@ def residual_by_hand(state):
 
 def measure(rank):
     found = {}
-    for name, (begin, configuration) in STARTS.items():
-        with torch._dynamo.config.patch(configuration):
-            model, state = begin()
-            assert state.metrics() == dict.fromkeys(NAMES, 0.0), state.metrics()
-            train(rank, model, 3)
-            first = state.metrics(), residual_by_hand(state)
-            train(rank, model, 1, slow_step=0)
+    for name, begin in STARTS.items():
+        model, state = begin()
+        assert state.metrics() == dict.fromkeys(NAMES, 0.0), state.metrics()
+        train(rank, model, 3)
+        first = state.metrics(), residual_by_hand(state)
+        train(rank, model, 1, slow_step=0)
         found[name] = *first, state.metrics()
     return found
 
@@ -83,7 +78,6 @@ NUMEL = WIDTH * WIDTH
 BYTES_PER_STEP = {  # of two ranks
     "future": 2 * NUMEL / 2 * 2,  # a ring's all-reduce of 16 bits: 2 (n - 1) / n
     "thread": NUMEL / 4 * (4 + 4),  # an all-gather of values and indices: n - 1
-    "one by one": NUMEL / 4 * (4 + 4),
     # The shard of the other rank: a byte each, a scale for 256; and whether one was corrupt.
     "fsdp": NUMEL / 2 * (1 + 4 / 256) + 8,
 }
@@ -103,7 +97,7 @@ def test_metrics_are_bytes_waits_and_residuals(ranks, subtests):
                 if name in BYTES_PER_STEP:
                     assert metrics["rank/bytes_sent"] == 3 * BYTES_PER_STEP[name]
                 assert metrics["rank/residual_norm"] == pytest.approx(residual_norm, rel=1e-6)
-                assert (residual_norm > 0) == (name in ("thread", "one by one", "fsdp"))
+                assert (residual_norm > 0) == (name in ("thread", "fsdp"))
                 assert 0 < metrics["rank/encode_seconds"] < 1
                 if rank == 0:
                     assert 0 <= after["rank/waiting_seconds"] < 0.2
