@@ -16,6 +16,7 @@ from .other_optimizers import refuse_other_optimizers
 from .state_checks import (
     check_like,
     check_on_all_ranks,
+    check_optimizer_kinds,
     check_optimizer_state,
     optimizer_kind,
     read_checkpoint,
@@ -40,6 +41,7 @@ __all__ = [
     "check_format",
     "check_like",
     "check_on_all_ranks",
+    "check_optimizer_kinds",
     "check_optimizer_state",
     "checksum",
     "clone_tensors_for_torch_save",

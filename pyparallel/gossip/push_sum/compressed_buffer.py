@@ -192,7 +192,7 @@ class CompressedBuffer(RoundBuffer):
         mirrors: list[Any] = [each.state_dict() for each in self._replicas]
         return {
             "weight": self.weight,
-            "mirrors": mirrors if self._overlaps else mirrors[0],
+            "replicas": mirrors if self._overlaps else mirrors[0],
             "in_flight": in_flight if self.in_flight else None,
         }
 
@@ -214,7 +214,7 @@ class CompressedBuffer(RoundBuffer):
     def check_state(self, state: dict[str, Any], num_ranks: int, path: str) -> None:
         super().check_state(state, num_ranks, path)
         for each, mirrors in self._mirrors_of(state):
-            each.check_state(mirrors, f"{path}.mirrors")
+            each.check_state(mirrors, f"{path}.replicas")
         if (in_flight := state["in_flight"]) is not None:
             check_like(in_flight["step"], 0, f"{path}.in_flight.step")
             senders = self._topology.in_peers(self._exchange.rank, in_flight["step"])
@@ -238,7 +238,7 @@ class CompressedBuffer(RoundBuffer):
 
     def _mirrors_of(self, state: dict[str, Any]) -> list[tuple[Replicas, list[dict[str, Any]]]]:
         """Return the replicas of each part, and their state."""
-        mirrors = state["mirrors"] if self._overlaps else [state["mirrors"]]
+        mirrors = state["replicas"] if self._overlaps else [state["replicas"]]
         return list(zip(self._replicas, mirrors, strict=True))
 
     def _replicas_of(self, sender: int, step: int) -> list[Replica]:
