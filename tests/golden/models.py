@@ -5,17 +5,10 @@ drawn as integers.
 """
 
 import zlib
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-sgd = partial(torch.optim.SGD, lr=0.125, momentum=0.75)
-plain_sgd = partial(torch.optim.SGD, lr=0.125)
-adam = partial(torch.optim.Adam, lr=0.125)
-adamw = partial(torch.optim.AdamW, lr=0.125)
-
 
 WIDTH = 3
 
@@ -40,7 +33,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Scale(nn.Module):
-    """Scale and shift each feature; count the calls."""
+    """Scale and shift each feature; count the calls in a buffer."""
 
     def __init__(self, name: str = "scale") -> None:
         super().__init__()
@@ -68,11 +61,7 @@ class Linear(nn.Linear):
 
 
 class Small(nn.Module):
-    """A matrix, two vectors and a buffer.
-
-    Parameters are registered in the order in which their gradients come: DistributedDataParallel
-    changes its buckets to this order after the first step, and sums of ranks follow the layout.
-    """
+    """A matrix, two vectors and a buffer; DistributedDataParallel keeps this order of buckets."""
 
     def __init__(self) -> None:
         super().__init__()
