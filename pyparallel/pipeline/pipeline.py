@@ -185,7 +185,7 @@ class Pipeline:
     def load(self, step: int, seed: int) -> None:
         """Go on after a step whose state was loaded into the stages; all ranks call it together."""
         self._run.counts.reset(step)
-        self.built.executor.generators.seed = seed
+        self.built.executor.generators.resume(seed)
         if not self.num_steps:
             self._restart()
         self.built.tied.copy_from_owners()

@@ -22,9 +22,8 @@ def numbers(shape: tuple[int, ...], *names: object) -> Tensor:
 
 def batch(step: int, samples: int = 1, rank: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the inputs and targets of a rank; by default of this one."""
-    rank = dist.get_rank() if rank is None else rank
-    shape = (samples, WIDTH)
-    return numbers(shape, "inputs", rank, step) + 1, numbers(shape, "targets", rank, step)
+    shape, names = (samples, WIDTH), (dist.get_rank() if rank is None else rank, step)
+    return numbers(shape, "inputs", *names) + 1, numbers(shape, "targets", *names)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -49,11 +48,10 @@ class Scale(nn.Module):
 class Linear(nn.Linear):
     """A linear layer without BLAS."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, name: str = "") -> None:
-        super().__init__(inputs, outputs, bias=bias)
-        with torch.no_grad():
-            for key, parameter in self.named_parameters():
-                parameter.copy_(numbers(tuple(parameter.shape), name, key))
+    def __init__(self, *shape: int, bias: bool = False, name: str = "") -> None:
+        super().__init__(*shape, bias=bias)
+        for key, parameter in self.named_parameters():
+            parameter.data.copy_(numbers(tuple(parameter.shape), name, key))
 
     def forward(self, value: Tensor) -> Tensor:
         total = (value.unsqueeze(-2) * self.weight).sum(-1)

@@ -24,7 +24,7 @@ from pyparallel.compression import (
 from pyparallel.gossip import SGP, GossipState, SlowMo
 from pyparallel.gossip.topology import Lazy, Star
 from pyparallel.pipeline import PipeOptim
-from pyparallel.subnets import Averaged, CarryState, Partition, SequentialChain
+from pyparallel.subnets import Averaged, Partition, SequentialChain
 from tests.golden.models import WIDTH, Linear, Scale, Small, batch, squared_error
 
 LOW_RANK, SPARSE = PowerSGD(1, min_ratio=0), Chain(TopK(0.5), Int8())
@@ -110,8 +110,7 @@ class Subnets(Run):
         last, activation = Linear(3, WIDTH, bias=True, name="4"), nn.LeakyReLU(0.25)
         model = nn.Sequential(first, activation, middle, activation, last)
         partition = Partition({"": SequentialChain()}, seed=5)
-        options = {"optimizer_state": CarryState(), "scale": Averaged()}
-        self.model = SubnetTrainer(model, small_steps, partition, 3, **options)
+        self.model = SubnetTrainer(model, small_steps, partition, 3, scale=Averaged())
         self.optimizer = self.model.optimizer
         self.save, self.load = self.model.state_dict, self.model.load_state_dict
 
@@ -134,8 +133,7 @@ class Compression(Run):
         self.model.register_comm_hook(self.compression, hook)
 
     def _parts(self) -> dict[str, Any]:
-        parts = self.model.module, self.optimizer, self.compression
-        return dict(zip(("model", "optimizer", "compression"), parts, strict=True))
+        return {"model": self.model.module, "sgd": self.optimizer, "hook": self.compression}
 
     def save(self) -> Any:
         return {name: each.state_dict() for name, each in self._parts().items()}
@@ -148,10 +146,9 @@ class Compression(Run):
         return self.model.module.state_dict()
 
 
-RUNS: dict[str, tuple[type[Run], int]] = {
+RUNS: dict[str, tuple[type[Run], int]] = {  # with the number of ranks
     "gossip": (Gossip, 4),
     "pipeline": (Pipeline, 2),
     "subnets": (Subnets, 2),
     "compression": (Compression, 2),
 }
-"""The run of each trainer, and its number of ranks."""

@@ -44,16 +44,12 @@ def resume(rank: int, kind: str) -> dict[str, list[Any]]:
 def load_saved(kind: str) -> dict[str, Any]:
     """Return the state and the result of each rank."""
     with gzip.open(STATES / f"{kind}.pt.gz") as file:
-        saved: dict[str, Any] = torch.load(io.BytesIO(file.read()), weights_only=True)
-    return saved
+        return torch.load(io.BytesIO(file.read()), weights_only=True)
 
 
 if __name__ == "__main__":
-    STATES.mkdir(exist_ok=True)
-    for name in RUNS:
-        path = STATES / f"{name}.pt.gz"
-        if path.exists():
-            continue
+    missing = {n: p for n in RUNS if not (p := STATES / f"{n}.pt.gz").exists()}
+    for name, path in missing.items():
         ranks = run_ranks(RUNS[name][1], record, name, time_limit=300)
         states = [torch.load(io.BytesIO(state), weights_only=True) for state, _ in ranks]
         written = io.BytesIO()

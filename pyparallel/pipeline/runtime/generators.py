@@ -29,6 +29,10 @@ class StageGenerators:
         self._generators: list[torch.Generator] = []  # of a call, seeded by its forwards
         self._step = self._num_evaluations = 0  # of them since the last step
 
+    def resume(self, seed: int) -> None:
+        """Go on with the seed of a saved run."""
+        self.seed = seed
+
     @contextmanager
     def of_call(self, step: int, *, trains: bool) -> Iterator[None]:
         """Restore the generators after a call; those of updates and backwards begin with it."""
