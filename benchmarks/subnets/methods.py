@@ -95,7 +95,7 @@ class Subnets(Method):
 
         def held() -> Any:
             state = trainer.state_dict()
-            return [state[part] for part in ("whole", "subnet", "optimizer")]
+            return [state[part] for part in ("shards", "subnet", "optimizer")]
 
         return Training(trainer, trainer.optimizer, trainer.full_model, held)
 

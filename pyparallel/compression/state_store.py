@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from ..ops._corrupt import raise_if_counted
-from ..training import check_format, check_like, plain_name, seal, summarize
+from ..training import check_format, check_like, seal, summarize
 from ..training.arguments import require
 from .compressor import Compressor
 from .layout import BufferLayout
 from .state import CompressorState
 
-_KEYS = {"compressor", "num_ranks", "parameters", "of_all"}
+_KEYS = {"compressor", "num_ranks", "parameters", "common"}
 
 
 class StateStore:
@@ -40,7 +40,6 @@ class StateStore:
         """Return the state of a buffer with this layout."""
         if layout not in self._states:
             self._release_states(layout)
-            self._split_whole(layout)
             state = self.compressor.init(layout, device, self._rank)
             # A new parameter, such as an unfrozen one, has no step, and one that had no gradient
             # for a while has fewer: draws must not repeat, nor warm-ups begin again.
@@ -93,38 +92,38 @@ class StateStore:
                 "rank": self._rank,
                 "num_ranks": self._num_ranks,
                 "parameters": self._parameter_state(),
-                "of_all": self.common_state(),
+                "common": self.common_state(),
             }
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a ``state_dict``, to resume bit for bit; raises as ``check_state``."""
         self.check_state(state)
-        self._hold(state["parameters"], state["of_all"])
+        self._hold(state["parameters"], state["common"])
 
     def _hold(
         self, parameters: dict[str, dict[str, Tensor]], common: dict[str, dict[str, Any]]
     ) -> None:
         """Copy states by parameter name, for the buffers that come."""
         self._states = {}
-        # Older versions have saved the names that a compiled module gives.
         self._unassigned = {
-            plain_name(name): {key: tensor.clone() for key, tensor in tensors.items()}
+            name: {key: tensor.clone() for key, tensor in tensors.items()}
             for name, tensors in parameters.items()
         }
-        self._unassigned_common = {plain_name(n): copy.deepcopy(e) for n, e in common.items()}
+        self._unassigned_common = copy.deepcopy(common)
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise a ValueError for a state that ``load_state_dict`` cannot load; change nothing.
 
         Such a state was saved with another compressor, model, number of ranks or on another rank,
-        or by a newer pyparallel; or it is damaged or malformed.
+        or in another format; or it is damaged or malformed.
         """
         rule = f"state must be a result of state_dict(), with {', '.join(sorted(_KEYS))}"
-        require(isinstance(state, dict) and state.keys() >= _KEYS, rule, summarize(state))
+        require(isinstance(state, dict), rule, summarize(state))
         check_format(state)
+        require(state.keys() >= _KEYS, rule, summarize(state))
         mine = {"compressor": repr(self.compressor), "num_ranks": self._num_ranks}
-        if state.get("rank") is not None:  # None: merged, or saved by an older version
+        if "rank" in state:  # not in a merged one
             mine["rank"] = self._rank
         for key, value in mine.items():
             if state[key] != value:
@@ -136,10 +135,10 @@ class StateStore:
         for name, tensors in state["parameters"].items():
             for key, tensor in tensors.items():
                 require(isinstance(tensor, Tensor), f"{key} of {name} must be a tensor", tensor)
-        for name, common in state["of_all"].items():
-            check_like(common["step"], 0, f"of_all.{name}.step")
+        for name, common in state["common"].items():
+            check_like(common["step"], 0, f"common.{name}.step")
         if self._model is not None:
-            _check_names(set(map(plain_name, state["parameters"])), set(self._model.names))
+            _check_names(set(state["parameters"]), set(self._model.names))
 
     def _release_states(self, layout: BufferLayout) -> None:
         """Drop the states of buffers that held any of these parameters; keep their tensors."""
@@ -151,19 +150,6 @@ class StateStore:
                 tensors = self._unassigned[name]
                 self._unassigned[name] = {key: each.clone() for key, each in tensors.items()}
             self._unassigned_common.update({name: state.common_state() for name in old.names})
-
-    def _split_whole(self, layout: BufferLayout) -> None:
-        """Split a state that an older version saved of a whole buffer, under the buffer's name."""
-        if layout.name is None or layout.name not in self._unassigned:
-            return
-        whole = self._unassigned.pop(layout.name)
-        common = self._unassigned_common.pop(layout.name, {})
-        for key, flat in whole.items():
-            rule = f"state must be of this model, with the {layout.numel} entries of {layout.name}"
-            require(flat.numel() == layout.numel, rule, f"a {key} of {flat.numel()}")
-            for name, part in zip(layout.names, layout.split(flat), strict=True):
-                self._unassigned.setdefault(name, {})[key] = part
-        self._unassigned_common.update(dict.fromkeys(layout.names, common))
 
     def _parameter_state(self) -> dict[str, dict[str, Tensor]]:
         found = dict(self._unassigned)
@@ -208,7 +194,7 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
 
 def steps_of(state: dict[str, Any]) -> str:
     """Return the numbers of messages made in a state, which all ranks must have in common."""
-    commons = state["of_all"].values()
+    commons = state["common"].values()
     found = {
         number
         for common in commons

@@ -12,11 +12,9 @@ from torch.optim import Optimizer
 from .. import training
 from ..comm import first_difference
 from ..training.shards import describe_shard, like, locals_of
-from ..training.state_checks import modernize_saved
 from .trainer import GossipDataParallel
 from .validation import (
     BUCKETS,
-    IN_MODULE_ORDER,
     as_optimizers,
     averagers_part,
     check_states_together,
@@ -83,17 +81,13 @@ class GossipState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's state under this rank's key, in the memory of the CPU."""
-        algorithm = {**self._model.algorithm_state_dict()}
-        del algorithm[training.CHECKSUMS_KEY]  # those of the whole state are enough
         values: dict[str, Any] = {
-            "facts": self._model.config_fields,
-            "algorithm": algorithm,
+            "config": self._model.config_fields,
+            "algorithm": averagers_part(self._model.algorithm_state_dict()),
             "module": self._local(self._model.state_dict()),
-            "optimizer_kind": [training.optimizer_kind(each) for each in self._optimizers],
-            "optimizer": [self._local(each.state_dict()) for each in self._optimizers],
+            "optimizer_kinds": [training.optimizer_kind(each) for each in self._optimizers],
+            "optimizers": [self._local(each.state_dict()) for each in self._optimizers],
         }
-        if len(self._optimizers) == 1:  # as before there could be several
-            values.update({key: values[key][0] for key in ("optimizer_kind", "optimizer")})
         return {self._key: RankState(training.seal(values))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -108,12 +102,12 @@ class GossipState:
         values = state_dict[self._key].values
         module = values["module"]
         if model._shards.modules:
-            own, plain = model.state_dict(), training.plain_keys(module)
-            module = {key: like(own[key], value) for key, value in plain.items()}
+            own = model.state_dict()
+            module = {key: like(own[key], value) for key, value in module.items()}
         model.load_state_dict(module)
-        for optimizer, saved in zip(self._optimizers, _as_list(values["optimizer"]), strict=True):
+        for optimizer, saved in zip(self._optimizers, values["optimizers"], strict=True):
             optimizer.load_state_dict(_like_parameters(optimizer, saved))
-        averager.load_state_dict(averagers_part(values["algorithm"]))
+        averager.load_state_dict(values["algorithm"])
         averager.run.mend()
 
     def load(self, checkpoint_id: str | os.PathLike[str], name: str = "gossip") -> None:
@@ -152,35 +146,25 @@ class GossipState:
             raise ValueError(f"state_dict must be a dict, got {training.summarize(state_dict)}")
         self._check_key(list(map(str, state_dict)), "state_dict")
         values = state_dict[self._key].values
+        training.check_format(values)
         algorithm: dict[str, Any] = values["algorithm"]
-        training.check_format(
-            {**values, training.FORMAT_KEY: algorithm.get(training.FORMAT_KEY, 1)}
-        )
-        self._check_fields(values["facts"])
-        own, module = self._local(self._model.state_dict()), training.plain_keys(values["module"])
+        self._check_fields(values["config"])
+        own, module = self._local(self._model.state_dict()), values["module"]
         training.check_like(module, own, "module")
-        self._check_optimizers(_as_list(values["optimizer"]), values.get("optimizer_kind"))
+        training.check_optimizer_kinds(self._optimizers, values["optimizer_kinds"])
+        for index, each in enumerate(self._optimizers):
+            saved = values["optimizers"][index]
+            training.check_optimizer_state(each, saved, f"optimizers.{index}")
         if not self._model._averager.traits.has_equal_parameters:
             return algorithm, []
         names = [name for name, _ in self._model.named_parameters() if name in own]
         total = sum(training.checksum(module[name]) for name in names)
         return algorithm, [("checksum of the parameters in state_dict", str(total))]
 
-    def _check_optimizers(self, states: list[Any], kind: str | list[str] | None) -> None:
-        kinds = [None] * len(states) if kind is None else _as_list(kind)
-        if len(states) != len(self._optimizers) or len(kinds) != len(states):
-            mine, other = _join_kinds(self._optimizers), ", ".join(map(str, kinds))
-            raise ValueError(f"state_dict must be of the same optimizers, {mine}, got {other}")
-        for index, (optimizer, saved) in enumerate(zip(self._optimizers, states, strict=True)):
-            path = "optimizer" if len(states) == 1 else f"optimizer.{index}"
-            training.check_optimizer_state(optimizer, saved, kinds[index], path)
-
     def _check_fields(self, saved: list[tuple[str, str]]) -> None:
-        fields, saved = self._model.config_fields, modernize_saved(saved)
-        fields, buckets = _take_buckets(fields)
-        saved, saved_buckets = _take_buckets(saved)
-        if not self._model.loads_other_buckets:
-            fields, saved = [*fields, buckets], [*saved, saved_buckets]
+        fields = self._model.config_fields
+        if self._model.loads_other_buckets:
+            fields, saved = ([f for f in each if f[0] != BUCKETS] for each in (fields, saved))
         if difference := first_difference(fields, saved):
             name, here, there = difference
             raise ValueError(f"state_dict must be of the same {name}, {here}, got {there}")
@@ -205,10 +189,3 @@ def _join_kinds(optimizers: Sequence[Any]) -> str:
     return ", ".join(map(training.optimizer_kind, optimizers))
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _take_buckets(fields: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], tuple[str, str]]:
-    others = [field for field in fields if field[0] != BUCKETS]
-    return others, (BUCKETS, dict(fields).get(BUCKETS, IN_MODULE_ORDER))

@@ -370,14 +370,14 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
 
-        States that are damaged, of a newer pyparallel, or of different rounds or steps are a
+        States that are damaged, of another format, or of different rounds or steps are a
         DisagreementError on all ranks, which have changed nothing.
         """
         averager = self._averager
 
         def read() -> tuple[dict[str, Any], list[tuple[str, str]]]:
             check_format(state_dict)
-            return state_dict, []
+            return validation.averagers_part(state_dict), []
 
         validation.check_states_together(averager, read, self._run)
         averager.restore_debiased()

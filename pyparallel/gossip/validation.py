@@ -37,7 +37,7 @@ from ..training.trainer import find_owner_error
 from .messages.replica_rounds import as_one_replica
 from .push_sum.buffer import MASS_TOLERANCE
 
-BUCKETS, IN_MODULE_ORDER = "buckets", "in the order of the module's parameters"
+BUCKETS = "buckets"
 
 
 def check_types(module: object, optimizer: object, bucket_cap_mb: object) -> None:
@@ -144,7 +144,7 @@ def describe_groups(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[
     """Return a config field: the fused optimizers' groups, on which the buckets depend."""
     fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
     if not fused:
-        return [(BUCKETS, IN_MODULE_ORDER)]
+        return [(BUCKETS, "in the order of the module's parameters")]
     number = {id(p): index for index, p in enumerate(module.parameters()) if p.requires_grad}
     groups = [
         [number.pop(id(p)) for p in group["params"] if id(p) in number]
@@ -177,7 +177,7 @@ def check_states_together(
     def check() -> list[tuple[str, str]]:
         nonlocal mass
         state, fields = read()
-        saved = averager.check_state(averagers_part(state))
+        saved = averager.check_state(state)
         mass = saved.mass
         return [*fields, *((f"{key} of state_dict", str(n)) for key, n in saved.counters.items())]
 

@@ -31,19 +31,14 @@ def rescue_stages(stages: Sequence[Stage], step: int, seed: int) -> dict[str, An
     return state
 
 
-def load_stages(
-    stages: Sequence[Stage], state: Mapping[str, Any], run: Run
-) -> tuple[int, int | None]:
-    """Load the states of stages, if all ranks can; return the step and the seed of the states.
-
-    The seed is None in states of older versions.
-    """
+def load_stages(stages: Sequence[Stage], state: Mapping[str, Any], run: Run) -> tuple[int, int]:
+    """Load the states of stages, if all ranks can; return the step and the seed of the states."""
     check_on_all_ranks(lambda: _check_stages(stages, state), partial(agree, run))
     step, is_rescued = _agree_on_step(state, run)
     for stage in stages:
         stage.load_state_dict(state[str(stage.index)], is_rescued=is_rescued)
     _warn_if_half_updated(state)
-    return step, next((saved.get("seed") for saved in state.values()), None)
+    return step, next(saved["seed"] for saved in state.values())
 
 
 def _check_stages(stages: Sequence[Stage], state: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -58,10 +53,9 @@ def _check_stages(stages: Sequence[Stage], state: Mapping[str, Any]) -> list[tup
         saved = state[str(stage.index)]
         check_format(saved)
         for key in ("step", "seed"):
-            check_like(saved.get(key, 0), 0, f"{stage.index}.{key}")
+            check_like(saved[key], 0, f"{stage.index}.{key}")
         stage.check_state(saved, str(stage.index))
-    # Older versions did not save it.
-    steps = [str(state[number].get("step", "one not recorded")) for number in own]
+    steps = [str(state[number]["step"]) for number in own]
     if len(set(steps)) > 1 and not _is_rescued(state):
         raise ValueError(f"state must be of one step, got stages of {', '.join(steps)}")
     return []
@@ -69,15 +63,13 @@ def _check_stages(stages: Sequence[Stage], state: Mapping[str, Any]) -> list[tup
 
 def _agree_on_step(state: Mapping[str, Any], run: Run) -> tuple[int, bool]:
     """Return the step of all ranks' states; the least one, if any is of ``rescue_stages``."""
-    steps = [saved.get("step", -1) for saved in state.values()]  # -1: of an older version
+    steps = [saved["step"] for saved in state.values()]
     own = torch.tensor([_is_rescued(state), min(steps)], device=device_for([], run))
     gathered = Collectives(run).all_gather(own).tolist()
     any_rescued = any(is_rescued for is_rescued, _ in gathered)
     if not any_rescued:
-        text = "one not recorded" if steps[0] < 0 else repr(steps[0])
-        agree(run, [("step of state", text)], None)
-    least: int = min(step for _, step in gathered)
-    return max(0, least), any_rescued
+        agree(run, [("step of state", str(steps[0]))], None)
+    return min(step for _, step in gathered), any_rescued
 
 
 def _is_rescued(state: Mapping[str, Any]) -> bool:

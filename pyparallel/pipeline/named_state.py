@@ -130,11 +130,8 @@ def sharded_state(stages: Sequence[NamedStage], step: int, seed: int) -> State:
 
 def load_checkpoint(
     stages: Sequence[NamedStage], checkpoint_id: str | os.PathLike[str], run: Run
-) -> tuple[int, int | None]:
-    """Load a folder that holds ``sharded_state`` into all ranks or none; return step and seed.
-
-    The seed is None in a folder of an older version.
-    """
+) -> tuple[int, int]:
+    """Load a folder that holds ``sharded_state`` into all ranks or none; return step and seed."""
     # It takes long to import.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -163,9 +160,7 @@ def load_checkpoint(
             training.check_like({key: state[key] for key in own}, own, "checkpoint_id")
             for optimizer in each.stage.optimizers:
                 loaded = _optimizer_state(each, optimizer, state)
-                training.check_optimizer_state(
-                    optimizer, loaded, training.optimizer_kind(optimizer), "checkpoint_id"
-                )
+                training.check_optimizer_state(optimizer, loaded, "checkpoint_id")
         return []
 
     training.check_on_all_ranks(read, partial(agree, run))
@@ -180,7 +175,7 @@ def load_checkpoint(
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         norms = [state.get(key, zero) for key in each.norm_keys()]
         each.stage.load_updates(state["updates"], torch.stack(norms) if norms else None)
-    return state["step"], state.get("seed")
+    return state["step"], state["seed"]
 
 
 def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
@@ -188,7 +183,7 @@ def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
     for key in saved:
         if key.startswith((_STATE, _GROUPS)):
             of_parameter.setdefault(key.rpartition(".")[0], []).append(key)
-    keys = ["step", "updates", *(key for key in saved if key == "seed")]
+    keys = ["step", "updates", "seed"]
     for each in stages:
         keys += [f"model.{name}" for name in each.module_state()]
         for optimizer in each.stage.optimizers:

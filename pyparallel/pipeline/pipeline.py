@@ -182,7 +182,7 @@ class Pipeline:
         """Return the seed of the stages' random numbers."""
         return self.built.executor.generators.seed
 
-    def load(self, step: int, seed: int | None) -> None:
+    def load(self, step: int, seed: int) -> None:
         """Go on after a step whose state was loaded into the stages; all ranks call it together."""
         self._run.counts.reset(step)
         self.built.executor.generators.resume(seed)

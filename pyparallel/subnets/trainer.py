@@ -250,11 +250,12 @@ class SubnetTrainer(Trainer):
 
     def _collect_state(self) -> dict[str, Any]:
         return {
-            "facts": self._config_fields,
-            "place": [self._collectives.rank, self._collectives.size],
+            "config": self._config_fields,
+            "rank": self._collectives.rank,
+            "num_ranks": self._collectives.size,
             "round": self._round,
             "steps": self._steps,
-            "whole": self._shards.state_dict(),
+            "shards": self._shards.state_dict(),
             "subnet": self.subnet.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -272,7 +273,7 @@ class SubnetTrainer(Trainer):
         self._run.mend()
         self._round, self._steps = state_dict["round"], state_dict["steps"]
         self._parts.draw(self._round)
-        self._shards.load_state_dict(state_dict["whole"])
+        self._shards.load_state_dict(state_dict["shards"])
         self.subnet.load_state_dict(state_dict["subnet"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
 

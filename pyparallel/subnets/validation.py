@@ -17,7 +17,6 @@ from ..training.module_checks import (
     find_device_error,
     find_master_weights_error,
 )
-from ..training.state_checks import modernize_saved
 from ..training.trainer import find_owner_error
 from .partition.cut_dim import CutDim
 from .partition.partition import Partition
@@ -136,18 +135,18 @@ def _read_state(
     got = training.summarize(state)
     require(isinstance(state, Mapping), "state_dict must be a result of state_dict()", got)
     training.check_format(state)
-    rank, size = own["place"]
+    (rank, size), place = ((each["rank"], each["num_ranks"]) for each in (own, state))
     rule = f"state_dict must be that of rank {rank} of {size}"
     fix = "with other ranks start from the full model"
-    require(state.get("place") == own["place"], rule, f"one of {state.get('place')}", fix)
-    if difference := first_difference(own["facts"], modernize_saved(state["facts"])):
+    require(place == (rank, size), rule, f"one of {place}", fix)
+    if difference := first_difference(own["config"], state["config"]):
         name, here, there = difference
         raise ValueError(f"state_dict must have the same {name}, {here}, got {there}")
     for key in ("round", "steps", "subnet"):
         training.check_like(state[key], own[key], key)
-    shards.check_state(state["whole"], "whole")
-    # Its kind is among the facts.
-    training.check_optimizer_state(optimizer, state["optimizer"], None, "optimizer")
+    shards.check_state(state["shards"], "shards")
+    # Its class is in the config.
+    training.check_optimizer_state(optimizer, state["optimizer"], "optimizer")
     return [("round of state_dict", str(state["round"]))]
 
 

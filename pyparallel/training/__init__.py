@@ -15,6 +15,7 @@ from .checkpointing import (
 from .state_checks import (
     check_like,
     check_on_all_ranks,
+    check_optimizer_kinds,
     check_optimizer_state,
     optimizer_kind,
     read_checkpoint,
@@ -39,6 +40,7 @@ __all__ = [
     "check_format",
     "check_like",
     "check_on_all_ranks",
+    "check_optimizer_kinds",
     "check_optimizer_state",
     "checksum",
     "clone_tensors_for_torch_save",

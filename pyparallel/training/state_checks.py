@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,24 +17,7 @@ from .shards import local_of
 _OF_PARAMETERS_SHAPE = {
     *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"),
     *("last_gradient", "last_update", "last_uncorrected_update", "average_change"),
-    "last_weights",  # of older versions
 }
-
-
-# States hold the reprs of what they were saved with; these have changed since.
-_SAVED_REPRS = {
-    r"\bHierarchical\((?=\d)": "HierarchicalTopology(",
-    r"\bChain\(\)": "SequentialChain()",
-    r"\b_orig_mod\.": "",  # of a module that was compiled
-}
-
-
-def modernize_saved(fields: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the config fields of a saved state with today's class names in their values."""
-    modern = list(fields)
-    for old, new in _SAVED_REPRS.items():
-        modern = [(name, re.sub(old, new, value)) for name, value in modern]
-    return modern
 
 
 def check_on_all_ranks(
@@ -126,21 +108,20 @@ def optimizer_kind(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def check_optimizer_state(optimizer: Optimizer, saved: Any, kind: str | None, path: str) -> None:
-    """Raise a ValueError if an optimizer cannot load a state, of the ``kind`` saved or None."""
-    mine = optimizer_kind(optimizer)
+def check_optimizer_kinds(optimizers: Sequence[Optimizer], saved: Any) -> None:
+    """Raise a ValueError unless the saved names of optimizers' classes are those of these."""
+    mine = list(map(optimizer_kind, optimizers))
+    got = ", ".join(map(str, saved)) if isinstance(saved, list) else summarize(saved)
+    require(saved == mine, f"state_dict must be of the same optimizers, {', '.join(mine)}", got)
+
+
+def check_optimizer_state(optimizer: Optimizer, saved: Any, path: str) -> None:
+    """Raise a ValueError if an optimizer cannot load a state of one of its class."""
     groups = saved["param_groups"]
-    require(kind in (None, mine), f"state_dict must be of the same optimizer, {mine}", str(kind))
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     rule = f"{path} must have parameter groups of {sizes} parameters"
     got = str([len(group["params"]) for group in groups])
     require([len(group["params"]) for group in groups] == sizes, rule, got)
-    for name, default in optimizer.defaults.items() if kind is None else ():
-        is_number = isinstance(default, float | int | tuple | Tensor)
-        is_number = is_number and not isinstance(default, bool)
-        has_all = not is_number or all(name in each for each in groups)
-        rule = f"state_dict must be of the same optimizer, {mine}"
-        require(has_all, rule, f"one whose parameter groups have no {name}")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in groups for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import require, summarize
 from .state_checks import describe
 
 FORMAT_KEY = "format"
-FORMAT = 2  # 1 has no checksums; states that were saved before there was a number load as 1
+FORMAT = 3
 CHECKSUMS_KEY = "checksums"
 
 _WORDS = 1024  # of 8 bytes, summed into one: 0.1 % of a tensor's bytes are hashed on the host
@@ -38,17 +39,11 @@ def seal(state: Mapping[str, Any]) -> dict[str, Any]:
 def check_format(state: Mapping[str, Any]) -> None:
     """Check that this version of pyparallel can load a saved state, and that it is undamaged.
 
-    States of format 1 have no checksums. The ValueError names the path of what differs from what
-    was saved.
+    The ValueError names the path of what differs from what was saved.
     """
-    saved = state.get(FORMAT_KEY, 1)
-    if not isinstance(saved, int) or not 1 <= saved <= FORMAT:
-        raise ValueError(
-            f"the state's format must be at most {FORMAT}, got {saved!r}: a newer pyparallel has "
-            "saved it; upgrade pyparallel to load it"
-        )
-    if saved == 1 and CHECKSUMS_KEY not in state:
-        return
+    saved = state.get(FORMAT_KEY)
+    rule = f"the state's format must be {FORMAT}, that of this version of pyparallel"
+    require(type(saved) is int and saved == FORMAT, rule, summarize(saved))
     if CHECKSUMS_KEY not in state:
         raise ValueError("the state must have checksums, got none: the file is damaged")
     checksums = state[CHECKSUMS_KEY]

@@ -5,17 +5,10 @@ drawn as integers.
 """
 
 import zlib
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-sgd = partial(torch.optim.SGD, lr=0.125, momentum=0.75)
-plain_sgd = partial(torch.optim.SGD, lr=0.125)
-adam = partial(torch.optim.Adam, lr=0.125)
-adamw = partial(torch.optim.AdamW, lr=0.125)
-
 
 WIDTH = 3
 
@@ -29,9 +22,8 @@ def numbers(shape: tuple[int, ...], *names: object) -> Tensor:
 
 def batch(step: int, samples: int = 1, rank: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the inputs and targets of a rank; by default of this one."""
-    rank = dist.get_rank() if rank is None else rank
-    shape = (samples, WIDTH)
-    return numbers(shape, "inputs", rank, step) + 1, numbers(shape, "targets", rank, step)
+    shape, names = (samples, WIDTH), (dist.get_rank() if rank is None else rank, step)
+    return numbers(shape, "inputs", *names) + 1, numbers(shape, "targets", *names)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -40,7 +32,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Scale(nn.Module):
-    """Scale and shift each feature; count the calls."""
+    """Scale and shift each feature; count the calls in a buffer."""
 
     def __init__(self, name: str = "scale") -> None:
         super().__init__()
@@ -56,11 +48,10 @@ class Scale(nn.Module):
 class Linear(nn.Linear):
     """A linear layer without BLAS."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, name: str = "") -> None:
-        super().__init__(inputs, outputs, bias=bias)
-        with torch.no_grad():
-            for key, parameter in self.named_parameters():
-                parameter.copy_(numbers(tuple(parameter.shape), name, key))
+    def __init__(self, *shape: int, bias: bool = False, name: str = "") -> None:
+        super().__init__(*shape, bias=bias)
+        for key, parameter in self.named_parameters():
+            parameter.data.copy_(numbers(tuple(parameter.shape), name, key))
 
     def forward(self, value: Tensor) -> Tensor:
         total = (value.unsqueeze(-2) * self.weight).sum(-1)
@@ -68,11 +59,7 @@ class Linear(nn.Linear):
 
 
 class Small(nn.Module):
-    """A matrix, two vectors and a buffer.
-
-    Parameters are registered in the order in which their gradients come: DistributedDataParallel
-    changes its buckets to this order after the first step, and sums of ranks follow the layout.
-    """
+    """A matrix, two vectors and a buffer; DistributedDataParallel keeps this order of buckets."""
 
     def __init__(self) -> None:
         super().__init__()

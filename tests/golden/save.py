@@ -1,48 +1,57 @@
-"""Write the states of new jobs: ``python -m tests.golden.save``.
+"""Save the state and the result of each run that has none: ``python -m tests.golden.save``.
 
-Files are never overwritten: the states of new jobs go to a new file.
+To record one again, delete its file.
 """
 
+import copy
 import gzip
+import io
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tests.golden.job import from_bytes, this_cpu, to_bytes
-from tests.golden.kinds import KINDS, STATES, load_saved, record_all, saved_files
+from tests.golden.runs import RUNS, Run
 from tests.workers import run_ranks
 
+STATES = Path(__file__).parent / "states"
+SAVED_AT, STEPS = 5, 9
 
-def save_missing(kind: str) -> Path | None:
-    """Record the jobs of a kind that no file has; return the new file, or None."""
-    names = sorted(KINDS[kind].jobs.keys() - load_saved(kind).keys())
-    if not names:
-        return None
-    ranks = run_ranks(KINDS[kind].num_ranks, record_all, kind, names, time_limit=300)
-    wrong = [
-        f"{name}, rank {rank}: {found[name]}"
-        for rank, found in enumerate(ranks)
-        for name in names
-        if isinstance(found[name], str)
-    ]
-    if wrong:
-        raise RuntimeError("nothing is written:\n" + "\n".join(wrong))
-    content = {
-        name: {
-            "states": [from_bytes(found[name].state) for found in ranks],
-            "expected": [found[name].expected for found in ranks],
-            "torch": str(torch.__version__),
-            "cpu": this_cpu(),
-        }
-        for name in names
-    }
-    path = STATES / f"{kind}-{len(saved_files(kind)) + 1}.pt.gz"
-    with path.open("xb") as file:  # refuses to overwrite
-        file.write(gzip.compress(to_bytes(content), mtime=0))
-    return path
+
+def finish(run: Run, losses: list[float | None]) -> dict[str, list[Any]]:
+    """Return the losses and what was trained: lists of floats hold every bit of a float32."""
+    trained = {name: each.detach().double().tolist() for name, each in run.finish().items()}
+    return {"losses": [each for each in losses if each is not None], **trained}
+
+
+def record(rank: int, kind: str) -> tuple[bytes, dict[str, list[Any]]]:
+    """Train on one rank; return the bytes of the state that is saved on the way, and the result."""
+    run = RUNS[kind][0]()
+    losses = [run.step(step) for step in range(SAVED_AT)]
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(run.save()), file)
+    losses += [run.step(step) for step in range(SAVED_AT, STEPS)]
+    return file.getvalue(), finish(run, losses)
+
+
+def resume(rank: int, kind: str) -> dict[str, list[Any]]:
+    """Return the result of a run on one rank that goes on from the saved state."""
+    run = RUNS[kind][0]()
+    run.load(load_saved(kind)["states"][rank])
+    return finish(run, [run.step(step) for step in range(SAVED_AT, STEPS)])
+
+
+def load_saved(kind: str) -> dict[str, Any]:
+    """Return the state and the result of each rank."""
+    with gzip.open(STATES / f"{kind}.pt.gz") as file:
+        return torch.load(io.BytesIO(file.read()), weights_only=True)
 
 
 if __name__ == "__main__":
-    for each in KINDS:
-        written = save_missing(each)
-        print(f"{each}: {'nothing is missing' if written is None else written.name}")  # noqa: T201
+    missing = {n: p for n in RUNS if not (p := STATES / f"{n}.pt.gz").exists()}
+    for name, path in missing.items():
+        ranks = run_ranks(RUNS[name][1], record, name, time_limit=300)
+        states = [torch.load(io.BytesIO(state), weights_only=True) for state, _ in ranks]
+        written = io.BytesIO()
+        torch.save({"states": states, "results": [result for _, result in ranks]}, written)
+        path.write_bytes(gzip.compress(written.getvalue(), mtime=0))

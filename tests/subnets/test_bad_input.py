@@ -236,7 +236,7 @@ def a_nan_on_one_rank_is_an_error_on_all_or_skipped_or_merged(rank):
             assert_refused(lambda: train(trainer, 3), NonFiniteError, sentence)  # noqa: B023
         else:
             train(trainer, 3)
-        rows = trainer.state_dict()["whole"]["rows"].values()
+        rows = trainer.state_dict()["shards"]["rows"].values()
         assert rank == 0 or all(r.isfinite().all() for r in rows) == (policy != "allow")
 
 

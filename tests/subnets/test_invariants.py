@@ -207,7 +207,7 @@ def steps_counted(rank):
     for steps in range(1, 8):
         trainer = counter(Partition(seed=2), INTERVAL, (7, 13))
         count_steps(trainer, steps)
-        rounds, rows = trainer.round_index, trainer.state_dict()["whole"]["rows"]["0.weight"]
+        rounds, rows = trainer.round_index, trainer.state_dict()["shards"]["rows"]["0.weight"]
         merged, seen = rows.clone(), held(trainer)
         for _ in range(2):
             trainer.flush()
@@ -301,7 +301,7 @@ def carried(rank):
         trainer = SubnetTrainer(smooth_mlp(7, 13), rule.make, Partition(seed=5), 3)
         train(trainer, trainer.optimizer, range(11), rank)
         trainer.flush()
-        found[name] = held(trainer), trainer.state_dict()["whole"]["states"]
+        found[name] = held(trainer), trainer.state_dict()["shards"]["states"]
     return found
 
 
@@ -311,7 +311,7 @@ def memory(rank):
     train(trainer, trainer.optimizer, range(2), rank)
     inner = trainer.subnet[2].weight
     state = trainer.optimizer.state[inner]
-    rows = trainer.state_dict()["whole"]["rows"]["2.weight"]
+    rows = trainer.state_dict()["shards"]["rows"]["2.weight"]
     return {
         "weights": inner.numel(),
         "state": [state[key].numel() for key in RULES["adamw"].keys],

@@ -122,8 +122,6 @@ class FSDPCompression:
         got = summarize(state)
         require(isinstance(state, dict) and set(state) == set(self._places), rule, got)
         fields = []
-        # Older versions have saved the names that a compiled module gives.
-        state = {place: {plain_name(n): s for n, s in of.items()} for place, of in state.items()}
         for place, mine in self._places.items():
             rule = f"state must be of the {place} of the modules {sorted(mine)}"
             require(set(state[place]) == set(mine), rule, f"one of {sorted(state[place])}")

@@ -21,7 +21,13 @@ from ...compression import (
     PerParameter,
     Statistical,
 )
-from ...training import FlatBuckets, check_like, check_optimizer_state
+from ...training import (
+    FlatBuckets,
+    check_like,
+    check_optimizer_kinds,
+    check_optimizer_state,
+    optimizer_kind,
+)
 from ...training.arguments import require
 from ...training.consensus import copy_all
 from .base import OuterRule, Periodic
@@ -167,17 +173,19 @@ class OuterOptimizerRule(OuterRule):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters after the last outer step and the outer optimizer's state."""
-        return {"anchors": self.slow, "optimizer": self._optimizer.state_dict()}
+        kind, optimizer = optimizer_kind(self._optimizer), self._optimizer.state_dict()
+        return {"slow": self.slow, "optimizer_kind": kind, "optimizer": optimizer}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        copy_all(self.slow, state["anchors"])
+        copy_all(self.slow, state["slow"])
         self._optimizer.load_state_dict(state["optimizer"])
 
     @override
     def check_state(self, state: dict[str, Any], path: str) -> None:
-        check_like(state["anchors"], self.slow, f"{path}.anchors")
-        check_optimizer_state(self._optimizer, state["optimizer"], None, f"{path}.optimizer")
+        check_like(state["slow"], self.slow, f"{path}.slow")
+        check_optimizer_kinds([self._optimizer], [state["optimizer_kind"]])
+        check_optimizer_state(self._optimizer, state["optimizer"], f"{path}.optimizer")
 
     @override
     def reset(self, weights: list[Tensor]) -> None:

@@ -165,7 +165,7 @@ class PairwiseAverager(ModelAverager):
             self._find_reply()
         return {
             "num_requests": self._request.index,
-            "answer": [each.clone() for each in self._request.received()],
+            "reply": [each.clone() for each in self._request.received()],
         }
 
     @override
@@ -176,14 +176,14 @@ class PairwiseAverager(ModelAverager):
         self.flush()
         for buffer, parameter in zip(self.buffers, parameters, strict=True):
             buffer.copy_(parameter)
-        self._request.restore(state["num_requests"], state["answer"])
+        self._request.restore(state["num_requests"], state["reply"])
         self._must_accept_next = False
 
     @override
     def check_state(self, state: dict[str, Any]) -> SavedProgress:
         check_like(state["num_requests"], 0, "algorithm.num_requests")
-        if state["answer"]:
-            check_like(state["answer"], self.buffers, "algorithm.answer")
+        if state["reply"]:
+            check_like(state["reply"], self.buffers, "algorithm.reply")
         return SavedProgress()
 
     @override

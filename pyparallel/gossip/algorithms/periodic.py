@@ -136,9 +136,8 @@ class PeriodicAverager(ModelAverager):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        outer = [each.rule.state_dict() for each in self._fragments]
         state: dict[str, Any] = {"steps": self._steps, "inner": self.inner.state_dict()}
-        state["outer"] = outer[0] if self._options.is_at_once else outer
+        state["outer"] = [each.rule.state_dict() for each in self._fragments]
         if self._options.delay:
             # First, as it waits: what is in flight writes the compressor's state.
             state["in_flight"] = [each.in_flight() for each in self._fragments]
@@ -149,7 +148,6 @@ class PeriodicAverager(ModelAverager):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        state = _modern(state)
         self._steps = state["steps"]
         self.inner.load_state_dict(state["inner"])
         for each, outer, in_flight in self._of_fragments(state):
@@ -160,12 +158,10 @@ class PeriodicAverager(ModelAverager):
 
     @override
     def check_state(self, state: dict[str, Any]) -> SavedProgress:
-        state = _modern(state)
         check_like(state["steps"], self._steps, "algorithm.steps")
         inner = self.inner.check_state(state["inner"])
         for number, (each, outer, in_flight) in enumerate(self._of_fragments(state)):
-            path = "algorithm.outer" if self._options.is_at_once else f"algorithm.outer.{number}"
-            each.rule.check_state(outer, path)
+            each.rule.check_state(outer, f"algorithm.outer.{number}")
             if in_flight is not None:
                 own = {"sent_at": 0, "averages": each.weights}
                 check_like(in_flight, own, f"algorithm.in_flight.{number}")
@@ -175,9 +171,8 @@ class PeriodicAverager(ModelAverager):
 
     def _of_fragments(self, state: dict[str, Any]) -> list[tuple[Fragment, Any, Any]]:
         """Return each fragment with its parts of a state: of its rule, and what is in flight."""
-        outer = [state["outer"]] if self._options.is_at_once else state["outer"]
-        in_flight = state.get("in_flight", [None] * len(outer))
-        return list(zip(self._fragments, outer, in_flight, strict=True))
+        in_flight = state.get("in_flight", [None] * len(self._fragments))
+        return list(zip(self._fragments, state["outer"], in_flight, strict=True))
 
     def state_to_fill(self) -> dict[str, Any]:
         """Return the state of whole models that another rank goes on from, between outer steps."""
@@ -255,11 +250,3 @@ class LocalSGD(Periodic):
             return OuterRule(weights if self.compressor else ())
 
         return PeriodicAverager(self, self.interval, make_rule, module, buckets, run)
-
-
-def _modern(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state as it is saved now; NoLoCo's was once that of its outer step alone."""
-    if "outer" in state:
-        return state
-    outer = {name: value for name, value in state.items() if name != "steps"}
-    return {"steps": state["steps"], "inner": {}, "outer": outer}

@@ -142,12 +142,12 @@ class SlowMomentumRule(OuterRule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"before": self.slow, "slow": self._momentum}
+        return {"slow": self.slow, "momentum": self._momentum}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        copy_all(self.slow, state["before"])
-        copy_all(self._momentum, state["slow"])
+        copy_all(self.slow, state["slow"])
+        copy_all(self._momentum, state["momentum"])
 
     @override
     def reset(self, weights: list[Tensor]) -> None:

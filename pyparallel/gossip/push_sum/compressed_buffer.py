@@ -170,7 +170,7 @@ class CompressedBuffer(RoundBuffer):
         in_flight = {"step": self._step, "masses": self._received_masses}
         return {
             "weight": self.weight,
-            "mirrors": self._replicas.state_dict(),
+            "replicas": self._replicas.state_dict(),
             "in_flight": in_flight if self.in_flight else None,
         }
 
@@ -179,7 +179,7 @@ class CompressedBuffer(RoundBuffer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.wait()
         self.weight.copy_(state["weight"])
-        self._replicas.load_state_dict(state["mirrors"])
+        self._replicas.load_state_dict(state["replicas"])
         self.in_flight = state["in_flight"] is not None
         if self.in_flight:
             self._step = state["in_flight"]["step"]
@@ -190,7 +190,7 @@ class CompressedBuffer(RoundBuffer):
     @override
     def check_state(self, state: dict[str, Any], num_ranks: int, path: str) -> None:
         super().check_state(state, num_ranks, path)
-        self._replicas.check_state(state["mirrors"], f"{path}.mirrors")
+        self._replicas.check_state(state["replicas"], f"{path}.replicas")
         if (in_flight := state["in_flight"]) is not None:
             check_like(in_flight["step"], 0, f"{path}.in_flight.step")
             senders = self._topology.in_peers(self._exchange.rank, in_flight["step"])

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ...compression import BufferLayout, Piece
-from ...training import FlatBuckets, Segment, assign_buckets, plain_name
+from ...training import FlatBuckets, Segment, plain_name
 from ...training.arguments import require
-from ...training.shards import local_of, padded_numel
 
 Named = list[tuple[str, Tensor]]
 Places = dict[str, int]
@@ -28,26 +27,8 @@ def layouts_of(buckets: FlatBuckets, module: nn.Module) -> list[BufferLayout]:
     names = {id(p): plain_name(name) for name, p in module.named_parameters()}
     pairs = zip(buckets.parameters, buckets.tensors, strict=True)
     named = [(names[id(parameter)], tensor) for parameter, tensor in pairs]
-    return _layouts(named, buckets.segments, lengths)
-
-
-def layouts_in_module_order(buckets: FlatBuckets, module: nn.Module) -> list[BufferLayout]:
-    """Return the layouts that the parameters have without a fused optimizer."""
-    if not buckets.segments:
-        return layouts_of(buckets, module)
-    trained = {id(parameter) for parameter in buckets.parameters}
-    found = module.named_parameters()
-    named = [(plain_name(name), p) for name, p in found if id(p) in trained]
-    plan = assign_buckets([(padded_numel(p), p.dtype) for _, p in named], buckets.cap_bytes)
-    shards = [(name, local_of(p)) for name, p in named]
-    return _layouts(shards, plan.segments, plan.lengths)
-
-
-def _layouts(
-    named: Named, segments: Sequence[Segment], lengths: Sequence[int]
-) -> list[BufferLayout]:
     return [
-        BufferLayout(tuple(_pieces(named, segments, bucket, length)))
+        BufferLayout(tuple(_pieces(named, buckets.segments, bucket, length)))
         for bucket, length in enumerate(lengths)
     ]
 

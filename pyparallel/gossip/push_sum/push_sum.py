@@ -14,7 +14,7 @@ from ..messages import NeighborExchange
 from ..topology import Neighbors, Topology
 from .buffer import RoundBuffer
 from .dense_buffer import DenseBuffer
-from .layout import Places, layouts_in_module_order, layouts_of, relayout
+from .layout import Places, layouts_of, relayout
 
 _NUM_CACHED_ROUNDS = 256  # of a topology, whose rounds repeat
 
@@ -31,8 +31,7 @@ class PushSum(ModelAverager):
 
     From an ``overlap`` of 2 on z changes while messages are in flight, so the buffers must send
     copies of it. ``keeps_values``: the optimizer steps on z, as of ``Numerator``. With ``layouts``
-    a state is loaded into buffers of another order, without them into equal ones only;
-    ``layouts_before`` are those of states that were saved without any.
+    a state is loaded into buffers of another order, without them into equal ones only.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class PushSum(ModelAverager):
         topology: Topology,
         overlap: int = 0,
         layouts: Sequence[BufferLayout] | None = None,
-        layouts_before: Sequence[BufferLayout] | None = None,
         keeps_values: bool = False,
     ) -> None:
         super().__init__([each.values for each in buffers], exchange.run)
@@ -57,8 +55,6 @@ class PushSum(ModelAverager):
         self._failure: PeerError | CorruptMessageError | None = None
         self.traits = Traits(loads_other_buckets=layouts is not None)
         self._places = None if layouts is None else list(map(_places_of, layouts))
-        before = layouts if layouts_before is None else layouts_before
-        self._places_before = None if before is None else list(map(_places_of, before))
 
     @classmethod
     def start(
@@ -83,9 +79,9 @@ class PushSum(ModelAverager):
         ]
         if lengths:
             run.agree(lengths, None)
-        before = layouts_in_module_order(buckets, module)
-        known = layouts, before, keeps_values
-        return cls(buffers, exchange, topology, overlap, *known)
+        if not all(each.follows_layouts for each in buffers):
+            return cls(buffers, exchange, topology, overlap, keeps_values=keeps_values)
+        return cls(buffers, exchange, topology, overlap, layouts, keeps_values)
 
     @classmethod
     def of_dense(
@@ -222,38 +218,40 @@ class PushSum(ModelAverager):
     def state_dict(self) -> dict[str, Any]:
         self.wait()
         buffers = [buffer.state_dict() for buffer in self._round_buffers]
-        averaging: dict[str, Any] = {"round": self.round_index, "buffers": buffers}
-        if self._places is not None:
-            averaging["places"] = self._places
-        return {"averaging": averaging, "steps_under_way": self._steps_in_flight}
+        return {
+            "round": self.round_index,
+            "steps_in_flight": self._steps_in_flight,
+            "buffers": buffers,
+            "places": self._places,
+        }
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.wait()
-        self.round_index = state["averaging"]["round"]
+        self.round_index = state["round"]
         states = self._buffer_states(state)
         for buffer, buffer_state in zip(self._round_buffers, states, strict=True):
             buffer.load_state_dict(buffer_state)
-        self._steps_in_flight = state["steps_under_way"]
+        self._steps_in_flight = state["steps_in_flight"]
 
     @override
     def check_state(self, state: dict[str, Any]) -> SavedProgress:
-        check_like(state["averaging"]["round"], 0, "algorithm.averaging.round")
-        check_like(state["steps_under_way"], 0, "algorithm.steps_under_way")
-        states, path = self._buffer_states(state), "algorithm.averaging.buffers"
+        for key in ("round", "steps_in_flight"):
+            check_like(state[key], 0, f"algorithm.{key}")
+        states, path = self._buffer_states(state), "algorithm.buffers"
         if len(states) != len(self._round_buffers):
             raise ValueError(f"{path} must be {len(self._round_buffers)}, got {len(states)}")
         for index, (buffer, saved) in enumerate(zip(self._round_buffers, states, strict=True)):
             buffer.check_state(saved, self.topology.num_ranks, f"{path}.{index}")
         counters = {
-            "round": state["averaging"]["round"],
-            "number of steps since its round": state["steps_under_way"],
+            "round": state["round"],
+            "number of steps since its round": state["steps_in_flight"],
         }
         return SavedProgress(counters, self._mass_of(state))
 
     def _mass_of(self, state: dict[str, Any]) -> float:
         masses = []
-        for saved in state["averaging"]["buffers"]:
+        for saved in state["buffers"]:
             in_flight = saved["in_flight"]
             received = 0.0 if in_flight is None else float(in_flight["masses"].sum())
             masses.append(float(saved["weight"]) + received)
@@ -265,9 +263,8 @@ class PushSum(ModelAverager):
             buffer.reset_weight()
 
     def _buffer_states(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        saved = state["averaging"]
-        states: list[dict[str, Any]] = saved["buffers"]
-        places = saved.get("places", self._places_before)
+        states: list[dict[str, Any]] = state["buffers"]
+        places = state["places"]
         if self._places is None or places is None or places == self._places:
             return states
         return relayout(states, places, self._places)

@@ -98,8 +98,8 @@ class Replica:
     def state_dict(self) -> dict[str, Any]:
         """Return the values and the state of the compressor."""
         state = self._state and {
-            "by_name": self._state.parameter_state(),
-            "of_all": self._state.common_state(),
+            "parameters": self._state.parameter_state(),
+            "common": self._state.common_state(),
         }
         return {"values": self.values, "compressor": state}
 
@@ -110,7 +110,7 @@ class Replica:
         self._state = None
         if state["compressor"] is not None:
             saved = state["compressor"]
-            self._get_state().load_state(saved["by_name"], saved["of_all"])
+            self._get_state().load_state(saved["parameters"], saved["common"])
 
     def check_state(self, state: dict[str, Any], path: str) -> None:
         """Raise a ValueError, with the path, if a tensor of a state is of another shape."""
@@ -118,7 +118,7 @@ class Replica:
             check_like(state["values"], self.like, f"{path}.values")
         if (saved := state["compressor"]) is not None:
             probe = self.compressor.init(self.layout, self.like.device, self.rank)
-            probe.load_state(saved["by_name"], saved["of_all"])
+            probe.load_state(saved["parameters"], saved["common"])
 
     def _unread_residual(self, difference: Tensor) -> Tensor | None:
         """Return a residual that is never read, with which unbiased compressors do not scale up.
@@ -225,7 +225,7 @@ class Replicas:
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the states of all replicas; tensors may be the live ones."""
         return [
-            {"teller": sender, "audience": list(receivers), "mirror": replica.state_dict()}
+            {"sender": sender, "receivers": list(receivers), "replica": replica.state_dict()}
             for (sender, receivers), replica in self._replicas.items()
         ]
 
@@ -233,12 +233,12 @@ class Replicas:
         """Restore what ``state_dict`` returned."""
         self.reset()
         for each in state:
-            self.of(each["teller"], tuple(each["audience"])).load_state_dict(each["mirror"])
+            self.of(each["sender"], tuple(each["receivers"])).load_state_dict(each["replica"])
 
     def check_state(self, state: list[dict[str, Any]], path: str) -> None:
         """Raise a ValueError unless ranks are numbers and tensors have the shapes of here."""
         like = Replica(self._like, self._layout, self._compressor, self._rank)
         for index, each in enumerate(state):
-            ranks = [each["teller"], *each["audience"]]
-            check_like(ranks, [0] * len(ranks), f"{path}.{index}.audience")
-            like.check_state(each["mirror"], f"{path}.{index}.mirror")
+            ranks = [each["sender"], *each["receivers"]]
+            check_like(ranks, [0] * len(ranks), f"{path}.{index}.receivers")
+            like.check_state(each["replica"], f"{path}.{index}.replica")

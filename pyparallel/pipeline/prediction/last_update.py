@@ -14,7 +14,6 @@ from .corrections import Correction
 from .flat_state import FlatState
 
 LAST_UPDATE = "last_update"
-_LAST_WEIGHTS = "last_weights"  # before the last update: what older versions have saved instead
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,6 @@ class LastUpdatePredictor(WeightPredictor):
         """Return each flat buffer of the weights with that of the last update, 0 at first."""
         pairs: list[tuple[Tensor, Tensor]] = []
         for each, state in zip(self._weights, self._states, strict=True):
-            for parameter in each.parameters:
-                saved = self._optimizer.state.get(parameter, {})
-                if _LAST_WEIGHTS in saved:
-                    saved[LAST_UPDATE] = parameter.detach() - saved.pop(_LAST_WEIGHTS)
             pairs += zip(each.buffers, state.buffers(LAST_UPDATE), strict=True)
         return pairs
 

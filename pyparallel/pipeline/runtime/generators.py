@@ -29,9 +29,9 @@ class StageGenerators:
         self._generators: list[torch.Generator] = []  # of a call, seeded by its forwards
         self._step = self._num_evaluations = 0  # of them since the last step
 
-    def resume(self, seed: int | None) -> None:
-        """Go on with the seed of a saved run; None: the state has none, keep this run's."""
-        self.seed = self.seed if seed is None else seed
+    def resume(self, seed: int) -> None:
+        """Go on with the seed of a saved run."""
+        self.seed = seed
 
     @contextmanager
     def of_call(self, step: int, *, trains: bool) -> Iterator[None]:

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...training import (
     check_like,
+    check_optimizer_kinds,
     check_optimizer_state,
     keys_of,
     optimizer_kind,
@@ -282,17 +283,16 @@ class Stage:
         After a failure, ``is_rescued``, without that of the averages with other replicas.
         """
         module = plain_keys(self.module.state_dict())
-        state: dict[str, Any] = {"module": module, "optimizer": None, "updates": self.num_updates}
+        state: dict[str, Any] = {"module": module, "updates": self.num_updates}
         if self.optimizers:
-            kinds = [optimizer_kind(optimizer) for optimizer in self.optimizers]
-            state["optimizer_kind"] = _one_or_all(kinds)
-            state["optimizer"] = _one_or_all([each.state_dict() for each in self.optimizers])
+            state["optimizer_kinds"] = [optimizer_kind(each) for each in self.optimizers]
+            state["optimizers"] = [each.state_dict() for each in self.optimizers]
         if self.schedulers:
-            state["scheduler"] = _one_or_all([each.state_dict() for each in self.schedulers])
+            state["schedulers"] = [each.state_dict() for each in self.schedulers]
         if self.clipper is not None and self.clipper.last is not None:
             state["squared_norms"] = self.clipper.last
         if self.replicated is not None and not is_rescued:
-            state["averaging"] = self.replicated.averager.state_dict()
+            state["averager"] = self.replicated.averager.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, is_rescued: bool = False) -> None:
@@ -302,17 +302,16 @@ class Stage:
         """
         self.module.load_state_dict(keys_of(self.module, state["module"]))
         if self.optimizers:
-            for optimizer, saved in zip(self.optimizers, _all_of(state["optimizer"]), strict=True):
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
         if self.schedulers:
-            for scheduler, saved in zip(self.schedulers, _all_of(state["scheduler"]), strict=True):
+            for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
                 scheduler.load_state_dict(saved)
         if self.replicated is not None and is_rescued:
             self.replicated.restart()
         elif self.replicated is not None:
-            self.replicated.averager.load_state_dict(state["averaging"])
-        # Older versions did not save the updates.
-        self.load_updates(state.get("updates", 0), state.get("squared_norms"))
+            self.replicated.averager.load_state_dict(state["averager"])
+        self.load_updates(state["updates"], state.get("squared_norms"))
 
     def load_updates(self, num_updates: int, squared_norms: Tensor | None) -> None:
         """Go on after so many updates, the last of them with these norms of its gradients."""
@@ -323,13 +322,13 @@ class Stage:
     def check_state(self, state: dict[str, Any], path: str) -> None:
         """Raise an error, of any type, if ``load_state_dict`` cannot load a state."""
         own = plain_keys(self.module.state_dict())
-        check_like(plain_keys(state["module"]), own, f"{path}.module")
-        check_like(state.get("updates", 0), self.num_updates, f"{path}.updates")
+        check_like(state["module"], own, f"{path}.module")
+        check_like(state["updates"], self.num_updates, f"{path}.updates")
         if self.clipper is not None and "squared_norms" in state:
             norms = torch.zeros(len(self.optimized), dtype=torch.float64, device="cpu")
             check_like(state["squared_norms"], norms, f"{path}.squared_norms")
         if self.replicated is not None and not state.get("rescued", False):
-            self.replicated.averager.check_state(state["averaging"])
+            self.replicated.averager.check_state(state["averager"])
         _check_training_state(self, state, path)
 
     def _look_for_parameters(self) -> None:
@@ -377,26 +376,12 @@ def _check_optimized(stage: Stage) -> None:
 def _check_training_state(stage: Stage, state: dict[str, Any], path: str) -> None:
     """Raise an error, of any type, if a stage's optimizers and schedulers cannot load a state."""
     if stage.optimizers:
-        saved, kinds = _all_of(state["optimizer"]), _all_of(state.get("optimizer_kind"))
-        mine = ", ".join(map(optimizer_kind, stage.optimizers))
-        rule = f"{path}.optimizer must be of the same optimizers, {mine}"
-        fits = len(saved) == len(kinds) == len(stage.optimizers)
-        require(fits, rule, ", ".join(map(str, kinds)))
+        check_optimizer_kinds(stage.optimizers, state["optimizer_kinds"])
         for number, optimizer in enumerate(stage.optimizers):
-            place = f"{path}.optimizer" + (f".{number}" if len(saved) > 1 else "")
-            check_optimizer_state(optimizer, saved[number], kinds[number], place)
+            saved = state["optimizers"][number]
+            check_optimizer_state(optimizer, saved, f"{path}.optimizers.{number}")
     if stage.schedulers:
-        saved, count = _all_of(state["scheduler"]), len(stage.schedulers)
-        fits = len(saved) == count and all(isinstance(each, dict) for each in saved)
-        what = "a dict" if count == 1 else f"{count} dicts"
-        require(fits, f"{path}.scheduler must be {what}", summarize(state["scheduler"]))
-
-
-def _one_or_all(values: list[Any]) -> Any:
-    """Return the only value itself, as states of one optimizer have always been."""
-    return values[0] if len(values) == 1 else values
-
-
-def _all_of(saved: Any) -> list[Any]:
-    """Return a list of what ``_one_or_all`` has returned."""
-    return saved if isinstance(saved, list) else [saved]
+        saved, count = state["schedulers"], len(stage.schedulers)
+        fits = isinstance(saved, list) and len(saved) == count
+        fits = fits and all(isinstance(each, dict) for each in saved)
+        require(fits, f"{path}.schedulers must be {count} dicts", summarize(saved))

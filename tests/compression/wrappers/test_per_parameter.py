@@ -166,7 +166,7 @@ def test_means_over_ranks(rank):
             dist.all_reduce(own[name])
             if step < 2 or not name.endswith("bias") or name.startswith("1."):
                 torch.testing.assert_close(parameter.grad, own[name] / 3, rtol=0.02, atol=1e-3)
-    assert state.state_dict()["of_all"]["3.bias"]["1.step"] == 4
+    assert state.state_dict()["common"]["3.bias"]["1.step"] == 4
     assert state.residual_norm > 0
 
 

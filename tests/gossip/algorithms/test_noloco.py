@@ -138,13 +138,13 @@ def shrink_distance(rank, topology):
     _, optimizer, wrapped = start(NoLoCo(topology, interval=1), lr=0.0)
     averager = wrapped._averager
     state = averager.state_dict()
-    state["outer"]["slow"] = [slow + rank for slow in state["outer"]["slow"]]
+    state["outer"][0]["slow"] = [slow + rank for slow in state["outer"][0]["slow"]]
     averager.load_state_dict(state)
     distances = []
     for _ in range(30):
         with torch.no_grad():  # theta = phi: no outer gradient
             for buffer, slow in zip(
-                averager.buffers, averager.state_dict()["outer"]["slow"], strict=True
+                averager.buffers, averager.state_dict()["outer"][0]["slow"], strict=True
             ):
                 buffer.copy_(slow)
         optimizer.step()

@@ -250,7 +250,7 @@ def test_every_compressor_of_fixed_length(compressor):
                 averaging.after_step()
             runs.append(values.clone())
         assert torch.equal(*runs)
-        replicas = averaging.state_dict()["averaging"]["buffers"][0]["mirrors"]
+        replicas = averaging.state_dict()["buffers"][0]["replicas"]
         return added, averaging.status.weight * values.double(), replicas
 
     results = run_threads(3, rank_main)
@@ -258,8 +258,8 @@ def test_every_compressor_of_fixed_length(compressor):
     assert (after - before).norm() < 3e-6 * before.norm()
     held = {}
     for each in (replica for *_, replicas in results for replica in replicas):
-        first = held.setdefault(each["teller"], each["mirror"]["values"])
-        assert torch.equal(first, each["mirror"]["values"])
+        first = held.setdefault(each["sender"], each["replica"]["values"])
+        assert torch.equal(first, each["replica"]["values"])
     assert len(held) == 3
 
 

@@ -154,19 +154,3 @@ def test_only_updates_are_repeated_and_no_other_change_of_the_weights():
 
 def fail(*_):
     raise ArithmeticError
-
-
-def test_a_state_of_an_older_version_has_the_weights_before_the_update():
-    stage = build(LastUpdate(), partial(SGD, lr=0.25, momentum=0.5))
-    before = stage.values()
-    stage.step(gradients_of(stage))
-    expected = stage.predicted(3)
-    state = stage.optimizer.state_dict()
-    for entries, weights in zip(state["state"].values(), before, strict=True):
-        del entries["last_update"]
-        entries["last_weights"] = weights
-    stage.optimizer.load_state_dict(state)
-    assert_close(stage.predicted(3), expected, rtol=1e-6, atol=1e-6)
-    assert_close(stage.predicted(3), expected, rtol=1e-6, atol=1e-6)
-    assert all(entries.keys() == {"momentum_buffer", "last_update"}
-               for entries in stage.optimizer.state.values())  # fmt: skip

@@ -147,9 +147,10 @@ def assert_like_version(saved, stage):
     torch.testing.assert_close(saved["module"], version.weights(), rtol=1e-12, atol=1e-12)
     (optimizer,) = version.optimizers
     wanted = optimizer.state_dict()["state"]
-    assert saved["optimizer"]["state"].keys() == wanted.keys()
+    (state,) = (each["state"] for each in saved["optimizers"])
+    assert state.keys() == wanted.keys()
     for index, each in wanted.items():
-        momentum = saved["optimizer"]["state"][index]["momentum_buffer"]
+        momentum = state[index]["momentum_buffer"]
         torch.testing.assert_close(momentum, each["momentum_buffer"], rtol=1e-12, atol=1e-12)
 
 
