@@ -31,8 +31,8 @@ from pyparallel.compression import (
     Ternary,
     Threshold,
     TopK,
+    compress_ddp,
     compress_fsdp,
-    ddp_hook,
     fsdp_all_gather,
     fsdp_reduce_scatter,
 )
@@ -65,14 +65,13 @@ class CompressedRun:
 
 
 class DDPRun(CompressedRun):
-    """Training with `ddp_hook`."""
+    """Training with `compress_ddp`."""
 
-    def __init__(self, compressor: Compressor, *, is_named: bool = True) -> None:
+    def __init__(self, compressor: Compressor) -> None:
         super().__init__()
         self.model = DistributedDataParallel(Small())
         self.optimizer = plain_sgd(self.model.parameters())
-        self.compression, hook = ddp_hook(compressor, self.model if is_named else None)
-        self.model.register_comm_hook(self.compression, hook)
+        self.compression = compress_ddp(self.model, compressor)
 
     def save(self) -> Any:
         return {
@@ -209,7 +208,6 @@ LEARNED = Learned(0.5, dense_steps=1, learning_steps=5, innovation=0.1, auto_enc
 JOBS = {
     **{f"ddp-{name}": _ddp(each, remembers=False) for name, each in FORGETFUL.items()},
     **{f"ddp-{name}": _ddp(each) for name, each in {**DRAWING, **REMEMBERING}.items()},
-    "ddp-numbered": Job(lambda: DDPRun(ErrorFeedback(TopK(0.25)), is_named=False)),
     "ddp-dgc-clipped": _ddp(DGC(0.25, clip_norm=0.25), exact=False),
     "ddp-learned": _ddp(LEARNED, exact=False),
     "ddp-owing-learned": _ddp(ErrorFeedback(LEARNED), exact=False),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyparallel.compression import Cast, ErrorFeedback, Int8, TopK, ddp_hook
+from pyparallel.compression import Cast, ErrorFeedback, Int8, TopK, compress_ddp
 from pyparallel.compression.hooks.ddp_compiled import CustomOp, StepDetector
 from tests.cases import slow
 from tests.compression.hooks.steps import average, batches
@@ -64,8 +64,7 @@ def flat_residual(state):
 def wrap(compressor, **options):
     """Wrap in a compressed DDP with the current configuration."""
     ddp = DistributedDataParallel(build(), **options)
-    state, hook = ddp_hook(compressor, ddp)
-    ddp.register_comm_hook(state, hook)
+    state = compress_ddp(ddp, compressor)
     return ddp, state
 
 
