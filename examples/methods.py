@@ -125,8 +125,7 @@ class Gossip(DataParallel):
         return self.wrapped.metrics()
 
     def whole_state(self) -> dict[str, Tensor]:
-        with self.wrapped.consensus() as averaged:  # of all ranks, restored afterwards
-            return {name: tensor.clone() for name, tensor in averaged.state_dict().items()}
+        return self.wrapped.full_state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         return {"gossip": self.state.state_dict(), "scheduler": self.scheduler.state_dict()}

@@ -27,6 +27,7 @@ from ..training import (
 )
 from ..training.arguments import find_error
 from ..training.averager import JoinedOptimizers
+from ..training.full_state import full_state
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.shards import Shards, describe_shard, find_shard_error, local_of, replica_group
 from ..training.trainer import Trainer
@@ -332,6 +333,14 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             finally:
                 self._in_consensus = False
                 self._shards.reshard()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the state of ``consensus()``, as the plain module has it; all ranks call it.
+
+        On rank 0 copies in the CPU's memory, of shards the whole; {} elsewhere.
+        """
+        with self.consensus() as module:
+            return full_state(module, self._run)
 
     def consensus_distance(self) -> float:
         """Return the root mean square over ranks of ``||z_i - average||_2``.

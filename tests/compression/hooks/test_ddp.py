@@ -201,7 +201,7 @@ def disagree(rank):
     with pytest.raises(DisagreementError, match="same nonfinite, got skip on rank 0"):
         compress_ddp(wrap(build()), Int8(), nonfinite=["skip", "raise", "raise"][rank])
     ddp = wrap(build())
-    with pytest.raises(TypeError, match=r"^rank 1: ddp must be a model in .*, got an object of Sequential"):
+    with pytest.raises(TypeError, match=r"^rank 1: ddp must be a model in .*, got an object of"):
         compress_ddp(ddp.module if rank == 1 else ddp, Int8())
 
 
