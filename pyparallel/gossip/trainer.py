@@ -517,6 +517,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._saved_states.clear()
 
     def _check_mergeable(self) -> None:
+        self._check_open()
         self._rounds.replica.check()
         self._averager.restore_debiased()
         self._shards.reshard()

@@ -102,7 +102,7 @@ def train_with_defaults(rank):
         optimizer.zero_grad()
         nn.functional.cross_entropy(whole(inputs), target).backward()
         optimizer.step()
-    assert {span.action.microbatch for span in trainer.spans} == {0, 1, 2, 3}
+    assert len({span.action.microbatch for span in trainer.spans}) == 4
     state = trainer.full_state_dict()
     torch.testing.assert_close(state, {} if rank else dict(whole.state_dict()))
 

@@ -69,7 +69,8 @@ def resumes_to_the_bit(rank, name, kind):
     expected = snapshot(module)
     whole = trainer.full_state_dict()
     with trainer.consensus() as averaged:
-        assert_same(whole, {} if rank else full(averaged))
+        average = full(averaged)
+    assert_same(whole, {} if rank else average)
     for how in ("dcp", "torch"):
         module, optimizer, resumed = start(mesh, algorithm, kind)
         train(mesh, resumed, optimizer, range(10, 11))  # to be overwritten
