@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from data import load_digits, share
 from models import accuracy, count, digits_net
-from pyparallel.compression import ErrorFeedback, Int8, PowerSGD, Sign, TopK, ddp_hook
+from pyparallel.compression import ErrorFeedback, Int8, PowerSGD, Sign, TopK, compress_ddp
 from ranks import following, join_ranks, log_metrics, make_parser
 from show import draw, print_next, print_table, save_model
 
@@ -34,8 +34,7 @@ def train(name, compressor, options, images, labels, test):
     torch.manual_seed(options.seed)
     model = DistributedDataParallel(digits_net().to(images.device))
     if compressor is not None:
-        compression, hook = ddp_hook(compressor, model)
-        model.register_comm_hook(compression, hook)  # the loop below is that of plain DDP
+        compression = compress_ddp(model, compressor)  # the loop below is that of plain DDP
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
 

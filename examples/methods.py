@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from pyparallel import SGP, GossipDataParallel, PipelineTrainer, topology
-from pyparallel.compression import ErrorFeedback, PowerSGD, ddp_hook
+from pyparallel.compression import ErrorFeedback, PowerSGD, compress_ddp
 from pyparallel.gossip import DiLoCo, GossipState
 from pyparallel.pipeline import PipeOptim, split_model
 from recipe import Recipe
@@ -96,8 +96,7 @@ class CompressedDDP(DDP):
     def wrap(self, model: nn.Module, recipe: Recipe) -> nn.Module:
         ddp = super().wrap(model, recipe)
         compressor = ErrorFeedback(PowerSGD(rank=recipe.compression_rank))
-        self.compression, hook = ddp_hook(compressor, ddp)
-        ddp.register_comm_hook(self.compression, hook)
+        self.compression = compress_ddp(ddp, compressor)
         return ddp
 
     def metrics(self) -> dict[str, float]:
@@ -126,8 +125,7 @@ class Gossip(DataParallel):
         return self.wrapped.metrics()
 
     def whole_state(self) -> dict[str, Tensor]:
-        with self.wrapped.consensus() as averaged:  # of all ranks, restored afterwards
-            return {name: tensor.clone() for name, tensor in averaged.state_dict().items()}
+        return self.wrapped.full_state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         return {"gossip": self.state.state_dict(), "scheduler": self.scheduler.state_dict()}

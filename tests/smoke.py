@@ -9,7 +9,7 @@ from torch import nn
 
 import pyparallel
 from pyparallel import SGP, GossipDataParallel, PipelineTrainer, ops, topology
-from pyparallel.compression import ErrorFeedback, TopK, ddp_hook
+from pyparallel.compression import ErrorFeedback, TopK, compress_ddp
 from pyparallel.pipeline import PipeOptim
 
 
@@ -44,8 +44,7 @@ def gossip():
 
 def hook():
     ddp = nn.parallel.DistributedDataParallel(make_layers())
-    state, function = ddp_hook(ErrorFeedback(TopK(0.25)), ddp)
-    ddp.register_comm_hook(state, function)
+    state = compress_ddp(ddp, ErrorFeedback(TopK(0.25)))
     losses = train(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-2))
     return losses, state.metrics()["rank/bytes_sent"]
 

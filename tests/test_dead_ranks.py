@@ -22,7 +22,7 @@ from pyparallel import GossipDataParallel
 from pyparallel.comm import PeerError, Run, reports
 from pyparallel.comm.collectives import Collectives
 from pyparallel.comm.process_groups import create_group
-from pyparallel.compression import Cast, Int8, TopK, compress_fsdp, ddp_hook
+from pyparallel.compression import Cast, Int8, TopK, compress_ddp, compress_fsdp
 from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
 from pyparallel.subnets import Partition, SubnetTrainer
@@ -102,7 +102,7 @@ def subnets(rank, interval):
 
 def ddp(rank, compressor, **options):
     replica = DistributedDataParallel(model(), process_group=new_group(), **options)
-    replica.register_comm_hook(*ddp_hook(compressor, replica))
+    compress_ddp(replica, compressor)
     yield from loop(replica, sgd(replica.parameters()))
 
 

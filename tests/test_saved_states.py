@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pyparallel import SGP, GossipDataParallel, PipelineTrainer, SubnetTrainer
 from pyparallel.comm import DisagreementError
-from pyparallel.compression import ErrorFeedback, TopK, compress_fsdp, ddp_hook
+from pyparallel.compression import ErrorFeedback, TopK, compress_ddp, compress_fsdp
 from pyparallel.gossip import GossipState
 from pyparallel.gossip.topology import DirectedLinear, OnePeerExponential
 from pyparallel.pipeline import OneForwardOneBackward, PipeDream
@@ -101,13 +101,12 @@ class Subnets:
 
 
 class Compression:
-    """A run of DDP with ddp_hook."""
+    """A run of DDP with compress_ddp."""
 
     def __init__(self):
         torch.manual_seed(3)
         self.model = nn.parallel.DistributedDataParallel(nn.Linear(16, 32))
-        compression, hook = ddp_hook(ErrorFeedback(TopK(0.1)), self.model)
-        self.model.register_comm_hook(compression, hook)
+        compression = compress_ddp(self.model, ErrorFeedback(TopK(0.1)))
         self.state_dict = compression.state_dict
         self.load_state_dict = compression.load_state_dict
 

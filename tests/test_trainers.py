@@ -55,6 +55,7 @@ CALLS = {
         lambda t: t(INPUTS),
         lambda t: t.metrics(),
         lambda t: t.flush(),
+        lambda t: t.full_state_dict(),
         lambda t: t.algorithm_state_dict(),
     ],
     PipelineTrainer: [lambda t: t.step(INPUTS, TARGET)],  # others: pipeline/test_close.py
@@ -62,6 +63,7 @@ CALLS = {
         lambda t: t(INPUTS),
         lambda t: t.flush(),
         lambda t: t.full_model().__enter__(),
+        lambda t: t.full_state_dict(),
         lambda t: t.state_dict(),
         lambda t: t.metrics(),
     ],

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.compression.training import dense_step
 from benchmarks.gossip.trainers import bf16_unchecked
-from pyparallel.compression import Cast, CommStats, Compressor, ddp_hook
+from pyparallel.compression import Cast, CommStats, Compressor, compress_ddp
 from pyparallel.recommend import CANDIDATES, HALF
 
 BUCKET_MB = 2  # small like the model: as many buckets as a large model has of 25 MB
@@ -58,8 +58,7 @@ def of_ours(name: str, compressor: Compressor | None) -> System:
         if compressor is None:
             sent = dense_step(module)
             return ddp, lambda: sent
-        compression, hook = ddp_hook(compressor, ddp)
-        ddp.register_comm_hook(compression, hook)
+        compression = compress_ddp(ddp, compressor)
         return ddp, lambda: compression.last_step
 
     return System(name, describe(compressor), wrap)

@@ -32,7 +32,7 @@ from pyparallel.compression import (
     Switch,
     Ternary,
     TopK,
-    ddp_hook,
+    compress_ddp,
 )
 from pyparallel.recommend import CANDIDATES, Candidate
 
@@ -125,8 +125,7 @@ def train(
     optimizer = make_optimizer(ddp.parameters(), lr=task.main_rate)
     dense, compression = dense_step(ddp), None
     if compressor is not None:
-        compression, hook = ddp_hook(compressor, ddp)
-        ddp.register_comm_hook(compression, hook)
+        compression = compress_ddp(ddp, compressor)
     losses, sent = [], []
     for update, (inputs, target) in enumerate(itertools.islice(shares(task, seed), updates)):
         set_rate([optimizer], task.main_rate * rate_at(update, updates))

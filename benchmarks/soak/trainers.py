@@ -125,7 +125,7 @@ def subnets() -> Running:
 def ddp(compressor: compression.Compressor | None = None) -> Running:
     model = DistributedDataParallel(build_layers(), bucket_cap_mb=SMALL_BUCKETS)
     if compressor is not None:
-        model.register_comm_hook(*compression.ddp_hook(compressor, model))
+        compression.compress_ddp(model, compressor)
     return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
 
 
@@ -177,9 +177,9 @@ STARTS: dict[str, Start] = {
     },
     "Interlocking(1)": partial(pipelined, pipeline.Interlocking(1, pipeline.LinearHead(4))),
     "SubnetTrainer": subnets,
-    "ddp_hook, TopK": partial(ddp, compression.ErrorFeedback(compression.TopK(0.1))),
-    "ddp_hook, Int8": partial(ddp, compression.Int8()),
-    "ddp_hook, PowerSGD": partial(ddp, compression.ErrorFeedback(compression.PowerSGD(2))),
+    "compress_ddp, TopK": partial(ddp, compression.ErrorFeedback(compression.TopK(0.1))),
+    "compress_ddp, Int8": partial(ddp, compression.Int8()),
+    "compress_ddp, PowerSGD": partial(ddp, compression.ErrorFeedback(compression.PowerSGD(2))),
     "compress_fsdp, Int8": partial(fsdp, compression.Int8()),
     "compress_fsdp, ErrorFeedback(Int8)": partial(
         fsdp, compression.ErrorFeedback(compression.Int8())
@@ -190,7 +190,7 @@ STARTS: dict[str, Start] = {
 # A trainer of each kind, as they differ in their process groups.
 KINDS = [
     "SGP, overlap=1", "ADPSGD", "DiLoCo, delay=2, Int8", "Hierarchical", "PipeOptim",
-    "Interlocking(1)", "SubnetTrainer", "ddp_hook, Int8", "compress_fsdp, Int8",
+    "Interlocking(1)", "SubnetTrainer", "compress_ddp, Int8", "compress_fsdp, Int8",
 ]  # fmt: skip
 
 

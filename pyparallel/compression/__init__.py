@@ -8,7 +8,7 @@ from ..comm.stats import CommStats
 from . import low_rank, quantizers, sparsifiers, wrappers
 from .compressor import AttachPoint, Compressor, Message
 from .corrupt_messages import CorruptMessageError
-from .hooks import GradientCompression, compressed_hook, ddp_hook
+from .hooks import GradientCompression, compress_ddp
 from .layout import BufferLayout, Piece
 from .low_rank import *  # noqa: F403  the compressors that each folder exports
 from .quantizers import *  # noqa: F403  likewise
@@ -37,9 +37,8 @@ __all__ = [
     "NonFiniteError",
     "Piece",
     "StateStore",
+    "compress_ddp",
     "compress_fsdp",
-    "compressed_hook",
-    "ddp_hook",
     "fsdp_all_gather",
     "fsdp_reduce_scatter",
     "merge_states",

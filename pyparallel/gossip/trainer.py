@@ -19,6 +19,7 @@ from ..optim.finite_steps import FiniteSteps
 from ..training import ModelAverager, StepHooks, check_format, consensus, seal
 from ..training.arguments import find_error
 from ..training.averager import JoinedOptimizers
+from ..training.full_state import full_state
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.shards import Shards, describe_shard, find_shard_error, local_of, replica_group
 from ..training.trainer import Trainer
@@ -314,6 +315,14 @@ class GossipDataParallel(Trainer, ModuleWrapper):
                 self._in_consensus = False
                 self._shards.reshard()
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the state of ``consensus()``, as the plain module has it; all ranks call it.
+
+        On rank 0 copies in the CPU's memory, of shards the whole; {} elsewhere.
+        """
+        with self.consensus() as module:
+            return full_state(module, self._run)
+
     def consensus_distance(self) -> float:
         """Return the root mean square over ranks of ``||z_i - average||_2``.
 
@@ -462,6 +471,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             self._run.check_equal_steps(self._buckets.parameters[0].device)
 
     def _check_mergeable(self) -> None:
+        self._check_open()
         self._rounds.replica.check()
         self._averager.restore_debiased()
         self._shards.reshard()

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..compression import Compressor, ErrorFeedback, GradientCompression, TopK, ddp_hook
+from ..compression import Compressor, ErrorFeedback, GradientCompression, TopK, compress_ddp
 from ..gossip import Algorithm, GossipDataParallel, GossipState
 from ..training import uncompiled
 from ..training.arguments import require
@@ -150,8 +150,8 @@ class CompressedDDPKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] 
 
     Args:
         compressor: such as ``ErrorFeedback(TopK(0.01))``.
-        nonfinite: as of ``ddp_hook``; None: "allow" in fp16, whose GradScaler then skips the step
-            on all ranks, else "raise".
+        nonfinite: as of ``compress_ddp``; None: "allow" in fp16, whose GradScaler then skips the
+            step on all ranks, else "raise".
     """
 
     compressor: Compressor = field(default_factory=lambda: ErrorFeedback(TopK(0.01)))
@@ -189,5 +189,4 @@ class CompressedDDPKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         is_scaled = AcceleratorState().mixed_precision == "fp16"
         policy = self.nonfinite or ("allow" if is_scaled else "raise")
-        self._state, hook = ddp_hook(self.compressor, model, nonfinite=policy)
-        model.register_comm_hook(self._state, hook)
+        self._state = compress_ddp(model, self.compressor, nonfinite=policy)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..comm import Collectives, Run, device_of, gather_json
 from ..training.arguments import require
+from ..training.full_state import on_cpu
 from ..training.trainer import raising_on_all_ranks
 from .named_state import NamedStage, State
 
@@ -17,7 +18,7 @@ def full_state(stages: Sequence[NamedStage], run: Run) -> State:
     """Return the state dict of the whole model on rank 0, in the CPU's memory; {} elsewhere."""
     own = {name: value for each in stages for name, value in each.module_state().items()}
     if run.size == 1:
-        return {name: _on_cpu(value) for name, value in own.items()}
+        return {name: on_cpu(value) for name, value in own.items()}
     with raising_on_all_ranks(run.agree):
         for name, value in own.items():
             rule = f"{name} must be a tensor or of JSON's types for full_state_dict()"
@@ -39,7 +40,7 @@ def full_state(stages: Sequence[NamedStage], run: Run) -> State:
                     value = own[name].detach().to(device).contiguous()
                 ranks.broadcast_(value, rank)
             if ranks.rank == 0:
-                state[name] = _on_cpu(value)
+                state[name] = on_cpu(value)
     return state
 
 
@@ -64,7 +65,3 @@ def _parse(described: Any) -> list[tuple[str, Any]]:
         ]
     except (AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(str(error)) from error
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -34,6 +34,7 @@ from .runtime.loss_weights import LossWeightFn
 from .runtime.microbatches import MicrobatchSplitter
 from .runtime.stage import SchedulerFactory, Stage
 from .runtime.telemetry import Span
+from .schedules.one_forward_one_backward import OneForwardOneBackward
 from .schedules.schedule import Schedule
 from .simulation.chrome_trace import export_chrome_trace, gather_spans
 from .validation import find_argument_error
@@ -61,8 +62,10 @@ class PipelineTrainer(Trainer):
             AdamW for the rest. A function with two required positional parameters is called with
             the list of their names, too: as ``nn.Sequential(*layers)`` has them, such as
             "3.weight", and "head.weight" of a head of ``Interlocking``.
-        schedule: such as ``PipeOptim()`` or ``OneForwardOneBackward()``.
-        num_microbatches: how many parts the batch of a ``step`` is split into.
+        schedule: such as ``PipeOptim()``; None: ``OneForwardOneBackward()``, whose updates are
+            those of one process.
+        num_microbatches: how many parts the batch of a ``step`` is split into; None: twice the
+            number of stages. With more of them stages wait less, for smaller parts.
         process_group: None means the default group; without one there is a single process.
         mesh: of two dimensions, ``init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate",
             "stage"))``: as many whole pipelines, each with its own batches, whose stages are
@@ -112,9 +115,9 @@ class PipelineTrainer(Trainer):
         layers: Any,
         loss_fn: Loss,
         optimizer_fn: OptimizerFactory,
-        schedule: Schedule,
+        schedule: Schedule | None = None,
         *,
-        num_microbatches: int,
+        num_microbatches: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         replicas: Any = None,
@@ -140,6 +143,9 @@ class PipelineTrainer(Trainer):
         of_ranks = Run(process_group)
         if num_stages is None:
             num_stages = of_ranks.size if split is None else len(split) + 1
+        if num_microbatches is None:
+            num_microbatches = 2 * num_stages
+        schedule = OneForwardOneBackward() if schedule is None else schedule
         compressors = {
             "compress_activations": compress_activations,
             "compress_gradients": compress_gradients,

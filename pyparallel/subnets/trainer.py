@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..comm import Call, Collectives, Run, warn_if_alone
 from ..optim.finite_steps import FiniteSteps
 from ..training import seal, uncompiled
+from ..training.full_state import full_state
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.step_hook import StepHook
 from ..training.trainer import Trainer, raising_on_all_ranks
@@ -238,6 +239,14 @@ class SubnetTrainer(Trainer):
         finally:
             release(parameters)
             self._is_gathered = False
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the full model's state, as the plain module has it; all ranks call it together.
+
+        On rank 0 copies in the CPU's memory, with the steps since the last merge; {} elsewhere.
+        """
+        with self.full_model() as module:
+            return full_state(module, self._run)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of a checkpoint; every rank saves its own, between two steps.

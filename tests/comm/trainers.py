@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel import GossipDataParallel, PipelineTrainer, SubnetTrainer
-from pyparallel.compression import Int8, ddp_hook
+from pyparallel.compression import Int8, compress_ddp
 from pyparallel.gossip import SGP
 from pyparallel.gossip.topology import Complete
 from pyparallel.pipeline import PipeOptim
@@ -48,6 +48,5 @@ def subnets():
 def hook(compressor=None, **options):
     """Return the state of DDP's hook, of Int8 by default, and the step."""
     replica = DistributedDataParallel(nn.Linear(4, 4), **options)
-    state, run = ddp_hook(compressor or Int8(), replica)
-    replica.register_comm_hook(state, run)
+    state = compress_ddp(replica, compressor or Int8())
     return state, lambda: backward(replica)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyparallel.compression import Cast, ErrorFeedback, PowerSGD, Switch, Threshold, ddp_hook
+from pyparallel.compression import Cast, ErrorFeedback, PowerSGD, Switch, Threshold, compress_ddp
 from pyparallel.compression.hooks.fsdp_collectives import (
     compressed_all_gather,
     compressed_reduce_scatter,
@@ -93,8 +93,7 @@ def test_no_hook_waits_on_a_gpu(rank):
     for compressor in EVERY:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(device)
         ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.02)
-        state, hook = ddp_hook(compressor, ddp)
-        ddp.register_comm_hook(state, hook)
+        compress_ddp(ddp, compressor)
         batch = torch.randn(8, 64, device=device)
         for step in range(5):
             torch.cuda.synchronize()

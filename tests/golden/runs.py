@@ -19,7 +19,7 @@ from pyparallel.compression import (
     RandomK,
     Switch,
     TopK,
-    ddp_hook,
+    compress_ddp,
 )
 from pyparallel.gossip import SGP, GossipState, SlowMo
 from pyparallel.gossip.topology import Lazy, Star
@@ -129,8 +129,7 @@ class Compression(Run):
         switch = Switch({0: Cast(), 2: ErrorFeedback(later)})
         self.model = DistributedDataParallel(Small())
         self.optimizer = sgd(self.model.parameters())
-        self.compression, hook = ddp_hook(switch, self.model)
-        self.model.register_comm_hook(self.compression, hook)
+        self.compression = compress_ddp(self.model, switch)
 
     def _parts(self) -> dict[str, Any]:
         return {"model": self.model.module, "sgd": self.optimizer, "hook": self.compression}

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel import GossipDataParallel
 from pyparallel.comm import Collectives
-from pyparallel.compression import Int8, ddp_hook
+from pyparallel.compression import Int8, compress_ddp
 from pyparallel.gossip import SGP, LocalSGD
 from pyparallel.gossip.topology import Complete, Ring
 from pyparallel.pipeline import GPipe, PipelineTrainer
@@ -225,7 +225,7 @@ def steps_after_the_group(rank, folder):
     subnets = SubnetTrainer(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), sgd,
                             Partition(), interval=1)  # fmt: skip
     replica = DistributedDataParallel(nn.Linear(4, 2))
-    replica.register_comm_hook(*ddp_hook(Int8(), replica))
+    compress_ddp(replica, Int8())
     pipeline = PipelineTrainer(
         [nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss,
         sgd, GPipe(), num_microbatches=2, split=[1],

@@ -49,6 +49,9 @@ def consensus_and_back(rank, algorithm):
         assert model.consensus_distance() < 1e-12
     after = model.state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before)
+    whole = model.full_state_dict()
+    assert whole.keys() == (set() if rank else inside.keys())
+    assert all(torch.equal(whole[key], inside[key]) for key in whole)
     with pytest.raises(KeyError, match="inside"), model.consensus():
         raise KeyError("inside")
     assert all(torch.equal(before[key], model.state_dict()[key]) for key in before)

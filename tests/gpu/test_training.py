@@ -21,7 +21,7 @@ from pyparallel.compression import (
     Sign,
     Ternary,
     TopK,
-    ddp_hook,
+    compress_ddp,
 )
 from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import OnePeerExponential
@@ -58,7 +58,7 @@ def given(rank, step, device):
 def averaged(compressor, rank, device, steps, group=None):
     """Return the gradients after the last step of DDP with the hook of a compressor."""
     ddp = DistributedDataParallel(Given().to(device), process_group=group)
-    ddp.register_comm_hook(*ddp_hook(compressor, ddp))
+    compress_ddp(ddp, compressor)
     for step in range(steps):
         ddp.zero_grad()
         ddp(given(rank, step, device)).backward()
@@ -138,7 +138,7 @@ def test_a_step_of_ddp_never_stops_the_host(group):
     problems = []
     for compressor in FIXED:
         ddp = DistributedDataParallel(Given().to(DEVICE))
-        ddp.register_comm_hook(*ddp_hook(compressor, ddp))
+        compress_ddp(ddp, compressor)
         inputs = [given(0, step, DEVICE) for step in range(6)]
         for each in inputs[:3]:  # buckets are rebuilt after the first step
             ddp(each).backward()

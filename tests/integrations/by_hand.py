@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.compression import ddp_hook
+from pyparallel.compression import compress_ddp
 from tests.cases import slow
 
 
 def compressed_ddp(module, compressor):
     """Return a DistributedDataParallel that compresses, and the state of its hook."""
     ddp = nn.parallel.DistributedDataParallel(module)
-    state, hook = ddp_hook(compressor, ddp)
-    ddp.register_comm_hook(state, hook)
+    state = compress_ddp(ddp, compressor)
     return ddp, state
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pyparallel.compression import DGC, ErrorFeedback, TopK, compress_fsdp, ddp_hook
+from pyparallel.compression import DGC, ErrorFeedback, TopK, compress_ddp, compress_fsdp
 from tests.cases import pairwise
 from tests.compression.catalog import CATALOG
 from tests.pairs.loops import FEATURES, Feature, Loop, every_pair, forget_compiled, train_plainly
@@ -64,8 +64,7 @@ class CompressedLoop(Loop):
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
         )
-        self.state, hook = ddp_hook(self.compressor, ddp, **policy)
-        ddp.register_comm_hook(self.state, hook)
+        self.state = compress_ddp(ddp, self.compressor, **policy)
         return ddp
 
     @contextmanager

@@ -1,3 +1,4 @@
+import copy
 import inspect
 import re
 from functools import partial
@@ -89,6 +90,25 @@ def test_uneven_batches_and_evaluation_between_steps(ranks):
     whole.load_state_dict({**first["0"]["module"], **last["1"]["module"]})
     # Each microbatch goes through batch norm once, though the weights change.
     assert whole[1].num_batches_tracked == 6 * NUM_MICROBATCHES
+
+
+def train_with_defaults(rank):
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    trainer = PipelineTrainer(copy.deepcopy(whole), nn.functional.cross_entropy, adam)
+    optimizer = adam(whole.parameters())
+    for inputs, target in batches(3):
+        trainer.step(inputs, target)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(whole(inputs), target).backward()
+        optimizer.step()
+    assert len({span.action.microbatch for span in trainer.spans}) == 4
+    state = trainer.full_state_dict()
+    torch.testing.assert_close(state, {} if rank else dict(whole.state_dict()))
+
+
+def test_by_default_steps_are_those_of_one_process(ranks):
+    ranks.run(2, train_with_defaults)
 
 
 def a_step_without_gradients_is_refused(rank):

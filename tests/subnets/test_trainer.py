@@ -230,6 +230,7 @@ def entering_full_model_does_not_change_training(rank):
             train(trainer, trainer.optimizer, [step], rank, shape)
             if look and step in (1, 4):
                 seen = held(trainer)
+                assert same(trainer.full_state_dict(), {} if rank else seen)
         results.append(held(trainer))
     assert same(*results)
     assert not same(seen, results[0])

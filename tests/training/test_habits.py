@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel, PipelineTrainer, SubnetTrainer
-from pyparallel.compression import Int8, ddp_hook
+from pyparallel.compression import Int8, compress_ddp
 from pyparallel.optim import AdamW
 from pyparallel.pipeline import GPipe, Interlocking, LinearHead, PipeDream2BW, PipeOptim, ZeroBubble
 from pyparallel.subnets import Partition
@@ -84,7 +84,7 @@ def start_subnets():
 def start_ddp():
     module = build_module()
     trainer = nn.parallel.DistributedDataParallel(module)
-    trainer.register_comm_hook(*ddp_hook(Int8(), trainer))
+    compress_ddp(trainer, Int8())
 
     def step():
         module.zero_grad()

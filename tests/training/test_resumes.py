@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from pyparallel import SGP, GossipDataParallel, PipelineTrainer, SubnetTrainer, topology
-from pyparallel.compression import ErrorFeedback, TopK, ddp_hook
+from pyparallel.compression import ErrorFeedback, TopK, compress_ddp
 from pyparallel.gossip import GossipState
 from pyparallel.pipeline import PipeDream2BW
 from pyparallel.subnets import Partition
@@ -126,8 +126,7 @@ class Compressed(InLoop):
     def __init__(self, rank, case, folder):
         super().__init__(rank, case)
         self.called = nn.parallel.DistributedDataParallel(self.module)
-        self.hook, function = ddp_hook(ErrorFeedback(TopK(0.2)), self.called)
-        self.called.register_comm_hook(self.hook, function)
+        self.hook = compress_ddp(self.called, ErrorFeedback(TopK(0.2)))
         self.path = Path(folder, f"{rank}.pt")
 
     def save(self):

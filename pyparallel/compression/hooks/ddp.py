@@ -1,22 +1,19 @@
 """Compressed gradients in DistributedDataParallel: a communication hook and its state."""
 
-import copy
 import time
-import weakref
-from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # an implicit re-export
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
-from ...comm import DisagreementError, Run, StepCounts
+from ...comm import Run, StepCounts
 from ...comm.errors import NonFiniteError, PeerError
 from ...comm.profiling import profiled
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, uncompiled, wrong_type
-from ...training.arguments import raise_problem, require
+from ...training.arguments import require
 from ...training.module_checks import describe_tensors
 from ...training.nonfinite import NonFinitePolicy, find_policy_error
 from ..compressor import AttachPoint, Compressor, validation_error_at
@@ -27,59 +24,30 @@ from . import end_of_backward
 from .bucket_reducer import BucketReducer
 
 _RAISED_ON_ALL_RANKS = (CorruptMessageError, NonFiniteError)
-Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
 
 
 class GradientCompression:
-    """State of the DDP hook that `ddp_hook` returns, and its arguments.
-
-    A DDP keeps its first hook for good; to change the compressor during a run, use `Switch`. What
-    needs a process group is created, and compared between ranks, with this object if there is a
-    group by then, else at the first bucket or ``load_state_dict``.
-    """
+    """State of a DDP's compressed gradients; `compress_ddp` creates it."""
 
     def __init__(
         self,
+        ddp: DistributedDataParallel,
         compressor: Compressor,
-        model: nn.Module | None,
-        process_group: dist.ProcessGroup | None,
-        nonfinite: NonFinitePolicy = "raise",
-    ) -> None:
-        problem = validation_error_at(AttachPoint.DDP, compressor) or find_policy_error(nonfinite)
-        if model is not None and not isinstance(model, nn.Module):
-            rule = "the module inside DistributedDataParallel, or None"
-            problem, model = problem or wrong_type("model", rule, model), None
-        self._prepare(compressor, model, model is not None, process_group, nonfinite, None)
-        if self._has_group:
-            self._start(problem)
-        else:
-            raise_problem(problem)
-
-    def _prepare(
-        self,
-        compressor: Compressor,
-        model: nn.Module | None,
-        is_named: bool,
-        process_group: dist.ProcessGroup | None,
         nonfinite: NonFinitePolicy,
-        loaded: dict[str, Any] | None,
+        run: Run,
     ) -> None:
-        """Set what needs no process group."""
-        self._compressor, self._nonfinite = compressor, nonfinite
-        self._model, self._is_named, self._group = model, is_named, process_group
-        self._model_ref = None if model is None else weakref.ref(model)
-        # DDP then has all-reduces of its own; only a DDP tells.
-        self._may_find_unused = getattr(model, "find_unused_parameters", True)
-        self._loaded = loaded  # before there was a group
-        self._is_started = False
-        self._names: dict[int, str] = {}  # of parameters, by id
-        self._store: StateStore
-        self._reducer: BucketReducer
+        self._names = {id(each): name for name, each in named_parameters(ddp)}
+        named = [(name, _in_memory_order(each)) for name, each in named_parameters(ddp)]
+        layout = BufferLayout.of(named)
+        self._store = StateStore(compressor, run.group_rank, run.size, layout)
+        self._reducer = BucketReducer(run, self._store, nonfinite)
+        # DDP then has all-reduces of its own.
+        self._may_find_unused = ddp.find_unused_parameters
         self._layouts: dict[tuple[int, ...], BufferLayout] = {}
         self._started: list[Future[Tensor]] = []  # of the current step
         self._last = CommStats()
         self._sent_before = 0.0  # bytes, in the steps before
-        self._counts = StepCounts()
+        self._counts = run.counts
 
     @property
     def last_step(self) -> CommStats:
@@ -89,7 +57,7 @@ class GradientCompression:
     @property
     def residual_norm(self) -> float:
         """Euclidean norm of all residuals; 0 without error feedback or before the first bucket."""
-        return self._store.norm("residual") if self._is_started else 0.0
+        return self._store.norm("residual")
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank has measured, under names for TensorBoard, W&B or ``log_dict``.
@@ -98,8 +66,8 @@ class GradientCompression:
 
         * ``rank/bytes_sent`` so far, assuming ring or pairwise collectives;
         * ``rank/waiting_seconds``: for which the host has waited at the end of the last backward
-          pass, when all gradients had been computed, for buckets not averaged yet. On NCCL streams
-          wait instead;
+          pass, when all gradients had been computed, for buckets not averaged yet. On NCCL
+          streams wait instead;
         * ``rank/encode_seconds`` and ``rank/decode_seconds`` of the last step, as in ``last_step``;
         * ``rank/residual_norm``: the Euclidean norm of what error feedback has not sent yet;
         * ``rank/steps`` that have averaged gradients.
@@ -108,25 +76,14 @@ class GradientCompression:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank as `StateStore.state_dict`; call it between steps."""
-        if self._loaded is not None:
-            return self._loaded
-        return (self._store if self._is_started else self._new_store()).state_dict()
+        return self._store.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state as `StateStore.load_state_dict`; all ranks call it between steps.
 
-        Before there is a process group, a copy is kept until the first bucket, at which the ranks
-        compare theirs; what is wrong with it here is a ValueError at once. States that are damaged,
-        of another compressor or of different steps are a DisagreementError on all ranks, which have
-        changed nothing.
+        States that are damaged, of another compressor or of different steps are a DisagreementError
+        on all ranks, which have changed nothing.
         """
-        if not self._has_group:
-            saved = state if isinstance(state, dict) else {}
-            rank, num_ranks = saved.get("rank", 0), saved.get("num_ranks", 1)
-            StateStore(self._compressor, rank, num_ranks).check_state(state)
-            self._loaded = copy.deepcopy(state)
-            return
-        self._start()
 
         def check() -> list[tuple[str, str]]:
             self._store.check_state(state)
@@ -138,9 +95,8 @@ class GradientCompression:
     def reduce(self, gradients: Tensor, parameters: list[Tensor], *, last: bool) -> Future[Tensor]:
         """Average the gradients (numel,) of a bucket over ranks in the background, in place."""
         try:
-            self._start()
             self._reducer.collectives.run.check_usable()
-        except (DisagreementError, RuntimeError) as error:  # on all ranks: each keeps its gradients
+        except RuntimeError as error:  # on all ranks: each keeps its gradients
             end_of_backward.raise_at_end_of_backward(error)
             unchanged: Future[Tensor] = Future(devices=[gradients.device] * gradients.is_cuda)
             unchanged.set_result(gradients)
@@ -169,9 +125,12 @@ class GradientCompression:
         return future
 
     def _end_step(self) -> None:
-        self._sent_before += self._last.wire_bytes
-        self._last = self._reducer.take_stats()
+        self._count(self._reducer.take_stats())
         self._counts.count_step()
+
+    def _count(self, stats: CommStats) -> None:
+        self._sent_before += self._last.wire_bytes
+        self._last = stats
 
     def _wait(self, last: Future[Tensor]) -> None:
         """Wait for the step's last bucket, before DDP's own all-reduce raises gloo's error."""
@@ -194,56 +153,9 @@ class GradientCompression:
         if failure is not None:
             raise failure
 
-    @property
-    def _has_group(self) -> bool:
-        return self._group is not None or dist.is_initialized()
-
-    def _start(self, problem: str | TypeError | None = None) -> None:
-        """Compare the arguments of all ranks, and create what needs a process group; only once."""
-        if self._is_started:
-            return
-        store, steps = self._new_store(), "none"
-        if self._loaded is not None:
-            steps = steps_of(self._loaded)
-            try:
-                store.load_state_dict(self._loaded)
-            except ValueError as error:
-                problem = str(error)
-        fields = [("compressor", repr(self._compressor)), ("nonfinite", str(self._nonfinite))]
-        fields.append(("number of messages of state", steps))
-        fields += _describe_sent_buffers(self._model)
-        run = Run(self._group, counts=self._counts)
-        run.agree(fields, problem)
-        own = run.within(range(run.size))
-        self._store, self._reducer = store, BucketReducer(own, store, self._nonfinite)
-        if self._model is not None:
-            self._names = {id(each): name for name, each in named_parameters(self._model)}
-        self._model, self._loaded, self._is_started = None, None, True
-
-    def _new_store(self) -> StateStore:
-        if not self._has_group:
-            raise RuntimeError(
-                "a compressed hook needs the process group of DistributedDataParallel, got none: "
-                "call torch.distributed.init_process_group before the first backward pass"
-            )
-        named = [] if self._model is None else named_parameters(self._model)
-        layout = BufferLayout.of((n, _in_memory_order(p)) for n, p in named) if named else None
-        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        return StateStore(self._compressor, rank, size, layout)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the arguments, the model and its state; without a process group, as in PyTorch."""
-        return {
-            "compressor": self._compressor,
-            "model": self._model_ref and self._model_ref(),
-            "is_named": self._is_named,
-            "nonfinite": self._nonfinite,
-            "loaded": self._store.state_dict() if self._is_started else self._loaded,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load what was pickled, for the default group; ranks compare it at the first bucket."""
-        self._prepare(**state, process_group=None)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return None to pickle: a DDP that is saved whole is compressed anew after loading."""
+        return type(None), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientCompression":
         """Return itself: a copied DDP averages gradients without the hook, as in PyTorch."""
@@ -263,31 +175,24 @@ class GradientCompression:
 
     def _name(self, parameter: Tensor) -> str:
         if id(parameter) not in self._names:
-            if self._is_named:
-                raise RuntimeError(
-                    "this hook must be used with the model it was created for, got gradients of a "
-                    f"parameter of shape {list(parameter.shape)} that is not in it; create one "
-                    "hook for each DistributedDataParallel"
-                )
-            self._names[id(parameter)] = str(len(self._names))
+            raise RuntimeError(
+                "parameters must stay those that compress_ddp(ddp, ...) has found, got gradients "
+                f"of one of shape {list(parameter.shape)} that is not in the module: wrap it again"
+            )
         return self._names[id(parameter)]
 
 
-def ddp_hook(
+def compress_ddp(
+    ddp: DistributedDataParallel,
     compressor: Compressor,
-    model: nn.Module | None = None,
     *,
-    process_group: dist.ProcessGroup | None = None,
     nonfinite: NonFinitePolicy = "raise",
-) -> tuple[GradientCompression, Hook]:
-    """Return state and hook for ``DistributedDataParallel.register_comm_hook``.
+) -> GradientCompression:
+    """Compress the gradients of a DistributedDataParallel, by its communication hook.
 
-    ``ddp.register_comm_hook(*ddp_hook(ErrorFeedback(TopK(0.01)), ddp))``: gradients are means over
-    ranks, as without a hook. All ranks of the group must call it.
-
-    It may be called before ``init_process_group``, and before the model is wrapped: what is wrong
-    on this rank alone is raised at once, and the ranks compare their arguments at the first bucket,
-    where backward raises the same DisagreementError on all of them.
+    ``compress_ddp(ddp, ErrorFeedback(TopK(0.01)))``: gradients are means over ranks, as without it.
+    All ranks of DDP's process group must call it, once, before the first backward pass: a DDP keeps
+    its first hook for good. To change the compressor during a run, use `Switch`.
 
     A model's forward may be compiled. Its backward may not: a DDP with the reducer for that has no
     buckets, which is a RuntimeError in backward.
@@ -313,37 +218,48 @@ def ddp_hook(
     buckets are: DDP rebuilds buckets after the first step.
 
     Args:
+        ddp: compiled or not. The names of its module's parameters are the keys of the saved state
+            and are matched by ``PerParameter``.
         compressor: of all gradients, the same on all ranks.
-        model: the module inside DDP, or DDP itself. Its parameter names are the keys of the saved
-            state and are matched by ``PerParameter``. Of DDP itself the ranks compare the buffers
-            that it broadcasts. None: parameters are numbered.
-        process_group: DDP's process group; None: that of the model if it is DDP itself, else the
-            default group.
+        nonfinite: see above.
 
-    A compressor that does not support DDP, and an argument that is invalid or differs between
-    ranks, are a DisagreementError, or a ValueError or TypeError if there is no process group yet.
+    Returns:
+        The state, with ``metrics()``, and ``state_dict()`` to save on each rank.
+
+    A compressor that does not support DDP, an argument that is invalid or differs between ranks,
+    and buffers that DDP broadcasts and that differ in name or shape, are a DisagreementError.
     """
-    ddp = uncompiled(model) if isinstance(model, nn.Module) else None
-    if process_group is None and isinstance(ddp, nn.parallel.DistributedDataParallel):
-        process_group = ddp.process_group
-    return GradientCompression(compressor, model, process_group, nonfinite), compressed_hook
+    inner = uncompiled(ddp) if isinstance(ddp, nn.Module) else None
+    problem = validation_error_at(AttachPoint.DDP, compressor) or find_policy_error(nonfinite)
+    fields = [("compressor", repr(compressor)), ("nonfinite", str(nonfinite))]
+    group = None
+    if isinstance(inner, DistributedDataParallel):
+        group = inner.process_group
+        fields += _describe_sent_buffers(inner)
+    else:
+        rule = "a model in torch.nn.parallel.DistributedDataParallel"
+        problem = problem or wrong_type("ddp", rule, ddp)
+    run = Run(group, counts=StepCounts())
+    run.agree(fields, problem)
+    assert isinstance(inner, DistributedDataParallel)
+    state = GradientCompression(inner, compressor, nonfinite, run.within(range(run.size)))
+    inner.register_comm_hook(state, _reduce_bucket)
+    return state
 
 
-def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Tensor]:
+def _reduce_bucket(state: GradientCompression, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket."""
     if isinstance(bucket, tuple):  # DDP ignores what is returned: gradients would not be averaged
         raise RuntimeError(
-            "a compressed hook must get DDP's buckets, got a single gradient, as of a compiled "
-            'backward; create DDP without torch._dynamo.config.optimize_ddp = "python_reducer"'
+            "a compressed DDP must have buckets, got a single gradient, as of a compiled backward; "
+            'create DDP without torch._dynamo.config.optimize_ddp = "python_reducer"'
         )
     return state.reduce(bucket.buffer(), bucket.parameters(), last=bucket.is_last())
 
 
-def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def named_parameters(ddp: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
     """Return parameters with their names in the module inside DDP, compiled or not."""
-    model = uncompiled(model)
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return [(plain_name(name), each) for name, each in inner.named_parameters()]
+    return [(plain_name(name), each) for name, each in ddp.module.named_parameters()]
 
 
 def metrics_of(stats: CommStats, sent_before: float, norm: float, steps: int) -> dict[str, float]:
@@ -358,11 +274,8 @@ def metrics_of(stats: CommStats, sent_before: float, norm: float, steps: int) ->
     }
 
 
-def _describe_sent_buffers(model: nn.Module | None) -> list[tuple[str, str]]:
+def _describe_sent_buffers(ddp: DistributedDataParallel) -> list[tuple[str, str]]:
     """Return config fields of the buffers that DDP broadcasts in a forward, and never compares."""
-    ddp = uncompiled(model) if isinstance(model, nn.Module) else None
-    if not isinstance(ddp, nn.parallel.DistributedDataParallel):
-        return []
     if not getattr(ddp, "forward_sync_buffers", ddp.broadcast_buffers):
         return []
     named = [each for each in ddp.module.named_buffers() if each[0] not in ddp.parameters_to_ignore]
@@ -370,7 +283,12 @@ def _describe_sent_buffers(model: nn.Module | None) -> list[tuple[str, str]]:
 
 
 def _in_memory_order(parameter: Tensor) -> Tensor:
-    """Permute dimensions by descending stride, as a dense gradient lies in a bucket."""
-    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-    permuted = parameter.permute(order)
-    return permuted if permuted.is_contiguous() else parameter
+    """Permute dimensions to the order of the gradient's memory in a bucket (channels_last too)."""
+    return parameter.permute(_memory_order(parameter))
+
+
+def _memory_order(parameter: Tensor) -> list[int]:
+    """Return dimensions by descending stride, or as they are if the tensor is not dense."""
+    dimensions = list(range(parameter.dim()))
+    order = sorted(dimensions, key=parameter.stride, reverse=True)
+    return order if parameter.permute(order).is_contiguous() else dimensions

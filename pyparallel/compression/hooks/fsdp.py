@@ -153,8 +153,8 @@ def compress_fsdp(
     does not use, is kept until it has a gradient again.
     All ranks of the group must call it, once.
 
-    Gradients with a nan or an inf: ``nonfinite`` as of `ddp_hook`, with the unsharded gradients of
-    a module in place of a bucket.
+    Gradients with a nan or an inf: ``nonfinite`` as of `compress_ddp`, with the unsharded gradients
+    of a module in place of a bucket.
 
     Args:
         model: with modules that ``fully_shard`` has been applied to.

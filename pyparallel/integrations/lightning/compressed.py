@@ -5,7 +5,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from ...compression import Compressor, ErrorFeedback, GradientCompression, TopK, ddp_hook
+from ...compression import Compressor, ErrorFeedback, GradientCompression, TopK, compress_ddp
 from ...training.nonfinite import NonFinitePolicy
 from .rank_files import RankFiles
 
@@ -18,8 +18,8 @@ class CompressedDDPStrategy(RankFiles):
 
     Args:
         compressor: of all gradients; None: ``ErrorFeedback(TopK(0.01))``.
-        nonfinite: as of ``ddp_hook``; None: "allow" with a GradScaler, which then skips the step on
-            all ranks, else "raise".
+        nonfinite: as of ``compress_ddp``; None: "allow" with a GradScaler, which then skips the
+            step on all ranks, else "raise".
         kwargs: of Lightning's DDPStrategy, but its hooks.
 
     One rank alone, and a checkpoint of another number of ranks, are a ValueError.
@@ -48,8 +48,7 @@ class CompressedDDPStrategy(RankFiles):
         assert isinstance(self.model, DistributedDataParallel)
         has_scaler = getattr(self.precision_plugin, "scaler", None) is not None
         policy = self._nonfinite or ("allow" if has_scaler else "raise")
-        self._state, hook = ddp_hook(self._compressor, self.model, nonfinite=policy)
-        self.model.register_comm_hook(self._state, hook)
+        self._state = compress_ddp(self.model, self._compressor, nonfinite=policy)
 
     def metrics(self) -> dict[str, float]:
         """Return ``GradientCompression.metrics()``, for ``log_dict``; nothing before ``fit``."""

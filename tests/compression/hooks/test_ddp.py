@@ -21,11 +21,9 @@ from pyparallel.compression import (
     Int8,
     NonFiniteError,
     TopK,
-    compressed_hook,
-    ddp_hook,
+    compress_ddp,
     merge_states,
 )
-from pyparallel.compression.hooks.ddp import named_parameters
 from tests.compression.hooks.steps import (
     CorruptScale,
     average,
@@ -56,8 +54,7 @@ def wrap(model, **options):
 def start(compressor, model, nonfinite="raise", **options):
     """Return the model in DDP with a hook, and the hook's state."""
     ddp = wrap(model, **options)
-    state, hook = ddp_hook(compressor, ddp, nonfinite=nonfinite)
-    ddp.register_comm_hook(state, hook)
+    state = compress_ddp(ddp, compressor, nonfinite=nonfinite)
     return ddp, state
 
 
@@ -99,9 +96,7 @@ def resume_bit_for_bit(rank):
         collected += [gradients_of(ddp, batch) for batch in batches(rank, steps, *SHAPE)]
     saved = copy.deepcopy(state.state_dict())
     ddp = wrap(build(), bucket_cap_mb=25)
-    state, hook = ddp_hook(SPARSE, ddp)
-    state.load_state_dict(saved)
-    ddp.register_comm_hook(state, hook)
+    compress_ddp(ddp, SPARSE).load_state_dict(saved)
     halves += [gradients_of(ddp, batch) for batch in batches(rank, 4, *SHAPE)[2:]]
     assert all(map(torch.equal, whole, halves))
 
@@ -112,8 +107,7 @@ def resize(rank):
     states, residual = [], None
     if rank < 2:
         ddp = wrap(build(), process_group=pair)
-        state, hook = ddp_hook(SPARSE, ddp, process_group=pair)
-        ddp.register_comm_hook(state, hook)
+        state = compress_ddp(ddp, SPARSE)
         for batch in batches(rank, 2, *SHAPE):
             gradients_of(ddp, batch)
         residual = average(flat_residual(state, ddp.module), pair)
@@ -122,9 +116,8 @@ def resize(rank):
     box = [merge_states(states, 3) if rank == 0 else None]
     dist.broadcast_object_list(box, 0)
     ddp = wrap(build())
-    state, hook = ddp_hook(SPARSE, ddp)
+    state = compress_ddp(ddp, SPARSE)
     state.load_state_dict(box[0])
-    ddp.register_comm_hook(state, hook)
     mine = average(flat_residual(state, ddp.module))
     gradients_of(ddp, batches(rank, 1, *SHAPE)[0])
     if residual is not None:
@@ -180,26 +173,36 @@ def overflow_float16(rank):
         ddp(torch.full((1, 1), 1e6)).sum().backward()
 
 
-def register_twice(rank):
-    ddp, other = wrap(build()), wrap(build(width=50))
-    state, hook = ddp_hook(Int8(), ddp)
-    ddp.register_comm_hook(state, hook)
+def compress_twice(rank):
+    ddp, _ = start(Int8(), build())
     with pytest.raises(RuntimeError, match="register_comm_hook"):
-        ddp.register_comm_hook(state, hook)
-    other.register_comm_hook(state, hook)
-    with pytest.raises(RuntimeError, match="must be used with the model it was created for"):
-        gradients_of(other, batches(rank, 1, *SHAPE)[0])
+        compress_ddp(ddp, Int8())
+
+
+def replace_parameters(rank):
+    """DDP averages the parameters of its construction, others than compress_ddp has found."""
+    ddp = wrap(nn.Sequential(nn.Linear(20, 3)))
+    kept, ddp.module[0] = ddp.module[0], nn.Linear(20, 3)
+    compress_ddp(ddp, Int8())
+    ddp.module[0] = kept
+    with pytest.raises(RuntimeError, match=r"must stay those that .* that is not in the module"):
+        gradients_of(ddp, batches(rank, 1, *SHAPE)[0])
 
 
 def disagree(rank):
     with pytest.raises(DisagreementError, match=r"same compressor, got Int8.* and Cast.*rank 1"):
-        ddp_hook([Int8(), Cast(), Int8()][rank], build())
+        compress_ddp(wrap(build()), [Int8(), Cast(), Int8()][rank])
     with pytest.raises(DisagreementError, match=r"same compressor, got .* decay=0.9\) on rank 2"):
-        ddp_hook(ErrorFeedback(Int8(), decay=[1.0, 1.0, 0.9][rank]), build())
+        compress_ddp(wrap(build()), ErrorFeedback(Int8(), decay=[1.0, 1.0, 0.9][rank]))
     sentence = r"^ranks 0-2: compressor must be an object such as Int8\(\) or TopK\(0.01\), got "
     for wrong, got in ((Int8, "the class Int8; create an object"), ("int8", "'int8'$")):
         with pytest.raises(TypeError, match=sentence + got):
-            ddp_hook(wrong, build())
+            compress_ddp(wrap(build()), wrong)
+    with pytest.raises(DisagreementError, match="same nonfinite, got skip on rank 0"):
+        compress_ddp(wrap(build()), Int8(), nonfinite=["skip", "raise", "raise"][rank])
+    ddp = wrap(build())
+    with pytest.raises(TypeError, match=r"^rank 1: ddp must be a model in .*, got an object of"):
+        compress_ddp(ddp.module if rank == 1 else ddp, Int8())
 
 
 def differ_in_buffers(rank):
@@ -209,13 +212,13 @@ def differ_in_buffers(rank):
         model[0].register_buffer("steps", torch.zeros(3))
     sentence = "same number of buffers, got 0 on rank 0 and 1 on rank 1"
     with pytest.raises(DisagreementError, match=sentence):
-        ddp_hook(Int8(), DistributedDataParallel(model))
+        compress_ddp(DistributedDataParallel(model), Int8())
     with warnings.catch_warnings():  # torch 2.13 has another name for the argument
         warnings.simplefilter("ignore", FutureWarning)
-        ddp_hook(Int8(), DistributedDataParallel(model, broadcast_buffers=False))
+        compress_ddp(DistributedDataParallel(model, broadcast_buffers=False), Int8())
     names = ["0.steps"]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    ddp_hook(Int8(), DistributedDataParallel(model))
+    compress_ddp(DistributedDataParallel(model), Int8())
 
 
 def freeze(rank):
@@ -226,7 +229,7 @@ def freeze(rank):
         model[0].requires_grad_(False)
         ddp = wrap(model)
         if compressed:
-            ddp.register_comm_hook(*ddp_hook(ErrorFeedback(TopK(1.0)), ddp))
+            compress_ddp(ddp, ErrorFeedback(TopK(1.0)))
         for batch in batches(rank, 2, *SHAPE):
             ddp.zero_grad()
             ddp(batch).square().mean().backward()
@@ -236,19 +239,19 @@ def freeze(rank):
 
 
 def pickle_(rank):
-    """A DDP saved whole goes on with its hook, registered again as torch's are."""
+    """A DDP saved whole goes on with its hook, compressed again and with the saved state."""
     ddp, state = start(SPARSE, build(), bucket_cap_mb=25)
     first, *others = batches(rank, 3, *SHAPE)
     gradients_of(ddp, first)
     file = io.BytesIO()
-    torch.save([ddp, state, compressed_hook], file)
+    torch.save([ddp, state.state_dict()], file)
     file.seek(0)
-    loaded, *pair = torch.load(file, weights_only=False)
-    loaded.register_comm_hook(*pair)
-    assert torch.equal(flat_residual(pair[0], ddp.module), flat_residual(state, ddp.module))
+    loaded, saved = torch.load(file, weights_only=False)
+    again = compress_ddp(loaded, SPARSE)
+    again.load_state_dict(saved)
     for batch in others:
         assert torch.equal(gradients_of(loaded, batch), gradients_of(ddp, batch))
-    assert torch.equal(flat_residual(pair[0], ddp.module), flat_residual(state, ddp.module))
+    assert torch.equal(flat_residual(again, ddp.module), flat_residual(state, ddp.module))
 
 
 def profile_(rank):
@@ -352,7 +355,7 @@ def compile_(model):
 def refuse_a_compiled_backward(rank):
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         ddp, _ = start(SPARSE, build())
-    with pytest.raises(RuntimeError, match=r"must get DDP's buckets, got a single gradient"):
+    with pytest.raises(RuntimeError, match=r"must have buckets, got a single gradient"):
         gradients_of(ddp, batches(rank, 1, *SHAPE)[0])
 
 
@@ -370,10 +373,10 @@ def handle_models(rank):
     ddp, _ = start(SPARSE, build())
     gradients_of(copy.deepcopy(ddp), batches(rank, 1, *SHAPE)[0])
     names = [name for name, _ in ddp.module.named_parameters()]
-    for model in (ddp, compile_(ddp), wrap(compile_(build()))):
-        assert [name for name, _ in named_parameters(model)] == names
+    for model in (compile_(wrap(build())), wrap(compile_(build()))):
+        assert list(compress_ddp(model, SPARSE)._names.values()) == names
     with pytest.raises(DisagreementError, match=r"an object such as Int8\(\).*TopK"):
-        ddp_hook(TopK, ddp)
+        compress_ddp(ddp, TopK)
     rare, _ = start(TopK(0.5), nn.Embedding(4, 3, sparse=True))
     with pytest.raises(ValueError, match="must be dense, got sparse ones of weight"):
         rare(torch.tensor([rank])).sum().backward()
@@ -421,7 +424,8 @@ def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(ranks, r
 
 
 CASES = [
-    resume_bit_for_bit, resize, accumulate, train_low_precision, register_twice, disagree,
+    resume_bit_for_bit, resize, accumulate, train_low_precision, compress_twice,
+    replace_parameters, disagree,
     differ_in_buffers, freeze, pickle_, profile_,
     fail_alike, in_a_part_of_the_group, refuse_a_compiled_backward,
     compile_the_forward, handle_models, residual_in_memory_order,

@@ -21,7 +21,7 @@ from pyparallel.compression import (
     Switch,
     Threshold,
     TopK,
-    ddp_hook,
+    compress_ddp,
 )
 from tests.cases import slow
 from tests.compression.catalog import CATALOG
@@ -234,7 +234,7 @@ def beside_plain_ddp(rank, use):
         ddp = DistributedDataParallel(make(), **options)
         if compressor is not None:
             policy = "allow" if use == "scaler" else "raise"
-            ddp.register_comm_hook(*ddp_hook(compressor, ddp, nonfinite=policy))
+            compress_ddp(ddp, compressor, nonfinite=policy)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
         gradients = list(train(rank, ddp, optimizer))
         weights = [parameter.detach().flatten().float() for parameter in ddp.parameters()]
@@ -275,10 +275,9 @@ def lose_nothing(rank, compressor, way):
         dense = mlp()
         dense[0].requires_grad_(not is_frozen)
         models = [DistributedDataParallel(copy.deepcopy(dense), **options) for _ in range(2)]
-        state, hook = ddp_hook(compressor, models[1])
+        state = compress_ddp(models[1], compressor)
         if saved is not None:
             state.load_state_dict(saved)
-        models[1].register_comm_hook(state, hook)
         for step in range(3):
             for sign, ddp in zip((1, -1), models, strict=True):
                 ddp.zero_grad()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pyparallel.compression import Cast, ErrorFeedback, Int8, TopK, compress_fsdp, ddp_hook
+from pyparallel.compression import Cast, ErrorFeedback, Int8, TopK, compress_ddp, compress_fsdp
 
 WIDTH = 32
 SECONDS = {f"rank/{what}_seconds" for what in ("waiting", "encode", "decode")}
@@ -30,8 +30,7 @@ def train(rank, model, num_steps, slow_step=None):
 def start_ddp(compressor, **options):
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(WIDTH, WIDTH, bias=False), **options)
-    state, hook = ddp_hook(compressor, ddp)
-    ddp.register_comm_hook(state, hook)
+    state = compress_ddp(ddp, compressor)
     return ddp, state
 
 

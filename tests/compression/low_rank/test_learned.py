@@ -21,7 +21,7 @@ from pyparallel.compression import (
     Learned,
     StateStore,
     TopK,
-    ddp_hook,
+    compress_ddp,
 )
 from tests.cases import slow
 from tests.compression.hooks.steps import average
@@ -227,7 +227,7 @@ def a_model_learns_through_all_phases(rank):
     )
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
     compressor = ErrorFeedback(Learned(0.1, dense_steps=3, learning_steps=12, innovation=0.01))
-    ddp.register_comm_hook(*ddp_hook(compressor, ddp))
+    compress_ddp(ddp, compressor)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
     losses = []

@@ -17,7 +17,7 @@ from pyparallel.compression import (
     Piece,
     PowerSGD,
     StateStore,
-    ddp_hook,
+    compress_ddp,
 )
 from pyparallel.compression.low_rank.matrices import Matrices
 from pyparallel.training import seal
@@ -362,8 +362,7 @@ def follow_torch(rank):
         return powerSGD_hook(state, bucket)
 
     theirs.register_comm_hook(power_state, noting_hook)
-    state, hook = ddp_hook(ErrorFeedback(PowerSGD(3)), ours)
-    ours.register_comm_hook(state, hook)
+    state = compress_ddp(ours, ErrorFeedback(PowerSGD(3)))
     for step in range(3):  # two without compression, then one with
         gradients_of(theirs, 10 * step + rank)
         gradients_of(ours, 10 * step + rank)
@@ -382,7 +381,7 @@ def freeze(rank):
     theirs, ours = (DistributedDataParallel(build()) for _ in range(2))
     options = {"start_powerSGD_iter": 0, "use_error_feedback": False, "warm_start": False}
     theirs.register_comm_hook(PowerSGDState(None, 2, **options), powerSGD_hook)
-    ours.register_comm_hook(*ddp_hook(PowerSGD(2), ours))
+    compress_ddp(ours, PowerSGD(2))
     for ddp in (theirs, ours):
         (0 * ddp(torch.ones(1, 40)).sum()).backward()
     assert theirs.module[2].weight.grad.isnan().any()

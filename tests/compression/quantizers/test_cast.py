@@ -14,7 +14,7 @@ from pyparallel.compression import (
     Collectives,
     ErrorFeedback,
     RandomK,
-    ddp_hook,
+    compress_ddp,
 )
 from tests.workers import on_ranks
 
@@ -59,7 +59,7 @@ def test_sums_of_16_bits_have_the_bits_of_torch_s_hooks(rank):
             torch.manual_seed(0)
             ddp = DistributedDataParallel(nn.Linear(50, 40), bucket_cap_mb=0.001)
             if ours:
-                ddp.register_comm_hook(*ddp_hook(Cast(dtype, accumulate=dtype), ddp))
+                compress_ddp(ddp, Cast(dtype, accumulate=dtype))
             else:
                 ddp.register_comm_hook(None, hook)
             torch.manual_seed(rank)

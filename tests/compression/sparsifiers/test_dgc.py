@@ -19,8 +19,8 @@ from pyparallel.compression import (
     CompressorState,
     ErrorFeedback,
     TopK,
+    compress_ddp,
     compress_fsdp,
-    ddp_hook,
 )
 from tests.compression.means import send
 
@@ -207,7 +207,7 @@ def train_in_three_ways(rank):
     """Train with the optimizer's momentum, and with DGC's under DDP and FSDP2."""
     compressor = DGC(1.0, masking=False)
     plain, ddp = (DistributedDataParallel(build(), bucket_cap_mb=0.002) for _ in range(2))
-    ddp.register_comm_hook(*ddp_hook(compressor, ddp))
+    compress_ddp(ddp, compressor)
     sharded = fully_shard(build(), mesh=init_device_mesh("cpu", (3,)))
     compress_fsdp(sharded, gradients=compressor)
     return [train(rank, plain, 0.9), train(rank, ddp, 0.0), train(rank, sharded, 0.0)]

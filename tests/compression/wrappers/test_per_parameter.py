@@ -22,7 +22,7 @@ from pyparallel.compression import (
     Switch,
     Threshold,
     TopK,
-    ddp_hook,
+    compress_ddp,
 )
 from tests.compression.means import CPU, gradient, send
 from tests.workers import on_ranks
@@ -151,8 +151,7 @@ def test_means_over_ranks(rank):
     compressor = PerParameter(
         {"1.*": Cast(), "*.bias": Switch(schedule), "*": ErrorFeedback(TopK(1.0))}
     )
-    state, hook = ddp_hook(compressor, model)
-    ddp.register_comm_hook(state, hook)
+    state = compress_ddp(ddp, compressor)
     torch.manual_seed(rank)
     for step in range(4):
         model.zero_grad()

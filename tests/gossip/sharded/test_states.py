@@ -67,6 +67,10 @@ def resumes_to_the_bit(rank, name, kind):
     assert not any(isinstance(each, DTensor) for each in tensors)
     train(mesh, trainer, optimizer, range(3, 6))
     expected = snapshot(module)
+    whole = trainer.full_state_dict()
+    with trainer.consensus() as averaged:
+        average = full(averaged)
+    assert_same(whole, {} if rank else average)
     for how in ("dcp", "torch"):
         module, optimizer, resumed = start(mesh, algorithm, kind)
         train(mesh, resumed, optimizer, range(10, 11))  # to be overwritten
