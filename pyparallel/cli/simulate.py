@@ -13,7 +13,7 @@ from typing import Any
 from ..gossip import AllReduce
 from ..gossip.algorithms.base import Algorithm
 from ..pipeline import OneForwardOneBackward
-from ..simulate import (
+from ..planning.simulate import (
     Failures,
     Links,
     LogisticRegression,
@@ -26,8 +26,8 @@ from ..simulate import (
     parse_schedule,
     simulate_run,
 )
-from ..simulate.links import MBIT, MILLISECOND
-from ..simulate.objectives import Objective
+from ..planning.simulate.links import MBIT, MILLISECOND
+from ..planning.simulate.objectives import Objective
 from ..training.arguments import require
 from .text_table import aligned
 

@@ -12,7 +12,8 @@ import rendered_pages
 import tables  # noqa: F401  what pages call
 
 from pyparallel.gossip import DiLoCo
-from pyparallel.pipeline import PipelineTrainer, TiedHead, Timeline
+from pyparallel.pipeline import PipelineTrainer, TiedHead
+from pyparallel.planning.pipelines import Timeline
 from tests.docs.snippets import FENCE, PAGES, ROOT, blocks_of
 from tests.test_floors import FLOORS
 
