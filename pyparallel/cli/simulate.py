@@ -239,5 +239,5 @@ def _links(arguments: argparse.Namespace, profile: Profile) -> Links:
 def _draw(runs: dict[str, SimulatedRun], path: Path) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         return "none: matplotlib is not installed"
-    importlib.import_module("pyparallel.cli.simulate_picture").draw(runs, path)
+    importlib.import_module("pyparallel.planning.simulate.picture").draw(runs, path)
     return str(path)

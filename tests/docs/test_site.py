@@ -55,7 +55,7 @@ RIGHT = [
     "SGP(topology, overlap=1)",
     "PipelineTrainer(..., compress_activations=...)",
     "GossipDataParallel.push_sum_weight",
-    "Timeline.step_starts",
+    "Timeline.bubble_between",
     "Kind.BACKWARD_INPUT",
     "nn.Sequential(*layers)",
     "Own(3).own_method()",

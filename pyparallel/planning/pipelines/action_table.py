@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 
@@ -56,12 +56,6 @@ class ActionTable:
         """Return a row as an action."""
         stage, kind, microbatch = self.rows[row].tolist()
         return Action(stage, Kind(kind), microbatch)
-
-    def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Return all rows as actions, rank by rank."""
-        every = [Action(stage, Kind(kind), m) for stage, kind, m in self.rows.tolist()]
-        bounds = self.offsets.tolist()
-        return tuple(tuple(every[i:j]) for i, j in pairwise(bounds))
 
     def stage_rows(self) -> Iterator[np.ndarray]:
         """Yield the row indices of each stage, in the order in which they run."""

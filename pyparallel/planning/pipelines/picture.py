@@ -33,11 +33,11 @@ _SHOWN = {
 _ROUND_COLOR = "#555555"  # of a line below the bars
 
 
-def draw_timeline(runs: Mapping[str, Timeline], path: Path, unit: str = "") -> None:
+def draw_timeline(runs: Mapping[str, Timeline], path: Path) -> None:
     """Draw timelines, by title, below each other on one time scale: a bar for each action.
 
     Bars that are wide enough show the number of their microbatch. The suffix of the path is the
-    format; ``unit`` is that of the times.
+    format.
     """
     heights = [1.2 + 0.3 * min(run.table.num_ranks, _MOST_RANKS) for run in runs.values()]
     figure, rows = plt.subplots(
@@ -47,7 +47,7 @@ def draw_timeline(runs: Mapping[str, Timeline], path: Path, unit: str = "") -> N
     end = max(run.makespan for run in runs.values())
     for axes, (title, run) in zip(rows[:, 0], runs.items(), strict=True):
         _draw_run(axes, title, run, end)
-    rows[-1, 0].set_xlabel(f"time ({unit})" if unit else "time")
+    rows[-1, 0].set_xlabel("time")
     busy = {kind for run in runs.values() for kind in run.table.rows[run.ends > run.starts, 1]}
     shown = [_SHOWN[kind] for kind in Kind if kind in busy]
     bars = [Patch(color=color, label=name) for name, color in shown]

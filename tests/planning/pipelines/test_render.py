@@ -71,10 +71,9 @@ def test_wide_bars_show_microbatch_numbers(tmp_path, monkeypatch):
     picture = importlib.import_module("pyparallel.planning.pipelines.picture")
     monkeypatch.setattr(picture.plt, "close", lambda figure: None)
     run = simulate(GPipe().actions(1, 2, steps=2), Costs(forward=2, backward=4, update=0.001))
-    picture.draw_timeline({"it": run.between(12.002, 24.1)}, tmp_path / "timeline.png", unit="s")
+    picture.draw_timeline({"it": run}, tmp_path / "timeline.png")
     figure = picture.plt.gcf()
     monkeypatch.undo()
     axes = figure.axes[0]
-    assert [text.get_text() for text in axes.texts] == ["2", "3", "2", "3"]  # and no update's
-    assert axes.get_xlabel() == "time (s)"
+    assert [text.get_text() for text in axes.texts] == [*"01012323"]  # and no update's
     picture.plt.close(figure)

@@ -60,6 +60,10 @@ def test_no_bubble_without_a_flush_in_steady_state(subtests):
                 assert done.bubble == pytest.approx(3 / (48 + 3))
 
 
+def test_a_run_that_takes_no_time_has_no_bubble():
+    assert simulate(GPipe().actions(2, 1), Costs(forward=0, backward=0)).bubble == 0
+
+
 def test_peak_activations():
     for d, m in [(1, 1), (4, 2), (4, 8), (8, 16)]:
         stages, shape = np.arange(d), PipelineShape(d, m, d)

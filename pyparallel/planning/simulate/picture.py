@@ -5,7 +5,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
-from ..planning.simulate import SimulatedRun
+from .model import SimulatedRun
 
 mpl.use("Agg")
 
