@@ -1,4 +1,4 @@
-// The event loop of pyparallel/pipeline/simulation/event_loop.py, equal to its run_reference bit
+// The event loop of pyparallel/planning/pipelines/event_loop.py, equal to its run_reference bit
 // for bit. It does not use torch, so it is a Python module, not an op.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -187,8 +187,8 @@ std::tuple<py::array_t<double>, py::array_t<int64_t>> run(
 }  // namespace
 
 PYBIND11_MODULE(simulate, module) {
-  module.doc() = "The event loop of pyparallel.pipeline.simulation.simulate, compiled.";
+  module.doc() = "The event loop of pyparallel.planning.pipelines.simulate, compiled.";
   module.def("run", &run, py::arg("rows"), py::arg("offsets"), py::arg("rank_of_stage"),
              py::arg("durations"), py::arg("latencies"), py::arg("num_microbatches"),
-             "See run_reference in pyparallel/pipeline/simulation/event_loop.py.");
+             "See run_reference in pyparallel/planning/pipelines/event_loop.py.");
 }

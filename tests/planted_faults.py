@@ -316,10 +316,10 @@ FAULTS = [
     ),
     Fault(
         "outer steps are recommended as if nothing travelled beside the training",
-        "pyparallel/simulate/algorithms.py",
+        "pyparallel/planning/simulate/algorithms.py",
         "self._sent[number][0] >= self._options.delay",
         "self._sent[number][0] >= 0",
-        "tests/recommend/test_model.py",
+        "tests/planning/recommend/test_model.py",
     ),
     Fault(
         "an outer step with a delay loses what a rank learned meanwhile",
@@ -337,10 +337,10 @@ FAULTS = [
     ),
     Fault(
         "an update does not wait for the last round with other replicas",
-        "pyparallel/pipeline/simulation/event_loop.py",
+        "pyparallel/planning/pipelines/event_loop.py",
         "                needed |= last_round.get(stage, set())\n",
         "",
-        "tests/pipeline/simulation/test_event_loop.py",
+        "tests/planning/pipelines/test_event_loop.py",
     ),
     Fault(
         "a state is saved without what is in flight",
@@ -385,21 +385,21 @@ FAULTS = [
     @override
     def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
         return self.policy.backward(counters, stage)""",
-        "tests/pipeline/simulation tests/pipeline/schedules tests/pipeline/test_reference.py",
+        "tests/planning/pipelines tests/pipeline/schedules tests/pipeline/test_reference.py",
     ),
     Fault(
         "a delayed version is off by one",
         "pyparallel/pipeline/schedules/versions.py",
         "np.maximum(counters.update - self.updates, 0)",
         "np.maximum(counters.update - self.updates - 1, 0)",
-        "tests/pipeline/simulation tests/pipeline/schedules tests/pipeline/test_reference.py",
+        "tests/planning/pipelines tests/pipeline/schedules tests/pipeline/test_reference.py",
     ),
     Fault(
         "weights are predicted one update too far",
         "pyparallel/pipeline/schedules/versions.py",
         "WeightVersion(counters.first_forward, counters.update - counters.first_forward)",
         "WeightVersion(counters.first_forward, counters.update - counters.first_forward + 1)",
-        "tests/pipeline/simulation tests/pipeline/schedules tests/pipeline/test_reference.py",
+        "tests/planning/pipelines tests/pipeline/schedules tests/pipeline/test_reference.py",
     ),
     Fault(
         "gradients are kept across an update",

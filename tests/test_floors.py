@@ -23,7 +23,8 @@ FLOORS = [
     {"training"},
     {"compression", "optim"},
     TRAINERS | {"sequence"},
-    {"integrations", "recommend", "simulate"},
+    {"integrations"},
+    {"planning"},
     {"cli"},
     {"pyparallel", "__main__"},
 ]
@@ -38,10 +39,11 @@ SUB_FLOORS = {
         {"schedules"},
         {"messages"},
         {"runtime"},
-        {"simulation", "partition"},
+        {"partition"},
         {"interlocking"},
         {OWN},
     ],
+    "planning": [{"pipelines", "simulate"}, {"recommend"}],
     "subnets": [{"partition"}, {OWN}],
 }
 WIDEST = 25
@@ -219,8 +221,9 @@ def test_the_graph_is_that_of_this_package():
 
 
 def write_tree(root: Path, sources: dict[str, str]) -> Path:
-    of_pipeline = [f"pipeline/{folder}" for folder in ("runtime", "simulation", "partition")]
-    rooms = ["", "comm", "ops", *TRAINERS, "gossip/topology", *of_pipeline]
+    folders = ["gossip/topology", "pipeline/runtime", "pipeline/partition"]
+    folders += ["planning", "planning/pipelines", "planning/simulate"]
+    rooms = ["", "comm", "ops", "integrations", *TRAINERS, *folders]
     packages = ["kernels/triton", *(f"pyparallel/{room}" for room in rooms)]
     for package in packages:
         (root / package).mkdir(parents=True)
@@ -256,13 +259,18 @@ CAUGHT = [  # a file, its source, and what it must not import
     *(
         ("pipeline/runtime/x.py", source, f"pyparallel.pipeline{where}, which lies above it")
         for source, where in [
-            ("from ..simulation import y", ".simulation"),
+            ("from ..partition import y", ".partition"),
             ("from ... import pipeline", ""),
             ("from ..trainer import y", ".trainer"),
         ]
     ),
-    ("pipeline/simulation/x.py", "from ..partition import y",
-     "pyparallel.pipeline.partition: folders of one floor are strangers"),
+    *(
+        (f"{room}/x.py", "from ..planning import simulate",
+         "pyparallel.planning.simulate, which lies above it")
+        for room in ("integrations", *sorted(TRAINERS))
+    ),
+    ("planning/pipelines/x.py", "from ..simulate import y",
+     "pyparallel.planning.simulate: folders of one floor are strangers"),
 ]  # fmt: skip
 
 
@@ -308,8 +316,8 @@ def test_setuptools_finds_every_folder(tmp_path):
 def test_downward_imports_are_allowed(tmp_path):
     sources = {
         "pyparallel/gossip/x.py": "from ..ops import mix_\nfrom .topology import y\nimport torch",
-        "pyparallel/pipeline/simulation/x.py": "from ..runtime import y\nfrom .z import y",
-        "pyparallel/pipeline/trainer.py": "from .simulation import x",
+        "pyparallel/planning/pipelines/x.py": "from ...pipeline import y\nfrom .z import y",
+        "pyparallel/pipeline/trainer.py": "from .runtime import x",
         "pyparallel/pipeline/__init__.py": "from .trainer import x",
     }
     tree = write_tree(tmp_path, sources)

@@ -22,7 +22,7 @@ from benchmarks.harness.ranks import run_on_loopback, run_ranks
 from benchmarks.harness.rows import Row, rows_of, stamp
 from benchmarks.pipeline.models import ByteModel
 from benchmarks.pipeline.systems import Plan
-from pyparallel.recommend import DENSE
+from pyparallel.planning.recommend import DENSE
 
 RANKS = 2  # a core for each
 FIELDS = [

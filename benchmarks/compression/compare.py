@@ -19,7 +19,7 @@ from benchmarks.harness.program import compare
 from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import RESULTS, Key, Row, RunRows, as_text, shorten
 from benchmarks.pipeline.tasks import Bytes, Digits
-from pyparallel.recommend import CANDIDATES, Candidate
+from pyparallel.planning.recommend import CANDIDATES, Candidate
 
 FIELDS = [
     "task", "compressor", "seed", "options", "ranks", "steps", "measure", "score", "payload_bytes",

@@ -24,8 +24,8 @@ from pyparallel.compression import (
     Piece,
     PowerSGD,
 )
-from pyparallel.recommend import CANDIDATES
-from pyparallel.recommend.profile import flat_gradients, in_buckets
+from pyparallel.planning.recommend import CANDIDATES
+from pyparallel.planning.recommend.profile import flat_gradients, in_buckets
 
 BACKWARD = "backward"
 

@@ -12,7 +12,7 @@ from benchmarks.harness.link import read_sent
 from benchmarks.harness.turns import time_blocks
 from benchmarks.pipeline.models import ByteModel
 from benchmarks.pipeline.systems import Plan
-from pyparallel.recommend import Workload, benchmark_ranks
+from pyparallel.planning.recommend import Workload, benchmark_ranks
 
 WARM_UP = 4  # steps: buckets are rebuilt after the first, torch's PowerSGD starts in the third
 COUNTED = 2  # steps whose bytes on the link are counted

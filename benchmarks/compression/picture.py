@@ -14,7 +14,7 @@ from benchmarks.harness.options import shorten
 from benchmarks.harness.pictures import BLACK, BLUE, GRAY
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import differences, mean, measure_of, of, where
-from pyparallel.recommend import DENSE
+from pyparallel.planning.recommend import DENSE
 
 AFTER_BF16 = re.compile(r"Switch\(\{0: Cast\(\), (\d+): (.*)\}\)")
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.compression.training import dense_step
 from benchmarks.gossip.trainers import bf16_unchecked
 from pyparallel.compression import Cast, CommStats, Compressor, compress_ddp
-from pyparallel.recommend import CANDIDATES, HALF
+from pyparallel.planning.recommend import CANDIDATES, HALF
 
 BUCKET_MB = 2  # small like the model: as many buckets as a large model has of 25 MB
 ALONE = "compute alone"

@@ -15,7 +15,7 @@ from benchmarks.harness.tables import (
     mean,
     where,
 )
-from pyparallel.recommend import CANDIDATES, DENSE
+from pyparallel.planning.recommend import CANDIDATES, DENSE
 
 ORDER = [candidate.name for candidate in CANDIDATES + IN_SMALL_BLOCKS + WARMED]
 

@@ -34,7 +34,7 @@ from pyparallel.compression import (
     TopK,
     compress_ddp,
 )
-from pyparallel.recommend import CANDIDATES, Candidate
+from pyparallel.planning.recommend import CANDIDATES, Candidate
 
 WARM_UP = 500  # steps, a third: AdamW divides by gradient statistics of the first steps
 

@@ -33,7 +33,7 @@ from pyparallel.compression import BufferLayout, Compressor, Int8
 from pyparallel.gossip import DPSGD, OSGP, SGP, AllReduce, LocalSGD, NoLoCo, SlowMo
 from pyparallel.gossip.algorithms.base import Algorithm
 from pyparallel.gossip.topology import OnePeerExponential, RandomMatching, Ring
-from pyparallel.simulate import Links, Profile, Stragglers, simulate_run
+from pyparallel.planning.simulate import Links, Profile, Stragglers, simulate_run
 
 FIELDS = [
     "ranks", "link", "compute", "stragglers", "algorithm", "predicted_ms", "measured_ms", "error",

@@ -10,8 +10,8 @@ from benchmarks.harness.rows import Row
 from pyparallel.gossip import SGP, AllReduce, DiLoCo, NoLoCo, SparseLoCo, StreamingDiLoCo
 from pyparallel.gossip.algorithms.base import Algorithm
 from pyparallel.gossip.topology import OnePeerExponential, RandomMatching
-from pyparallel.recommend import Link, StepTime, choose, predict
-from pyparallel.simulate import Cost, Profile
+from pyparallel.planning.recommend import Link, StepTime, choose, predict
+from pyparallel.planning.simulate import Cost, Profile
 
 BASELINE = "allreduce"
 ALL_REDUCE = "all-reduce"  # of the runs of rates.py

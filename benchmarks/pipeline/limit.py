@@ -26,8 +26,9 @@ from benchmarks.pipeline.systems import (
     start,
     time_microbatches,
 )
-from pyparallel.pipeline import Action, PipelineShape, PipeOptim, simulate
+from pyparallel.pipeline import Action, PipelineShape, PipeOptim
 from pyparallel.pipeline.runtime.build_stage import attach_predictors
+from pyparallel.planning.pipelines import simulate
 
 
 class StageAlone:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.models import byte_loss
-from pyparallel.pipeline import Costs
+from pyparallel.planning.pipelines import Costs
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 NUM_BYTES = 256

@@ -14,7 +14,7 @@ import torch
 
 from .. import ops
 from ..comm import PeerError
-from ..pipeline.simulation.event_loop import COMPILED
+from ..planning.pipelines.event_loop import COMPILED
 from ..training.arguments import require
 from .links import report_links
 

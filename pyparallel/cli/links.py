@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import wait_for_store
-from ..recommend.pairs import PairLinks, measure_pairs
+from ..planning.recommend.pairs import PairLinks, measure_pairs
 from .text_table import aligned
 
 _MOST_COLUMNS = 8

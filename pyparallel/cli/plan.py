@@ -10,11 +10,12 @@ import numpy as np
 
 from ..gossip import AllReduce
 from ..gossip.algorithms.base import Algorithm
-from ..pipeline import Costs, PipelineShape, Schedule, Simulation, simulate, tabulate
+from ..pipeline import PipelineShape, Schedule
 from ..pipeline.schedules import GPipe, PipeDream, every_schedule
 from ..pipeline.schedules.action import Kind
-from ..simulate import Links, Pipeline, Profile, parse_algorithm, simulate_run
-from ..simulate.links import MBIT, MILLISECOND
+from ..planning.pipelines import Costs, Simulation, simulate, tabulate
+from ..planning.simulate import Links, Pipeline, Profile, parse_algorithm, simulate_run
+from ..planning.simulate.links import MBIT, MILLISECOND
 from ..training.arguments import check_integer, require
 from .simulate import find_given
 from .text_table import aligned
@@ -187,7 +188,7 @@ def _span(of_stages: np.ndarray) -> str:
 def _draw(plans: list[_PlannedRun], path: Path) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         return "none: matplotlib is not installed"
-    importlib.import_module("pyparallel.pipeline.simulation.picture").draw_timeline(
+    importlib.import_module("pyparallel.planning.pipelines.picture").draw_timeline(
         _timelines(plans), path
     )
     return str(path)

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from ..comm import wait_for_store
-from ..recommend.benchmark import Measurements, Progress, benchmark, benchmark_ranks
-from ..recommend.candidates import CANDIDATES, DENSE, HALF
-from ..recommend.model import NOISE, Link, StepTime, choose
-from ..recommend.workload import Workload, load, transformer
-from ..simulate import Links, Profile, Stragglers
-from ..simulate.links import MBIT, MILLISECOND
+from ..planning.recommend.benchmark import Measurements, Progress, benchmark, benchmark_ranks
+from ..planning.recommend.candidates import CANDIDATES, DENSE, HALF
+from ..planning.recommend.model import NOISE, Link, StepTime, choose
+from ..planning.recommend.workload import Workload, load, transformer
+from ..planning.simulate import Links, Profile, Stragglers
+from ..planning.simulate.links import MBIT, MILLISECOND
 from ..training.arguments import require
 from .text_table import aligned
 

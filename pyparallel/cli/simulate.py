@@ -13,7 +13,7 @@ from typing import Any
 from ..gossip import AllReduce
 from ..gossip.algorithms.base import Algorithm
 from ..pipeline import OneForwardOneBackward
-from ..simulate import (
+from ..planning.simulate import (
     Failures,
     Links,
     LogisticRegression,
@@ -26,8 +26,8 @@ from ..simulate import (
     parse_schedule,
     simulate_run,
 )
-from ..simulate.links import MBIT, MILLISECOND
-from ..simulate.objectives import Objective
+from ..planning.simulate.links import MBIT, MILLISECOND
+from ..planning.simulate.objectives import Objective
 from ..training.arguments import require
 from .text_table import aligned
 
@@ -239,5 +239,5 @@ def _links(arguments: argparse.Namespace, profile: Profile) -> Links:
 def _draw(runs: dict[str, SimulatedRun], path: Path) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         return "none: matplotlib is not installed"
-    importlib.import_module("pyparallel.cli.simulate_picture").draw(runs, path)
+    importlib.import_module("pyparallel.planning.simulate.picture").draw(runs, path)
     return str(path)

@@ -28,6 +28,7 @@ from .pipeline import Pipeline
 from .prediction.corrections import Correction
 from .replicas import REPLICATE, STAGE, Replicas, check_mesh
 from .runtime.build_stage import OptimizerFactory, find_warm_up
+from .runtime.chrome_trace import export_chrome_trace, gather_spans
 from .runtime.inputs import batch_of_call, inputs_of_call
 from .runtime.loss import Loss
 from .runtime.loss_weights import LossWeightFn
@@ -36,7 +37,6 @@ from .runtime.stage import SchedulerFactory, Stage
 from .runtime.telemetry import Span
 from .schedules.one_forward_one_backward import OneForwardOneBackward
 from .schedules.schedule import Schedule
-from .simulation.chrome_trace import export_chrome_trace, gather_spans
 from .validation import find_argument_error
 
 # Steps in which ranks compare batches on devices, whose values the host waits for.

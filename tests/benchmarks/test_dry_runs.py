@@ -18,7 +18,7 @@ from benchmarks.interlocking.sleeping import end_to_end, every_window
 from benchmarks.pipeline import bench as pipeline
 from benchmarks.pipeline.systems.ours import OURS
 from benchmarks.pipeline.systems.peers import DEEP_PEERS, PEERS
-from pyparallel.recommend import CANDIDATES
+from pyparallel.planning.recommend import CANDIDATES
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {

@@ -11,7 +11,7 @@ import pytest
 from pyparallel import ops
 from pyparallel.cli import doctor
 from pyparallel.ops import Backend
-from pyparallel.pipeline.simulation.event_loop import Compiled
+from pyparallel.planning.pipelines.event_loop import Compiled
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY_OP = frozenset(ops.names())

@@ -19,9 +19,9 @@ import torch
 from benchmarks.harness.link import limited_links
 from pyparallel.cli import doctor, links
 from pyparallel.comm.process_groups import create_group
-from pyparallel.recommend import pairs
-from pyparallel.recommend.pairs import PairLinks
-from pyparallel.simulate import Links
+from pyparallel.planning.recommend import pairs
+from pyparallel.planning.recommend.pairs import PairLinks
+from pyparallel.planning.simulate import Links
 from tests.workers import observe_ranks
 
 MBIT = 1e6 / 8

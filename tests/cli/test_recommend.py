@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from pyparallel.__main__ import main
 from pyparallel.cli.recommend import add_arguments, advise, advise_algorithms, describe, report
-from pyparallel.recommend import CANDIDATES, StepTime
-from pyparallel.recommend.candidates import OUTER_STEPS
-from pyparallel.recommend.workload import transformer
-from pyparallel.simulate import Cost, Profile
+from pyparallel.planning.recommend import CANDIDATES, StepTime
+from pyparallel.planning.recommend.candidates import OUTER_STEPS
+from pyparallel.planning.recommend.workload import transformer
+from pyparallel.planning.simulate import Cost, Profile
 
 SMALL = ["--parameters", "8e4", "--batch", "1", "--length", "8"]
 

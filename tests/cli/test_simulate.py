@@ -17,7 +17,7 @@ from pyparallel.gossip.topology import (
     Ring,
 )
 from pyparallel.pipeline import Displacement, GPipe, PipeDream2BW, PipeOptim, Rollout
-from pyparallel.simulate import (
+from pyparallel.planning.simulate import (
     Failures,
     Links,
     Profile,

@@ -13,7 +13,7 @@ from pyparallel.compression.hooks.fsdp_collectives import (
     compressed_reduce_scatter,
 )
 from pyparallel.compression.state_store import StateStore
-from pyparallel.simulate import SingleRankCollectives
+from pyparallel.planning.simulate import SingleRankCollectives
 from tests.compression.catalog import CATALOG, LAYOUT
 from tests.workers import on_ranks
 

@@ -20,7 +20,7 @@ from pyparallel.compression import (
 )
 from pyparallel.compression.layout import BufferLayout
 from pyparallel.compression.nonfinite import NonFiniteCheck, first_nonfinite_part
-from pyparallel.simulate import SingleRankCollectives
+from pyparallel.planning.simulate import SingleRankCollectives
 from tests.compression.local_collectives import run_locally
 
 NAN, INF = float("nan"), float("inf")

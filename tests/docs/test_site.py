@@ -12,7 +12,8 @@ import rendered_pages
 import tables  # noqa: F401  what pages call
 
 from pyparallel.gossip import DiLoCo
-from pyparallel.pipeline import PipelineTrainer, TiedHead, Timeline
+from pyparallel.pipeline import PipelineTrainer, TiedHead
+from pyparallel.planning.pipelines import Timeline
 from tests.docs.snippets import FENCE, PAGES, ROOT, blocks_of
 from tests.test_floors import FLOORS
 
@@ -54,7 +55,7 @@ RIGHT = [
     "SGP(topology, overlap=1)",
     "PipelineTrainer(..., compress_activations=...)",
     "GossipDataParallel.push_sum_weight",
-    "Timeline.step_starts",
+    "Timeline.bubble_between",
     "Kind.BACKWARD_INPUT",
     "nn.Sequential(*layers)",
     "Own(3).own_method()",

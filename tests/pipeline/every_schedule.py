@@ -14,13 +14,12 @@ from pyparallel.pipeline import (
     PipeOptim,
     Rollout,
     Schedule,
-    Simulation,
     XPipe,
     ZeroBubble,
     schedules,
-    simulate,
 )
 from pyparallel.pipeline.schedules.schedule import Flushing
+from pyparallel.planning.pipelines import Simulation, simulate
 
 FLUSHING = [each for each in schedules.EVERY_SCHEDULE if isinstance(each, Flushing)]
 STREAMING = [each for each in schedules.EVERY_SCHEDULE if not isinstance(each, Flushing)]

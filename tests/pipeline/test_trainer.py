@@ -11,7 +11,6 @@ from torch.optim.lr_scheduler import LinearLR, StepLR
 from pyparallel.comm import DisagreementError
 from pyparallel.compression import TopK
 from pyparallel.pipeline import (
-    FromActions,
     GPipe,
     OneForwardOneBackward,
     PipeDream,
@@ -23,6 +22,7 @@ from pyparallel.pipeline import (
     XPipe,
     parse_action,
 )
+from pyparallel.planning.pipelines import FromActions
 from tests.workers import call_each
 
 adam = partial(torch.optim.AdamW, lr=0.02)

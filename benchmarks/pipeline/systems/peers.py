@@ -16,7 +16,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from benchmarks.pipeline.models import LossFunction, Model, build_stages
 from benchmarks.pipeline.systems import make_optimizer
-from pyparallel.pipeline import Action, Kind, read_csv
+from pyparallel.pipeline import Action, Kind
+from pyparallel.planning.pipelines import read_csv
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from .heads import ConvHead, Head, LinearHead, PooledHead, TiedHead
 from .schedule import Interlocking
-from .simulate import simulate_interlocking
 from .window import Farthest, Mean, Sum, Window
 
 __all__ = [
@@ -16,5 +15,4 @@ __all__ = [
     "Sum",
     "TiedHead",
     "Window",
-    "simulate_interlocking",
 ]

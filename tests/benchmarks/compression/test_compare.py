@@ -8,7 +8,7 @@ from benchmarks.compression.compare import FIELDS, Run, perform
 from benchmarks.compression.table import verdict
 from benchmarks.compression.training import TASKS
 from benchmarks.harness.tables import MEASURES
-from pyparallel.recommend import CANDIDATES
+from pyparallel.planning.recommend import CANDIDATES
 
 DIGITS, TEXT = TASKS
 BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}

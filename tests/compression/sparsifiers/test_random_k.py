@@ -6,7 +6,7 @@ import torch
 from benchmarks.theory.contraction import contraction
 from pyparallel import ops
 from pyparallel.compression import BufferLayout, RandomK
-from pyparallel.simulate import SingleRankCollectives
+from pyparallel.planning.simulate import SingleRankCollectives
 from tests.compression.means import CPU, gradient, send
 
 NUMEL = 1000

@@ -11,8 +11,8 @@ from pyparallel.pipeline import (
     Mean,
     OneForwardOneBackward,
     Sum,
-    simulate,
 )
+from pyparallel.planning.pipelines import simulate
 
 
 def test_simulate_refuses_the_kinds_of_interlocking():

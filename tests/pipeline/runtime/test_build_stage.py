@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from pyparallel.optim import AdamW as FusedAdamW
 from pyparallel.pipeline import (
     Displacement,
-    FromActions,
     GPipe,
     Interlocking,
     LastUpdate,
@@ -25,6 +24,7 @@ from pyparallel.pipeline import (
     StageMomentum,
     UpdateErrorFeedback,
 )
+from pyparallel.planning.pipelines import FromActions
 from pyparallel.training import seal
 from tests.pipeline.models import as_on_gpus
 

@@ -23,8 +23,8 @@ from pyparallel.pipeline import (
     PipelineTrainer,
     PipeOptim,
     ZeroBubble,
-    simulate,
 )
+from pyparallel.planning.pipelines import simulate
 
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
