@@ -44,8 +44,8 @@ from benchmarks.harness.rows import RESULTS, Row, RunRows
 from benchmarks.soak.member_logs import summarize
 from benchmarks.soak.table import by_case
 from pyparallel import GossipDataParallel
-from pyparallel.gossip import ADPSGD, OSGP, SGP, Change, DiLoCo, Lighthouse, NoLoCo
-from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching
+from pyparallel.gossip import SGP, Change, DiLoCo, Lighthouse, NoLoCo
+from pyparallel.gossip.topology import OnePeerExponential, RandomMatching
 
 FIELDS = [
     "algorithm", "processes", "case", "seed", "step_ms", "deadline_s", "faults", "changes", "hangs",
@@ -79,8 +79,6 @@ CASES = {
 }
 ALGORITHMS: dict[str, Any] = {
     "SGP": lambda num_ranks: SGP(OnePeerExponential(num_ranks)),
-    "OSGP": lambda num_ranks: OSGP(OnePeerExponential(num_ranks)),
-    "ADPSGD": lambda num_ranks: ADPSGD(Complete(num_ranks)),
     "DiLoCo": DiLoCo(interval=10),
     "NoLoCo": lambda num_ranks: NoLoCo(RandomMatching(num_ranks), interval=10),
     FIXED: lambda num_ranks: SGP(OnePeerExponential(num_ranks)),

@@ -62,8 +62,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             training step is then one step of each, in any order and without closures. Its round
             begins before the first one's update and ends after the last one's.
         algorithm: for example ``SGP(OnePeerExponential(num_ranks))`` or ``AllReduce()``; with
-            ``membership`` a function of the number of members that returns SGP, DPSGD, OSGP, ADPSGD
-            or NoLoCo, or other outer steps of whole models without a delay, as ``DiLoCo(100)``.
+            ``membership`` a function of the number of members that returns SGP, DPSGD or NoLoCo, or
+            other outer steps of whole models without a delay, such as ``DiLoCo(100)``.
         process_group: the ranks that train together; None means the default group.
         mesh: instead, of a module that ``fully_shard`` has sharded over another dimension of the
             same mesh: the dimension of its replicas, such as ``mesh["replicate"]``. A rank
@@ -228,10 +228,9 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def leave(self) -> None:
         """Send this rank's share of the model to its receivers, and close.
 
-        With ADPSGD one member goes on from the average with its own. With outer steps nothing is
-        sent: what was learned since the last one is lost. The others must still step, and go on;
-        the last member just closes. The module stays as it is. A RuntimeError without
-        ``membership``.
+        With outer steps nothing is sent: what was learned since the last one is lost. The others
+        must still step, and go on; the last member just closes. The module stays as it is. A
+        RuntimeError without ``membership``.
         """
         self._elastic.leave()
         self.close()

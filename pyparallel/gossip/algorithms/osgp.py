@@ -68,8 +68,7 @@ class OSGP(OnTopology):
     ``SGP(topology, overlap=delay)`` merges just before the next update instead of after it. The two
     orders differ in accuracy and in which learning rates are stable: see ``stability_limit``.
 
-    Memory: two copies of the parameters and one more for each further in-neighbor; with a
-    membership another one, as two messages may be unacknowledged.
+    Memory: two copies of the parameters and one more for each further in-neighbor.
 
     Args:
         topology: the neighbors of each round, for as many ranks as the process group has.
@@ -104,18 +103,12 @@ class OSGP(OnTopology):
         require(not low, rule, ", ".join(sorted(map(str, low))), fix)
         given = module, buckets, run, self.topology, self.delay
         return DelayedPushSum.start(
-            self.make_buffer, *given, keeps_values=not decays_only(optimizer)
+            self._make_buffer, *given, keeps_values=not decays_only(optimizer)
         )
 
-    def make_buffer(
-        self,
-        values: Tensor,
-        exchange: NeighborExchange,
-        layout: BufferLayout,
-        *,
-        is_acknowledged: bool = False,
+    def _make_buffer(
+        self, values: Tensor, exchange: NeighborExchange, layout: BufferLayout
     ) -> DenseBuffer:
-        """Return a buffer of z; what it sends stays sent, ``is_acknowledged``, unless biased."""
         if self.biased:
             return BiasedBuffer(values, exchange)
-        return DenseBuffer(values, exchange, snapshot=True, takes_back=not is_acknowledged)
+        return DenseBuffer(values, exchange, snapshot=True)

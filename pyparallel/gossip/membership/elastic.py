@@ -14,18 +14,15 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, wrong_type
-from ..algorithms import ADPSGD, OSGP, SGP, Algorithm, DiLoCo, LocalSGD, NoLoCo
+from ..algorithms import SGP, Algorithm, DiLoCo, LocalSGD, NoLoCo
 from .averager import ElasticAverager
 from .base import Membership
 from .members import MembersAverager
 from .outer_members import OuterStepMembers
-from .pair_members import PairMembers
 from .push_sum_members import PushSumMembers
 
 _MOST_CHECKED = 8  # numbers of members for which algorithms are made and compared at the beginning
-_PUSH_SUM = (SGP, OSGP)
-_OF_PAIRS = (NoLoCo, ADPSGD)
-_OF_A_NUMBER = (*_PUSH_SUM, *_OF_PAIRS)  # of members, for which each is made
+_OF_A_NUMBER = (SGP, NoLoCo)  # of members, for which each is made
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,8 @@ class Elastic(Algorithm):
     """An algorithm for whatever members there are.
 
     Args:
-        make: returns the algorithm for a number of members: SGP, DPSGD, OSGP, ADPSGD or
-            NoLoCo, or always the same one of outer steps.
+        make: returns the algorithm for a number of members: SGP, DPSGD or NoLoCo, or always the
+            same one of outer steps.
         membership: tells them.
         config: (name, value) pairs that a member must have; set by the trainer.
     """
@@ -58,10 +55,8 @@ class Elastic(Algorithm):
         make = partial(_make_checked, self.make)
         made = make(1)
         inner: MembersAverager
-        if isinstance(made, _PUSH_SUM):
+        if isinstance(made, SGP):
             inner = PushSumMembers(make, module, optimizer, buckets, run)
-        elif isinstance(made, ADPSGD):
-            inner = PairMembers(make, module, buckets, run)
         else:
             start = partial(made.start, module, optimizer, buckets, run)
             inner = OuterStepMembers(make, start, module, buckets, run)
@@ -110,10 +105,10 @@ def _find_elastic_error(make: object, membership: object, module: object) -> str
         try:
             made = _make_checked(make, num_ranks)
             first = first or made
-            are_push_sum = isinstance(made, _PUSH_SUM) and isinstance(first, _PUSH_SUM)
-            are_of_pairs = isinstance(made, _OF_PAIRS) and isinstance(first, type(made))
-            alike = replace(made, topology=first.topology) if are_of_pairs else made
-            if not are_push_sum and alike.config_fields() != first.config_fields():
+            are_sgp = isinstance(made, SGP) and isinstance(first, SGP)
+            are_pairs = isinstance(made, NoLoCo) and isinstance(first, NoLoCo)
+            alike = replace(made, topology=first.topology) if are_pairs else made
+            if not are_sgp and alike.config_fields() != first.config_fields():
                 raise ValueError(f"all but the topology must be the same for all, got {made!r}")
         except (ValueError, TypeError) as error:
             return f"algorithm must be made for any number of members, got for {num_ranks}: {error}"
@@ -123,17 +118,15 @@ def _find_elastic_error(make: object, membership: object, module: object) -> str
 def _make_checked(make: Callable[[int], Any], num_ranks: int) -> Any:
     """Return the algorithm for a number of members; a ValueError if it cannot run on them."""
     made = make(num_ranks)
-    is_push_sum = isinstance(made, SGP) and made.transport == "process_group"
-    is_push_sum = is_push_sum or (isinstance(made, OSGP) and not made.biased)
-    is_of_pairs = isinstance(made, ADPSGD) or (isinstance(made, NoLoCo) and made.is_at_once)
-    if is_push_sum or is_of_pairs:
+    is_sgp = isinstance(made, SGP) and made.transport == "process_group"
+    if is_sgp or (isinstance(made, NoLoCo) and made.is_at_once):
         if problem := made.validation_error(num_ranks):
             raise ValueError(problem)
         return made
     if isinstance(made, (LocalSGD, DiLoCo)) and made.is_at_once:
         return made
     raise ValueError(
-        "with membership it must be SGP or DPSGD over a process group, OSGP with push-sum weights, "
-        "ADPSGD, or LocalSGD, DiLoCo or NoLoCo of whole models and without delay, as all others "
-        f"need all ranks to stay, got {made!r}"
+        "with membership it must be SGP or DPSGD over a process group, or LocalSGD, DiLoCo or "
+        "NoLoCo of whole models and without delay, as all others need all ranks to stay, got "
+        f"{made!r}"
     )

@@ -1,4 +1,4 @@
-"""SGP, OSGP and D-PSGD of members that come and go: messages that nobody merged come back."""
+"""SGP and D-PSGD of members that come and go: messages that nobody merged come back."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ from typing_extensions import override
 from ...comm import Collectives, Run
 from ...training import FlatBuckets
 from ...training.step_hook import decays_only
-from ..algorithms import OSGP, SGP
+from ..algorithms import SGP
 from ..messages import NeighborExchange
 from ..push_sum.layout import layouts_of
 from .decision import Epoch
 from .ledger import Account, Settlement, settle
 from .members import MembersAverager, Shares, copy_tensors, gather_from_members
 from .moves import move_mass
-from .rounds import AcknowledgedRounds, DelayedRounds
+from .rounds import AcknowledgedRounds
 
 _NUM_EPOCHS_KEPT = 64  # in the ledger, of members that have not settled them yet
 
@@ -36,7 +36,7 @@ class PushSumMembers(MembersAverager):
 
     def __init__(
         self,
-        make: Callable[[int], SGP | OSGP],
+        make: Callable[[int], SGP],
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
@@ -82,7 +82,7 @@ class PushSumMembers(MembersAverager):
             settlement = self._start_fresh(epoch.members)
         self._apply(settlement, epoch, identity)
         before = settlement.total + settlement.lost
-        return Shares(settlement.lost / before, sum(settlement.returned[identity]) / before)
+        return Shares(settlement.lost / before, settlement.returned[identity] / before)
 
     def _apply(self, settlement: Settlement, epoch: Epoch, own: str) -> None:
         """Take what this rank has in the new epoch, and fill the members that join."""
@@ -90,7 +90,7 @@ class PushSumMembers(MembersAverager):
         returned = settlement.returned[own]
         kept = dict(list(self.account.merged.items())[-_NUM_EPOCHS_KEPT:])
         account = Account(
-            weight=settlement.weights[own] - sum(returned),
+            weight=settlement.weights[own] - returned,
             exponent=settlement.exponent,
             merged=kept,
             settled=epoch.number,
@@ -102,15 +102,12 @@ class PushSumMembers(MembersAverager):
             for values, layout in zip(self.buffers, self._layouts, strict=True)
         ]
         of_epoch = epoch.members, account, epoch.number, scale, self._keeps_values
-        kind, overlap = (
-            (DelayedRounds, algorithm.delay)
-            if isinstance(algorithm, OSGP)
-            else (AcknowledgedRounds, algorithm.overlap)
+        rounds = AcknowledgedRounds(
+            buffers, exchange, algorithm.topology, algorithm.overlap, *of_epoch
         )
-        rounds = kind(buffers, exchange, algorithm.topology, overlap, *of_epoch)
         if returned:
             assert last is not None
-            rounds.merge_returned(last.sent_messages, [mass * scale for mass in returned])
+            rounds.merge_returned(last.sent_messages, returned * scale)
         self.account, self.inner = account, rounds
         self.run.barrier()  # before it a rank might have mass that another one takes back
         has_mass = [settlement.weights[each] > 0 for each in epoch.members]
@@ -127,5 +124,5 @@ class PushSumMembers(MembersAverager):
         for tensor in [*self.buffers, *self.others]:
             collectives.broadcast_(tensor, 0)
         self.run.barrier()
-        weights = dict.fromkeys(members, 1.0)
-        return Settlement(0, weights, {each: [] for each in members}, float(len(members)), 0.0)
+        weights, nothing = dict.fromkeys(members, 1.0), dict.fromkeys(members, 0.0)
+        return Settlement(0, weights, nothing, float(len(members)), 0.0)

@@ -8,7 +8,7 @@ from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.compression import TopK
-from pyparallel.gossip import DPSGD, OSGP, SGP
+from pyparallel.gossip import DPSGD, SGP
 from pyparallel.gossip.membership import push_sum_members
 from pyparallel.gossip.membership.averager import ElasticAverager
 from pyparallel.gossip.membership.decision import name_of
@@ -32,14 +32,6 @@ def overlapping(num_ranks):
 
 def delayed(num_ranks):
     return SGP(OnePeerExponential(num_ranks), overlap=2)
-
-
-def outstanding(num_ranks):
-    return OSGP(OnePeerExponential(num_ranks))
-
-
-def outstanding_for_two(num_ranks):
-    return OSGP(BaseGraph(num_ranks, peers=2), delay=2)
 
 
 def compressing(num_ranks):
@@ -123,7 +115,7 @@ def on_service(rank, function, *arguments):
 def die_at(moment, trainer):
     """Have the trainer's next round raise Death at a moment of it."""
     rounds = averager_of(trainer).inner.current
-    original, await_receipts = rounds._exchange_receipts, rounds.await_receipts
+    original = rounds._exchange_receipts
 
     def die(*_):
         raise Death
@@ -132,17 +124,8 @@ def die_at(moment, trainer):
         original(*arguments)
         die()
 
-    def die_with_two():
-        if len(rounds._account.sent) == 2:
-            die()
-        await_receipts()
-
     if moment == "before the round":
         rounds.send = die
-    elif moment == "while sending the next":
-        rounds._round_buffers[1].send_given = die
-    elif moment == "with two rounds unacknowledged":
-        rounds.await_receipts = die_with_two
     elif moment == "after sending":
         for buffer in rounds._round_buffers:
             buffer.wait = die
