@@ -17,7 +17,7 @@ from ..messages import NeighborExchange
 from ..push_sum.layout import layouts_of
 from .decision import Epoch
 from .ledger import Account, Settlement, settle
-from .members import MembersAverager, Shares, copy_tensors, gather_from_members
+from .members import MembersAverager, Shares, bind, copy_tensors, gather_from_members
 from .moves import move_mass
 from .rounds import AcknowledgedRounds
 
@@ -28,7 +28,7 @@ class PushSumMembers(MembersAverager):
     """Rounds of PushSum. Members that join have weight 0, and are filled by one member each.
 
     Args:
-        make: returns the algorithm for a number of members.
+        algorithm: for any number of members.
         optimizer: that of the module.
     """
 
@@ -36,7 +36,7 @@ class PushSumMembers(MembersAverager):
 
     def __init__(
         self,
-        make: Callable[[int], SGP],
+        algorithm: SGP,
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
@@ -44,7 +44,7 @@ class PushSumMembers(MembersAverager):
     ) -> None:
         super().__init__(buckets, module, run)
         self._keeps_values = not decays_only(optimizer)
-        self._make, self._layouts = make, layouts_of(buckets, module)
+        self._algorithm, self._layouts = algorithm, layouts_of(buckets, module)
         self.account = Account()
 
     @property
@@ -96,14 +96,15 @@ class PushSumMembers(MembersAverager):
             settled=epoch.number,
             total=settlement.total,
         )
-        algorithm, exchange = self._make(len(epoch.members)), NeighborExchange(self.run)
+        algorithm = bind(self._algorithm, len(epoch.members))
+        exchange = NeighborExchange(self.run)
         buffers = [
             algorithm.make_buffer(values, exchange, layout, is_acknowledged=True)
             for values, layout in zip(self.buffers, self._layouts, strict=True)
         ]
         of_epoch = epoch.members, account, epoch.number, scale, self._keeps_values
         rounds = AcknowledgedRounds(
-            buffers, exchange, algorithm.topology, algorithm.overlap, *of_epoch
+            buffers, exchange, algorithm.bound_topology, algorithm.overlap, *of_epoch
         )
         if returned:
             assert last is not None

@@ -119,12 +119,9 @@ RATE, NUM_STEPS = 0.25, 7
 
 def update_beside_messages(address, store, rank, size, overlap, optimizer):
     """Rank 2 leaves after some steps, whose gradients are known; return what there was and is."""
-
-    def make_algorithm(num_ranks):
-        return SGP(OnePeerExponential(num_ranks), overlap=overlap)
-
+    algorithm = SGP(OnePeerExponential, overlap=overlap)
     _, stepped, trainer, _ = make(
-        address, rank, make_algorithm, start=size, deadline=20.0, optimizer=optimizer
+        address, rank, algorithm, start=size, deadline=20.0, optimizer=optimizer
     )
     stepped.param_groups[0]["lr"] = RATE
     with torch.no_grad():

@@ -14,7 +14,7 @@ from pyparallel.gossip.membership.averager import ElasticAverager
 from pyparallel.gossip.membership.decision import name_of
 from pyparallel.gossip.membership.ledger import Account
 from pyparallel.gossip.membership.members import gather_from_members
-from pyparallel.gossip.topology import BaseGraph, OnePeerExponential
+from pyparallel.gossip.topology import OnePeerExponential
 from tests.gossip.membership.service import Served, serve
 
 
@@ -22,24 +22,11 @@ class Death(BaseException):
     """What a rank raises in place of being killed."""
 
 
-def exponential(num_ranks):
-    return SGP(OnePeerExponential(num_ranks))
-
-
-def overlapping(num_ranks):
-    return SGP(OnePeerExponential(num_ranks), overlap=1)
-
-
-def delayed(num_ranks):
-    return SGP(OnePeerExponential(num_ranks), overlap=2)
-
-
-def compressing(num_ranks):
-    return SGP(OnePeerExponential(num_ranks, peers=1), compressor=TopK(0.3))
-
-
-def symmetric(num_ranks):
-    return DPSGD(BaseGraph(num_ranks))
+exponential = SGP(OnePeerExponential)
+overlapping = SGP(OnePeerExponential, overlap=1)
+delayed = SGP(OnePeerExponential, overlap=2)
+compressing = SGP(OnePeerExponential, compressor=TopK(0.3))
+symmetric = DPSGD()
 
 
 def make(address, rank, algorithm, *, width=6, optimizer=torch.optim.SGD, trained=None, **options):
