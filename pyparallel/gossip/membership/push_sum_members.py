@@ -107,7 +107,7 @@ class PushSumMembers(MembersAverager):
             if isinstance(algorithm, OSGP)
             else (AcknowledgedRounds, algorithm.overlap)
         )
-        rounds = kind(buffers, exchange, algorithm.topology, overlap, *of_epoch)
+        rounds = kind(buffers, exchange, algorithm.bound_topology, overlap, *of_epoch)
         if returned:
             assert last is not None
             rounds.merge_returned(last.sent_messages, [mass * scale for mass in returned])
