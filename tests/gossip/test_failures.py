@@ -99,7 +99,7 @@ OPPOSITE = SGP(Broken((2,), (0,), (1,))), SGP(Broken((1,), (2,), (0,)))
 MISTAKES = {
     "topology for others": (
         linear, own, SGP(Ring(4)),
-        r"topology must be for the process group's 2 ranks, got Ring\(4\); pass dist.get_world_s",
+        r"topology must be for the process group's 2 ranks, got Ring\(4\); leave it out for ",
     ),
     "topology for others on one rank": (
         linear, own, (RING, SGP(Ring(4))),
