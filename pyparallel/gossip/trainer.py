@@ -61,9 +61,9 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             Or a list of several, such as ``[Muon(...), AdamW(...)]``, each parameter in one: a
             training step is then one step of each, in any order and without closures. Its round
             begins before the first one's update and ends after the last one's.
-        algorithm: for example ``SGP(OnePeerExponential(num_ranks))`` or ``AllReduce()``; with
-            ``membership`` a function of the number of members that returns SGP, DPSGD or NoLoCo, or
-            other outer steps of whole models without a delay, such as ``DiLoCo(100)``.
+        algorithm: for example ``SGP(overlap=1)``, ``SGP(Ring)`` or ``AllReduce()``; with
+            ``membership`` SGP, DPSGD or NoLoCo, whose topology is a class or left out, or other
+            outer steps of whole models without a delay, such as ``DiLoCo(100)``.
         process_group: the ranks that train together; None means the default group.
         mesh: instead, of a module that ``fully_shard`` has sharded over another dimension of the
             same mesh: the dimension of its replicas, such as ``mesh["replicate"]``. A rank
@@ -98,7 +98,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self,
         module: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
-        algorithm: Algorithm | Callable[[int], Algorithm],
+        algorithm: Algorithm,
         *,
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
@@ -121,7 +121,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         super().__init__()
         is_sharded = isinstance(module, nn.Module) and (mesh or replica_ranks) is not None
         replica = replica_group(module) if is_sharded else None
-        compared, error_text = _collect_config(
+        made, compared, error_text = _collect_config(
             module, optimizer, made, process_group, mesh, replica_ranks, bucket_cap_mb, nonfinite
         )
         self.config_fields = [each for each in compared if each[0] != TRANSPORT]
@@ -523,16 +523,25 @@ def _collect_config(
     replica_ranks: Sequence[Sequence[int]] | None,
     bucket_cap_mb: float | None,
     nonfinite: object,
-) -> tuple[list[tuple[str, str]], str | TypeError | None]:
-    """Return the config fields that ranks must share and this rank's error; never raises."""
+) -> tuple[Algorithm, list[tuple[str, str]], str | TypeError | None]:
+    """Return the bound algorithm, the config fields that ranks must share and this rank's error.
+
+    It never raises.
+    """
     try:
         type_error = find_error(lambda: validation.check_types(module, optimizer, bucket_cap_mb))
         if type_error := type_error or find_algorithm_error(algorithm):
-            return [], type_error
+            return algorithm, [], type_error
         if replica_ranks is not None:
             given = replica_ranks, process_group, mesh, bucket_cap_mb
             if error := find_error(lambda: validation.check_replica_ranks(*given)):
-                return [], error
+                return algorithm, [], error
+        num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        num_ranks = len(replica_ranks) if replica_ranks else num_ranks
+        try:
+            algorithm = algorithm.bind(num_ranks)
+        except ValueError as error:
+            return algorithm, [], str(error)
         cap = validation.resolve_bucket_cap_mb(module, bucket_cap_mb)
         optimizers = validation.as_optimizers(optimizer)
         shard = [("replica_ranks", str(replica_ranks))] if replica_ranks else describe_shard(module)
@@ -543,21 +552,20 @@ def _collect_config(
             *validation.describe(module),
             *validation.describe_groups(module, optimizers),
         ]
-        num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
         error_text = (
             find_shard_error(module, mesh, replica_ranks)
             or (algorithm.sharding_error() if mesh is not None else None)
             or (algorithm.replicas_error() if replica_ranks else None)
             or validation.find_validation_error(module, optimizers, process_group)
-            or algorithm.validation_error(len(replica_ranks) if replica_ranks else num_ranks)
+            or algorithm.validation_error(num_ranks)
             or algorithm.dtype_error(p for p in module.parameters() if p.requires_grad)
         )
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"
         error_text = find_policy_error(nonfinite) or error_text
     except Exception as error:
-        return [], f"{type(error).__name__}: {error}"
-    return config_fields, error_text
+        return algorithm, [], f"{type(error).__name__}: {error}"
+    return algorithm, config_fields, error_text
 
 
 def _describe_optimizers(optimizer: object) -> str:

@@ -47,7 +47,7 @@ class Measurements:
     @property
     def algorithms(self) -> tuple[SGP | DiLoCo, ...]:
         """Return what averages weights in place of gradients: gossip of one peer, outer steps."""
-        return SGP(OnePeerExponential(self.link.num_ranks), overlap=1), *OUTER_STEPS
+        return SGP(overlap=1), *OUTER_STEPS
 
     @cached_property
     def algorithm_predictions(self) -> list[StepTime]:

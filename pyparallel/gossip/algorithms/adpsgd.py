@@ -10,6 +10,7 @@ from ...comm import Run, store_of, timeout_of
 from ...training import FlatBuckets
 from ...training.arguments import require
 from ..messages import Flags, NeighborExchange
+from ..topology import BaseGraph, Topology
 from .base import OnTopology
 from .pairwise import PairwiseAverager
 from .partners import Partners
@@ -45,14 +46,20 @@ class ADPSGD(OnTopology):
 
     Args:
         topology: symmetric, such as ``Ring``, ``Torus``, ``Hypercube``, ``BipartiteExponential``,
-            ``Star`` or ``Complete``; the edges of all its rounds are used at any time.
+            ``Star`` or ``Complete``, or such a class; None: ``BaseGraph``. The edges of all its
+            rounds are used at any time.
     """
 
     seed: int = 0
 
     @override
+    def default_topology(self, num_ranks: int) -> Topology:
+        return BaseGraph(num_ranks)
+
+    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        return super().validation_error(num_ranks) or Partners(self.topology).validation_error()
+        error_text = super().validation_error(num_ranks)
+        return error_text or Partners(self.bound_topology).validation_error()
 
     @override
     def sharding_error(self) -> str | None:
@@ -72,7 +79,7 @@ class ADPSGD(OnTopology):
         require(device.type == "cpu", rule, str(device), fix)
         timeout = timeout_of(run.group).total_seconds()
         exchange = NeighborExchange(run, has_counts=False)  # every rank trains at its own pace
-        partners = Partners(self.topology, self.seed)
+        partners = Partners(self.bound_topology, self.seed)
         num_flags = 1 + len(partners.active_neighbors(exchange.rank))
         flags = Flags(store_of(run.group), exchange.rank, num_flags)
         return PairwiseAverager(buckets.buffers, exchange, flags, partners, run.barrier, timeout)

@@ -18,7 +18,7 @@ from ...training.consensus import copy_all
 from ..messages import NeighborExchange, exchanges_of
 from ..messages.averages import Pairs
 from ..messages.replicas import Replicas
-from ..topology import Matching
+from ..topology import Matching, RandomMatching, Topology
 from .base import OnTopology, OuterRule, Periodic
 from .periodic import PeriodicAverager
 
@@ -59,8 +59,7 @@ class NoLoCo(Periodic, OnTopology):
     In ``join()`` a rank without batches still exchanges with its partners and takes outer steps.
 
     Args:
-        topology: a ``Matching`` for as many ranks as the process group has; ``RandomMatching`` as
-            in the paper.
+        topology: a ``Matching``, or its class; None: ``RandomMatching``, as in the paper.
         momentum: of the outer steps, in [0, 1).
         pull: in (0, 2 * (1 + momentum)); otherwise a pair that meets repeatedly would diverge. The
             paper's code uses ``outer_lr``.
@@ -69,7 +68,6 @@ class NoLoCo(Periodic, OnTopology):
             many slices of phi is sent in float32, in turn, and pulled.
     """
 
-    topology: Matching
     interval: int = 50
     momentum: float = 0.5
     outer_lr: float = 0.7
@@ -90,8 +88,12 @@ class NoLoCo(Periodic, OnTopology):
         require(0 < self.pull < most, rule, self.pull)
 
     @override
+    def default_topology(self, num_ranks: int) -> Topology:
+        return RandomMatching(num_ranks)
+
+    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        if not isinstance(self.topology, Matching):
+        if not isinstance(self.bound_topology, Matching):
             return (
                 "topology must be a Matching, as RandomMatching, Hypercube and "
                 f"BipartiteExponential are, got {self.topology!r}"
@@ -107,11 +109,13 @@ class NoLoCo(Periodic, OnTopology):
 
     def start_averages(self, run: Run, buckets: FlatBuckets) -> Pairs | Replicas:
         """Return the averages over pairs of a group's ranks, or replicas."""
+        topology = self.bound_topology
+        assert isinstance(topology, Matching)  # by validation_error
         if run.replicas is not None:
-            given = self.topology, self.compressor, self.pull_turns
+            given = topology, self.compressor, self.pull_turns
             return Replicas(exchanges_of(run, buckets), *given)
         options = self.compressor, self.pull_turns, self.num_fragments
-        return Pairs(NeighborExchange(run), self.topology, *options)
+        return Pairs(NeighborExchange(run), topology, *options)
 
 
 class NoLoCoRule(OuterRule):

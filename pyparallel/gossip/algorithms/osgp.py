@@ -71,7 +71,7 @@ class OSGP(OnTopology):
     Memory: two copies of the parameters and one more for each further in-neighbor.
 
     Args:
-        topology: the neighbors of each round, for as many ranks as the process group has.
+        topology: as of SGP.
         delay: number of steps for which messages are in flight, tau of the paper, at least 1.
         biased: leave out the push-sum weight, as the paper's ablation does: gradients are computed
             at x, and ``push_sum_weight`` is 1. Only for comparisons.
@@ -101,7 +101,7 @@ class OSGP(OnTopology):
         rule = "parameters must be float32 or float64 for OSGP, whose push-sum weights differ"
         fix = "SGP(topology, overlap=1) takes 16-bit ones on regular topologies"
         require(not low, rule, ", ".join(sorted(map(str, low))), fix)
-        given = module, buckets, run, self.topology, self.delay
+        given = module, buckets, run, self.bound_topology, self.delay
         return DelayedPushSum.start(
             self._make_buffer, *given, keeps_values=not decays_only(optimizer)
         )
