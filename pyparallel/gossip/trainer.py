@@ -1,7 +1,7 @@
 """``GossipDataParallel``: the trainer that runs a gossip algorithm in the user's training loop."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
