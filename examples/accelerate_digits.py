@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyparallel import SGP, topology
+from pyparallel import SGP
 from pyparallel.integrations.accelerate import prepare_gossip  # needs accelerate 1.0
 
 accelerator = Accelerator(cpu=True)
@@ -20,8 +20,7 @@ labels = torch.tensor(digits.target)
 loader = DataLoader(TensorDataset(images[:1536], labels[:1536]), batch_size=32, shuffle=True)
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-algorithm = SGP(topology.OnePeerExponential(accelerator.num_processes), overlap=1)
-model, optimizer = prepare_gossip(accelerator, model, optimizer, algorithm)  # was prepare
+model, optimizer = prepare_gossip(accelerator, model, optimizer, SGP(overlap=1))  # was prepare
 loader = accelerator.prepare(loader)
 
 

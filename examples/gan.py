@@ -16,14 +16,14 @@ from tqdm import tqdm
 
 from data import load_digits, share
 from digits_gan import NOISE, critic_net, draw_gan, frechet_distance, generate, generator_net
-from pyparallel import GossipDataParallel, gossip, topology
+from pyparallel import GossipDataParallel, gossip
 from ranks import following, join_ranks, log_metrics, make_parser
 from show import print_next, print_table, save_model
 
 ALGORITHMS = {
-    "sgp": gossip.SGP,
-    "osgp": gossip.OSGP,  # sends during the next batch
-    "localsgd": lambda graph: gossip.LocalSGD(interval=8),  # of all ranks: no topology
+    "sgp": gossip.SGP(),
+    "osgp": gossip.OSGP(),  # sends during the next batch
+    "localsgd": gossip.LocalSGD(interval=8),
 }
 
 
@@ -91,7 +91,7 @@ def main():
     images, _, test, _ = (tensor.to(device) for tensor in load_digits())
     noise = torch.randn(len(test), NOISE, device=device)
     [own_images] = share(images)
-    algorithm = ALGORITHMS[options.algorithm](topology.OnePeerExponential(dist.get_world_size()))
+    algorithm = ALGORITHMS[options.algorithm]
 
     untrained = frechet_distance(generate(generator_net().to(device), noise), test)
     exact, *exact_run, _ = train("all-reduce", gossip.AllReduce(), options, own_images, noise, test)

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyparallel import SGP, topology
+from pyparallel import SGP
 from pyparallel.integrations.lightning import GossipStrategy  # needs lightning 2.4
 
 
@@ -48,7 +48,7 @@ options |= {"enable_progress_bar": False, "enable_model_summary": False}
 trainer = lightning.Trainer(
     max_epochs=2,
     logger=CSVLogger("runs/lightning"),
-    strategy=GossipStrategy(lambda n: SGP(topology.OnePeerExponential(n), overlap=1)),  # was "ddp"
+    strategy=GossipStrategy(SGP(overlap=1)),  # was "ddp"
     **options,
 )
 before = trainer.validate(autoencoder, test, verbose=False)[0]["loss"]
@@ -59,7 +59,7 @@ path = trainer.checkpoint_callback.best_model_path  # .../epoch=1-step=48.ckpt
 trainer = lightning.Trainer(
     max_epochs=8,
     logger=CSVLogger("runs/lightning"),
-    strategy=GossipStrategy(lambda n: SGP(topology.OnePeerExponential(n), overlap=1)),
+    strategy=GossipStrategy(SGP(overlap=1)),
     **options,
 )
 trainer.fit(autoencoder, train, test, ckpt_path=path)

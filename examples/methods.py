@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from pyparallel import SGP, GossipDataParallel, PipelineTrainer, topology
+from pyparallel import SGP, GossipDataParallel, PipelineTrainer
 from pyparallel.compression import ErrorFeedback, PowerSGD, compress_ddp
 from pyparallel.gossip import DiLoCo, GossipState
 from pyparallel.pipeline import PipeOptim, split_model
@@ -114,7 +114,7 @@ class Gossip(DataParallel):
     """Each rank averages its weights with one other rank, while the next step computes."""
 
     def algorithm(self, recipe: Recipe) -> Any:
-        return SGP(topology.OnePeerExponential(dist.get_world_size()), overlap=1)
+        return SGP(overlap=1)
 
     def wrap(self, model: nn.Module, recipe: Recipe) -> nn.Module:
         wrapped = GossipDataParallel(model, self.optimizer, self.algorithm(recipe))
@@ -187,8 +187,7 @@ def build_mesh(model: nn.Module, recipe: Recipe) -> Pipeline:
         sys.exit(f"the ranks must be a multiple of {recipe.replicas} replicas, got {size}")
     shape = recipe.replicas, size // recipe.replicas
     mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "stage"))
-    graph = topology.OnePeerExponential(recipe.replicas)
-    return Pipeline(model, recipe, mesh, SGP(graph, overlap=recipe.microbatches))  # a round a step
+    return Pipeline(model, recipe, mesh, SGP(overlap=recipe.microbatches))  # a round a step
 
 
 METHODS: dict[str, Callable[[nn.Module, Recipe], Any]] = {

@@ -6,7 +6,7 @@ torchrun --standalone --nproc-per-node 2 examples/transformers_counting.py
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
-from pyparallel import SGP, topology
+from pyparallel import SGP
 from pyparallel.integrations.transformers import GossipTrainer  # needs transformers 5.6
 
 torch.manual_seed(0)
@@ -33,7 +33,7 @@ def make_trainer(epochs):
         args=TrainingArguments(num_train_epochs=epochs, **arguments),
         train_dataset=data[:1024],
         eval_dataset=data[1024:],
-        algorithm_fn=lambda n: SGP(topology.OnePeerExponential(n), overlap=1),  # new
+        algorithm=SGP(overlap=1),  # new
     )
 
 

@@ -170,18 +170,11 @@ FAULTS = [
     ),
     # Gossip
     Fault(
-        "of two rounds that nobody has merged the first comes back with the message of the second",
-        "pyparallel/gossip/membership/rounds.py",
-        "messages = [list(self._before), last]",
-        "messages = [last, last]",
-        "tests/gossip/membership/test_members.py",
-    ),
-    Fault(
-        "an average stays on one rank of a pair whose reply was not applied",
-        "pyparallel/gossip/membership/pair_members.py",
-        "buffer.sub_(difference, alpha=0.5)",
-        "buffer.sub_(difference, alpha=0)",
-        "tests/gossip/membership/test_pair_members.py",
+        "what nobody has merged does not come back to the member that sent it",
+        "pyparallel/gossip/membership/ledger.py",
+        "returned[member] += mass",
+        "returned[member] += 0",
+        "tests/gossip/membership/test_ledger.py",
     ),
     Fault(
         "an outer step that is taken again sends what error feedback held after the first attempt",

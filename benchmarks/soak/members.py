@@ -44,8 +44,8 @@ from benchmarks.harness.rows import RESULTS, Row, RunRows
 from benchmarks.soak.member_logs import summarize
 from benchmarks.soak.table import by_case
 from pyparallel import GossipDataParallel
-from pyparallel.gossip import ADPSGD, OSGP, SGP, Change, DiLoCo, Lighthouse, NoLoCo
-from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching
+from pyparallel.gossip import SGP, Change, DiLoCo, Lighthouse, NoLoCo
+from pyparallel.gossip.topology import OnePeerExponential
 
 FIELDS = [
     "algorithm", "processes", "case", "seed", "step_ms", "deadline_s", "faults", "changes", "hangs",
@@ -78,12 +78,10 @@ CASES = {
     "one a step": Case(60, 1, 2.0, 20.0, ["kill"]),
 }
 ALGORITHMS: dict[str, Any] = {
-    "SGP": lambda num_ranks: SGP(OnePeerExponential(num_ranks)),
-    "OSGP": lambda num_ranks: OSGP(OnePeerExponential(num_ranks)),
-    "ADPSGD": lambda num_ranks: ADPSGD(Complete(num_ranks)),
+    "SGP": SGP(OnePeerExponential),
     "DiLoCo": DiLoCo(interval=10),
-    "NoLoCo": lambda num_ranks: NoLoCo(RandomMatching(num_ranks), interval=10),
-    FIXED: lambda num_ranks: SGP(OnePeerExponential(num_ranks)),
+    "NoLoCo": NoLoCo(interval=10),
+    FIXED: SGP(OnePeerExponential),
     TORCHFT: None,
 }
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -217,7 +215,7 @@ def with_all_ranks(
     """Train without membership, which only a calm run survives."""
     dist.init_process_group("gloo", f"file://{folder}/ranks", rank=int(name[1:]), world_size=start)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    trainer = GossipDataParallel(module, optimizer, ALGORITHMS[FIXED](start))
+    trainer = GossipDataParallel(module, optimizer, ALGORITHMS[FIXED])
     columns = {"weight": float(trainer.push_sum_weight), "epoch": 0}
     return Training(trainer, optimizer, lambda: lambda: True, columns, dist.destroy_process_group)
 

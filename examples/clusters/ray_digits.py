@@ -14,7 +14,7 @@ from ray.train.torch import TorchTrainer
 from sklearn.datasets import load_digits
 from torch import nn
 
-from pyparallel import SGP, GossipDataParallel, topology
+from pyparallel import SGP, GossipDataParallel
 from pyparallel.gossip import Lighthouse
 from pyparallel.integrations.metrics_log import MetricsLog
 from pyparallel.integrations.ray import ElasticConfig
@@ -25,9 +25,7 @@ def train(config):
     images = images.float() / 16
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model = GossipDataParallel(
-        model, optimizer, lambda n: SGP(topology.OnePeerExponential(n)), membership=Lighthouse()
-    )
+    model = GossipDataParallel(model, optimizer, SGP(), membership=Lighthouse())
     with MetricsLog(config["out"], f"rank-{get_context().get_world_rank()}") as log:
         for step in range(config["steps"]):
             batch = torch.randint(len(labels), (32,))

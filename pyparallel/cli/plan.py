@@ -22,7 +22,7 @@ from .text_table import aligned
 
 EXAMPLE = "python -m pyparallel plan --stages 8 --microbatches 16 --out timelines.png"
 
-_ALGORITHM = "SGP(OnePeerExponential(), overlap=1)"
+_ALGORITHM = "SGP(overlap=1)"
 _STEPS = 1000  # about as many are simulated
 _CHUNKS = 2  # stages on each rank for interleaved schedules
 _COLUMNS = (

@@ -248,7 +248,7 @@ def advise_algorithms(predictions: Sequence[StepTime], algorithms: Sequence[Step
     found, best = choose(predictions), choose(algorithms)
     if best.step >= (1 - NOISE) * found.step:
         return []
-    of_pairs = "OnePeerExponential(num_ranks), overlap=1" if best.name == "SGP" else ""
+    of_pairs = "overlap=1" if best.name == "SGP" else ""
     return [
         f"Averages of weights are faster still: gossip.{best.name}({of_pairs}) "
         f"{found.step / best.step:.2f} times as fast as that. They change the training more than a "

@@ -32,7 +32,7 @@ from ..training.arguments import require
 from .text_table import aligned
 
 EXAMPLE = (
-    'python -m pyparallel simulate --ranks 64 --algorithm "SGP(OnePeerExponential(), overlap=1)" '
+    'python -m pyparallel simulate --ranks 64 --algorithm "SGP(overlap=1)" '
     "--rate 1000 --compute 0.5 --stragglers lognormal:0.1"
 )
 
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--algorithm",
         action="append",
         help="as in Python, topologies without the number of ranks; may be repeated; AllReduce() "
-        "is always compared (default: SGP(OnePeerExponential(), overlap=1))",
+        "is always compared (default: SGP(overlap=1))",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--parameters", type=float, default=25e6, help="in float32 (default: 25e6)")
@@ -176,7 +176,7 @@ def _named(
     arguments: argparse.Namespace, pipeline: Pipeline | None
 ) -> dict[str, tuple[Algorithm, Pipeline | None]]:
     """Return what to simulate by the names of rows, AllReduce() last, where a pipeline flushes."""
-    texts = arguments.algorithm or ["SGP(OnePeerExponential(), overlap=1)"]
+    texts = arguments.algorithm or ["SGP(overlap=1)"]
     num_ranks = max(1, arguments.ranks // (pipeline.num_stages if pipeline else 1))
     named = {each: (parse_algorithm(each, num_ranks), pipeline) for each in texts}
     if pipeline is None or pipeline.schedule.flushes:

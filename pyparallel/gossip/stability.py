@@ -82,7 +82,7 @@ class _Steps:
         self._sends_first = isinstance(algorithm, OSGP)
         self._delay = algorithm.delay if isinstance(algorithm, OSGP) else algorithm.overlap
         self._merges_first = self._delay > 0 and not self._sends_first
-        self._rounds = _rounds_of(algorithm.topology)
+        self._rounds = _rounds_of(algorithm.bound_topology)
         self._weights = self._periodic_weights()
 
     def is_unstable(self, lr: float) -> bool:

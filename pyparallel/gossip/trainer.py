@@ -1,7 +1,7 @@
 """``GossipDataParallel``: the trainer that runs a gossip algorithm in the user's training loop."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -53,9 +53,9 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             Or a list of several, such as ``[Muon(...), AdamW(...)]``, each parameter in one: a
             training step is then one step of each, in any order and without closures. Its round
             begins before the first one's update and ends after the last one's.
-        algorithm: for example ``SGP(OnePeerExponential(num_ranks))`` or ``AllReduce()``; with
-            ``membership`` a function of the number of members that returns SGP, DPSGD, OSGP, ADPSGD
-            or NoLoCo, or other outer steps of whole models without a delay, as ``DiLoCo(100)``.
+        algorithm: for example ``SGP(overlap=1)``, ``SGP(Ring)`` or ``AllReduce()``; with
+            ``membership`` SGP, DPSGD or NoLoCo, whose topology is a class or left out, or other
+            outer steps of whole models without a delay, such as ``DiLoCo(100)``.
         process_group: the ranks that train together; None means the default group.
         mesh: instead, of a module that ``fully_shard`` has sharded over another dimension of the
             same mesh: the dimension of its replicas, such as ``mesh["replicate"]``. A rank
@@ -84,7 +84,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self,
         module: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
-        algorithm: Algorithm | Callable[[int], Algorithm],
+        algorithm: Algorithm,
         *,
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
@@ -105,7 +105,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         super().__init__()
         is_sharded = isinstance(module, nn.Module) and mesh is not None
         replica = replica_group(module) if is_sharded else None
-        compared, error_text = _collect_config(
+        made, compared, error_text = _collect_config(
             module, optimizer, made, process_group, mesh, bucket_cap_mb, nonfinite
         )
         self.config_fields = [each for each in compared if each[0] != TRANSPORT]
@@ -211,10 +211,9 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     def leave(self) -> None:
         """Send this rank's share of the model to its receivers, and close.
 
-        With ADPSGD one member goes on from the average with its own. With outer steps nothing is
-        sent: what was learned since the last one is lost. The others must still step, and go on;
-        the last member just closes. The module stays as it is. A RuntimeError without
-        ``membership``.
+        With outer steps nothing is sent: what was learned since the last one is lost. The others
+        must still step, and go on; the last member just closes. The module stays as it is. A
+        RuntimeError without ``membership``.
         """
         self._elastic.leave()
         self.close()
@@ -441,7 +440,6 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         for tensor in [*self._buckets.buffers, *shards, *self.module.buffers()]:
             collectives.broadcast_(tensor, 0)
 
-
     def _before_step(self, optimizer: Optimizer, has_gradients: bool) -> None:
         """Receive and merge, unless a fused optimizer does so in its pass."""
         self._run.check_usable()
@@ -487,12 +485,20 @@ def _collect_config(
     mesh: DeviceMesh | None,
     bucket_cap_mb: float | None,
     nonfinite: object,
-) -> tuple[list[tuple[str, str]], str | TypeError | None]:
-    """Return the config fields that ranks must share and this rank's error; never raises."""
+) -> tuple[Algorithm, list[tuple[str, str]], str | TypeError | None]:
+    """Return the bound algorithm, the config fields that ranks must share and this rank's error.
+
+    It never raises.
+    """
     try:
         type_error = find_error(lambda: validation.check_types(module, optimizer, bucket_cap_mb))
         if type_error := type_error or find_algorithm_error(algorithm):
-            return [], type_error
+            return algorithm, [], type_error
+        num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        try:
+            algorithm = algorithm.bind(num_ranks)
+        except ValueError as error:
+            return algorithm, [], str(error)
         cap = validation.resolve_bucket_cap_mb(module, bucket_cap_mb)
         optimizers = validation.as_optimizers(optimizer)
         config_fields = [
@@ -502,7 +508,6 @@ def _collect_config(
             *validation.describe(module),
             *validation.describe_groups(module, optimizers),
         ]
-        num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
         error_text = (
             find_shard_error(module, mesh)
             or (algorithm.sharding_error() if mesh is not None else None)
@@ -514,8 +519,8 @@ def _collect_config(
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"
         error_text = find_policy_error(nonfinite) or error_text
     except Exception as error:
-        return [], f"{type(error).__name__}: {error}"
-    return config_fields, error_text
+        return algorithm, [], f"{type(error).__name__}: {error}"
+    return algorithm, config_fields, error_text
 
 
 def _describe_optimizers(optimizer: object) -> str:

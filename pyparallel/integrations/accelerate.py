@@ -58,7 +58,7 @@ def prepare_gossip(
         accelerator: of at least two processes; its mixed precision and accumulation apply.
         model: as of ``GossipDataParallel``, not prepared.
         optimizer: over the model's parameters, not prepared.
-        algorithm: such as ``SGP(OnePeerExponential(accelerator.num_processes))``.
+        algorithm: as of ``GossipDataParallel``, such as ``SGP(overlap=1)``.
 
     Return the trainer around the model, and the prepared optimizer. One process alone, and an
     accelerator that shards models, are a ValueError, a prepared optimizer a TypeError; others are

@@ -2,7 +2,6 @@
 
 import copy
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from typing_extensions import override
 
 from ..compression import Compressor, GradientCompression
 from ..gossip import Algorithm, GossipDataParallel, GossipState
-from ..training.arguments import check_callable, require
+from ..training.arguments import require
 from .accelerate import CompressedDDPKwargs, show_module
 from .rank_files import load_rank_file, rank_file
 from .versions import require_version
@@ -26,7 +25,7 @@ __all__ = ["CompressedTrainer", "GossipTrainer"]
 
 
 class GossipTrainer(Trainer):
-    """Train by gossip: ``GossipTrainer(model, args, ..., algorithm_fn=lambda n: SGP(Ring(n)))``.
+    """Train by gossip: ``GossipTrainer(model, args, ..., algorithm=SGP(overlap=1))``.
 
     With a trainer of your own: ``class Mine(GossipTrainer, SFTTrainer)``. What is evaluated and
     saved, and the model after ``train``, is the exact average of all ranks; ``evaluate`` and
@@ -35,8 +34,7 @@ class GossipTrainer(Trainer):
     the first rank's ``metrics()``.
 
     Args:
-        algorithm_fn: called with the number of ranks, returns the algorithm.
-        gossip_options: arguments of ``GossipDataParallel``.
+        algorithm, gossip_options: arguments of ``GossipDataParallel``.
 
     One rank alone, FSDP or DeepSpeed, and a checkpoint of another number of ranks are a ValueError.
     """
@@ -44,15 +42,13 @@ class GossipTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
-        algorithm_fn: Callable[[int], Algorithm],
+        algorithm: Algorithm,
         gossip_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        rule = "a function of the number of ranks, such as lambda n: SGP(Ring(n))"
-        check_callable("algorithm_fn", algorithm_fn, rule)
         super().__init__(*args, **kwargs)
         check_ranks(self)
-        self._algorithm_fn, self._options = algorithm_fn, gossip_options or {}
+        self._algorithm, self._options = algorithm, gossip_options or {}
 
     @property
     def gossip(self) -> GossipDataParallel:
@@ -68,8 +64,8 @@ class GossipTrainer(Trainer):
         if not training or isinstance(model, GossipDataParallel):
             return model
         module = self.accelerator.prepare_model(model, evaluation_mode=True)  # without DDP
-        algorithm = self._algorithm_fn(self.args.world_size)
-        gossip = GossipDataParallel(module, cast(Any, self.optimizer), algorithm, **self._options)
+        optimizer = cast(Any, self.optimizer)
+        gossip = GossipDataParallel(module, optimizer, self._algorithm, **self._options)
         show_module(self.accelerator, gossip)  # of which compute_loss asks the class
         return gossip
 

@@ -37,8 +37,9 @@ def check_mesh(mesh: Any, algorithm: Any, process_group: object) -> None:
     require(mesh.size() == count, f"mesh must have all {count} ranks", mesh.size())
     rule = "process_group must be None with mesh, whose group it is"
     require(process_group is None, rule, process_group)
-    if not has_methods(algorithm, "start", "config_fields", "validation_error"):
-        raise wrong_type("replicas", "an object such as AllReduce() or SGP(Ring(4))", algorithm)
+    if not has_methods(algorithm, "bind", "start", "config_fields", "validation_error"):
+        raise wrong_type("replicas", "an object such as AllReduce() or SGP()", algorithm)
+    algorithm.bind(mesh.size(names.index(REPLICATE)))
 
 
 def find_replicas_error(algorithm: Any, schedule: Schedule, num_replicas: int) -> str | None:
@@ -55,7 +56,7 @@ def find_replicas_error(algorithm: Any, schedule: Schedule, num_replicas: int) -
         rule = "replicas must average without losses, which one stage knows"
         return f"{rule}, got {algorithm!r}: take SGP or DiLoCo"
     if (error := algorithm.validation_error(num_replicas)) is not None:
-        return f"replicas must be for the mesh's {num_replicas}: {error.partition('; ')[0]}"
+        return f"replicas must be for the mesh's {num_replicas}: {error}"
     return None
 
 

@@ -71,10 +71,9 @@ class PipelineTrainer(Trainer):
             "stage"))``: as many whole pipelines, each with its own batches, whose stages are
             averaged with the same stage of the others.
         replicas: with a mesh, how: ``AllReduce()`` of gradients, with schedules that flush, which
-            equals one pipeline with the joined batches of equal size; or a gossip algorithm for as
-            many ranks as there are replicas, such as ``SGP(Ring(2), overlap=1)`` or ``DiLoCo(50)``,
-            of which a stage takes a step with each of its updates: what is merged is a part of the
-            update, before weights are predicted.
+            equals one pipeline with the joined batches of equal size; or a gossip algorithm such as
+            ``SGP(overlap=1)`` or ``DiLoCo(50)``, of which a stage takes a step with each of its
+            updates: what is merged is a part of the update, before weights are predicted.
         split: the indices into ``layers`` at which stages 1 and following begin. None: balanced by
             the times of the first microbatch.
         num_stages: a multiple of the ranks; None: that of ``split``, or else one for each rank.
@@ -139,6 +138,8 @@ class PipelineTrainer(Trainer):
         found = find_error(lambda: check_mesh(mesh, replicas, process_group))
         if found is not None or mesh is not None:
             agree(Run(), [], found)
+        num_replicas = 1 if mesh is None else mesh[REPLICATE].size()
+        replicas = None if mesh is None else replicas.bind(num_replicas)
         process_group = process_group if mesh is None else mesh.get_group(STAGE)
         of_ranks = Run(process_group)
         if num_stages is None:
@@ -157,7 +158,7 @@ class PipelineTrainer(Trainer):
             gradient_accumulation_steps=gradient_accumulation_steps, correction=correction,
             compressors=compressors, nonfinite=nonfinite, loss_weight_fn=loss_weight_fn,
             measure_gradient_norms=measure_gradient_norms, replicas=replicas,
-            num_replicas=1 if mesh is None else mesh[REPLICATE].size(),
+            num_replicas=num_replicas,
             replica=None if mesh is None else mesh.get_local_rank(REPLICATE),
         )  # fmt: skip
         compared = of_ranks if mesh is None else Run()

@@ -14,13 +14,10 @@ import torch
 from torch import nn
 from pyparallel import SGP, GossipDataParallel
 from pyparallel.gossip import Lighthouse
-from pyparallel.gossip.topology import OnePeerExponential
 
 module = nn.Linear(4, 4)
 optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-trainer = GossipDataParallel(
-    module, optimizer, lambda n: SGP(OnePeerExponential(n)), membership=Lighthouse()
-)
+trainer = GossipDataParallel(module, optimizer, SGP(), membership=Lighthouse())
 restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
 while not os.path.exists("stop"):
     optimizer.zero_grad()

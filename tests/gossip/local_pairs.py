@@ -92,7 +92,7 @@ class LocalExchange(NeighborExchange):
 class World:
     """All ranks, each with z of several flat buffers, and their averagers."""
 
-    def __init__(self, topology, values, seed=0, keeps_replies=False):
+    def __init__(self, topology, values, seed=0):
         self.num_ranks = topology.num_ranks
         self.channels = defaultdict(Channel)
         self.timeout = 0  # ranks step in turn: what is not there now will never be sent
@@ -107,7 +107,6 @@ class World:
                 partners,
                 self._wait_for_all,
                 timeout=1e9,
-                keeps_replies=keeps_replies,
             )
             for rank in range(self.num_ranks)
         ]
@@ -119,15 +118,6 @@ class World:
             for buffer in self.buffers[rank]:
                 buffer.add_(update(buffer))
         self.averagers[rank].after_step()
-
-    def without_unapplied(self):
-        """Return z of each rank without what it has added for a rank that has not applied it."""
-        values = self.values()
-        for rank, averager in enumerate(self.averagers):
-            for active, reply in averager.unacknowledged.items():
-                if self.averagers[active].unapplied == reply.request_index:
-                    values[rank] -= torch.cat(reply.difference) / 2
-        return values
 
     def flush(self):
         """Flush all ranks together."""

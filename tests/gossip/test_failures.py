@@ -99,7 +99,7 @@ OPPOSITE = SGP(Broken((2,), (0,), (1,))), SGP(Broken((1,), (2,), (0,)))
 MISTAKES = {
     "topology for others": (
         linear, own, SGP(Ring(4)),
-        r"topology must be for the process group's 2 ranks, got Ring\(4\); pass dist.get_world_s",
+        r"topology must be for the process group's 2 ranks, got Ring\(4\); leave it out for ",
     ),
     "topology for others on one rank": (
         linear, own, (RING, SGP(Ring(4))),
@@ -192,7 +192,7 @@ MISTAKES = {
     ),
     "an algorithm's class": (
         linear, own, SGP,
-        r"ranks 0-1: algorithm must be an object such as SGP\(topology.Ring\(4\)\)"
+        r"ranks 0-1: algorithm must be an object such as SGP\(\)"
         r", got the class SGP; create an object, SGP\(...\)$",
     ),
     "an algorithm's class on rank 1": (
@@ -204,7 +204,7 @@ MISTAKES = {
     ),
     "a topology's class": (
         linear, own, Ring,
-        r"got the class Ring; give it to an algorithm, SGP\(Ring\(num_ranks\)\)$",
+        r"got the class Ring; give it to an algorithm, SGP\(Ring\)$",
     ),
     "a string": (linear, own, "sgp", "algorithm must be .*, got 'sgp'$"),
     "a list of modules": (

@@ -61,7 +61,7 @@ def trainer_of(strategy, **options):
 
 def check_evaluation(rank, folder):
     """Validate, test and predict without ``fit``, and after it; both have names."""
-    for name in ("pyparallel_gossip", "pyparallel_compressed_ddp"):
+    for name in ("gossip", "compressed_ddp"):
         module, trainer = Evaluated(), trainer_of(name, max_epochs=1)
         for after_fit in (False, True):
             if after_fit:
@@ -78,12 +78,12 @@ def check_evaluation(rank, folder):
         weights = [None] * 2
         dist.all_gather_object(weights, [p.tolist() for p in module.parameters()])
         assert weights[0] == weights[1]
-        assert trainer.strategy.metrics() == {} or name == "pyparallel_compressed_ddp"
+        assert trainer.strategy.metrics() == {} or name == "compressed_ddp"
 
 
 def check_sanity_and_exceptions(rank, folder):
     def strategy():
-        return GossipStrategy(lambda n: SGP(topology.Ring(n), overlap=1))
+        return GossipStrategy(SGP(topology.Ring, overlap=1))
 
     plain = fit(folder, strategy(), 2)[1]
     module = Evaluated(fails=True)
@@ -107,7 +107,7 @@ def check_precision(rank, folder):
             return super().training_step(batch, batch_idx)
 
     def run(epochs, **options):
-        strategy = GossipStrategy(lambda n: SGP(topology.Ring(n)))
+        strategy = GossipStrategy(SGP(topology.Ring))
         module = InBFloat16()
         return fit(folder, strategy, epochs, module, precision="bf16-true", **options)
 

@@ -51,7 +51,7 @@ class Losses(transformers.TrainerCallback):
 
 def make_trainer(kind, folder, epochs, model=None, **options):
     forget_accelerate()
-    own = {key: options.pop(key) for key in ("algorithm_fn", "compressor") if key in options}
+    own = {key: options.pop(key) for key in ("algorithm", "compressor") if key in options}
     arguments = transformers.TrainingArguments(
         output_dir=folder,
         num_train_epochs=epochs,
@@ -128,14 +128,11 @@ def losses_of(callback):
     return [each["loss"] for each in callback.logs if "loss" in each]
 
 
-def overlapped(num_ranks):
-    return SGP(topology.Ring(num_ranks), overlap=1)
-
-
-PLAIN = [(overlapped, {}, {})]
+OVERLAPPED = SGP(topology.Ring, overlap=1)
+PLAIN = [(OVERLAPPED, {}, {})]
 OPTIONS = [
-    (lambda n: AllReduce(), {"gradient_accumulation_steps": 2}, {"accumulated": 2}),
-    (overlapped, {"bf16": True}, {"dtype": torch.bfloat16}),
+    (AllReduce(), {"gradient_accumulation_steps": 2}, {"accumulated": 2}),
+    (OVERLAPPED, {"bf16": True}, {"dtype": torch.bfloat16}),
 ]
 
 
@@ -144,16 +141,16 @@ def check_options(rank, folder):
 
 
 def check_gossip(rank, folder, cases=PLAIN):
-    for algorithm_fn, options, arguments in cases:
+    for algorithm, options, arguments in cases:
 
-        def wrap(module, optimizer, algorithm_fn=algorithm_fn):
-            return GossipDataParallel(module, optimizer, algorithm_fn(2))
+        def wrap(module, optimizer, algorithm=algorithm):
+            return GossipDataParallel(module, optimizer, algorithm)
 
         expected, _, reference = by_hand(rank, wrap, 2, **arguments)
         with reference.consensus():
             weights = copy.deepcopy(reference.state_dict())
         trainer, callback = make_trainer(
-            GossipTrainer, folder, 2, algorithm_fn=algorithm_fn, save_strategy="no", **options
+            GossipTrainer, folder, 2, algorithm=algorithm, save_strategy="no", **options
         )
         trainer.train()
         tolerance = 1e-2 if "dtype" in arguments else 1e-5  # bfloat16 rounds what sums differ in
@@ -166,12 +163,12 @@ def check_gossip(rank, folder, cases=PLAIN):
 
 
 def check_gossip_resumes(rank, folder):
-    whole, callback = make_trainer(GossipTrainer, folder, 2, algorithm_fn=overlapped)
+    whole, callback = make_trainer(GossipTrainer, folder, 2, algorithm=OVERLAPPED)
     whole.train()
     path = f"{folder}/checkpoint-{NUM_BATCHES}"
     evaluated = [each["eval_loss"] for each in callback.logs if "eval_loss" in each]
     for resume in (path, f"{folder}/checkpoint-{2 * NUM_BATCHES}"):
-        trainer, again = make_trainer(GossipTrainer, folder, 2, algorithm_fn=overlapped)
+        trainer, again = make_trainer(GossipTrainer, folder, 2, algorithm=OVERLAPPED)
         trainer.train(resume_from_checkpoint=resume)
         if resume == path:
             assert losses_of(again) == losses_of(callback)[NUM_BATCHES:]
@@ -188,14 +185,14 @@ def check_gossip_resumes(rank, folder):
         shutil.rmtree(f"{path}/gossip")
     dist.barrier()
     with pytest.raises(ValueError, match="ranks 0-1"):
-        make_trainer(GossipTrainer, folder, 2, algorithm_fn=overlapped)[0].train(
+        make_trainer(GossipTrainer, folder, 2, algorithm=OVERLAPPED)[0].train(
             resume_from_checkpoint=path
         )
 
 
 def check_best(rank, folder):
     options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-    trainer, _ = make_trainer(GossipTrainer, folder, 2, algorithm_fn=overlapped, **options)
+    trainer, _ = make_trainer(GossipTrainer, folder, 2, algorithm=OVERLAPPED, **options)
     trainer.train()
     saved = transformers.GPT2LMHeadModel.from_pretrained(trainer.state.best_model_checkpoint)
     for found, expected in zip(trainer.model.parameters(), saved.parameters(), strict=True):
@@ -221,9 +218,9 @@ class Adapted(nn.Module):
         return outputs
 
 
-def smoothed(model, folder, algorithm_fn=None, **options):
+def smoothed(model, folder, algorithm=None, **options):
     """Return the trainer that has trained a model with label smoothing: DDP's without algorithm."""
-    own = {} if algorithm_fn is None else {"algorithm_fn": algorithm_fn}
+    own = {} if algorithm is None else {"algorithm": algorithm}
     kind = GossipTrainer if own else transformers.Trainer
     trainer, _ = make_trainer(
         kind, folder, 1, model=model, label_smoothing_factor=0.1, max_grad_norm=0, **own, **options
@@ -240,9 +237,9 @@ def check_smoothing(rank, folder):
     with is_adapted:
         for make in (make_model, lambda: Adapted(make_model(tie_word_embeddings=False))):
             expected = smoothed(make(), folder, save_strategy="no").model.state_dict()
-            trainer = smoothed(make(), folder, lambda n: AllReduce(), save_strategy="no")
+            trainer = smoothed(make(), folder, AllReduce(), save_strategy="no")
             assert_close(trainer.model.state_dict(), expected)
-        trainer = smoothed(make(), folder, overlapped)
+        trainer = smoothed(make(), folder, OVERLAPPED)
     saved = load("safetensors.torch").load_file(
         f"{folder}/checkpoint-{NUM_BATCHES}/model.safetensors"
     )
@@ -261,7 +258,7 @@ def check_peft(rank, folder):
         return peft.get_peft_model(make_model(), peft.LoraConfig(target_modules=["c_attn"]))
 
     expected = smoothed(make(), folder, save_strategy="no").model.state_dict()
-    trainer = smoothed(make(), folder, lambda n: AllReduce())
+    trainer = smoothed(make(), folder, AllReduce())
     assert_close(trainer.model.state_dict(), expected)
     saved = peft.PeftModel.from_pretrained(make_model(), f"{folder}/checkpoint-{NUM_BATCHES}")
     assert_close(saved.state_dict(), expected)
@@ -289,8 +286,6 @@ def check_compressed(rank, folder):
 
 
 def check_refusals(rank, folder):
-    with pytest.raises(TypeError, match=r"algorithm_fn must be a function .* got SGP"):
-        make_trainer(GossipTrainer, folder, 1, algorithm_fn=SGP(topology.Ring(2)))
     trainer = make_trainer(CompressedTrainer, folder, 1)[0]
     trainer.args.fsdp = "full_shard"
     with pytest.raises(ValueError, match="a whole model on each rank, got args with fsdp"):
@@ -300,9 +295,9 @@ def check_refusals(rank, folder):
         pass
 
     with pytest.raises(TypeError, match="Both must be a GossipTrainer or a CompressedTrainer"):
-        make_trainer(Both, folder, 1, algorithm_fn=overlapped)
+        make_trainer(Both, folder, 1, algorithm=OVERLAPPED)
     with pytest.raises(ValueError, match=r"algorithm must be an object .* got Ring\(2\)"):
-        make_trainer(GossipTrainer, folder, 1, algorithm_fn=topology.Ring)[0].train()
+        make_trainer(GossipTrainer, folder, 1, algorithm=topology.Ring(2))[0].train()
     with pytest.raises(ValueError, match=r"compressor must be an object .* got Ring\(2\)"):
         make_trainer(CompressedTrainer, folder, 1, compressor=topology.Ring(2))[0].train()
 
@@ -319,7 +314,7 @@ def test_an_adapter_of_peft_is_trained_and_saved(ranks, tmp_path):
 
 
 def check_alone(rank, folder):
-    for kind, own in ((GossipTrainer, {"algorithm_fn": overlapped}), (CompressedTrainer, {})):
+    for kind, own in ((GossipTrainer, {"algorithm": OVERLAPPED}), (CompressedTrainer, {})):
         with pytest.raises(ValueError, match=f"{kind.__name__} must have at least 2 ranks, got 1"):
             make_trainer(kind, folder, 1, **own)
 

@@ -63,7 +63,7 @@ STREAMING = [
     PipeDream2BW(),
     PipeDream2BW(prediction=Displacement()),
 ]
-ALGORITHMS = [SGP(Complete(2)), SGP(Ring(2), overlap=1), DiLoCo(3)]
+ALGORITHMS = [SGP(Complete(2)), SGP(overlap=1), DiLoCo(3)]
 OURS = {
     "momentum": OPTIMIZERS["momentum"],
     "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=0.01),
@@ -674,7 +674,7 @@ MISTAKES = [  # schedule, mesh, replicas, group, perhaps split of a rank; the se
     (lambda rank: (GPipe(), MESH((2, 2)), AllReduce(), dist.group.WORLD),
      "process_group must be None with mesh, whose group it is, got "),
     (lambda rank: (GPipe(), MESH((2, 2)), AllReduce, None),
-     "replicas must be an object such as AllReduce() or SGP(Ring(4)), got the class AllReduce"),
+     "replicas must be an object such as AllReduce() or SGP(), got the class AllReduce"),
     (lambda rank: (GPipe(), "2 x 2", AllReduce(), None),
      'mesh must be a DeviceMesh with the dimensions "replicate" and "stage", got \'2 x 2\''),
     (lambda rank: (PipeOptim(), MESH((2, 2)), AllReduce(), None),
@@ -684,7 +684,7 @@ MISTAKES = [  # schedule, mesh, replicas, group, perhaps split of a rank; the se
      "replicas must average without losses, which one stage knows, got LeaderSGD("),
     (lambda rank: (GPipe(), MESH((2, 2)), SGP(Ring(4)), None),
      "replicas must be for the mesh's 2: topology must be for the process group's 2 ranks, got "
-     "Ring(4)"),
+     "Ring(4); leave it out for OnePeerExponential(2, peers=1)"),
     (lambda rank: (GPipe(), MESH((2, 2)), SGP(Ring(2), overlap=rank // 2), None),
      "all ranks must have the same replicas: algorithm, got SGP(topology=Ring(2), overlap=0, "
      "compressor=None) on rank 0 and SGP(topology=Ring(2), overlap=1, compressor=None) on rank 2"),

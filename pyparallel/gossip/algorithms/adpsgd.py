@@ -1,6 +1,5 @@
 """Asynchronous decentralized parallel SGD: pairwise averaging that does not block training."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from ...comm import Run, store_of, timeout_of
 from ...training import FlatBuckets
 from ...training.arguments import require
 from ..messages import Flags, NeighborExchange
+from ..topology import BaseGraph, Topology
 from .base import OnTopology
 from .pairwise import PairwiseAverager
 from .partners import Partners
@@ -39,22 +39,27 @@ class ADPSGD(OnTopology):
 
     ``flush()``, ``consensus()`` and ``consensus_distance()`` must be called by all ranks together
     and wait for the slowest. In ``join()`` only ranks without batches wait. A rank must not exit
-    while others still train: end with one of these calls, or with ``leave()`` if members come and
-    go.
+    while others still train: end with one of these calls.
 
     Parameters must be on the CPU, with gloo: a pending receive on NCCL would block the
     communicator's stream until the sender arrives.
 
     Args:
         topology: symmetric, such as ``Ring``, ``Torus``, ``Hypercube``, ``BipartiteExponential``,
-            ``Star`` or ``Complete``; the edges of all its rounds are used at any time.
+            ``Star`` or ``Complete``, or such a class; None: ``BaseGraph``. The edges of all its
+            rounds are used at any time.
     """
 
     seed: int = 0
 
     @override
+    def default_topology(self, num_ranks: int) -> Topology:
+        return BaseGraph(num_ranks)
+
+    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        return super().validation_error(num_ranks) or Partners(self.topology).validation_error()
+        error_text = super().validation_error(num_ranks)
+        return error_text or Partners(self.bound_topology).validation_error()
 
     @override
     def sharding_error(self) -> str | None:
@@ -72,29 +77,9 @@ class ADPSGD(OnTopology):
         rule = "parameters must be on the CPU for ADPSGD, which communicates over gloo"
         fix = "SGP with overlap=1 overlaps its messages with compute on any device"
         require(device.type == "cpu", rule, str(device), fix)
-        return self.start_pairs(buckets.buffers, run)
-
-    def start_pairs(
-        self,
-        buffers: Sequence[Tensor],
-        run: Run,
-        *,
-        num_requests: int = 0,
-        keeps_replies: bool = False,
-    ) -> PairwiseAverager:
-        """Return the averager of pairs in the run's group, as of `PairwiseAverager`."""
         timeout = timeout_of(run.group).total_seconds()
         exchange = NeighborExchange(run, has_counts=False)  # every rank trains at its own pace
-        partners = Partners(self.topology, self.seed)
+        partners = Partners(self.bound_topology, self.seed)
         num_flags = 1 + len(partners.active_neighbors(exchange.rank))
         flags = Flags(store_of(run.group), exchange.rank, num_flags)
-        return PairwiseAverager(
-            buffers,
-            exchange,
-            flags,
-            partners,
-            run.barrier,
-            timeout,
-            num_requests=num_requests,
-            keeps_replies=keeps_replies,
-        )
+        return PairwiseAverager(buckets.buffers, exchange, flags, partners, run.barrier, timeout)

@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ...compression.compressor import validation_error_at
 from ...training import FlatBuckets, ModelAverager, check_like, has_methods, wrong_type
 from ...training.arguments import check_in, check_integer, require
 from ...training.consensus import copy_all
-from ..topology import Topology
+from ..topology import BaseGraph, OnePeerExponential, Topology
 from ..topology.base import check_topology
 
 TRANSPORT = "transport"  # a config field that is no part of states
@@ -28,11 +28,15 @@ class Algorithm(ABC):
     averages_gradients: ClassVar[bool] = False  # instead of weights, before each update
     needs_losses: ClassVar[bool] = False  # of each step, by record_loss()
 
+    def bind(self, num_ranks: int) -> Self:
+        """Return the algorithm for a number of ranks; a ValueError if it has no such topology."""
+        return self
+
     @abstractmethod
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ModelAverager:
-        """Start the algorithm on this rank; parameters are equal on all ranks.
+        """Start the algorithm, which is bound, on this rank; parameters are equal on all ranks.
 
         ``optimizer`` is the trainer's, or for several an object with their ``param_groups`` and
         ``state``. Its hooks reference the trainer, so keep only a ``weakref.proxy``. ``buckets``
@@ -62,21 +66,57 @@ class Algorithm(ABC):
 
 @dataclass(frozen=True)
 class OnTopology(Algorithm):
-    """An algorithm whose ranks exchange with the neighbors of a topology, for as many ranks."""
+    """An algorithm whose ranks exchange with the neighbors of a topology.
 
-    topology: Topology
+    Args:
+        topology: for as many ranks, or its class; None: ``default_topology``.
+    """
+
+    topology: Topology | type[Topology] | None = None
 
     def __post_init__(self) -> None:
-        check_topology(self.topology)
+        given = self.topology
+        if given is not None and not (isinstance(given, type) and issubclass(given, Topology)):
+            check_topology(given)
+
+    def default_topology(self, num_ranks: int) -> Topology:
+        """Return the topology for a number of ranks where none is given."""
+        is_power_of_two = num_ranks.bit_count() == 1
+        return OnePeerExponential(num_ranks) if is_power_of_two else BaseGraph(num_ranks)
+
+    @property
+    def bound_topology(self) -> Topology:
+        """Return the topology; a ValueError before ``bind``."""
+        if isinstance(self.topology, Topology):
+            return self.topology
+        raise ValueError(f"algorithm must be bound to a number of ranks, got {self!r}; call bind()")
+
+    @override
+    def bind(self, num_ranks: int) -> Self:
+        given = self.topology
+        if isinstance(given, Topology):
+            return self
+        topology = self.default_topology(num_ranks)
+        if given is not None:
+            try:
+                topology = given(num_ranks)
+            except (TypeError, ValueError) as error:
+                rule, reason = f"topology must be a class for {num_ranks} ranks", str(error)
+                got = f"{given.__name__}: {reason.partition('; ')[0]}"
+                raise ValueError(f"{rule}, got {got}; leave it out for {topology!r}") from error
+        return replace(self, topology=topology)
 
     @override
     def config_fields(self) -> list[tuple[str, str]]:
         # Also by its edges: two custom topologies may have the same repr.
-        return [*super().config_fields(), ("topology", self.topology.fingerprint())]
+        return [*super().config_fields(), ("topology", self.bound_topology.fingerprint())]
 
     @override
     def validation_error(self, num_ranks: int) -> str | None:
-        return self.topology.validation_error(num_ranks)
+        error_text = self.bound_topology.validation_error(num_ranks)
+        if self.bound_topology.num_ranks != num_ranks:
+            return f"{error_text}; leave it out for {self.default_topology(num_ranks)!r}"
+        return error_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -208,15 +248,14 @@ class OuterRule:
 
 def find_algorithm_error(algorithm: object, name: str = "algorithm") -> TypeError | None:
     """Return why an argument is not an algorithm, or None."""
-    if has_methods(algorithm, "start", "config_fields", "validation_error"):
+    if has_methods(algorithm, "bind", "start", "config_fields", "validation_error"):
         return None
     fix = ""
     if isinstance(algorithm, Topology):
         fix = f"wrap it, SGP({algorithm!r})"
     elif isinstance(algorithm, type) and issubclass(algorithm, Topology):
-        fix = f"give it to an algorithm, SGP({algorithm.__name__}(num_ranks))"
-    rule = "an object such as SGP(topology.Ring(4))"
-    return wrong_type(name, rule, algorithm, fix)
+        fix = f"give it to an algorithm, SGP({algorithm.__name__})"
+    return wrong_type(name, "an object such as SGP()", algorithm, fix)
 
 
 def check_is_algorithm(algorithm: object, name: str) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
+from ..topology import BaseGraph, Topology
 from .sgp import SGP
 
 
@@ -38,21 +39,27 @@ class DPSGD(SGP):
 
     Args:
         topology: symmetric in every round, such as ``Ring``, ``Torus``, ``Hypercube``,
-            ``BipartiteExponential``, ``RandomMatching``, ``BaseGraph`` or ``Complete``.
+            ``BipartiteExponential``, ``RandomMatching``, ``BaseGraph`` or ``Complete``, or such a
+            class; None: ``BaseGraph``.
         overlap: number of steps for which messages may be in flight, as for SGP; 0 and 1 are the
             two orders above.
     """
+
+    @override
+    def default_topology(self, num_ranks: int) -> Topology:
+        return BaseGraph(num_ranks)
 
     @override
     def validation_error(self, num_ranks: int) -> str | None:
         return super().validation_error(num_ranks) or self._find_asymmetry()
 
     def _find_asymmetry(self) -> str | None:
-        for index in self.topology.rounds:
-            matrix = self.topology.mixing_matrix(index)
+        topology = self.bound_topology
+        for index in topology.rounds:
+            matrix = topology.mixing_matrix(index)
             if not np.array_equal(matrix, matrix.T):
                 return (
                     "topology must be symmetric in every round for DPSGD (SGP takes any), got "
-                    f"{self.topology!r}, where round {index} is not"
+                    f"{topology!r}, where round {index} is not"
                 )
         return None

@@ -1,7 +1,8 @@
 """Hierarchical gossip: all-reduce within a node, gossip between nodes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -57,8 +58,7 @@ class Hierarchical(Algorithm):
     without batches cannot contribute its shard.
 
     Args:
-        inner: a gossip algorithm for as many ranks as there are nodes, such as
-            ``SGP(topology.OnePeerExponential(num_nodes), overlap=1)``.
+        inner: a gossip algorithm between the nodes, such as ``SGP(overlap=1)``.
         ranks_per_node: consecutive ranks form a node; must divide the number of ranks.
     """
 
@@ -71,6 +71,11 @@ class Hierarchical(Algorithm):
         if not isinstance(self.within, AllReduce):
             raise wrong_type("within", "AllReduce()", self.within)
         check_integer("ranks_per_node", self.ranks_per_node, rule="a positive number of ranks")
+
+    @override
+    def bind(self, num_ranks: int) -> Self:
+        num_nodes = max(1, num_ranks // self.ranks_per_node)  # validation_error refuses others
+        return replace(self, inner=self.inner.bind(num_nodes))
 
     @override
     def config_fields(self) -> list[tuple[str, str]]:

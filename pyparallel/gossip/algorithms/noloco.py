@@ -17,7 +17,7 @@ from ...training.arguments import check_in, check_integer, require
 from ...training.consensus import copy_all
 from ..messages import NeighborExchange
 from ..messages.averages import Pairs
-from ..topology import Matching
+from ..topology import Matching, RandomMatching, Topology
 from .base import OnTopology, OuterRule, Periodic
 from .periodic import PeriodicAverager
 
@@ -58,8 +58,7 @@ class NoLoCo(Periodic, OnTopology):
     In ``join()`` a rank without batches still exchanges with its partners and takes outer steps.
 
     Args:
-        topology: a ``Matching`` for as many ranks as the process group has; ``RandomMatching`` as
-            in the paper.
+        topology: a ``Matching``, or its class; None: ``RandomMatching``, as in the paper.
         momentum: of the outer steps, in [0, 1).
         pull: in (0, 2 * (1 + momentum)); otherwise a pair that meets repeatedly would diverge. The
             paper's code uses ``outer_lr``.
@@ -68,7 +67,6 @@ class NoLoCo(Periodic, OnTopology):
             many slices of phi is sent in float32, in turn, and pulled.
     """
 
-    topology: Matching
     interval: int = 50
     momentum: float = 0.5
     outer_lr: float = 0.7
@@ -89,8 +87,12 @@ class NoLoCo(Periodic, OnTopology):
         require(0 < self.pull < most, rule, self.pull)
 
     @override
+    def default_topology(self, num_ranks: int) -> Topology:
+        return RandomMatching(num_ranks)
+
+    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        if not isinstance(self.topology, Matching):
+        if not isinstance(self.bound_topology, Matching):
             return (
                 "topology must be a Matching, as RandomMatching, Hypercube and "
                 f"BipartiteExponential are, got {self.topology!r}"
@@ -106,8 +108,10 @@ class NoLoCo(Periodic, OnTopology):
 
     def start_averages(self, run: Run) -> Pairs:
         """Return the averages over pairs of a group's ranks."""
+        topology = self.bound_topology
+        assert isinstance(topology, Matching)  # by validation_error
         options = self.compressor, self.pull_turns, self.num_fragments
-        return Pairs(NeighborExchange(run), self.topology, *options)
+        return Pairs(NeighborExchange(run), topology, *options)
 
 
 class NoLoCoRule(OuterRule):

@@ -68,11 +68,10 @@ class OSGP(OnTopology):
     ``SGP(topology, overlap=delay)`` merges just before the next update instead of after it. The two
     orders differ in accuracy and in which learning rates are stable: see ``stability_limit``.
 
-    Memory: two copies of the parameters and one more for each further in-neighbor; with a
-    membership another one, as two messages may be unacknowledged.
+    Memory: two copies of the parameters and one more for each further in-neighbor.
 
     Args:
-        topology: the neighbors of each round, for as many ranks as the process group has.
+        topology: as of SGP.
         delay: number of steps for which messages are in flight, tau of the paper, at least 1.
         biased: leave out the push-sum weight, as the paper's ablation does: gradients are computed
             at x, and ``push_sum_weight`` is 1. Only for comparisons.
@@ -98,20 +97,14 @@ class OSGP(OnTopology):
         rule = "parameters must be float32 or float64 for OSGP, whose push-sum weights differ"
         fix = "SGP(topology, overlap=1) takes 16-bit ones on regular topologies"
         require(not low, rule, ", ".join(sorted(map(str, low))), fix)
-        given = module, buckets, run, self.topology, self.delay
+        given = module, buckets, run, self.bound_topology, self.delay
         return DelayedPushSum.start(
-            self.make_buffer, *given, keeps_values=not decays_only(optimizer)
+            self._make_buffer, *given, keeps_values=not decays_only(optimizer)
         )
 
-    def make_buffer(
-        self,
-        values: Tensor,
-        exchange: NeighborExchange,
-        layout: BufferLayout,
-        *,
-        is_acknowledged: bool = False,
+    def _make_buffer(
+        self, values: Tensor, exchange: NeighborExchange, layout: BufferLayout
     ) -> DenseBuffer:
-        """Return a buffer of z; what it sends stays sent, ``is_acknowledged``, unless biased."""
         if self.biased:
             return BiasedBuffer(values, exchange)
-        return DenseBuffer(values, exchange, snapshot=True, takes_back=not is_acknowledged)
+        return DenseBuffer(values, exchange, snapshot=True)

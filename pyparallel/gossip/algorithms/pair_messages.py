@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,26 +12,14 @@ from ..messages import NeighborExchange, Round
 NUM_RECEIVE_BUFFERS = 2
 
 
-class Reply(NamedTuple):
-    """A reply that its active rank may not have applied.
-
-    Args:
-        request_index: the number of the request, counted by the active rank.
-        difference: d, of each buffer.
-    """
-
-    request_index: int
-    difference: list[Tensor]
-
-
 class _Request:
     """The own request: sends z, then receives the difference d as the reply.
 
     Both use one copy of z: the reply begins to arrive only when the whole request has been sent.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], exchange: NeighborExchange, index: int) -> None:
-        self.index = index
+    def __init__(self, buffers: Sequence[Tensor], exchange: NeighborExchange) -> None:
+        self.index = 0
         self.is_replied = False
         self._buffers = buffers
         self._exchange = exchange
@@ -96,23 +83,14 @@ class _Request:
 
 
 class _Replies:
-    """The requests that this rank accepts as the passive one, and its replies, one at a time.
+    """The requests that this rank accepts as the passive one, and its replies, one at a time."""
 
-    Args:
-        keeps: each reply stays in ``unacknowledged``, by active rank, until that rank sends its
-            next request, which it does once it has applied the reply.
-    """
-
-    def __init__(
-        self, buffers: Sequence[Tensor], exchange: NeighborExchange, *, keeps: bool = False
-    ) -> None:
-        self.unacknowledged: dict[int, Reply] = {}
+    def __init__(self, buffers: Sequence[Tensor], exchange: NeighborExchange) -> None:
         self.active_rank: int | None = None
         self._buffers = buffers
         self._exchange = exchange
         self._num_replies = 0
-        self._keeps = keeps
-        self._receive_buffers: list[list[Tensor]] = [[] for _ in range(NUM_RECEIVE_BUFFERS)]
+        self._receive_buffers: list[list[Tensor]] = []
         self._rounds: list[Round | None] = [None] * NUM_RECEIVE_BUFFERS
 
     @property
@@ -121,12 +99,10 @@ class _Replies:
 
     def accept(self, active_rank: int) -> None:
         """Start to receive the request of ``active_rank``."""
+        if len(self._receive_buffers) < NUM_RECEIVE_BUFFERS:
+            self._receive_buffers.append([torch.empty_like(buffer) for buffer in self._buffers])
         self._wait_for(self._slot)  # the reply before the last may still be in flight from there
         messages = self._receive_buffers[self._slot]
-        if applied := self.unacknowledged.pop(active_rank, None):
-            messages = applied.difference
-        messages = messages or [torch.empty_like(buffer) for buffer in self._buffers]
-        self._receive_buffers[self._slot] = messages
         self._rounds[self._slot] = self._exchange.swap([], [], [active_rank], into=[messages])
         self.active_rank = active_rank
 
@@ -138,9 +114,6 @@ class _Replies:
         assert request is not None
         request.wait()
         messages = self._receive_buffers[self._slot]
-        if self._keeps:  # also if it cannot be sent
-            self.unacknowledged[active_rank] = Reply(request.round_index, messages)
-            self._receive_buffers[self._slot] = []
         with profiled("pyparallel::gossip_merge"):
             for buffer, message in zip(self._buffers, messages, strict=True):
                 message.sub_(buffer)

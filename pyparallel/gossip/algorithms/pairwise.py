@@ -36,14 +36,6 @@ class PairwiseAverager(ModelAverager):
 
     Memory beyond z, in copies of z: one on active ranks (for the request, then for the reply), two
     on passive ranks (one receives while the last reply is sent from the other).
-
-    Args:
-        num_requests: that this rank has sent before, in other groups.
-        keeps_replies: each reply is kept until its active rank has applied it; on passive ranks
-            then one copy of z for each active neighbor.
-
-    Attributes:
-        unacknowledged: the replies that are kept, by active rank.
     """
 
     traits = Traits(can_be_inner=False, has_equal_steps=False)
@@ -56,9 +48,6 @@ class PairwiseAverager(ModelAverager):
         partners: Partners,
         barrier: Callable[[], None],
         timeout: float,
-        *,
-        num_requests: int = 0,
-        keeps_replies: bool = False,
     ) -> None:
         super().__init__(buffers, exchange.run)
         self.exchange = exchange
@@ -68,9 +57,8 @@ class PairwiseAverager(ModelAverager):
         self._is_active = bool(partners.passive_neighbors(exchange.rank))
         self._barrier = barrier
         self._timeout = timeout
-        self._request = _Request(self.buffers, exchange, num_requests)
-        self._replies = _Replies(self.buffers, exchange, keeps=keeps_replies)
-        self.unacknowledged = self._replies.unacknowledged
+        self._request = _Request(self.buffers, exchange)
+        self._replies = _Replies(self.buffers, exchange)
         self._pending_requests: deque[int] = deque()
         self._must_accept_next = False
         self._num_steps = self._started_at = self._staleness = 0  # of the exchange
@@ -80,16 +68,6 @@ class PairwiseAverager(ModelAverager):
     @override
     def status(self) -> Status:
         return Status(self._weight, self._staleness)
-
-    @property
-    def num_requests(self) -> int:
-        """The number of requests that this rank has sent."""
-        return self._request.index
-
-    @property
-    def unapplied(self) -> int | None:
-        """The number of the request whose reply this rank has not applied; None: of none."""
-        return self._request.index - 1 if self._request.in_flight else None
 
     @override
     @torch.no_grad()

@@ -92,7 +92,8 @@ class SGP(OnTopology):
     uncompressed float32 parameters are added by an all-reduce, which sends fewer bytes.
 
     Args:
-        topology: the neighbors of each round, for as many ranks as the process group has.
+        topology: the neighbors of each round, or its class; None: ``OnePeerExponential`` where the
+            number of ranks is a power of two, else ``BaseGraph``.
         overlap: tau, the number of steps for which messages may be in flight.
         compressor: of the messages; None: parameters are sent uncompressed. It compresses deltas
             against the receivers' copy (CHOCO-SGD, see `CompressedBuffer`), so it needs no error
@@ -131,13 +132,13 @@ class SGP(OnTopology):
     ) -> PushSum:
         # Scaling by the weight would round away small updates of 16-bit ones, and overflow in fp16.
         low = {buffer.dtype for buffer in buckets.buffers} - {torch.float32, torch.float64}
-        if low and not (self.topology.regular and self.overlap <= 1):
+        if low and not (self.bound_topology.regular and self.overlap <= 1):
             raise ValueError(
                 "parameters must be float32 or float64 if push-sum weights differ (on a topology "
                 "that is not regular, or with overlap > 1), got "
                 f"{', '.join(sorted(map(str, low)))} with {self}"
             )
-        given = module, buckets, run, self.topology, self.overlap
+        given = module, buckets, run, self.bound_topology, self.overlap
         return PushSum.start(self.make_buffer, *given, keeps_values=not decays_only(optimizer))
 
     def make_buffer(
@@ -155,7 +156,7 @@ class SGP(OnTopology):
         if self.compressor is None:
             snapshot = self.overlap > 1 or is_acknowledged
             return DenseBuffer(values, exchange, snapshot=snapshot, takes_back=takes_back)
-        options = self.topology, self.compressor, layout
+        options = self.bound_topology, self.compressor, layout
         return CompressedBuffer(values, exchange, *options, takes_back=takes_back)
 
     def _find_compressor_error(self) -> str | None:

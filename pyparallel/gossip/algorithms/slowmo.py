@@ -2,9 +2,9 @@
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,10 @@ class SlowMo(Periodic):
         require(self.fragments == 1 or not self.reset_momentum, rule, self.reset_momentum)
         check_in("momentum", self.momentum, "[0, 1)")
         require(self.outer_lr > 0, "outer_lr must be positive", self.outer_lr)
+
+    @override
+    def bind(self, num_ranks: int) -> Self:
+        return replace(self, inner=self.inner.bind(num_ranks)) if self.inner else self
 
     @override
     def config_fields(self) -> list[tuple[str, str]]:

@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +44,6 @@ class ElasticAverager(ModelAverager):
         self, inner: MembersAverager, membership: Membership, config: Sequence[tuple[str, str]]
     ) -> None:
         super().__init__(inner.buffers, inner=inner)
-        self.traits = replace(self.traits, has_equal_steps=inner.traits.has_equal_steps)
         self._membership = membership
         self._group = EpochGroup()
         self._epochs = Epochs(membership, self._group.server, config)
@@ -110,9 +108,8 @@ class ElasticAverager(ModelAverager):
     def leave(self) -> None:
         """Leave once the others are between two steps.
 
-        SGP sends all of (x, w) to one of them, which merges it, and ADPSGD x, which it averages.
-        This rank's parameters stay as they are. If no other member is left, or all leave together,
-        there is nobody to send to.
+        SGP sends all of (x, w) to one of them, which merges it. This rank's parameters stay as they
+        are. If no other member is left, or all leave together, there is nobody to send to.
         """
         if len(self.members) > 1:
             self._change(self._failure or f"{self._membership.name} leaves", leaves=True)

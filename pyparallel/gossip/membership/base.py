@@ -18,7 +18,7 @@ class Change:
         joined: those of them that were not in the epoch before.
         left: the names of those that were, and are gone.
         lost: share of all push-sum mass, in [0, 1), that was lost with members that are gone; 0
-            with ADPSGD and outer steps, which have none.
+            with outer steps, which have none.
         returned: share that came back to this rank, of messages that nobody has merged.
         reason: why this rank has left the epoch before.
     """

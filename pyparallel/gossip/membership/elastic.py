@@ -1,8 +1,8 @@
 """Algorithms whose number of ranks changes."""
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,19 +13,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Run
-from ...training import FlatBuckets, wrong_type
-from ..algorithms import ADPSGD, OSGP, SGP, Algorithm, DiLoCo, LocalSGD, NoLoCo
+from ...training import FlatBuckets
+from ...training.arguments import check_type
+from ..algorithms import SGP, Algorithm, DiLoCo, LocalSGD, NoLoCo
+from ..algorithms.base import check_is_algorithm
+from ..topology import Topology
 from .averager import ElasticAverager
 from .base import Membership
-from .members import MembersAverager
+from .members import MembersAverager, bind
 from .outer_members import OuterStepMembers
-from .pair_members import PairMembers
 from .push_sum_members import PushSumMembers
 
-_MOST_CHECKED = 8  # numbers of members for which algorithms are made and compared at the beginning
-_PUSH_SUM = (SGP, OSGP)
-_OF_PAIRS = (NoLoCo, ADPSGD)
-_OF_A_NUMBER = (*_PUSH_SUM, *_OF_PAIRS)  # of members, for which each is made
+_ODD = 3  # members: neither an even number nor a power of two, which some topologies need
 
 
 @dataclass(frozen=True)
@@ -33,38 +32,34 @@ class Elastic(Algorithm):
     """An algorithm for whatever members there are.
 
     Args:
-        make: returns the algorithm for a number of members: SGP, DPSGD, OSGP, ADPSGD or
-            NoLoCo, or always the same one of outer steps.
+        algorithm: SGP, DPSGD, LocalSGD, DiLoCo or NoLoCo, not bound to a number of ranks.
         membership: tells them.
         config: (name, value) pairs that a member must have; set by the trainer.
     """
 
-    make: Callable[[int], Algorithm]
+    algorithm: SGP | LocalSGD | DiLoCo | NoLoCo
     membership: Membership
     config: Sequence[tuple[str, str]] = ()
 
     @override
     def config_fields(self) -> list[tuple[str, str]]:
+        fields = dict(self.algorithm.bind(_ODD).config_fields())
         return [
             ("version of pyparallel", sys.modules[__name__.partition(".")[0]].__version__),
             ("version of torch", torch.__version__),
-            *(field for n in range(1, _MOST_CHECKED + 1) for field in self.make(n).config_fields()),
+            *(fields | {"algorithm": repr(self.algorithm)}).items(),
         ]
 
     @override
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ElasticAverager:
-        make = partial(_make_checked, self.make)
-        made = make(1)
         inner: MembersAverager
-        if isinstance(made, _PUSH_SUM):
-            inner = PushSumMembers(make, module, optimizer, buckets, run)
-        elif isinstance(made, ADPSGD):
-            inner = PairMembers(make, module, buckets, run)
+        if isinstance(self.algorithm, SGP):
+            inner = PushSumMembers(self.algorithm, module, optimizer, buckets, run)
         else:
-            start = partial(made.start, module, optimizer, buckets, run)
-            inner = OuterStepMembers(make, start, module, buckets, run)
+            start = partial(bind(self.algorithm, 1).start, module, optimizer, buckets, run)
+            inner = OuterStepMembers(self.algorithm, start, module, buckets, run)
         return ElasticAverager(inner, self.membership, self.config)
 
 
@@ -73,67 +68,37 @@ def make_elastic(algorithm: Any, membership: Any, process_group: object, module:
     if process_group is not None:
         rule = "process_group and mesh must be None with membership"
         raise ValueError(f"{rule}, which makes groups")
-    is_of_all = isinstance(algorithm, Algorithm) and not isinstance(algorithm, _OF_A_NUMBER)
-    make = (lambda num_ranks: algorithm) if is_of_all else algorithm
-    raise_own(_find_elastic_error(make, membership, module))
-    return Elastic(make, membership)
+    check_type("membership", membership, Membership, "an object such as Lighthouse()")
+    check_is_algorithm(algorithm, "algorithm")
+    if dist.is_initialized():
+        raise ValueError(
+            "process groups must be made by the membership, got a default group that is "
+            "initialized; leave out init_process_group"
+        )
+    for name, each in module.named_parameters() if isinstance(module, nn.Module) else ():
+        if each.requires_grad and (each.dtype != torch.float32 or not each.is_cpu):
+            raise ValueError(
+                "parameters must be float32 and on the CPU with membership, whose groups are of "
+                f"gloo and whose push-sum weights differ, got {name} of {each.dtype} on "
+                f"{each.device}"
+            )
+    is_sgp = isinstance(algorithm, SGP) and algorithm.transport == "process_group"
+    if not (is_sgp or (isinstance(algorithm, (LocalSGD, DiLoCo, NoLoCo)) and algorithm.is_at_once)):
+        raise ValueError(
+            "algorithm must be SGP or DPSGD over a process group, or LocalSGD, DiLoCo or NoLoCo of "
+            "whole models and without delay, with membership, as all others need all ranks to "
+            f"stay, got {algorithm!r}"
+        )
+    if isinstance(topology := getattr(algorithm, "topology", None), Topology):
+        raise ValueError(
+            "topology must be a class or left out with membership, as the number of members "
+            f"changes, got {topology!r}"
+        )
+    bind(algorithm, _ODD)
+    return Elastic(algorithm, membership)
 
 
 def raise_own(problem: str | TypeError | None) -> None:
     """Raise the error of a process that is not a member yet."""
     if problem is not None:
         raise problem if isinstance(problem, TypeError) else ValueError(problem)
-
-
-def _find_elastic_error(make: object, membership: object, module: object) -> str | TypeError | None:
-    """Return why members cannot come and go with an algorithm and a module, or None."""
-    if not isinstance(membership, Membership):
-        return wrong_type("membership", "an object such as Lighthouse()", membership)
-    if isinstance(make, _OF_A_NUMBER) or not callable(make):
-        example = "lambda num_ranks: SGP(OnePeerExponential(num_ranks))"
-        rule = f"a function of the number of members with membership, as {example}, or DiLoCo()"
-        return wrong_type("algorithm", rule, make)
-    if dist.is_initialized():
-        return (
-            "process groups must be made by the membership, got a default group that is "
-            "initialized; leave out init_process_group"
-        )
-    for name, each in module.named_parameters() if isinstance(module, nn.Module) else ():
-        if each.requires_grad and (each.dtype != torch.float32 or not each.is_cpu):
-            return (
-                "parameters must be float32 and on the CPU with membership, whose groups are of "
-                f"gloo and whose push-sum weights differ, got {name} of {each.dtype} on "
-                f"{each.device}"
-            )
-    first: Any = None
-    for num_ranks in range(1, _MOST_CHECKED + 1):
-        try:
-            made = _make_checked(make, num_ranks)
-            first = first or made
-            are_push_sum = isinstance(made, _PUSH_SUM) and isinstance(first, _PUSH_SUM)
-            are_of_pairs = isinstance(made, _OF_PAIRS) and isinstance(first, type(made))
-            alike = replace(made, topology=first.topology) if are_of_pairs else made
-            if not are_push_sum and alike.config_fields() != first.config_fields():
-                raise ValueError(f"all but the topology must be the same for all, got {made!r}")
-        except (ValueError, TypeError) as error:
-            return f"algorithm must be made for any number of members, got for {num_ranks}: {error}"
-    return None
-
-
-def _make_checked(make: Callable[[int], Any], num_ranks: int) -> Any:
-    """Return the algorithm for a number of members; a ValueError if it cannot run on them."""
-    made = make(num_ranks)
-    is_push_sum = isinstance(made, SGP) and made.transport == "process_group"
-    is_push_sum = is_push_sum or (isinstance(made, OSGP) and not made.biased)
-    is_of_pairs = isinstance(made, ADPSGD) or (isinstance(made, NoLoCo) and made.is_at_once)
-    if is_push_sum or is_of_pairs:
-        if problem := made.validation_error(num_ranks):
-            raise ValueError(problem)
-        return made
-    if isinstance(made, (LocalSGD, DiLoCo)) and made.is_at_once:
-        return made
-    raise ValueError(
-        "with membership it must be SGP or DPSGD over a process group, OSGP with push-sum weights, "
-        "ADPSGD, or LocalSGD, DiLoCo or NoLoCo of whole models and without delay, as all others "
-        f"need all ranks to stay, got {made!r}"
-    )

@@ -19,9 +19,8 @@ class Account:
     Args:
         weight: push-sum weight, without the mass in ``sent``; 0 of a rank that has none yet.
         exponent: of the unit.
-        epoch: in which ``sent`` was sent.
-        sent: for each round that its receivers have not acknowledged, oldest first, the mass of the
-            message to each of them.
+        epoch: in which ``sent`` was sent, and its ``round``.
+        sent: mass of the message to each receiver that has not acknowledged it.
         merged: for each of the last epochs, the last round whose message was merged, by sender.
         settled: the last epoch whose beginning this rank has completed, after which all members'
             mass, messages included, was ``total``.
@@ -30,18 +29,15 @@ class Account:
     weight: float = 0.0
     exponent: int = 0
     epoch: int = 0
-    sent: dict[str, dict[str, float]] = field(default_factory=dict)
+    round: int = -1
+    sent: dict[str, float] = field(default_factory=dict)
     merged: dict[str, dict[str, int]] = field(default_factory=dict)
     settled: int = 0
     total: float = 0.0
 
     def send(self, epoch: int, round_index: int, sent: dict[str, float], kept: float) -> None:
         """Note the messages of a round, and the weight that is kept."""
-        self.epoch, self.sent[str(round_index)], self.weight = epoch, sent, kept
-
-    def acknowledge(self, round_index: int) -> None:
-        """Note that the receivers of a round have merged it."""
-        del self.sent[str(round_index)]
+        self.epoch, self.round, self.sent, self.weight = epoch, round_index, sent, kept
 
     def merge(self, epoch: int, round_index: int, senders: Iterable[str], weight: float) -> None:
         """Note whose messages of a round were merged, and the weight then."""
@@ -60,10 +56,8 @@ class Account:
             math.ldexp(self.weight, shift),
             exponent,
             self.epoch,
-            {
-                index: {peer: math.ldexp(mass, shift) for peer, mass in sent.items()}
-                for index, sent in self.sent.items()
-            },
+            self.round,
+            {peer: math.ldexp(mass, shift) for peer, mass in self.sent.items()},
             self.merged,
             self.settled,
             math.ldexp(self.total, shift),
@@ -77,7 +71,7 @@ class Settlement:
     Args:
         exponent: of the unit of the masses.
         weights: of each member; 0: it joins.
-        returned: mass that comes back to each member, of each round in its account's ``sent``.
+        returned: mass that comes back to each member.
         total: of all members.
         lost: of members that are gone, of those that were left behind, and of what was sent to them
             and merged; 0 if nobody knows what there was before.
@@ -85,7 +79,7 @@ class Settlement:
 
     exponent: int
     weights: dict[str, float]
-    returned: dict[str, list[float]]
+    returned: dict[str, float]
     total: float
     lost: float
 
@@ -98,19 +92,14 @@ def settle(accounts: Mapping[str, Account], veterans: Collection[str]) -> Settle
     """
     exponent = max(each.exponent for each in accounts.values())
     ledger = {key: each.in_unit(exponent) for key, each in accounts.items()}
-    members = set(ledger).intersection(veterans)
-    weights: dict[str, float] = dict.fromkeys(ledger, 0.0)
-    returned: dict[str, list[float]] = {key: [] for key in ledger}
-    for member in sorted(members):
+    weights, returned = dict.fromkeys(ledger, 0.0), dict.fromkeys(ledger, 0.0)
+    for member in sorted(set(ledger).intersection(veterans)):
         own = ledger[member]
-        for index, sent in own.sent.items():
-            back = [
-                mass
-                for peer, mass in sent.items()
-                if peer not in members or not ledger[peer].has_merged(own.epoch, int(index), member)
-            ]
-            returned[member].append(sum(back))
-        weights[member] = own.weight + sum(returned[member])
+        for receiver, mass in own.sent.items():
+            is_there = receiver in ledger and receiver in veterans
+            if not (is_there and ledger[receiver].has_merged(own.epoch, own.round, member)):
+                returned[member] += mass
+        weights[member] = own.weight + returned[member]
     total = math.fsum(weights.values())
     before = max(ledger.values(), key=lambda each: each.settled)
     lost = before.total - total if before.settled and total else 0.0
@@ -123,6 +112,6 @@ def settle(accounts: Mapping[str, Account], veterans: Collection[str]) -> Settle
         shift = -math.frexp(total)[1]
         exponent += shift
         weights = {key: math.ldexp(each, shift) for key, each in weights.items()}
-        returned = {key: [math.ldexp(e, shift) for e in each] for key, each in returned.items()}
+        returned = {key: math.ldexp(each, shift) for key, each in returned.items()}
         total, lost = math.ldexp(total, shift), math.ldexp(lost, shift)
     return Settlement(exponent, weights, returned, total, lost)

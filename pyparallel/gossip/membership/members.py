@@ -3,7 +3,7 @@
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,12 @@ from typing_extensions import override
 
 from ...comm.consistency import gather_rows
 from ...training import FlatBuckets, ModelAverager
+from ..algorithms import Algorithm
 from ..messages import NeighborExchange
 from ..topology import Neighbors
 from .decision import Epoch
+
+_Algorithm = TypeVar("_Algorithm", bound=Algorithm)
 
 
 class Shares(NamedTuple):
@@ -61,6 +64,14 @@ class MembersAverager(ModelAverager):
 
     def release(self) -> None:
         """Release what keeps the connections of the group, which is about to end."""
+
+
+def bind(algorithm: _Algorithm, num_ranks: int) -> _Algorithm:
+    """Return the algorithm for a number of members; a ValueError if it cannot run on them."""
+    bound = algorithm.bind(num_ranks)
+    if problem := bound.validation_error(num_ranks):
+        raise ValueError(problem)
+    return bound
 
 
 def gather_from_members(value: Any, members: Sequence[str]) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from typing_extensions import override
 from ...comm import Run
 from ...compression.state_store import StateStore
 from ...training import FlatBuckets
-from ..algorithms import NoLoCo
+from ..algorithms import DiLoCo, LocalSGD, NoLoCo
 from ..algorithms.periodic import PeriodicAverager
 from ..messages import NeighborExchange
 from ..messages.averages import Pairs
 from .decision import Epoch
-from .members import MembersAverager, Shares, copy_tensors, gather_from_members
+from .members import MembersAverager, Shares, bind, copy_tensors, gather_from_members
 from .moves import move_mass
 
 
@@ -52,7 +52,7 @@ class OuterStepMembers(MembersAverager):
     the same pairs. What compressors hold is forgotten.
 
     Args:
-        make: returns the algorithm for a number of members.
+        algorithm: for any number of members.
         start: returns the averager of outer steps, in the run's group.
     """
 
@@ -60,14 +60,14 @@ class OuterStepMembers(MembersAverager):
 
     def __init__(
         self,
-        make: Callable[[int], Any],
+        algorithm: LocalSGD | DiLoCo | NoLoCo,
         start: Callable[[], PeriodicAverager],
         module: nn.Module,
         buckets: FlatBuckets,
         run: Run,
     ) -> None:
         super().__init__(buckets, module, run)
-        self._make, self._start, self._interval = make, start, make(1).interval
+        self._algorithm, self._start = algorithm, start
         self._has_started = self._is_filled = self._is_behind = False
         self._before: StateStore | None = None  # the compressor's, before the outer step
 
@@ -78,7 +78,7 @@ class OuterStepMembers(MembersAverager):
     @override
     def count_step(self) -> None:
         self.inner.count_step()
-        self.is_interrupted = self.inner.num_steps % self._interval == 0
+        self.is_interrupted = self.inner.num_steps % self._algorithm.interval == 0
 
     @override
     def after_step(self) -> None:
@@ -94,15 +94,15 @@ class OuterStepMembers(MembersAverager):
         self.run.regroup(compares_steps=False)
         if not self._has_started:
             self.inner, self._has_started = self._start(), True
-        made, pairs = self._make(len(epoch.members)), None
-        if isinstance(made, NoLoCo):
+        pairs = None
+        if isinstance(self._algorithm, NoLoCo):
             if self.is_interrupted:
                 self.inner.regroup(None, None, Pairs(NeighborExchange(self.run), matching=None))
                 self.after_step()
-            pairs = made.start_averages(self.run)
+            pairs = bind(self._algorithm, len(epoch.members)).start_averages(self.run)
         state, tensors = encode(self.inner.state_to_fill())
         is_member = self._is_filled and not self._is_behind and identity in epoch.veterans
-        num_taken = (self.inner.num_steps - self.is_interrupted) // self._interval
+        num_taken = (self.inner.num_steps - self.is_interrupted) // self._algorithm.interval
         own = Progress(is_member, self._is_filled, num_taken, self.is_interrupted, state)
         found = [Progress(*each) for each in gather_from_members(own, epoch.members).values()]
         sources = find_sources(found, are_equal=pairs is None)
@@ -119,7 +119,7 @@ class OuterStepMembers(MembersAverager):
             if neighbors.in_peers:
                 self.is_interrupted = source.is_interrupted
         self.inner.regroup(store, received, pairs)
-        num_taken = (self.inner.num_steps - self.is_interrupted) // self._interval
+        num_taken = (self.inner.num_steps - self.is_interrupted) // self._algorithm.interval
         most = max(each.num_taken for each, fills in zip(found, sources, strict=True) if fills)
         self.inner.skip_outer_steps(most - num_taken)
         self._is_filled, self._is_behind, self._before = True, False, None

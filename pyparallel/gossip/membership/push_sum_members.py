@@ -1,4 +1,4 @@
-"""SGP, OSGP and D-PSGD of members that come and go: messages that nobody merged come back."""
+"""SGP and D-PSGD of members that come and go: messages that nobody merged come back."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ from typing_extensions import override
 from ...comm import Collectives, Run
 from ...training import FlatBuckets
 from ...training.step_hook import decays_only
-from ..algorithms import OSGP, SGP
+from ..algorithms import SGP
 from ..messages import NeighborExchange
 from ..push_sum.layout import layouts_of
 from .decision import Epoch
 from .ledger import Account, Settlement, settle
-from .members import MembersAverager, Shares, copy_tensors, gather_from_members
+from .members import MembersAverager, Shares, bind, copy_tensors, gather_from_members
 from .moves import move_mass
-from .rounds import AcknowledgedRounds, DelayedRounds
+from .rounds import AcknowledgedRounds
 
 _NUM_EPOCHS_KEPT = 64  # in the ledger, of members that have not settled them yet
 
@@ -28,7 +28,7 @@ class PushSumMembers(MembersAverager):
     """Rounds of PushSum. Members that join have weight 0, and are filled by one member each.
 
     Args:
-        make: returns the algorithm for a number of members.
+        algorithm: for any number of members.
         optimizer: that of the module.
     """
 
@@ -36,7 +36,7 @@ class PushSumMembers(MembersAverager):
 
     def __init__(
         self,
-        make: Callable[[int], SGP | OSGP],
+        algorithm: SGP,
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
@@ -44,7 +44,7 @@ class PushSumMembers(MembersAverager):
     ) -> None:
         super().__init__(buckets, module, run)
         self._keeps_values = not decays_only(optimizer)
-        self._make, self._layouts = make, layouts_of(buckets, module)
+        self._algorithm, self._layouts = algorithm, layouts_of(buckets, module)
         self.account = Account()
 
     @property
@@ -82,7 +82,7 @@ class PushSumMembers(MembersAverager):
             settlement = self._start_fresh(epoch.members)
         self._apply(settlement, epoch, identity)
         before = settlement.total + settlement.lost
-        return Shares(settlement.lost / before, sum(settlement.returned[identity]) / before)
+        return Shares(settlement.lost / before, settlement.returned[identity] / before)
 
     def _apply(self, settlement: Settlement, epoch: Epoch, own: str) -> None:
         """Take what this rank has in the new epoch, and fill the members that join."""
@@ -90,27 +90,25 @@ class PushSumMembers(MembersAverager):
         returned = settlement.returned[own]
         kept = dict(list(self.account.merged.items())[-_NUM_EPOCHS_KEPT:])
         account = Account(
-            weight=settlement.weights[own] - sum(returned),
+            weight=settlement.weights[own] - returned,
             exponent=settlement.exponent,
             merged=kept,
             settled=epoch.number,
             total=settlement.total,
         )
-        algorithm, exchange = self._make(len(epoch.members)), NeighborExchange(self.run)
+        algorithm = bind(self._algorithm, len(epoch.members))
+        exchange = NeighborExchange(self.run)
         buffers = [
             algorithm.make_buffer(values, exchange, layout, is_acknowledged=True)
             for values, layout in zip(self.buffers, self._layouts, strict=True)
         ]
         of_epoch = epoch.members, account, epoch.number, scale, self._keeps_values
-        kind, overlap = (
-            (DelayedRounds, algorithm.delay)
-            if isinstance(algorithm, OSGP)
-            else (AcknowledgedRounds, algorithm.overlap)
+        rounds = AcknowledgedRounds(
+            buffers, exchange, algorithm.bound_topology, algorithm.overlap, *of_epoch
         )
-        rounds = kind(buffers, exchange, algorithm.topology, overlap, *of_epoch)
         if returned:
             assert last is not None
-            rounds.merge_returned(last.sent_messages, [mass * scale for mass in returned])
+            rounds.merge_returned(last.sent_messages, returned * scale)
         self.account, self.inner = account, rounds
         self.run.barrier()  # before it a rank might have mass that another one takes back
         has_mass = [settlement.weights[each] > 0 for each in epoch.members]
@@ -127,5 +125,5 @@ class PushSumMembers(MembersAverager):
         for tensor in [*self.buffers, *self.others]:
             collectives.broadcast_(tensor, 0)
         self.run.barrier()
-        weights = dict.fromkeys(members, 1.0)
-        return Settlement(0, weights, {each: [] for each in members}, float(len(members)), 0.0)
+        weights, nothing = dict.fromkeys(members, 1.0), dict.fromkeys(members, 0.0)
+        return Settlement(0, weights, nothing, float(len(members)), 0.0)

@@ -13,7 +13,6 @@ from ..messages import NeighborExchange
 from ..messages.exchange import PendingExchange, Transfer
 from ..push_sum import PushSum
 from ..push_sum.buffer import RoundBuffer
-from ..push_sum.dense_buffer import DenseBuffer
 from ..topology import Neighbors, Topology
 from .ledger import Account
 
@@ -61,9 +60,9 @@ class AcknowledgedRounds(PushSum):
         return float(self._round_buffers[0].weight)
 
     @property
-    def sent_messages(self) -> list[list[Tensor]]:
-        """For each round in the account's ``sent`` the message that was sent, of each buffer."""
-        return [[buffer.snapshot for buffer in self._round_buffers]][: len(self._account.sent)]
+    def sent_messages(self) -> list[Tensor]:
+        """The last message that was sent, of each buffer."""
+        return [buffer.snapshot for buffer in self._round_buffers]
 
     @override
     def _neighbors_of(self, round_index: int) -> Neighbors:
@@ -101,7 +100,7 @@ class AcknowledgedRounds(PushSum):
         if self._receipts is not None:
             self._receipts.wait()
             self._receipts = None
-            self._account.acknowledge(self.round_index - 1)
+            self._account.sent.clear()
 
     def move(self, neighbors: Neighbors) -> None:
         """Take a round with other neighbors than the topology's, all ranks together."""
@@ -116,20 +115,15 @@ class AcknowledgedRounds(PushSum):
         """Send a round, to the topology's neighbors or others, once the last one is received."""
         self.await_receipts()
         neighbors = neighbors or self._neighbors_of(self.round_index)
-        self._note_sent(neighbors, self.round_index)
-        self._sent = neighbors
-        self._for_each(lambda buffer: buffer.send(neighbors, self.round_index))
-
-    def _note_sent(self, neighbors: Neighbors, round_index: int) -> None:
-        """Note a round that is about to be sent, and copy its message."""
         masses = self._round_buffers[0].outgoing_mass(neighbors.shares).tolist()
         receivers = [self._members[peer] for peer in neighbors.out_peers]
         sent = {peer: mass / self._scale for peer, mass in zip(receivers, masses, strict=True)}
         kept = (self.weight - sum(masses)) / self._scale
         for buffer in self._round_buffers:  # of all, as sending one may fail
             buffer.take_snapshot()
-        self._account.send(self._epoch, round_index, sent, kept)
-        self._steps_in_flight = 0
+        self._account.send(self._epoch, self.round_index, sent, kept)
+        self._sent, self._steps_in_flight = neighbors, 0
+        self._for_each(lambda buffer: buffer.send(neighbors, self.round_index))
 
     @override
     def merge(self) -> None:
@@ -140,34 +134,26 @@ class AcknowledgedRounds(PushSum):
         """
         if self._sent is None:
             return
-        self.await_receipts()
         self.wait()
-        self._staleness = self._steps_in_flight
         if not self.weight:  # what a member that joins has is not averaged: 0 times nan is nan
             for buffer in self._round_buffers:
                 buffer.values.zero_()
         self._for_each(lambda buffer: buffer.merge())
-        self._note_merged(self._sent)
-        self.exchange.headers.raise_nonfinite()
-
-    def _note_merged(self, neighbors: Neighbors) -> None:
-        """Note that the round in flight is merged, and tell its senders."""
-        index, self._sent = self.round_index, None
-        self.round_index = index + 1
+        neighbors, index, self._sent = self._sent, self.round_index, None
+        self._staleness, self.round_index = self._steps_in_flight, index + 1
         senders = [self._members[peer] for peer in neighbors.in_peers]
         self._account.merge(self._epoch, index, senders, self.weight / self._scale)
         self._exchange_receipts(neighbors, index)
+        self.exchange.headers.raise_nonfinite()
 
-    def merge_returned(self, messages: Sequence[Sequence[Tensor]], masses: Sequence[float]) -> None:
-        """Merge what this rank has sent in rounds of an earlier epoch, whose masses came back."""
-        for message, mass in zip(messages, masses, strict=True):
-            for buffer, each in zip(self._round_buffers, message, strict=True):
-                if mass:
-                    mix_(buffer.values, buffer.weight, [each], buffer.weight.new_tensor([mass]))
+    def merge_returned(self, messages: Sequence[Tensor], mass: float) -> None:
+        """Merge what this rank has sent in an earlier epoch, whose mass has come back."""
+        for buffer, message in zip(self._round_buffers, messages, strict=True):
+            mix_(buffer.values, buffer.weight, [message], buffer.weight.new_tensor([mass]))
         self._account.merge(self._epoch, -1, (), self.weight / self._scale)
 
     def release(self) -> None:
-        """Release what keeps the group's connections; messages that were sent stay."""
+        """Release what keeps the group's connections; the last message stays."""
         self._receipts = None
         for buffer in self._round_buffers:
             buffer.release()
@@ -182,53 +168,3 @@ class AcknowledgedRounds(PushSum):
                 for peer in neighbors.out_peers
             ],
         )
-
-
-class DelayedRounds(AcknowledgedRounds):
-    """Acknowledged rounds in the order of Overlap SGP, as of `DelayedPushSum`.
-
-    A round is sent before the one in flight is merged, and while that one's receipts are in flight:
-    two messages may be unacknowledged, each of which has a copy. ``overlap`` is the delay.
-    """
-
-    _round_buffers: Sequence[DenseBuffer]
-    _before: Sequence[Tensor] = ()  # the last message but one, of each buffer
-
-    @property
-    @override
-    def sent_messages(self) -> list[list[Tensor]]:
-        last = [buffer.snapshot for buffer in self._round_buffers]
-        messages = [list(self._before), last]
-        return messages[len(messages) - len(self._account.sent) :]
-
-    @override
-    def before_step(self) -> None:
-        self._begin_step()
-
-    @override
-    def after_step(self) -> None:
-        if self._sent is None or self._steps_in_flight >= self._overlap:
-            self.send()
-
-    @override
-    def send(self, neighbors: Neighbors | None = None) -> None:
-        """Send a round, and merge the one in flight, if any, once the one before is received.
-
-        After a PeerError that one is merged by all buffers or by none, as of ``merge``.
-        """
-        if self._sent is None:
-            super().send(neighbors)
-            return
-        self.await_receipts()
-        self.wait()
-        staleness, index = self._steps_in_flight, self.round_index + 1
-        before, following = self._sent, neighbors or self._neighbors_of(index)
-        self._before = [buffer.snapshot for buffer in self._round_buffers]
-        self._note_sent(following, index)
-        given = [buffer.give_and_merge(following) for buffer in self._round_buffers]
-        self._note_merged(before)
-        self._sent, self._staleness = following, staleness
-        sends = zip(self._round_buffers, given, strict=True)
-        self._run_each([partial(buffer.send_given, masses, following, index)
-                        for buffer, masses in sends])  # fmt: skip
-        self.exchange.headers.raise_nonfinite()

@@ -108,7 +108,7 @@ class RoundBuffer(ABC):
 
     @abstractmethod
     def take_snapshot(self) -> None:
-        """Prepare to send z as it is, unless that has been done; what is in flight stays."""
+        """Prepare to send z as it is, unless that has been done."""
 
     def release(self) -> None:
         """Forget the round in flight, and what receivers have of z; ``snapshot`` stays."""

@@ -38,7 +38,6 @@ class DenseBuffer(RoundBuffer):
         self._exchange = exchange
         memory = exchange.reserve([[values.nbytes]], values.device)
         self._outgoing = torch.empty_like(values) if snapshot else None
-        self._spare: Tensor | None = None  # to alternate with, if two messages must stay
         if memory is not None:
             self._outgoing = memory[: values.nbytes].view(values.dtype)
         self._has_snapshot = False  # of z as it is now
@@ -60,32 +59,18 @@ class DenseBuffer(RoundBuffer):
         That round is waited for first, so that one copy of z is enough. Arguments and errors are
         those of ``send`` and ``merge``.
         """
-        self.send_given(self.give_and_merge(neighbors), neighbors, step)
-
-    @torch.no_grad()
-    def give_and_merge(self, neighbors: Neighbors) -> Tensor:
-        """Do all of ``send_and_merge`` but to send; return the masses to send, (k,)."""
         self.wait()
-        self._message_to_send()
-        masses = self.outgoing_mass(neighbors.shares)
+        message, masses = self._message_to_send(), self.outgoing_mass(neighbors.shares)
         self._give(masses)
         self.merge()
-        return masses
-
-    def send_given(self, masses: Tensor, neighbors: Neighbors, step: int) -> None:
-        """Send what was kept with masses that were given; raises as ``send``."""
         try:
-            self._start(self.snapshot, masses, neighbors, step)
+            self._start(message, masses, neighbors, step)
         except PeerError:
-            if self._takes_back:
-                self._take_back(masses)
+            self._take_back(masses)
             raise
 
     @override
     def take_snapshot(self) -> None:
-        if self.in_flight:
-            spare = torch.empty_like(self.values) if self._spare is None else self._spare
-            self._outgoing, self._spare = spare, self._outgoing
         self._message_to_send()
         self._has_snapshot = True
 

@@ -175,10 +175,7 @@ class Topology(ABC):
     def validation_error(self, num_ranks: int) -> str | None:
         """Return why a process group of ``num_ranks`` cannot use this topology, or None."""
         if self.num_ranks != num_ranks:
-            return (
-                f"topology must be for the process group's {num_ranks} ranks, got {self!r}; pass "
-                "dist.get_world_size(), or of replicas that are sharded their number"
-            )
+            return f"topology must be for the process group's {num_ranks} ranks, got {self!r}"
         try:
             self.validate()
         except ValueError as error:

@@ -1,7 +1,7 @@
 """Strategies for Lightning's ``Trainer``: gossip, and compressed gradients in DDP.
 
-Importing this registers them with their defaults, for ``Trainer(strategy="pyparallel_gossip")`` and
-``Trainer(strategy="pyparallel_compressed_ddp")``.
+Importing this registers them with their defaults, for ``Trainer(strategy="gossip")`` and
+``Trainer(strategy="compressed_ddp")``.
 """
 
 from ..versions import require_version
@@ -16,7 +16,7 @@ from .gossip import GossipStrategy  # noqa: E402
 __all__ = ["CompressedDDPStrategy", "GossipStrategy"]
 
 for _name, _strategy in (
-    ("pyparallel_gossip", GossipStrategy),
-    ("pyparallel_compressed_ddp", CompressedDDPStrategy),
+    ("gossip", GossipStrategy),
+    ("compressed_ddp", CompressedDDPStrategy),
 ):
     StrategyRegistry.register(_name, _strategy, (_strategy.__doc__ or "").partition("\n")[0], True)

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -13,15 +13,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...gossip import SGP, Algorithm, GossipDataParallel, GossipState
-from ...gossip.topology import OnePeerExponential
 from ...training import consensus
-from ...training.arguments import check_callable, require
+from ...training.arguments import require
 from ...training.nonfinite import NonFinitePolicy
 from .rank_files import RankFiles
 
 
 class GossipStrategy(RankFiles):
-    """Train by gossip, with an algorithm for the number of ranks.
+    """Train by gossip.
 
     Validation inside ``fit``, the weights in a checkpoint, and the module after ``fit`` have the
     exact average of all ranks, also of an EMA by a callback of Lightning's. When a callback
@@ -31,8 +30,7 @@ class GossipStrategy(RankFiles):
     which Lightning has in manual optimization, take one step each in every training step.
 
     Args:
-        algorithm_fn: returns the algorithm for a number of ranks, such as
-            ``lambda n: SGP(Ring(n))``, which is called once in every ``fit``.
+        algorithm: as of ``GossipDataParallel``; None: ``SGP()``.
         bucket_cap_mb, nonfinite: as of ``GossipDataParallel``.
         kwargs: of Lightning's DDPStrategy, but those of DistributedDataParallel and its hooks.
 
@@ -42,14 +40,12 @@ class GossipStrategy(RankFiles):
 
     def __init__(
         self,
-        algorithm_fn: Callable[[int], Algorithm] = lambda n: SGP(OnePeerExponential(n)),
+        algorithm: Algorithm | None = None,
         *,
         bucket_cap_mb: float | None = None,
         nonfinite: NonFinitePolicy = "raise",
         **kwargs: Any,
     ) -> None:
-        rule = "a function of the number of ranks, such as lambda n: SGP(Ring(n))"
-        check_callable("algorithm_fn", algorithm_fn, rule)
         super().__init__(**kwargs)
         hooks = {k: v for k, v in kwargs.items() if k.startswith("ddp_") and v is not None}
         if unused := [*hooks, *self._ddp_kwargs]:
@@ -57,7 +53,7 @@ class GossipStrategy(RankFiles):
                 f"GossipStrategy must not be given arguments of DistributedDataParallel, got "
                 f"{', '.join(unused)}; gossip averages parameters and has no use for them"
             )
-        self._algorithm_fn = algorithm_fn
+        self._algorithm = SGP() if algorithm is None else algorithm
         self._options: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, "nonfinite": nonfinite}
         self._consensus, self._replaced = ExitStack(), ExitStack()
         self._saved: dict[str, Any] | None = None  # at the end of fit
@@ -93,7 +89,7 @@ class GossipStrategy(RankFiles):
         self.model = GossipDataParallel(
             cast(Any, self.lightning_module),
             self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers,
-            self._algorithm_fn(self.world_size),
+            self._algorithm,
             **self._options,
         )
 

@@ -9,7 +9,6 @@ import torch
 
 from ...gossip import SGP, AllReduce, DiLoCo
 from ...gossip.algorithms.base import Algorithm
-from ...gossip.topology import OnePeerExponential
 from ..simulate import Cost, Profile, Stragglers
 from .candidates import CANDIDATES, OUTER_STEPS, Candidate
 from .link import max_over_ranks, measure_link
@@ -47,7 +46,7 @@ class Measurements:
     @property
     def algorithms(self) -> tuple[SGP | DiLoCo, ...]:
         """Return what averages weights in place of gradients: gossip of one peer, outer steps."""
-        return SGP(OnePeerExponential(self.link.num_ranks), overlap=1), *OUTER_STEPS
+        return SGP(overlap=1), *OUTER_STEPS
 
     @cached_property
     def algorithm_predictions(self) -> list[StepTime]:

@@ -18,7 +18,7 @@ from ...pipeline.schedules import Schedule
 
 
 def parse_algorithm(text: str, num_ranks: int) -> Algorithm:
-    """Return the algorithm of ``SGP(OnePeerExponential(), overlap=1)`` or the like.
+    """Return the algorithm of ``SGP(overlap=1)`` or the like.
 
     Topologies are for ``num_ranks``, or the nodes of ``Hierarchical``, unless they are given a
     number. Known are the algorithms and topologies of ``pyparallel.gossip`` and the compressors of
@@ -29,7 +29,7 @@ def parse_algorithm(text: str, num_ranks: int) -> Algorithm:
     """
     names = _find_names((gossip, Algorithm), (topology, Topology), (compression, Compressor))
     reader = _Reader(num_ranks, names, "an algorithm, a topology or a compressor")
-    example = "SGP(OnePeerExponential(), overlap=1)"
+    example = "SGP(overlap=1)"
     found: Algorithm = reader.parse(text, "algorithm", Algorithm, example)
     return found
 

@@ -102,7 +102,7 @@ def simulate_run(
     Args:
         algorithm: of ``pyparallel.gossip``, but ``EASGD`` and those with a leader. A rank of
             ADPSGD takes fewer steps if it is slower, until all have taken ``num_steps`` on average.
-            With a pipeline it is for as many ranks as there are replicas, and not ADPSGD.
+            With a pipeline it is of the replicas, and not ADPSGD.
         profile: of the whole model on one rank.
         message_bytes: of the whole model, without compression, in float32.
         pipeline: of which the ranks hold replicas; None: each rank holds the model.
@@ -118,6 +118,9 @@ def simulate_run(
         check_integer(name, value)
     require(message_bytes > 0, "message_bytes must be greater than 0", message_bytes)
     stragglers.check_ranks(num_ranks)
+    algorithm = algorithm.bind(
+        max(1, num_ranks // (1 if pipeline is None else pipeline.num_stages))
+    )
     raise_problem(_find_problem(algorithm, num_ranks, pipeline))
     _check_options(algorithm, pipeline, cost, objective)
     if cost is not None:
@@ -273,14 +276,14 @@ def _steps_of(
     if isinstance(algorithm, SGP):
         sent = message_bytes * gossip_ratio(algorithm.compressor)
         encodes = algorithm.compressor is not None
-        return Rounds(clock, algorithm.topology, sent, algorithm.overlap, encodes=encodes)
+        return Rounds(clock, algorithm.bound_topology, sent, algorithm.overlap, encodes=encodes)
     if isinstance(algorithm, OSGP):
-        options = algorithm.topology, message_bytes, algorithm.delay
+        options = algorithm.bound_topology, message_bytes, algorithm.delay
         return Rounds(clock, *options, merges_after=True)
     if isinstance(algorithm, Hierarchical):
         group = algorithm.ranks_per_node
         assert isinstance(algorithm.inner, SGP | OSGP)
-        between = replace(algorithm.inner, topology=InterNode(n, algorithm.inner.topology))
+        between = replace(algorithm.inner, topology=InterNode(n, algorithm.inner.bound_topology))
         return Nodes(clock, message_bytes, group, _steps_of(between, clock, message_bytes / group))
     assert isinstance(algorithm, LocalSGD | DiLoCo | NoLoCo | SlowMo)
     inner = Steps(clock)
@@ -291,7 +294,7 @@ def _steps_of(
         ratio = gossip_ratio(compressor)
         if compressor is not None:
             ratio += 1 / algorithm.pull_turns
-        average = average_pairs(clock, part * ratio, algorithm.topology)
+        average = average_pairs(clock, part * ratio, algorithm.bound_topology)
     elif cost is None:
         average = average_all(clock, part * collective_ratio(compressor, n))
     else:

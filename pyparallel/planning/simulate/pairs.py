@@ -160,7 +160,7 @@ class Pairs:
 
     def __init__(self, clock: Clock, algorithm: ADPSGD, num_bytes: float) -> None:
         self.clock, self._num_bytes = clock, num_bytes
-        self._partners = Partners(algorithm.topology, algorithm.seed)
+        self._partners = Partners(algorithm.bound_topology, algorithm.seed)
         self._network = Network(clock.links)
         ranks = range(clock.num_ranks)
         neighbors = map(self._partners.passive_neighbors, ranks)

@@ -59,7 +59,7 @@ def test_logs_are_read():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["SGP", "ADPSGD", "DiLoCo"])
+@pytest.mark.parametrize("algorithm", ["SGP", "DiLoCo"])
 def test_members_outlive_faults(algorithm, monkeypatch):
     pytest.importorskip("torchft")
     monkeypatch.setitem(members.CASES, "tiny", Case(4, 30, 0.02, 4.0))

@@ -37,17 +37,14 @@ from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import error_of, start
 
 TOPOLOGY = r"^topology must be an object such as topology.Ring\(4\), got "
-INNER = r"^inner must be an object such as SGP\(topology.Ring\(4\)\), got "
+INNER = r"^inner must be an object such as SGP\(\), got "
 WRONG_TYPES = [
-    (lambda: SGP(Ring), TOPOLOGY + r"the class Ring; create an object, Ring\(...\)$"),
+    (lambda: SGP(nx.Graph), TOPOLOGY + r"the class Graph; .*$"),
     (lambda: SGP(4), TOPOLOGY + "4$"),
-    (lambda: SGP(None), TOPOLOGY + "None$"),
     (lambda: SGP(nx.cycle_graph(4)), TOPOLOGY + r".*; FromGraph\(graph\) takes a networkx graph$"),
     (lambda: DPSGD("ring"), TOPOLOGY + "'ring'$"),
     (lambda: OSGP(4), TOPOLOGY + "4$"),
     (lambda: OSGP(Ring(2), biased=1), "biased must be True or False, got 1"),
-    (lambda: ADPSGD(Ring), TOPOLOGY + "the class Ring"),
-    (lambda: NoLoCo(RandomMatching), TOPOLOGY + "the class RandomMatching"),
     (
         lambda: SGP(Ring(4), compressor=Int8),
         "^compressor must be .*, got the class Int8; create an",

@@ -12,12 +12,7 @@ from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP, Lighthouse
-from pyparallel.gossip.topology import OnePeerExponential
 from tests.workers import _CONTEXT
-
-
-def exponential(num_ranks):
-    return SGP(OnePeerExponential(num_ranks))
 
 
 def load_digits():
@@ -53,7 +48,7 @@ def train(name, folder, address, options):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    trainer = GossipDataParallel(module, optimizer, exponential, membership=membership)
+    trainer = GossipDataParallel(module, optimizer, SGP(), membership=membership)
     index = 0
     while not Path(folder, "stop").exists():
         begin = time.monotonic()

@@ -20,17 +20,16 @@ from tests.gossip.membership.training import (
     held,
     make,
     on_service,
-    outstanding,
     step,
     step_on,
 )
 
 
-def save_while_one_joins(address, store, rank, size, algorithm):
+def save_while_one_joins(address, store, rank, size):
     """Rank 2 comes while a consensus is saved; return that, and what there is afterwards."""
     if rank == 2:
         store.wait(["saving 0", "saving 1"])
-    module, stepped, trainer, membership = make(address, rank, algorithm, start=2, deadline=20.0)
+    module, stepped, trainer, membership = make(address, rank, exponential, start=2, deadline=20.0)
     saved = None
     if rank < 2:
         with torch.no_grad():
@@ -60,12 +59,9 @@ def save_while_one_joins(address, store, rank, size, algorithm):
     return saved, after, mean, membership.changes[-1].lost
 
 
-@pytest.mark.parametrize(
-    "algorithm", [exponential, pytest.param(outstanding, marks=pytest.mark.slow)]
-)
-def test_a_process_that_joins_waits_until_a_checkpoint_is_saved(ranks, algorithm):
+def test_a_process_that_joins_waits_until_a_checkpoint_is_saved(ranks):
     """The checkpoint is one of two, and their mean is that of all three later: lr is 0."""
-    first, second, third = ranks.run(3, on_service, save_while_one_joins, algorithm)
+    first, second, third = ranks.run(3, on_service, save_while_one_joins)
     assert torch.equal(first[0], second[0])
     weights, numerators = zip(*(each[1] for each in (first, second, third)), strict=True)
     assert sum(weights) == pytest.approx(2, abs=1e-12)
@@ -74,11 +70,11 @@ def test_a_process_that_joins_waits_until_a_checkpoint_is_saved(ranks, algorithm
     assert first[3] == second[3] == 0
 
 
-def save_after_another_has_left_the_epoch(address, store, rank, size, algorithm):
+def save_after_another_has_left_the_epoch(address, store, rank, size):
     """Rank 1 finds that rank 2 joins, and leaves the epoch, while rank 0 begins to save."""
     if rank == 2:
         store.wait(["trained"])
-    module, stepped, trainer, _ = make(address, rank, algorithm, start=2, deadline=20.0)
+    module, stepped, trainer, _ = make(address, rank, exponential, start=2, deadline=20.0)
     text = ""
     if rank < 2:
         for _ in range(3):
@@ -104,9 +100,8 @@ def save_after_another_has_left_the_epoch(address, store, rank, size, algorithm)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [exponential, outstanding])
-def test_a_checkpoint_for_which_another_member_does_not_come(ranks, algorithm):
-    found = ranks.run(3, on_service, save_after_another_has_left_the_epoch, algorithm)
+def test_a_checkpoint_for_which_another_member_does_not_come(ranks):
+    found = ranks.run(3, on_service, save_after_another_has_left_the_epoch)
     text = r"rank 0, step 3: the all-gather failed \(.*Connection (closed|reset)"
     assert re.match(text, found[0][0])
     assert torch.equal(found[0][1], found[1][1])
@@ -114,10 +109,10 @@ def test_a_checkpoint_for_which_another_member_does_not_come(ranks, algorithm):
     assert sum(each[2] for each in found) == pytest.approx(2, abs=1e-12)
 
 
-def die_together(address, store, rank, size, algorithm):
+def die_together(address, store, rank, size):
     """All die in a step; those that start again begin from what was saved, or from new weights."""
     module, stepped, trainer, membership = make(
-        address, rank, algorithm, start=size, deadline=20.0, width=7
+        address, rank, exponential, start=size, deadline=20.0, width=7
     )
     for _ in range(3):
         step(module, stepped, trainer)
@@ -141,7 +136,7 @@ def die_together(address, store, rank, size, algorithm):
             again.load_state_dict(saved)
         stepped = torch.optim.SGD([p for p in again.parameters() if p.requires_grad], lr=0.0)
         membership = Served(address, f"r{rank}", start=size, deadline=20.0)
-        trainer = GossipDataParallel(again, stepped, algorithm, membership=membership)
+        trainer = GossipDataParallel(again, stepped, exponential, membership=membership)
         change = membership.changes[-1]
         assert (trainer.epoch, change.joined, change.lost) == (1, ("r0", "r1"), 0)
         assert float(trainer.push_sum_weight) == 1
@@ -157,9 +152,8 @@ def die_together(address, store, rank, size, algorithm):
     return own.double(), flat, found
 
 
-@pytest.mark.parametrize("algorithm", [exponential])
-def test_all_members_die_and_begin_as_new_ones(ranks, algorithm):
-    first, second = ranks.run(2, on_service, die_together, algorithm)
+def test_all_members_die_and_begin_as_new_ones(ranks):
+    first, second = ranks.run(2, on_service, die_together)
     for each in (first, second):
         assert torch.equal(each[2][0], first[0])  # the first one's module
         assert torch.equal(each[2][1], first[1])  # what was saved

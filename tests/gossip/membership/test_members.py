@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from pyparallel.comm import PeerError, Run
-from pyparallel.gossip import OSGP, SGP
-from pyparallel.gossip.algorithms.osgp import osgp
+from pyparallel.gossip import SGP
 from pyparallel.gossip.algorithms.sgp import combine_while_adapt
 from pyparallel.gossip.membership.decision import Epoch, name_of
 from pyparallel.gossip.membership.group import EpochGroup
@@ -32,8 +31,6 @@ from tests.gossip.membership.training import (
     held,
     make,
     on_service,
-    outstanding,
-    outstanding_for_two,
     overlapping,
     step,
     step_on,
@@ -43,22 +40,15 @@ from tests.gossip.membership.training import (
 # ------------------------------------------------------------------------------------------ deaths
 
 MOMENTS = ("before the round", "after sending", "after merging", "after the receipts")
-MOMENTS_OF_TWO = (*MOMENTS, "while sending the next", "with two rounds unacknowledged")
 
 
 def sent_of(account, rounds):
-    """Return of each unacknowledged round its number, its masses by receiver, and the message."""
-    return [
-        (
-            int(index),
-            {name_of(key): mass * 2.0**-account.exponent for key, mass in sent.items()},
-            torch.cat([each.double() for each in message]),
-        )
-        for (index, sent), message in zip(account.sent.items(), rounds.sent_messages, strict=True)
-    ]
+    """Return the last round's number, its unacknowledged masses by receiver, and its message."""
+    masses = {name_of(key): mass * 2.0**-account.exponent for key, mass in account.sent.items()}
+    return account.round, masses, torch.cat([each.double() for each in rounds.sent_messages])
 
 
-def lose_one_after_another(address, store, rank, size, algorithm, optimizer, moments=MOMENTS):
+def lose_one_after_another(address, store, rank, size, algorithm, optimizer):
     """All but one rank die, each at another moment; return what each has had, and what is left."""
     module, stepped, trainer, membership = make(
         address, rank, algorithm, start=size, deadline=20.0, optimizer=optimizer
@@ -67,8 +57,8 @@ def lose_one_after_another(address, store, rank, size, algorithm, optimizer, mom
         for buffer in trainer._buckets.buffers:
             buffer.add_(rank + 1.0)
     log = []
-    for moment in moments[: size - 1]:
-        dying = size - 1 - moments.index(moment)
+    for moment in MOMENTS[: size - 1]:
+        dying = size - 1 - MOMENTS.index(moment)
         for _ in range(3):
             step(module, stepped, trainer)
         epoch = trainer.epoch
@@ -104,17 +94,15 @@ def check_losses(logs):
     for number, dying in enumerate(range(size - 1, 0, -1)):
         rows = [log[number] for log in logs[: dying + 1]]
         weights, numerators = zip(*(row[0] for row in rows), strict=True)
-        _, (w, x), merged_by_dead, sent_by_dead = rows[-1]
+        _, (w, x), merged_by_dead, (last, lost, message) = rows[-1]
         total = sum(weights)
-        for rank, (_, _, merged, sent, _) in enumerate(rows[:-1]):
-            for index, masses, value in sent_by_dead:
-                mass = masses.get(f"r{rank}", 0.0)
-                if merged.get(f"r{dying}", -1) < index:  # in flight, and lost
-                    w, x = w + mass, x + mass * value
-            for index, masses, value in sent:
-                mass = masses.get(f"r{dying}", 0.0)
-                if merged_by_dead.get(f"r{rank}", -1) >= index:  # and taken back
-                    w, x = w - mass, x - mass * value
+        for rank, (_, _, merged, (index, masses, value), _) in enumerate(rows[:-1]):
+            mass = lost.get(f"r{rank}", 0.0)
+            if merged.get(f"r{dying}", -1) < last:  # in flight, and lost
+                w, x = w + mass, x + mass * message
+            mass = masses.get(f"r{dying}", 0.0)
+            if merged_by_dead.get(f"r{rank}", -1) >= index:  # and taken back
+                w, x = w - mass, x - mass * value
         after_w, after_x = zip(*(row[1] for row in rows[:-1]), strict=True)
         assert sum(after_w) == pytest.approx(total - w, abs=1e-12)
         expected = sum(numerators) - x
@@ -129,15 +117,11 @@ def check_losses(logs):
 RATE, NUM_STEPS = 0.25, 7
 
 
-def update_beside_messages(address, store, rank, size, options, optimizer):
+def update_beside_messages(address, store, rank, size, overlap, optimizer):
     """Rank 2 leaves after some steps, whose gradients are known; return what there was and is."""
-
-    def make_algorithm(num_ranks):
-        kind = SGP if "overlap" in options else OSGP
-        return kind(OnePeerExponential(num_ranks), **options)
-
+    algorithm = SGP(OnePeerExponential, overlap=overlap)
     _, stepped, trainer, _ = make(
-        address, rank, make_algorithm, start=size, deadline=20.0, optimizer=optimizer
+        address, rank, algorithm, start=size, deadline=20.0, optimizer=optimizer
     )
     stepped.param_groups[0]["lr"] = RATE
     with torch.no_grad():
@@ -170,20 +154,15 @@ def update_beside_messages(address, store, rank, size, options, optimizer):
     return rows[: NUM_STEPS + 1], steps, last
 
 
-def update(z, _=None):
+def update(z):
     return RATE * torch.arange(1.0, 4).double().view(3, 1).expand_as(z)
 
 
-def follow_the_rule(z, overlap=0, delay=0):
+def follow_the_rule(z, overlap):
     """Return z of all three ranks after each step, by the rule for all of them at once."""
     x, w, in_flight, topology = z, torch.ones(3, 1).double(), None, OnePeerExponential(3)
-    since, number, rows, sent = 0, 0, [], {}
-    for k in range(NUM_STEPS):
-        if delay:
-            mixing = torch.as_tensor(topology.mixing_matrix(k // delay)).double()
-            x, w = osgp(k, x, w, sent, update, mixing, delay)
-            rows.append(x / w)
-            continue
+    since, number, rows = 0, 0, []
+    for _ in range(NUM_STEPS):
         since += 1
         merges = in_flight is not None and since >= overlap
         sends = merges or in_flight is None
@@ -195,26 +174,22 @@ def follow_the_rule(z, overlap=0, delay=0):
 
 
 @pytest.mark.parametrize(
-    ("options", "optimizer"),
+    ("overlap", "optimizer"),
     [
-        ({"delay": 1}, SGD),
-        pytest.param({"overlap": 1}, torch.optim.SGD, marks=pytest.mark.slow),
-        pytest.param({"overlap": 1}, SGD, marks=pytest.mark.slow),
-        pytest.param({"overlap": 2}, SGD, marks=pytest.mark.slow),
-        pytest.param({"delay": 1}, torch.optim.SGD, marks=pytest.mark.slow),
-        pytest.param({"delay": 2}, SGD, marks=pytest.mark.slow),
+        (1, SGD),
+        pytest.param(1, torch.optim.SGD, marks=pytest.mark.slow),
+        pytest.param(2, SGD, marks=pytest.mark.slow),
     ],
 )
-def test_updates_beside_messages(ranks, options, optimizer):
+def test_updates_beside_messages(ranks, overlap, optimizer):
     """Steps follow the rule, and numerators add up to those at the beginning without the updates.
 
     In its last steps another rank may know already that rank 2 leaves.
     Weights of three sum to 3, and of two to 2: without rank 2 they are 2/3 of what they were.
     """
-    logs = ranks.run(3, on_service, update_beside_messages, options, optimizer)
+    logs = ranks.run(3, on_service, update_beside_messages, overlap, optimizer)
     begin, *steps = (torch.stack(rows) for rows in zip(*(log[0] for log in logs), strict=True))
-    steps = steps[: -sum(options.values())]
-    for z, expected in zip(steps, follow_the_rule(begin, **options), strict=False):
+    for z, expected in zip(steps[:-overlap], follow_the_rule(begin, overlap), strict=False):
         torch.testing.assert_close(z, expected, rtol=1e-6, atol=1e-6)
     updates = [sum(log[1][e] * RATE * (r + 1) for r, log in enumerate(logs)) for e in (0, 1)]
     expected = (begin.sum(0) - updates[0]) * 2 / 3 - updates[1]
@@ -255,9 +230,7 @@ def join_and_leave(address, store, rank, size, algorithm, optimizer):
     for _ in range(4):
         step(module, stepped, trainer)
     assert module[1].num_batches_tracked.item() == counts + 4
-    store.set(f"took {rank}", "")
     if rank == 1:
-        store.wait(["took 0", "took 2"])  # with a delay of 2 it may be two steps ahead
         trainer.leave()
         with pytest.raises(RuntimeError, match="must not be used after close"):
             _ = trainer.members
@@ -311,22 +284,7 @@ def test_members_die(ranks, algorithm, optimizer):
 @pytest.mark.parametrize(
     ("algorithm", "optimizer"),
     [
-        (outstanding, SGD),
-        pytest.param(outstanding, torch.optim.SGD, marks=pytest.mark.slow),
-        pytest.param(outstanding_for_two, SGD, marks=pytest.mark.slow),
-    ],
-)
-def test_members_die_while_two_rounds_are_outstanding(ranks, algorithm, optimizer):
-    arguments = algorithm, optimizer, MOMENTS_OF_TWO
-    check_losses(ranks.run(7, on_service, lose_one_after_another, *arguments))
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "optimizer"),
-    [
         (symmetric, SGD),
-        pytest.param(outstanding, torch.optim.SGD, marks=pytest.mark.slow),
-        pytest.param(outstanding_for_two, SGD, marks=pytest.mark.slow),
         pytest.param(overlapping, torch.optim.SGD, marks=pytest.mark.slow),
         pytest.param(compressing, SGD, marks=pytest.mark.slow),
     ],
@@ -338,10 +296,10 @@ def test_members_join_and_leave(ranks, algorithm, optimizer):
 # ------------------------------------------------------------------------------- a silent member
 
 
-def fall_silent(address, store, rank, size, algorithm, optimizer):
+def fall_silent(address, store, rank, size):
     """Rank 2 stops for longer than the deadline, in a round, and comes back as one that joins."""
     module, stepped, trainer, membership = make(
-        address, rank, algorithm, start=size, deadline=1.0, optimizer=optimizer
+        address, rank, exponential, start=size, deadline=1.0
     )
     with torch.no_grad():
         for buffer in trainer._buckets.buffers:
@@ -367,20 +325,10 @@ def fall_silent(address, store, rank, size, algorithm, optimizer):
     return after, [change.lost for change in membership.changes]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "optimizer"),
-    [
-        (exponential, torch.optim.SGD),
-        (outstanding, SGD),
-        (outstanding_for_two, torch.optim.SGD),
-    ],
-)
 @pytest.mark.slow
-def test_a_silent_member(ranks, algorithm, optimizer):
+def test_a_silent_member(ranks):
     """It is left behind with what it has, and all that is left is what all three have at last."""
-    (first, lost), (second, others_lost), (third, _) = ranks.run(
-        3, on_service, fall_silent, algorithm, optimizer
-    )
+    (first, lost), (second, others_lost), (third, _) = ranks.run(3, on_service, fall_silent)
     assert lost == others_lost
     assert sum(each[0] for each in (first, second, third)) == pytest.approx(
         3 * (1 - sum(lost)), abs=1e-12

@@ -8,13 +8,13 @@ from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.compression import TopK
-from pyparallel.gossip import DPSGD, OSGP, SGP
+from pyparallel.gossip import DPSGD, SGP
 from pyparallel.gossip.membership import push_sum_members
 from pyparallel.gossip.membership.averager import ElasticAverager
 from pyparallel.gossip.membership.decision import name_of
 from pyparallel.gossip.membership.ledger import Account
 from pyparallel.gossip.membership.members import gather_from_members
-from pyparallel.gossip.topology import BaseGraph, OnePeerExponential
+from pyparallel.gossip.topology import OnePeerExponential
 from tests.gossip.membership.service import Served, serve
 
 
@@ -22,32 +22,11 @@ class Death(BaseException):
     """What a rank raises in place of being killed."""
 
 
-def exponential(num_ranks):
-    return SGP(OnePeerExponential(num_ranks))
-
-
-def overlapping(num_ranks):
-    return SGP(OnePeerExponential(num_ranks), overlap=1)
-
-
-def delayed(num_ranks):
-    return SGP(OnePeerExponential(num_ranks), overlap=2)
-
-
-def outstanding(num_ranks):
-    return OSGP(OnePeerExponential(num_ranks))
-
-
-def outstanding_for_two(num_ranks):
-    return OSGP(BaseGraph(num_ranks, peers=2), delay=2)
-
-
-def compressing(num_ranks):
-    return SGP(OnePeerExponential(num_ranks, peers=1), compressor=TopK(0.3))
-
-
-def symmetric(num_ranks):
-    return DPSGD(BaseGraph(num_ranks))
+exponential = SGP(OnePeerExponential)
+overlapping = SGP(OnePeerExponential, overlap=1)
+delayed = SGP(OnePeerExponential, overlap=2)
+compressing = SGP(OnePeerExponential, compressor=TopK(0.3))
+symmetric = DPSGD()
 
 
 def make(address, rank, algorithm, *, width=6, optimizer=torch.optim.SGD, trained=None, **options):
@@ -123,7 +102,7 @@ def on_service(rank, function, *arguments):
 def die_at(moment, trainer):
     """Have the trainer's next round raise Death at a moment of it."""
     rounds = averager_of(trainer).inner.current
-    original, await_receipts = rounds._exchange_receipts, rounds.await_receipts
+    original = rounds._exchange_receipts
 
     def die(*_):
         raise Death
@@ -132,17 +111,8 @@ def die_at(moment, trainer):
         original(*arguments)
         die()
 
-    def die_with_two():
-        if len(rounds._account.sent) == 2:
-            die()
-        await_receipts()
-
     if moment == "before the round":
         rounds.send = die
-    elif moment == "while sending the next":
-        rounds._round_buffers[1].send_given = die
-    elif moment == "with two rounds unacknowledged":
-        rounds.await_receipts = die_with_two
     elif moment == "after sending":
         for buffer in rounds._round_buffers:
             buffer.wait = die
