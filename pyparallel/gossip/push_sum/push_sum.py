@@ -79,8 +79,6 @@ class PushSum(ModelAverager):
         ]
         if lengths:
             run.agree(lengths, None)
-        if not all(each.follows_layouts for each in buffers):
-            return cls(buffers, exchange, topology, overlap, keeps_values=keeps_values)
         return cls(buffers, exchange, topology, overlap, layouts, keeps_values)
 
     @classmethod
