@@ -9,7 +9,6 @@ import torch
 
 from ..gossip import SGP, AllReduce, DiLoCo
 from ..gossip.algorithms.base import Algorithm
-from ..gossip.topology import OnePeerExponential
 from ..simulate import Cost, Profile, Stragglers
 from .candidates import CANDIDATES, OUTER_STEPS, Candidate
 from .link import max_over_ranks, measure_link

@@ -59,8 +59,7 @@ def test_the_round_is_simulated(call):
     link = ("--replicas", "8", "--rate", "128", "--parameters", "16e6", "--latency", "0")
     head, rows = call(*times, *link).split("\n\n")[:2]
     assert head.splitlines()[1] == (
-        "8 replicas: 1 s an update for rounds of SGP(overlap=1), "
-        "1.75 s for AllReduce()"
+        "8 replicas: 1 s an update for rounds of SGP(overlap=1), 1.75 s for AllReduce()"
     )
     expected = [call(*times, "--round", seconds).split("\n\n")[1] for seconds in ("1.75", "1")]
     flushing, streaming = (each.splitlines() for each in expected)

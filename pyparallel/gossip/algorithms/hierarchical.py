@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from ...comm import Run
 from ...training import FlatBuckets, ModelAverager, wrong_type

@@ -4,12 +4,12 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from ...comm import Collectives, Run
 from ...training import FlatBuckets
