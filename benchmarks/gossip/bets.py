@@ -32,7 +32,7 @@ from benchmarks.harness.turns import largest, timed
 from pyparallel.compression import BufferLayout, Compressor, Int8
 from pyparallel.gossip import DPSGD, OSGP, SGP, AllReduce, LocalSGD, NoLoCo, SlowMo
 from pyparallel.gossip.algorithms.base import Algorithm
-from pyparallel.gossip.topology import OnePeerExponential, RandomMatching, Ring
+from pyparallel.gossip.topology import Ring
 from pyparallel.planning.simulate import Links, Profile, Stragglers, simulate_run
 
 FIELDS = [
@@ -44,18 +44,18 @@ NUM_KEYS = 5
 SECONDS = 600  # a run's limit
 SEED, OTHER_SEED = 0, 1  # of the stragglers predicted, and of those that come
 
-ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
-    "AllReduce": lambda n: AllReduce(),
-    "SGP": lambda n: SGP(OnePeerExponential(n)),
-    "SGP, overlap=1": lambda n: SGP(OnePeerExponential(n), overlap=1),
-    "SGP, overlap=2": lambda n: SGP(OnePeerExponential(n), overlap=2),
-    "SGP, int8": lambda n: SGP(OnePeerExponential(n), compressor=Int8()),
-    "OSGP": lambda n: OSGP(OnePeerExponential(n)),
-    "DPSGD, ring": lambda n: DPSGD(Ring(n)),
-    "LocalSGD(4)": lambda n: LocalSGD(4),
-    "LocalSGD(4, delay=2)": lambda n: LocalSGD(4, delay=2),
-    "NoLoCo(4)": lambda n: NoLoCo(RandomMatching(n), 4),
-    "SlowMo(SGP, 4)": lambda n: SlowMo(SGP(OnePeerExponential(n)), 4),
+ALGORITHMS: dict[str, Algorithm] = {
+    "AllReduce": AllReduce(),
+    "SGP": SGP(),
+    "SGP, overlap=1": SGP(overlap=1),
+    "SGP, overlap=2": SGP(overlap=2),
+    "SGP, int8": SGP(compressor=Int8()),
+    "OSGP": OSGP(),
+    "DPSGD, ring": DPSGD(Ring),
+    "LocalSGD(4)": LocalSGD(4),
+    "LocalSGD(4, delay=2)": LocalSGD(4, delay=2),
+    "NoLoCo(4)": NoLoCo(interval=4),
+    "SlowMo(SGP, 4)": SlowMo(SGP(), 4),
 }
 COMPUTES: dict[str, Compute] = {
     "sleep 100 ms": SleepingCompute(10, 1024, 0.1),
@@ -113,9 +113,9 @@ def measure_profile(rank: int, bet: Bet) -> tuple[Profile, float]:
         each.grad = torch.zeros_like(each)
     optimizer = torch.optim.SGD(parameters, lr=1e-6)
     stepping = mean_over_ranks(repeated(optimizer.step, 3))
-    algorithm = ALGORITHMS[bet.algorithm](bet.ranks)
+    algorithm = ALGORITHMS[bet.algorithm]
     # What real steps take beside computing and waiting: the trainer's passes, merges and copies.
-    taken = Training(bet.model, Method(bet.algorithm, by_gossip(ALGORITHMS[bet.algorithm])))
+    taken = Training(bet.model, Method(bet.algorithm, by_gossip(algorithm)))
     own = []
     for _ in range(2 + (4 if bet.is_dry else 20)):
         own.append(timed(taken.step) - taken.waiting_seconds())
@@ -182,7 +182,7 @@ def predict(bet: Bet) -> Row:
     assert profile.rate is not None
     assert profile.latency is not None
     links = Links.uniform(profile.rate, profile.latency, "ring")
-    algorithm = ALGORITHMS[bet.algorithm](bet.ranks)
+    algorithm = ALGORITHMS[bet.algorithm]
     run = simulate_run(
         algorithm, bet.ranks, links, profile, num_bytes,
         num_steps=10 * bet.steps, stragglers=bet.law, seed=SEED,

@@ -154,7 +154,7 @@ class Update:
         module = compute.build()
         self._inputs = compute.make_inputs()
         self._optimizer = build(module.parameters())
-        algorithm = SGP(OnePeerExponential(dist.get_world_size()), overlap=1)
+        algorithm = SGP(overlap=1)
         self._model = GossipDataParallel(module, self._optimizer, algorithm, **options)
         for buffer in self._model._averager._round_buffers:
             buffer._exchange = Silent(buffer._exchange.run)

@@ -42,7 +42,6 @@ from pyparallel.gossip import (
     StreamingDiLoCo,
 )
 from pyparallel.gossip.algorithms.base import Algorithm
-from pyparallel.gossip.topology import RandomMatching
 
 FIELDS = [
     "task", "link", "algorithm", "rate", "seed", "options", "parameters", "ranks", "steps", "score",
@@ -102,7 +101,7 @@ TASKS = {
 
 
 def pairs(**options: object) -> NoLoCo:
-    return NoLoCo(RandomMatching(RANKS), INTERVAL, **options)
+    return NoLoCo(interval=INTERVAL, **options)
 
 
 def less_momentum(parameters: list[torch.Tensor]) -> Optimizer:

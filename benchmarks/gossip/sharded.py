@@ -11,7 +11,6 @@ Rows: ``benchmarks/results/sharded.csv``.
 import resource
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -38,7 +37,6 @@ from pyparallel import GossipDataParallel
 from pyparallel.compression import Int8
 from pyparallel.gossip import OSGP, SGP, DiLoCo, SparseLoCo
 from pyparallel.gossip.algorithms.base import Algorithm
-from pyparallel.gossip.topology import OnePeerExponential
 
 FIELDS = [
     "link", "method", "seed", "options", "parameters", "ranks", "steps", "rate", "score", "bits",
@@ -49,14 +47,14 @@ RATE = 1e-3
 SECONDS = 3600  # a run's limit
 
 # HSDP's precision, or an algorithm between replicas
-METHODS: dict[str, MixedPrecisionPolicy | Callable[[], Algorithm]] = {
+METHODS: dict[str, MixedPrecisionPolicy | Algorithm] = {
     "HSDP": MixedPrecisionPolicy(),
     "HSDP, bfloat16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
-    "SGP, overlap=1": lambda: SGP(OnePeerExponential(NODES), overlap=1),
-    "SGP, overlap=1, Int8": lambda: SGP(OnePeerExponential(NODES), overlap=1, compressor=Int8()),
-    "OSGP": lambda: OSGP(OnePeerExponential(NODES)),
-    "DiLoCo": lambda: DiLoCo(INTERVAL),
-    "SparseLoCo": lambda: SparseLoCo(INTERVAL),
+    "SGP, overlap=1": SGP(overlap=1),
+    "SGP, overlap=1, Int8": SGP(overlap=1, compressor=Int8()),
+    "OSGP": OSGP(),
+    "DiLoCo": DiLoCo(INTERVAL),
+    "SparseLoCo": SparseLoCo(INTERVAL),
 }
 
 
@@ -73,7 +71,7 @@ def start(method: str) -> tuple[nn.Module, Optimizer, nn.Module]:
     optimizer = kind(module.parameters(), RATE, betas=(0.9, 0.95), weight_decay=0.1)
     if is_hsdp:
         return module, optimizer, module
-    wrapped = GossipDataParallel(module, optimizer, chosen(), mesh=mesh["replicate"])
+    wrapped = GossipDataParallel(module, optimizer, chosen, mesh=mesh["replicate"])
     return module, optimizer, wrapped
 
 

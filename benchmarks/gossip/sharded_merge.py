@@ -29,7 +29,6 @@ from pyparallel import GossipDataParallel
 from pyparallel.compression import Int8
 from pyparallel.gossip import SGP, DiLoCo
 from pyparallel.gossip.algorithms.base import Algorithm
-from pyparallel.gossip.topology import OnePeerExponential
 from pyparallel.optim import SGD
 
 FIELDS = [
@@ -39,8 +38,8 @@ FIELDS = [
 LAYERS, WIDTH, TURNS = 8, 1024, 41
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "SGP": SGP(OnePeerExponential(2)),
-    "SGP, Int8": SGP(OnePeerExponential(2), compressor=Int8()),
+    "SGP": SGP(),
+    "SGP, Int8": SGP(compressor=Int8()),
     "DiLoCo": DiLoCo(1),
 }
 ALLOWS = "; allows nan"  # with nonfinite="allow"

@@ -105,15 +105,13 @@ def bf16_unchecked(
     return bf16_compress_hook(group, bucket)
 
 
-def by_gossip(make_algorithm: Callable[[int], gossip.Algorithm]) -> Wrap:
-    """Return GossipDataParallel with an algorithm for a number of ranks."""
-    return lambda module, optimizer: GossipDataParallel(
-        module, optimizer, make_algorithm(dist.get_world_size())
-    )
+def by_gossip(algorithm: gossip.Algorithm) -> Wrap:
+    """Return GossipDataParallel with an algorithm."""
+    return lambda module, optimizer: GossipDataParallel(module, optimizer, algorithm)
 
 
 def sgp(overlap: int) -> Wrap:
-    return by_gossip(lambda n: gossip.SGP(OnePeerExponential(n), overlap=overlap))
+    return by_gossip(gossip.SGP(overlap=overlap))
 
 
 ALONE = Method("compute alone", lambda module, optimizer: module)
@@ -162,13 +160,13 @@ BESIDE_STRAGGLERS = [
     SGP,
     OVERLAPPED,
     Method("SGP, overlap=4", sgp(4)),
-    Method("ADPSGD", by_gossip(lambda n: gossip.ADPSGD(Ring(n)))),
+    Method("ADPSGD", by_gossip(gossip.ADPSGD(Ring))),
 ]
 LEADERS = [
     DDP,
-    Method("EASGD", by_gossip(lambda n: gossip.EASGD(16))),
-    Method("LeaderSGD", by_gossip(lambda n: gossip.LeaderSGD(1, 16, 16))),
-    Method("AsynchronousLeaderSGD", by_gossip(lambda n: gossip.AsynchronousLeaderSGD(1, 16, 16))),
+    Method("EASGD", by_gossip(gossip.EASGD(16))),
+    Method("LeaderSGD", by_gossip(gossip.LeaderSGD(1, 16, 16))),
+    Method("AsynchronousLeaderSGD", by_gossip(gossip.AsynchronousLeaderSGD(1, 16, 16))),
 ]
 SLOWER, SLOW_RANK, PROBABILITY = 3, 3, 0.1
 STRAGGLING_MODEL = RealCompute(layers=2, width=64, batch=8)

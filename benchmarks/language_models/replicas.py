@@ -23,7 +23,6 @@ from benchmarks.language_models.table import by_method
 from benchmarks.language_models.training import MODELS, Training
 from pyparallel import pipeline
 from pyparallel.gossip import SGP, AllReduce
-from pyparallel.gossip.topology import OnePeerExponential
 
 STEPS = 400
 RATES = {"AdamW": 0.001, "Muon": 0.002}
@@ -48,7 +47,7 @@ def parts_of(run: Run) -> tuple[str, int, pipeline.Schedule, int, Any]:
         return optimizer, run.steps, pipeline.OneForwardOneBackward(), 4, AllReduce()
     start = run.steps * (3 if optimizer == "AdamW" else 1) // 10
     schedule = pipeline.PipeOptim(synchronous_updates=start)
-    return optimizer, start, schedule, 1, SGP(OnePeerExponential(2), overlap=1)
+    return optimizer, start, schedule, 1, SGP(overlap=1)
 
 
 METHODS = ["AdamW, 1F1B, AllReduce", "AdamW, PipeOptim, SGP", "Muon, PipeOptim, SGP"]

@@ -33,7 +33,6 @@ from examples.data import draw_windows
 from pyparallel import PipelineTrainer, pipeline
 from pyparallel.compression import Int8
 from pyparallel.gossip import SGP, AllReduce, StreamingDiLoCo
-from pyparallel.gossip.topology import OnePeerExponential
 from pyparallel.optim import AdamW
 
 FIELDS = [
@@ -47,7 +46,6 @@ RATE = 1e-3
 SECONDS = 1800  # a run's limit
 
 LINKS = {"100 Mbit/s": 100, "1 Gbit/s": 1000}
-GOSSIP = OnePeerExponential(REPLICAS)
 # Attention under AdamW needs synchronous updates at first: those of the warm-up.
 TWO_VERSIONS = pipeline.PipeDream2BW(
     prediction=pipeline.Displacement(), synchronous_updates=WARM_UP
@@ -103,12 +101,12 @@ METHODS = {
     "torch 1F1B, DDP": start_torch(),
     "torch 1F1B, DDP in bfloat16": start_torch(bf16_unchecked),
     "1F1B, AllReduce": start_ours(pipeline.OneForwardOneBackward(), AllReduce()),
-    "2BW, SGP": start_ours(TWO_VERSIONS, SGP(GOSSIP, overlap=1)),
+    "2BW, SGP": start_ours(TWO_VERSIONS, SGP(overlap=1)),
     "2BW, SGP, Int8": start_ours(
         TWO_VERSIONS,
-        SGP(GOSSIP, overlap=1, compressor=Int8()),
+        SGP(overlap=1, compressor=Int8()),
     ),
-    "PipeOptim, SGP, Int8": start_ours(PIPE_OPTIM, SGP(GOSSIP, overlap=1, compressor=Int8())),
+    "PipeOptim, SGP, Int8": start_ours(PIPE_OPTIM, SGP(overlap=1, compressor=Int8())),
     "PipeOptim, StreamingDiLoCo": start_ours(PIPE_OPTIM, StreamingDiLoCo(48)),
 }
 

@@ -28,7 +28,7 @@ from benchmarks.pipeline.models import SleepingLayer
 from benchmarks.pipeline.table import slow_replica
 from pyparallel import PipelineTrainer, pipeline
 from pyparallel.gossip import ADPSGD, OSGP, SGP, AllReduce, LocalSGD
-from pyparallel.gossip.topology import Complete, OnePeerExponential
+from pyparallel.gossip.topology import Complete
 
 FIELDS = [
     "method",
@@ -48,10 +48,10 @@ SECONDS = 300  # a run's limit
 
 METHODS: dict[str, tuple[pipeline.Schedule, Any]] = {
     "1F1B, AllReduce": (pipeline.OneForwardOneBackward(), AllReduce()),
-    "PipeOptim, SGP": (pipeline.PipeOptim(), SGP(OnePeerExponential(REPLICAS), overlap=1)),
-    "PipeOptim, OSGP": (pipeline.PipeOptim(), OSGP(OnePeerExponential(REPLICAS), delay=4)),
+    "PipeOptim, SGP": (pipeline.PipeOptim(), SGP(overlap=1)),
+    "PipeOptim, OSGP": (pipeline.PipeOptim(), OSGP(delay=4)),
     "PipeOptim, LocalSGD": (pipeline.PipeOptim(), LocalSGD(40)),
-    "PipeOptim, ADPSGD": (pipeline.PipeOptim(), ADPSGD(Complete(REPLICAS))),
+    "PipeOptim, ADPSGD": (pipeline.PipeOptim(), ADPSGD(Complete)),
 }
 
 

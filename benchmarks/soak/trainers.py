@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from benchmarks.harness.options import shorten
 from benchmarks.soak.watch import Sample, watch
 from pyparallel import GossipDataParallel, PipelineTrainer, compression, gossip, optim, pipeline
-from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching, Ring
+from pyparallel.gossip.topology import Complete, Ring
 from pyparallel.subnets import Partition, SubnetTrainer
 from pyparallel.training.trainer import Trainer
 
@@ -89,14 +89,13 @@ def sgd(parameters: Any) -> Optimizer:
 
 
 def averaging(
-    make_algorithm: Callable[[int], gossip.Algorithm],
+    algorithm: gossip.Algorithm,
     make_optimizer: Callable[[Any], Optimizer] = sgd,
     *,
     closure: bool = False,
 ) -> Running:
     layers = build_layers()
     optimizer = make_optimizer(layers.parameters())
-    algorithm = make_algorithm(dist.get_world_size())
     model = GossipDataParallel(layers, optimizer, algorithm, bucket_cap_mb=SMALL_BUCKETS)
     step = loop(model, optimizer, model.record_loss, closure=closure)
     return Running(step, model.flush, model, gossip.GossipState(model, optimizer))
@@ -139,36 +138,30 @@ def fsdp(compressor: compression.Compressor | None = None) -> Running:
     return Running(loop(model, sgd(model.parameters())), dist.barrier, model)
 
 
-def overlapped(num_ranks: int, overlap: int = 1) -> gossip.SGP:
-    return gossip.SGP(OnePeerExponential(num_ranks), overlap=overlap)
-
+OVERLAPPED = gossip.SGP(overlap=1)
 
 STARTS: dict[str, Start] = {
     "DDP": ddp,
     "FSDP2": fsdp,
-    "AllReduce": partial(averaging, lambda n: gossip.AllReduce()),
-    "SGP": partial(averaging, lambda n: gossip.SGP(OnePeerExponential(n))),
-    "SGP, overlap=1": partial(averaging, overlapped),
-    "SGP, overlap=1, closure": partial(averaging, overlapped, closure=True),
-    "SGP, overlap=1, fused AdamW": partial(averaging, overlapped, optim.AdamW),
-    "SGP, overlap=4": partial(averaging, lambda n: overlapped(n, 4)),
-    "SGP, Int8": partial(
-        averaging, lambda n: gossip.SGP(OnePeerExponential(n), compressor=compression.Int8())
-    ),
-    "DPSGD": partial(averaging, lambda n: gossip.DPSGD(Ring(n))),
-    "NoLoCo": partial(averaging, lambda n: gossip.NoLoCo(RandomMatching(n), interval=5)),
-    "ADPSGD": partial(averaging, lambda n: gossip.ADPSGD(Complete(n))),
-    "LocalSGD": partial(averaging, lambda n: gossip.LocalSGD(interval=5)),
-    "SlowMo": partial(averaging, lambda n: gossip.SlowMo(overlapped(n), interval=5)),
-    "DiLoCo": partial(averaging, lambda n: gossip.DiLoCo(interval=5)),
+    "AllReduce": partial(averaging, gossip.AllReduce()),
+    "SGP": partial(averaging, gossip.SGP()),
+    "SGP, overlap=1": partial(averaging, OVERLAPPED),
+    "SGP, overlap=1, closure": partial(averaging, OVERLAPPED, closure=True),
+    "SGP, overlap=1, fused AdamW": partial(averaging, OVERLAPPED, optim.AdamW),
+    "SGP, overlap=4": partial(averaging, gossip.SGP(overlap=4)),
+    "SGP, Int8": partial(averaging, gossip.SGP(compressor=compression.Int8())),
+    "DPSGD": partial(averaging, gossip.DPSGD(Ring)),
+    "NoLoCo": partial(averaging, gossip.NoLoCo(interval=5)),
+    "ADPSGD": partial(averaging, gossip.ADPSGD(Complete)),
+    "LocalSGD": partial(averaging, gossip.LocalSGD(interval=5)),
+    "SlowMo": partial(averaging, gossip.SlowMo(OVERLAPPED, interval=5)),
+    "DiLoCo": partial(averaging, gossip.DiLoCo(interval=5)),
     "DiLoCo, delay=2, Int8": partial(
         averaging,
-        lambda n: gossip.DiLoCo(5, fragments=2, delay=2, compressor=compression.Int8()),
+        gossip.DiLoCo(5, fragments=2, delay=2, compressor=compression.Int8()),
     ),
-    "LeaderSGD": partial(
-        averaging, lambda n: gossip.LeaderSGD(n // 2, interval=5, global_interval=5)
-    ),
-    "Hierarchical": partial(averaging, lambda n: gossip.Hierarchical(overlapped(n // 2), 2)),
+    "LeaderSGD": partial(averaging, gossip.LeaderSGD(1, interval=5, global_interval=5)),
+    "Hierarchical": partial(averaging, gossip.Hierarchical(OVERLAPPED, 2)),
     **{
         shorten(repr(each)).removesuffix("()"): partial(
             pipelined, each, 2 if isinstance(each, pipeline.Interleaved) else 1

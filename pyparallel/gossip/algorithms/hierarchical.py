@@ -93,8 +93,7 @@ class Hierarchical(Algorithm):
     def sharding_error(self) -> str | None:
         return (
             "algorithm must be the one between replicas for a module that fully_shard has sharded, "
-            f"whose ranks average gradients already, got {self!r}: pass its inner one, for as many "
-            "ranks as there are replicas"
+            f"whose ranks average gradients already, got {self!r}: pass its inner one"
         )
 
     @override

@@ -118,9 +118,8 @@ def simulate_run(
         check_integer(name, value)
     require(message_bytes > 0, "message_bytes must be greater than 0", message_bytes)
     stragglers.check_ranks(num_ranks)
-    algorithm = algorithm.bind(
-        max(1, num_ranks // (1 if pipeline is None else pipeline.num_stages))
-    )
+    num_stages = 1 if pipeline is None else pipeline.num_stages
+    algorithm = algorithm.bind(max(1, num_ranks // num_stages))
     raise_problem(_find_problem(algorithm, num_ranks, pipeline))
     _check_options(algorithm, pipeline, cost, objective)
     if cost is not None:

@@ -241,7 +241,7 @@ class Minimal:
     def start(self, *arguments):
         raise NotImplementedError
 
-    config_fields = validation_error = start
+    bind = config_fields = validation_error = start
 
 
 def test_an_algorithm_is_known_by_its_methods():
