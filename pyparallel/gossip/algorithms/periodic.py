@@ -105,7 +105,7 @@ class PeriodicAverager(ModelAverager):
         average = partial(average, index=index, weight=self.status.weight)
         average = partial(average, [each.of_parameters for each in fragment.spans])
         if self._options.compressor is None:  # zeros in the gaps stay zeros
-            wait = average(message, changes=changes)
+            wait = average(message, fragment.rule.slow, changes)
         else:
             arrived = average(*map(fragment.without_gaps, (message, fragment.rule.slow)), changes)
 

@@ -167,15 +167,3 @@ def test_means_over_ranks(rank):
                 torch.testing.assert_close(parameter.grad, own[name] / 3, rtol=0.02, atol=1e-3)
     assert state.state_dict()["common"]["3.bias"]["1.step"] == 4
     assert state.residual_norm > 0
-
-
-def test_a_part_of_a_parameter_has_the_pattern_of_the_parameter():
-    compressor = PerParameter({"a.bias": Cast(), "*": Int8()})
-    names, x = ("a.bias", "a.weight"), torch.randn(9, generator=torch.Generator().manual_seed(0))
-    shapes = (3,), (2, 3)
-    whole = BufferLayout(tuple(map(Piece, names, shapes)))
-    parts = [f"rows 0 to 2 of {name}" for name in names]
-    of_parts = BufferLayout(tuple(map(Piece, parts, shapes, names)))
-    sent = [compressor.compress(x, compressor.init(each, CPU)) for each in (whole, of_parts)]
-    assert all(map(torch.equal, *sent))
-    assert of_parts.names == tuple(parts)
