@@ -172,8 +172,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         elif is_eager and trains:
             raise RuntimeError(
                 "a trainer's optimizer must be kept and stepped, got a forward in training after "
-                "it was deleted: no round would be taken; close() the trainer and wrap again with "
-                "the optimizer that steps"
+                "it was deleted; close() the trainer and wrap again with the optimizer that steps"
             )
         if is_eager:
             self._rounds.replica.check()

@@ -195,7 +195,7 @@ def compress_ddp(
     its first hook for good. To change the compressor during a run, use `Switch`.
 
     A model's forward may be compiled. Its backward may not: a DDP with the reducer for that has no
-    buckets, which is a RuntimeError in backward.
+    buckets, which is a ValueError in backward.
 
     Gradients with a nan or an inf, by ``nonfinite``:
 
@@ -249,11 +249,9 @@ def compress_ddp(
 
 def _reduce_bucket(state: GradientCompression, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket."""
-    if isinstance(bucket, tuple):  # DDP ignores what is returned: gradients would not be averaged
-        raise RuntimeError(
-            "a compressed DDP must have buckets, got a single gradient, as of a compiled backward; "
-            'create DDP without torch._dynamo.config.optimize_ddp = "python_reducer"'
-        )
+    rule, got = "a compressed hook must get DDP's buckets", "a gradient, as of a compiled backward"
+    fix = 'create DDP without torch._dynamo.config.optimize_ddp = "python_reducer"'
+    require(not isinstance(bucket, tuple), rule, got, fix)
     return state.reduce(bucket.buffer(), bucket.parameters(), last=bucket.is_last())
 
 
