@@ -18,7 +18,7 @@ from ...training.consensus import copy_all
 from ..messages import NeighborExchange, exchanges_of
 from ..messages.averages import Pairs
 from ..messages.replicas import Replicas
-from ..topology import Matching, RandomMatching, Topology
+from ..topology import Matching, RandomMatching
 from .base import OnTopology, OuterRule, Periodic
 from .periodic import PeriodicAverager
 
@@ -68,6 +68,7 @@ class NoLoCo(Periodic, OnTopology):
             many slices of phi is sent in float32, in turn, and pulled.
     """
 
+    default = RandomMatching
     interval: int = 50
     momentum: float = 0.5
     outer_lr: float = 0.7
@@ -88,17 +89,10 @@ class NoLoCo(Periodic, OnTopology):
         require(0 < self.pull < most, rule, self.pull)
 
     @override
-    def default_topology(self, num_ranks: int) -> Topology:
-        return RandomMatching(num_ranks)
-
-    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        if not isinstance(self.bound_topology, Matching):
-            return (
-                "topology must be a Matching, as RandomMatching, Hypercube and "
-                f"BipartiteExponential are, got {self.topology!r}"
-            )
-        return super().validation_error(num_ranks)
+        if isinstance(topology := self.bound_topology, Matching):
+            return super().validation_error(num_ranks)
+        return f"topology must be a Matching such as RandomMatching or Hypercube, got {topology!r}"
 
     @override
     def start(
