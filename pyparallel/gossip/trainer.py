@@ -485,10 +485,7 @@ def _collect_config(
     bucket_cap_mb: float | None,
     nonfinite: object,
 ) -> tuple[Algorithm, list[tuple[str, str]], str | TypeError | None]:
-    """Return the bound algorithm, the config fields that ranks must share and this rank's error.
-
-    It never raises.
-    """
+    """Return the bound algorithm, what ranks must share, this rank's error; never raises."""
     try:
         type_error = find_error(lambda: validation.check_types(module, optimizer, bucket_cap_mb))
         if type_error := type_error or find_algorithm_error(algorithm):

@@ -10,7 +10,7 @@ from ...comm import Run, store_of, timeout_of
 from ...training import FlatBuckets
 from ...training.arguments import require
 from ..messages import Flags, NeighborExchange
-from ..topology import BaseGraph, Topology
+from ..topology import BaseGraph
 from .base import OnTopology
 from .pairwise import PairwiseAverager
 from .partners import Partners
@@ -50,11 +50,8 @@ class ADPSGD(OnTopology):
             rounds are used at any time.
     """
 
+    default = BaseGraph
     seed: int = 0
-
-    @override
-    def default_topology(self, num_ranks: int) -> Topology:
-        return BaseGraph(num_ranks)
 
     @override
     def validation_error(self, num_ranks: int) -> str | None:

@@ -66,12 +66,9 @@ class Algorithm(ABC):
 
 @dataclass(frozen=True)
 class OnTopology(Algorithm):
-    """An algorithm whose ranks exchange with the neighbors of a topology.
+    """An algorithm whose ranks exchange with the neighbors of a topology."""
 
-    Args:
-        topology: for as many ranks, or its class; None: ``default_topology``.
-    """
-
+    default: ClassVar[type[Topology] | None] = None  # the topology of any number of ranks
     topology: Topology | type[Topology] | None = None
 
     def __post_init__(self) -> None:
@@ -81,8 +78,8 @@ class OnTopology(Algorithm):
 
     def default_topology(self, num_ranks: int) -> Topology:
         """Return the topology for a number of ranks where none is given."""
-        is_power_of_two = num_ranks.bit_count() == 1
-        return OnePeerExponential(num_ranks) if is_power_of_two else BaseGraph(num_ranks)
+        best = OnePeerExponential if num_ranks.bit_count() == 1 else BaseGraph
+        return (self.default or best)(num_ranks)
 
     @property
     def bound_topology(self) -> Topology:
@@ -114,9 +111,8 @@ class OnTopology(Algorithm):
     @override
     def validation_error(self, num_ranks: int) -> str | None:
         error_text = self.bound_topology.validation_error(num_ranks)
-        if self.bound_topology.num_ranks != num_ranks:
-            return f"{error_text}; leave it out for {self.default_topology(num_ranks)!r}"
-        return error_text
+        fix = f"; leave it out for {self.default_topology(num_ranks)!r}"
+        return f"{error_text}{fix}" if self.bound_topology.num_ranks != num_ranks else error_text
 
 
 @dataclass(frozen=True, repr=False)

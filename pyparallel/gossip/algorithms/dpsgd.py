@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from ..topology import BaseGraph, Topology
+from ..topology import BaseGraph
 from .sgp import SGP
 
 
@@ -45,9 +45,7 @@ class DPSGD(SGP):
             two orders above.
     """
 
-    @override
-    def default_topology(self, num_ranks: int) -> Topology:
-        return BaseGraph(num_ranks)
+    default = BaseGraph
 
     @override
     def validation_error(self, num_ranks: int) -> str | None:

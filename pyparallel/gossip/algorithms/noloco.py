@@ -67,6 +67,7 @@ class NoLoCo(Periodic, OnTopology):
             many slices of phi is sent in float32, in turn, and pulled.
     """
 
+    default = RandomMatching
     interval: int = 50
     momentum: float = 0.5
     outer_lr: float = 0.7
@@ -87,17 +88,10 @@ class NoLoCo(Periodic, OnTopology):
         require(0 < self.pull < most, rule, self.pull)
 
     @override
-    def default_topology(self, num_ranks: int) -> Topology:
-        return RandomMatching(num_ranks)
-
-    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        if not isinstance(self.bound_topology, Matching):
-            return (
-                "topology must be a Matching, as RandomMatching, Hypercube and "
-                f"BipartiteExponential are, got {self.topology!r}"
-            )
-        return super().validation_error(num_ranks)
+        if isinstance(topology := self.bound_topology, Matching):
+            return super().validation_error(num_ranks)
+        return f"topology must be a Matching such as RandomMatching or Hypercube, got {topology!r}"
 
     @override
     def start(
