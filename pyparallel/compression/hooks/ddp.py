@@ -154,7 +154,7 @@ class GradientCompression:
             raise failure
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return None to pickle: a DDP that is saved whole is compressed anew after loading."""
+        """Return None to pickle: a DDP that is saved whole is compressed again after loading."""
         return type(None), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientCompression":
