@@ -177,7 +177,7 @@ class GradientCompression:
             in_order.copy_(flat.view_as(in_order))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return None to pickle: a DDP that is saved whole is compressed anew after loading."""
+        """Return None to pickle: a DDP that is saved whole is compressed again after loading."""
         return type(None), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientCompression":
