@@ -400,11 +400,22 @@ class PipelineTrainer(Trainer):
         It is a copy in the memory of the CPU. Microbatches in flight, or accumulated gradients, are
         a RuntimeError.
         """
+<<<<<<< HEAD
         pipeline = self._pipeline
         if pipeline is not None:
             pipeline.check_empty("state_dict()")
         seed = self._arguments.seed if pipeline is None else pipeline.seed
         return save_stages(self.stages, self._run.counts.steps, seed)
+=======
+        pipeline, counts = self._pipeline, self._run.counts
+
+        def step() -> int:
+            if pipeline is not None:
+                pipeline.check_empty("state_dict()")
+            return counts.steps
+
+        return save_stages(self.stages, step, self._seed)
+>>>>>>> x-h
 
     def rescue_state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages after a failure, for a new trainer to load.
@@ -415,7 +426,7 @@ class PipelineTrainer(Trainer):
         is a RuntimeWarning.
         """
         pipeline = self._built_pipeline("rescue_state_dict()")
-        return rescue_stages(pipeline.stages, self._run.counts.steps, pipeline.seed)
+        return rescue_stages(pipeline.stages, self._run.counts.steps, self._seed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned on this rank; all ranks call it together.
@@ -466,7 +477,7 @@ class PipelineTrainer(Trainer):
             )
         if self._arguments.replica:
             return {}
-        return sharded_state(stages, self._run.counts.steps, pipeline.seed)
+        return sharded_state(stages, self._run.counts.steps, self._seed)
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str]) -> None:
         """Load a folder that ``torch.distributed.checkpoint`` has saved of ``sharded_state_dict``.
@@ -520,6 +531,12 @@ class PipelineTrainer(Trainer):
         self._split, self._built = built.split, Pipeline(self._arguments, built, self._run)
         self._own(optimizer for stage in self._built.stages for optimizer in stage.optimizers)
         return self._built
+
+    @property
+    def _seed(self) -> int:
+        """Return the seed of the stages' random numbers."""
+        built = self._built
+        return self._arguments.seed if built is None else built.built.executor.generators.seed
 
     @property
     @override
