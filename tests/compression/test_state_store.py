@@ -166,7 +166,7 @@ def test_a_state_of_another_run_is_rejected():
 
 def test_invalid_states_are_rejected(subtests):
     for garbage in [None, 3, seal({}), seal({"compressor": repr(COMPRESSOR)})]:
-        raises = pytest.raises(ValueError, match=r"must be a result of state_dict\(\), with comp")
+        raises = pytest.raises(ValueError, match=r"must be a result of state_dict\(\), with comm")
         with subtests.test(str(garbage)), raises:
             StateStore(COMPRESSOR, 0, 1).load_state_dict(garbage)
 
