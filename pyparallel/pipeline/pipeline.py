@@ -177,16 +177,7 @@ class Pipeline:
         is_empty = not self.num_steps or self._schedule.flushes
         self.errors.raise_refusals(self.built.executor.take_refusals(), is_empty=is_empty)
 
-<<<<<<< HEAD
-    @property
-    def seed(self) -> int:
-        """Return the seed of the stages' random numbers."""
-        return self.built.executor.generators.seed
-
     def load(self, step: int, seed: int) -> None:
-=======
-    def load(self, step: int, seed: int | None) -> None:
->>>>>>> x-h
         """Go on after a step whose state was loaded into the stages; all ranks call it together."""
         self._run.counts.reset(step)
         self.built.executor.generators.resume(seed)

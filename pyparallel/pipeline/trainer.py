@@ -400,22 +400,9 @@ class PipelineTrainer(Trainer):
         It is a copy in the memory of the CPU. Microbatches in flight, or accumulated gradients, are
         a RuntimeError.
         """
-<<<<<<< HEAD
-        pipeline = self._pipeline
-        if pipeline is not None:
-            pipeline.check_empty("state_dict()")
-        seed = self._arguments.seed if pipeline is None else pipeline.seed
-        return save_stages(self.stages, self._run.counts.steps, seed)
-=======
-        pipeline, counts = self._pipeline, self._run.counts
-
-        def step() -> int:
-            if pipeline is not None:
-                pipeline.check_empty("state_dict()")
-            return counts.steps
-
-        return save_stages(self.stages, step, self._seed)
->>>>>>> x-h
+        if self._pipeline is not None:
+            self._pipeline.check_empty("state_dict()")
+        return save_stages(self.stages, self._run.counts.steps, self._seed)
 
     def rescue_state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages after a failure, for a new trainer to load.

@@ -17,7 +17,7 @@ from ...training.arguments import check_in, check_integer, require
 from ...training.consensus import copy_all
 from ..messages import NeighborExchange
 from ..messages.averages import Pairs
-from ..topology import Matching, RandomMatching, Topology
+from ..topology import Matching, RandomMatching
 from .base import OnTopology, OuterRule, Periodic
 from .periodic import PeriodicAverager
 
