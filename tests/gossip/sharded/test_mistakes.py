@@ -111,7 +111,7 @@ MISTAKES = [
      "algorithm must be the one between replicas"),
     ("sharded later", step_sharded_later, "the module must keep the parameters it was wrapped"),
     ("and stepped", lambda m: step_sharded_later(m, other_optimizer=True),
-     "the module must keep the parameters it was wrapped with"),
+     "a trainer's optimizer must be kept and stepped"),
     ("fused alone", step_fused_alone, "must be stepped in a GossipDataParallel with mesh="),
     ("a pipeline", make_pipeline, r"layers\[0\] must have whole parameters on this rank, got wei"),
     ("subnets", lambda m: SubnetTrainer(
