@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CI_BUILD := -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
 NATIVE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
-# Slow tests also compile CUDA code that cannot run here, wherever nvcc is found.
-TEST_CUDA := $(if $(shell command -v nvcc),ON,AUTO)
+# Slow tests also compile CUDA code that cannot run here, wherever nvcc is found: for one architecture.
+NVCC := $(shell command -v nvcc)
 # One rank per GPU; on the CPU four that average, or two with a stage each.
 RANKS = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or $(1))")
 TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(call RANKS,$(1))
@@ -41,9 +41,11 @@ $(VENV)/tools: $(VENV)/dependencies
 	@touch $@
 
 # The install is editable, so only native sources make it stale; ninja then compiles what changed.
+# installed-ON-90 is with CUDA for sm_90 alone.
 $(VENV)/installed-%: $(VENV)/dependencies $(NATIVE_SOURCES)
 	@echo "== Compiling pyparallel's kernels for this machine: about 1 minute, longer for GPUs"
-	@PYPARALLEL_CUDA=$* CMAKE_ARGS="$(CI_BUILD)" \
+	@PYPARALLEL_CUDA=$(firstword $(subst -, ,$*)) \
+	  CMAKE_ARGS="$(CI_BUILD) $(or $(patsubst ON-%,-DCMAKE_CUDA_ARCHITECTURES=%-real,$(filter ON-%,$*)),-UCMAKE_CUDA_ARCHITECTURES)" \
 	  $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/installed-*
 	@touch $@
@@ -86,10 +88,10 @@ train-gan: $(VENV)/installed-AUTO
 test: $(VENV)/installed-AUTO $(VENV)/tools
 	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(ARGS)
 
-test-slow: $(VENV)/installed-$(TEST_CUDA) $(VENV)/tools
+test-slow: $(VENV)/installed-$(if $(NVCC),ON-90,AUTO) $(VENV)/tools
 	$(BIN)/python -m pytest -m "slow and not (docs or nightly)" $(IN_PARALLEL) $(ARGS)
 
-test-nightly: $(VENV)/installed-$(TEST_CUDA) $(VENV)/tools
+test-nightly: $(VENV)/installed-$(if $(NVCC),ON,AUTO) $(VENV)/tools
 	$(BIN)/python -m pytest -m nightly $(IN_PARALLEL) $(ARGS)
 
 check: $(VENV)/installed-AUTO $(VENV)/tools

@@ -22,6 +22,7 @@ CHECK = re.compile(r"_?(check|validate)(_\w+)?|_?validation_error\w*|_?find_(\w+
 COPIED = {"counts", "step", "place", "rank", "trainer"}
 OF_A_STATE = re.compile(r"(\S+ )?state\b")
 LONG = 300
+KINDS = ("gossip/algorithms/", "pipeline/schedules/", "compression/")
 
 parse = functools.cache(ast.parse)
 
@@ -217,9 +218,50 @@ def count_written_rounds(root: Path) -> int:
     return sum(map(bool, writes))
 
 
+def find_kinds(root: Path) -> dict[str, str]:
+    """Classes of algorithms, schedules and compressors, with the folder that holds their kind."""
+    kinds: dict[str, str] = {}
+    for path, node in find_nodes(root, ast.ClassDef):
+        place = path.relative_to(root / PACKAGE).as_posix()
+        kinds[node.name] = next(filter(place.startswith, KINDS), "")
+    return {name: folder for name, folder in kinds.items() if folder}
+
+
+def count_class_tests(root: Path) -> int:
+    """``isinstance`` of an algorithm, a schedule or a compressor outside the folder of its kind."""
+    kinds, found = find_kinds(root), 0
+    for path, node in find_nodes(root, ast.Call):
+        if ast.unparse(node.func) == "isinstance":
+            place = path.relative_to(root / PACKAGE).as_posix()
+            names = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+            of = {kinds[name] for name in names & kinds.keys()}
+            found += any(not place.startswith(each) for each in of)
+    return found
+
+
+def count_error_hooks(root: Path) -> int:
+    """Public methods named ``*_error`` or ``error_*`` of algorithms, schedules and compressors."""
+    found = 0
+    for path, node in find_nodes(root, ast.ClassDef):
+        if path.relative_to(root / PACKAGE).as_posix().startswith(KINDS):
+            names = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+            found += sum(bool(re.fullmatch(r"[a-z]\w*_error|error_\w+", name)) for name in names)
+    return found
+
+
+def count_wide_functions(root: Path) -> int:
+    """Functions of more than 12 arguments; those of ``ops`` are the kernels'."""
+    found = 0
+    for path, node in find_nodes(root, ast.FunctionDef):
+        arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+        names = {each.arg for each in arguments} - {"self", "cls"}
+        found += len(names) > 12 and path.relative_to(root / PACKAGE).parts[0] != "ops"
+    return found
+
+
 # Each measure, and its goal; None: for information.
 MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
-    "lines of the package": (lambda root: count_lines(root, PACKAGE), 35_000),
+    "lines of the package": (lambda root: count_lines(root, PACKAGE), 41_000),
     "lines of its checks and raises": (count_check_lines, 2_700),
     "lines of comm": (lambda root: count_lines(root, f"{PACKAGE}/comm"), 1_700),
     "exports of comm": (count_exports, 25),
@@ -232,25 +274,32 @@ MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
     "members of ModelAverager": (count_averager_members, 16),
     "methods that only forward": (count_forwarding_methods, 35),
     "files that write a gossip round out": (count_written_rounds, 1),
+    "isinstance of algorithms, schedules, compressors": (count_class_tests, 15),
+    "methods of theirs that return an error": (count_error_hooks, 12),
+    "functions of more than 12 arguments": (count_wide_functions, 0),
     "lines of tests": (lambda root: count_lines(root, "tests"), None),
+    "lines of tests/golden": (lambda root: count_lines(root, "tests/golden"), None),
     "lines of benchmarks": (lambda root: count_lines(root, "benchmarks"), None),
 }
 # What the tree may hold today: a change lowers a number on the way to its goal. Only a feature of
 # its own, such as a new algorithm, or a fault that was mended, may raise the lines, by its own. The
 # length of a file is counted, without a limit: short files made layers.
 LIMITS = {
-    "lines of the package": 46_439,
-    "lines of its checks and raises": 3_270,
-    "lines of comm": 1768,
+    "lines of the package": 45_100,
+    "lines of its checks and raises": 3_180,
+    "lines of comm": 1765,
     "exports of comm": 25,
     "lines of comm and training that one trainer uses": 0,
     "steps, counts and places copied onto another object": 0,
     "files with such copies": 0,
-    "attributes set on another object": 61,
+    "attributes set on another object": 57,
     "classes above 300 lines": 2,
     "members of ModelAverager": 17,
     "methods that only forward": 30,
     "files that write a gossip round out": 1,
+    "isinstance of algorithms, schedules, compressors": 33,
+    "methods of theirs that return an error": 32,
+    "functions of more than 12 arguments": 1,
 }
 
 

@@ -67,6 +67,12 @@ COMM = {
     "gossip/g.py": "from ..comm import b\nfrom ..comm.w import d\nfrom ..training import t",
     "pipeline/a/p.py": "def f():\n    from ...comm import a, b",
 }
+KINDS = {
+    "gossip/algorithms/a.py": "class SGP:\n    def error_at(self): ...\n    def f_error(self): ...",
+    "compression/c.py": "class TopK:\n    def _find_error(self): ...\nisinstance(x, TopK)",
+    "gossip/g.py": "isinstance(x, (SGP, int))\nisinstance(x, int)\nisinstance(x, TopK | SGP)",
+}
+WIDE = "def f(self, a, b, c, d, e, f, g, *, h, i, j, k, l{}): ..."
 PLANTED = [
     ("lines of the package", {"gossip/x.py": "\n\n1\n", "y.py": "1"}, 4),
     ("lines of its checks and raises", {"x.py": CHECKS}, 7),
@@ -83,7 +89,11 @@ PLANTED = [
     ("methods that only forward", {"x.py": FORWARDS}, 2),
     ("files that write a gossip round out", {"gossip/x.py": ROUND, "comm/x.py": ROUND}, 1),
     ("files that write a gossip round out", {"gossip/x.py": ROUND.replace("start", "swap")}, 0),
-]
+    ("isinstance of algorithms, schedules, compressors", KINDS, 2),
+    ("methods of theirs that return an error", KINDS, 2),
+    ("functions of more than 12 arguments",
+     {"x.py": WIDE.format(", m"), "y.py": WIDE.format(""), "ops/x.py": WIDE.format(", m")}, 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "sources", "expected"), PLANTED)

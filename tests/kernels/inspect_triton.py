@@ -42,7 +42,9 @@ class MachineCode:
 
 def read_machine_code(path: Path) -> list[MachineCode]:
     """Return every kernel in a library, or in a cubin (which names no architecture)."""
-    only = [["-arch", name] for name in ARCHITECTURES] if path.suffix == ".so" else [[]]
+    is_library = path.suffix == ".so"
+    names = set(re.findall(r"\bsm_\d+", _run([TOOLS / "cuobjdump", "--list-elf", path])))
+    only = [["-arch", name] for name in sorted(names)] if is_library else [[]]
     with ThreadPoolExecutor() as pool:  # the disassembler is slow and single-threaded
         parts = list(pool.map(lambda which: _list_kernels(["-sass", *which], path), only))
     sass = {key: lines for part in parts for key, lines in part.items()}
