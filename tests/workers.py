@@ -46,7 +46,7 @@ class Outcome:
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *arguments: Any, time_limit: float = 90
+    num_ranks: int, function: Callable[..., Any], *arguments: Any, time_limit: float = 150
 ) -> list[Any]:
     """Return function(rank, *arguments) of each rank of a gloo group; all must succeed."""
     return _values(observe_ranks(num_ranks, function, *arguments, time_limit=time_limit))
@@ -63,7 +63,7 @@ def observe_ranks(
     num_ranks: int,
     function: Callable[..., Any],
     *arguments: Any,
-    time_limit: float = 90,
+    time_limit: float = 150,
     group_timeout: float = 60,
 ) -> list[Outcome]:
     """Run as `run_ranks`, for tests in which ranks may fail."""
@@ -210,7 +210,7 @@ class RankPool:
         num_ranks: int,
         function: Callable[..., Any],
         *arguments: Any,
-        time_limit: float = 60,
+        time_limit: float = 150,
         group_timeout: float = 20,
     ) -> list[Any]:
         """Return function(rank, *arguments) of each rank of a gloo group; all must succeed."""
@@ -233,7 +233,7 @@ class RankPool:
         num_ranks: int,
         function: Callable[..., Any],
         *arguments: Any,
-        time_limit: float = 60,
+        time_limit: float = 150,
         group_timeout: float = 20,
     ) -> list[Outcome]:
         """Run as `run`, for functions that may raise."""

@@ -223,7 +223,7 @@ KINDS = [trainers.gossip, trainers.pipeline, trainers.subnets, make_hook]
 def test_trainers_give_their_groups_back(ranks, makes, count):
     """Those that were closed or dropped are destroyed several at a time."""
     for make in makes:
-        for found in ranks.run(2, make_many, make, count, time_limit=60 + count):
+        for found in ranks.run(2, make_many, make, count, time_limit=150 + count):
             descriptors, threads = (max(each) for each in zip(*found, strict=True))
             groups = 20  # are there at most, each with five descriptors and three threads
             assert descriptors < found[0][0] + 5 * groups, make.__name__

@@ -198,7 +198,7 @@ def train_until_the_store_stops(rank, port, pid):
 @pytest.mark.slow
 def test_all_ranks_end_when_the_store_stops(server):
     pid, port = server
-    outcomes = observe_ranks(3, train_until_the_store_stops, port, pid, time_limit=60)
+    outcomes = observe_ranks(3, train_until_the_store_stops, port, pid, time_limit=150)
     for rank, outcome in enumerate(outcomes):
         assert re.match(
             rf"PeerError: rank {rank}: the process group's store .* 2 s: .* 127.0.0.1:{port} died",

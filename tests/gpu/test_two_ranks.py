@@ -160,5 +160,5 @@ FUNCTIONS = [compare_gossip, compare_hooks, compare_pipelines, compare_attention
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_ranks_over_nccl_train_as_over_gloo(ranks, function):
     num_ranks = 4 if function is compare_sharded else 2
-    for problems in ranks.run(num_ranks, function, time_limit=60):
+    for problems in ranks.run(num_ranks, function, time_limit=150):
         assert not problems, "\n".join(problems)

@@ -312,7 +312,7 @@ COVERING = [(PipeDream(), None, OURS), (XPipe(), None, OURS), (PipeDream(), None
 
 @pytest.mark.parametrize("cases", [COVERING, slow([*product(ON_DEVICE, [None], [OURS, TORCHS])])])
 def test_updates_are_skipped_alike_on_the_device(cases, ranks, subtests):
-    of_ranks = ranks.run(2, skip_on_device, cases, time_limit=90)
+    of_ranks = ranks.run(2, skip_on_device, cases, time_limit=150)
     for index, case in enumerate(cases):
         with subtests.test(case=str(case)):
             for rank, of_rank in enumerate(of_ranks):

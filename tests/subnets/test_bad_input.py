@@ -303,7 +303,7 @@ def dies_at(rank, moment):
 # Within a step: tests/test_dead_ranks.py.
 @pytest.mark.parametrize("moment", ["flush", slow("construction"), slow("full_model")])
 def test_a_dead_rank_is_an_error_on_the_others(moment):
-    first, dead, third = observe_ranks(3, dies_at, moment, group_timeout=5, time_limit=60)
+    first, dead, third = observe_ranks(3, dies_at, moment, group_timeout=5, time_limit=150)
     assert dead.exit_code == 3
     for rank, survivor in ((0, first), (2, third)):
         assert re.match(
@@ -321,7 +321,7 @@ def fails(rank):
 
 
 def test_an_exception_in_user_code_is_an_error_on_the_others():
-    survivor, failed = observe_ranks(2, fails, group_timeout=5, time_limit=60)
+    survivor, failed = observe_ranks(2, fails, group_timeout=5, time_limit=150)
     assert failed.error == "KeyError: 'no such file'"
     assert survivor.error.startswith(
         "PeerError: rank 0, step 4: the all-gather failed: rank 1 died"

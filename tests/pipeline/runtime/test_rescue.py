@@ -161,7 +161,7 @@ def assert_equal(left, right):
 
 @pytest.mark.slow  # 13 seconds
 def test_every_schedule_is_rescued_after_a_failure_and_goes_on(ranks, subtests):
-    by_rank = ranks.run(2, work, JOBS, time_limit=90)
+    by_rank = ranks.run(2, work, JOBS, time_limit=150)
     for (schedule, fault), first, second in zip(JOBS, *by_rank, strict=True):
         with subtests.test(f"{schedule!r} {fault}"):
             rescued, loaded = ({**first[i], **second[i]} for i in range(2))
@@ -206,7 +206,7 @@ def load_mixed(rank, schedule, states):
 def test_survivors_of_a_killed_rank_are_rescued(ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     schedule = PipeDream()
-    survivor, killed = observe_ranks(2, lose_rank_1, schedule, time_limit=60, group_timeout=20)
+    survivor, killed = observe_ranks(2, lose_rank_1, schedule, time_limit=150, group_timeout=20)
     assert killed.error.startswith("ended without a result")
     rescued = survivor.value
     assert {number: saved["rescued"] for number, saved in rescued.items()} == {"0": True, "2": True}
