@@ -445,6 +445,9 @@ def save_after_steps(rank, names):
         state, before = run.state_dict(), contents(run.state_dict())
         run.step()
         run.step()
+        run.load_state_dict(state)
+        for _ in range(3):  # nor do steps after loading it write it
+            run.step()
         saved = to_bytes(state)
         found[name] = contents(from_bytes(saved)) == contents(state) == before
         run.load_state_dict(from_bytes(saved))

@@ -288,9 +288,11 @@ class Run:
         """Compare the rows of all ranks; a PeerError names the same two on all."""
         check_same_call(rows, {row[MASS] for row in rows if row[MASS] >= 0}, self.group)
         first = next((rank for rank, row in enumerate(rows) if row[STEPS] != ANY), 0)
+        fields = rows[first][TRAINER:NONFINITE]
         for rank, row in enumerate(rows):
-            subject = f"the parameters that rank {self.global_rank(rank)} averages"
-            self.compare(subject, (first, rank), row, rows[first][TRAINER:NONFINITE])
+            if find_difference(row, fields):  # else no group is named, which may have ended
+                subject = f"the parameters that rank {self.global_rank(rank)} averages"
+                self.compare(subject, (first, rank), row, fields)
 
     def compare(
         self, subject: str, ranks: tuple[int, int], row: Sequence[float], fields: Sequence[float]

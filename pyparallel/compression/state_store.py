@@ -14,6 +14,7 @@ from .layout import BufferLayout
 from .state import CompressorState
 
 _KEYS = {"compressor", "num_ranks", "parameters", "common"}
+_RULE = f"state must be a result of state_dict(), with {', '.join(sorted(_KEYS))}"
 
 
 class StateStore:
@@ -76,6 +77,8 @@ class StateStore:
             for name, tensor in tensors.items()
             if name.rpartition(".")[2] == key
         ]
+        # Those of loaded states are in the CPU's memory until their buffers come.
+        parts = [part.to(parts[-1].device) for part in parts]
         return float(torch.stack(parts).norm()) if parts else 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,21 +87,27 @@ class StateStore:
         It is a copy in the memory of the CPU. To resume with another number of ranks, see
         `merge_states`.
         """
+        return seal(self.content())
+
+    def content(self) -> dict[str, Any]:
+        """Return what ``state_dict`` copies, as a part of another state."""
         for device in self._devices:
             raise_if_counted(device, wait=True)
-        return seal(
-            {
-                "compressor": repr(self.compressor),
-                "rank": self._rank,
-                "num_ranks": self._num_ranks,
-                "parameters": self._parameter_state(),
-                "common": self.common_state(),
-            }
-        )
+        return {
+            "compressor": repr(self.compressor),
+            "rank": self._rank,
+            "num_ranks": self._num_ranks,
+            "parameters": self._parameter_state(),
+            "common": self.common_state(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a ``state_dict``, to resume bit for bit; raises as ``check_state``."""
         self.check_state(state)
+        self.load_content(state)
+
+    def load_content(self, state: dict[str, Any]) -> None:
+        """Load a ``content``, after ``check_content``."""
         self._hold(state["parameters"], state["common"])
 
     def _hold(
@@ -118,10 +127,13 @@ class StateStore:
         Such a state was saved with another compressor, model, number of ranks or on another rank,
         or in another format; or it is damaged or malformed.
         """
-        rule = f"state must be a result of state_dict(), with {', '.join(sorted(_KEYS))}"
-        require(isinstance(state, dict), rule, summarize(state))
+        require(isinstance(state, dict), _RULE, summarize(state))
         check_format(state)
-        require(state.keys() >= _KEYS, rule, summarize(state))
+        self.check_content(state)
+
+    def check_content(self, state: dict[str, Any]) -> None:
+        """Check as ``check_state`` what is a part of another state."""
+        require(state.keys() >= _KEYS, _RULE, summarize(state))
         mine = {"compressor": repr(self.compressor), "num_ranks": self._num_ranks}
         if "rank" in state:  # not in a merged one
             mine["rank"] = self._rank

@@ -13,12 +13,7 @@ from .. import training
 from ..comm import first_difference
 from ..training.shards import describe_shard, like, locals_of
 from .trainer import GossipDataParallel
-from .validation import (
-    BUCKETS,
-    as_optimizers,
-    averagers_part,
-    check_states_together,
-)
+from .validation import BUCKETS, as_optimizers, check_states_together
 
 
 class RankState:
@@ -83,7 +78,7 @@ class GossipState:
         """Return a copy of this rank's state under this rank's key, in the memory of the CPU."""
         values: dict[str, Any] = {
             "config": self._model.config_fields,
-            "algorithm": averagers_part(self._model.algorithm_state_dict()),
+            "algorithm": self._model._collect_state(),
             "module": self._local(self._model.state_dict()),
             "optimizer_kinds": [training.optimizer_kind(each) for each in self._optimizers],
             "optimizers": [self._local(each.state_dict()) for each in self._optimizers],
@@ -106,7 +101,7 @@ class GossipState:
             module = {key: like(own[key], value) for key, value in module.items()}
         model.load_state_dict(module)
         for optimizer, saved in zip(self._optimizers, values["optimizers"], strict=True):
-            optimizer.load_state_dict(_like_parameters(optimizer, saved))
+            training.load_copy(optimizer, _like_parameters(optimizer, saved))
         averager.load_state_dict(values["algorithm"])
         averager.run.mend()
 
@@ -187,5 +182,3 @@ def _like_parameters(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, A
 
 def _join_kinds(optimizers: Sequence[Any]) -> str:
     return ", ".join(map(training.optimizer_kind, optimizers))
-
-

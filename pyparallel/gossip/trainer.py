@@ -369,10 +369,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
         ``GossipState`` saves it together with everything else that a run needs to resume.
         """
-        self._averager.restore_debiased()
-        self._check_between_steps()
-        self._check_equal_steps()
-        return seal(self._averager.state_dict())
+        return seal(self._collect_state())
 
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
@@ -447,6 +444,12 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._check_module()
         self._averager.restore_debiased()
         self._rounds.before_step(optimizer, has_gradients)
+
+    def _collect_state(self) -> dict[str, Any]:
+        self._averager.restore_debiased()
+        self._check_between_steps()
+        self._check_equal_steps()
+        return self._averager.state_dict()
 
     def _begin_new_step(self) -> None:
         if step_hook := self._step_hook():

@@ -433,9 +433,10 @@ class PipelineTrainer(Trainer):
         """Return the state dict of the whole model, with its own keys; all ranks call it together.
 
         On rank 0 copies in the CPU's memory, which the plain model loads; {} elsewhere. Those of a
-        list of layers have the names of ``nn.Sequential`` of it. Microbatches in flight, or stages
-        that are not built yet, are a RuntimeError; stages of torch's whose tensors have one name,
-        as they are not of one model, a ValueError.
+        list of layers have the names of ``nn.Sequential`` of it. Of replicas, each has its own on
+        its first rank; inside ``consensus()`` it is their average. Microbatches in flight, or
+        stages that are not built yet, are a RuntimeError; stages of torch's whose tensors have one
+        name, as they are not of one model, a ValueError.
         """
         return full_state(self._named_stages("full_state_dict()"), self._run)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..comm import Call, Collectives, Run, warn_if_alone
 from ..optim.finite_steps import FiniteSteps
-from ..training import seal, uncompiled
+from ..training import load_copy, seal, uncompiled
 from ..training.full_state import full_state
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.step_hook import StepHook
@@ -284,7 +284,8 @@ class SubnetTrainer(Trainer):
         self._parts.draw(self._round)
         self._shards.load_state_dict(state_dict["shards"])
         self.subnet.load_state_dict(state_dict["subnet"])
-        self.optimizer.load_state_dict(state_dict["optimizer"])
+        load_copy(self.optimizer, state_dict["optimizer"])
+        self._step_hook.forget_forward()
 
     def close(self) -> None:
         """Stop merging: the optimizer's steps train only this rank's subnet from now on."""

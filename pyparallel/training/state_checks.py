@@ -1,5 +1,6 @@
 """How a saved state is read, and compared with what it is to be loaded into."""
 
+import copy
 import math
 import os
 import warnings
@@ -139,6 +140,11 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, path: str) -> None:
             )
             if key == "step" and is_number and not 0 <= float(value) < math.inf:
                 raise ValueError(f"{where} must be at least 0, got {float(value)}")
+
+
+def load_copy(target: Any, saved: Any) -> None:
+    """Load a copy of a state into an optimizer or scheduler, which may later write what it got."""
+    target.load_state_dict(copy.deepcopy(saved))
 
 
 def describe(value: Any) -> str:

@@ -82,6 +82,10 @@ class StepHook:
                 hooks.move_to_end(number)
             self._depth = 0
 
+    def forget_forward(self) -> None:
+        """Take the parameters of now as the optimizer's: the trainer itself has written them."""
+        self._version = None
+
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
@@ -217,6 +221,8 @@ class StepHooks:
     def reset(self) -> None:
         """Begin a new training step."""
         self._stepped.clear()
+        for hook in self._alive():
+            hook.forget_forward()
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyparallel import GossipDataParallel
 from pyparallel.comm import Collectives
 from pyparallel.compression import Int8, compress_ddp
-from pyparallel.gossip import SGP, LocalSGD
+from pyparallel.gossip import SGP, GossipState, LocalSGD
 from pyparallel.gossip.topology import Complete, Ring
 from pyparallel.pipeline import GPipe, PipelineTrainer
 from pyparallel.subnets import Partition, SubnetTrainer
@@ -125,6 +126,11 @@ def test_a_step_of_another_optimizer_is_told_in_the_next_forward(rank):
     with model.no_sync():
         step(model, other)  # a local step
     step(model, optimizer)
+    with warnings.catch_warnings(action="error"):
+        for make in (lambda: model, lambda: GossipState(model, optimizer)):
+            model(torch.ones(3, 4))
+            make().load_state_dict(make().state_dict())
+            model(torch.ones(3, 4))
     # The usual case: the name is used again, and the first optimizer is gone.
     optimizer = Derived(model.parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match="optimizer must be kept and stepped, got a forward in"):

@@ -38,7 +38,7 @@ SPLIT_OF = {2: [6], 3: [3, 6], 4: [3, 6, 9]}  # by the number of ranks
 INPUTS = "rank 0{step}: inputs must be given on the rank of the first stage, got None"
 SHORT = (
     "rank 0{step}: inputs must have one number of samples, at least one for each of the 4 "
-    "microbatches, got [3]; use drop_last=True, or fewer microbatches"
+    "microbatches, got [3]; use drop_last=True, or a smaller num_microbatches"
 )
 NOTHING = "rank 0: inputs must have one number of samples, at least one, got [0]"
 TARGET = (

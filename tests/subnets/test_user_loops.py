@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from functools import partial
 
 import pytest
@@ -130,6 +131,11 @@ def another_optimizer_is_told_in_the_next_forward(rank):
     with pytest.warns(UserWarning, match="that a trainer was given were written to between two"):
         train(trainer, [0], rank)
     train(trainer, [1], rank)
+    with warnings.catch_warnings(action="error"):
+        for write in (trainer.flush, lambda: trainer.load_state_dict(trainer.state_dict())):
+            loss_of(trainer, batch_of(2, rank))
+            write()
+            loss_of(trainer, batch_of(2, rank))
 
 
 # Each trains steps 0 to 5, as ``plain`` does.

@@ -97,7 +97,7 @@ class OnTopology(Algorithm):
         if given is not None:
             try:
                 topology = given(num_ranks)
-            except (TypeError, ValueError) as error:
+            except Exception as error:  # as of a user's class, or one that needs a graph
                 rule, reason = f"topology must be a class for {num_ranks} ranks", str(error)
                 got = f"{given.__name__}: {reason.partition('; ')[0]}"
                 raise ValueError(f"{rule}, got {got}; leave it out for {topology!r}") from error

@@ -26,6 +26,7 @@ from ...training import (
     check_like,
     check_optimizer_kinds,
     check_optimizer_state,
+    load_copy,
     optimizer_kind,
 )
 from ...training.arguments import require
@@ -179,7 +180,7 @@ class OuterOptimizerRule(OuterRule):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         copy_all(self.slow, state["slow"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        load_copy(self._optimizer, state["optimizer"])
 
     @override
     def check_state(self, state: dict[str, Any], path: str) -> None:

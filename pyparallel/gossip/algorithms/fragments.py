@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -169,7 +170,10 @@ class Fragment:
         return {"sent_at": self._sent_at, "averages": averages}
 
     def load_in_flight(self, saved: dict[str, Any] | None) -> None:
-        """Restore what ``in_flight`` returned."""
+        """Restore what ``in_flight`` returned, when a thread no longer writes the compressor's."""
+        if self._wait is not None:
+            with suppress(Exception):  # nobody reads these averages
+                self._wait()
         device = self.tensors[0].device  # saved ones are the CPU's
         averages = [each.to(device, copy=True) for each in saved["averages"]] if saved else []
         self.hold(saved["sent_at"] if saved else 0, (lambda: averages) if saved else None)

@@ -12,15 +12,7 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...compression.state_store import StateStore
-from ...training import (
-    CHECKSUMS_KEY,
-    FlatBuckets,
-    ModelAverager,
-    SavedProgress,
-    Status,
-    check_like,
-    seal,
-)
+from ...training import FlatBuckets, ModelAverager, SavedProgress, Status, check_like
 from ...training.consensus import copy_all
 from ..messages.averages import AllRanks, Pairs
 from .base import OuterRule, Periodic, widened
@@ -142,8 +134,7 @@ class PeriodicAverager(ModelAverager):
             # First, as it waits: what is in flight writes the compressor's state.
             state["in_flight"] = [each.in_flight() for each in self._fragments]
         if self._average.store is not None:
-            state["compressor"] = {**self._average.store.state_dict()}
-            del state["compressor"][CHECKSUMS_KEY]  # those of the whole state are enough
+            state["compressor"] = self._average.store.content()
         return state
 
     @override
@@ -151,10 +142,10 @@ class PeriodicAverager(ModelAverager):
         self._steps = state["steps"]
         self.inner.load_state_dict(state["inner"])
         for each, outer, in_flight in self._of_fragments(state):
-            each.rule.load_state_dict(outer)
             each.load_in_flight(in_flight)
+            each.rule.load_state_dict(outer)
         if self._average.store is not None:
-            self._average.store.load_state_dict(seal(state["compressor"]))
+            self._average.store.load_content(state["compressor"])
 
     @override
     def check_state(self, state: dict[str, Any]) -> SavedProgress:
@@ -166,7 +157,7 @@ class PeriodicAverager(ModelAverager):
                 own = {"sent_at": 0, "averages": each.weights}
                 check_like(in_flight, own, f"algorithm.in_flight.{number}")
         if self._average.store is not None:
-            self._average.store.check_state(seal(state["compressor"]))
+            self._average.store.check_content(state["compressor"])
         return replace(inner, counters={"step": state["steps"], **inner.counters})
 
     def _of_fragments(self, state: dict[str, Any]) -> list[tuple[Fragment, Any, Any]]:

@@ -44,12 +44,13 @@ class AllRanks:
     ) -> None:
         self.hidden_seconds = 0.0
         self._run, self._compressor = run, compressor
-        self._headers = MessageHeaders(run)
         self._collectives = Collectives(run, run.stats)
         self._worker: CommWorker | None = None
         if in_background and run.size > 1:
             self._worker = comm_worker_for(device)
             self._collectives = Collectives(run.within(range(run.size)), CommStats())
+        # Of that run, in which the worker also ends an average that a rank has closed before.
+        self._headers = MessageHeaders(self._collectives.run)
         self.store = self._new_store() if store is None else store
 
     def reset(self) -> None:

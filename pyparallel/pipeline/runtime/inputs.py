@@ -171,7 +171,7 @@ def find_size_error(name: str, value: Any, least: int) -> str | None:
     if least == 1:
         wanted = "at least one"
     elif len(sizes) == 1:
-        fix = "; use drop_last=True, or fewer microbatches"
+        fix = "; use drop_last=True, or a smaller num_microbatches"
     return f"{name} must have one number of samples, {wanted}, got {sizes}{fix}"
 
 

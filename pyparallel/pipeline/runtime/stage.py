@@ -15,6 +15,7 @@ from ...training import (
     check_optimizer_kinds,
     check_optimizer_state,
     keys_of,
+    load_copy,
     optimizer_kind,
     plain_keys,
     summarize,
@@ -303,10 +304,10 @@ class Stage:
         self.module.load_state_dict(keys_of(self.module, state["module"]))
         if self.optimizers:
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
+                load_copy(optimizer, saved)
         if self.schedulers:
             for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
-                scheduler.load_state_dict(saved)
+                load_copy(scheduler, saved)
         if self.replicated is not None and is_rescued:
             self.replicated.restart()
         elif self.replicated is not None:

@@ -18,6 +18,7 @@ from pyparallel.gossip import (
 )
 from pyparallel.gossip.topology import (
     BaseGraph,
+    FromGraph,
     Hypercube,
     Lazy,
     Matching,
@@ -54,6 +55,7 @@ def test_a_topology_that_does_not_fit_names_one_that_does():
     for kind, reason in [
         (Hypercube, "Hypercube: num_ranks must be a power of two, got 6"),
         (Lazy, "Lazy: .* missing 1 required positional argument: 'gamma'"),
+        (FromGraph, "FromGraph: Input is not a known data type for conversion."),
         (Matching, "Matching: Can't instantiate abstract class Matching .*"),
     ]:
         rule = "topology must be a class for 6 ranks, got "

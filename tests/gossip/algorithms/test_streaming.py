@@ -172,6 +172,18 @@ def test_ranks_compute_while_messages_travel(ranks):
     assert min(ranks.run(RANKS, go_ahead, algorithms)) > 0
 
 
+def close_in_flight(rank):
+    algorithm = DiLoCo(INTERVAL, delay=3, fragments=2, compressor=ErrorFeedback(TopK(0.2)))
+    for _ in range(5):
+        model, optimizer, wrapped = start(algorithm, lr=LR)
+        train(model, optimizer, list(batches(rank, INTERVAL)), forward=wrapped)
+        wrapped.close()
+
+
+def test_a_trainer_that_is_closed_ends_what_is_in_flight_on_all_ranks(ranks):
+    ranks.run(RANKS, close_in_flight)
+
+
 @pytest.mark.parametrize(
     ("fragments", "message"),
     [

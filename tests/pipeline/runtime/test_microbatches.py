@@ -111,7 +111,7 @@ BAD_INPUTS = [
     ({1: torch.full((4,), 77.0)}, TypeError("the keys of inputs must be names .* a list of 1: 1$")),
     (torch.ones(()), r"inputs must be of tensors whose first dimension is the batch, got .*\[\]$"),
     ({"x": torch.ones(4), "y": [torch.tensor(77.0)]}, "of tensors whose first .* keys 'x', 'y'$"),
-    (torch.ones(3), rf"inputs {ONE_NUMBER} \[3\]; use drop_last=True, or fewer microbatches$"),
+    (torch.ones(3), rf"inputs {ONE_NUMBER} \[3\]; use drop_last=True, or a smaller num_micro"),
     ([torch.ones(3), 1], rf"inputs {ONE_NUMBER} \[3\]; use drop_last=True"),
     ((torch.ones(4), torch.ones(5)), rf"inputs {ONE_NUMBER} \[4, 5\]$"),
     ({"x": torch.ones(4), "y": [torch.ones(5)]}, rf"inputs {ONE_NUMBER} \[4, 5\]$"),
@@ -127,7 +127,7 @@ BAD_TARGETS = [
     ([], TypeError("target must be a tensor, or .*, got an empty list$")),
     ({"x": SAMPLES, "y": 1}, TypeError("target must be a tensor, or .* keys 'x', 'y'$")),
     (torch.ones(()), r"target must be of tensors whose first dimension is the batch, got .*\[\]$"),
-    (torch.ones(3), rf"target {ONE_NUMBER} \[3\]; use drop_last=True, or fewer microbatches$"),
+    (torch.ones(3), rf"target {ONE_NUMBER} \[3\]; use drop_last=True, or a smaller num_micro"),
     ({"x": torch.ones(4), "y": torch.ones(5)}, rf"target {ONE_NUMBER} \[4, 5\]$"),
 ]
 
