@@ -636,8 +636,8 @@ FAULTS = [
     ),
     Fault(
         "an algorithm around others takes one that averages gradients",
-        "pyparallel/gossip/algorithms/base.py",
-        "if not averager.traits.can_be_inner:",
+        "pyparallel/training/algorithm.py",
+        "if place.is_inner and not self.can_be_inner:",
         "if False:",
         "tests/gossip/algorithms/test_mistakes.py",
     ),

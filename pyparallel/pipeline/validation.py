@@ -14,6 +14,7 @@ from ..training.arguments import (
     check_type,
     find_error,
     is_number,
+    raise_problem,
     require,
 )
 from ..training.module_checks import check_whole
@@ -22,7 +23,7 @@ from .arguments import TrainerArguments
 from .partition.auto import check_split
 from .partition.slice import Tie
 from .partition.solver import check_num_stages
-from .replicas import find_replicas_error
+from .replicas import place_of_replicas
 from .runtime.build_stage import find_warm_up
 from .runtime.stage_layers import StageLayers
 from .schedules.schedule import Schedule
@@ -51,9 +52,10 @@ def _check_arguments(arguments: TrainerArguments) -> None:
     if problem := find_policy_error(arguments.nonfinite, ("raise", "skip")):
         raise ValueError(problem)
     if arguments.replicas is not None:
-        replicas, count = arguments.replicas, arguments.num_replicas
-        if problem := find_replicas_error(replicas, arguments.schedule, count):
-            raise ValueError(problem)
+        trained = (p for each in arguments.layers for p in each.parameters() if p.requires_grad)
+        dtypes = (each.dtype for each in trained)
+        place = place_of_replicas(arguments.schedule, arguments.num_replicas, dtypes)
+        raise_problem(arguments.replicas.error_at(place))
 
 
 def _check_types(arguments: TrainerArguments) -> None:

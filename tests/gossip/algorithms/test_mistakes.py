@@ -20,7 +20,6 @@ from pyparallel.gossip import (
     NoLoCo,
     SlowMo,
 )
-from pyparallel.gossip.algorithms.base import find_algorithm_error
 from pyparallel.gossip.topology import (
     BaseGraph,
     BipartiteExponential,
@@ -33,6 +32,7 @@ from pyparallel.gossip.topology import (
     Star,
     Torus,
 )
+from pyparallel.training import Place
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import error_of, start
 
@@ -150,7 +150,7 @@ def test_topologies_that_an_algorithm_cannot_use_are_named():
         (NoLoCo(Hypercube(2)), "must be for the process group's 8 ranks"),
         (NoLoCo(Hypercube(8)), None),
     ]:
-        error = algorithm.validation_error(8)
+        error = algorithm.error_at(Place(8))
         assert (error is None) if sentence is None else (sentence in error), algorithm
 
 
@@ -175,7 +175,7 @@ class NotForGossip(Int8):
         return f"compressor must not serve {place.value}"
 
 
-NOT_INNER = "ValueError: inner must be a gossip algorithm, got "
+NOT_INNER = "inner must be a gossip algorithm, got "
 SAME = "DisagreementError: all ranks must have the same "
 
 
@@ -233,17 +233,3 @@ def test_a_mistake_is_one_error_on_every_rank(ranks, subtests):
             with subtests.test(sentence):
                 assert len(set(found)) == 1
                 assert found[0].startswith(sentence), found[0]
-
-
-class Minimal:
-    """An algorithm by its methods alone."""
-
-    def start(self, *arguments):
-        raise NotImplementedError
-
-    bind = config_fields = validation_error = start
-
-
-def test_an_algorithm_is_known_by_its_methods():
-    for algorithm in (SGP(Ring(2)), AllReduce(), SlowMo(None, 3), Minimal()):
-        assert find_algorithm_error(algorithm) is None
