@@ -40,14 +40,14 @@ def _check_arguments(arguments: TrainerArguments) -> None:
     check_num_stages(num_layers, shape.num_stages)
     if split is not None:
         check_split(split, num_layers, shape.num_stages)
-    if problem := arguments.schedule.validation_error(shape):
+    if problem := arguments.schedule.error_at(shape):
         raise ValueError(problem)
     _check_options(arguments)
     arguments.schedule.with_warm_up(partial(find_warm_up, arguments.scheduler_fn))
     for name, compressor in arguments.compressors.items():
         rule = "an object such as Int8() or Cast(), or None"
         check_type(name, compressor, (Compressor, type(None)), rule)
-        if compressor and (problem := compressor.validation_error(AttachPoint.PIPELINE)):
+        if compressor and (problem := compressor.error_at(AttachPoint.PIPELINE)):
             raise ValueError(f"{name}: {problem}")
     if problem := find_policy_error(arguments.nonfinite, ("raise", "skip")):
         raise ValueError(problem)
@@ -64,7 +64,7 @@ def _check_types(arguments: TrainerArguments) -> None:
             raise error
         fix = "pass plain layers, of which a rank keeps those of its stages alone"
         check_whole(f"layers[{index}]", layer, fix)
-    if not has_methods(arguments.schedule, "step", "update_index", "versions", "validation_error"):
+    if not has_methods(arguments.schedule, "step", "update_index", "versions", "error_at"):
         rule = "an object such as OneForwardOneBackward() or PipeOptim()"
         raise wrong_type("schedule", rule, arguments.schedule)
     functions = [

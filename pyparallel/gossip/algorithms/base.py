@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...compression import AttachPoint, Compressor
-from ...compression.compressor import validation_error_at
+from ...compression.compressor import find_error_at
 from ...training import Algorithm, Place, check_like, wrong_type
 from ...training.arguments import check_in, check_integer, require
 from ...training.consensus import copy_all
@@ -128,7 +128,7 @@ class Periodic(Algorithm):
         """Raise a ValueError or TypeError for options that do not fit the interval."""
         check_integer("interval", interval, rule="a positive number of steps")
         if self.compressor is not None:
-            problem = validation_error_at(AttachPoint.OUTER_STEPS, self.compressor)
+            problem = find_error_at(AttachPoint.OUTER_STEPS, self.compressor)
             if problem is not None:
                 raise problem if isinstance(problem, TypeError) else ValueError(problem)
         if isinstance(self.fragments, int):

@@ -91,6 +91,9 @@ class Hierarchical(Algorithm):
         own = node_averager.find_ranks_per_node_error(self.ranks_per_node, place.num_ranks)
         if error_text := super().error_at(place) or own:
             return error_text
+        if place.schedule and self.ranks_per_node > 1:
+            rule = "replicas must average weights or gradients, not both"
+            return f"{rule}, got {self!r}: take its inner algorithm, or AllReduce()"
         num_nodes = place.num_ranks // self.ranks_per_node
         rule = f"inner must be for {num_nodes} nodes as its ranks: "
         between = replace(place, num_ranks=num_nodes, size_rule=rule, is_inner=True)

@@ -131,13 +131,7 @@ class SGP(OnTopology):
     def error_at(self, place: Place) -> str | None:
         if (error_text := super().error_at(place)) or self.compressor is None:
             return error_text
-        error_text = self.compressor.validation_error(AttachPoint.GOSSIP)
-        if error_text is None and not self.compressor.fixed_length:
-            return (
-                "compressor must make messages of one length for gossip, as receivers allocate "
-                f"them in advance, got {self.compressor}"
-            )
-        return error_text
+        return self.compressor.error_at(AttachPoint.GOSSIP)
 
     @override
     def start(

@@ -171,7 +171,7 @@ class OtherOnRankOne(TopK):
 class NotForGossip(Int8):
     """A compressor that is not for gossip."""
 
-    def validation_error(self, place):
+    def error_at(self, place):
         return f"compressor must not serve {place.value}"
 
 
@@ -194,7 +194,7 @@ MISTAKES = {  # by the number of ranks: an algorithm or a function of the rank, 
         (Hierarchical(AllReduce(), 2), f"{NOT_INNER}AllRed"),
         (Hierarchical(AllReduce(), 1), f"{NOT_INNER}AllRed"),
         (SGP(Ring(2), compressor=ErrorFeedback(TopK(0.1))), "compressor must not have error feedb"),
-        (SGP(Ring(2), compressor=Variable()), "compressor must make messages of one length for g"),
+        (SGP(Ring(2), compressor=Variable()), "compressor must make messages of fixed length for"),
         (SGP(Ring(2), compressor=NotForGossip()), "compressor must not serve gossip messages"),
         (SGP(Ring(2), compressor=OtherOnRankOne(0.1)), f"{SAME}message lengths of bucket 0, got "),
         *differ(DiLoCo(4), DiLoCo(4, delay=1)),
