@@ -637,8 +637,8 @@ FAULTS = [
     Fault(
         "an algorithm around others takes one that averages gradients",
         "pyparallel/training/algorithm.py",
-        "if place.is_inner and not self.can_be_inner:",
-        "if False:",
+        "place.is_inner and not self.can_be_inner",
+        "False",
         "tests/gossip/algorithms/test_mistakes.py",
     ),
     Fault(
