@@ -12,6 +12,13 @@ from ..comm import Run
 from .averager import ModelAverager
 from .buckets import FlatBuckets
 
+_OF_MEMBERS = (
+    "algorithm must be SGP or DPSGD over a process group, or LocalSGD, DiLoCo or NoLoCo of whole "
+    "models and without delay, with membership, as all others need all ranks to stay"
+)
+_OF_DTYPES = "parameters must not be float64 with a compressor"
+_TAKE_GOSSIP = ": take a gossip algorithm such as SGP, or a schedule that flushes"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -81,38 +88,18 @@ class Algorithm(ABC):
 
     def error_at(self, place: Place) -> str | None:
         """Return why the algorithm, which is bound, cannot run at a place, or None."""
-        of_shards, why_not = self.refuses_shards
+        rule, why_not = self.refuses_shards
+        of_shards = f"algorithm must {rule} a module that fully_shard has sharded"
+        of_weights = f"replicas must average weights with {place.schedule}, whose updates no rank"
+        of_losses = "replicas must average without losses, which one stage knows"
         is_compressed = getattr(self, "compressor", None) is not None
+        in_time = not place.schedule or place.flushes or not self.averages_gradients
         rules = [  # whether it is broken, the rule, and the end of the sentence
             (place.is_inner and not self.can_be_inner, "inner must be a gossip algorithm", ""),
-            (
-                place.has_members and not self.can_have_members,
-                "algorithm must be SGP or DPSGD over a process group, or LocalSGD, DiLoCo or "
-                "NoLoCo of whole models and without delay, with membership, as all others need all "
-                "ranks to stay",
-                "",
-            ),
-            (
-                place.is_sharded and of_shards,
-                f"algorithm must {of_shards} a module that fully_shard has sharded",
-                why_not,
-            ),
-            (
-                place.schedule and not place.flushes and self.averages_gradients,
-                f"replicas must average weights with {place.schedule}, whose updates no rank waits "
-                "for",
-                ": take a gossip algorithm such as SGP, or a schedule that flushes",
-            ),
-            (
-                place.schedule and self.needs_losses,
-                "replicas must average without losses, which one stage knows",
-                ": take SGP or DiLoCo",
-            ),
-            (
-                is_compressed and torch.float64 in place.dtypes,
-                "parameters must not be float64 with a compressor",
-                "",
-            ),
+            (place.has_members and not self.can_have_members, _OF_MEMBERS, ""),
+            (place.is_sharded and rule != "", of_shards, why_not),
+            (not in_time, f"{of_weights} waits for", _TAKE_GOSSIP),
+            (place.schedule and self.needs_losses, of_losses, ": take SGP or DiLoCo"),
+            (is_compressed and torch.float64 in place.dtypes, _OF_DTYPES, ""),
         ]
-        broken = (f"{rule}, got {self!r}{end}" for is_broken, rule, end in rules if is_broken)
-        return next(broken, None)
+        return next((f"{text}, got {self!r}{end}" for broken, text, end in rules if broken), None)
