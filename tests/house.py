@@ -18,7 +18,7 @@ PACKAGE = "pyparallel"
 TRAINERS = {"gossip", "pipeline", "subnets"}
 SHARED = ("comm", "training")  # below the trainers, for what more than one of them needs
 SOURCES = {".py", ".cpp", ".cu", ".h", ".md"}
-CHECK = re.compile(r"_?(check|validate)(_\w+)?|_?validation_error\w*|_?find_(\w+_)?error")
+CHECK = re.compile(r"_?(check|validate)(_\w+)?|\w*(validation_error|error_at)|_?find_(\w+_)?error")
 COPIED = {"counts", "step", "place", "rank", "trainer"}
 OF_A_STATE = re.compile(r"(\S+ )?state\b")
 LONG = 300
@@ -48,8 +48,8 @@ def count_lines(root: Path, folder: str) -> int:
 def count_check_lines(root: Path) -> int:
     """Lines of raises, of ifs that do nothing else, and of functions whose name says check.
 
-    Such a name is ``check``, ``validate``, ``validation_error`` or ``find_error``, with a word more
-    or without. A line counts once; an ``else`` does not belong to the check.
+    Such a name is ``check``, ``validate``, ``error_at`` or ``find_error``, with a word more or
+    without. A line counts once; an ``else`` does not belong to the check.
     """
     lines = set()
     for path, node in find_nodes(root, ast.Raise, ast.If, ast.FunctionDef):

@@ -636,9 +636,9 @@ FAULTS = [
     ),
     Fault(
         "an algorithm around others takes one that averages gradients",
-        "pyparallel/gossip/algorithms/base.py",
-        "if not averager.traits.can_be_inner:",
-        "if False:",
+        "pyparallel/training/algorithm.py",
+        "place.is_inner and not self.can_be_inner",
+        "False",
         "tests/gossip/algorithms/test_mistakes.py",
     ),
     Fault(

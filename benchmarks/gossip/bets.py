@@ -30,8 +30,7 @@ from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.rows import Key, Row, RunRows, read_rows
 from benchmarks.harness.turns import largest, timed
 from pyparallel.compression import BufferLayout, Compressor, Int8
-from pyparallel.gossip import DPSGD, OSGP, SGP, AllReduce, LocalSGD, NoLoCo, SlowMo
-from pyparallel.gossip.algorithms.base import Algorithm
+from pyparallel.gossip import DPSGD, OSGP, SGP, Algorithm, AllReduce, LocalSGD, NoLoCo, SlowMo
 from pyparallel.gossip.topology import Ring
 from pyparallel.planning.simulate import Links, Profile, Stragglers, simulate_run
 

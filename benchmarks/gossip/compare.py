@@ -18,7 +18,7 @@ from benchmarks.harness.program import compare
 from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import RESULTS, Key, Row, RunRows, as_text, shorten
 from pyparallel import gossip
-from pyparallel.gossip.algorithms.base import Algorithm
+from pyparallel.gossip import Algorithm
 from pyparallel.gossip.topology import OnePeerExponential, RandomMatching, Ring
 
 FIELDS = [

@@ -34,6 +34,7 @@ from examples.models import build_transformer, byte_loss
 from pyparallel import GossipDataParallel
 from pyparallel.compression import Cast, ErrorFeedback, PerParameter, Statistical
 from pyparallel.gossip import (
+    Algorithm,
     AllReduce,
     DiLoCo,
     MuLoCo,
@@ -41,7 +42,6 @@ from pyparallel.gossip import (
     SparseLoCo,
     StreamingDiLoCo,
 )
-from pyparallel.gossip.algorithms.base import Algorithm
 
 FIELDS = [
     "task", "link", "algorithm", "rate", "seed", "options", "parameters", "ranks", "steps", "score",

@@ -25,8 +25,7 @@ from benchmarks.gossip.tasks import train as train_task
 from benchmarks.harness.program import make_parser
 from benchmarks.harness.ranks import run_on_loopback
 from benchmarks.harness.rows import Key, Row, RunRows
-from pyparallel.gossip import OSGP, SGP, AllReduce
-from pyparallel.gossip.algorithms.base import Algorithm
+from pyparallel.gossip import OSGP, SGP, Algorithm, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Phases, Star, Topology
 
 FIELDS = [

@@ -35,8 +35,7 @@ from examples.data import draw_windows
 from examples.models import byte_loss
 from pyparallel import GossipDataParallel
 from pyparallel.compression import Int8
-from pyparallel.gossip import OSGP, SGP, DiLoCo, SparseLoCo
-from pyparallel.gossip.algorithms.base import Algorithm
+from pyparallel.gossip import OSGP, SGP, Algorithm, DiLoCo, SparseLoCo
 
 FIELDS = [
     "link", "method", "seed", "options", "parameters", "ranks", "steps", "rate", "score", "bits",

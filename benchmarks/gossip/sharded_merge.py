@@ -27,8 +27,7 @@ from benchmarks.harness.rows import RESULTS, Row, RunRows, machine
 from benchmarks.harness.turns import take_turns, timed
 from pyparallel import GossipDataParallel
 from pyparallel.compression import Int8
-from pyparallel.gossip import SGP, DiLoCo
-from pyparallel.gossip.algorithms.base import Algorithm
+from pyparallel.gossip import SGP, Algorithm, DiLoCo
 from pyparallel.optim import SGD
 
 FIELDS = [

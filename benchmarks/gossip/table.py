@@ -7,8 +7,15 @@ from itertools import product
 from benchmarks.harness import tables
 from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
-from pyparallel.gossip import SGP, AllReduce, DiLoCo, NoLoCo, SparseLoCo, StreamingDiLoCo
-from pyparallel.gossip.algorithms.base import Algorithm
+from pyparallel.gossip import (
+    SGP,
+    Algorithm,
+    AllReduce,
+    DiLoCo,
+    NoLoCo,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
 from pyparallel.gossip.topology import OnePeerExponential, RandomMatching
 from pyparallel.planning.recommend import Link, StepTime, choose, predict
 from pyparallel.planning.simulate import Cost, Profile

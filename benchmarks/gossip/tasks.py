@@ -18,7 +18,7 @@ from benchmarks.harness.rows import Row
 from examples.data import as_tensor, cut_windows, draw_windows, load_digits, load_files
 from examples.models import accuracy, build_transformer, byte_loss, digits_net
 from pyparallel import GossipDataParallel
-from pyparallel.gossip.algorithms.base import Algorithm
+from pyparallel.gossip import Algorithm
 
 
 class Task:

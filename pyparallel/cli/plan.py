@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..gossip import AllReduce
-from ..gossip.algorithms.base import Algorithm
+from ..gossip import Algorithm, AllReduce
 from ..pipeline import PipelineShape, Schedule
 from ..pipeline.schedules import GPipe, PipeDream, every_schedule
 from ..pipeline.schedules.action import Kind

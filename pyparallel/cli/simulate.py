@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..gossip import AllReduce
-from ..gossip.algorithms.base import Algorithm
+from ..gossip import Algorithm, AllReduce
 from ..pipeline import OneForwardOneBackward
 from ..planning.simulate import (
     Failures,

@@ -59,9 +59,12 @@ class Compressor(abc.ABC):
         """Whether ``compress`` accepts a residual, as ``ErrorFeedback`` passes it."""
         return True
 
-    def validation_error(self, place: AttachPoint) -> str | None:
+    def error_at(self, place: AttachPoint) -> str | None:
         """Return why this compressor cannot be attached at a place, or None."""
-        return None
+        if place is not AttachPoint.GOSSIP or self.fixed_length:
+            return None
+        why = "whose receivers allocate them in advance"
+        return f"compressor must make messages of fixed length for {place.value}, {why}, got {self}"
 
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """Return the initial state of a buffer."""
@@ -164,8 +167,8 @@ def not_a_compressor(compressor: object, name: str = "compressor") -> TypeError 
     return wrong_type(name, "an object such as Int8() or TopK(0.01)", compressor)
 
 
-def validation_error_at(
+def find_error_at(
     place: AttachPoint, compressor: Compressor, name: str = "compressor"
 ) -> str | TypeError | None:
     """Return why an argument cannot be attached at a place as a compressor, or None."""
-    return not_a_compressor(compressor, name) or compressor.validation_error(place)
+    return not_a_compressor(compressor, name) or compressor.error_at(place)

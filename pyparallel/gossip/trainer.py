@@ -16,7 +16,7 @@ from typing_extensions import override
 from ..comm import Collectives, StepCounts
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
-from ..training import ModelAverager, StepHooks, check_format, consensus, seal
+from ..training import Algorithm, ModelAverager, Place, StepHooks, check_format, consensus, seal
 from ..training.arguments import find_error
 from ..training.averager import JoinedOptimizers
 from ..training.full_state import full_state
@@ -24,7 +24,7 @@ from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.shards import Shards, describe_shard, find_shard_error, local_of, replica_group
 from ..training.trainer import Trainer
 from . import validation
-from .algorithms.base import TRANSPORT, Algorithm, find_algorithm_error
+from .algorithms.base import TRANSPORT, find_algorithm_error
 from .membership import Membership
 from .membership.averager import ElasticAverager
 from .membership.elastic import Elastic, make_elastic, raise_own
@@ -507,12 +507,11 @@ def _collect_config(
             *validation.describe(module),
             *validation.describe_groups(module, optimizers),
         ]
+        dtypes = frozenset(p.dtype for p in module.parameters() if p.requires_grad)
         error_text = (
             find_shard_error(module, mesh)
-            or (algorithm.sharding_error() if mesh is not None else None)
             or validation.find_validation_error(module, optimizers, process_group)
-            or algorithm.validation_error(num_ranks)
-            or algorithm.dtype_error(p for p in module.parameters() if p.requires_grad)
+            or algorithm.error_at(Place(num_ranks, dtypes=dtypes, is_sharded=mesh is not None))
         )
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..compression import Compressor
+from ..training import Algorithm
 from .prediction.corrections import Correction
 from .runtime.build_stage import OptimizerFactory
 from .runtime.loss import Loss
@@ -44,7 +45,7 @@ class TrainerArguments:
     nonfinite: str
     loss_weight_fn: LossWeightFn | None
     measure_gradient_norms: bool
-    replicas: Any = None  # the algorithm that averages them; None: there are none
+    replicas: Algorithm | None = None  # the algorithm that averages them; None: there are none
     num_replicas: int = 1
     replica: int | None = None  # this rank's
     seed: int = field(default_factory=torch.initial_seed)  # of the stages' random numbers

@@ -121,8 +121,6 @@ def build_stages(
             raise ValueError(error)
         if loss_scale is not None:
             check_scalable(prepared.optimizers)
-        if replicas is not None:
-            replicas.check_stages(prepared.replicas)
     gradients = None
     if replicas is not None:
         own = [modules[stage] for stage in shape.stages(rank)]

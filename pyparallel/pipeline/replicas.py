@@ -1,6 +1,6 @@
 """The replicas of a pipeline: whole pipelines, whose stages average with each other."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Call, Collectives, Run, gather_json
-from ..training import has_methods, wrong_type
+from ..training import Algorithm, Place
 from ..training.arguments import check_type, require
 from .messages.format import Refusal, RefusalKind
 from .runtime.clipping import device_for
@@ -37,27 +37,21 @@ def check_mesh(mesh: Any, algorithm: Any, process_group: object) -> None:
     require(mesh.size() == count, f"mesh must have all {count} ranks", mesh.size())
     rule = "process_group must be None with mesh, whose group it is"
     require(process_group is None, rule, process_group)
-    if not has_methods(algorithm, "bind", "start", "config_fields", "validation_error"):
-        raise wrong_type("replicas", "an object such as AllReduce() or SGP()", algorithm)
+    check_type("replicas", algorithm, Algorithm, "an object such as AllReduce() or SGP()")
     algorithm.bind(mesh.size(names.index(REPLICATE)))
 
 
-def find_replicas_error(algorithm: Any, schedule: Schedule, num_replicas: int) -> str | None:
-    """Return why replicas cannot be averaged by an algorithm, or None."""
-    name = type(schedule).__name__
-    if algorithm.averages_gradients:
-        if not schedule.flushes:
-            return (
-                f"replicas must average weights with {name}, whose updates no rank waits for, got "
-                f"{algorithm!r}: take a gossip algorithm such as SGP, or a schedule that flushes"
-            )
-        return None
-    if algorithm.needs_losses:
-        rule = "replicas must average without losses, which one stage knows"
-        return f"{rule}, got {algorithm!r}: take SGP or DiLoCo"
-    if (error := algorithm.validation_error(num_replicas)) is not None:
-        return f"replicas must be for the mesh's {num_replicas}: {error}"
-    return None
+def place_of_replicas(
+    schedule: Schedule, num_replicas: int, dtypes: Iterable[torch.dtype] = ()
+) -> Place:
+    """Return the place of an algorithm that averages replicas with parameters of some dtypes."""
+    return Place(
+        num_replicas,
+        size_rule=f"replicas must be for the mesh's {num_replicas}: ",
+        dtypes=frozenset(dtypes),
+        schedule=type(schedule).__name__,
+        flushes=schedule.flushes,
+    )
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,7 @@ class Replicas:
         members: the ranks of the mesh that hold the same stages, this rank's of each replica.
     """
 
-    algorithm: Any
+    algorithm: Algorithm
     run: Run
     members: Sequence[int]
 
@@ -87,12 +81,6 @@ class Replicas:
         own = torch.tensor(split, dtype=torch.int64, device=device_for([], self.run))
         Collectives(self.run).broadcast_(own, 0)
         return tuple(own.tolist())
-
-    def check_stages(self, stages: Sequence[ReplicatedPredictor]) -> None:
-        """Raise a ValueError if this rank's stages cannot be averaged."""
-        error = self.algorithm.dtype_error(p for each in stages for p in each.parameters)
-        if error is not None:
-            raise ValueError(error)
 
     def start(
         self, stages: Sequence[ReplicatedPredictor], frozen: Sequence[nn.Module]

@@ -15,6 +15,7 @@ from typing_extensions import override
 from ..comm import Run, warn_if_alone
 from ..comm.errors import place_of
 from ..compression import Compressor
+from ..training import Algorithm
 from ..training.arguments import find_error
 from ..training.trainer import Trainer
 from .arguments import TrainerArguments
@@ -119,7 +120,7 @@ class PipelineTrainer(Trainer):
         num_microbatches: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
-        replicas: Any = None,
+        replicas: Algorithm | None = None,
         split: Sequence[int] | None = None,
         num_stages: int | None = None,
         scheduler_fn: SchedulerFactory | None = None,
@@ -139,7 +140,7 @@ class PipelineTrainer(Trainer):
         if found is not None or mesh is not None:
             agree(Run(), [], found)
         num_replicas = 1 if mesh is None else mesh[REPLICATE].size()
-        replicas = None if mesh is None else replicas.bind(num_replicas)
+        replicas = None if replicas is None else replicas.bind(num_replicas)
         process_group = process_group if mesh is None else mesh.get_group(STAGE)
         of_ranks = Run(process_group)
         if num_stages is None:
@@ -169,7 +170,7 @@ class PipelineTrainer(Trainer):
         self._arguments = replace(arguments, schedule=started)
         self._replicas: Replicas | None = None
         self._of_replica: Run | None = None
-        if mesh is None:
+        if mesh is None or replicas is None:  # neither is given
             self._open_run(process_group)
         else:
             whole = self._open_run(None)

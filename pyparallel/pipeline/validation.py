@@ -14,6 +14,7 @@ from ..training.arguments import (
     check_type,
     find_error,
     is_number,
+    raise_problem,
     require,
 )
 from ..training.module_checks import check_whole
@@ -22,7 +23,7 @@ from .arguments import TrainerArguments
 from .partition.auto import check_split
 from .partition.slice import Tie
 from .partition.solver import check_num_stages
-from .replicas import find_replicas_error
+from .replicas import place_of_replicas
 from .runtime.build_stage import find_warm_up
 from .runtime.stage_layers import StageLayers
 from .schedules.schedule import Schedule
@@ -39,21 +40,22 @@ def _check_arguments(arguments: TrainerArguments) -> None:
     check_num_stages(num_layers, shape.num_stages)
     if split is not None:
         check_split(split, num_layers, shape.num_stages)
-    if problem := arguments.schedule.validation_error(shape):
+    if problem := arguments.schedule.error_at(shape):
         raise ValueError(problem)
     _check_options(arguments)
     arguments.schedule.with_warm_up(partial(find_warm_up, arguments.scheduler_fn))
     for name, compressor in arguments.compressors.items():
         rule = "an object such as Int8() or Cast(), or None"
         check_type(name, compressor, (Compressor, type(None)), rule)
-        if compressor and (problem := compressor.validation_error(AttachPoint.PIPELINE)):
+        if compressor and (problem := compressor.error_at(AttachPoint.PIPELINE)):
             raise ValueError(f"{name}: {problem}")
     if problem := find_policy_error(arguments.nonfinite, ("raise", "skip")):
         raise ValueError(problem)
     if arguments.replicas is not None:
-        replicas, count = arguments.replicas, arguments.num_replicas
-        if problem := find_replicas_error(replicas, arguments.schedule, count):
-            raise ValueError(problem)
+        trained = (p for each in arguments.layers for p in each.parameters() if p.requires_grad)
+        dtypes = (each.dtype for each in trained)
+        place = place_of_replicas(arguments.schedule, arguments.num_replicas, dtypes)
+        raise_problem(arguments.replicas.error_at(place))
 
 
 def _check_types(arguments: TrainerArguments) -> None:
@@ -62,7 +64,7 @@ def _check_types(arguments: TrainerArguments) -> None:
             raise error
         fix = "pass plain layers, of which a rank keeps those of its stages alone"
         check_whole(f"layers[{index}]", layer, fix)
-    if not has_methods(arguments.schedule, "step", "update_index", "versions", "validation_error"):
+    if not has_methods(arguments.schedule, "step", "update_index", "versions", "error_at"):
         rule = "an object such as OneForwardOneBackward() or PipeOptim()"
         raise wrong_type("schedule", rule, arguments.schedule)
     functions = [

@@ -1,5 +1,6 @@
 """What trainers share: flat buckets, step hooks, averagers, the format of states, arguments."""
 
+from .algorithm import Algorithm, Place
 from .arguments import find_ddp_error, has_methods, summarize, wrong_type
 from .averager import ModelAverager, SavedProgress, Status, Traits
 from .buckets import FlatBuckets, Segment, assign_buckets, join_buckets
@@ -29,8 +30,10 @@ __all__ = [
     "CHECKSUMS_KEY",
     "FORMAT",
     "FORMAT_KEY",
+    "Algorithm",
     "FlatBuckets",
     "ModelAverager",
+    "Place",
     "SavedProgress",
     "Segment",
     "Status",

@@ -19,7 +19,6 @@ class Traits:
     """What a trainer must know of an algorithm.
 
     Args:
-        can_be_inner: a wrapping algorithm may run it; False if it communicates in other ways too.
         has_equal_steps: all ranks must take the same steps; False if they average asynchronously.
         has_equal_batches: all ranks must have as many batches, also in ``join()``.
         can_join: ``join()`` works; False: a rank without batches calls ``flush()`` instead.
@@ -28,7 +27,6 @@ class Traits:
         loads_other_buckets: a saved state loads into buffers of another order of the parameters.
     """
 
-    can_be_inner: bool = True
     has_equal_steps: bool = True
     has_equal_batches: bool = False
     can_join: bool = True

@@ -44,7 +44,7 @@ class Tenths(Compressor):
 def test_two_methods_make_a_compressor(rank):
     assert not Tenths().unbiased
     assert Tenths().fixed_length
-    assert all(Tenths().validation_error(place) is None for place in AttachPoint)
+    assert all(Tenths().error_at(place) is None for place in AttachPoint)
     compressor = ErrorFeedback(Tenths())
     state = compressor.init(LAYOUT, CPU, rank)
     for mean in (0.7, 0.8):  # of 0.2 and 1.2, and of 0.3 and 1.3

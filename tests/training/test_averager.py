@@ -68,7 +68,6 @@ def test_by_default_nothing_is_communicated_or_changed():
     assert averager.wrap(module) is module
     assert averager.state_dict() == {}
     assert averager.check_state({}) == SavedProgress({}, 1.0)
-    assert averager.traits.can_be_inner
     assert averager.joinable is None
 
 

@@ -16,7 +16,7 @@ from ...training import check_on_all_ranks, plain_name, uncompiled, wrong_type
 from ...training.arguments import require
 from ...training.module_checks import describe_tensors
 from ...training.nonfinite import NonFinitePolicy, find_policy_error
-from ..compressor import AttachPoint, Compressor, validation_error_at
+from ..compressor import AttachPoint, Compressor, find_error_at
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
 from ..state_store import StateStore, steps_of
@@ -230,7 +230,7 @@ def compress_ddp(
     and buffers that DDP broadcasts and that differ in name or shape, are a DisagreementError.
     """
     inner = uncompiled(ddp) if isinstance(ddp, nn.Module) else None
-    problem = validation_error_at(AttachPoint.DDP, compressor) or find_policy_error(nonfinite)
+    problem = find_error_at(AttachPoint.DDP, compressor) or find_policy_error(nonfinite)
     fields = [("compressor", repr(compressor)), ("nonfinite", str(nonfinite))]
     group = None
     if isinstance(inner, DistributedDataParallel):

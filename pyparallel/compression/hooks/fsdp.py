@@ -13,7 +13,7 @@ from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, summarize
 from ...training.arguments import raise_problem, require
 from ...training.nonfinite import NonFinitePolicy, find_policy_error
-from ..compressor import AttachPoint, Compressor, validation_error_at
+from ..compressor import AttachPoint, Compressor, find_error_at
 from .ddp import metrics_of
 from .fsdp_custom import (
     CompressedAllGather,
@@ -41,7 +41,7 @@ def fsdp_reduce_scatter(
     Both arguments are the same on all ranks; the ``name`` of the module seeds random draws. The
     collective is for this module alone, which keeps the last one it was given, as in PyTorch.
     """
-    problem = validation_error_at(AttachPoint.FSDP_GRADIENTS, compressor)
+    problem = find_error_at(AttachPoint.FSDP_GRADIENTS, compressor)
     raise_problem(problem or find_policy_error(nonfinite))
     return CompressedReduceScatter(compressor, name, nonfinite)
 
@@ -56,7 +56,7 @@ def fsdp_all_gather(compressor: Compressor, name: str = "module") -> CompressedA
 
     Arguments and what is returned are as of `fsdp_reduce_scatter`.
     """
-    raise_problem(validation_error_at(AttachPoint.FSDP_PARAMETERS, compressor))
+    raise_problem(find_error_at(AttachPoint.FSDP_PARAMETERS, compressor))
     return CompressedAllGather(compressor, name)
 
 
@@ -172,7 +172,7 @@ def compress_fsdp(
         ("parameters", parameters, AttachPoint.FSDP_PARAMETERS),
     )
     problems = [
-        validation_error_at(place, each, name) for name, each, place in attached if each is not None
+        find_error_at(place, each, name) for name, each, place in attached if each is not None
     ]
     problems += [_validation_error(modules), find_policy_error(nonfinite)]
     problem = next((each for each in problems if each), None)

@@ -74,9 +74,9 @@ class Learned(Compressor):
         require(self.learning_rate > 0, "learning_rate must be > 0", self.learning_rate)
 
     @override
-    def validation_error(self, place: AttachPoint) -> str | None:
+    def error_at(self, place: AttachPoint) -> str | None:
         if place is AttachPoint.DDP:
-            return None
+            return super().error_at(place)
         return (
             f"compressor must make single messages for {place.value}, got {self}, which only "
             f"averages over all ranks; use ErrorFeedback(TopK({self.density!r}))"

@@ -52,7 +52,7 @@ class PowerSGD(Compressor):
         require(self.min_ratio >= 0, "min_ratio must be >= 0", self.min_ratio)
 
     @override
-    def validation_error(self, place: AttachPoint) -> str | None:
+    def error_at(self, place: AttachPoint) -> str | None:
         if place in (AttachPoint.FSDP_GRADIENTS, AttachPoint.FSDP_PARAMETERS):
             return (
                 f"compressor must not need matrices for {place.value}, whose shards are flat "
@@ -63,7 +63,7 @@ class PowerSGD(Compressor):
                 f"compressor must not rely on error feedback for {place.value}: the error of the "
                 f"low rank would be lost; got {self}, use one that keeps every entry"
             )
-        return None
+        return super().error_at(place)
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:

@@ -55,9 +55,9 @@ class Cast(BlockwiseCompressor):
         return self._accumulates_float32  # of other sums no rank knows the error
 
     @override
-    def validation_error(self, place: AttachPoint) -> str | None:
+    def error_at(self, place: AttachPoint) -> str | None:
         if self._accumulates_float32 or place is AttachPoint.DDP:
-            return None
+            return super().error_at(place)
         fix = f"use Cast({self.dtype})"
         if place is AttachPoint.FSDP_GRADIENTS:
             fix = f"use fully_shard's MixedPrecisionPolicy(reduce_dtype={self.dtype})"

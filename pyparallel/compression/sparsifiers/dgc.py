@@ -69,7 +69,7 @@ class DGC(Compressor):
         return self.warm_up == 0
 
     @override
-    def validation_error(self, place: AttachPoint) -> str | None:
+    def error_at(self, place: AttachPoint) -> str | None:
         if place not in (AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS):
             return (
                 f"compressor must not accumulate momentum for {place.value}, which are not "
@@ -80,7 +80,7 @@ class DGC(Compressor):
                 f"clip_norm must be None for {place.value}, which shards parameters, got "
                 f"{self.clip_norm!r}; clip in the training loop"
             )
-        return None
+        return super().error_at(place)
 
     def density_at(self, step: int) -> float:
         """Return the density of the message at a step, counted from 0."""

@@ -51,10 +51,10 @@ class PermK(Sparsifier):
             check_integer("num_ranks", self.num_ranks, rule=">= 1 or None")
 
     @override
-    def validation_error(self, place: AttachPoint) -> str | None:
+    def error_at(self, place: AttachPoint) -> str | None:
         if self.num_ranks is None and place is not AttachPoint.DDP:
             return f"num_ranks must be given for {place.value}, got {self}"
-        return None
+        return super().error_at(place)
 
     def for_num_ranks(self, num_ranks: int) -> "PermK":
         """Return this compressor for means over that many ranks."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...training.arguments import require
-from ..compressor import AttachPoint, Message
+from ..compressor import Message
 from ..residual import Residual, add_residual
 from ..state import CompressorState
 from .base import IndexSparsifier
@@ -32,15 +32,6 @@ class Threshold(IndexSparsifier):
         rule = "threshold must be finite and > 0"
         fix = "to send all entries, use Cast or no compressor"
         require(0 < self.threshold < math.inf, rule, self.threshold, fix)
-
-    @override
-    def validation_error(self, place: AttachPoint) -> str | None:
-        if place is AttachPoint.GOSSIP:
-            return (
-                f"compressor must make messages of fixed length for {place.value}, which are "
-                f"received into preallocated buffers; got {self}, use TopK"
-            )
-        return None
 
     @override
     def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:

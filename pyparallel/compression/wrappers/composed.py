@@ -36,6 +36,6 @@ class Composed(Compressor):
         return all(each.takes_residual for each in self.parts)
 
     @override
-    def validation_error(self, place: AttachPoint) -> str | None:
-        problems = (each.validation_error(place) for each in self.parts)
+    def error_at(self, place: AttachPoint) -> str | None:
+        problems = (each.error_at(place) for each in self.parts)
         return next((problem for problem in problems if problem), None)

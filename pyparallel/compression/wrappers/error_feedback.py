@@ -55,7 +55,7 @@ class ErrorFeedback(Composed):
         return (self.compressor,)
 
     @override
-    def validation_error(self, place: AttachPoint) -> str | None:
+    def error_at(self, place: AttachPoint) -> str | None:
         unrelated = "consecutive messages encode unrelated tensors"
         reason = {
             AttachPoint.PIPELINE: unrelated,
@@ -67,7 +67,7 @@ class ErrorFeedback(Composed):
                 f"compressor must not have error feedback for {place.value}: {reason}; got {self}, "
                 f"use {self.compressor}"
             )
-        return super().validation_error(place)
+        return super().error_at(place)
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:

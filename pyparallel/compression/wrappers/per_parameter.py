@@ -56,13 +56,13 @@ class PerParameter(Composed):
         return tuple(each for _, each in self.compressors)
 
     @override
-    def validation_error(self, place: AttachPoint) -> str | None:
+    def error_at(self, place: AttachPoint) -> str | None:
         if place not in (AttachPoint.DDP, AttachPoint.GOSSIP, AttachPoint.OUTER_STEPS):
             return (
                 f"compressor must not depend on parameter names for {place.value}, where buffers "
                 f"have none, got {self}; use one compressor for all"
             )
-        return super().validation_error(place)
+        return super().error_at(place)
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:

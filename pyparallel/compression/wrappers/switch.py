@@ -65,13 +65,13 @@ class Switch(Composed):
         return len(self.compressors) == 1 and super().fixed_length
 
     @override
-    def validation_error(self, place: AttachPoint) -> str | None:
+    def error_at(self, place: AttachPoint) -> str | None:
         if place not in (AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS):
             return (
                 f"compressor must be the same at all steps for {place.value}, got {self}; use one "
                 "of its compressors"
             )
-        return super().validation_error(place)
+        return super().error_at(place)
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:

@@ -1,8 +1,8 @@
 """Gossip algorithms: one frozen dataclass for each, with the averager that runs it on a rank."""
 
+from ...training import Algorithm
 from .adpsgd import ADPSGD
 from .all_reduce import AllReduce
-from .base import Algorithm
 from .diloco import DiLoCo, MuLoCo, SparseLoCo, StreamingDiLoCo
 from .dpsgd import DPSGD
 from .hierarchical import Hierarchical

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Run, store_of, timeout_of
-from ...training import FlatBuckets
+from ...training import FlatBuckets, Place
 from ...training.arguments import require
 from ..messages import Flags, NeighborExchange
 from ..topology import BaseGraph
@@ -51,19 +51,16 @@ class ADPSGD(OnTopology):
     """
 
     default = BaseGraph
+    can_be_inner = False
+    refuses_shards = (
+        "take the same rounds for all shards of",
+        ", whose ranks exchange at their own pace: use SGP with overlap=1",
+    )
     seed: int = 0
 
     @override
-    def validation_error(self, num_ranks: int) -> str | None:
-        error_text = super().validation_error(num_ranks)
-        return error_text or Partners(self.bound_topology).validation_error()
-
-    @override
-    def sharding_error(self) -> str | None:
-        return (
-            "algorithm must take the same rounds for all shards of a module that fully_shard has "
-            f"sharded, got {self!r}, whose ranks exchange at their own pace: use SGP with overlap=1"
-        )
+    def error_at(self, place: Place) -> str | None:
+        return super().error_at(place) or Partners(self.bound_topology).find_asymmetry()
 
     @override
     def start(

@@ -20,8 +20,7 @@ from typing_extensions import override
 
 from ...comm import Collectives, PeerError, Run, without_traceback
 from ...compression.hooks.end_of_backward import before_end_of_backward, is_in_backward
-from ...training import FlatBuckets, ModelAverager, Traits
-from .base import Algorithm
+from ...training import Algorithm, FlatBuckets, ModelAverager, Traits
 
 # Statistics stay local until consensus(), as in gossip. Torch 2.13 renamed the argument.
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
@@ -55,16 +54,15 @@ class AllReduce(Algorithm):
     """
 
     averages_gradients = True
+    averages_over_all = True
+    can_be_inner = False
+    refuses_shards = (
+        "be a gossip algorithm for",
+        ", which is DistributedDataParallel: fully_shard over both dimensions of the mesh, without "
+        "this trainer, averages exactly",
+    )
 
     find_unused_parameters: bool = False
-
-    @override
-    def sharding_error(self) -> str | None:
-        return (
-            f"algorithm must be a gossip algorithm for a module that fully_shard has sharded, got "
-            f"{self!r}, which is DistributedDataParallel: fully_shard over both dimensions of the "
-            "mesh, without this trainer, averages exactly"
-        )
 
     @override
     def start(
@@ -86,7 +84,7 @@ class AllReduce(Algorithm):
 class AllReduceAverager(ModelAverager):
     """DistributedDataParallel on one rank: backward averages the gradients."""
 
-    traits = Traits(can_be_inner=False, has_equal_parameters=True)
+    traits = Traits(has_equal_parameters=True)
 
     def __init__(self, replica: DistributedDataParallel, buckets: FlatBuckets, run: Run) -> None:
         super().__init__(buckets.buffers, run)

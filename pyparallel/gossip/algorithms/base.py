@@ -1,67 +1,22 @@
-"""The interface of an algorithm: an immutable configuration that starts a ModelAverager."""
+"""What kinds of algorithms share: a topology, or outer steps at an interval."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from typing_extensions import override
 
-from ...comm import Run
 from ...compression import AttachPoint, Compressor
-from ...compression.compressor import validation_error_at
-from ...training import FlatBuckets, ModelAverager, check_like, has_methods, wrong_type
+from ...compression.compressor import find_error_at
+from ...training import Algorithm, Place, check_like, wrong_type
 from ...training.arguments import check_in, check_integer, require
 from ...training.consensus import copy_all
 from ..topology import BaseGraph, OnePeerExponential, Topology
 from ..topology.base import check_topology
 
 TRANSPORT = "transport"  # a config field that is no part of states
-
-
-class Algorithm(ABC):
-    """The immutable configuration of a gossip algorithm; a subclass is a frozen dataclass."""
-
-    averages_gradients: ClassVar[bool] = False  # instead of weights, before each update
-    needs_losses: ClassVar[bool] = False  # of each step, by record_loss()
-
-    def bind(self, num_ranks: int) -> Self:
-        """Return the algorithm for a number of ranks; a ValueError if it has no such topology."""
-        return self
-
-    @abstractmethod
-    def start(
-        self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
-    ) -> ModelAverager:
-        """Start the algorithm, which is bound, on this rank; parameters are equal on all ranks.
-
-        ``optimizer`` is the trainer's, or for several an object with their ``param_groups`` and
-        ``state``. Its hooks reference the trainer, so keep only a ``weakref.proxy``. ``buckets``
-        are those of the trainable parameters.
-        """
-
-    def config_fields(self) -> list[tuple[str, str]]:
-        """Return the (name, value) pairs that must be equal on all ranks."""
-        return [("algorithm", repr(self))]
-
-    def validation_error(self, num_ranks: int) -> str | None:
-        """Return why the algorithm cannot run on ``num_ranks`` ranks, or None."""
-        return None
-
-    def dtype_error(self, parameters: Iterable[Tensor]) -> str | None:
-        """Return why it cannot average parameters, or None: no compressor takes float64."""
-        both = self, getattr(self, "inner", None)
-        is_compressed = any(getattr(each, "compressor", None) is not None for each in both)
-        if is_compressed and any(each.dtype == torch.float64 for each in parameters):
-            return f"parameters must not be float64 with a compressor, got {self!r}"
-        return None
-
-    def sharding_error(self) -> str | None:
-        """Return why it cannot run for each shard of a module by itself, or None."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -109,10 +64,15 @@ class OnTopology(Algorithm):
         return [*super().config_fields(), ("topology", self.bound_topology.fingerprint())]
 
     @override
-    def validation_error(self, num_ranks: int) -> str | None:
-        error_text = self.bound_topology.validation_error(num_ranks)
-        fix = f"; leave it out for {self.default_topology(num_ranks)!r}"
-        return f"{error_text}{fix}" if self.bound_topology.num_ranks != num_ranks else error_text
+    def error_at(self, place: Place) -> str | None:
+        if error_text := super().error_at(place):
+            return error_text
+        topology, num_ranks = self.bound_topology, place.num_ranks
+        error_text = topology.validation_error(num_ranks)
+        if topology.num_ranks == num_ranks:
+            return error_text
+        fix = f"leave it out for {self.default_topology(num_ranks)!r}"
+        return f"{place.size_rule}{error_text}; {fix}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -159,11 +119,16 @@ class Periodic(Algorithm):
         """Whether whole models are averaged while the ranks wait."""
         return self.fragments == 1 and not self.delay
 
+    @property
+    @override
+    def can_have_members(self) -> bool:
+        return self.is_at_once
+
     def check_options(self, interval: int) -> None:
         """Raise a ValueError or TypeError for options that do not fit the interval."""
         check_integer("interval", interval, rule="a positive number of steps")
         if self.compressor is not None:
-            problem = validation_error_at(AttachPoint.OUTER_STEPS, self.compressor)
+            problem = find_error_at(AttachPoint.OUTER_STEPS, self.compressor)
             if problem is not None:
                 raise problem if isinstance(problem, TypeError) else ValueError(problem)
         if isinstance(self.fragments, int):
@@ -244,7 +209,7 @@ class OuterRule:
 
 def find_algorithm_error(algorithm: object, name: str = "algorithm") -> TypeError | None:
     """Return why an argument is not an algorithm, or None."""
-    if has_methods(algorithm, "bind", "start", "config_fields", "validation_error"):
+    if isinstance(algorithm, Algorithm):
         return None
     fix = ""
     if isinstance(algorithm, Topology):
@@ -258,10 +223,3 @@ def check_is_algorithm(algorithm: object, name: str) -> None:
     """Raise a TypeError unless an argument is one."""
     if error := find_algorithm_error(algorithm, name):
         raise error
-
-
-def check_inner(averager: ModelAverager, algorithm: object) -> ModelAverager:
-    """Return the averager of an inner algorithm; a ValueError if that does not only gossip."""
-    if not averager.traits.can_be_inner:
-        raise ValueError(f"inner must be a gossip algorithm, got {algorithm}")
-    return averager

@@ -78,6 +78,7 @@ class DiLoCo(Periodic):
             SGD with Nesterov momentum 0.9 and learning rate 0.7.
     """
 
+    averages_over_all = True
     interval: int = 500
     outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_nesterov, repr=False)
 

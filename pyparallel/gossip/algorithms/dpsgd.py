@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
+from ...training import Place
 from ..topology import BaseGraph
 from .sgp import SGP
 
@@ -48,10 +49,9 @@ class DPSGD(SGP):
     default = BaseGraph
 
     @override
-    def validation_error(self, num_ranks: int) -> str | None:
-        return super().validation_error(num_ranks) or self._find_asymmetry()
-
-    def _find_asymmetry(self) -> str | None:
+    def error_at(self, place: Place) -> str | None:
+        if error_text := super().error_at(place):
+            return error_text
         topology = self.bound_topology
         for index in topology.rounds:
             matrix = topology.mixing_matrix(index)

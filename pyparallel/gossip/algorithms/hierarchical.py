@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Run
-from ...training import FlatBuckets, ModelAverager, wrong_type
+from ...training import Algorithm, FlatBuckets, ModelAverager, Place, wrong_type
 from ...training.arguments import check_integer, require
 from . import node_averager
 from .all_reduce import AllReduce
-from .base import Algorithm, check_inner, check_is_algorithm
+from .base import check_is_algorithm
 from .sgp import sgp
 
 
@@ -62,6 +62,11 @@ class Hierarchical(Algorithm):
         ranks_per_node: consecutive ranks form a node; must divide the number of ranks.
     """
 
+    can_be_inner = False
+    refuses_shards = (
+        "be the one between replicas for",
+        ", whose ranks average gradients already: pass its inner one",
+    )
     inner: Algorithm
     ranks_per_node: int
     within: AllReduce = field(default_factory=AllReduce)
@@ -74,7 +79,7 @@ class Hierarchical(Algorithm):
 
     @override
     def bind(self, num_ranks: int) -> Self:
-        num_nodes = max(1, num_ranks // self.ranks_per_node)  # validation_error refuses others
+        num_nodes = max(1, num_ranks // self.ranks_per_node)  # error_at refuses others
         return replace(self, inner=self.inner.bind(num_nodes))
 
     @override
@@ -82,19 +87,17 @@ class Hierarchical(Algorithm):
         return [("algorithm", repr(self)), *self.inner.config_fields()]
 
     @override
-    def validation_error(self, num_ranks: int) -> str | None:
-        if error_text := node_averager.find_ranks_per_node_error(self.ranks_per_node, num_ranks):
+    def error_at(self, place: Place) -> str | None:
+        own = node_averager.find_ranks_per_node_error(self.ranks_per_node, place.num_ranks)
+        if error_text := super().error_at(place) or own:
             return error_text
-        num_nodes = num_ranks // self.ranks_per_node
-        error_text = self.inner.validation_error(num_nodes)
-        return error_text and f"inner must be for {num_nodes} nodes as its ranks: {error_text}"
-
-    @override
-    def sharding_error(self) -> str | None:
-        return (
-            "algorithm must be the one between replicas for a module that fully_shard has sharded, "
-            f"whose ranks average gradients already, got {self!r}: pass its inner one"
-        )
+        if place.schedule and self.ranks_per_node > 1:
+            rule = "replicas must average weights or gradients, not both"
+            return f"{rule}, got {self!r}: take its inner algorithm, or AllReduce()"
+        num_nodes = place.num_ranks // self.ranks_per_node
+        rule = f"inner must be for {num_nodes} nodes as its ranks: "
+        between = replace(place, num_ranks=num_nodes, size_rule=rule, is_inner=True)
+        return self.inner.error_at(between)
 
     @override
     def start(
@@ -102,8 +105,7 @@ class Hierarchical(Algorithm):
     ) -> ModelAverager:
         """Start DistributedDataParallel within the node and the inner algorithm between nodes."""
         if self.ranks_per_node == 1:
-            inner = self.inner.start(module, optimizer, buckets, run)
-            return check_inner(inner, self.inner)
+            return self.inner.start(module, optimizer, buckets, run)
         shards = node_averager.make_shards(buckets, self.ranks_per_node)
         rule = "ranks_per_node must leave each rank a shard of the parameters"
         got = f"{self.ranks_per_node} for {buckets.num_bytes} bytes"
@@ -113,6 +115,5 @@ class Hierarchical(Algorithm):
         node_run = run.within(node)
         peers = run.within(node_averager.counterparts_of(rank, self.ranks_per_node, run.size))
         inner = self.inner.start(module, optimizer, shards[rank - node[0]], peers)
-        check_inner(inner, self.inner)
         within = self.within.start(module, optimizer, buckets, node_run)
         return node_averager.NodeAverager(inner, within, buckets, shards, node_run, run, optimizer)

@@ -30,7 +30,7 @@ class NodeAverager(ModelAverager):
     ``within`` the node's gradients during backward.
     """
 
-    traits = Traits(can_be_inner=False, has_equal_batches=True)
+    traits = Traits(has_equal_batches=True)
     inner: ModelAverager
 
     def __init__(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Run
-from ...training import FlatBuckets
+from ...training import FlatBuckets, Place
 from ...training.arguments import check_in, check_integer, require
 from ...training.consensus import copy_all
 from ..messages import NeighborExchange
@@ -88,9 +88,9 @@ class NoLoCo(Periodic, OnTopology):
         require(0 < self.pull < most, rule, self.pull)
 
     @override
-    def validation_error(self, num_ranks: int) -> str | None:
+    def error_at(self, place: Place) -> str | None:
         if isinstance(topology := self.bound_topology, Matching):
-            return super().validation_error(num_ranks)
+            return super().error_at(place)
         return f"topology must be a Matching such as RandomMatching or Hypercube, got {topology!r}"
 
     @override
@@ -103,7 +103,7 @@ class NoLoCo(Periodic, OnTopology):
     def start_averages(self, run: Run) -> Pairs:
         """Return the averages over pairs of a group's ranks."""
         topology = self.bound_topology
-        assert isinstance(topology, Matching)  # by validation_error
+        assert isinstance(topology, Matching)  # by error_at
         options = self.compressor, self.pull_turns, self.num_fragments
         return Pairs(NeighborExchange(run), topology, *options)
 

@@ -38,7 +38,7 @@ class PairwiseAverager(ModelAverager):
     on passive ranks (one receives while the last reply is sent from the other).
     """
 
-    traits = Traits(can_be_inner=False, has_equal_steps=False)
+    traits = Traits(has_equal_steps=False)
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ class Partners:
         self._topology = topology
         self._seed = seed
 
-    def validation_error(self) -> str | None:
+    def find_asymmetry(self) -> str | None:
         """Return where the topology is not symmetric, or None."""
         for rank, peers in enumerate(self._out_peers):
             for peer in peers:

@@ -228,6 +228,7 @@ class LocalSGD(Periodic):
     compressor each rank also holds the weights after the last average.
     """
 
+    averages_over_all = True
     interval: int
 
     def __post_init__(self) -> None:

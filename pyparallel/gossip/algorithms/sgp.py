@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...compression import AttachPoint, BufferLayout, Compressor
-from ...training import FlatBuckets, wrong_type
+from ...training import FlatBuckets, Place, wrong_type
 from ...training.arguments import check_integer, check_one_of
 from ...training.step_hook import decays_only
 from ..messages import NeighborExchange, SymmetricMemoryExchange
@@ -122,9 +122,16 @@ class SGP(OnTopology):
     def config_fields(self) -> list[tuple[str, str]]:
         return [*super().config_fields(), (TRANSPORT, self.transport)]
 
+    @property
     @override
-    def validation_error(self, num_ranks: int) -> str | None:
-        return super().validation_error(num_ranks) or self._find_compressor_error()
+    def can_have_members(self) -> bool:
+        return self.transport == "process_group"
+
+    @override
+    def error_at(self, place: Place) -> str | None:
+        if (error_text := super().error_at(place)) or self.compressor is None:
+            return error_text
+        return self.compressor.error_at(AttachPoint.GOSSIP)
 
     @override
     def start(
@@ -158,14 +165,3 @@ class SGP(OnTopology):
             return DenseBuffer(values, exchange, snapshot=snapshot, takes_back=takes_back)
         options = self.bound_topology, self.compressor, layout
         return CompressedBuffer(values, exchange, *options, takes_back=takes_back)
-
-    def _find_compressor_error(self) -> str | None:
-        if self.compressor is None:
-            return None
-        error_text = self.compressor.validation_error(AttachPoint.GOSSIP)
-        if error_text is None and not self.compressor.fixed_length:
-            return (
-                "compressor must make messages of one length for gossip, as receivers allocate "
-                f"them in advance, got {self.compressor}"
-            )
-        return error_text

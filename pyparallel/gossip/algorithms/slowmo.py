@@ -12,16 +12,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Collectives, Run
-from ...training import FlatBuckets
+from ...training import Algorithm, FlatBuckets, Place
 from ...training.arguments import check_in, require
 from ...training.consensus import copy_all
-from .base import (
-    Algorithm,
-    OuterRule,
-    Periodic,
-    check_inner,
-    check_is_algorithm,
-)
+from .base import OuterRule, Periodic, check_is_algorithm
 from .periodic import PeriodicAverager
 
 
@@ -60,6 +54,7 @@ class SlowMo(Periodic):
             moments are kept either way.
     """
 
+    averages_over_all = True
     inner: Algorithm | None
     interval: int
     momentum: float = 0.5
@@ -79,6 +74,11 @@ class SlowMo(Periodic):
         check_in("momentum", self.momentum, "[0, 1)")
         require(self.outer_lr > 0, "outer_lr must be positive", self.outer_lr)
 
+    @property
+    @override
+    def can_have_members(self) -> bool:
+        return False
+
     @override
     def bind(self, num_ranks: int) -> Self:
         return replace(self, inner=self.inner.bind(num_ranks)) if self.inner else self
@@ -88,12 +88,10 @@ class SlowMo(Periodic):
         return [("algorithm", repr(self)), *(self.inner.config_fields() if self.inner else [])]
 
     @override
-    def validation_error(self, num_ranks: int) -> str | None:
-        return self.inner.validation_error(num_ranks) if self.inner else None
-
-    @override
-    def sharding_error(self) -> str | None:
-        return self.inner.sharding_error() if self.inner else None
+    def error_at(self, place: Place) -> str | None:
+        if (error_text := super().error_at(place)) or self.inner is None:
+            return error_text
+        return self.inner.error_at(replace(place, is_inner=True))
 
     @override
     def start(
@@ -101,7 +99,7 @@ class SlowMo(Periodic):
     ) -> PeriodicAverager:
         inner = None
         if self.inner:
-            inner = check_inner(self.inner.start(module, optimizer, buckets, run), self.inner)
+            inner = self.inner.start(module, optimizer, buckets, run)
         make_rule = partial(SlowMomentumRule, self, optimizer, Collectives(run, run.stats))
         return PeriodicAverager(self, self.interval, make_rule, module, buckets, run, inner)
 

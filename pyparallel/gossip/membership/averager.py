@@ -37,7 +37,7 @@ class ElasticAverager(ModelAverager):
         config: (name, value) pairs that members must share.
     """
 
-    traits = Traits(can_be_inner=False, has_fixed_ranks=False)
+    traits = Traits(has_fixed_ranks=False)
     inner: MembersAverager
 
     def __init__(

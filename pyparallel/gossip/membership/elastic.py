@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Run
-from ...training import FlatBuckets
+from ...training import Algorithm, FlatBuckets
 from ...training.arguments import check_type
-from ..algorithms import SGP, Algorithm, DiLoCo, LocalSGD, NoLoCo
+from ..algorithms import SGP, DiLoCo, LocalSGD, NoLoCo
 from ..algorithms.base import check_is_algorithm
 from ..topology import Topology
 from .averager import ElasticAverager
@@ -82,13 +82,6 @@ def make_elastic(algorithm: Any, membership: Any, process_group: object, module:
                 f"gloo and whose push-sum weights differ, got {name} of {each.dtype} on "
                 f"{each.device}"
             )
-    is_sgp = isinstance(algorithm, SGP) and algorithm.transport == "process_group"
-    if not (is_sgp or (isinstance(algorithm, (LocalSGD, DiLoCo, NoLoCo)) and algorithm.is_at_once)):
-        raise ValueError(
-            "algorithm must be SGP or DPSGD over a process group, or LocalSGD, DiLoCo or NoLoCo of "
-            "whole models and without delay, with membership, as all others need all ranks to "
-            f"stay, got {algorithm!r}"
-        )
     if isinstance(topology := getattr(algorithm, "topology", None), Topology):
         raise ValueError(
             "topology must be a class or left out with membership, as the number of members "

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ...comm.consistency import gather_rows
-from ...training import FlatBuckets, ModelAverager
-from ..algorithms import Algorithm
+from ...training import Algorithm, FlatBuckets, ModelAverager, Place
 from ..messages import NeighborExchange
 from ..topology import Neighbors
 from .decision import Epoch
@@ -69,7 +68,7 @@ class MembersAverager(ModelAverager):
 def bind(algorithm: _Algorithm, num_ranks: int) -> _Algorithm:
     """Return the algorithm for a number of members; a ValueError if it cannot run on them."""
     bound = algorithm.bind(num_ranks)
-    if problem := bound.validation_error(num_ranks):
+    if problem := bound.error_at(Place(num_ranks, has_members=True)):
         raise ValueError(problem)
     return bound
 

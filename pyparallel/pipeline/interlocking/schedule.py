@@ -60,7 +60,7 @@ class Interlocking(Schedule):
         require(has_methods(self.losses, "weight"), f"{rule} Mean() do", repr(self.losses))
 
     @override
-    def validation_error(self, shape: PipelineShape) -> str | None:
+    def error_at(self, shape: PipelineShape) -> str | None:
         if self.window > shape.num_stages:
             return (
                 f"window must be from 1 to the number of stages, {shape.num_stages}, got "

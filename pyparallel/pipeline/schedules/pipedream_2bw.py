@@ -45,7 +45,7 @@ class PipeDream2BW(Streaming):
         return not isinstance(self.prediction, NoPrediction)
 
     @override
-    def validation_error(self, shape: PipelineShape) -> str | None:
+    def error_at(self, shape: PipelineShape) -> str | None:
         if not self._predicts or shape.num_microbatches >= shape.num_stages - 1:
             return None
         return (

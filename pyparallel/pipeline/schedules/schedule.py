@@ -51,7 +51,7 @@ class Schedule(ABC):
     synchronous_updates: int | Literal["warm-up"] = 0
     prediction: Prediction = NoPrediction()
 
-    def validation_error(self, shape: PipelineShape) -> str | None:
+    def error_at(self, shape: PipelineShape) -> str | None:
         """Return why this schedule cannot run on this shape, or None if it can."""
         return None
 

@@ -36,7 +36,7 @@ class FromActions(Flushing):
         ranks = "; ".join(" ".join(map(str, actions)) for actions in self.written)
         return f"FromActions({ranks})"
 
-    def validation_error(self, shape: PipelineShape) -> str | None:
+    def error_at(self, shape: PipelineShape) -> str | None:
         """Return an error for any shape but that of the actions."""
         table = tabulate(self.written)
         own_shape = PipelineShape(table.num_stages, table.num_microbatches, table.num_ranks)

@@ -35,7 +35,7 @@ def simulate_interlocking(
     proportional to the number that have arrived together. An ``L`` runs once the stage has all the
     gradients it learns from, possibly before its place in the schedule.
     """
-    problem = schedule.validation_error(shape)
+    problem = schedule.error_at(shape)
     if problem is not None:
         raise ValueError(problem)
     run = _Run(schedule, shape, costs, steps, delays)

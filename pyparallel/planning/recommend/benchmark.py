@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...gossip import SGP, AllReduce, DiLoCo
-from ...gossip.algorithms.base import Algorithm
+from ...gossip import SGP, Algorithm, AllReduce, DiLoCo
 from ..simulate import Cost, Profile, Stragglers
 from .candidates import CANDIDATES, OUTER_STEPS, Candidate
 from .link import max_over_ranks, measure_link

@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...gossip import AllReduce, DiLoCo, LocalSGD
-from ...gossip.algorithms.base import Algorithm
+from ...training import Algorithm
 from ...training.arguments import check_integer, require
 from ..simulate import Cost, Links, Profile, Stragglers, simulate_run
 
@@ -64,7 +63,7 @@ def predict(
 
     ``cost`` is of averages over all ranks, or of gossip, whose message has its ``payload_bytes``.
     """
-    of_all = cost if isinstance(algorithm, AllReduce | LocalSGD | DiLoCo) else None
+    of_all = cost if algorithm.averages_over_all else None
     interval = getattr(algorithm, "interval", 1)
     span = interval * -(-_STEPS // interval)
     run = simulate_run(

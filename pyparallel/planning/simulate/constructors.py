@@ -10,11 +10,11 @@ from typing import Any
 from ... import compression, gossip
 from ...compression import Compressor
 from ...gossip import topology
-from ...gossip.algorithms.base import Algorithm
 from ...gossip.topology import Topology
 from ...pipeline import prediction, schedules
 from ...pipeline.prediction import Prediction
 from ...pipeline.schedules import Schedule
+from ...training import Algorithm
 
 
 def parse_algorithm(text: str, num_ranks: int) -> Algorithm:

@@ -8,10 +8,11 @@ from functools import lru_cache, partial
 import numpy as np
 
 from ...gossip import ADPSGD, OSGP, SGP, AllReduce, DiLoCo, Hierarchical, LocalSGD, NoLoCo, SlowMo
-from ...gossip.algorithms.base import Algorithm, Periodic
+from ...gossip.algorithms.base import Periodic
 from ...gossip.topology.composed import InterNode
 from ...pipeline import GPipe
-from ...pipeline.replicas import find_replicas_error
+from ...pipeline.replicas import place_of_replicas
+from ...training import Algorithm, Place
 from ...training.arguments import check_integer, check_type, raise_problem, require
 from .algorithms import Gradients, Nodes, Outer, Rounds, Steps, average_all, average_pairs
 from .clock import BUCKET_BYTES, Clock
@@ -147,10 +148,9 @@ def simulate_run(
     training = clocks[0].training
     goodput = 1.0
     if failures is not None:
-        is_gossip = isinstance(algorithm, SGP | OSGP | ADPSGD | Hierarchical | NoLoCo)
         goodput = failures.goodput(
             len(clocks[0].card_bytes),
-            by_gossip=is_gossip and pipeline is None,
+            by_gossip=not algorithm.averages_over_all and pipeline is None,
             has_learners=isinstance(algorithm, Periodic) and pipeline is None,
         )
     return SimulatedRun(
@@ -171,7 +171,7 @@ def simulate_run(
 
 def _count_parts(algorithm: Algorithm) -> int:
     """Return how many fragments are averaged one after the other."""
-    return algorithm.num_fragments if isinstance(algorithm, Periodic) else 1
+    return getattr(algorithm, "num_fragments", 1)
 
 
 def _check_options(
@@ -182,7 +182,8 @@ def _check_options(
         require(fits, f"{name} must come without a pipeline", repr(pipeline))
     if cost is not None:
         rule = "cost must come with AllReduce, LocalSGD or DiLoCo, which average over all ranks"
-        require(isinstance(algorithm, AllReduce | LocalSGD | DiLoCo), rule, algorithm)
+        averages_alone = algorithm.averages_over_all and not isinstance(algorithm, SlowMo)
+        require(averages_alone, rule, algorithm)
     if objective is not None:
         check_type("objective", objective, Objective, "an object such as Quadratic(0.1)")
         parts = _count_parts(algorithm)
@@ -243,7 +244,7 @@ def _sample_steps(num_steps: int, seed: int) -> np.ndarray:
 
 
 def _find_problem(algorithm: Algorithm, num_ranks: int, pipeline: Pipeline | None) -> str | None:
-    inner = algorithm.inner if isinstance(algorithm, SlowMo | Hierarchical) else None
+    inner = getattr(algorithm, "inner", None)
     simulated: tuple[type[Algorithm], ...] = AllReduce, SGP, OSGP, LocalSGD, DiLoCo, NoLoCo
     simulated += (SlowMo, Hierarchical) if pipeline else (ADPSGD, SlowMo, Hierarchical)
     if not isinstance(algorithm, simulated) or not isinstance(inner, SGP | OSGP | None):
@@ -259,8 +260,8 @@ def _find_problem(algorithm: Algorithm, num_ranks: int, pipeline: Pipeline | Non
     topology = getattr(inner or algorithm, "topology", None)
     if topology is None or topology.num_ranks <= _CHECKED_RANKS:
         if pipeline is None:
-            return algorithm.validation_error(num_ranks)
-        return find_replicas_error(algorithm, pipeline.schedule, num_ranks)
+            return algorithm.error_at(Place(num_ranks))
+        return algorithm.error_at(place_of_replicas(pipeline.schedule, num_ranks))
     nodes = num_ranks / getattr(algorithm, "ranks_per_node", 1)
     fits = topology.num_ranks == nodes
     return None if fits else f"topology must be for {nodes:g} ranks, got {topology!r}"

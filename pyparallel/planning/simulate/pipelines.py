@@ -36,7 +36,7 @@ class Pipeline:
         has_one_loss = self.schedule.flushes or self.schedule.delays
         require(has_one_loss, "schedule must be one with a single loss", repr(self.schedule))
         check_in("activation_bytes", self.activation_bytes, "[0, inf)")
-        raise_problem(self.schedule.validation_error(self.shape))
+        raise_problem(self.schedule.error_at(self.shape))
 
     @property
     def shape(self) -> PipelineShape:

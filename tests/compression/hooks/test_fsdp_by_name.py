@@ -24,7 +24,7 @@ SERVING = [
     each
     for row in CATALOG
     for each in row.compressors
-    if each.validation_error(AttachPoint.FSDP_GRADIENTS) is None
+    if each.error_at(AttachPoint.FSDP_GRADIENTS) is None
 ]
 
 

@@ -88,7 +88,7 @@ SERVING = [
     each
     for row in CATALOG
     for each in row.compressors
-    if each.validation_error(AttachPoint.FSDP_GRADIENTS) is None
+    if each.error_at(AttachPoint.FSDP_GRADIENTS) is None
     if not isinstance(each, DGC)  # momentum sends inputs more than once
 ]
 FED_BACK = [
@@ -124,7 +124,7 @@ GATHERED = [
     *(
         (row.compressor, numel, torch.float32, math.inf)
         for row in CATALOG
-        if row.compressor.validation_error(AttachPoint.FSDP_PARAMETERS) is None
+        if row.compressor.error_at(AttachPoint.FSDP_PARAMETERS) is None
         for numel in (1, 300)
     ),
     (Int8(), 300, torch.float32, 0.02),

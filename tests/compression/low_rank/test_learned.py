@@ -283,9 +283,9 @@ def test_single_messages_are_rejected():
     with pytest.raises(RuntimeError, match="Learned must be used by mean_"):
         Learned().decompress((), layout, torch.zeros(8))
     for compressor in (Learned(), ErrorFeedback(Learned())):
-        supported = {place for place in AttachPoint if compressor.validation_error(place) is None}
+        supported = {place for place in AttachPoint if compressor.error_at(place) is None}
         assert supported == {AttachPoint.DDP}
-    assert "use ErrorFeedback(TopK(0.001))" in Learned().validation_error(AttachPoint.GOSSIP)
+    assert "use ErrorFeedback(TopK(0.001))" in Learned().error_at(AttachPoint.GOSSIP)
 
 
 def test_repr_round_trips():

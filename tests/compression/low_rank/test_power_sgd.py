@@ -163,10 +163,10 @@ def test_an_out_of_another_length_is_rejected():
 
 
 def test_supported_places():
-    supported = {place for place in AttachPoint if PowerSGD().validation_error(place) is None}
+    supported = {place for place in AttachPoint if PowerSGD().error_at(place) is None}
     assert supported == {AttachPoint.DDP, AttachPoint.GOSSIP, AttachPoint.OUTER_STEPS}
-    assert "shards" in PowerSGD().validation_error(AttachPoint.FSDP_GRADIENTS)
-    assert "error feedback" in PowerSGD().validation_error(AttachPoint.PIPELINE)
+    assert "shards" in PowerSGD().error_at(AttachPoint.FSDP_GRADIENTS)
+    assert "error feedback" in PowerSGD().error_at(AttachPoint.PIPELINE)
 
 
 def test_declared_properties():

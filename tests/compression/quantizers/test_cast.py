@@ -34,10 +34,10 @@ def test_accumulate_is_checked_and_in_the_repr():
 def test_sums_of_16_bits_are_for_ddp_without_error_feedback():
     compressor = Cast(accumulate=BF16)
     for place in AttachPoint:
-        refusal = compressor.validation_error(place)
+        refusal = compressor.error_at(place)
         assert (refusal is None) == (place is AttachPoint.DDP), place
-        assert Cast().validation_error(place) is None
-    assert "reduce_dtype" in compressor.validation_error(AttachPoint.FSDP_GRADIENTS)
+        assert Cast().error_at(place) is None
+    assert "reduce_dtype" in compressor.error_at(AttachPoint.FSDP_GRADIENTS)
     for unfit in (compressor, Chain(RandomK(0.5), compressor)):
         with pytest.raises(ValueError, match="must take a residual, got"):
             ErrorFeedback(unfit)

@@ -152,12 +152,12 @@ def test_a_second_residual_is_rejected():
 
 
 def test_only_gradients_are_supported():
-    supported = {place for place in AttachPoint if DGC().validation_error(place) is None}
+    supported = {place for place in AttachPoint if DGC().error_at(place) is None}
     assert supported == {AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS}
-    assert "got DGC(density=0.001" in DGC().validation_error(AttachPoint.GOSSIP)
+    assert "got DGC(density=0.001" in DGC().error_at(AttachPoint.GOSSIP)
     clipping = DGC(clip_norm=1.0)
-    assert clipping.validation_error(AttachPoint.DDP) is None
-    assert "clip_norm must be None" in clipping.validation_error(AttachPoint.FSDP_GRADIENTS)
+    assert clipping.error_at(AttachPoint.DDP) is None
+    assert "clip_norm must be None" in clipping.error_at(AttachPoint.FSDP_GRADIENTS)
 
 
 def average(rank):

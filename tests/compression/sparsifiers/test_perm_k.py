@@ -58,9 +58,9 @@ def test_messages_have_one_length_though_shares_do_not():
 def test_a_single_message_needs_the_number_of_ranks():
     with pytest.raises(ValueError, match=r"num_ranks must be given.*PermK\(seed=5, num_ranks="):
         PermK(5).compress(torch.ones(3), start(3))
-    assert PermK().validation_error(AttachPoint.DDP) is None
-    assert "num_ranks must be given" in PermK().validation_error(AttachPoint.GOSSIP)
-    assert PermK(num_ranks=4).validation_error(AttachPoint.GOSSIP) is None
+    assert PermK().error_at(AttachPoint.DDP) is None
+    assert "num_ranks must be given" in PermK().error_at(AttachPoint.GOSSIP)
+    assert PermK(num_ranks=4).error_at(AttachPoint.GOSSIP) is None
     assert contraction(PermK(), BufferLayout.flat(3)) is None
     with pytest.raises(ValueError, match="num_ranks must be >= 1"):
         PermK(num_ranks=0)

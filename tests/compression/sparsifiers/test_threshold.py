@@ -63,8 +63,8 @@ def test_it_needs_variable_lengths():
     assert not Threshold(1.0).fixed_length
     assert contraction(Threshold(1.0), BufferLayout.flat(3)) is None
     for place in (AttachPoint.DDP, AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS):
-        assert Threshold(1.0).validation_error(place) is None
-    assert "messages of fixed length" in Threshold(1.0).validation_error(AttachPoint.GOSSIP)
+        assert Threshold(1.0).error_at(place) is None
+    assert "messages of fixed length" in Threshold(1.0).error_at(AttachPoint.GOSSIP)
 
 
 @on_ranks(3)

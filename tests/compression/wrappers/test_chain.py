@@ -77,8 +77,8 @@ def test_properties_are_those_of_both():
     assert not Chain(TopK(0.2), Int8(seed=0)).unbiased
     assert not Chain(RandomK(0.2), Int8()).unbiased
     assert not Chain(Threshold(1.0), Int8()).fixed_length
-    assert Chain(Threshold(1.0), Int8()).validation_error(AttachPoint.GOSSIP)
-    assert Chain(TopK(0.1), Int8()).validation_error(AttachPoint.GOSSIP) is None
+    assert Chain(Threshold(1.0), Int8()).error_at(AttachPoint.GOSSIP)
+    assert Chain(TopK(0.1), Int8()).error_at(AttachPoint.GOSSIP) is None
 
 
 def test_the_declared_contraction_holds():

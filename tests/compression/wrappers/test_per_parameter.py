@@ -106,11 +106,11 @@ def test_properties_are_those_of_its_compressors():
     assert contraction(two, BufferLayout((Piece("a.bias", (10,)),))) == contraction(Cast(), LAYOUT)
     some = PerParameter({"*.bias": Threshold(1.0), "*": Cast()})
     assert contraction(some, LAYOUT) is None
-    assert two.validation_error(AttachPoint.DDP) is None
-    assert two.validation_error(AttachPoint.GOSSIP) is None
+    assert two.error_at(AttachPoint.DDP) is None
+    assert two.error_at(AttachPoint.GOSSIP) is None
     for place in (AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS, AttachPoint.FSDP_PARAMETERS):
-        assert "depend on parameter names" in two.validation_error(place)
-    assert "num_ranks" in PerParameter({"*": PermK()}).validation_error(AttachPoint.GOSSIP)
+        assert "depend on parameter names" in two.error_at(place)
+    assert "num_ranks" in PerParameter({"*": PermK()}).error_at(AttachPoint.GOSSIP)
 
 
 def test_state_and_draws_follow_a_parameter_into_another_buffer():

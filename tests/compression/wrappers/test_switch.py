@@ -198,10 +198,10 @@ def test_properties_are_those_of_its_compressors():
         ErrorFeedback(warm_up)
     assert contraction(Switch({0: Cast(), 9: TopK(0.1)}), LAYOUT) == 0.1
     assert contraction(Switch({0: Cast(), 9: Threshold(1.0)}), LAYOUT) is None
-    assert warm_up.validation_error(AttachPoint.DDP) is None
-    assert warm_up.validation_error(AttachPoint.FSDP_GRADIENTS) is None
+    assert warm_up.error_at(AttachPoint.DDP) is None
+    assert warm_up.error_at(AttachPoint.FSDP_GRADIENTS) is None
     for place in (AttachPoint.GOSSIP, AttachPoint.PIPELINE, AttachPoint.FSDP_PARAMETERS):
-        assert "the same at all steps" in warm_up.validation_error(place)
+        assert "the same at all steps" in warm_up.error_at(place)
 
 
 def test_invalid_schedules_of_compressors_are_rejected(subtests):

@@ -26,6 +26,7 @@ from pyparallel.gossip.topology import (
     RandomMatching,
     Ring,
 )
+from pyparallel.training import Place
 from tests.workers import on_ranks
 
 
@@ -40,7 +41,7 @@ def test_without_a_topology_it_is_the_best_for_that_many_ranks(num_ranks):
         topology = getattr(bound, "inner", bound).bound_topology
         assert (type(topology), topology.num_ranks) == (kind, num_ranks)
         assert repr(topology) in repr(bound)
-        assert bound.validation_error(num_ranks) is None
+        assert bound.error_at(Place(num_ranks)) is None
 
 
 def test_only_what_depends_on_the_number_of_ranks_is_bound():
@@ -61,7 +62,7 @@ def test_a_topology_that_does_not_fit_names_one_that_does():
         rule = "topology must be a class for 6 ranks, got "
         with pytest.raises(ValueError, match="^" + rule + reason + fits):
             SlowMo(SGP(kind), 3).bind(6)
-    error_text = SGP(Ring(4)).bind(6).validation_error(6)
+    error_text = SGP(Ring(4)).bind(6).error_at(Place(6))
     assert error_text == (
         "topology must be for the process group's 6 ranks, got Ring(4); leave it out for "
         "BaseGraph(6, peers=1)"

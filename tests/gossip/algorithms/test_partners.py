@@ -37,7 +37,7 @@ def topologies(sizes):
 def test_each_edge_has_one_active_and_one_passive_rank():
     for topology in topologies([1, 2, 3, 4, 5, 8, 12]):
         ranks, partners = range(topology.num_ranks), Partners(topology)
-        assert partners.validation_error() is None
+        assert partners.find_asymmetry() is None
         edges = [(rank, peer) for rank in ranks for peer in partners.passive_neighbors(rank)]
         assert {frozenset(edge) for edge in edges} == edges_of(topology), topology
         assert len(edges) == len(edges_of(topology)), topology
@@ -64,7 +64,7 @@ def test_the_sides_of_a_bipartite_graph_are_active_and_passive():
 
 
 def test_a_topology_that_is_not_symmetric_is_an_error():
-    assert Partners(OnePeerExponential(8)).validation_error() == (
+    assert Partners(OnePeerExponential(8)).find_asymmetry() == (
         "topology must be symmetric for ADPSGD (SGP takes any), got OnePeerExponential(8, "
         "peers=1), where 0 sends to 1 and 1 never sends to 0"
     )

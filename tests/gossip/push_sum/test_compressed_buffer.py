@@ -223,7 +223,7 @@ def test_after_a_reset_the_first_messages_are_uncompressed():
 GOSSIP_COMPRESSORS = [
     row.compressor
     for row in CATALOG
-    if row.compressor.fixed_length and not row.compressor.validation_error(AttachPoint.GOSSIP)
+    if row.compressor.fixed_length and not row.compressor.error_at(AttachPoint.GOSSIP)
 ]
 
 

@@ -244,7 +244,7 @@ def test_every_schedule_of_up_to_8_stages_completes(monkeypatch, subtests):
                     if num_stages % num_ranks:
                         continue
                     shape = PipelineShape(num_stages, num_microbatches, num_ranks)
-                    if schedule.validation_error(shape) is None:
+                    if schedule.error_at(shape) is None:
                         with subtests.test(schedule=schedule, shape=shape):
                             check(schedule, shape, monkeypatch)
 

@@ -52,9 +52,7 @@ def test_values_decode_to_what_was_encoded(subtests):
                     )
 
 
-SUPPORTED = [
-    row.compressor for row in CATALOG if not row.compressor.validation_error(AttachPoint.PIPELINE)
-]
+SUPPORTED = [row.compressor for row in CATALOG if not row.compressor.error_at(AttachPoint.PIPELINE)]
 
 
 def test_every_supported_compressor_decodes(subtests):
@@ -213,7 +211,7 @@ def several_stages_on_a_rank_train(rank):
 class Unsupported(Int8):
     """A compressor that supports no pipeline."""
 
-    def validation_error(self, place):
+    def error_at(self, place):
         return f"compressor must not be used for {place.value}"
 
 

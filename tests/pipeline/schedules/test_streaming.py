@@ -109,12 +109,12 @@ def test_mistakes_are_one_sentence():
         PipeOptim(synchronous_updates="warm-up").actions(2, 2)
     with pytest.raises(ValueError, match='weights must be "consistent" without a prediction'):
         PipeDream2BW("live")
-    assert PREDICTED.validation_error(PipelineShape(4, 3, 4)) is None
-    assert PREDICTED.validation_error(PipelineShape(4, 2, 4)) == (
+    assert PREDICTED.error_at(PipelineShape(4, 3, 4)) is None
+    assert PREDICTED.error_at(PipelineShape(4, 2, 4)) == (
         "num_microbatches must be at least num_stages - 1 for PipeDream2BW with a prediction, "
         "which is of one update, got 2 for 4 stages"
     )
-    assert PipeDream2BW().validation_error(PipelineShape(4, 2, 4)) is None
+    assert PipeDream2BW().error_at(PipelineShape(4, 2, 4)) is None
 
 
 def test_copies_of_2bw_with_a_prediction():

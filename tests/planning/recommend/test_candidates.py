@@ -29,4 +29,4 @@ def test_the_simplest_come_first_with_unique_names():
 def test_all_compress_gradients(subtests):
     for candidate in CANDIDATES[1:]:
         with subtests.test(candidate=candidate):
-            assert candidate.compressor.validation_error(AttachPoint.DDP) is None
+            assert candidate.compressor.error_at(AttachPoint.DDP) is None

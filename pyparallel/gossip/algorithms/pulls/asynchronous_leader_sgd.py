@@ -32,18 +32,16 @@ class AsynchronousLeaderSGD(LeaderSGD):
     Args are those of ``LeaderSGD``, without those of its authors' code.
     """
 
+    refuses_shards = (
+        "take the same rounds for all shards of",
+        ", whose ranks step at their own pace: use LeaderSGD",
+    )
+
     def __post_init__(self) -> None:
         given = [name for name in AUTHORS if getattr(self, name) is not None]
         rule = "local_strength and global_strength (the paper's rule) must be the only pulls"
         require(not given, rule, ", ".join(given), "LeaderSGD has the authors' code")
         super().__post_init__()
-
-    @override
-    def sharding_error(self) -> str | None:
-        return (
-            "algorithm must take the same rounds for all shards of a module that fully_shard has "
-            f"sharded, got {self!r}, whose ranks step at their own pace: use LeaderSGD"
-        )
 
     @override
     def start(
@@ -59,7 +57,7 @@ class AsynchronousLeaderAverager(LeaderAverager):
     steps of all ranks at which the next choice is made.
     """
 
-    traits = Traits(can_be_inner=False, has_equal_steps=False, can_join=False)
+    traits = Traits(has_equal_steps=False, can_join=False)
 
     def __init__(
         self,

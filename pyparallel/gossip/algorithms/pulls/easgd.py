@@ -11,11 +11,11 @@ from typing_extensions import override
 
 from ....comm import Run
 from ....compression import BufferLayout
-from ....training import FlatBuckets, ModelAverager, SavedProgress, Traits, check_like
+from ....training import Algorithm, FlatBuckets, ModelAverager, SavedProgress, check_like
 from ....training.arguments import check_in, check_integer
 from ....training.consensus import copy_all
 from ...messages.averages import AllRanks
-from ..base import Algorithm, widened
+from ..base import widened
 
 
 def easgd(x: Tensor, center: Tensor, update: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
@@ -58,19 +58,18 @@ class EASGD(Algorithm):
         beta: moving rate of the center, in (0, 1]; the paper's 0.9.
     """
 
+    averages_over_all = True
+    can_be_inner = False
+    refuses_shards = (
+        "read no momentum for",
+        ", which does with Nesterov's: use LocalSGD or LeaderSGD",
+    )
     interval: int = 10
     beta: float = 0.9
 
     def __post_init__(self) -> None:
         check_integer("interval", self.interval, rule="a positive number of steps")
         check_in("beta", self.beta, "(0, 1]")
-
-    @override
-    def sharding_error(self) -> str | None:
-        return (
-            "algorithm must read no momentum for a module that fully_shard has sharded, got "
-            f"{self!r}, which does with Nesterov's: use LocalSGD or LeaderSGD"
-        )
 
     @override
     def start(
@@ -81,8 +80,6 @@ class EASGD(Algorithm):
 
 class CenterAverager(ModelAverager):
     """EASGD on one rank: places are exchanged after a step, and pull in the next one."""
-
-    traits = Traits(can_be_inner=False)
 
     def __init__(
         self, options: EASGD, buckets: FlatBuckets, optimizer: Optimizer, run: Run

@@ -12,11 +12,17 @@ from typing_extensions import override
 
 from ....comm import Collectives, Run
 from ....comm.profiling import profiled
-from ....training import FlatBuckets, ModelAverager, SavedProgress, Traits, check_like
+from ....training import (
+    Algorithm,
+    FlatBuckets,
+    ModelAverager,
+    Place,
+    SavedProgress,
+    check_like,
+)
 from ....training.arguments import check_in, check_integer, require
 from ....training.shards import gather
 from ...messages import MessageHeaders
-from ..base import Algorithm
 from ..node_averager import find_ranks_per_node_error, node_of
 from .leader import Leader, MeanLoss, PullAtGradient, check_losses, find_leader
 
@@ -103,6 +109,7 @@ class LeaderSGD(Algorithm):
     """
 
     needs_losses = True
+    can_be_inner = False
     ranks_per_node: int
     interval: int = 4
     global_interval: int = 16
@@ -146,8 +153,9 @@ class LeaderSGD(Algorithm):
         return f"{type(self).__name__}({', '.join(shown)})"
 
     @override
-    def validation_error(self, num_ranks: int) -> str | None:
-        return find_ranks_per_node_error(self.ranks_per_node, num_ranks)
+    def error_at(self, place: Place) -> str | None:
+        error_text = find_ranks_per_node_error(self.ranks_per_node, place.num_ranks)
+        return super().error_at(place) or error_text
 
     @override
     def start(
@@ -158,8 +166,6 @@ class LeaderSGD(Algorithm):
 
 class LeaderAverager(ModelAverager):
     """LeaderSGD on one rank: losses are compared at an interval, leaders pull in each step."""
-
-    traits = Traits(can_be_inner=False)
 
     def __init__(
         self, options: LeaderSGD, buckets: FlatBuckets, optimizer: Optimizer, run: Run
