@@ -6,6 +6,7 @@ from benchmarks import checkouts
 
 
 @pytest.mark.slow  # two processes for each case
+@pytest.mark.nightly
 def test_a_checkout_is_compared_with_itself(monkeypatch, tmp_path, capsys):
     found = checkouts.run(checkouts.ROOT)
     assert len(found) > 15

@@ -18,7 +18,7 @@ from pyparallel.gossip import SGP
 from pyparallel.gossip.algorithms.node_averager import counterparts_of, node_of
 from pyparallel.gossip.topology import Ring
 from pyparallel.pipeline.messages import P2PGroups
-from tests.cases import slow
+from tests.cases import nightly
 from tests.comm import trainers
 from tests.gossip.loops import batches, build_model, train
 from tests.workers import observe_ranks
@@ -219,7 +219,7 @@ def make_many(rank, make, count):
 KINDS = [trainers.gossip, trainers.pipeline, trainers.subnets, make_hook]
 
 
-@pytest.mark.parametrize(("makes", "count"), [([trainers.gossip], 40), slow(KINDS, 100)])
+@pytest.mark.parametrize(("makes", "count"), [([trainers.gossip], 40), nightly(KINDS, 100)])
 def test_trainers_give_their_groups_back(ranks, makes, count):
     """Those that were closed or dropped are destroyed several at a time."""
     for make in makes:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow  # it compiles
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # it compiles
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "sanitized"

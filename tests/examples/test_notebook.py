@@ -10,7 +10,7 @@ import pytest
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
-pytestmark = pytest.mark.slow  # starts four processes six times
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # starts four processes six times
 NOTEBOOK = Path("examples/first_steps.ipynb")
 
 

@@ -36,7 +36,7 @@ from pyparallel.pipeline import (
     ZeroBubble,
 )
 from pyparallel.pipeline.replicas import place_of_replicas
-from tests.cases import pairwise, slow
+from tests.cases import nightly, pairwise, slow
 from tests.gossip.every_algorithm import EVERY_ALGORITHM
 from tests.pipeline.models import OPTIMIZERS, SPLITS, build_calls, smooth_muon
 from tests.pipeline.models import build_layers as build_all_layers
@@ -305,11 +305,11 @@ WIDE = [*STREAMING, PipeDream()], ALGORITHMS, ("momentum", "AdamW")  # no fused 
         ([*product(STREAMING[::3], ALGORITHMS[1:], ["fused AdamW"])], 2, torch.float32),
         (pairwise(*WIDE)[::2], 2, torch.float64),
         (REPEATED[4::14], 2, torch.float64),
-        slow(REPEATED, 2, torch.float64),
-        slow([*product(*AXES)], 2, torch.float32),
+        nightly(REPEATED, 2, torch.float64),
+        nightly([*product(*AXES)], 2, torch.float32),
         slow(pairwise(*AXES), 3, torch.float32),
         slow(pairwise(*WIDE)[1::2], 2, torch.float64),
-        slow([*product(*WIDE)], 3, torch.float64),
+        nightly([*product(*WIDE)], 3, torch.float64),
     ],
     ids=["fused", "float64", "repeat", "repeats", "all", "pairs-3", "float64-others", "float64-3"],
 )

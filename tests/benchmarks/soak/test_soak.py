@@ -14,6 +14,7 @@ from benchmarks.soak import trainers
 from benchmarks.soak.__main__ import FIELDS, FLAT, PARTS, parse, run_case
 from benchmarks.soak.rounds import find_problems
 from benchmarks.soak.watch import BOUND_KB, Sample, judge, watch
+from tests.cases import nightly
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 2000
@@ -109,7 +110,7 @@ def run_trainers(rank, cases):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [nightly(2), 4])
 def test_every_trainer_runs(ranks, num_ranks):
     cases = [case for case in trainers.STARTS if trainers.ranks_of(case) == num_ranks]
     for found in ranks.run(num_ranks, run_trainers, cases, time_limit=120):

@@ -24,7 +24,7 @@ from pyparallel.gossip.topology import (
     Ring,
     Star,
 )
-from tests.cases import slow
+from tests.cases import nightly
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import flat, take_step
 from tests.local_transport import run_threads
@@ -114,7 +114,7 @@ CASES = list(itertools.product([1, 2, 4], OPTIONS, [False, True]))
 
 
 # Five of the cases to each graph, in turns, so that every case has two graphs.
-@pytest.mark.parametrize("num_cases", [5, slow(len(CASES))])
+@pytest.mark.parametrize("num_cases", [5, nightly(len(CASES))])
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_osgp_is_algorithm_2_of_assran_et_al(graph, num_cases, monkeypatch):
     monkeypatch.setattr(round_buffer, "mix_unchecked", mix_in_float64)

@@ -15,6 +15,7 @@ from pyparallel import GossipDataParallel
 from pyparallel.compression import ErrorFeedback, Int8, TopK
 from pyparallel.gossip import DPSGD, OSGP, SGP, DiLoCo, LeaderSGD, LocalSGD, NoLoCo, SlowMo
 from pyparallel.gossip.topology import Lazy, OnePeerExponential, RandomMatching, Ring, Star
+from tests.cases import nightly
 from tests.workers import call_each
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
@@ -187,7 +188,7 @@ COMPRESSED = [name for name in ALGORITHMS if name not in JOINED]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [SGD, ADAMW, FUSED_SGD, FUSED_ADAMW])
+@pytest.mark.parametrize("kind", [SGD, nightly(ADAMW), nightly(FUSED_SGD), FUSED_ADAMW])
 def test_every_algorithm_equals_joined_batches(ranks, kind):
     rows = [(equals_joined_batches, name, kind) for name in JOINED]
     rows += [(equals_joined_batches, name, kind, 2, build_even) for name in ("sgp", "noloco")]
