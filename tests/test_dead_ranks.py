@@ -26,7 +26,7 @@ from pyparallel.compression import Cast, Int8, TopK, compress_ddp, compress_fsdp
 from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
 from pyparallel.subnets import Partition, SubnetTrainer
-from tests.cases import slow
+from tests.cases import nightly, slow
 from tests.gossip.every_algorithm import EVERY_ALGORITHM
 from tests.workers import observe_ranks, store_barrier
 
@@ -187,10 +187,9 @@ CASES = {
         for name in ("sgp", "localsgd", "allreduce", "adpsgd")
     },
 }
-# The others are slow: they come to the same calls.
+# The others are slow or nightly: they come to the same calls.
 FAST = ["sgp", "subgroup", "subnets", "ddp cast", "fsdp gradients", "collectives"]
-JOINS = [name for name in CASES if name.startswith("join")]
-OTHERS = [name for name in CASES if name not in (*FAST, *JOINS)]
+SLOW = ["allreduce, unused", "hierarchical-osgp", "consensus", "fsdp", "construction", "join, sgp"]
 
 
 def stop():
@@ -236,7 +235,8 @@ def fail_in(rank, fault, names):
         ("dies", FAST),
         ("ends", ["sgp"]),
         slow("stops", ["sgp-complete"]),
-        *[slow("dies", [*OTHERS[k :: len(JOINS)], name]) for k, name in enumerate(JOINS)],
+        *[slow("dies", [name]) for name in SLOW],
+        *[nightly("dies", [name]) for name in CASES if name not in (*FAST, *SLOW)],
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )

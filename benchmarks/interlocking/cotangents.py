@@ -53,7 +53,9 @@ def measure(
 
 
 def measure_one(compute: Compute, count: int, turns: int) -> dict[str, list[float]]:
-    stage = InterlockingStage(0, compute.build(), [], LiveWeights(None), None, None)
+    module = compute.build()
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
+    stage = InterlockingStage(0, module, optimizers, LiveWeights(None), None, None)
     inputs = compute.make_input().requires_grad_()
     output = stage.forward(0, inputs, MicrobatchSplitter(None, None, 0, 1))
     gradients = [(torch.randn_like(output),) for _ in range(count)]

@@ -102,7 +102,7 @@ def perform(run: Run) -> Row:
     if run.schedule == CORRECTED:
         training = replace(training, correction=pipeline.UpdateErrorFeedback())
     processes = 1 if run.ranks == "8" else int(run.ranks)
-    *_, columns = run_on_loopback(processes, 60 + 20.0 * run.steps, training.run)
+    *_, columns = run_on_loopback(processes, 120 + 60.0 * run.steps, training.run)
     return {**columns, "rate": run.rate, "machine": machine()}
 
 

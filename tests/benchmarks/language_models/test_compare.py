@@ -22,6 +22,7 @@ def test_the_first_updates_are_synchronous():
 
 
 @pytest.mark.slow  # imports transformers
+@pytest.mark.nightly
 def test_a_stage_of_eight_may_have_no_matrix_for_muon():
     run = Run("GPT-2", "Muon", "PipeDream2BW", "8", "0.002", 0, "1", steps=2)
     assert len(perform(run)["losses"].split()) == 2
