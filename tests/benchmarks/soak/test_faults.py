@@ -126,6 +126,7 @@ HANDFUL = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow  # six trials, two at a time
 def test_survivors_end_and_name_the_rank_that_failed():
     rows = campaign.run_all([make_trial(fault, trainer, 0) for fault, trainer in HANDFUL])
@@ -146,6 +147,7 @@ def marked(mark):
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=str)
 def test_a_campaign_that_is_killed_leaves_nothing(number, tmp_path):
