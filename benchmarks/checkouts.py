@@ -4,8 +4,8 @@
 alternates, and prints the ratio of the medians and the least and the greatest ratio of a turn. All
 but the last cases are of one gloo rank with a thread and a core: two ranks wait for each other, and
 their times differ by a half from turn to turn. The other checkout needs its compiled library, and
-the public names used here. Rows go to ``benchmarks/results/checkouts-<machine>.csv``; the first of each
-pair is the other checkout's.
+the public names used here. Rows go to ``benchmarks/results/checkouts-<machine>.csv``; the first of
+each pair is the other checkout's.
 """
 
 import argparse

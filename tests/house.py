@@ -223,8 +223,8 @@ def find_kinds(root: Path) -> dict[str, str]:
     kinds: dict[str, str] = {}
     for path, node in find_nodes(root, ast.ClassDef):
         place = path.relative_to(root / PACKAGE).as_posix()
-        kinds[node.name] = next(filter(place.startswith, KINDS), "")
-    return {name: folder for name, folder in kinds.items() if folder}
+        kinds |= dict.fromkeys([node.name] if place.startswith(KINDS) else [], place)
+    return {name: next(filter(place.startswith, KINDS)) for name, place in kinds.items()}
 
 
 def count_class_tests(root: Path) -> int:
