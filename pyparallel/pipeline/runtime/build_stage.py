@@ -99,11 +99,12 @@ def build_schedulers(
 
     One whose ``step`` cannot be called without arguments is a ValueError.
     """
+    methods = "step", "state_dict", "load_state_dict"
     schedulers = [] if scheduler_fn is None else [scheduler_fn(each) for each in optimizers]
     for each in schedulers:
-        if not has_methods(each, "step", "state_dict", "load_state_dict"):
+        if not has_methods(each, *methods):
             rule = "a function that returns a learning-rate scheduler such as StepLR"
-            raise wrong_type("scheduler_fn", rule, each)
+            raise wrong_type("scheduler_fn", f"{rule}, with {', '.join(methods)}", each)
         needed = _required(each.step)
         if needed:
             raise ValueError(

@@ -45,6 +45,9 @@ class Halved:
     def state_dict(self):
         return {}
 
+    def load_state_dict(self, state):
+        assert not state
+
 
 class Run:
     """Two stages in one process, of which the first predicts one update ahead."""
