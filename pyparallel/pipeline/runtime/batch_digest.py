@@ -16,17 +16,16 @@ _WEIGHTS = 1 + np.arange(_MOST) * 0.6180339887 % 1
 class BatchDigest:
     """A weighted sum of entries of a batch's tensors; 0.0 if there are none, or of nan.
 
-    Of a tensor at most 1,024 entries are read. Tensors of a device make the host wait:
-    ``reads_devices`` False counts them as none.
+    Of a tensor at most 1,024 entries are read. Tensors of a device make the host wait.
     """
 
-    def __init__(self, batch: Any, *, reads_devices: bool) -> None:
+    def __init__(self, batch: Any) -> None:
         self.value = self._scale = 0.0
         # In NumPy: each operation of torch would take several microseconds of a small step.
         leaves = [batch] if isinstance(batch, Tensor) else tree_leaves(batch)
         for index, leaf in enumerate(leaves, 1):
             has_values = isinstance(leaf, Tensor) and leaf.layout is torch.strided
-            if has_values and not leaf.is_meta and (reads_devices or leaf.device.type == "cpu"):
+            if has_values and not leaf.is_meta:
                 entries = _sample(leaf)
                 weights = _WEIGHTS[: len(entries)] * index
                 self.value += float(entries @ weights)

@@ -4,11 +4,10 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from ..schedules.action import Action, Kind
-from .preserve_state import forked_generators
+from .preserve_state import default_generators, restoring
 
 
 class StageGenerators:
@@ -25,9 +24,8 @@ class StageGenerators:
         self.seed = seed
         self._replica = replica
         tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
-        self._tensors = {tensor.device: tensor for tensor in tensors}  # one on each device
-        self._generators: list[torch.Generator] = []  # of a call, seeded by its forwards
-        self._step = self._num_evaluations = 0  # of them since the last step
+        self._generators = default_generators(tensors)
+        self._call = self._num_evaluations = 0  # a checksum of the call; calls since the last step
 
     def resume(self, seed: int) -> None:
         """Go on with the seed of a saved run."""
@@ -36,20 +34,21 @@ class StageGenerators:
     @contextmanager
     def of_call(self, step: int, *, trains: bool) -> Iterator[None]:
         """Restore the generators after a call; those of updates and backwards begin with it."""
-        self._step = step
         self._num_evaluations = 0 if trains else self._num_evaluations + 1
-        with forked_generators(self._tensors.values()) as self._generators:
-            self._seed("call")
+        call = f"{self.seed}/{self._replica}/{step}/{self._num_evaluations}"
+        self._call = zlib.crc32(call.encode())
+        with restoring(self._generators):
+            self._seed(0)
             yield
 
     def seed_for(self, action: Action, num_microbatches: int) -> None:
         """Begin the random numbers of a forward or of a head; other actions go on with theirs."""
         if action.kind in (Kind.FORWARD, Kind.HEAD):
-            microbatch = action.microbatch % num_microbatches
-            self._seed(f"{action.kind.name}/{action.stage}/{microbatch}")
+            stage = 2 * action.stage + (action.kind is Kind.HEAD)
+            self._seed(1 + stage * num_microbatches + action.microbatch % num_microbatches)
 
-    def _seed(self, what: str) -> None:
-        place = f"{self.seed}/{self._replica}/{self._step}/{self._num_evaluations}/{what}"
-        number = zlib.crc32(place.encode())  # the CPU's generator uses 32 bits
+    def _seed(self, place: int) -> None:
+        # An odd factor: of two places of a call none has the other's 32 bits, which the CPU uses.
+        number = (self._call + 0x9E3779B1 * place) % 2**32
         for generator in self._generators:
             generator.manual_seed(number)

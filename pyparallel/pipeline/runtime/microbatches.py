@@ -33,8 +33,8 @@ class MicrobatchSplitter:
     Of a batch that ``may_be_short`` the last microbatches may have no samples; their inputs are ().
     Inputs and target may be None on ranks without the stages that take them. Inputs are checked by
     the ``first_layer``, on the rank that calls it. ``has_short_form``: inputs and target are a
-    call's two positional arguments. ``place``: rank and step, for errors. ``compares_on_devices``:
-    whether ranks compare values of tensors for which the host must wait.
+    call's two positional arguments. ``place``: rank and step, for errors. ``compares_targets``:
+    whether ranks compare values of the target, which takes time.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class MicrobatchSplitter:
         has_short_form: bool = False,
         may_be_short: bool = False,
         place: str = "",
-        compares_on_devices: bool = True,
+        compares_targets: bool = True,
     ) -> None:
         self.place = place
-        self._compares_on_devices = compares_on_devices
+        self._compares_targets = compares_targets
         self._least = 1 if may_be_short else num_microbatches  # samples of a batch
         self._has_short_form = has_short_form
         self._inputs = _as_dict(inputs)
@@ -143,8 +143,8 @@ class MicrobatchSplitter:
 
     @cached_property
     def _digest(self) -> BatchDigest:
-        whole = None if isinstance(self._target, PreSplit) else self._target
-        return BatchDigest(whole, reads_devices=self._compares_on_devices)
+        is_read = self._compares_targets and not isinstance(self._target, PreSplit)
+        return BatchDigest(self._target if is_read else None)
 
     def _find_mismatch(self, microbatch: int, batch: BatchMeta) -> str | None:
         if batch.has_short_form and not self._has_short_form:

@@ -19,24 +19,32 @@ def preserving_state(layers: Sequence[nn.Module], inputs: Sequence[Tensor] = ())
     parameters = list({p: None for module in modules for p in module.parameters()})
     tensors = [*parameters, *(b for module in modules for b in module.buffers()), *inputs]
     gradients, modes = _restored(parameters, "grad"), _restored(modules, "training")
-    with gradients, _buffers(modules), modes, forked_generators(tensors):
+    with gradients, _buffers(modules), modes, restoring(default_generators(tensors)):
         for parameter in parameters:
             parameter.grad = None
         yield
 
 
-@contextmanager
-def forked_generators(tensors: Iterable[Tensor]) -> Iterator[list[torch.Generator]]:
-    """Restore torch's default generators of the CPU and of the tensors' devices; yield them."""
+def default_generators(tensors: Iterable[Tensor]) -> list[torch.Generator]:
+    """Return torch's default generators of the CPU and of the tensors' devices."""
     accelerator = torch.accelerator.current_accelerator()
     kind = "cuda" if accelerator is None else accelerator.type
     devices = {tensor.device.index for tensor in tensors if tensor.device.type == kind}
-    generators = [torch.default_generator]
-    if devices:
-        of_devices: Any = torch.get_device_module(kind)
-        generators += [of_devices.default_generators[index] for index in devices]
-    with torch.random.fork_rng(devices, device_type=kind):
-        yield generators
+    if not devices:
+        return [torch.default_generator]
+    of_devices: Any = torch.get_device_module(kind)
+    return [torch.default_generator, *(of_devices.default_generators[i] for i in devices)]
+
+
+@contextmanager
+def restoring(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Restore what generators will draw."""
+    states = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 @contextmanager
