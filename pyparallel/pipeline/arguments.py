@@ -72,7 +72,7 @@ class TrainerArguments:
             ("correction", repr(self.correction)),
             ("nonfinite", repr(self.nonfinite)),
             ("loss_weight_fn", "None" if self.loss_weight_fn is None else "a function"),
-            ("split", repr(None if self.split is None else list(self.split))),
+            ("split", repr(list(self.split) if isinstance(self.split, Sequence) else self.split)),
             *((f"replicas: {name}", value) for name, value in self._fields_of_replicas()),
             *((name, repr(each)) for name, each in self.compressors.items()),
         ]

@@ -144,7 +144,7 @@ class PipelineTrainer(Trainer):
         process_group = process_group if mesh is None else mesh.get_group(STAGE)
         of_ranks = Run(process_group)
         if num_stages is None:
-            num_stages = of_ranks.size if split is None else len(split) + 1
+            num_stages = len(split) + 1 if isinstance(split, Sequence) else of_ranks.size
         if num_microbatches is None:
             num_microbatches = 2 * num_stages
         schedule = OneForwardOneBackward() if schedule is None else schedule

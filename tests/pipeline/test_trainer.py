@@ -191,6 +191,7 @@ def one_stage_actions():
 MISTAKES = {
     "fewer layers than stages": ({"split": None, "layers": [nn.Linear(6, 3)]}, GPipe(), "layers"),
     "a split out of range": ({"split": (9,)}, GPipe(), "split must"),
+    "a split that is no list": ({"split": 5}, GPipe(), "split must be a list"),
     "stages that ranks do not divide": (
         {"split": (1, 2)}, GPipe(),
         "num_stages must be a multiple of num_ranks, got 3 stages for 2 ranks"),

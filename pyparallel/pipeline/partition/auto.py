@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...comm import Collectives, DisagreementError, Run, device_of
-from ...training.arguments import require
+from ...training.arguments import check_type, require
 from ..runtime.inputs import Inputs
 from .profile import profile_layers
 from .solver import Split, balance, check_num_stages
@@ -17,6 +17,9 @@ from .solver import Split, balance, check_num_stages
 def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
     """Raise a ValueError unless a split divides so many layers into so many stages."""
     check_num_stages(num_layers, num_stages)
+    check_type(
+        "split", split, (Sequence,), "a list of the first layer of each stage after the first"
+    )
     given = list(split)
     wanted = f"{num_stages - 1} indices for {num_stages} stages"
     rule = f"split must hold the first layer of each stage after the first, {wanted}"
