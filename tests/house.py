@@ -285,8 +285,8 @@ MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
 # its own, such as a new algorithm, or a fault that was mended, may raise the lines, by its own. The
 # length of a file is counted, without a limit: short files made layers.
 LIMITS = {
-    "lines of the package": 45_100,
-    "lines of its checks and raises": 3_160,
+    "lines of the package": 45_135,
+    "lines of its checks and raises": 3_161,
     "lines of comm": 1_767,
     "exports of comm": 25,
     "lines of comm and training that one trainer uses": 0,

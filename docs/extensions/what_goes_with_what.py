@@ -1,5 +1,6 @@
 """Print the tables of the page ``docs/reference/what_goes_with_what.md``, from the code."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 
@@ -51,7 +52,9 @@ def _examples(package: object, base: type) -> dict[str, object]:
 
 
 def _makes(kind: Callable, base: type) -> bool:
-    return issubclass(kind, base) if isinstance(kind, type) else kind.__name__[0].isupper()
+    if isinstance(kind, type):
+        return issubclass(kind, base) and not inspect.isabstract(kind)
+    return kind.__name__[0].isupper()
 
 
 def _table(columns: Iterable[str], rows: dict[str, list[object]]) -> str:

@@ -11,9 +11,9 @@ from ..comm.collectives import Collectives
 from ..ops import add_or_clear_
 from ..training.arguments import wrong_type
 from ..training.nonfinite import is_finite_on_device
-from .corrupt_messages import with_sender
+from .corrupt_messages import refusing_corrupt, with_sender
 from .layout import BufferLayout
-from .residual import Residual
+from .residual import Residual, add_residual, update_residual
 from .state import CompressorState
 
 Message = tuple[Tensor, ...]
@@ -31,12 +31,14 @@ class AttachPoint(Enum):
     PIPELINE = "pipeline activations and gradients"
 
 
-class Compressor(abc.ABC):
+class Compressor(abc.ABC):  # noqa: B024 - subclasses have abstract methods
     """An immutable compressor; its state is passed to each call.
 
-    A new one needs ``compress`` and ``decompress``, and what differs from the defaults here; class
-    attributes may override the properties. Compressors compose: ``ErrorFeedback(TopK(0.01))``. One
-    object can be attached in several places; each place keeps its own states.
+    A new one is a frozen dataclass, as ranks compare its repr, with ``encode`` and ``decode``, or
+    with ``compress`` and ``decompress`` where a kernel does more in one pass, and with what differs
+    from the defaults here; class attributes may override the properties. Compressors compose:
+    ``ErrorFeedback(TopK(0.01))``. One object can be attached in several places; each place keeps
+    its own states.
     """
 
     @property
@@ -70,9 +72,23 @@ class Compressor(abc.ABC):
         """Return the initial state of a buffer."""
         return CompressorState(layout, rank)
 
-    @abc.abstractmethod
+    def encode(self, x: Tensor, state: CompressorState) -> Message:
+        """Return the message of a buffer, (numel,) float32, which may have a nan or an inf.
+
+        x is not written. ``state.step``, from 1, and ``state.seed`` are for random draws.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define encode or compress")
+
+    def decode(self, message: Message, layout: BufferLayout) -> Tensor:
+        """Return what a message of any rank says the buffer is, (numel,) of any float dtype.
+
+        The message is not trusted: any ValueError or RuntimeError here refuses it. A nan or an inf
+        of the buffer should show in what is returned.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define decode or decompress")
+
     def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
-        """Encode a buffer.
+        """Encode a buffer; here by ``encode``, and the residual by ``decode``.
 
         Args:
             x: (numel,) float32, bfloat16 or float16, with the layout of the state. Not written.
@@ -83,12 +99,17 @@ class Compressor(abc.ABC):
         Raises:
             ValueError: x cannot be encoded.
         """
+        state.begin_message(x)
+        total = add_residual(x, residual)
+        message = self.encode(total, state)
+        if residual is not None:
+            update_residual(residual, total, self.decode(message, state.layout))
+        return message
 
-    @abc.abstractmethod
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """Decode a message of any rank into ``out``, or add it to ``out``.
+        """Decode a message of any rank into ``out``, or add it to ``out``; here by ``decode``.
 
         Args:
             message: a result of ``compress`` for a buffer with this layout. Not trusted.
@@ -99,6 +120,9 @@ class Compressor(abc.ABC):
             CorruptMessageError: ``compress`` cannot have made the message. On the CPU nothing has
                 been written.
         """
+        with refusing_corrupt():
+            values = self.decode(message, layout).view(out.shape)
+        return out.add_(values) if accumulate else out.copy_(values)
 
     def mean_(
         self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from ..comm import Run
+from .consensus import copy_all
 from .state_checks import check_like
 
 
@@ -90,6 +91,8 @@ class ModelAverager:
     Attributes:
         run: its ``run.stats`` counts what is sent and waited for.
         joinable: torch's object that takes part in ``join()`` instead of the trainer's; None: none.
+        state: integers and lists of tensors, by name, that a checkpoint keeps; ranks compare
+            "steps". An algorithm with ``inner`` overrides ``state_dict`` and its like instead.
     """
 
     traits = Traits()
@@ -104,6 +107,7 @@ class ModelAverager:
         self.run: Run = run or (inner.run if inner else Run())
         self.inner = inner
         self.joinable: Joinable | None = None
+        self.state: dict[str, Any] = {}
         self._weight = torch.ones((), dtype=torch.float64, device=self.buffers[0].device)
 
     @property
@@ -172,10 +176,15 @@ class ModelAverager:
         Called by all ranks together; changes nothing. Consists of numbers, tensors (which may be
         the live ones), and dicts and lists of them.
         """
-        return {} if self.inner is None else self.inner.state_dict()
+        return self.state if self.inner is None else self.inner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from what ``state_dict`` returned; called by all ranks together."""
+        for name, mine in self.state.items():
+            if isinstance(mine, list):
+                copy_all(mine, state[name])
+            else:
+                self.state[name] = state[name]
         if self.inner is not None:
             self.inner.load_state_dict(state)
 

@@ -10,12 +10,10 @@ from pyparallel.compression import (
     BufferLayout,
     Collectives,
     Compressor,
-    CorruptMessageError,
     ErrorFeedback,
     Int8,
     TopK,
 )
-from pyparallel.compression.residual import add_residual, update_residual
 from tests.workers import on_ranks
 
 LAYOUT = BufferLayout.flat(5)
@@ -26,18 +24,11 @@ CPU = torch.device("cpu")
 class Tenths(Compressor):
     """Whole tenths, rounded down."""
 
-    def compress(self, x, state, residual=None):
-        state.begin_message(x)
-        total = add_residual(x, residual)
-        message = (total * 10).floor()
-        if residual is not None:
-            update_residual(residual, total, message / 10)
-        return (message,)
+    def encode(self, x, state):
+        return ((x * 10).floor(),)
 
-    def decompress(self, message, layout, out, *, accumulate=False):
-        if len(message[0]) != layout.numel:
-            raise CorruptMessageError(f"message must have {layout.numel} entries")
-        return out.add_(message[0] / 10) if accumulate else out.copy_(message[0] / 10)
+    def decode(self, message, layout):
+        return message[0] / 10
 
 
 @on_ranks(2)

@@ -2,11 +2,11 @@
 
 A ``python`` block that begins with ``# name.py`` is a script, and runs on as many ranks as the
 ``torchrun`` that names it starts, or only as the ``pyparallel launch`` that names it does; so does
-a file of ``examples`` that a page includes. The others of a page run one after the other in one
-namespace, on one rank. A ``console`` block holds commands; one with ``--nnodes 2`` is started
-twice, on this machine. A ``text`` block is what the blocks before it print: words and integers
-exactly, other numbers to within a fifth or one of the last digit shown. There are no other blocks,
-except for Sphinx's directives.
+a file of ``examples`` that a page includes. It may import an earlier one. The others run one after
+the other in one namespace, on one rank. A ``console`` block holds commands; one with ``--nnodes 2``
+is started twice, on this machine. A ``text`` block is what the blocks before it print: words and
+integers exactly, other numbers to within a fifth or one of the last digit shown. There are no other
+blocks, except for Sphinx's directives.
 """
 
 import contextlib
@@ -129,6 +129,7 @@ def run_page(rank: int, blocks: list[Block], folder: Path) -> list[str]:
     """Run the Python of a page that runs on as many ranks; return what each block prints."""
     os.chdir(folder)
     printed, names = [], {}
+    in_folder = mock.patch.object(sys, "path", [str(folder), *sys.path])
     for block in blocks:
         if block.language != "python" or num_ranks_of(block, blocks) != dist.get_world_size():
             printed.append("")
@@ -136,6 +137,7 @@ def run_page(rank: int, blocks: list[Block], folder: Path) -> list[str]:
         torch.manual_seed(rank)
         scope = {"__name__": "__main__"} if block.script else names
         with (
+            in_folder,
             as_torchrun(rank),  # for hosts that look for it
             stand_ins.of_loggers(block.text),
             mock.patch.object(dist, "init_process_group"),  # the group of the test serves

@@ -198,6 +198,10 @@ def run_and_check(pages, ranks, subtests, tmp_path):
             blocks = blocks_of(page)
             folder = tmp_path / name_of(page).replace("/", "-")
             folder.mkdir()
+            for block in blocks:
+                if block.script:
+                    (folder / block.script).parent.mkdir(exist_ok=True)
+                    (folder / block.script).write_text(block.text)
             numbers = {num_ranks_of(each, blocks) for each in blocks if each.language == "python"}
             printed = [
                 printed_by_rank

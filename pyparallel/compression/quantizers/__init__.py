@@ -1,5 +1,6 @@
 """Quantizers: compressors that send every entry with fewer bits."""
 
+from .blockwise import BlockwiseCompressor
 from .cast import Cast
 from .int_fp8 import Fp4, Fp8, Int4, Int8
 from .natural import Natural
@@ -10,6 +11,7 @@ from .ternary import Ternary
 
 __all__ = [
     "QSGD",
+    "BlockwiseCompressor",
     "Cast",
     "Fp4",
     "Fp8",

@@ -14,9 +14,8 @@ from ...ops._checks import check_tensor
 from ...ops.mix import mix_unchecked
 from ...training.arguments import check_one_of
 from ..compressor import AttachPoint, Message
-from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
-from ..residual import Residual, add_residual, check_no_residual, update_residual
+from ..residual import Residual, check_no_residual
 from ..state import CompressorState
 from .blockwise import BlockwiseCompressor
 
@@ -131,20 +130,12 @@ class Cast(BlockwiseCompressor):
         return (numel,)
 
     @override
-    def compress(self, x: Tensor, state: CompressorState, residual: Residual = None) -> Message:
+    def encode(self, x: Tensor, state: CompressorState) -> Message:
         """Return ((numel,) of the dtype,)."""
-        state.begin_message(x)
-        total = add_residual(x, residual)
-        message = total.to(self.dtype, copy=True)
-        if residual is not None:
-            update_residual(residual, total, message)
-        return (message,)
+        return (x.to(self.dtype, copy=True),)
 
     @override
-    def decompress(
-        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
-    ) -> Tensor:
-        with refusing_corrupt():
-            (values,) = message
-            check_tensor("values", values, self.dtype, (out.numel(),), out.device)
-        return out.add_(values) if accumulate else out.copy_(values)
+    def decode(self, message: Message, layout: BufferLayout) -> Tensor:
+        (values,) = message
+        check_tensor("values", values, self.dtype, (layout.numel,), values.device)
+        return values

@@ -3,6 +3,7 @@
 from ...training import Algorithm
 from .adpsgd import ADPSGD
 from .all_reduce import AllReduce
+from .base import OnTopology
 from .diloco import DiLoCo, MuLoCo, SparseLoCo, StreamingDiLoCo
 from .dpsgd import DPSGD
 from .hierarchical import Hierarchical
@@ -28,6 +29,7 @@ __all__ = [
     "LocalSGD",
     "MuLoCo",
     "NoLoCo",
+    "OnTopology",
     "SlowMo",
     "SparseLoCo",
     "StreamingDiLoCo",

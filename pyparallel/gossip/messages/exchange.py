@@ -181,7 +181,8 @@ class NeighborExchange:
     differ by length and kind: messages that do not match wait, and their headers tell why.
 
     The group of ``run`` has the rank numbers of peers. Without counts in headers, ranks may step at
-    their own pace. ``failed`` are rounds whose messages may still arrive.
+    their own pace. ``failed`` are rounds whose messages may still arrive. After a round
+    ``headers.raise_nonfinite()`` raises for nan or inf in gradients of its senders.
     """
 
     def __init__(self, run: Run, *, has_counts: bool = True) -> None:

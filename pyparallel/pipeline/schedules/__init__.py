@@ -11,7 +11,7 @@ from .pipedream import PipeDream
 from .pipedream_2bw import PipeDream2BW
 from .pipemare import PipeMare
 from .pipeoptim import PipeOptim
-from .schedule import Schedule
+from .schedule import Flushing, Schedule
 from .shape import PipelineShape
 from .spectrain import SpecTrain
 from .streaming import Streaming
@@ -33,6 +33,7 @@ __all__ = [
     "Action",
     "Delayed",
     "Estimated",
+    "Flushing",
     "GPipe",
     "Interleaved",
     "Kind",
@@ -49,6 +50,7 @@ __all__ = [
     "SpecTrain",
     "Speculative",
     "Stashed",
+    "Streaming",
     "VersionCounters",
     "Versions",
     "WeightVersion",
