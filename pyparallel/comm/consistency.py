@@ -116,7 +116,7 @@ def gather_json(
     value: Any,
     process_group: dist.ProcessGroup | None,
     content: str,
-    subject: str,
+    subject: str | None,
     parse: Callable[[Any], Any] = lambda sent: sent,
     call: Call = Call.ARGUMENTS,
 ) -> list[Any]:
@@ -124,12 +124,15 @@ def gather_json(
 
     Errors name the ``content`` that ranks send and the ``subject`` that they compare. ``parse``
     converts the value of each rank, or raises a TypeError or a ValueError. A PeerError is of a rank
-    that died, did not call this, or sent something else, or more than 64 MiB.
+    that died, did not call this, or sent something else, or more than 64 MiB. ``subject`` None: of
+    a rank that died the error is torch's own, and no store is asked.
     """
+    encoded = json.dumps(value).encode()
     if dist.get_world_size(process_group) == 1:
-        return [parse(value)]
-    store_of(None).get("connect")  # now, as the process that hosts it may be gone when it is needed
-    encoded, device = json.dumps(value).encode(), device_of(process_group)
+        return [parse(json.loads(encoded))]
+    if subject:  # now, as the process that hosts the store may be gone when it is needed
+        store_of(None).get("connect")
+    device = device_of(process_group)
     place = f"rank {dist.get_rank()}"
 
     def bad_message(peer: int, what: str) -> PeerError:
@@ -148,6 +151,8 @@ def gather_json(
         padded = torch.frombuffer(bytearray(encoded.ljust(int(max(lengths)))), dtype=torch.uint8)
         texts = gather_rows(padded.to(device), process_group).cpu()
     except RuntimeError as error:
+        if not subject:
+            raise
         what = f"the comparison of all ranks' {subject} failed"
         raise peer_error(process_group, place, what, error) from error
     gathered = []
