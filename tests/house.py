@@ -285,9 +285,9 @@ MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
 # its own, such as a new algorithm, or a fault that was mended, may raise the lines, by its own. The
 # length of a file is counted, without a limit: short files made layers.
 LIMITS = {
-    "lines of the package": 45_135,
-    "lines of its checks and raises": 3_161,
-    "lines of comm": 1_767,
+    "lines of the package": 45_060,
+    "lines of its checks and raises": 3_153,
+    "lines of comm": 1_911,  # of which p2p.py was in gossip and sequence
     "exports of comm": 25,
     "lines of comm and training that one trainer uses": 0,
     "steps, counts and places copied onto another object": 0,

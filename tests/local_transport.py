@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from pyparallel.comm import Run, StepCounts
-from pyparallel.gossip.messages import NeighborExchange, Transfer
+from pyparallel.comm.p2p import Transfer
+from pyparallel.gossip.messages import NeighborExchange
 
 
 class LocalRun(Run):
@@ -33,7 +34,7 @@ class LocalPendingExchange:
         self._rank = rank
         self._receives = receives
 
-    def wait_for_headers(self) -> None:
+    def wait_for(self, kind: int) -> None:
         self.wait()
 
     def keep(self) -> None:

@@ -21,8 +21,10 @@ from benchmarks.gossip.trainers import BUCKET_BYTES
 from benchmarks.harness.turns import take_turns, timed
 from pyparallel import GossipDataParallel, optim
 from pyparallel.comm import Run
+from pyparallel.comm.p2p import Transfer
 from pyparallel.gossip import SGP
-from pyparallel.gossip.messages import NeighborExchange, Transfer
+from pyparallel.gossip.messages import NeighborExchange
+from pyparallel.gossip.messages.exchange import HEADER
 from pyparallel.gossip.push_sum import DenseBuffer, PushSum
 from pyparallel.gossip.topology import OnePeerExponential
 from pyparallel.ops import mix_
@@ -49,7 +51,7 @@ class TimedExchange(NeighborExchange):
 
     def start(self, *arguments: Any) -> Any:
         pending = self.call(super().start, *arguments)
-        for name in ("wait_for_headers", "wait"):
+        for name in ("wait_for", "wait"):
             setattr(pending, name, partial(self.call, getattr(pending, name)))
         return pending
 
@@ -135,16 +137,16 @@ class Silent(NeighborExchange):
 
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Any:
         """Start nothing; a header received is one of those to be sent."""
-        header = next(transfer.tensor for transfer in sends if transfer.is_header)
+        header = next(transfer.tensor for transfer in sends if transfer.kind == HEADER)
         for transfer in receives:
-            if transfer.is_header:
+            if transfer.kind == HEADER:
                 transfer.tensor.copy_(header)
         return self
 
-    def wait(self) -> None:
+    def wait(self, kind: int = HEADER) -> None:
         """Return at once."""
 
-    wait_for_headers = wait
+    wait_for = wait
 
 
 class Update:

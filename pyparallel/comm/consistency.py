@@ -5,7 +5,7 @@ Ranks exchange JSON and never objects of Python: unpickling runs what another ra
 
 import json
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,39 +84,32 @@ def _check_in_group(
     if (num_bytes := len(json.dumps(own))) > _MAX_BYTES:  # an error on all ranks, with a reason
         text = f"config fields must be at most {_MAX_BYTES} bytes as JSON, got {num_bytes}"
         own = [text, False, []]
-    gathered = gather_json(own, process_group, "config fields", "arguments", _Arguments.parse, call)
-    problems = {rank: each.problem for rank, each in enumerate(gathered) if each.problem}
-    if problems:
+    gathered = gather_json(own, process_group, "config fields", "arguments", _parse_fields, call)
+    if problems := {rank: each for rank, (each, _) in enumerate(gathered) if each}:
         raise error_of(problems)
-    for rank, each in enumerate(gathered):
-        difference = first_difference(gathered[0].config_fields, each.config_fields)
-        if difference:
+    for rank, (_, others) in enumerate(gathered):
+        if difference := first_difference(gathered[0][1], others):
             raise DisagreementError(
                 f"all ranks must have the same {difference[0]}, got {difference[1]} on rank 0 "
                 f"and {difference[2]} on rank {rank}"
             )
 
 
-class _Arguments(NamedTuple):
-    problem: str | TypeError | None
-    config_fields: list[tuple[str, str]]
-
-    @classmethod
-    def parse(cls, sent: Any) -> "_Arguments":
-        """Return what a rank has sent; a TypeError or a ValueError if it sent something else."""
-        problem, is_type, fields = sent
-        pairs = [(name, value) for name, value in fields]
-        texts = [text for pair in pairs for text in pair] + ([] if problem is None else [problem])
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("something else than text")
-        return cls(TypeError(problem) if problem and is_type else problem, pairs)
+def _parse_fields(sent: Any) -> tuple[str | TypeError | None, list[tuple[str, str]]]:
+    """Return a rank's problem and fields; a TypeError or a ValueError if it sent another thing."""
+    problem, is_type, fields = sent
+    pairs = [(name, value) for name, value in fields]
+    texts = [text for pair in pairs for text in pair] + ([] if problem is None else [problem])
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("something else than text")
+    return TypeError(problem) if problem and is_type else problem, pairs
 
 
 def gather_json(
     value: Any,
     process_group: dist.ProcessGroup | None,
     content: str,
-    subject: str,
+    subject: str | None,
     parse: Callable[[Any], Any] = lambda sent: sent,
     call: Call = Call.ARGUMENTS,
 ) -> list[Any]:
@@ -124,12 +117,15 @@ def gather_json(
 
     Errors name the ``content`` that ranks send and the ``subject`` that they compare. ``parse``
     converts the value of each rank, or raises a TypeError or a ValueError. A PeerError is of a rank
-    that died, did not call this, or sent something else, or more than 64 MiB.
+    that died, did not call this, or sent something else, or more than 64 MiB. ``subject`` None: of
+    a rank that died the error is torch's own, and no store is asked.
     """
+    encoded = json.dumps(value).encode()
     if dist.get_world_size(process_group) == 1:
-        return [parse(value)]
-    store_of(None).get("connect")  # now, as the process that hosts it may be gone when it is needed
-    encoded, device = json.dumps(value).encode(), device_of(process_group)
+        return [parse(json.loads(encoded))]
+    if subject:  # now, as the process that hosts the store may be gone when it is needed
+        store_of(None).get("connect")
+    device = device_of(process_group)
     place = f"rank {dist.get_rank()}"
 
     def bad_message(peer: int, what: str) -> PeerError:
@@ -148,6 +144,8 @@ def gather_json(
         padded = torch.frombuffer(bytearray(encoded.ljust(int(max(lengths)))), dtype=torch.uint8)
         texts = gather_rows(padded.to(device), process_group).cpu()
     except RuntimeError as error:
+        if not subject:
+            raise
         what = f"the comparison of all ranks' {subject} failed"
         raise peer_error(process_group, place, what, error) from error
     gathered = []

@@ -76,7 +76,7 @@ def peer_error(
     timeout = timeout_of(process_group).total_seconds()
     found = reports.find_failed(own, closed, min(timeout / 4, _LONGEST_SECONDS))
     if closes:
-        _close(group)
+        disconnect(group)
     if me == 0:
         reports.wait_for_readers(found)
     silent = f"did not respond within the process group's timeout of {timeout:g} s"
@@ -141,20 +141,11 @@ def _closed_of(group: Any, members: Sequence[int], me: int) -> set[int]:
     return {rank for index, rank in others if _post_receive(group, index) is None}
 
 
-def _close(group: Any) -> None:
+def disconnect(process_group: dist.ProcessGroup | None) -> None:
     """Close the gloo connections of a group, which a receive's timeout does."""
+    group: Any = process_group or dist.group.WORLD
     if "gloo" not in dist.get_backend_config(group):
         return
-    for index in range(dist.get_world_size(group)):
-        if index != dist.get_rank(group) and (work := _post_receive(group, index)) is not None:
-            with suppress(RuntimeError):  # which ends the wait for what nobody sends
-                work.wait(datetime.timedelta(milliseconds=1))
-            return
-
-
-def disconnect(process_group: dist.ProcessGroup | None) -> None:
-    """Close the connections of a gloo group that is about to be destroyed."""
-    group: Any = process_group or dist.group.WORLD
     backend, tensor = group._get_backend(torch.device("cpu")), torch.empty(1, device="cpu")
     for index in range(dist.get_world_size(group)):
         if index != dist.get_rank(group):

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..comm import ANY, Call, CommStats, Run, device_of, warn_if_alone
 from ..comm.consistency import check_same_call, gather_rows, row_of_call
+from ..comm.p2p import PointToPoint
 from ..compression import Compressor
 from ..compression.compressor import not_a_compressor
 from ..compression.quantizers.blockwise import BlockwiseCompressor
@@ -174,7 +175,7 @@ def ring_attention(
         fields = list(zip(names, map(repr, values), strict=True))
     ring = Ring(
         run=run,
-        stats=run.stats if stats is None else stats,
+        messages=PointToPoint(run, stats, "ring_attention's message"),
         lengths=_agree(run, fields, problem, length),
         like=q.detach()[:, :, :0],
         causal=causal,

@@ -1,19 +1,17 @@
 """Parts of keys and values that go around a ring of ranks: who needs which, and their messages."""
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import CommStats, Run, timeout_of
+from ..comm import Run
 from ..comm.collectives import packed_bytes, unpack
-from ..comm.profiling import post
+from ..comm.p2p import PointToPoint, Transfer
 from ..compression import BufferLayout, Message
 from ..compression.quantizers.blockwise import BlockwiseCompressor
 
@@ -22,11 +20,9 @@ WIDE = {torch.float64: torch.float64} | dict.fromkeys(
 )
 """Each dtype of q, k and v, with the one to compute in."""
 
-FORWARD, BACKWARD, GRADIENTS = range(3)  # kinds of messages, which gloo's tags tell apart
-_NUM_TAGS = 2**29  # of each kind; gloo's tags are 31 bits
+FORWARD, BACKWARD, GRADIENTS = range(3)  # kinds of messages
 
 Causal = bool | Literal["zigzag"]
-Transfer = tuple[Tensor, int]  # a tensor, and the rank in the group to send it to or receive from
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +40,7 @@ class Ring:
     """
 
     run: Run
-    stats: CommStats
+    messages: PointToPoint
     lengths: Sequence[int]
     like: Tensor
     causal: Causal
@@ -135,18 +131,18 @@ class Ring:
         for step in range(self.run.size):
             sends, receives, arriving = list[Transfer](), list[Transfer](), None
             if current is not None and step < self.last_step(self.part(step)):
-                sends.append((current, self.part(-1)))
+                sends.append(Transfer(self.part(-1), current, kind))
             if step < self.last_step(self.part(step + 1)):
                 arriving = self._empty(self.part(step + 1))
-                receives.append((arriving, self.part(1)))
-            wait = self._post(kind, sends, receives)
+                receives.append(Transfer(self.part(1), arriving, kind))
+            wait = self._start(sends, receives)
             yield step, current
             wait()
             current = arriving
 
     def send_gradients(
         self, step: int, grads: Tensor | None, returned: Tensor
-    ) -> tuple[Tensor | None, Callable[[], Any]]:
+    ) -> tuple[Tensor | None, Callable[[], None]]:
         """Start to send the gradients of the part that was here, and to receive others.
 
         Returns:
@@ -157,48 +153,16 @@ class Ring:
         part, coming, me = self.part(step), self.part(step + 1), self.run.group_rank
         sends, receives, arriving = list[Transfer](), list[Transfer](), None
         if grads is not None and step:
-            sends.append((grads, part if step == self.last_step(part) else self.part(-1)))
+            peer = part if step == self.last_step(part) else self.part(-1)
+            sends.append(Transfer(peer, grads, GRADIENTS))
         if 0 < step < self.last_step(coming):
             arriving = self.zeros(coming)
-            receives.append((arriving, self.part(1)))
+            receives.append(Transfer(self.part(1), arriving, GRADIENTS))
         if step == self.last_step(me) > 0:
-            receives.append((returned, self.part(-step)))
-        return arriving, self._post(GRADIENTS, sends, receives)
+            receives.append(Transfer(self.part(-step), returned, GRADIENTS))
+        return arriving, self._start(sends, receives)
 
-    def _post(
-        self, kind: int, sends: Sequence[Transfer], receives: Sequence[Transfer]
-    ) -> Callable[[], Any]:
-        """Start messages, receives first, and return what waits for them; empty ones are left out.
-
-        A PeerError, of either: a rank died, or did not make this call.
-        """
-        sent, received = ([each for each in side if each[0].numel()] for side in (sends, receives))
-        operations = [
-            dist.P2POp(
-                operation,
-                tensor.view(-1).view(torch.uint8),
-                group=self.run.group,
-                tag=kind + 3 * (1 + tensor.nbytes % _NUM_TAGS),
-                group_peer=peer,
-            )
-            for operation, transfers in ((dist.irecv, received), (dist.isend, sent))
-            for tensor, peer in transfers
-        ]
-        # Gloo's own timeout may be of the time when ranks connected; with NCCL the host would wait.
-        by_gloo = bool(operations) and self.like.is_cpu
-        timeout = (timeout_of(self.run.group),) if by_gloo else ()
-
-        def attempt(call: Callable[[], Any]) -> Any:
-            begin = time.perf_counter()
-            try:
-                return call()
-            except RuntimeError as error:
-                peers = sorted({self.run.global_rank(peer) for _, peer in (*received, *sent)})
-                what = f"ring_attention's messages from or to ranks {peers} were not delivered"
-                raise self.run.error(what, error, suspects=peers) from error
-            finally:
-                self.stats.count_wait(time.perf_counter() - begin)
-
-        works = attempt(lambda: post(dist.batch_isend_irecv, operations)) if operations else []
-        self.stats.count_bytes(sum(tensor.nbytes for tensor, _ in sent))
-        return lambda: attempt(lambda: [work.wait(*timeout) for work in works])
+    def _start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Callable[[], None]:
+        """Start messages, and return what waits for them; empty ones are left out."""
+        sent, received = ([t for t in side if t.tensor.numel()] for side in (sends, receives))
+        return self.messages.start(sent, received).wait

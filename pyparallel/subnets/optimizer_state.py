@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ..training import summarize
+
 
 class OptimizerState(Protocol):
     """Policy for the optimizer's state between rounds: immutable, with a complete ``repr``."""
@@ -70,13 +72,10 @@ def _is_carried(name: str, key: str, value: object, parameter: nn.Parameter) -> 
             return True
         if value.numel() == 1:
             return False
-        found = f"{value.dtype} {list(value.shape)}"
-    elif isinstance(value, list | tuple | dict):
-        found = f"a {type(value).__name__}"
-    else:
+    elif not isinstance(value, list | tuple | dict):
         return False
     raise ValueError(
         "optimizer state must be floating-point and of its parameter's shape to move with it, "
-        f"got {key} of {name}: {found} for {list(parameter.shape)}; use ResetState() or another "
-        "optimizer"
+        f"got {key} of {name}: {summarize(value)} for {list(parameter.shape)}; use ResetState() or "
+        "another optimizer"
     )

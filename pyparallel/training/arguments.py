@@ -106,7 +106,7 @@ def summarize(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
+        return f"a tensor of shape {list(value.shape)} and {value.dtype}"
     if isinstance(value, Mapping | list | tuple):
         if not value:
             return f"an empty {kind}"

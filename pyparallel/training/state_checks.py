@@ -85,7 +85,7 @@ def check_like(saved: Any, own: Any, path: str) -> None:
         return
     if isinstance(own, Tensor):
         if not (isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (own.shape, own.dtype)):
-            raise ValueError(f"{path} must be {describe(own)}, got {describe(saved)}")
+            raise ValueError(f"{path} must be {summarize(own)}, got {summarize(saved)}")
     elif isinstance(own, Mapping):
         if not isinstance(saved, Mapping) or saved.keys() != own.keys():
             raise ValueError(f"{path} must be {summarize(own)}, got {summarize(saved)}")
@@ -145,10 +145,3 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, path: str) -> None:
 def load_copy(target: Any, saved: Any) -> None:
     """Load a copy of a state into an optimizer or scheduler, which may later write what it got."""
     target.load_state_dict(copy.deepcopy(saved))
-
-
-def describe(value: Any) -> str:
-    """Return what a leaf of a state is, in words."""
-    if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
-    return summarize(value)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .arguments import require, summarize
-from .state_checks import describe
 
 FORMAT_KEY = "format"
 FORMAT = 3
@@ -120,7 +119,8 @@ def _checksum_of_others(leaves: list[tuple[str, Any]]) -> int:
 
 def _describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
-        return f"{describe(leaf)} {leaf.requires_grad}"
+        kind = str(leaf.dtype).removeprefix("torch.")
+        return f"a {kind} tensor of shape {list(leaf.shape)} {leaf.requires_grad}"
     if isinstance(leaf, float):  # also numpy's, whose repr depends on its version
         return f"float {float(leaf).hex()} {math.isnan(leaf)}"
     if leaf is None or isinstance(leaf, bool | int | str | bytes | complex | torch.dtype):

@@ -55,7 +55,7 @@ class LocalPendingExchange:
         self._world = world
         self._messages = messages
 
-    def wait_for_headers(self):
+    def wait_for(self, kind):
         self.wait()
 
     def keep(self):

@@ -153,7 +153,8 @@ MISTAKES = {
     "parameter not in the module": (
         linear, owns_more, RING,
         r"ranks 0-1: optimizer must own only parameters of the module, as others would never be "
-        r"averaged, got 1 more, the first a tensor of shape \[1\]; wrap a module that holds all",
+        r"averaged, got 1 more, the first a tensor of shape \[1\] and torch.float32; wrap a module "
+        r"that holds all",
     ),
     "other strides": (
         channels_last_on_rank_one, own, RING,

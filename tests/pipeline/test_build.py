@@ -80,8 +80,9 @@ MISTAKES = {  # on all ranks, or on one; more of heads: test_heads.py and test_b
         "window must be from 1 to the number of stages, 4, got 5"),
     "too few outputs": (
         lambda *_: {"heads": [LinearHead(11), LinearHead(11), LinearHead(9)]},
-        f"{FITS} 2, LinearHead(num_outputs=9, norm=None), returns [3, 5, 9] for [3, 5, 6], the "
-        "target is [3, 5]: IndexError: Target 10 is out of bounds."),
+        f"{FITS} 2, LinearHead(num_outputs=9, norm=None), returns a tensor of shape [3, 5, 9] "
+        "and torch.float32 for a tensor of shape [3, 5, 6] and torch.float32, the target is a "
+        "tensor of shape [3, 5] and torch.int64: IndexError: Target 10 is out of bounds."),
     "a parameter of its stage": (
         lambda layers, _: {"heads": copies(layers[1])}, f"{LAYERS} stage 1 in the head of stage 1"),
     "a parameter of another stage": (

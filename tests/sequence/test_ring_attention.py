@@ -2,7 +2,10 @@
 
 import math
 import os
+import re
+import signal
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from pyparallel import compression
 from pyparallel.comm import CommStats, PeerError, check_consistent_across_ranks
 from pyparallel.compression import BufferLayout, ErrorFeedback, Int8, TopK
 from pyparallel.sequence import ring_attention, zigzag_split
+from pyparallel.sequence.ring import Ring
 from tests.gossip.loops import error_of
 from tests.workers import observe_ranks, on_ranks
 
@@ -286,21 +290,41 @@ def test_another_call_on_a_rank_is_an_error_of_both(rank):
     assert text in error
 
 
-def leave_before_the_backward(rank):
+def be_left(rank, place, number):
+    """Rank 1 gets a signal before it sends k and v, or before its backward."""
     q, k, v = (each.requires_grad_() for each in draw(4, 4, 4))
-    out = ring_attention(q, k, v)
-    if rank == 1:
-        os._exit(1)
-    with pytest.raises(PeerError) as caught:
+
+    def stop(*_):
+        os.kill(os.getpid(), number)
+
+    def step():
+        with mock.patch.object(
+            Ring, "pack", stop if (rank, place) == (1, "forward") else Ring.pack
+        ):
+            out = ring_attention(q, k, v)
+        if rank == 1:
+            stop()
         out.sum().backward()
+
+    with pytest.raises(PeerError) as caught:
+        step()
     return caught.value.failed, str(caught.value)
 
 
-@pytest.mark.slow
-def test_ranks_name_one_that_died():
-    outcomes = observe_ranks(3, leave_before_the_backward, time_limit=30, group_timeout=10)
+@pytest.mark.slow  # waits until the stopped rank is killed
+@pytest.mark.parametrize(
+    ("place", "number", "how"),
+    [
+        ("forward", signal.SIGKILL, "died, or ended without this call"),
+        ("backward", signal.SIGKILL, "died, or ended without this call"),
+        ("forward", signal.SIGSTOP, "did not respond within the process group's timeout of 5 s"),
+    ],
+)
+def test_ranks_name_a_neighbor_that_is_gone(place, number, how):
+    outcomes = observe_ranks(3, be_left, place, number, time_limit=20, group_timeout=5)
     for rank in (0, 2):
         failed, text = outcomes[rank].value
         assert failed == (1,), text
-        assert text.startswith(f"rank {rank}: ring_attention's messages from or to ranks"), text
-        assert "rank 1 died, or ended without this call" in text
+        edges = rf"({rank} -> \d|\d -> {rank})"
+        what = rf"rank {rank}: ring_attention's message on edge {edges} was not delivered: "
+        assert re.match(f"{what}rank 1 {how}", text), text

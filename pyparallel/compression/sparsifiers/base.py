@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from ... import ops
 from ...ops import FLOAT_DTYPES
+from ...training.arguments import summarize
 from ..compressor import Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
@@ -52,19 +53,15 @@ def add_at_indices(message: Message, out: Tensor, accumulate: bool) -> Tensor:
 def check_values(values: Tensor, count: int) -> None:
     """Raise a CorruptMessageError unless a message's values are (count,) floats."""
     if values.shape != (count,) or values.dtype not in FLOAT_DTYPES:
-        raise CorruptMessageError(
-            f"values must be {count} floats, got shape {list(values.shape)} of {values.dtype}"
-        )
+        raise CorruptMessageError(f"values must be {count} floats, got {summarize(values)}")
 
 
 def check_numbers(numbers: Tensor, count: int) -> None:
     """Raise a CorruptMessageError unless numbers are (count,) non-negative int64, read on CPUs."""
     fits = numbers.shape == (count,) and numbers.dtype == torch.int64
     if not fits or (numbers.device.type == "cpu" and bool((numbers < 0).any())):
-        raise CorruptMessageError(
-            f"numbers must be {count} non-negative int64, got shape {list(numbers.shape)} of "
-            f"{numbers.dtype}"
-        )
+        rule = f"numbers must be {count} non-negative int64"
+        raise CorruptMessageError(f"{rule}, got {summarize(numbers)}")
 
 
 def propagate_nonfinite_(values: Tensor, x: Tensor) -> Tensor:

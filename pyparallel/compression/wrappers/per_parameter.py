@@ -156,8 +156,7 @@ class PerParameter(Composed):
             lengths, *tensors = message
         if lengths.shape != (len(self.compressors),) or lengths.dtype != torch.int64:
             raise CorruptMessageError(
-                f"lengths must be {len(self.compressors)} int64, got "
-                f"{list(lengths.shape)} of {lengths.dtype}"
+                f"lengths must be {len(self.compressors)} int64, got {summarize(lengths)}"
             )
         counts = lengths.tolist()
         if min(counts) < 0 or sum(counts) != len(tensors):

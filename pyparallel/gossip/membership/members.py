@@ -1,6 +1,5 @@
 """What the members of an epoch train with: the part of an algorithm that a change concerns."""
 
-import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 # No public names, which mypy asks for.
 from typing_extensions import override
 
-from ...comm.consistency import gather_rows
+from ...comm import gather_json
 from ...training import Algorithm, FlatBuckets, ModelAverager, Place
 from ..messages import NeighborExchange
 from ..topology import Neighbors
@@ -78,12 +77,7 @@ def gather_from_members(value: Any, members: Sequence[str]) -> dict[str, Any]:
 
     All call this together. An error is torch's own, which ends an epoch and not the run.
     """
-    encoded = json.dumps(value).encode()
-    length = torch.tensor([len(encoded)], dtype=torch.int64, device="cpu")
-    lengths = gather_rows(length, None).flatten().tolist()
-    padded = bytearray(encoded.ljust(max(lengths)))
-    rows = gather_rows(torch.frombuffer(padded, dtype=torch.uint8), None)
-    return dict(zip(members, (json.loads(bytes(row.tolist())) for row in rows), strict=True))
+    return dict(zip(members, gather_json(value, None, "states", None), strict=True))
 
 
 @torch.no_grad()

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ...comm.p2p import Pending, Transfer
 from ...ops import mix_
 from ..messages import NeighborExchange
-from ..messages.exchange import PendingExchange, Transfer
+from ..messages.exchange import RECEIPT
 from ..push_sum import PushSum
 from ..push_sum.buffer import RoundBuffer
 from ..topology import Neighbors, Topology
@@ -50,7 +51,7 @@ class AcknowledgedRounds(PushSum):
         self._members, self._account = members, account
         self._epoch, self._scale = epoch, scale
         self._sent: Neighbors | None = None  # of the round in flight, also after an error
-        self._receipts: PendingExchange | None = None
+        self._receipts: Pending | None = None
         for buffer in buffers:
             buffer.weight.fill_(account.weight * scale)
 
@@ -157,14 +158,10 @@ class AcknowledgedRounds(PushSum):
         self._receipts = None
         for buffer in self._round_buffers:
             buffer.release()
-        self.exchange.failed.clear()
 
     def _exchange_receipts(self, neighbors: Neighbors, index: int) -> None:
         receipt = torch.full((1,), float(index), dtype=torch.float64, device="cpu")
         self._receipts = self.exchange.start(
-            [Transfer(peer, receipt, is_receipt=True) for peer in neighbors.in_peers],
-            [
-                Transfer(peer, torch.empty_like(receipt), is_receipt=True)
-                for peer in neighbors.out_peers
-            ],
+            [Transfer(peer, receipt, RECEIPT) for peer in neighbors.in_peers],
+            [Transfer(peer, torch.empty_like(receipt), RECEIPT) for peer in neighbors.out_peers],
         )

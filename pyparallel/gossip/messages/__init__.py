@@ -1,6 +1,6 @@
 """Messages of gossip rounds: what is sent to whom, and the headers by which it is checked."""
 
-from .exchange import NeighborExchange, PendingExchange, Received, Round, Transfer
+from .exchange import NeighborExchange, Received, Round
 from .flags import Flags
 from .header import MessageHeaders
 from .symmetric_memory import SymmetricMemoryExchange
@@ -9,9 +9,7 @@ __all__ = [
     "Flags",
     "MessageHeaders",
     "NeighborExchange",
-    "PendingExchange",
     "Received",
     "Round",
     "SymmetricMemoryExchange",
-    "Transfer",
 ]

@@ -1,101 +1,24 @@
 """Rounds of point-to-point messages in one process group."""
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from ...comm.collectives import Collectives
 from ...comm.counts import ANY
 from ...comm.errors import PeerError
-from ...comm.profiling import post, profiled
+from ...comm.p2p import Pending, PointToPoint, Transfer
+from ...comm.profiling import profiled
 from ...comm.run import Run
-from ...comm.store import timeout_of
 from .header import MessageHeaders, RoundHeaders
 
-_NUM_TAGS = 2**30 - 2  # of each kind of message; gloo's tags are 31 bits
-
-
-class Transfer(NamedTuple):
-    """A tensor and the rank in the group, ``peer``, to send it to or receive it from.
-
-    Args:
-        is_header: whether ``PendingExchange.wait_for_headers`` waits for it.
-        is_difference: whether it is part of a difference to an earlier message.
-        is_receipt: whether it tells a sender that its message was merged.
-    """
-
-    peer: int
-    tensor: Tensor
-    is_header: bool = False
-    is_difference: bool = False
-    is_receipt: bool = False
-
-    @property
-    def tag(self) -> int:
-        """Return gloo's tag: a message never arrives in a tensor of another kind or length."""
-        if self.is_header or self.is_receipt:
-            return int(self.is_receipt)
-        num_bytes = self.tensor.numel() * self.tensor.element_size()
-        return 2 * (1 + num_bytes % _NUM_TAGS) + self.is_difference
-
-
-@dataclass(eq=False)
-class PendingExchange:
-    """Messages in flight. Do not touch their tensors until ``wait`` has returned."""
-
-    exchange: "NeighborExchange"
-    transfers: Sequence[Transfer]  # their tensors are kept alive while in flight
-    num_received: int  # the first of them; the others are sent
-    works: InitVar[Sequence[dist.Work]]
-
-    def __post_init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = list(enumerate(works))
-        self._is_batched = len(works) < len(self.transfers)  # NCCL returns one work for all
-        # Gloo's own may be of the time when members connected; with NCCL the host would wait.
-        on_cpu = bool(works) and self.transfers[0].tensor.is_cpu
-        by_gloo = on_cpu and isinstance(works[0], dist.Work)
-        self._timeout = (timeout_of(self.exchange.run.group),) if by_gloo else ()
-
-    def wait_for_headers(self) -> None:
-        """Wait as ``wait``, on gloo for the headers that are received only."""
-        if not self._is_batched:
-            self._wait(lambda index: index < self.num_received and self.transfers[index].is_header)
-        else:
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait until all messages of the round are sent and received.
-
-        On NCCL this makes the current stream wait and returns at once; on gloo the host waits. A
-        second call on the same stream does nothing.
-        """
-        self._wait(lambda index: True)
-
-    def keep(self) -> None:
-        """Keep the tensors for good: messages that nobody waits for may still arrive in them."""
-        self.exchange.failed.append(self)
-
-    def _wait(self, is_due: Callable[[int], bool]) -> None:
-        begin = time.perf_counter()
-        for entry in [each for each in self._works if is_due(each[0])]:
-            index, work = entry
-            try:
-                work.wait(*self._timeout)
-            except RuntimeError as error:
-                self.keep()
-                failed, num_received = self.transfers, self.num_received
-                if not self._is_batched:
-                    failed, num_received = failed[index : index + 1], int(index < num_received)
-                raise self.exchange.peer_error(failed, num_received, error) from error
-            self._works.remove(entry)
-        self.exchange.run.stats.count_wait(time.perf_counter() - begin)
+MESSAGE, DIFFERENCE, HEADER, RECEIPT = range(4)
+"""Kinds of transfers: of a message, of a difference to an earlier one, of a header, which
+``Round.wait`` waits for first, and of what tells a sender that its message was merged."""
 
 
 class Received(NamedTuple):
@@ -128,7 +51,7 @@ class Round:
 
     def __init__(
         self,
-        pending: PendingExchange,
+        pending: Pending,
         headers: RoundHeaders,
         into: Sequence[Sequence[Tensor]],
         finish: Callable[[Tensor], Tensor] | None,
@@ -150,7 +73,7 @@ class Round:
         """
         if self._received is None:
             with profiled("pyparallel::gossip_wait"):
-                self._pending.wait_for_headers()
+                self._pending.wait_for(HEADER)
                 try:
                     masses = self._headers.check()
                 except PeerError:
@@ -172,8 +95,8 @@ class _AllReduce(NamedTuple):
     mass: Tensor
 
 
-class NeighborExchange:
-    """Batched point-to-point sends and receives (``batch_isend_irecv``) in one process group.
+class NeighborExchange(PointToPoint):
+    """Rounds of messages to and from neighbors in one process group.
 
     With gloo, a message that another program of the group sends with the same tag, and that is
     longer than the tensor that awaits it, ends the receiving process: gloo aborts it ("terminate
@@ -181,15 +104,14 @@ class NeighborExchange:
     differ by length and kind: messages that do not match wait, and their headers tell why.
 
     The group of ``run`` has the rank numbers of peers. Without counts in headers, ranks may step at
-    their own pace. ``failed`` are rounds whose messages may still arrive. After a round
-    ``headers.raise_nonfinite()`` raises for nan or inf in gradients of its senders.
+    their own pace. After a round ``headers.raise_nonfinite()`` raises for nan or inf in gradients
+    of its senders.
     """
 
     def __init__(self, run: Run, *, has_counts: bool = True) -> None:
-        self.run = run
+        super().__init__(run, otherwise="took fewer steps: use join()")
         self.rank, self.num_ranks, self.me = run.group_rank, run.size, run.rank
         self.collectives = Collectives(run, run.stats)
-        self.failed: list[PendingExchange] = []
         self.headers = MessageHeaders(run, has_counts=has_counts)
 
     def reserve(self, messages: Sequence[Sequence[int]], device: torch.device) -> Tensor | None:
@@ -253,28 +175,6 @@ class NeighborExchange:
                 finish = partial(self.finish_sum, started)
         return Round(pending, headers, into, finish)
 
-    def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> PendingExchange:
-        """Start a round; transfers between two ranks match in the order in which they are listed.
-
-        A tensor to receive into has the length and the dtype that is sent: one of another length is
-        never received.
-        """
-        # Receives first: gloo announces a posted receive to its sender on the connection that our
-        # own data use. Announced after the data, two ranks that exchange would send in turn.
-        operations = [
-            dist.P2POp(kind, each.tensor, group=self.run.group, tag=each.tag, group_peer=each.peer)
-            for kind, transfers in ((dist.irecv, receives), (dist.isend, sends))
-            for each in transfers
-        ]
-        transfers = [*receives, *sends]
-        try:
-            works = post(dist.batch_isend_irecv, operations) if operations else []
-        except RuntimeError as error:
-            raise self.peer_error(transfers, len(receives), error) from error
-        sizes = (each.tensor.numel() * each.tensor.element_size() for each in sends)
-        self.run.stats.count_bytes(sum(sizes))
-        return PendingExchange(self, transfers, len(receives), works)
-
     def finish_sum(self, started: _AllReduce, masses: Tensor) -> Tensor:
         """Wait for the sum of all ranks' messages; make one message, in it, of the others'.
 
@@ -285,21 +185,6 @@ class NeighborExchange:
         others = masses.sum()
         started.total.sub_(started.sent * started.mass).div_(others)
         return torch.where((masses > 0).all(), others, 0).view(1)
-
-    def peer_error(
-        self, transfers: Sequence[Transfer], num_received: int, error: RuntimeError
-    ) -> PeerError:
-        """Return the error of undelivered messages, of which the first are to be received."""
-        peers = [self.run.global_rank(transfer.peer) for transfer in transfers]
-        edges = [(peer, self.me) for peer in peers[:num_received]]
-        edges += [(self.me, peer) for peer in peers[num_received:]]
-        names = ", ".join(f"{sender} -> {receiver}" for sender, receiver in dict.fromkeys(edges))
-        return self.run.error(
-            f"the message on edge {names} was not delivered",
-            error,
-            suspects=[peer for edge in edges for peer in edge],
-            otherwise="took fewer steps: use join()",
-        )
 
 
 def _transfers(
@@ -314,10 +199,10 @@ def _transfers(
     """
     transfers = []
     for index, (peer, header) in enumerate(zip(peers, headers, strict=True)):
-        transfers.append(Transfer(peer, header, is_header=True))
+        transfers.append(Transfer(peer, header, HEADER))
         parts = [each for each in messages[index] if each.numel()] if messages else []
-        differs = are_differences[index]
-        transfers += [Transfer(peer, each, is_difference=differs) for each in parts]
+        kind = DIFFERENCE if are_differences[index] else MESSAGE
+        transfers += [Transfer(peer, each, kind) for each in parts]
     return transfers
 
 

@@ -16,11 +16,12 @@ from typing_extensions import override
 from ...comm.collectives import Collectives
 from ...comm.counts import NUM_FIELDS
 from ...comm.errors import PeerError
+from ...comm.p2p import Pending, Transfer
 from ...comm.store import timeout_of
 from ...compression.hooks.comm_worker import comm_worker_for
 from ...training.arguments import require
 from ...training.trainer import raising_on_all_ranks
-from .exchange import NeighborExchange, PendingExchange, Transfer
+from .exchange import HEADER, NeighborExchange
 from .header import MessageHeaders
 
 _READY, _READ = 0, 1  # channels: a message can be read; it has been
@@ -97,7 +98,7 @@ class SymmetricMemoryExchange(NeighborExchange):
         return SharedMemory(own, handle, round(timeout_of(group).total_seconds() * 1000))
 
     @override
-    def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> PendingExchange:
+    def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         assert not self._unread, "a round must be waited for before the next one"
         transfers = [*receives, *sends]
         works: list[Any] = []
@@ -118,8 +119,8 @@ class SymmetricMemoryExchange(NeighborExchange):
                 works.append(_Copies(self._memory, self._unread, self._start_copies(receives)))
         except RuntimeError as error:
             raise self.peer_error(transfers, len(receives), error) from error
-        self.run.stats.count_bytes(sum(each.tensor.nbytes for each in sends))
-        return PendingExchange(self, transfers, len(receives), works)
+        self.stats.count_bytes(sum(each.tensor.nbytes for each in sends))
+        return Pending(self, transfers, len(receives), works)
 
     @override
     def peer_error(
@@ -152,7 +153,7 @@ class SymmetricMemoryExchange(NeighborExchange):
         memory, end = self._theirs[sender], 0
         for each in parts:
             begin = end
-            if each.is_header:
+            if each.kind == HEADER:
                 begin = self._header_offset + receiver * _HEADER_BYTES
             else:
                 end += _aligned(each.tensor.nbytes)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...training.arguments import require
+from ...training.arguments import require, summarize
 from ..messages import Value, tensors_of
 from ..messages.endpoints import destinations_of, source_of
 from ..messages.format import Refusal
@@ -106,16 +106,9 @@ def _check_loss(
     except Exception as error:
         raise ValueError(
             f"heads must return outputs that loss_fn takes: that of stage {stage}, {head!r}, "
-            f"returns {_describe(output)} for {_describe(example)}, the target is "
-            f"{_describe(target)}: "
-            f"{type(error).__name__}: {error}"
+            f"returns {summarize(output)} for {summarize(example)}, the target is "
+            f"{summarize(target)}: {type(error).__name__}: {error}"
         ) from error
     rule = "heads must return outputs for which loss_fn returns a 0-d tensor"
-    got = f"the loss {_describe(loss)} of {_describe(output)} from that of stage {stage}, {head!r}"
-    require(isinstance(loss, Tensor) and not loss.dim(), rule, got)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_describe, value))})"
-    return f"{list(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
+    of = f"{summarize(output)} from that of stage {stage}, {head!r}"
+    require(isinstance(loss, Tensor) and not loss.dim(), rule, f"{summarize(loss)} for {of}")

@@ -42,7 +42,7 @@ class Head(ABC):
             return example
         raise ValueError(
             f"heads must fit the outputs of their stages: {self!r} takes a floating-point tensor "
-            f"{shape}, got {_describe(example)}; split the model elsewhere, or give an nn.Module"
+            f"{shape}, got {summarize(example)}; split the model elsewhere, or give an nn.Module"
         )
 
 
@@ -97,10 +97,6 @@ def _check_apart(given: Sequence[object]) -> None:
             rule = f"heads must not share a {what}, as each learns from its own loss"
             got = f"the same one for stages {other} and {stage}"
             require(other == stage, rule, f"{got}: give a builder, or copy.deepcopy it")
-
-
-def _describe(value: Tensor) -> str:
-    return f"one of shape {list(value.shape)} and {value.dtype}"
 
 
 class _OnFirst(nn.Module):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm.errors import PeerError, RemoteError
+from ...comm.p2p import keep
 from ...comm.profiling import post
 from ...comm.store import timeout_of
 from .format import (
@@ -37,14 +38,6 @@ from .payloads import INLINE_BYTES, PREFETCH_DEPTH, GlooPayloads, InlineRoom, Nc
 ABORT_FLUSH_SECONDS = 30.0  # for a peer that computes before it receives again
 PEER_ABORT_TIMEOUT = datetime.timedelta(seconds=1)  # for a header that was sent before
 _HEADER_TAG, _VIA_HOST_TAG = 0, 1  # GlooPayloads has the others
-# Of each group: what channels that are gone have sent, and their peers may not have received yet.
-# Gloo sends a message when the peer receives it, and never if its work is gone by then.
-_undelivered: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]]"
-_undelivered = weakref.WeakKeyDictionary()
-
-
-def _keep(group: dist.ProcessGroup, sent: Iterable[Any]) -> None:
-    _undelivered.setdefault(group, []).extend(sent)
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,8 @@ class Channel:
         self._num_announced = 0  # of them by the last `expect`
         self._headers: deque[tuple[Tensor, Any]] = deque()  # posted: header, work
         self._sent: deque[list[tuple[Tensor, Any]]] = deque()
-        weakref.finalize(self, _keep, send_group, self._sent).atexit = False
+        # Gloo sends a message when the peer receives it, and never if its work is gone by then.
+        weakref.finalize(self, keep, send_group, self._sent).atexit = False
         self._abort: tuple[Tensor, Any] | None = None
         self._broken = False
         self._num_delivered = 0

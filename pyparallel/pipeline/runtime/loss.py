@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...training import summarize
 from ..messages import Value, tensors_of
 from ..messages.format import Refusal, RefusalKind
 from ..messages.refusals import refusal_of
@@ -115,8 +116,7 @@ class Criterion:
             return sum(parts, torch.zeros((), device="cpu"))
         loss = self.loss_fn(output, splitter.target(microbatch))
         if not isinstance(loss, Tensor) or loss.dim():
-            what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise ValueError(f"loss_fn must return a 0-d tensor, got one {what}")
+            raise ValueError(f"loss_fn must return a 0-d tensor, got {summarize(loss)}")
         share = splitter.share(microbatch)
         self._reported.append(_Reported(HostCopy(loss.detach()), share, microbatch, must_be_finite))
         return loss

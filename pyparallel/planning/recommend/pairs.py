@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...comm import PeerError, store_of
+from ...comm import PeerError, p2p, store_of
 from ...comm.failures import quote
+from ...comm.p2p import Transfer
 from ...comm.process_groups import create_group
 from ...training.arguments import require
 from .profile import timed
@@ -171,11 +172,10 @@ def _times(
 ) -> Sequence[float]:
     """Return the seconds of exchanges with a rank, each way at once."""
     sent, received = torch.zeros(2, numel, device=device)
+    place = peer if group is None else dist.get_group_rank(group, peer)
 
     def exchange() -> None:
-        sends = dist.P2POp(dist.isend, sent, peer, group)
-        receives = dist.P2POp(dist.irecv, received, peer, group)
-        for work in dist.batch_isend_irecv([receives, sends]):
+        for work in p2p.start(group, [Transfer(place, sent)], [Transfer(place, received)]):
             work.wait(timeout)
 
     return [timed(exchange, device) for _ in range(_WARM_UP + count)][_WARM_UP:]

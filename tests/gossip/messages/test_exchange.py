@@ -6,7 +6,8 @@ from unittest import mock
 import torch
 
 from pyparallel.comm import Run
-from pyparallel.gossip.messages import NeighborExchange, SymmetricMemoryExchange, Transfer
+from pyparallel.comm.p2p import Transfer
+from pyparallel.gossip.messages import NeighborExchange, SymmetricMemoryExchange
 from tests.gossip.loops import error_of
 from tests.workers import on_ranks
 

@@ -77,20 +77,24 @@ UNFIT_HEADS = [
         [LinearHead(2), nn.Linear(9, 2)],
         {},
         "heads must return outputs that loss_fn takes: that of stage 1, GivenHead(module="
-        "Linear(in_features=9, out_features=2, bias=True)), returns None for [4, 4], the "
-        "target is [4, 2]: RuntimeError: ",
+        "Linear(in_features=9, out_features=2, bias=True)), returns None for a tensor of "
+        "shape [4, 4] and torch.float32, the target is a tensor of shape [4, 2] and torch.float32: "
+        "RuntimeError: ",
     ),
     (
         [LinearHead(2), LinearHead(2)],
         {"loss_fn": failing_loss},
         "heads must return outputs that loss_fn takes: that of stage 0, LinearHead(num_outputs="
-        "2, norm=None), returns [4, 2] for [4, 5], the target is [4, 2]: LookupError: no loss",
+        "2, norm=None), returns a tensor of shape [4, 2] and torch.float32 for a tensor of shape "
+        "[4, 5] and torch.float32, the target is a tensor of shape [4, 2] and torch.float32: "
+        "LookupError: no loss",
     ),
     (
         [LinearHead(2), LinearHead(2)],
         {"loss_fn": lambda output, target: (output - target).square().sum(1)},
-        "heads must return outputs for which loss_fn returns a 0-d tensor, got the loss [4] of "
-        "[4, 2] from that of stage 0, LinearHead(num_outputs=2, norm=None)",
+        "heads must return outputs for which loss_fn returns a 0-d tensor, got a tensor of shape "
+        "[4] and torch.float32 for a tensor of shape [4, 2] and torch.float32 from that of stage "
+        "0, LinearHead(num_outputs=2, norm=None)",
     ),
     (
         [LinearHead(2), LinearHead(2)],

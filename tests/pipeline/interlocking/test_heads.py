@@ -101,9 +101,12 @@ def test_the_repr_of_a_head_is_the_same_on_every_rank(subtests):
 
 
 UNFIT_EXAMPLES = [
-    (torch.randn(6), r"one of shape \[6\] and torch.float32"),
-    (torch.ones(3, 6, 4, 6, dtype=torch.int64), r"one of shape \[3, 6, 4, 6\] and torch.int64"),
-    ((torch.randn(6), torch.ones(3, 6)), r"one of shape \[6\] and torch.float32"),
+    (torch.randn(6), r"a tensor of shape \[6\] and torch.float32"),
+    (
+        torch.ones(3, 6, 4, 6, dtype=torch.int64),
+        r"a tensor of shape \[3, 6, 4, 6\] and torch.int64",
+    ),
+    ((torch.randn(6), torch.ones(3, 6)), r"a tensor of shape \[6\] and torch.float32"),
 ]
 
 

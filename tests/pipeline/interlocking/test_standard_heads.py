@@ -105,7 +105,9 @@ def test_the_embedding_gets_no_gradient(norm):
 
 def test_the_width_must_be_the_embeddings():
     head = TiedHead(nn.Embedding(7, 6))
-    with pytest.raises(ValueError, match=r"tensor of shape \(batch, ..., 6\), got one of shape \["):
+    with pytest.raises(
+        ValueError, match=r"tensor of shape \(batch, ..., 6\), got a tensor of shape \["
+    ):
         head.build(torch.randn(3, 4, 5))
 
 

@@ -109,7 +109,7 @@ BAD_INPUTS = [
     ([1, 2], TypeError(f"{SPLIT_RULE}.*with a tensor to split into microbatches, got a list of 2")),
     ({}, TypeError(f"{SPLIT_RULE}.*with a tensor to split into microbatches, got an empty dict")),
     ({1: torch.full((4,), 77.0)}, TypeError("the keys of inputs must be names .* a list of 1: 1$")),
-    (torch.ones(()), r"inputs must be of tensors whose first dimension is the batch, got .*\[\]$"),
+    (torch.ones(()), r"inputs must be of tensors whose first dimension is the batch, got .*\[\] "),
     ({"x": torch.ones(4), "y": [torch.tensor(77.0)]}, "of tensors whose first .* keys 'x', 'y'$"),
     (torch.ones(3), rf"inputs {ONE_NUMBER} \[3\]; use drop_last=True, or a smaller num_micro"),
     ([torch.ones(3), 1], rf"inputs {ONE_NUMBER} \[3\]; use drop_last=True"),
@@ -126,7 +126,7 @@ BAD_TARGETS = [
     (7, TypeError("target must be a tensor, or a tuple, list or dict of tensors, got 7$")),
     ([], TypeError("target must be a tensor, or .*, got an empty list$")),
     ({"x": SAMPLES, "y": 1}, TypeError("target must be a tensor, or .* keys 'x', 'y'$")),
-    (torch.ones(()), r"target must be of tensors whose first dimension is the batch, got .*\[\]$"),
+    (torch.ones(()), r"target must be of tensors whose first dimension is the batch, got .*\[\] "),
     (torch.ones(3), rf"target {ONE_NUMBER} \[3\]; use drop_last=True, or a smaller num_micro"),
     ({"x": torch.ones(4), "y": torch.ones(5)}, rf"target {ONE_NUMBER} \[4, 5\]$"),
 ]
@@ -206,8 +206,9 @@ def test_weights_of_losses_are_of_the_targets():
 
 BAD_WEIGHTS = [
     (-1, "-1 for"), (float("nan"), "nan for"), (torch.tensor(float("inf")), "inf"),
-    (torch.ones(2), r"a tensor of shape \[2\] for"), ("text", "'text' for"), (None, "None for"),
-    (torch.tensor(1j), r"a tensor of shape \[\] for"),
+    (torch.ones(2), r"a tensor of shape \[2\] and torch.float32 for"),
+    ("text", "'text' for"), (None, "None for"),
+    (torch.tensor(1j), r"a tensor of shape \[\] and torch.complex64 for"),
 ]  # fmt: skip
 
 

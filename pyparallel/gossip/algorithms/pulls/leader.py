@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ....comm import Collectives
-from ....training import FlatBuckets
+from ....training import FlatBuckets, summarize
 
 # Whether a rank has a mean loss to compare, and why not; all-gathered with it.
 _HAS_LOSS, _NO_LOSS_RECORDED, _NO_BATCHES = 0.0, 1.0, 2.0
@@ -58,7 +58,7 @@ class MeanLoss:
     def record(self, loss: Tensor | float) -> None:
         """Add one loss: a number or a tensor of one element."""
         if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise ValueError(f"loss must be one number, got a tensor of shape {list(loss.shape)}")
+            raise ValueError(f"loss must be one number, got {summarize(loss)}")
         value = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
         self.total += value
         self.count += 1

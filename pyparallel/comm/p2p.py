@@ -1,0 +1,155 @@
+"""Point-to-point messages in one process group: sends and receives that are started together."""
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import PeerError
+from .profiling import post
+from .run import Run
+from .stats import CommStats
+from .store import timeout_of
+
+_NUM_KINDS, _NUM_LENGTHS = 4, 2**29 - 1  # gloo's tags are 31 bits
+
+# Of each group: messages that nobody waits for, which gloo may still send, or write into.
+_kept = weakref.WeakKeyDictionary[Any, list[Any]]()
+
+
+def keep(group: dist.ProcessGroup | None, *in_flight: Any) -> None:
+    """Keep messages, with their tensors and works, as long as their group."""
+    if group := group or dist.group.WORLD:
+        _kept.setdefault(group, []).extend(in_flight)
+
+
+class Transfer(NamedTuple):
+    """A tensor and the rank in the group, ``peer``, to send it to or receive it from.
+
+    ``kind``, of 0 to 3, tells messages of one length apart.
+    """
+
+    peer: int
+    tensor: Tensor
+    kind: int = 0
+
+    @property
+    def tag(self) -> int:
+        """Return gloo's tag: a message never arrives in a tensor of another kind or length."""
+        return self.kind + _NUM_KINDS * (self.tensor.nbytes % _NUM_LENGTHS)
+
+
+def start(
+    group: dist.ProcessGroup | None, sends: Sequence[Transfer], receives: Sequence[Transfer]
+) -> Sequence[dist.Work]:
+    """Start transfers, receives first; NCCL returns one work for all."""
+    # Gloo announces a posted receive to its sender on the connection that our own data use.
+    # Announced after the data, two ranks that exchange would send in turn.
+    operations = [
+        dist.P2POp(function, each.tensor, group=group, tag=each.tag, group_peer=each.peer)
+        for function, transfers in ((dist.irecv, receives), (dist.isend, sends))
+        for each in transfers
+    ]
+    works: list[dist.Work] = post(dist.batch_isend_irecv, operations) if operations else []
+    return works
+
+
+@dataclass(eq=False)
+class Pending:
+    """Messages in flight. Do not touch their tensors until ``wait`` has returned."""
+
+    p2p: "PointToPoint"
+    transfers: Sequence[Transfer]  # their tensors are kept alive while in flight
+    num_received: int  # the first of them; the others are sent
+    works: InitVar[Sequence[dist.Work]]
+
+    def __post_init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = list(enumerate(works))
+        self._is_batched = len(works) < len(self.transfers)  # NCCL returns one work for all
+        # Gloo's own may be of the time when members connected; with NCCL the host would wait.
+        on_cpu = bool(works) and self.transfers[0].tensor.is_cpu
+        by_gloo = on_cpu and isinstance(works[0], dist.Work)
+        self._timeout = (timeout_of(self.p2p.run.group),) if by_gloo else ()
+
+    def wait_for(self, kind: int) -> None:
+        """Wait as ``wait``, on gloo for the messages of one kind that are received only."""
+        if not self._is_batched:
+            received = self.transfers[: self.num_received]
+            self._wait(lambda index: index < len(received) and received[index].kind == kind)
+        else:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until all messages are sent and received.
+
+        On NCCL this makes the current stream wait and returns at once; on gloo the host waits. A
+        second call on the same stream does nothing.
+        """
+        self._wait(lambda index: True)
+
+    def keep(self) -> None:
+        """Keep the tensors: messages that nobody waits for may still arrive in them."""
+        keep(self.p2p.run.group, self.transfers, self._works)
+
+    def _wait(self, is_due: Callable[[int], bool]) -> None:
+        begin = time.perf_counter()
+        for entry in [each for each in self._works if is_due(each[0])]:
+            index, work = entry
+            try:
+                work.wait(*self._timeout)
+            except RuntimeError as error:
+                self.keep()
+                failed, num_received = self.transfers, self.num_received
+                if not self._is_batched:
+                    failed, num_received = failed[index : index + 1], int(index < num_received)
+                raise self.p2p.peer_error(failed, num_received, error) from error
+            self._works.remove(entry)
+        self.p2p.stats.count_wait(time.perf_counter() - begin)
+
+
+class PointToPoint:
+    """Sends and receives in the group of a run, whose rank numbers peers have.
+
+    ``stats``, by default those of the run, count bytes and seconds. An error names the edges on
+    which ``what`` was not delivered, and why: a rank died or, as ``otherwise`` says, did something
+    else.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stats: CommStats | None = None,
+        what: str = "the message",
+        otherwise: str = "ended without this call",
+    ) -> None:
+        self.run, self.stats = run, run.stats if stats is None else stats
+        self._what, self._otherwise = what, otherwise
+
+    def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
+        """Start transfers; those between two ranks match in the order in which they are listed.
+
+        A tensor to receive into has the length and the dtype that is sent: one of another length is
+        never received.
+        """
+        transfers = [*receives, *sends]
+        try:
+            works = start(self.run.group, sends, receives)
+        except RuntimeError as error:
+            raise self.peer_error(transfers, len(receives), error) from error
+        self.stats.count_bytes(sum([each.tensor.nbytes for each in sends]))
+        return Pending(self, transfers, len(receives), works)
+
+    def peer_error(
+        self, transfers: Sequence[Transfer], num_received: int, error: RuntimeError
+    ) -> PeerError:
+        """Return the error of undelivered messages, of which the first are to be received."""
+        me, peers = self.run.rank, [self.run.global_rank(each.peer) for each in transfers]
+        edges = [(peer, me) for peer in peers[:num_received]]
+        edges += [(me, peer) for peer in peers[num_received:]]
+        names = ", ".join(f"{sender} -> {receiver}" for sender, receiver in dict.fromkeys(edges))
+        what = f"{self._what} on edge {names} was not delivered"
+        return self.run.error(what, error, suspects=peers, otherwise=self._otherwise)
