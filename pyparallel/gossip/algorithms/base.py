@@ -6,13 +6,16 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from ...comm import Collectives, Run
 from ...compression import AttachPoint, Compressor
 from ...compression.compressor import find_error_at
 from ...training import Algorithm, Place, check_like, wrong_type
 from ...training.arguments import check_in, check_integer, require
 from ...training.consensus import copy_all
+from ..messages.averages import Pairs
 from ..topology import BaseGraph, OnePeerExponential, Topology
 from ..topology.base import check_topology
 
@@ -92,6 +95,7 @@ class Periodic(Algorithm):
             step; None: 0, or with a delay 0.5, as otherwise what it learned meanwhile were lost.
     """
 
+    takes_outer_steps = True
     compressor: Compressor | None = field(default=None, kw_only=True)
     fragments: int | Sequence[Sequence[str]] = field(default=1, kw_only=True)
     delay: int = field(default=0, kw_only=True)
@@ -123,6 +127,22 @@ class Periodic(Algorithm):
     @override
     def can_have_members(self) -> bool:
         return self.is_at_once
+
+    def outer_rule(
+        self, optimizer: Optimizer, collectives: Collectives, weights: list[Tensor]
+    ) -> "OuterRule":
+        """Return the rule of a fragment's outer steps, here local SGD's, for its weights.
+
+        Args:
+            optimizer: of the steps in between.
+            collectives: of all ranks.
+            weights: ``widened`` copies.
+        """
+        return OuterRule(weights if self.compressor else ())
+
+    def start_averages(self, run: Run) -> Pairs | None:
+        """Return the averages over pairs of a group's ranks; None: averages are over all."""
+        return None
 
     def check_options(self, interval: int) -> None:
         """Raise a ValueError or TypeError for options that do not fit the interval."""

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -100,8 +99,13 @@ class SlowMo(Periodic):
         inner = None
         if self.inner:
             inner = self.inner.start(module, optimizer, buckets, run)
-        make_rule = partial(SlowMomentumRule, self, optimizer, Collectives(run, run.stats))
-        return PeriodicAverager(self, self.interval, make_rule, module, buckets, run, inner)
+        return PeriodicAverager(self, self.interval, optimizer, module, buckets, run, inner)
+
+    @override
+    def outer_rule(
+        self, optimizer: Optimizer, collectives: Collectives, weights: list[Tensor]
+    ) -> OuterRule:
+        return SlowMomentumRule(self, optimizer, collectives, weights)
 
 
 class SlowMomentumRule(OuterRule):

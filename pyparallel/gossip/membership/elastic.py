@@ -55,11 +55,12 @@ class Elastic(Algorithm):
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ElasticAverager:
         inner: MembersAverager
-        if isinstance(self.algorithm, SGP):
-            inner = PushSumMembers(self.algorithm, module, optimizer, buckets, run)
+        algorithm: Any = self.algorithm  # one that can have members
+        if algorithm.takes_outer_steps:
+            start = partial(bind(algorithm, 1).start, module, optimizer, buckets, run)
+            inner = OuterStepMembers(algorithm, start, module, buckets, run)
         else:
-            start = partial(bind(self.algorithm, 1).start, module, optimizer, buckets, run)
-            inner = OuterStepMembers(self.algorithm, start, module, buckets, run)
+            inner = PushSumMembers(algorithm, module, optimizer, buckets, run)
         return ElasticAverager(inner, self.membership, self.config)
 
 
