@@ -286,7 +286,7 @@ MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
 # length of a file is counted, without a limit: short files made layers.
 LIMITS = {
     "lines of the package": 45_100,
-    "lines of its checks and raises": 3_160,
+    "lines of its checks and raises": 3_092,
     "lines of comm": 1_767,
     "exports of comm": 25,
     "lines of comm and training that one trainer uses": 0,
@@ -298,7 +298,7 @@ LIMITS = {
     "methods that only forward": 30,
     "files that write a gossip round out": 1,
     "isinstance of algorithms, schedules, compressors": 11,
-    "methods of theirs that return an error": 21,
+    "methods of theirs that return an error": 12,
     "functions of more than 12 arguments": 1,
 }
 

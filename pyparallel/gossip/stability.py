@@ -80,7 +80,7 @@ class _Steps:
     def __init__(self, algorithm: SGP | OSGP, momentum: float, nesterov: bool) -> None:
         self._momentum, self._nesterov = momentum, nesterov
         self._sends_first = algorithm.merges_after_update
-        self._delay = algorithm.steps_in_flight
+        self._delay = algorithm.overlap
         self._merges_first = self._delay > 0 and not self._sends_first
         self._rounds = _rounds_of(algorithm.bound_topology)
         self._weights = self._periodic_weights()

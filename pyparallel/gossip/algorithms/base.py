@@ -13,7 +13,7 @@ from ...comm import Collectives, Run
 from ...compression import AttachPoint, Compressor
 from ...compression.compressor import find_error_at
 from ...training import Algorithm, Place, check_like, wrong_type
-from ...training.arguments import check_in, check_integer, require
+from ...training.arguments import check_in, check_integer, raise_problem, require
 from ...training.consensus import copy_all
 from ..messages.averages import Pairs
 from ..topology import BaseGraph, OnePeerExponential, Topology
@@ -128,17 +128,11 @@ class Periodic(Algorithm):
     def can_have_members(self) -> bool:
         return self.is_at_once
 
-    def outer_rule(
-        self, optimizer: Optimizer, collectives: Collectives, weights: list[Tensor]
+    def make_rule(
+        self, slow: list[Tensor], optimizer: Optimizer, ranks: Collectives
     ) -> "OuterRule":
-        """Return the rule of a fragment's outer steps, here local SGD's, for its weights.
-
-        Args:
-            optimizer: of the steps in between.
-            collectives: of all ranks.
-            weights: ``widened`` copies.
-        """
-        return OuterRule(weights if self.compressor else ())
+        """Return the rule of a fragment for its weights, ``widened`` copies; here local SGD's."""
+        return OuterRule(slow if self.compressor else ())
 
     def start_averages(self, run: Run) -> Pairs | None:
         """Return the averages over pairs of a group's ranks; None: averages are over all."""
@@ -148,9 +142,7 @@ class Periodic(Algorithm):
         """Raise a ValueError or TypeError for options that do not fit the interval."""
         check_integer("interval", interval, rule="a positive number of steps")
         if self.compressor is not None:
-            problem = find_error_at(AttachPoint.OUTER_STEPS, self.compressor)
-            if problem is not None:
-                raise problem if isinstance(problem, TypeError) else ValueError(problem)
+            raise_problem(find_error_at(AttachPoint.OUTER_STEPS, self.compressor))
         if isinstance(self.fragments, int):
             check_integer("fragments", self.fragments)
         count = self.num_fragments
@@ -237,9 +229,3 @@ def find_algorithm_error(algorithm: object, name: str = "algorithm") -> TypeErro
     elif isinstance(algorithm, type) and issubclass(algorithm, Topology):
         fix = f"give it to an algorithm, SGP({algorithm.__name__})"
     return wrong_type(name, "an object such as SGP()", algorithm, fix)
-
-
-def check_is_algorithm(algorithm: object, name: str) -> None:
-    """Raise a TypeError unless an argument is one."""
-    if error := find_algorithm_error(algorithm, name):
-        raise error

@@ -101,10 +101,8 @@ class DiLoCo(Periodic):
         return PeriodicAverager(self, self.interval, optimizer, module, buckets, run)
 
     @override
-    def outer_rule(
-        self, optimizer: Optimizer, collectives: Collectives, weights: list[Tensor]
-    ) -> OuterRule:
-        return OuterOptimizerRule(self.outer_optimizer, weights)
+    def make_rule(self, slow: list[Tensor], optimizer: Optimizer, ranks: Collectives) -> OuterRule:
+        return OuterOptimizerRule(self.outer_optimizer, slow)
 
 
 @dataclass(frozen=True, repr=False)

@@ -99,10 +99,8 @@ class NoLoCo(Periodic, OnTopology):
         return PeriodicAverager(self, self.interval, optimizer, module, buckets, run)
 
     @override
-    def outer_rule(
-        self, optimizer: Optimizer, collectives: Collectives, weights: list[Tensor]
-    ) -> OuterRule:
-        return NoLoCoRule(self, weights)
+    def make_rule(self, slow: list[Tensor], optimizer: Optimizer, ranks: Collectives) -> OuterRule:
+        return NoLoCoRule(self, slow)
 
     @override
     def start_averages(self, run: Run) -> Pairs:

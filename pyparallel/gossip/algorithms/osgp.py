@@ -91,8 +91,8 @@ class OSGP(OnTopology):
             raise TypeError(f"biased must be True or False, got {self.biased!r}")
 
     @property
-    def steps_in_flight(self) -> int:
-        """Return the number of steps for which messages are in flight."""
+    def overlap(self) -> int:
+        """Return the delay, by the name that it has in SGP."""
         return self.delay
 
     @override

@@ -44,7 +44,7 @@ class PeriodicAverager(ModelAverager):
         self._fragments, collectives = list[Fragment](), Collectives(run, run.stats)
         for number, spans in enumerate(parts):
             weights = [widened(span.of(self.buffers)).clone() for span in spans]
-            rule = options.outer_rule(optimizer, collectives, weights)
+            rule = options.make_rule(weights, optimizer, collectives)
             first = (number + 1) * interval // len(parts)
             self._fragments.append(Fragment(spans, buckets, rule, first))
         device, in_background = self.buffers[0].device, options.delay > 0

@@ -12,7 +12,7 @@ from ...comm import Run
 from ...compression import AttachPoint, BufferLayout, Compressor
 from ...compression.compressor import not_a_compressor
 from ...training import FlatBuckets, Place
-from ...training.arguments import check_integer, check_one_of
+from ...training.arguments import check_integer, check_one_of, raise_problem
 from ...training.step_hook import decays_only
 from ..messages import NeighborExchange, SymmetricMemoryExchange
 from ..push_sum.buffer import RoundBuffer
@@ -115,14 +115,9 @@ class SGP(OnTopology):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("overlap", self.overlap, 0, "a number of steps, at least 0")
-        if self.compressor is not None and (error := not_a_compressor(self.compressor)):
-            raise error
+        if self.compressor is not None:
+            raise_problem(not_a_compressor(self.compressor))
         check_one_of("transport", self.transport, ("process_group", "symmetric_memory"))
-
-    @property
-    def steps_in_flight(self) -> int:
-        """Return the number of steps for which messages may be in flight."""
-        return self.overlap
 
     @override
     def config_fields(self) -> list[tuple[str, str]]:

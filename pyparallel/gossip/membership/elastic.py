@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import Algorithm, FlatBuckets
-from ...training.arguments import check_type
+from ...training.arguments import check_type, raise_problem
 from ..algorithms import SGP, DiLoCo, LocalSGD, NoLoCo
-from ..algorithms.base import check_is_algorithm
+from ..algorithms.base import find_algorithm_error
 from ..topology import Topology
 from .averager import ElasticAverager
 from .base import Membership
@@ -70,7 +70,7 @@ def make_elastic(algorithm: Any, membership: Any, process_group: object, module:
         rule = "process_group and mesh must be None with membership"
         raise ValueError(f"{rule}, which makes groups")
     check_type("membership", membership, Membership, "an object such as Lighthouse()")
-    check_is_algorithm(algorithm, "algorithm")
+    raise_problem(find_algorithm_error(algorithm))
     if dist.is_initialized():
         raise ValueError(
             "process groups must be made by the membership, got a default group that is "
@@ -90,9 +90,3 @@ def make_elastic(algorithm: Any, membership: Any, process_group: object, module:
         )
     bind(algorithm, _ODD)
     return Elastic(algorithm, membership)
-
-
-def raise_own(problem: str | TypeError | None) -> None:
-    """Raise the error of a process that is not a member yet."""
-    if problem is not None:
-        raise problem if isinstance(problem, TypeError) else ValueError(problem)

@@ -275,7 +275,7 @@ def _steps_of(
     if isinstance(algorithm, SGP | OSGP):
         sent = message_bytes * gossip_ratio(algorithm.compressor)
         encodes, merges_after = algorithm.compressor is not None, algorithm.merges_after_update
-        options = algorithm.bound_topology, sent, algorithm.steps_in_flight
+        options = algorithm.bound_topology, sent, algorithm.overlap
         return Rounds(clock, *options, encodes=encodes, merges_after=merges_after)
     if isinstance(algorithm, Hierarchical):
         group = algorithm.ranks_per_node

@@ -76,7 +76,7 @@ class OuterSteps:
         unused = torch.zeros(1, device="cpu")  # the training itself is numpy's
         # Kept here: a rule has a weak reference to it, and reads its learning rate.
         self._optimizer = torch.optim.SGD([unused], lr=training.learning_rate)
-        self._rule = algorithm.outer_rule(self._optimizer, SingleRankCollectives(1), weights)
+        self._rule = algorithm.make_rule(weights, self._optimizer, SingleRankCollectives(1))
 
     @property
     def columns(self) -> slice:
