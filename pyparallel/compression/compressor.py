@@ -176,11 +176,14 @@ class Compressor(abc.ABC):
                 self.decompress(each, layout, total, accumulate=True)
 
 
-def not_a_compressor(compressor: object, name: str = "compressor") -> TypeError | None:
-    """Return the error of an argument that is not a compressor, or None."""
-    if isinstance(compressor, Compressor):
+def not_a_compressor(
+    compressor: object, name: str = "compressor", *, optional: bool = False
+) -> TypeError | None:
+    """Return the error of an argument that is not a compressor, nor None if ``optional``."""
+    if isinstance(compressor, Compressor) or (optional and compressor is None):
         return None
-    return wrong_type(name, "an object such as Int8() or TopK(0.01)", compressor)
+    rule = f"an object such as Int8() or TopK(0.01){', or None' if optional else ''}"
+    return wrong_type(name, rule, compressor)
 
 
 def find_error_at(

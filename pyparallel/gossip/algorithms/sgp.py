@@ -115,8 +115,7 @@ class SGP(OnTopology):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("overlap", self.overlap, 0, "a number of steps, at least 0")
-        if self.compressor is not None:
-            raise_problem(not_a_compressor(self.compressor))
+        raise_problem(not_a_compressor(self.compressor, optional=True))
         check_one_of("transport", self.transport, ("process_group", "symmetric_memory"))
 
     @override

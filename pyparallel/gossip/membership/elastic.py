@@ -15,7 +15,6 @@ from typing_extensions import override
 from ...comm import Run
 from ...training import Algorithm, FlatBuckets
 from ...training.arguments import check_type, raise_problem
-from ..algorithms import SGP, DiLoCo, LocalSGD, NoLoCo
 from ..algorithms.base import find_algorithm_error
 from ..topology import Topology
 from .averager import ElasticAverager
@@ -37,7 +36,7 @@ class Elastic(Algorithm):
         config: (name, value) pairs that a member must have; set by the trainer.
     """
 
-    algorithm: SGP | LocalSGD | DiLoCo | NoLoCo
+    algorithm: Any
     membership: Membership
     config: Sequence[tuple[str, str]] = ()
 
@@ -55,7 +54,7 @@ class Elastic(Algorithm):
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ElasticAverager:
         inner: MembersAverager
-        algorithm: Any = self.algorithm  # one that can have members
+        algorithm = self.algorithm
         if algorithm.takes_outer_steps:
             start = partial(bind(algorithm, 1).start, module, optimizer, buckets, run)
             inner = OuterStepMembers(algorithm, start, module, buckets, run)
