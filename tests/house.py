@@ -286,7 +286,7 @@ MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
 # length of a file is counted, without a limit: short files made layers.
 LIMITS = {
     "lines of the package": 45_060,
-    "lines of its checks and raises": 3_153,
+    "lines of its checks and raises": 3_094,
     "lines of comm": 1_911,  # of which p2p.py was in gossip and sequence
     "exports of comm": 25,
     "lines of comm and training that one trainer uses": 0,
@@ -297,8 +297,8 @@ LIMITS = {
     "members of ModelAverager": 17,
     "methods that only forward": 30,
     "files that write a gossip round out": 1,
-    "isinstance of algorithms, schedules, compressors": 27,
-    "methods of theirs that return an error": 21,
+    "isinstance of algorithms, schedules, compressors": 11,
+    "methods of theirs that return an error": 12,
     "functions of more than 12 arguments": 1,
 }
 

@@ -9,6 +9,7 @@ from pyparallel.compression import AttachPoint, Int8, TopK
 from pyparallel.gossip import SGP, AllReduce
 from pyparallel.pipeline.replicas import place_of_replicas
 from pyparallel.pipeline.schedules import EVERY_SCHEDULE
+from pyparallel.pipeline.schedules.schedule import find_option_error
 from pyparallel.training import Place
 
 RANKS = 4
@@ -82,7 +83,7 @@ def schedules() -> str:
     rows = {
         f"`{name}`": [
             *(average.error_at(place_of_replicas(schedule, RANKS)) for average in averages),
-            *map(schedule.option_error, [*OPTIONS, *LAYERS]),
+            *(find_option_error(schedule, each) for each in (*OPTIONS, *LAYERS)),
         ]
         for name, schedule in sorted(examples.items())
     }

@@ -1,7 +1,7 @@
 """The compressor interface: encode and decode a flat buffer, and average it over ranks."""
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -29,6 +29,17 @@ class AttachPoint(Enum):
     GOSSIP = "gossip messages"
     OUTER_STEPS = "the differences of outer steps"
     PIPELINE = "pipeline activations and gradients"
+
+
+def all_but(*places: AttachPoint) -> list[AttachPoint]:
+    """Return the other places."""
+    return [each for each in AttachPoint if each not in places]
+
+
+_OF_UNEVEN_LENGTHS = (
+    "compressor must make messages of fixed length for {place}, whose receivers allocate them in "
+    "advance, got {self}"
+)
 
 
 class Compressor(abc.ABC):  # noqa: B024 - subclasses have abstract methods
@@ -61,12 +72,17 @@ class Compressor(abc.ABC):  # noqa: B024 - subclasses have abstract methods
         """Whether ``compress`` accepts a residual, as ``ErrorFeedback`` passes it."""
         return True
 
+    @property
+    def refusals(self) -> Mapping[AttachPoint, str]:
+        """Where it cannot be attached, and the error, a template of ``place`` and ``self``."""
+        return {}
+
     def error_at(self, place: AttachPoint) -> str | None:
         """Return why this compressor cannot be attached at a place, or None."""
-        if place is not AttachPoint.GOSSIP or self.fixed_length:
-            return None
-        why = "whose receivers allocate them in advance"
-        return f"compressor must make messages of fixed length for {place.value}, {why}, got {self}"
+        text = self.refusals.get(place)
+        if text is None and place is AttachPoint.GOSSIP and not self.fixed_length:
+            text = _OF_UNEVEN_LENGTHS
+        return text and text.format(place=place.value, self=self)
 
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """Return the initial state of a buffer."""
@@ -184,11 +200,14 @@ class Compressor(abc.ABC):  # noqa: B024 - subclasses have abstract methods
                 self.decompress(each, layout, total, accumulate=True)
 
 
-def not_a_compressor(compressor: object, name: str = "compressor") -> TypeError | None:
-    """Return the error of an argument that is not a compressor, or None."""
-    if isinstance(compressor, Compressor):
+def not_a_compressor(
+    compressor: object, name: str = "compressor", *, optional: bool = False
+) -> TypeError | None:
+    """Return the error of an argument that is not a compressor, nor None if ``optional``."""
+    if isinstance(compressor, Compressor) or (optional and compressor is None):
         return None
-    return wrong_type(name, "an object such as Int8() or TopK(0.01)", compressor)
+    rule = f"an object such as Int8() or TopK(0.01){', or None' if optional else ''}"
+    return wrong_type(name, rule, compressor)
 
 
 def find_error_at(

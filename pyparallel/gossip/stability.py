@@ -45,9 +45,9 @@ def stability_limit(
     """
     if not isinstance(algorithm, SGP | OSGP):
         raise wrong_type("algorithm", "an SGP, DPSGD or OSGP", algorithm)
-    if isinstance(algorithm, SGP) and algorithm.compressor is not None:
+    if algorithm.compressor is not None:
         raise ValueError(f"algorithm must have no compressor, got {algorithm!r}")
-    if isinstance(algorithm, OSGP) and algorithm.biased:
+    if algorithm.biased:
         raise ValueError(f"algorithm must not be biased, got {algorithm!r}")
     check_in("momentum", momentum, "[0, 1)")
     rule = "momentum must be above 0 for nesterov, as in torch.optim.SGD"
@@ -79,8 +79,8 @@ class _Steps:
 
     def __init__(self, algorithm: SGP | OSGP, momentum: float, nesterov: bool) -> None:
         self._momentum, self._nesterov = momentum, nesterov
-        self._sends_first = isinstance(algorithm, OSGP)
-        self._delay = algorithm.delay if isinstance(algorithm, OSGP) else algorithm.overlap
+        self._sends_first = algorithm.merges_after_update
+        self._delay = algorithm.overlap
         self._merges_first = self._delay > 0 and not self._sends_first
         self._rounds = _rounds_of(algorithm.bound_topology)
         self._weights = self._periodic_weights()

@@ -17,7 +17,7 @@ from ..comm import Collectives, StepCounts
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..training import Algorithm, ModelAverager, Place, StepHooks, check_format, consensus, seal
-from ..training.arguments import find_error
+from ..training.arguments import find_error, raise_problem
 from ..training.averager import JoinedOptimizers
 from ..training.full_state import full_state
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
@@ -27,7 +27,7 @@ from . import validation
 from .algorithms.base import TRANSPORT, find_algorithm_error
 from .membership import Membership
 from .membership.averager import ElasticAverager
-from .membership.elastic import Elastic, make_elastic, raise_own
+from .membership.elastic import Elastic, make_elastic
 from .module_wrapper import ModuleWrapper
 from .rounds import SteppedRounds
 
@@ -118,7 +118,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         ]
         if isinstance(made, Elastic):
             made = replace(made, config=config_fields)
-            raise_own(error_text)
+            raise_problem(error_text)  # of a process that is no member yet
         else:
             validation.check_together(config_fields, error_text, process_group, mesh, replica)
         self._wrap(module)

@@ -18,7 +18,7 @@ from .errors import agree
 from .partition.names import names_of_modules, plain_names
 from .partition.torch_pipe import UnpackInputs
 from .runtime.stage import Stage
-from .schedules.schedule import Schedule
+from .schedules.schedule import Schedule, find_option_error
 
 State = dict[str, Any]
 
@@ -94,7 +94,7 @@ def _check_names(stages: Sequence[NamedStage], run: Run) -> None:
 
 def check_shardable(schedule: Schedule) -> None:
     """Raise a RuntimeError if stages have heads, which are no part of the model."""
-    if why := schedule.option_error("sharded_state_dict"):
+    if why := find_option_error(schedule, "sharded_state_dict"):
         raise RuntimeError(
             f"sharded_state_dict() must be of a schedule without heads, got {schedule!r}, {why}: "
             "save state_dict()"

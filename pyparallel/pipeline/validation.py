@@ -26,7 +26,7 @@ from .partition.solver import check_num_stages
 from .replicas import place_of_replicas
 from .runtime.build_stage import find_warm_up
 from .runtime.stage_layers import StageLayers
-from .schedules.schedule import Schedule
+from .schedules.schedule import Schedule, find_option_error
 
 
 def find_argument_error(arguments: TrainerArguments) -> str | TypeError | None:
@@ -113,7 +113,7 @@ def _check_options(arguments: TrainerArguments) -> None:
 def _check_option(
     schedule: Schedule, name: str, got: object, fix: str, unset: int | None = None
 ) -> None:
-    if why := schedule.option_error(name):
+    if why := find_option_error(schedule, name):
         raise ValueError(
             f"{name} must be {unset} with {type(schedule).__name__}, {why}, got {got}: {fix}"
         )
@@ -128,12 +128,12 @@ def check_skips(
     """Raise a ValueError if tied weights or skip connections do not fit the other arguments."""
     name = type(schedule).__name__
     skips = [skip for stage in stages for skip in stage.skips_out]
-    if ties and (why := schedule.option_error("tied weights")):
+    if ties and (why := find_option_error(schedule, "tied weights")):
         raise ValueError(
             f"layers must not share parameters across stages with {name}, {why}, got {ties[0]}: "
             "move the split, or give each stage its own"
         )
-    if skips and (why := schedule.option_error("skip connections")):
+    if skips and (why := find_option_error(schedule, "skip connections")):
         raise ValueError(
             f"layers must have no skip connections between stages with {name}, {why}, got "
             f"{skips[0]!r}: move the split"

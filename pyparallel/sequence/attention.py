@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -180,7 +180,7 @@ def ring_attention(
         like=q.detach()[:, :, :0],
         causal=causal,
         scale=1 / math.sqrt(q.shape[3]) if scale is None else scale,
-        compressor=compressor if isinstance(compressor, BlockwiseCompressor) else None,
+        compressor=cast("BlockwiseCompressor | None", compressor),  # others are refused
     )
     with torch.autocast(q.device.type, enabled=False):
         out: Tensor = _RingAttention.apply(q, k, v, ring)  # type: ignore[no-untyped-call]

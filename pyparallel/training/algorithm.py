@@ -51,6 +51,7 @@ class Algorithm(ABC):
     Attributes:
         averages_gradients: before each update, instead of weights.
         averages_over_all: what is averaged, is so over all ranks.
+        takes_outer_steps: of the models, at an interval; between them each rank trains alone.
         needs_losses: of each step, by ``record_loss()``.
         can_be_inner: others can run it; False if it communicates in other ways too.
         refuses_shards: what it must do for the shards of a module, and why it does not; "": it can.
@@ -58,6 +59,7 @@ class Algorithm(ABC):
 
     averages_gradients: ClassVar[bool] = False
     averages_over_all: ClassVar[bool] = False
+    takes_outer_steps: ClassVar[bool] = False
     needs_losses: ClassVar[bool] = False
     can_be_inner: ClassVar[bool] = True
     refuses_shards: ClassVar[tuple[str, str]] = ("", "")

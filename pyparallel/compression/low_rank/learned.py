@@ -11,7 +11,7 @@ from ... import ops
 from ...comm.collectives import Collectives
 from ...ops._corrupt import corrupt_counter, only_counting
 from ...training.arguments import check_in, check_integer, require
-from ..compressor import AttachPoint, Compressor, Message
+from ..compressor import AttachPoint, Compressor, Message, all_but
 from ..corrupt_messages import CorruptMessageError, with_sender
 from ..layout import BufferLayout
 from ..residual import Residual, clear_non_finite
@@ -65,6 +65,11 @@ class Learned(Compressor):
     learning_rate: float = 0.01
     auto_encoder: AutoEncoder = ConvAutoEncoder()  # noqa: RUF009 (it is immutable)
     fixed_length = False  # it depends on the phase
+    refusals = dict.fromkeys(
+        all_but(AttachPoint.DDP),
+        "compressor must make single messages for {place}, got {self}, which only averages over "
+        "all ranks; use ErrorFeedback(TopK({self.density!r}))",
+    )
 
     def __post_init__(self) -> None:
         check_in("density", self.density, "(0, 1]")
@@ -72,15 +77,6 @@ class Learned(Compressor):
         check_integer("dense_steps", self.dense_steps, 0)
         check_integer("learning_steps", self.learning_steps, 0)
         require(self.learning_rate > 0, "learning_rate must be > 0", self.learning_rate)
-
-    @override
-    def error_at(self, place: AttachPoint) -> str | None:
-        if place is AttachPoint.DDP:
-            return super().error_at(place)
-        return (
-            f"compressor must make single messages for {place.value}, got {self}, which only "
-            f"averages over all ranks; use ErrorFeedback(TopK({self.density!r}))"
-        )
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:

@@ -1,6 +1,8 @@
 """PowerSGD: low-rank gradients by one step of power iteration."""
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +44,15 @@ class PowerSGD(Compressor):
             columns``. 2 saves bytes for 16-bit gradients too; 0 compresses all matrices.
     """
 
+    refusals: ClassVar[Mapping[AttachPoint, str]] = {
+        **dict.fromkeys(
+            (AttachPoint.FSDP_GRADIENTS, AttachPoint.FSDP_PARAMETERS),
+            "compressor must not need matrices for {place}, whose shards are flat parts of "
+            "matrices; got {self}, use one that works by entries or blocks",
+        ),
+        AttachPoint.PIPELINE: "compressor must not rely on error feedback for {place}: the error "
+        "of the low rank would be lost; got {self}, use one that keeps every entry",
+    }
     rank: int = 4
     seed: int = 0
     _: KW_ONLY
@@ -50,20 +61,6 @@ class PowerSGD(Compressor):
     def __post_init__(self) -> None:
         require(1 <= self.rank <= MAX_COLUMNS, f"rank must be from 1 to {MAX_COLUMNS}", self.rank)
         require(self.min_ratio >= 0, "min_ratio must be >= 0", self.min_ratio)
-
-    @override
-    def error_at(self, place: AttachPoint) -> str | None:
-        if place in (AttachPoint.FSDP_GRADIENTS, AttachPoint.FSDP_PARAMETERS):
-            return (
-                f"compressor must not need matrices for {place.value}, whose shards are flat "
-                f"parts of matrices; got {self}, use one that works by entries or blocks"
-            )
-        if place == AttachPoint.PIPELINE:
-            return (
-                f"compressor must not rely on error feedback for {place.value}: the error of the "
-                f"low rank would be lost; got {self}, use one that keeps every entry"
-            )
-        return super().error_at(place)
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:

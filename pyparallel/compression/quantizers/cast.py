@@ -1,6 +1,6 @@
 """Casts to 16-bit floats."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from ...comm.collectives import Collectives
 from ...ops._checks import check_tensor
 from ...ops.mix import mix_unchecked
 from ...training.arguments import check_one_of
-from ..compressor import AttachPoint, Message
+from ..compressor import AttachPoint, Message, all_but
 from ..layout import BufferLayout
 from ..residual import Residual, check_no_residual
 from ..state import CompressorState
@@ -53,14 +53,14 @@ class Cast(BlockwiseCompressor):
     def takes_residual(self) -> bool:
         return self._accumulates_float32  # of other sums no rank knows the error
 
+    @property
     @override
-    def error_at(self, place: AttachPoint) -> str | None:
-        if self._accumulates_float32 or place is AttachPoint.DDP:
-            return super().error_at(place)
-        fix = f"use Cast({self.dtype})"
-        if place is AttachPoint.FSDP_GRADIENTS:
-            fix = f"use fully_shard's MixedPrecisionPolicy(reduce_dtype={self.dtype})"
-        return f"compressor must not accumulate in 16 bits for {place.value}, got {self}; {fix}"
+    def refusals(self) -> Mapping[AttachPoint, str]:
+        rule = "compressor must not accumulate in 16 bits for {place}, got {self}; "
+        policy = "use fully_shard's MixedPrecisionPolicy(reduce_dtype={self.dtype})"
+        found = dict.fromkeys(all_but(AttachPoint.DDP), rule + "use Cast({self.dtype})")
+        found[AttachPoint.FSDP_GRADIENTS] = rule + policy
+        return {} if self._accumulates_float32 else found
 
     @property
     def _accumulates_float32(self) -> bool:

@@ -16,7 +16,7 @@ from ...ops._philox import as_offset, as_seed
 from ...ops.mix_quantized import mix_quantized_unchecked
 from ...ops.quantize import quantize_unchecked
 from ...training.arguments import check_one_of
-from ..compressor import Message
+from ..compressor import Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import Residual
@@ -211,3 +211,9 @@ class Fp8(Quantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_one_of("format", self.format, ("e4m3", "e5m2"))
+
+
+def fused_quantizer(compressor: Compressor) -> Quantizer | None:
+    """Return the compressor, no subclass, if ops mix its messages in one pass, or None."""
+    fused = type(compressor) in (Int8, Int4, Fp8)
+    return compressor if fused and isinstance(compressor, Quantizer) else None

@@ -1,6 +1,7 @@
 """Deep Gradient Compression: top-k with momentum correction and masking."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from typing_extensions import override
 from ... import ops
 from ...comm.collectives import Collectives
 from ...training.arguments import check_in, check_integer
-from ..compressor import AttachPoint, Compressor, Message
+from ..compressor import AttachPoint, Compressor, Message, all_but
 from ..layout import BufferLayout
 from ..residual import RESIDUAL, Residual, check_no_residual, clear_non_finite
 from ..state import CompressorState
@@ -68,19 +69,20 @@ class DGC(Compressor):
     def fixed_length(self) -> bool:
         return self.warm_up == 0
 
+    @property
     @override
-    def error_at(self, place: AttachPoint) -> str | None:
-        if place not in (AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS):
-            return (
-                f"compressor must not accumulate momentum for {place.value}, which are not "
-                f"parameter gradients; got {self}, use TopK({self.density!r})"
+    def refusals(self) -> Mapping[AttachPoint, str]:
+        found = dict.fromkeys(
+            all_but(AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS),
+            "compressor must not accumulate momentum for {place}, which are not parameter "
+            "gradients; got {self}, use TopK({self.density!r})",
+        )
+        if self.clip_norm is not None:
+            found[AttachPoint.FSDP_GRADIENTS] = (
+                "clip_norm must be None for {place}, which shards parameters, got "
+                "{self.clip_norm!r}; clip in the training loop"
             )
-        if place is AttachPoint.FSDP_GRADIENTS and self.clip_norm is not None:
-            return (
-                f"clip_norm must be None for {place.value}, which shards parameters, got "
-                f"{self.clip_norm!r}; clip in the training loop"
-            )
-        return super().error_at(place)
+        return found
 
     def density_at(self, step: int) -> float:
         """Return the density of the message at a step, counted from 0."""

@@ -1,5 +1,6 @@
 """Perm-K: ranks send disjoint shares of a random permutation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -8,7 +9,7 @@ from typing_extensions import override
 
 from ...comm.collectives import Collectives, int64_on
 from ...training.arguments import check_integer
-from ..compressor import AttachPoint, Message
+from ..compressor import AttachPoint, Message, all_but
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import Residual, add_residual
@@ -50,11 +51,11 @@ class PermK(Sparsifier):
         if self.num_ranks is not None:
             check_integer("num_ranks", self.num_ranks, rule=">= 1 or None")
 
+    @property
     @override
-    def error_at(self, place: AttachPoint) -> str | None:
-        if self.num_ranks is None and place is not AttachPoint.DDP:
-            return f"num_ranks must be given for {place.value}, got {self}"
-        return super().error_at(place)
+    def refusals(self) -> Mapping[AttachPoint, str]:
+        places = all_but(AttachPoint.DDP) if self.num_ranks is None else ()
+        return dict.fromkeys(places, "num_ranks must be given for {place}, got {self}")
 
     def for_num_ranks(self, num_ranks: int) -> "PermK":
         """Return this compressor for means over that many ranks."""

@@ -37,5 +37,6 @@ class Composed(Compressor):
 
     @override
     def error_at(self, place: AttachPoint) -> str | None:
-        problems = (each.error_at(place) for each in self.parts)
-        return next((problem for problem in problems if problem), None)
+        if place in self.refusals:
+            return super().error_at(place)
+        return next(filter(None, (each.error_at(place) for each in self.parts)), None)

@@ -1,5 +1,6 @@
 """Error feedback: the error of a message is added to the next buffer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,20 +55,14 @@ class ErrorFeedback(Composed):
     def parts(self) -> tuple[Compressor, ...]:
         return (self.compressor,)
 
+    @property
     @override
-    def error_at(self, place: AttachPoint) -> str | None:
-        unrelated = "consecutive messages encode unrelated tensors"
-        reason = {
-            AttachPoint.PIPELINE: unrelated,
-            AttachPoint.FSDP_PARAMETERS: unrelated,
-            AttachPoint.GOSSIP: "the next message includes the error already",
-        }.get(place)
-        if reason is not None:
-            return (
-                f"compressor must not have error feedback for {place.value}: {reason}; got {self}, "
-                f"use {self.compressor}"
-            )
-        return super().error_at(place)
+    def refusals(self) -> Mapping[AttachPoint, str]:
+        rule, fix = "compressor must not have error feedback for {place}: ", "use {self.compressor}"
+        unrelated = f"{rule}consecutive messages encode unrelated tensors; got {{self}}, {fix}"
+        found = dict.fromkeys((AttachPoint.PIPELINE, AttachPoint.FSDP_PARAMETERS), unrelated)
+        included = f"{rule}the next message includes the error already; got {{self}}, {fix}"
+        return found | {AttachPoint.GOSSIP: included}
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ...comm.collectives import Collectives, int64_on
 from ...training.arguments import check_type, require, summarize
-from ..compressor import AttachPoint, Compressor, Message
+from ..compressor import AttachPoint, Compressor, Message, all_but
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout, Entries
 from ..residual import Residual
@@ -33,6 +33,11 @@ class PerParameter(Composed):
         compressors: by pattern of `fnmatch` (case-sensitive); kept as a tuple of pairs.
     """
 
+    refusals = dict.fromkeys(
+        all_but(AttachPoint.DDP, AttachPoint.GOSSIP, AttachPoint.OUTER_STEPS),
+        "compressor must not depend on parameter names for {place}, where buffers have none, got "
+        "{self}; use one compressor for all",
+    )
     compressors: Pairs
 
     def __init__(self, compressors: Mapping[str, Compressor]) -> None:
@@ -54,15 +59,6 @@ class PerParameter(Composed):
     @override
     def parts(self) -> tuple[Compressor, ...]:
         return tuple(each for _, each in self.compressors)
-
-    @override
-    def error_at(self, place: AttachPoint) -> str | None:
-        if place not in (AttachPoint.DDP, AttachPoint.GOSSIP, AttachPoint.OUTER_STEPS):
-            return (
-                f"compressor must not depend on parameter names for {place.value}, where buffers "
-                f"have none, got {self}; use one compressor for all"
-            )
-        return super().error_at(place)
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ...training.arguments import check_type, require, summarize
-from ..compressor import AttachPoint, Compressor, Message
+from ..compressor import AttachPoint, Compressor, Message, all_but
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import RESIDUAL, Residual
@@ -36,6 +36,11 @@ class Switch(Composed):
         compressors: by first step, one of which is 0; kept as a tuple of pairs, ascending.
     """
 
+    refusals = dict.fromkeys(
+        all_but(AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS),
+        "compressor must be the same at all steps for {place}, got {self}; use one of its "
+        "compressors",
+    )
     compressors: Pairs
 
     def __init__(self, compressors: Mapping[int, Compressor]) -> None:
@@ -63,15 +68,6 @@ class Switch(Composed):
     @override
     def fixed_length(self) -> bool:
         return len(self.compressors) == 1 and super().fixed_length
-
-    @override
-    def error_at(self, place: AttachPoint) -> str | None:
-        if place not in (AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS):
-            return (
-                f"compressor must be the same at all steps for {place.value}, got {self}; use one "
-                "of its compressors"
-            )
-        return super().error_at(place)
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:

@@ -6,13 +6,16 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from ...comm import Collectives, Run
 from ...compression import AttachPoint, Compressor
 from ...compression.compressor import find_error_at
 from ...training import Algorithm, Place, check_like, wrong_type
-from ...training.arguments import check_in, check_integer, require
+from ...training.arguments import check_in, check_integer, raise_problem, require
 from ...training.consensus import copy_all
+from ..messages.averages import Pairs
 from ..topology import BaseGraph, OnePeerExponential, Topology
 from ..topology.base import check_topology
 
@@ -92,6 +95,7 @@ class Periodic(Algorithm):
             step; None: 0, or with a delay 0.5, as otherwise what it learned meanwhile were lost.
     """
 
+    takes_outer_steps = True
     compressor: Compressor | None = field(default=None, kw_only=True)
     fragments: int | Sequence[Sequence[str]] = field(default=1, kw_only=True)
     delay: int = field(default=0, kw_only=True)
@@ -124,13 +128,21 @@ class Periodic(Algorithm):
     def can_have_members(self) -> bool:
         return self.is_at_once
 
+    def make_rule(
+        self, slow: list[Tensor], optimizer: Optimizer, ranks: Collectives
+    ) -> "OuterRule":
+        """Return the rule of a fragment for its weights, ``widened`` copies; here local SGD's."""
+        return OuterRule(slow if self.compressor else ())
+
+    def start_averages(self, run: Run) -> Pairs | None:
+        """Return the averages over pairs of a group's ranks; None: averages are over all."""
+        return None
+
     def check_options(self, interval: int) -> None:
         """Raise a ValueError or TypeError for options that do not fit the interval."""
         check_integer("interval", interval, rule="a positive number of steps")
         if self.compressor is not None:
-            problem = find_error_at(AttachPoint.OUTER_STEPS, self.compressor)
-            if problem is not None:
-                raise problem if isinstance(problem, TypeError) else ValueError(problem)
+            raise_problem(find_error_at(AttachPoint.OUTER_STEPS, self.compressor))
         if isinstance(self.fragments, int):
             check_integer("fragments", self.fragments)
         count = self.num_fragments
@@ -217,9 +229,3 @@ def find_algorithm_error(algorithm: object, name: str = "algorithm") -> TypeErro
     elif isinstance(algorithm, type) and issubclass(algorithm, Topology):
         fix = f"give it to an algorithm, SGP({algorithm.__name__})"
     return wrong_type(name, "an object such as SGP()", algorithm, fix)
-
-
-def check_is_algorithm(algorithm: object, name: str) -> None:
-    """Raise a TypeError unless an argument is one."""
-    if error := find_algorithm_error(algorithm, name):
-        raise error

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import Run
+from ...comm import Collectives, Run
 from ...compression import (
     Cast,
     Chain,
@@ -99,8 +98,11 @@ class DiLoCo(Periodic):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PeriodicAverager:
-        make_rule = partial(OuterOptimizerRule, self.outer_optimizer)
-        return PeriodicAverager(self, self.interval, make_rule, module, buckets, run)
+        return PeriodicAverager(self, self.interval, optimizer, module, buckets, run)
+
+    @override
+    def make_rule(self, slow: list[Tensor], optimizer: Optimizer, ranks: Collectives) -> OuterRule:
+        return OuterOptimizerRule(self.outer_optimizer, slow)
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,10 +10,10 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import Algorithm, FlatBuckets, ModelAverager, Place, wrong_type
-from ...training.arguments import check_integer, require
+from ...training.arguments import check_integer, raise_problem, require
 from . import node_averager
 from .all_reduce import AllReduce
-from .base import check_is_algorithm
+from .base import find_algorithm_error
 from .sgp import sgp
 
 
@@ -72,7 +72,7 @@ class Hierarchical(Algorithm):
     within: AllReduce = field(default_factory=AllReduce)
 
     def __post_init__(self) -> None:
-        check_is_algorithm(self.inner, "inner")
+        raise_problem(find_algorithm_error(self.inner, "inner"))
         if not isinstance(self.within, AllReduce):
             raise wrong_type("within", "AllReduce()", self.within)
         check_integer("ranks_per_node", self.ranks_per_node, rule="a positive number of ranks")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import Run
+from ...comm import Collectives, Run
 from ...training import FlatBuckets, Place
 from ...training.arguments import check_in, check_integer, require
 from ...training.consensus import copy_all
@@ -97,11 +96,14 @@ class NoLoCo(Periodic, OnTopology):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PeriodicAverager:
-        make_rule, pairs = partial(NoLoCoRule, self), self.start_averages(run)
-        return PeriodicAverager(self, self.interval, make_rule, module, buckets, run, average=pairs)
+        return PeriodicAverager(self, self.interval, optimizer, module, buckets, run)
 
+    @override
+    def make_rule(self, slow: list[Tensor], optimizer: Optimizer, ranks: Collectives) -> OuterRule:
+        return NoLoCoRule(self, slow)
+
+    @override
     def start_averages(self, run: Run) -> Pairs:
-        """Return the averages over pairs of a group's ranks."""
         topology = self.bound_topology
         assert isinstance(topology, Matching)  # by error_at
         options = self.compressor, self.pull_turns, self.num_fragments

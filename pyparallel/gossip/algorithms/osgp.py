@@ -77,6 +77,8 @@ class OSGP(OnTopology):
             at x, and ``push_sum_weight`` is 1. Only for comparisons.
     """
 
+    merges_after_update = True  # SGP merges before it
+    compressor = None
     delay: int = 1
     biased: bool = False
 
@@ -87,6 +89,11 @@ class OSGP(OnTopology):
         require(is_integer(self.delay), rule, self.delay, fix)
         if not isinstance(self.biased, bool):
             raise TypeError(f"biased must be True or False, got {self.biased!r}")
+
+    @property
+    def overlap(self) -> int:
+        """Return the delay, by the name that it has in SGP."""
+        return self.delay
 
     @override
     def start(

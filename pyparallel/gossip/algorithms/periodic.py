@@ -1,6 +1,5 @@
 """Local steps, and an outer step at an interval: what LocalSGD, SlowMo, DiLoCo and NoLoCo share."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,12 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import Run
+from ...comm import Collectives, Run
 from ...compression.state_store import StateStore
 from ...training import FlatBuckets, ModelAverager, SavedProgress, Status, check_like
 from ...training.consensus import copy_all
 from ..messages.averages import AllRanks, Pairs
-from .base import OuterRule, Periodic, widened
+from .base import Periodic, widened
 from .fragments import Fragment, find_fragments
 
 
@@ -23,9 +22,8 @@ class PeriodicAverager(ModelAverager):
     """An algorithm of outer steps on one rank.
 
     Args:
-        make_rule: returns the rule of a fragment for its weights, ``widened`` copies.
+        optimizer: of the steps between outer steps.
         inner: what averages between outer steps; None: nothing.
-        average: of what; None: over all ranks.
     """
 
     inner: ModelAverager
@@ -34,23 +32,24 @@ class PeriodicAverager(ModelAverager):
         self,
         options: Periodic,
         interval: int,
-        make_rule: Callable[[list[Tensor]], OuterRule],
+        optimizer: Optimizer,
         module: nn.Module,
         buckets: FlatBuckets,
         run: Run,
         inner: ModelAverager | None = None,
-        average: Pairs | None = None,
     ) -> None:
         super().__init__(buckets.buffers, run, inner or ModelAverager(buckets.buffers, run))
         self._interval, self._options, self._steps = interval, options, 0
         parts = find_fragments(module, buckets, options.fragments)
-        self._fragments = []
+        self._fragments, collectives = list[Fragment](), Collectives(run, run.stats)
         for number, spans in enumerate(parts):
-            rule = make_rule([widened(span.of(self.buffers)).clone() for span in spans])
+            weights = [widened(span.of(self.buffers)).clone() for span in spans]
+            rule = options.make_rule(weights, optimizer, collectives)
             first = (number + 1) * interval // len(parts)
             self._fragments.append(Fragment(spans, buckets, rule, first))
         device, in_background = self.buffers[0].device, options.delay > 0
-        self._average = average or AllRanks(run, device, options.compressor, in_background)
+        pairs = options.start_averages(run)
+        self._average = pairs or AllRanks(run, device, options.compressor, in_background)
 
     @property
     @override
@@ -238,7 +237,4 @@ class LocalSGD(Periodic):
     def start(
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> PeriodicAverager:
-        def make_rule(weights: list[Tensor]) -> OuterRule:
-            return OuterRule(weights if self.compressor else ())
-
-        return PeriodicAverager(self, self.interval, make_rule, module, buckets, run)
+        return PeriodicAverager(self, self.interval, optimizer, module, buckets, run)

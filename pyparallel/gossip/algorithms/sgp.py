@@ -10,8 +10,9 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...compression import AttachPoint, BufferLayout, Compressor
-from ...training import FlatBuckets, Place, wrong_type
-from ...training.arguments import check_integer, check_one_of
+from ...compression.compressor import not_a_compressor
+from ...training import FlatBuckets, Place
+from ...training.arguments import check_integer, check_one_of, raise_problem
 from ...training.step_hook import decays_only
 from ..messages import NeighborExchange, SymmetricMemoryExchange
 from ..push_sum.buffer import RoundBuffer
@@ -106,6 +107,7 @@ class SGP(OnTopology):
             Results are the same, and a run may resume with the other one.
     """
 
+    merges_after_update = biased = False
     overlap: int = 0
     compressor: Compressor | None = None
     transport: str = field(default="process_group", repr=False)  # the repr is part of states
@@ -113,9 +115,7 @@ class SGP(OnTopology):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("overlap", self.overlap, 0, "a number of steps, at least 0")
-        if not isinstance(self.compressor, Compressor | None):
-            rule = "an object such as Int8() or TopK(0.01), or None"
-            raise wrong_type("compressor", rule, self.compressor)
+        raise_problem(not_a_compressor(self.compressor, optional=True))
         check_one_of("transport", self.transport, ("process_group", "symmetric_memory"))
 
     @override

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -13,9 +12,9 @@ from typing_extensions import override
 
 from ...comm import Collectives, Run
 from ...training import Algorithm, FlatBuckets, Place
-from ...training.arguments import check_in, require
+from ...training.arguments import check_in, raise_problem, require
 from ...training.consensus import copy_all
-from .base import OuterRule, Periodic, check_is_algorithm
+from .base import OuterRule, Periodic, find_algorithm_error
 from .periodic import PeriodicAverager
 
 
@@ -63,7 +62,7 @@ class SlowMo(Periodic):
 
     def __post_init__(self) -> None:
         if self.inner is not None:
-            check_is_algorithm(self.inner, "inner")
+            raise_problem(find_algorithm_error(self.inner, "inner"))
         self.check_options(self.interval)
         if self.inner is not None:
             fix = "or SlowMo(None, ...), which averages at the interval alone"
@@ -100,8 +99,11 @@ class SlowMo(Periodic):
         inner = None
         if self.inner:
             inner = self.inner.start(module, optimizer, buckets, run)
-        make_rule = partial(SlowMomentumRule, self, optimizer, Collectives(run, run.stats))
-        return PeriodicAverager(self, self.interval, make_rule, module, buckets, run, inner)
+        return PeriodicAverager(self, self.interval, optimizer, module, buckets, run, inner)
+
+    @override
+    def make_rule(self, slow: list[Tensor], optimizer: Optimizer, ranks: Collectives) -> OuterRule:
+        return SlowMomentumRule(self, optimizer, ranks, slow)
 
 
 class SlowMomentumRule(OuterRule):

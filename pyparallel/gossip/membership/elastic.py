@@ -14,9 +14,8 @@ from typing_extensions import override
 
 from ...comm import Run
 from ...training import Algorithm, FlatBuckets
-from ...training.arguments import check_type
-from ..algorithms import SGP, DiLoCo, LocalSGD, NoLoCo
-from ..algorithms.base import check_is_algorithm
+from ...training.arguments import check_type, raise_problem
+from ..algorithms.base import find_algorithm_error
 from ..topology import Topology
 from .averager import ElasticAverager
 from .base import Membership
@@ -37,7 +36,7 @@ class Elastic(Algorithm):
         config: (name, value) pairs that a member must have; set by the trainer.
     """
 
-    algorithm: SGP | LocalSGD | DiLoCo | NoLoCo
+    algorithm: Any
     membership: Membership
     config: Sequence[tuple[str, str]] = ()
 
@@ -55,11 +54,12 @@ class Elastic(Algorithm):
         self, module: nn.Module, optimizer: Optimizer, buckets: FlatBuckets, run: Run
     ) -> ElasticAverager:
         inner: MembersAverager
-        if isinstance(self.algorithm, SGP):
-            inner = PushSumMembers(self.algorithm, module, optimizer, buckets, run)
+        algorithm = self.algorithm
+        if algorithm.takes_outer_steps:
+            start = partial(bind(algorithm, 1).start, module, optimizer, buckets, run)
+            inner = OuterStepMembers(algorithm, start, module, buckets, run)
         else:
-            start = partial(bind(self.algorithm, 1).start, module, optimizer, buckets, run)
-            inner = OuterStepMembers(self.algorithm, start, module, buckets, run)
+            inner = PushSumMembers(algorithm, module, optimizer, buckets, run)
         return ElasticAverager(inner, self.membership, self.config)
 
 
@@ -69,7 +69,7 @@ def make_elastic(algorithm: Any, membership: Any, process_group: object, module:
         rule = "process_group and mesh must be None with membership"
         raise ValueError(f"{rule}, which makes groups")
     check_type("membership", membership, Membership, "an object such as Lighthouse()")
-    check_is_algorithm(algorithm, "algorithm")
+    raise_problem(find_algorithm_error(algorithm))
     if dist.is_initialized():
         raise ValueError(
             "process groups must be made by the membership, got a default group that is "
@@ -89,9 +89,3 @@ def make_elastic(algorithm: Any, membership: Any, process_group: object, module:
         )
     bind(algorithm, _ODD)
     return Elastic(algorithm, membership)
-
-
-def raise_own(problem: str | TypeError | None) -> None:
-    """Raise the error of a process that is not a member yet."""
-    if problem is not None:
-        raise problem if isinstance(problem, TypeError) else ValueError(problem)

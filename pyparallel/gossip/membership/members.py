@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from ...comm import gather_json
 from ...training import Algorithm, FlatBuckets, ModelAverager, Place
+from ...training.arguments import raise_problem
 from ..messages import NeighborExchange
 from ..topology import Neighbors
 from .decision import Epoch
@@ -67,8 +68,7 @@ class MembersAverager(ModelAverager):
 def bind(algorithm: _Algorithm, num_ranks: int) -> _Algorithm:
     """Return the algorithm for a number of members; a ValueError if it cannot run on them."""
     bound = algorithm.bind(num_ranks)
-    if problem := bound.error_at(Place(num_ranks, has_members=True)):
-        raise ValueError(problem)
+    raise_problem(bound.error_at(Place(num_ranks, has_members=True)))
     return bound
 
 

@@ -94,12 +94,10 @@ class OuterStepMembers(MembersAverager):
         self.run.regroup(compares_steps=False)
         if not self._has_started:
             self.inner, self._has_started = self._start(), True
-        pairs = None
-        if isinstance(self._algorithm, NoLoCo):
-            if self.is_interrupted:
-                self.inner.regroup(None, None, Pairs(NeighborExchange(self.run), matching=None))
-                self.after_step()
-            pairs = bind(self._algorithm, len(epoch.members)).start_averages(self.run)
+        if self.is_interrupted and not self._algorithm.averages_over_all:
+            self.inner.regroup(None, None, Pairs(NeighborExchange(self.run), matching=None))
+            self.after_step()
+        pairs = bind(self._algorithm, len(epoch.members)).start_averages(self.run)
         state, tensors = encode(self.inner.state_to_fill())
         is_member = self._is_filled and not self._is_behind and identity in epoch.veterans
         num_taken = (self.inner.num_steps - self.is_interrupted) // self._algorithm.interval

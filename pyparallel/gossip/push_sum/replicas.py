@@ -8,20 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compression import BufferLayout, Compressor, CompressorState, Fp8, Int4, Int8, Message
-from ...compression.quantizers.int_fp8 import Quantizer
+from ...compression import BufferLayout, Compressor, CompressorState, Message
+from ...compression.quantizers.int_fp8 import fused_quantizer
 from ...ops._corrupt import CorruptCounter
 from ...training import check_like
 from .layout import is_gap
 
 Receivers = tuple[int, ...]
 """The ranks that receive the same messages."""
-
-
-def fused_quantizer(compressor: Compressor) -> Quantizer | None:
-    """Return the compressor, no subclass, if ops compute its messages in one pass, or None."""
-    fused = type(compressor) in (Int8, Int4, Fp8)
-    return compressor if fused and isinstance(compressor, Quantizer) else None
 
 
 @functools.lru_cache(maxsize=64)

@@ -55,19 +55,6 @@ class Schedule(ABC):
         """Return why this schedule cannot run on this shape, or None if it can."""
         return None
 
-    def option_error(self, option: str) -> str | None:
-        """Return why a trainer cannot have an option with this schedule, or None if it can.
-
-        That is the rest of a sentence whose subject is the schedule, as "which does not flush". An
-        option is "correction", "grad_scaler", "gradient_accumulation_steps", "max_norm",
-        "sharded_state_dict", "skip connections" or "tied weights".
-        """
-        if option == "correction":
-            return None if self.delays else "whose gradients are not delayed"
-        if option in _NEED_A_FLUSH:
-            return None if self.flushes else _NEED_A_FLUSH[option]
-        return None if self.flushes or self.delays else _NEED_ONE_LOSS[option]
-
     @abstractmethod
     def step(self, shape: PipelineShape, rank: int, index: int) -> Iterable[Action]:
         """Return the actions of ``rank`` in step number ``index``."""
@@ -167,3 +154,17 @@ class Flushing(Schedule):
     def versions(self, shape: PipelineShape) -> Versions:
         """Return live weights: no update falls between a forward and its backward."""
         return Live()
+
+
+def find_option_error(schedule: Schedule, option: str) -> str | None:
+    """Return why a trainer cannot have an option with a schedule, or None if it can.
+
+    That is the rest of a sentence whose subject is the schedule, as "which does not flush". An
+    option is "correction", "grad_scaler", "gradient_accumulation_steps", "max_norm",
+    "sharded_state_dict", "skip connections" or "tied weights".
+    """
+    if option == "correction":
+        return None if schedule.delays else "whose gradients are not delayed"
+    if option in _NEED_A_FLUSH:
+        return None if schedule.flushes else _NEED_A_FLUSH[option]
+    return None if schedule.flushes or schedule.delays else _NEED_ONE_LOSS[option]

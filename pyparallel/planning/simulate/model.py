@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 import numpy as np
 
 from ...gossip import ADPSGD, OSGP, SGP, AllReduce, DiLoCo, Hierarchical, LocalSGD, NoLoCo, SlowMo
-from ...gossip.algorithms.base import Periodic
 from ...gossip.topology.composed import InterNode
 from ...pipeline import GPipe
 from ...pipeline.replicas import place_of_replicas
@@ -151,7 +150,7 @@ def simulate_run(
         goodput = failures.goodput(
             len(clocks[0].card_bytes),
             by_gossip=not algorithm.averages_over_all and pipeline is None,
-            has_learners=isinstance(algorithm, Periodic) and pipeline is None,
+            has_learners=algorithm.takes_outer_steps and pipeline is None,
         )
     return SimulatedRun(
         algorithm,
@@ -271,15 +270,13 @@ def _steps_of(
     algorithm: Algorithm, clock: Clock, message_bytes: float, cost: Cost | None = None
 ) -> Steps:
     n = clock.num_ranks
-    if isinstance(algorithm, AllReduce):
+    if algorithm.averages_gradients:
         return Gradients(clock, message_bytes, n, cost)
-    if isinstance(algorithm, SGP):
+    if isinstance(algorithm, SGP | OSGP):
         sent = message_bytes * gossip_ratio(algorithm.compressor)
-        encodes = algorithm.compressor is not None
-        return Rounds(clock, algorithm.bound_topology, sent, algorithm.overlap, encodes=encodes)
-    if isinstance(algorithm, OSGP):
-        options = algorithm.bound_topology, message_bytes, algorithm.delay
-        return Rounds(clock, *options, merges_after=True)
+        encodes, merges_after = algorithm.compressor is not None, algorithm.merges_after_update
+        options = algorithm.bound_topology, sent, algorithm.overlap
+        return Rounds(clock, *options, encodes=encodes, merges_after=merges_after)
     if isinstance(algorithm, Hierarchical):
         group = algorithm.ranks_per_node
         assert isinstance(algorithm.inner, SGP | OSGP)

@@ -1,18 +1,13 @@
 """The training of simulated ranks: SGD on their shards, and outer steps by an algorithm's rule."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ...gossip import DiLoCo, NoLoCo, SlowMo
-from ...gossip.algorithms.base import OuterRule, Periodic
-from ...gossip.algorithms.diloco import OuterOptimizerRule
-from ...gossip.algorithms.noloco import NoLoCoRule
-from ...gossip.algorithms.slowmo import SlowMomentumRule
+from ...gossip.algorithms.base import Periodic
 from .cost import SingleRankCollectives
 from .objectives import Objective
 
@@ -76,9 +71,12 @@ class OuterSteps:
 
     def __init__(self, algorithm: Periodic, training: Training, number: int) -> None:
         self._training, self._x = training, training.x[:, number :: algorithm.num_fragments]
-        self._taken_by: slice | int = _ALL if isinstance(algorithm, NoLoCo) else 0
-        self._make_rule = _find_rule(algorithm, training.learning_rate)  # keeps an optimizer
-        self._rule = self._make_rule([torch.from_numpy(self._x[self._taken_by].copy())])
+        self._taken_by: slice | int = 0 if algorithm.averages_over_all else _ALL
+        weights = [torch.from_numpy(self._x[self._taken_by].copy())]
+        unused = torch.zeros(1, device="cpu")  # the training itself is numpy's
+        # Kept here: a rule has a weak reference to it, and reads its learning rate.
+        self._optimizer = torch.optim.SGD([unused], lr=training.learning_rate)
+        self._rule = algorithm.make_rule(weights, self._optimizer, SingleRankCollectives(1))
 
     @property
     def columns(self) -> slice:
@@ -99,15 +97,3 @@ class OuterSteps:
         (found,) = self._rule.step([torch.from_numpy(averages[self._taken_by])])
         stepped: np.ndarray = found.numpy() * self._training.weights
         return stepped
-
-
-def _find_rule(algorithm: Periodic, learning_rate: float) -> Callable[[list[Tensor]], OuterRule]:
-    """Return what makes the rule of outer steps for the weights at the start."""
-    if isinstance(algorithm, DiLoCo):
-        return partial(OuterOptimizerRule, algorithm.outer_optimizer)
-    if isinstance(algorithm, NoLoCo):
-        return partial(NoLoCoRule, algorithm)
-    if isinstance(algorithm, SlowMo):
-        sgd = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=learning_rate)
-        return partial(SlowMomentumRule, algorithm, sgd, SingleRankCollectives(1))
-    return lambda weights: OuterRule()

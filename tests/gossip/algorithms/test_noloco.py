@@ -1,15 +1,12 @@
 """NoLoCo against the paper's rule, computed in float64 for all ranks at once."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 
 from pyparallel.compression import ErrorFeedback, TopK
 from pyparallel.gossip import NoLoCo
-from pyparallel.gossip.algorithms.noloco import NoLoCoRule, noloco
-from pyparallel.gossip.algorithms.periodic import PeriodicAverager
+from pyparallel.gossip.algorithms.noloco import noloco
 from pyparallel.gossip.messages.averages import Pairs
 from pyparallel.gossip.topology import RandomMatching
 from pyparallel.training import FlatBuckets
@@ -29,11 +26,9 @@ class Rank:
         nn.init.zeros_(self.parameter)
         buckets = FlatBuckets([self.parameter], 2**20)
         pairs = Pairs(exchange, algorithm.topology, algorithm.compressor, algorithm.pull_turns)
-        rule = partial(NoLoCoRule, algorithm)
-        self.averager = PeriodicAverager(
-            algorithm, algorithm.interval, rule, module, buckets, exchange.run, average=pairs
-        )
         self.optimizer = torch.optim.SGD([self.parameter], lr=LR)
+        self.averager = algorithm.start(module, self.optimizer, buckets, exchange.run)
+        self.averager.regroup(None, None, pairs)  # which go through the threads' queues
 
     def step(self):
         self.parameter.grad = self.parameter.detach() - self.target

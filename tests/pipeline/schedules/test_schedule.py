@@ -7,7 +7,7 @@ import pytest
 
 from pyparallel.pipeline import Interlocking, LinearHead
 from pyparallel.pipeline.schedules import EVERY_SCHEDULE, GPipe, PipeOptim
-from pyparallel.pipeline.schedules.schedule import Flushing
+from pyparallel.pipeline.schedules.schedule import Flushing, find_option_error
 from pyparallel.pipeline.schedules.streaming import Streaming
 
 PACKAGE = Path(__file__).resolve().parents[3] / "pyparallel"
@@ -33,7 +33,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("schedule", REFUSED, ids=lambda each: type(each).__name__)
 def test_what_each_kind_refuses(schedule):
-    found = {option: schedule.option_error(option) for option in REFUSED[LOSSES]}
+    found = {option: find_option_error(schedule, option) for option in REFUSED[LOSSES]}
     expected = REFUSED[schedule]
     assert {option for option, why in found.items() if why} == expected.keys()
     assert all(found[option].startswith(why) for option, why in expected.items())
@@ -49,7 +49,7 @@ def test_every_schedule_flushes_or_delays():
 
 def test_an_option_without_a_rule_is_an_error():
     with pytest.raises(KeyError):
-        LOSSES.option_error("no option")
+        find_option_error(LOSSES, "no option")
 
 
 def find_asked(path):
