@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class NonFiniteCheck:
     "raise": on the CPU all ranks raise, before anything of the buffer is sent or its state is
     written, which takes a pass and an all-gather of a number. On a GPU the host must not wait: the
     buffer counts as zeros, as for "skip", and all ranks raise in the next step; a residual may be
-    lost (``Compressor.mean_of_finite_``). "skip": the buffer counts as zeros in the mean; no rank
+    lost (``Compressor.finds_nonfinite``). "skip": the buffer counts as zeros in the mean; no rank
     is told. "allow": nothing is read.
     """
 
@@ -101,14 +102,16 @@ class NonFiniteCheck:
         """Replace gradients (numel,) by their mean over ranks, under the policy.
 
         As ``apply_`` and the compressor's ``mean_``, but that a GPU need not read what the encoder
-        reads anyway: see ``Compressor.mean_of_finite_``.
+        reads anyway: see ``Compressor.finds_nonfinite``.
         """
-        if self.policy != "raise" or x.device.type == "cpu" or x.numel() == 0:
+        reads_once = compressor.finds_nonfinite and self.policy == "raise"
+        if not reads_once or x.device.type == "cpu" or x.numel() == 0:
             self.apply_(x, layout, collectives, step)
             compressor.mean_(x, state_of(), collectives)
             return
         self._raise_earlier(x, step)
-        of_ranks = compressor.mean_of_finite_(x, state_of(), collectives)
+        mean_: Any = compressor.mean_
+        of_ranks = mean_(x, state_of(), collectives, drops=True)
         self._raise_later(of_ranks, layout, step)
 
     def _apply_on_device_(

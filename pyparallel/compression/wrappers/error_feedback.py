@@ -1,6 +1,7 @@
 """Error feedback: the error of a message is added to the next buffer."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,11 @@ class ErrorFeedback(Composed):
     def parts(self) -> tuple[Compressor, ...]:
         return (self.compressor,)
 
+    @property
+    @override
+    def finds_nonfinite(self) -> bool:
+        return self.compressor.finds_nonfinite
+
     @override
     def error_at(self, place: AttachPoint) -> str | None:
         unrelated = "consecutive messages encode unrelated tensors"
@@ -88,19 +94,18 @@ class ErrorFeedback(Composed):
 
     @override
     def mean_(
-        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
-    ) -> None:
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Residual = None,
+        **drops: bool,
+    ) -> Tensor | None:
         check_no_residual(residual)
         residual = self._decayed_residual(x, state)
-        self.compressor.mean_(x, state.inner[0], collectives, residual)
-
-    @override
-    def mean_of_finite_(
-        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
-    ) -> Tensor:
-        check_no_residual(residual)
-        residual = self._decayed_residual(x, state)
-        return self.compressor.mean_of_finite_(x, state.inner[0], collectives, residual)
+        mean_: Any = self.compressor.mean_  # takes ``drops`` where this one does
+        of_ranks: Tensor | None = mean_(x, state.inner[0], collectives, residual, **drops)
+        return of_ranks
 
     def _decayed_residual(self, x: Tensor, state: CompressorState) -> Tensor:
         """Return the residual to add to x; nothing is written if x is refused."""
