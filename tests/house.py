@@ -285,8 +285,8 @@ MEASURES: dict[str, tuple[Callable[[Path], int], int | None]] = {
 # its own, such as a new algorithm, or a fault that was mended, may raise the lines, by its own. The
 # length of a file is counted, without a limit: short files made layers.
 LIMITS = {
-    "lines of the package": 45_100,
-    "lines of its checks and raises": 3_160,
+    "lines of the package": 45_033,
+    "lines of its checks and raises": 3_159,
     "lines of comm": 1_767,
     "exports of comm": 25,
     "lines of comm and training that one trainer uses": 0,
@@ -295,7 +295,7 @@ LIMITS = {
     "attributes set on another object": 57,
     "classes above 300 lines": 2,
     "members of ModelAverager": 17,
-    "methods that only forward": 30,
+    "methods that only forward": 28,
     "files that write a gossip round out": 1,
     "isinstance of algorithms, schedules, compressors": 27,
     "methods of theirs that return an error": 21,
