@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Collectives
-from ..ops import add_or_clear_
 from ..training.arguments import wrong_type
-from ..training.nonfinite import is_finite_on_device
 from .corrupt_messages import refusing_corrupt, with_sender
 from .layout import BufferLayout
 from .residual import Residual, add_residual, update_residual
@@ -77,6 +75,16 @@ class Compressor(abc.ABC):  # noqa: B024 - subclasses have abstract methods
         """Where it cannot be attached, and the error, a template of ``place`` and ``self``."""
         return {}
 
+    @property
+    def finds_nonfinite(self) -> bool:
+        """Whether messages show a nan or an inf, and ``mean_`` takes ``drops``, a bool.
+
+        With it, the buffer of a rank with a nan or an inf, not empty, counts as zeros, and no host
+        waits. ``mean_`` returns which ranks' buffers these are, (ranks,), on x's device. Their
+        residual, of which the encoder has changed what it cannot restore, becomes 0.
+        """
+        return False
+
     def error_at(self, place: AttachPoint) -> str | None:
         """Return why this compressor cannot be attached at a place, or None."""
         text = self.refusals.get(place)
@@ -142,11 +150,12 @@ class Compressor(abc.ABC):  # noqa: B024 - subclasses have abstract methods
 
     def mean_(
         self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
-    ) -> None:
+    ) -> Tensor | None:
         """Replace x by the mean over ranks of the decoded messages. All ranks must call it.
 
         Here all ranks receive the messages of all, and add them in one order: messages should be
-        much smaller than x. Override it for a better way.
+        much smaller than x. Override it for a better way; with ``finds_nonfinite`` it also has
+        ``drops``.
 
         Args:
             x: as for ``compress``; the same length on all ranks. Written.
@@ -164,22 +173,7 @@ class Compressor(abc.ABC):  # noqa: B024 - subclasses have abstract methods
             messages = collectives.all_gather_uneven(message)
         with collectives.stats.decoding():
             self._add_up_(messages, state.layout, x, divisor=collectives.size)
-
-    def mean_of_finite_(
-        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
-    ) -> Tensor:
-        """Average as ``mean_``, but let the buffer of a rank with a nan or an inf count as zeros.
-
-        No host waits. Return which ranks' buffers these are, (ranks,), on x's device. Here x is
-        read once more; override it where the message shows it. The message is then dropped, and
-        the residual, of which the encoder has changed what it cannot restore, becomes 0.
-        """
-        is_bad = is_finite_on_device(x).logical_not()
-        add_or_clear_(x, clear=is_bad)
-        with collectives.uncounted():
-            of_ranks = collectives.all_gather(is_bad.long().view(1)).view(-1)
-        self.mean_(x, state, collectives, residual)
-        return of_ranks
+        return None
 
     def _add_up_(
         self, messages: Sequence[Message], layout: BufferLayout, x: Tensor, *, divisor: int

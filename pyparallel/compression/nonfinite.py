@@ -1,7 +1,7 @@
 """Gradients with a nan or an inf: how they are found, and what the ranks do about them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from ..comm.consistency import check_same_call, row_of_call
 from ..comm.counts import Call
 from ..comm.errors import NonFiniteError
 from ..ops import add_or_clear_
+from ..training.host_copy import HostCopy
 from ..training.nonfinite import NonFinitePolicy, first_nonfinite, is_finite, is_finite_on_device
 from .compressor import Compressor
 from .layout import BufferLayout
@@ -64,7 +65,7 @@ class NonFiniteCheck:
     "raise": on the CPU all ranks raise, before anything of the buffer is sent or its state is
     written, which takes a pass and an all-gather of a number. On a GPU the host must not wait: the
     buffer counts as zeros, as for "skip", and all ranks raise in the next step; a residual may be
-    lost (``Compressor.mean_of_finite_``). "skip": the buffer counts as zeros in the mean; no rank
+    lost (``Compressor.finds_nonfinite``). "skip": the buffer counts as zeros in the mean; no rank
     is told. "allow": nothing is read.
     """
 
@@ -101,14 +102,16 @@ class NonFiniteCheck:
         """Replace gradients (numel,) by their mean over ranks, under the policy.
 
         As ``apply_`` and the compressor's ``mean_``, but that a GPU need not read what the encoder
-        reads anyway: see ``Compressor.mean_of_finite_``.
+        reads anyway: see ``Compressor.finds_nonfinite``.
         """
-        if self.policy != "raise" or x.device.type == "cpu" or x.numel() == 0:
+        reads_once = compressor.finds_nonfinite and self.policy == "raise"
+        if not reads_once or x.device.type == "cpu" or x.numel() == 0:
             self.apply_(x, layout, collectives, step)
             compressor.mean_(x, state_of(), collectives)
             return
         self._raise_earlier(x, step)
-        of_ranks = compressor.mean_of_finite_(x, state_of(), collectives)
+        mean_: Any = compressor.mean_
+        of_ranks = mean_(x, state_of(), collectives, drops=True)
         self._raise_later(of_ranks, layout, step)
 
     def _apply_on_device_(
@@ -134,7 +137,7 @@ class NonFiniteCheck:
 
     def _raise_later(self, of_ranks: Tensor, layout: BufferLayout, step: int | None) -> None:
         if not _is_captured(of_ranks):
-            self._late.append(_LateVerdict.of(of_ranks, layout, step))
+            self._late.append(_LateVerdict(HostCopy(of_ranks), layout, step))
 
 
 def _is_captured(x: Tensor) -> bool:
@@ -142,35 +145,16 @@ def _is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-@dataclass(frozen=True)
-class _LateVerdict:
-    """Which ranks' buffers were not finite, on its way from a GPU to the host.
+class _LateVerdict(NamedTuple):
+    """Which ranks' buffers were not finite, 0 if they were, on its way from a GPU to the host."""
 
-    ``of_ranks``, (ranks,) in pinned memory, is not 0 for each such rank once ``copied``.
-    """
-
-    of_ranks: Tensor
-    copied: torch.Event | None
+    of_ranks: HostCopy
     layout: BufferLayout
     step: int | None
 
-    @classmethod
-    def of(cls, of_ranks: Tensor, layout: BufferLayout, step: int | None) -> "_LateVerdict":
-        """Start to copy the verdicts of all ranks to the host."""
-        on_host = torch.empty(
-            of_ranks.shape, dtype=of_ranks.dtype, pin_memory=of_ranks.is_cuda, device="cpu"
-        )
-        on_host.copy_(of_ranks, non_blocking=True)
-        copied = torch.Event(of_ranks.device) if of_ranks.is_cuda else None
-        if copied is not None:
-            copied.record()
-        return cls(on_host, copied, layout, step)
-
     def raise_if_found(self) -> None:
         """Raise for the first rank; waits for a step that is over unless the host is behind it."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        for rank, is_bad in enumerate(self.of_ranks.tolist()):
+        for rank, is_bad in enumerate(self.of_ranks.values()):
             if is_bad:
                 first, last = self.layout.names[0], self.layout.names[-1]
                 where = first if first == last else f"one of {first} to {last}"

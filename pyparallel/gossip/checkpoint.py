@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from .. import training
 from ..comm import first_difference
+from ..training.averager import as_optimizers
 from ..training.shards import describe_shard, like, locals_of
 from .trainer import GossipDataParallel
-from .validation import BUCKETS, as_optimizers, check_states_together
+from .validation import BUCKETS, check_states_together
 
 
 class RankState:

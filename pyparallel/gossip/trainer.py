@@ -18,7 +18,7 @@ from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..training import Algorithm, ModelAverager, Place, StepHooks, check_format, consensus, seal
 from ..training.arguments import find_error, raise_problem
-from ..training.averager import JoinedOptimizers
+from ..training.averager import JoinedOptimizers, as_optimizers
 from ..training.full_state import full_state
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
 from ..training.shards import Shards, describe_shard, find_shard_error, local_of, replica_group
@@ -127,7 +127,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._shards, self._kind = Shards(self.module), type(self.module)
         run = self._open_run(process_group, StepCounts(policy=nonfinite), replica)
         cap = validation.resolve_bucket_cap_mb(module, bucket_cap_mb)
-        optimizers = validation.as_optimizers(optimizer)
+        optimizers = as_optimizers(optimizer)
         self._optimizers = [weakref.ref(each) for each in optimizers]
         self._buckets = validation.lay_out(module, optimizers, int(cap * 2**20))
         self._shards.follow()
@@ -499,7 +499,7 @@ def _collect_config(
         except ValueError as error:
             return algorithm, [], str(error)
         cap = validation.resolve_bucket_cap_mb(module, bucket_cap_mb)
-        optimizers = validation.as_optimizers(optimizer)
+        optimizers = as_optimizers(optimizer)
         config_fields = [
             *algorithm.config_fields(),
             ("bucket_cap_mb", str(cap)),
@@ -523,5 +523,5 @@ def _collect_config(
 
 def _describe_optimizers(optimizer: object) -> str:
     """Return the classes of several optimizers; one may be of another class on every rank."""
-    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    several = as_optimizers(optimizer)
     return "one" if len(several) == 1 else ", ".join(type(each).__name__ for each in several)

@@ -24,6 +24,7 @@ from ..training import (
     wrong_type,
 )
 from ..training.arguments import check_type, is_number, require
+from ..training.averager import as_optimizers
 from ..training.module_checks import (
     NamedParameters,
     check_module,
@@ -84,11 +85,6 @@ def check_together(
     check_consistent_across_ranks(
         config_fields, problem, process_group, replica_group=replica_group
     )
-
-
-def as_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers of an argument that is one or several."""
-    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
 
 
 def resolve_bucket_cap_mb(module: nn.Module, bucket_cap_mb: float | None) -> float:

@@ -72,6 +72,7 @@ class Bucket:
         self._strides = list(map(Tensor.stride, self._tensors))
         self._addresses = list(map(Tensor.data_ptr, self._tensors))  # 0 if empty
         self._begin = self.values.data_ptr()
+        self.num_taken = 0  # tensors of others that have become views, or have gone
         self._is_contiguous = all(map(Tensor.is_contiguous, self._tensors))
         self.drop_state()
 
@@ -160,6 +161,9 @@ class Bucket:
                 self._allocate(name, found)
             entered = self._entered[name]
             if not all(map(is_, found, entered)):
+                if self._dtype_of(name, found) != self._flat[name].dtype:
+                    self._allocate(name, found)
+                    entered = self._entered[name]
                 for index, (new, old) in enumerate(zip(found, entered, strict=True)):
                     if new is not old:
                         self._take(name, index, new)
@@ -169,6 +173,10 @@ class Bucket:
         """Return the flat buffer of a state that ``state`` has returned before."""
         return self._flat[name]
 
+    def views(self, name: str) -> list[Tensor]:
+        """Return each parameter's view of a state that ``state`` has returned before."""
+        return self._views[name]
+
     def has(self, name: str, index: int) -> bool:
         """Return whether the optimizer has a state that ``state`` has returned."""
         return self._entered[name][index] is not None
@@ -177,12 +185,15 @@ class Bucket:
         """Return whether it has this state of all parameters."""
         return all(map(is_, self._entered[name], self._views[name]))
 
-    def publish(self, *names: str) -> None:
-        """Enter states that ``state`` has returned, of the parameters that have a gradient."""
+    def publish(self, *names: str, of: Sequence[int] | None = None) -> None:
+        """Enter states that ``state`` has returned, of the parameters that have a gradient.
+
+        Or ``of`` those with these indices.
+        """
         state = self._optimizer.state
         for name in names:
             views, entered = self._views[name], self._entered[name]
-            for index in self._stepped:
+            for index in self._stepped if of is None else of:
                 if entered[index] is None:
                     state[self.parameters[index]][name] = entered[index] = views[index]
 
@@ -242,15 +253,19 @@ class Bucket:
             self._known, self._version = [(0, 0)] * len(found), counts._version
             self._views[name] = [counts[index] for index in range(len(found))]
             return
-        dtype = next((entry.dtype for entry in found if entry is not None), None)
-        dtype = torch.float32 if self.has_masters else dtype
-        flat = self._flat[name] = torch.zeros_like(self.values, dtype=dtype)
+        flat = self._flat[name] = torch.zeros_like(self.values, dtype=self._dtype_of(name, found))
         tensors = self._tensors
         views = [
             flat.as_strided(tensor.size(), tensor.stride(), offset)
             for tensor, offset in zip(tensors, self.offsets, strict=True)
         ]
         self._views[name] = list(map(like, self.parameters, views))
+
+    def _dtype_of(self, name: str, found: list[Tensor | None]) -> torch.dtype:
+        """Return the dtype of a state's buffer: of what the optimizer has, or the parameters'."""
+        if self.has_masters or name == STEP:
+            return torch.float32
+        return next((entry.dtype for entry in found if entry is not None), self.values.dtype)
 
     def _known_counts(self) -> list[tuple[float, int]]:
         """Return what is known of the step counts, after a read if others have written them."""
@@ -269,6 +284,7 @@ class Bucket:
         entry = self._views[name][index]
         view, found = local_of(entry), local_of(found)
         self._versions = None
+        self.num_taken += 1
         fits = not isinstance(found, Tensor) or found.numel() == view.numel()
         require(fits, f"state {name!r} must have the parameter's shape {list(view.shape)}", found)
         if found is None:

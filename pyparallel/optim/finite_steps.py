@@ -40,7 +40,7 @@ class FiniteSteps:
 
     def __init__(
         self,
-        optimizers: Optimizer | Sequence[Optimizer],
+        optimizers: Sequence[Optimizer],
         policy: NonFinitePolicy,
         counts: StepCounts,
         device: torch.device,
@@ -48,14 +48,13 @@ class FiniteSteps:
         takes_scales: bool = True,
         replica: Run | None = None,
     ) -> None:
-        several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-        self._handled = [_handle(each, takes_scales) for each in several]
+        self._handled = [_handle(each, takes_scales) for each in optimizers]
         self._policy, self._counts, self._replica = policy, counts, replica
         self._begun: set[int] = set()  # optimizers in this training step
         self._is_found: bool | Tensor | None = None  # in this training step; None: not read
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._found_inf: tuple[Any, Tensor] | None = None  # that this object has set, and where
-        in_pass = len(several) == 1 and isinstance(several[0], FusedOptimizer)
+        in_pass = len(optimizers) == 1 and isinstance(optimizers[0], FusedOptimizer)
         self._counts_in_pass = policy == "raise" and in_pass and replica is None
         self._in_pass = torch.zeros((), dtype=torch.float64, device=device)
         self._counter: CorruptCounter | None = None  # None: the host waits

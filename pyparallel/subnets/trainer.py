@@ -130,7 +130,7 @@ class SubnetTrainer(Trainer):
         gradients: NonFinitePolicy = "skip" if nonfinite == "skip" else "allow"
         device = next((each.device for each in self.subnet.parameters()), torch.device("cpu"))
         self._finite_steps = FiniteSteps(
-            self.optimizer, gradients, run.counts, device, takes_scales=False
+            [self.optimizer], gradients, run.counts, device, takes_scales=False
         )
         self._step_hook = StepHook(
             self.optimizer,

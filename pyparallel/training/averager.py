@@ -209,26 +209,26 @@ class ModelAverager:
             self.inner.close()
 
 
+def as_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers of an argument that is one or several."""
+    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+
+
 class JoinedOptimizers:
     """What algorithms read of several optimizers: all groups, in order, and all state.
 
-    They are only weakly referenced, as their hooks reference the trainer.
+    ``optimizers`` are weak proxies, as their hooks reference the trainer.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers: list[Any] = [weakref.proxy(each) for each in optimizers]
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """Weak proxies of the optimizers."""
-        return self._optimizers
+        self.optimizers: list[Any] = [weakref.proxy(each) for each in optimizers]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of each optimizer, which are the live ones."""
-        return [group for each in self._optimizers for group in each.param_groups]
+        return [group for each in self.optimizers for group in each.param_groups]
 
     @property
     def state(self) -> dict[Any, dict[str, Any]]:
         """The state of each parameter, which is the live one."""
-        return {p: state for each in self._optimizers for p, state in each.state.items()}
+        return {p: state for each in self.optimizers for p, state in each.state.items()}

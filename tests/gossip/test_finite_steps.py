@@ -183,7 +183,7 @@ def test_what_a_device_finds_is_counted_and_not_waited_for(fused):
     """The path of GPUs, on the CPU: a zero in place of what is not finite, or ``found_inf``."""
     model, counts = build_model(), StepCounts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
-    steps = FiniteSteps(optimizer, "raise", counts, torch.device("cpu"))
+    steps = FiniteSteps([optimizer], "raise", counts, torch.device("cpu"))
     steps._counter = CorruptCounter(torch.device("cpu"))
     found = []
     for is_spoiled in (False, True, False):

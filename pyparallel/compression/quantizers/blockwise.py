@@ -34,7 +34,7 @@ class BlockwiseCompressor(Compressor):
     dtypes: Sequence[torch.dtype] = ()
     """Of the tensors of a message, which are then sent as one; empty: each is sent alone."""
 
-    has_scales = False
+    finds_nonfinite = False
     """Whether the last of ``dtypes`` is of scales, nan for a block with a nan or an inf."""
 
     @property
@@ -48,41 +48,26 @@ class BlockwiseCompressor(Compressor):
 
     @override
     def mean_(
-        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
-    ) -> None:
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Residual = None,
+        *,
+        drops: bool = False,
+    ) -> Tensor | None:
         """Replace x by the mean over ranks of the decoded messages.
 
         The error of encoding the mean, times the number of ranks, goes into the residual of the
         rank that averaged: the mean of all residuals stays the accumulated error of the means.
         """
-        self._mean_(x, state, collectives, residual, drops=False)
-
-    @override
-    def mean_of_finite_(
-        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
-    ) -> Tensor:
-        """Average as `Compressor.mean_of_finite_`: scales show a nan or an inf."""
-        if not self.has_scales or x.numel() == 0:
-            return super().mean_of_finite_(x, state, collectives, residual)
-        return self._mean_(x, state, collectives, residual, drops=True)
-
-    def _mean_(
-        self,
-        x: Tensor,
-        state: CompressorState,
-        collectives: Collectives,
-        residual: Residual,
-        *,
-        drops: bool,
-    ) -> Tensor:
-        """Average as ``mean_``, or with ``drops`` as ``mean_of_finite_``; return what that does."""
         parts = Parts.of(self, x.numel(), collectives.size)
         mine = parts.slices[collectives.rank]
         received = self._scatter(x, state, collectives, residual, parts, drops=drops)
         lost = None
         if residual is not None:
             lost = torch.zeros(mine.stop - mine.start, dtype=torch.float32, device=x.device)
-        of_ranks = received.pop().flatten().clone() if drops else x.new_empty(0)
+        of_ranks = received.pop().flatten().clone() if drops else None
         of_mean = _state_of_part(state, mine)
         message, corrupt_sender = self._average(received, of_mean, collectives, lost)
         del received  # its memory is used again

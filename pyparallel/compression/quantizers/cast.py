@@ -68,16 +68,21 @@ class Cast(BlockwiseCompressor):
 
     @override
     def mean_(
-        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
-    ) -> None:
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Residual = None,
+        **drops: bool,
+    ) -> Tensor | None:
         if self._accumulates_float32:
-            super().mean_(x, state, collectives, residual)
-            return
+            return super().mean_(x, state, collectives, residual, **drops)
         check_no_residual(residual)
         message = self._shares(x, state, collectives)
         collectives.all_reduce_(message)
         with collectives.stats.decoding():
             x.copy_(message)
+        return None
 
     @property
     def starts_means(self) -> bool:

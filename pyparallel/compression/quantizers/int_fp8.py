@@ -35,7 +35,7 @@ class Quantizer(BlockwiseCompressor):
 
     block_size: int = 256
     seed: int | None = None
-    has_scales = True
+    finds_nonfinite = True
 
     @property
     @abc.abstractmethod

@@ -29,7 +29,7 @@ class Sign(BlockwiseCompressor):
 
     block_size: int = 1024
     dtypes = (torch.uint8, torch.float32)
-    has_scales = True
+    finds_nonfinite = True
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)

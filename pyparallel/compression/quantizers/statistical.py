@@ -34,7 +34,7 @@ class Statistical(BlockwiseCompressor):
     bits: int = 2
     block_size: int = 4096
     dtypes = (torch.uint8, torch.float32)
-    has_scales = True  # a table is nan for a block with a nan or an inf
+    finds_nonfinite = True  # a table is nan for a block with a nan or an inf
 
     def __post_init__(self) -> None:
         sizes_of_bins(0, self.bits, self.block_size)

@@ -34,6 +34,7 @@ class TopK(IndexSparsifier):
     """
 
     density: float
+    finds_nonfinite = True
 
     def __post_init__(self) -> None:
         check_in("density", self.density, "(0, 1]")
@@ -53,36 +54,21 @@ class TopK(IndexSparsifier):
 
     @override
     def mean_(
-        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
-    ) -> None:
-        if x.device.type == "cpu" or x.numel() == 0:
-            super().mean_(x, state, collectives, residual)
-        else:
-            self._mean_of_shares_(x, state, collectives, residual, drops=False)
-
-    @override
-    def mean_of_finite_(
-        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
-    ) -> Tensor:
-        """Average as `Compressor.mean_of_finite_`: nan and inf are sent as the largest."""
-        if x.numel() == 0:
-            return super().mean_of_finite_(x, state, collectives, residual)
-        return self._mean_of_shares_(x, state, collectives, residual, drops=True)[-1].view(-1)
-
-    def _mean_of_shares_(
         self,
         x: Tensor,
         state: CompressorState,
         collectives: Collectives,
-        residual: Residual,
+        residual: Residual = None,
         *,
-        drops: bool,
-    ) -> list[Tensor]:
-        """Average as ``mean_``, or with ``drops`` as ``mean_of_finite_``; return what is gathered.
+        drops: bool = False,
+    ) -> Tensor | None:
+        """Average as `Compressor.mean_`; a nan or an inf is sent as the largest.
 
-        The values are divided by the number of ranks, in float32: few bytes, and the whole mean is
-        not read again. For a power of two that is the same number.
+        On a GPU the values are divided by the number of ranks, in float32: few bytes, and the whole
+        mean is not read again. For a power of two that is the same number.
         """
+        if not drops and (x.device.type == "cpu" or x.numel() == 0):
+            return super().mean_(x, state, collectives, residual)
         with collectives.stats.encoding():
             message = values, _ = self.compress(x, state, residual)
             if drops:
@@ -95,12 +81,12 @@ class TopK(IndexSparsifier):
                 values.div_(collectives.size)
         gathered = collectives.all_gather_rows(message)
         with collectives.stats.decoding():
-            values, indices, *_ = gathered
+            values, indices, *of_ranks = gathered
             if values.dtype != torch.float32:
                 values = values.float().div_(collectives.size)
             messages = list(zip(values, indices, strict=True))
             self._add_up_(messages, state.layout, x, divisor=1)
-        return gathered
+        return of_ranks[0].view(-1) if drops else None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,11 @@ class ErrorFeedback(Composed):
 
     @property
     @override
+    def finds_nonfinite(self) -> bool:
+        return self.compressor.finds_nonfinite
+
+    @property
+    @override
     def refusals(self) -> Mapping[AttachPoint, str]:
         rule, fix = "compressor must not have error feedback for {place}: ", "use {self.compressor}"
         unrelated = f"{rule}consecutive messages encode unrelated tensors; got {{self}}, {fix}"
@@ -83,19 +89,18 @@ class ErrorFeedback(Composed):
 
     @override
     def mean_(
-        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
-    ) -> None:
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Residual = None,
+        **drops: bool,
+    ) -> Tensor | None:
         check_no_residual(residual)
         residual = self._decayed_residual(x, state)
-        self.compressor.mean_(x, state.inner[0], collectives, residual)
-
-    @override
-    def mean_of_finite_(
-        self, x: Tensor, state: CompressorState, collectives: Collectives, residual: Residual = None
-    ) -> Tensor:
-        check_no_residual(residual)
-        residual = self._decayed_residual(x, state)
-        return self.compressor.mean_of_finite_(x, state.inner[0], collectives, residual)
+        mean_: Any = self.compressor.mean_  # takes ``drops`` where this one does
+        of_ranks: Tensor | None = mean_(x, state.inner[0], collectives, residual, **drops)
+        return of_ranks
 
     def _decayed_residual(self, x: Tensor, state: CompressorState) -> Tensor:
         """Return the residual to add to x; nothing is written if x is refused."""

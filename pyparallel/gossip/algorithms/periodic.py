@@ -107,7 +107,7 @@ class PeriodicAverager(ModelAverager):
 
     def _take_outer_step(self, fragment: Fragment) -> None:
         fragment.take_outer_step(self._options.share_kept)
-        self._average.raise_nonfinite()
+        self._average.headers.raise_nonfinite()
 
     @override
     def flush(self) -> None:

@@ -50,7 +50,7 @@ class AllRanks:
             self._worker = comm_worker_for(device)
             self._collectives = Collectives(run.within(range(run.size)), CommStats())
         # Of that run, in which the worker also ends an average that a rank has closed before.
-        self._headers = MessageHeaders(self._collectives.run)
+        self.headers = MessageHeaders(self._collectives.run)
         self.store = self._new_store() if store is None else store
 
     def reset(self) -> None:
@@ -107,7 +107,7 @@ class AllRanks:
         @torch.no_grad()
         def average() -> None:
             if size > 1:
-                self._headers.gather(self._collectives, index, device, row)
+                self.headers.gather(self._collectives, index, device, row)
                 with self._collectives.uncounted():
                     of_ranks.copy_(self._collectives.all_gather(of_ranks).amax(0))
             for each, layout in zip(total, layouts, strict=True):
@@ -147,10 +147,6 @@ class AllRanks:
 
         return wait
 
-    def raise_nonfinite(self) -> None:
-        """Raise for gradients that were not finite on another rank."""
-        self._headers.raise_nonfinite()
-
     def _wait(self, future: Future[Tensor], stats: CommStats) -> None:
         begin = time.perf_counter()
         future.wait()
@@ -181,6 +177,7 @@ class Pairs:
         interleaved: int = 1,
     ) -> None:
         self._exchange, self._matching, self._compressor = exchange, matching, compressor
+        self.headers = exchange.headers
         self._turns, self._interleaved = turns, interleaved
         self.reset()
 
@@ -270,7 +267,3 @@ class Pairs:
             return means
 
         return wait
-
-    def raise_nonfinite(self) -> None:
-        """Raise for gradients that were not finite on another rank."""
-        self._exchange.headers.raise_nonfinite()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,22 +20,23 @@ from .flat_state import FlatState
 LAST_UNCORRECTED = "last_uncorrected_update"
 
 
+class DelayedOptimizer(NamedTuple):
+    """One optimizer of a stage whose gradients are delayed by ``delay`` updates, at least 1.
+
+    ``weights`` has one entry for each parameter group.
+    """
+
+    optimizer: Optimizer
+    weights: Sequence[FlatBuckets]
+    delay: int
+    num_stages: int
+
+
 class Correction(Protocol):
     """Protocol of a correction of delayed gradients, for schedules that do not flush."""
 
-    def wrap(
-        self,
-        predictor: WeightPredictor,
-        optimizer: Optimizer,
-        weights: Sequence[FlatBuckets],
-        delay: int,
-        num_stages: int,
-    ) -> WeightPredictor:
-        """Return a predictor of one optimizer of a stage whose steps are corrected.
-
-        ``weights`` has one entry for each parameter group; the stage's gradients are delayed by
-        ``delay`` updates, at least 1. A ValueError: this optimizer's steps cannot be corrected.
-        """
+    def wrap(self, predictor: WeightPredictor, delayed: DelayedOptimizer) -> WeightPredictor:
+        """Return a predictor whose steps are corrected; a ValueError: they cannot be."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,8 @@ class UpdateErrorFeedback(Correction):
         require(fits, rule, repr(given), fix)
 
     @override
-    def wrap(
-        self,
-        predictor: WeightPredictor,
-        optimizer: Optimizer,
-        weights: Sequence[FlatBuckets],
-        delay: int,
-        num_stages: int,
-    ) -> WeightPredictor:
+    def wrap(self, predictor: WeightPredictor, delayed: DelayedOptimizer) -> WeightPredictor:
+        optimizer, weights, delay, _ = delayed
         if isinstance(optimizer, FusedOptimizer) and optimizer.master_weights:
             raise ValueError(
                 "optimizer must, for UpdateErrorFeedback, have master_weights=False, got True: it "
@@ -147,14 +142,8 @@ class StageMomentum(Correction):
         require(fits, "limit must be a number in (0, 1)", repr(self.limit))
 
     @override
-    def wrap(
-        self,
-        predictor: WeightPredictor,
-        optimizer: Optimizer,
-        weights: Sequence[FlatBuckets],
-        delay: int,
-        num_stages: int,
-    ) -> WeightPredictor:
+    def wrap(self, predictor: WeightPredictor, delayed: DelayedOptimizer) -> WeightPredictor:
+        optimizer, _, delay, num_stages = delayed
         for group in optimizer.param_groups:
             momentum = _momentum_of(group)
             if not momentum or momentum > self.limit:

@@ -109,10 +109,10 @@ class FlatWeightPredictor(WeightPredictor):
 
     def _ranges_of(self, index: int) -> list[_Range]:
         # Step counts may be on a GPU: read them only when they may differ, to avoid host syncs.
-        num_layouts = self._states[index].num_layouts
+        num_changes = self._states[index].num_changes
         known = self._ranges.get(index)
-        if known is None or known[0] != num_layouts:
-            known = self._ranges[index] = num_layouts, self._find_ranges(self._weights[index])
+        if known is None or known[0] != num_changes:
+            known = self._ranges[index] = num_changes, self._find_ranges(self._weights[index])
         return known[1]
 
     def _find_ranges(self, weights: FlatBuckets) -> list[_Range]:

@@ -6,68 +6,43 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...optim.bucket import Bucket
 from ...training import FlatBuckets
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class FlatState:
-    """State tensors such as ``exp_avg``, in flat buffers like the weights of a parameter group.
-
-    torch updates its state in place, so its tensors can be views of flat buffers; new ones, of a
-    first step or ``load_state_dict``, are copied to new buffers.
-    """
+    """State tensors such as ``exp_avg``, in flat buffers like the weights of a parameter group."""
 
     def __init__(self, optimizer: Optimizer, weights: FlatBuckets) -> None:
-        self._optimizer = optimizer
-        self._weights = weights
-        self._buffers: dict[str, list[Tensor]] = {}
-        self._views: dict[str, list[Tensor]] = {}
-        self._entries: dict[str, list[Tensor | None]] = {}
-        self.num_layouts = 0
+        numbers = range(len(weights.buffers))
+        self._buckets = [Bucket(optimizer, 0, weights, index) for index in numbers]
+        self._parameters = weights.parameters
+
+    @property
+    def num_changes(self) -> int:
+        """How many tensors were taken over from the optimizer, or from a state that it loaded."""
+        return sum(bucket.num_taken for bucket in self._buckets)
 
     def buffers(self, name: str) -> list[Tensor]:
         """Return the flat buffers of a state name; zero for parameters that do not have it."""
-        # Not state[parameter]: the defaultdict would create an empty state.
-        state_of = self._optimizer.state.get
-        entries = [state_of(each, {}).get(name) for each in self._weights.parameters]
-        known = self._entries.get(name)
-        if known is None or any(a is not b for a, b in zip(entries, known, strict=True)):
-            self._lay_out(name, entries)
-        return self._buffers[name]
+        return [buffer for bucket in self._buckets for buffer in bucket.state(name)]
 
     def views(self, name: str) -> list[Tensor]:
         """Return views of these buffers, one for each parameter, in its shape."""
-        self.buffers(name)
-        return self._views[name]
+        views: dict[int, Tensor] = {}
+        for bucket in self._buckets:
+            bucket.state(name)
+            views.update(zip(map(id, bucket.parameters), bucket.views(name), strict=True))
+        return [views[id(parameter)] for parameter in self._parameters]
 
     def publish(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
         """Put a state of our own into the optimizer's, so that it is saved with it."""
-        chosen = {id(parameter) for parameter in parameters}
-        for index, parameter in enumerate(self._weights.parameters):
-            if id(parameter) in chosen:
-                view = self._views[name][index]
-                self._optimizer.state[parameter][name] = self._entries[name][index] = view
-
-    def _lay_out(self, name: str, entries: list[Tensor | None]) -> None:
-        self.num_layouts += 1
-        segments = self._weights.segments
-        dtypes = {
-            segment.bucket: entry.dtype
-            for segment, entry in zip(segments, entries, strict=True)
-            if entry is not None
-        }
-        self._buffers[name] = [
-            torch.zeros_like(buffer, dtype=dtypes.get(bucket))
-            for bucket, buffer in enumerate(self._weights.buffers)
-        ]
-        self._views[name] = self._weights.views(self._buffers[name])
-        self._entries[name] = [None] * len(entries)
-        for view, entry in zip(self._views[name], entries, strict=True):
-            if entry is not None:
-                view.copy_(entry)
-        owners = zip(self._weights.parameters, entries, strict=True)
-        self.publish(name, [parameter for parameter, entry in owners if entry is not None])
+        chosen = set(map(id, parameters))
+        for bucket in self._buckets:
+            owners = enumerate(bucket.parameters)
+            bucket.publish(name, of=[index for index, each in owners if id(each) in chosen])
 
 
 def check_dtypes(weights: Sequence[FlatBuckets]) -> None:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ...training import FlatBuckets
 from .base import NoPrediction, Prediction, WeightPredictor
-from .corrections import Correction
+from .corrections import Correction, DelayedOptimizer
 from .flat_state import FlatState
 
 LAST_UPDATE = "last_update"
@@ -86,16 +86,11 @@ class LastUpdatePredictor(WeightPredictor):
 
 
 def wrap_corrected(
-    correction: Correction,
-    predictor: WeightPredictor,
-    optimizer: Optimizer,
-    weights: Sequence[FlatBuckets],
-    delay: int,
-    num_stages: int,
+    correction: Correction, predictor: WeightPredictor, delayed: DelayedOptimizer
 ) -> WeightPredictor:
     """Return a predictor of corrected steps: the last update that is repeated is corrected too."""
     if not isinstance(predictor, LastUpdatePredictor):
-        return correction.wrap(predictor, optimizer, weights, delay, num_stages)
-    plain = NoPrediction().attach(optimizer, weights)
-    stepper = correction.wrap(plain, optimizer, weights, delay, num_stages)
+        return correction.wrap(predictor, delayed)
+    optimizer, weights, *_ = delayed
+    stepper = correction.wrap(NoPrediction().attach(optimizer, weights), delayed)
     return LastUpdatePredictor(optimizer, weights, stepper)

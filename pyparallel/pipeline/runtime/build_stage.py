@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...optim import FusedOptimizer
 from ...training import FlatBuckets, has_methods, wrong_type
+from ...training.averager import as_optimizers
 from ..prediction.base import JoinedPredictor, WeightPredictor
 from ..prediction.corrections import Correction
 from ..schedules.schedule import Schedule
@@ -149,9 +150,7 @@ def build_optimizers(
     """Build the optimizers of a stage's parameters by name, which hold each of them once."""
     function: Any = optimizer_fn
     names = [list(named)] if _requires_two(function) else []
-    returned = function(list(named.values()), *names)
-    several = isinstance(returned, list | tuple)
-    optimizers: list[Any] = list(returned) if several else [returned]
+    optimizers = as_optimizers(function(list(named.values()), *names))
     holders: dict[int, list[str]] = {id(parameter): [] for parameter in named.values()}
     for each in optimizers:
         if not isinstance(each, Optimizer):

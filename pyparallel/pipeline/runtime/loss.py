@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ...training import summarize
+from ...training.host_copy import HostCopy, host_values
 from ..messages import Value, tensors_of
 from ..messages.format import Refusal, RefusalKind
 from ..messages.refusals import refusal_of
 from ..schedules.schedule import Schedule
 from ..schedules.shape import PipelineShape
-from .loss_weights import HostCopy, host_values
 from .microbatches import MicrobatchSplitter
 from .options import StageOptions
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ...training import FlatBuckets
 from ..prediction.base import NoPrediction, Prediction, WeightPredictor
-from ..prediction.corrections import Correction
+from ..prediction.corrections import Correction, DelayedOptimizer
 from ..prediction.last_update import wrap_corrected
 from .action import Action, Kind
 from .shape import PipelineShape
@@ -106,7 +106,8 @@ class Schedule(ABC):
         predictor, delay = self.prediction.attach(optimizer, weights), self.delay(shape, stage)
         if correction is None or not delay:
             return predictor
-        return wrap_corrected(correction, predictor, optimizer, weights, delay, shape.num_stages)
+        delayed = DelayedOptimizer(optimizer, weights, delay, shape.num_stages)
+        return wrap_corrected(correction, predictor, delayed)
 
     def rank_actions(self, shape: PipelineShape, rank: int, steps: int = 1) -> Iterator[Action]:
         """Yield the actions of ``rank`` in ``steps`` steps, and those that empty the pipeline."""

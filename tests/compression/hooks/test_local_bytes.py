@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyparallel.compression import BufferLayout, Collectives, ErrorFeedback, Int8, Sign, TopK
-from pyparallel.compression.nonfinite import NonFiniteCheck, _LateVerdict
+from pyparallel.compression.nonfinite import NonFiniteCheck
 from pyparallel.ops import _corrupt
 from tests.ops.op_counter import ByteCounter
 
@@ -46,7 +46,6 @@ class KnownCounter:
 def test_a_bucket_takes_few_bytes_ops_and_collectives(
     compressor, policy, num_bytes, num_ops, num_calls, monkeypatch
 ):
-    monkeypatch.setattr(_LateVerdict, "of", lambda *arguments: None)  # a copy of eight bytes
     monkeypatch.setattr(_corrupt, "_is_counted", lambda like: True)
     monkeypatch.setattr(_corrupt, "_counters", {META: KnownCounter()})
     layout, collectives = BufferLayout.flat(NUMEL), NoCollectives()

@@ -23,6 +23,7 @@ from pyparallel.pipeline import (
     UpdateErrorFeedback,
     XPipe,
 )
+from pyparallel.pipeline.prediction.corrections import DelayedOptimizer
 from pyparallel.pipeline.prediction.last_update import wrap_corrected
 from tests.pipeline.every_schedule import FLUSHING
 from tests.pipeline.prediction.predictors import (
@@ -51,8 +52,8 @@ def build(make, correction, prediction=Displacement(), delay=3, num_stages=4):  
         stage.predictor = prediction.attach(stage.optimizer, stage.weights)
         stage.buffers = [buffer for each in stage.weights for buffer in each.buffers]
     if correction is not None:
-        wrapped = stage.predictor, stage.optimizer, stage.weights
-        stage.predictor = wrap_corrected(correction, *wrapped, delay, num_stages)
+        delayed = DelayedOptimizer(stage.optimizer, stage.weights, delay, num_stages)
+        stage.predictor = wrap_corrected(correction, stage.predictor, delayed)
     return stage
 
 

@@ -107,7 +107,7 @@ class CenterAverager(ModelAverager):
         self._steps += 1
         if self._steps % self._options.interval == 0:
             self._exchange()
-            self._average.raise_nonfinite()
+            self._average.headers.raise_nonfinite()
 
     @torch.no_grad()
     def _exchange(self) -> None:
