@@ -14,16 +14,16 @@ def profiled(name: str) -> AbstractContextManager[object]:
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
-def profiled_start(name: str, start: Callable[[], Future[Any]]) -> Future[Any]:
+def profiled_start(name: str, start: Callable[..., Future[Any]], *arguments: Any) -> Future[Any]:
     """Start what another thread completes, in a range of this thread that ends with its future.
 
     A profiler sees nothing of a thread that was running before it.
     """
     if profiler._is_profiler_enabled:
         with profiler.record_function(name) as running:
-            ended: Future[Any] = running._call_end_callbacks_on_future(start())
+            ended: Future[Any] = running._call_end_callbacks_on_future(start(*arguments))
             return ended
-    return start()
+    return start(*arguments)
 
 
 def post(function: Callable[..., Any], *arguments: Any) -> Any:

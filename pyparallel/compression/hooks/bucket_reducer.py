@@ -16,7 +16,6 @@ from ...training.nonfinite import NonFinitePolicy, is_finite
 from ..layout import BufferLayout
 from ..nonfinite import NonFiniteCheck, first_nonfinite_part, raise_of_means
 from ..quantizers.cast import Cast
-from ..state import CompressorState
 from ..state_store import StateStore
 from .comm_worker import CommWorker, comm_worker_for, once
 
@@ -42,7 +41,7 @@ class BucketReducer:
     ) -> Future[Tensor]:
         """Average gradients (numel,) in place in the background, then call ``then``."""
         if gradients.is_cpu:
-            return profiled_start(AVERAGE, lambda: self._begin(gradients, layout, then))
+            return profiled_start(AVERAGE, self._begin, gradients, layout, then)
         with profiled(AVERAGE):
             return self._begin(gradients, layout, then)
 
@@ -56,7 +55,7 @@ class BucketReducer:
         self._worker = self._worker or comm_worker_for(gradients.device)
 
         def job() -> None:
-            self._attempt(lambda: self.mean_(gradients, layout))
+            self._attempt(self.mean_, gradients, layout)
             if then:
                 then()
 
@@ -66,7 +65,7 @@ class BucketReducer:
     def mean_(self, gradients: Tensor, layout: BufferLayout) -> None:
         """Average a bucket; the caller waits."""
         collectives, compressor = self.collectives, self._store.compressor
-        state_of = partial(self._state, gradients, layout)
+        state_of = partial(self._store.of, layout, gradients.device)
         steps = collectives.run.counts.steps
         self.nonfinite.mean_(compressor, gradients, layout, state_of, collectives, steps)
 
@@ -76,7 +75,7 @@ class BucketReducer:
         self._num_started = 0
         if found:  # the same on all ranks
             layouts, pieces = [layout for _, layout, _ in found], [piece for _, _, piece in found]
-            self._attempt(lambda: raise_of_means(layouts, pieces, self.collectives))
+            self._attempt(raise_of_means, layouts, pieces, self.collectives)
 
     def take_stats(self) -> CommStats:
         """Return bytes and seconds since the last call."""
@@ -97,7 +96,7 @@ class BucketReducer:
         def start() -> None:
             if self.nonfinite.policy == "skip":
                 self.nonfinite.apply_(gradients, layout, self.collectives, None)
-            state = self._state(gradients, layout)
+            state = self._store.of(layout, gradients.device)
             started.append(compressor.start_mean_(gradients, state, self.collectives))
 
         def inspect(mean: Tensor) -> None:
@@ -107,7 +106,7 @@ class BucketReducer:
 
         def complete() -> None:
             for _, finish in started:
-                self._attempt(partial(finish, inspect))
+                self._attempt(finish, inspect)
             if then:
                 then()
 
@@ -119,13 +118,10 @@ class BucketReducer:
         return skipped.then(once(complete, gradients))
 
     @torch.no_grad()
-    def _attempt(self, job: Callable[[], None]) -> None:
+    def _attempt(self, job: Callable[..., object], *arguments: Any) -> None:
         """Run a job; skip it after a failure, when other ranks may be in its collectives."""
         if self.failure is None:
             try:
-                job()
+                job(*arguments)
             except Exception as error:
                 self.failure = error
-
-    def _state(self, gradients: Tensor, layout: BufferLayout) -> CompressorState:
-        return self._store.of(layout, gradients.device)

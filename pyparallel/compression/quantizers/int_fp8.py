@@ -3,6 +3,7 @@
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class Quantizer(BlockwiseCompressor):
     def unbiased(self) -> bool:
         return self.seed is not None
 
-    @property
+    @cached_property
     @override
     def dtypes(self) -> Sequence[torch.dtype]:  # type: ignore[override]
         return find_format(self.bits, self.format).dtype, torch.float32
@@ -160,7 +161,7 @@ class Quantizer(BlockwiseCompressor):
         with refusing_corrupt():
             mix_quantized_unchecked(z, weight, codes, scales, masses, *kind, replicas, corrupt)
 
-    @property
+    @cached_property
     def _kind(self) -> dict[str, Any]:
         return {"bits": self.bits, "format": self.format, "block_size": self.block_size}
 

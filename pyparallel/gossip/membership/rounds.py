@@ -124,7 +124,9 @@ class AcknowledgedRounds(PushSum):
             buffer.take_snapshot()
         self._account.send(self._epoch, self.round_index, sent, kept)
         self._sent, self._steps_in_flight = neighbors, 0
-        self._for_each(lambda buffer: buffer.send(neighbors, self.round_index))
+        with self._keeping_failures():
+            for buffer in self._round_buffers:
+                buffer.send(neighbors, self.round_index)
 
     @override
     def merge(self) -> None:
@@ -139,7 +141,9 @@ class AcknowledgedRounds(PushSum):
         if not self.weight:  # what a member that joins has is not averaged: 0 times nan is nan
             for buffer in self._round_buffers:
                 buffer.values.zero_()
-        self._for_each(lambda buffer: buffer.merge())
+        with self._keeping_failures():
+            for buffer in self._round_buffers:
+                buffer.merge()
         neighbors, index, self._sent = self._sent, self.round_index, None
         self._staleness, self.round_index = self._steps_in_flight, index + 1
         senders = [self._members[peer] for peer in neighbors.in_peers]

@@ -120,9 +120,9 @@ class MessageHeaders:
 
     def check_rows(self, expected: _Expected, rows: Sequence[Sequence[float]]) -> None:
         """Raise a PeerError, with both ranks and values, if a received row is not as expected."""
-        masses: Sequence[float | None] = expected.masses or [None] * len(rows)
-        for sender, row, length, mass in zip(
-            expected.senders, rows, expected.lengths, masses, strict=True
+        shares: Sequence[float | None] = expected.masses or [None] * len(rows)
+        for sender, row, length, share in zip(
+            expected.senders, rows, expected.lengths, shares, strict=True
         ):
             own = expected.own
             if length != own[2]:
@@ -131,7 +131,19 @@ class MessageHeaders:
                 me, there = self.run.rank, self.run.global_rank(sender)
                 edge = f"the message on edge {there} -> {me}"
                 self.run.compare(edge, (self.run.group_rank, sender), row, own)
-            self._check_mass(sender, row[counts.MASS], mass, own)
+            mass = row[counts.MASS]
+            if share is None:
+                fits = 0 < mass <= self.run.size
+            else:
+                fits = abs(mass - share) <= _TOLERANCE * share
+            if not fits:
+                rule = f"in (0, {self.run.size}]" if share is None else f"its share {share}"
+                me, there = self.run.rank, self.run.global_rank(sender)
+                raise PeerError(
+                    f"{self.run.at_round(own)}: the mass of the message on edge {there} -> {me} "
+                    f"must be {rule}, got {mass} from rank {there}: load a valid state on that "
+                    "rank"
+                )
             if row[counts.NONFINITE]:
                 self._nonfinite_senders[sender] = row[counts.NONFINITE]
 
@@ -154,21 +166,6 @@ class MessageHeaders:
         ]
         table = torch.tensor(wanted, dtype=torch.float64, device="cpu").view(-1, counts.NUM_FIELDS)
         return screen_headers(rows, table, counter=counter.tensor)
-
-    def _check_mass(
-        self, sender: int, mass: float, share: float | None, own: Sequence[float]
-    ) -> None:
-        if share is None:
-            fits, rule = 0 < mass <= self.run.size, f"in (0, {self.run.size}]"
-        else:
-            fits, rule = abs(mass - share) <= _TOLERANCE * share, f"its share {share}"
-        if not fits:
-            ranks = self.run.global_rank(sender), self.run.rank
-            raise PeerError(
-                f"{self.run.at_round(own)}: the mass of the message on edge {ranks[0]} -> "
-                f"{ranks[1]} must be {rule}, got {mass} from rank {ranks[0]}: load a valid state "
-                "on that rank"
-            )
 
     def _counter_on(self, device: torch.device) -> CorruptCounter:
         if self._counter is None:

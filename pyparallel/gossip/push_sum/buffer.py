@@ -182,12 +182,8 @@ class RoundBuffer(ABC):
         """Do ``mix_`` with the received messages, whose masses were checked when they arrived."""
 
     def to_numerator(self, *, keeps_values: bool) -> None:
-        """Let an optimizer step on x = w * z, as ``Numerator.begin``."""
+        """Let an optimizer step on x = w * z, as ``Numerator.begin``; ``pause`` turns it into z."""
         self.numerator.begin(self.weight, keeps_values=keeps_values)
-
-    def to_debiased(self) -> None:
-        """Turn what it has stepped on into z, in place; do nothing if the values are z."""
-        self.numerator.pause(self.weight)
 
     def outgoing_mass(self, shares: tuple[float, ...]) -> Tensor:
         """Return w times each share, (k,) float64; w does not change."""

@@ -32,8 +32,9 @@ class DelayedPushSum(PushSum):
     def after_step(self) -> None:
         if self._is_due:
             index, neighbors = self._next_round()
-            sends = [partial(each.send_and_merge, neighbors, index) for each in self._round_buffers]
-            self._run_each(sends)
+            with self._keeping_failures():
+                for buffer in self._round_buffers:
+                    buffer.send_and_merge(neighbors, index)
             self._complete(index)
 
     @override

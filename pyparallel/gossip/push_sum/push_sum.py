@@ -1,6 +1,7 @@
 """PushSum: averaging with neighbors in rounds, around the steps of an optimizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, Self
 
@@ -115,7 +116,9 @@ class PushSum(ModelAverager):
         neighbor is raised again by every later round.
         """
         neighbors = self._neighbors_of(self.round_index)
-        self._for_each(lambda buffer: buffer.send(neighbors, self.round_index))
+        with self._keeping_failures():
+            for buffer in self._round_buffers:
+                buffer.send(neighbors, self.round_index)
         self._steps_in_flight = 0
 
     def _neighbors_of(self, round_index: int) -> Neighbors:
@@ -124,19 +127,23 @@ class PushSum(ModelAverager):
     def merge(self) -> None:
         """Wait for the messages of the round in flight, if any, and average with them."""
         if self._in_flight:
-            self._for_each(lambda buffer: buffer.merge())
+            with self._keeping_failures():
+                for buffer in self._round_buffers:
+                    buffer.merge()
             self._staleness = self._steps_in_flight
             self.round_index += 1
             self.exchange.headers.raise_nonfinite()
 
     def wait(self) -> None:
         """Wait for the messages of the round in flight, if any, without averaging them."""
-        self._for_each(lambda buffer: buffer.wait())
+        with self._keeping_failures():
+            for buffer in self._round_buffers:
+                buffer.wait()
 
     @override
     def restore_debiased(self) -> None:
         for buffer in self._round_buffers:
-            buffer.to_debiased()
+            buffer.numerator.pause(buffer.weight)
 
     @override
     def before_step(self) -> None:
@@ -267,15 +274,13 @@ class PushSum(ModelAverager):
             return states
         return relayout(states, places, self._places)
 
-    def _for_each(self, act: Callable[[RoundBuffer], None]) -> None:
-        self._run_each([partial(act, buffer) for buffer in self._round_buffers])
-
-    def _run_each(self, actions: Sequence[Callable[[], None]]) -> None:
+    @contextmanager
+    def _keeping_failures(self) -> Iterator[None]:
+        """Keep an error of a round, which every later round raises again before it begins."""
         if self._failure is not None:
             raise without_traceback(self._failure)
         try:
-            for act in actions:
-                act()
+            yield
         except (PeerError, CorruptMessageError) as error:
             self._failure = without_traceback(error)
             raise

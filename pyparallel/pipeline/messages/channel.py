@@ -69,10 +69,11 @@ class Channel:
         self._run = groups.headers or recv_run  # in which headers are received
         self._send_group: Any = groups.headers.group if groups.headers else send_group
         self._recv_group: Any = self._run.group
-        self._inline = groups.supports_inline
+        inline_bytes = INLINE_BYTES if groups.supports_inline else 0
+        self._has_tags = groups.supports_tags
         self._payloads: Payloads = (
-            GlooPayloads(peer, send_group, recv_group, INLINE_BYTES if self._inline else 0)
-            if groups.supports_tags
+            GlooPayloads(peer, send_group, recv_group, inline_bytes)
+            if self._has_tags
             else NcclPayloads(peer, send_group, recv_group, groups.device)
         )
         self._expected: deque[int] = deque()  # streams of the messages not received yet
@@ -85,7 +86,7 @@ class Channel:
         self._broken = False
         self._num_delivered = 0
         self._num_received = 0
-        self._room_sent, self._room_received = InlineRoom(), InlineRoom()
+        self._room_sent, self._room_received = InlineRoom(inline_bytes), InlineRoom(inline_bytes)
 
     def send(
         self,
@@ -104,14 +105,14 @@ class Channel:
         if isinstance(value, Refusal):
             refusal, value = value, ()
         is_single, is_nccl = isinstance(value, Tensor), self._groups.headers is not None
-        via_host = not self._groups.supports_tags and (via_host or not is_nccl)
+        via_host = not self._has_tags and (via_host or not is_nccl)
         header = Header(
             stream, number, self._num_received, describe(value), is_single, None, via_host, refusal,
             batch,
         )  # fmt: skip
         length = header.num_bytes
         index = self._num_delivered + len(self._sent)
-        if length <= self._next_room(self._room_sent, index):
+        if length <= self._room_sent.of(index):
             message = header.to_tensor(length)
             pack_behind(message, value)
             works = [self._isend(message, self._send_group, _HEADER_TAG)]
@@ -126,7 +127,8 @@ class Channel:
         num_before = len(self._expected)
         self._expected.extend(streams)
         self._num_announced = len(self._expected) - num_before
-        self._prefetch()
+        with suppress(RuntimeError):  # it is raised when the message is needed
+            self._post_receives()
 
     def forget(self) -> None:
         """Expect no more of what ``expect`` has announced last; posted receives are of the next."""
@@ -141,11 +143,9 @@ class Channel:
                 f"rank {self.peer} has sent all messages that were expected, and not the one that "
                 "is needed: do all ranks make the same calls, with the same schedule?"
             )
-        if self._headers:
-            self._prefetch()  # now, as this rank may wait, and not before it computes
-        else:
-            with self._peer_errors():
-                self._post_receives()
+        # Now, as this rank may wait, and not before it computes. Only the first is needed.
+        with suppress(RuntimeError) if self._headers else self._peer_errors():
+            self._post_receives()
         stream, (posted, work) = self._expected.popleft(), self._headers.popleft()
         self._wait(work)
         header = self._read_header(posted)
@@ -225,9 +225,6 @@ class Channel:
             f"pyparallel, got one with {what}; do all ranks run the same version?"
         )
 
-    def _next_room(self, room: InlineRoom, index: int) -> int:
-        return room.of(index) if self._inline else 0
-
     def _send_in_two(self, header: Header, value: Value) -> list[tuple[Tensor, Any]]:
         """Send a header, and its payload in a message of its own; return what to wait for."""
         payload = pack(value)
@@ -237,7 +234,7 @@ class Channel:
                 self._isend(message, self._send_group, _HEADER_TAG),
                 self._isend(payload.cpu(), self._send_group, _VIA_HOST_TAG),
             ]
-        if not self._groups.supports_tags:  # the payload first: see NcclPayloads, which keeps it
+        if not self._has_tags:  # the payload first: see NcclPayloads, which keeps it
             with self._peer_errors():
                 self._payloads.send(header.stream, payload)
             return [self._isend(message, self._send_group, _HEADER_TAG)]
@@ -249,17 +246,12 @@ class Channel:
         if header.via_host:
             payload = torch.empty(length, dtype=torch.uint8, device="cpu")
             with self._peer_errors():
-                self._irecv(payload, self._recv_group, _VIA_HOST_TAG).wait()
+                post(self._recv_group.recv, [payload], self.peer, _VIA_HOST_TAG).wait()
             return payload.to(self._groups.device)
         with self._peer_errors():
             payload, work = self._payloads.recv(header.stream, length)
         self._wait(work)
         return payload
-
-    def _prefetch(self) -> None:
-        """Post receives; one that cannot be posted now raises when its message is needed."""
-        with suppress(RuntimeError):
-            self._post_receives()
 
     def _post_receives(self) -> None:
         """Post receives of the next headers, and of their payloads where the length is known."""
@@ -269,8 +261,8 @@ class Channel:
     def _post_headers(self, number: int) -> None:
         while len(self._headers) < number:
             index = self._num_received + len(self._headers)
-            header = new_header(self._next_room(self._room_received, index))
-            work = self._irecv(header, self._recv_group, _HEADER_TAG)
+            header = new_header(self._room_received.of(index))
+            work = post(self._recv_group.recv, [header], self.peer, _HEADER_TAG)
             self._headers.append((header, work))
 
     def _release_sent(self, num_delivered: int) -> None:
@@ -290,15 +282,17 @@ class Channel:
         return None
 
     def _isend(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
-        with self._peer_errors():
-            return tensor, post(group.send, [tensor], self.peer, tag)
-
-    def _irecv(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> Any:
-        return post(group.recv, [tensor], self.peer, tag)
+        send: Any = group.send
+        try:
+            return tensor, post(send, [tensor], self.peer, tag)
+        except RuntimeError as error:
+            raise self._peer_error(error) from error
 
     def _wait(self, work: Any) -> None:
-        with self._peer_errors():
+        try:
             work.wait()
+        except RuntimeError as error:
+            raise self._peer_error(error) from error
 
     @contextmanager
     def _peer_errors(self) -> Iterator[None]:

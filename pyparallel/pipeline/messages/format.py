@@ -48,8 +48,8 @@ class TensorMeta(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the tensor, without alignment."""
-        return self.dtype.itemsize * math.prod(self.shape)
+        """Return the size of the tensor, with the gap before the next one."""
+        return aligned(self.dtype.itemsize * math.prod(self.shape))
 
 
 class BatchMeta(NamedTuple):
@@ -98,7 +98,7 @@ class Header:
     @property
     def num_bytes(self) -> int:
         """Return the size of the payload, its tensors aligned."""
-        return sum(aligned(each.num_bytes) for each in self.tensors)
+        return sum(each.num_bytes for each in self.tensors)
 
     def to_tensor(self, capacity: int = 0) -> Tensor:
         """Return the header as an int64 tensor with room for a payload of ``capacity`` bytes."""

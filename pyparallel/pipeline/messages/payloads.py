@@ -138,17 +138,18 @@ class InlineRoom:
     """The most bytes of payload behind the header of each message, counted alike at both ends.
 
     A receive is posted while fewer than ``PREFETCH_DEPTH`` messages before it have not arrived, so
-    its size may depend on those before them: it has room for the longest.
+    its size may depend on those before them: it has room for the longest, or for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes  # a longer payload is sent on its own
         self._lengths: deque[int] = deque()  # of payloads that were not counted yet
         self._num_counted = 0
         self._longest = 0
 
     def add(self, length: int) -> None:
         """Add the next message's payload."""
-        self._lengths.append(length if length <= INLINE_BYTES else 0)
+        self._lengths.append(length if length <= self._most_bytes else 0)
 
     def of(self, index: int) -> int:
         """Return the capacity of a message; indices must not descend."""

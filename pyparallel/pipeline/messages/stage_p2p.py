@@ -129,7 +129,18 @@ class StageP2P:
         while (endpoint.stream, number) not in self._arrived:
             self._recv_message(endpoint)
         self.batch = self._batches.pop((endpoint.stream, number), NO_BATCH)
-        return self._decoded(endpoint, self._arrived.pop((endpoint.stream, number)))
+        value, codec = self._arrived.pop((endpoint.stream, number)), self._codecs.get(endpoint.kind)
+        if codec is None or isinstance(value, Refusal):
+            return value
+        if (sender := self._sender_to(endpoint)) == self._rank:
+            return value
+        try:
+            return codec.decode(value, endpoint)
+        except CorruptMessageError as error:
+            raise CorruptMessageError(
+                f"{endpoint} must be encoded by their compressor, got a corrupt message from rank "
+                f"{sender} ({error})"
+            ) from error
 
     def recv_next(self, endpoint: Endpoint) -> tuple[int, Value | Refusal]:
         """Wait for the next value; return its number and it; raises as ``recv``."""
@@ -236,18 +247,6 @@ class StageP2P:
 
     def _first(self, endpoint: Endpoint) -> int | None:
         return next((nr for stream, nr in self._arrived if stream == endpoint.stream), None)
-
-    def _decoded(self, endpoint: Endpoint, value: Value | Refusal) -> Value | Refusal:
-        sender, codec = self._sender_to(endpoint), self._codecs.get(endpoint.kind)
-        if sender == self._rank or codec is None or isinstance(value, Refusal):
-            return value
-        try:
-            return codec.decode(value, endpoint)
-        except CorruptMessageError as error:
-            raise CorruptMessageError(
-                f"{endpoint} must be encoded by their compressor, got a corrupt message from rank "
-                f"{sender} ({error})"
-            ) from error
 
     def _streams_from(self, actions: Iterable[Action], destinations: Destinations) -> Iterator[int]:
         for action in actions:

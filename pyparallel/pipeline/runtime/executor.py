@@ -8,7 +8,7 @@ from typing import NoReturn
 from ...comm import PeerError, RemoteError
 from ...comm.profiling import profiled
 from ..messages import Value
-from ..messages.endpoints import Destinations, Endpoint, destinations_of, source_of
+from ..messages.endpoints import Destinations, destinations_of, source_of
 from ..messages.format import NO_BATCH, Refusal
 from ..messages.refusals import StepRefusedError, refusal_of
 from ..messages.stage_p2p import StageP2P
@@ -56,6 +56,9 @@ def microbatches_left(actions: Iterable[Action]) -> set[int]:
 
 class Executor:
     """Runs actions on the stages of one rank."""
+
+    destinations: Destinations = staticmethod(destinations_of)
+    """Where the messages of an action of training are sent."""
 
     def __init__(
         self,
@@ -144,10 +147,6 @@ class Executor:
         self.telemetry.begin(is_training=False)
         self._p2p.expect(forwards)
         self._run(forwards(self._rank), splitter, destinations_of, run_action)
-
-    def destinations(self, action: Action) -> Iterable[Endpoint]:
-        """Return where the messages of an action of training are sent."""
-        return destinations_of(action)
 
     def train_action(
         self, action: Action, inputs: Value | Refusal | None, splitter: MicrobatchSplitter
@@ -314,21 +313,18 @@ class Executor:
         self.telemetry.record(action, begin)
 
     def _inputs(self, action: Action, splitter: MicrobatchSplitter) -> Value | Refusal | None:
-        if action.kind is Kind.FORWARD:
-            if action.stage == 0:
-                first: Value = splitter.inputs(action.microbatch)
-                return first
-            inputs = self._recv(action)
-            splitter.note_batch_meta(action.microbatch, self._p2p.batch)
-            return inputs
+        is_forward = action.kind is Kind.FORWARD
+        if is_forward and action.stage == 0:
+            first: Value = splitter.inputs(action.microbatch)
+            return first
         last = action.stage == self._shape.num_stages - 1
-        if last or action.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        if not is_forward and (last or action.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT)):
             return None
-        return self._recv(action)
-
-    def _recv(self, action: Action) -> Value | Refusal:
         with profiled("pyparallel::pipeline_wait"):
-            return self._p2p.recv(source_of(action), action.microbatch)
+            inputs = self._p2p.recv(source_of(action), action.microbatch)
+        if is_forward:
+            splitter.note_batch_meta(action.microbatch, self._p2p.batch)
+        return inputs
 
     def _where(self, action: Action, error: BaseException) -> str:
         """Return what this rank waited for, or of an error of its own where it failed."""

@@ -131,9 +131,9 @@ class Stage:
         """Return a microbatch's output, or its loss; if that is refused, backward says why."""
         if self.optimizers and not torch.is_grad_enabled():
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
-        if self.options.loss_scale is None:
-            check_autocast()
         if splitter.is_first(microbatch):
+            if self.options.loss_scale is None:
+                check_autocast()
             self._look_for_parameters()
         _check_optimized(self)
         if self._extras is not None and self.index:

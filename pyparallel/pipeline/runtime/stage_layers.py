@@ -101,11 +101,15 @@ class StageLayers(nn.Sequential):
             skippable = inner if isinstance(inner, Skippable) else None
             if skippable is not None:
                 args = (*args, *(skips[each] for each in skippable.pop))
-            value = self._run(name, layer, args, kwargs, skips)
+            if self.borrowed:
+                value = self._run(name, layer, args, kwargs, skips)
+            else:
+                value = layer(*args, **kwargs)
             if skippable is not None and skippable.stash is not None:
                 skips[skippable.stash] = check_stashed(skippable.stash, value)
             args, kwargs = (value,), {}
-        return _join(value, [skips[name] for name in self.skips_out])
+        sent = [skips[name] for name in self.skips_out]
+        return _join(value, sent) if sent else value
 
     def _run(
         self,
@@ -137,7 +141,7 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _join(value: Any, skips: Sequence[Tensor]) -> Any:
     """Return a stage's output followed by tensors; a wrong output as it is, to be refused."""
-    if not skips or not isinstance(value, Tensor | tuple):
+    if not isinstance(value, Tensor | tuple):
         return value
     if isinstance(value, tuple) and len(value) == 1:
         raise TypeError(

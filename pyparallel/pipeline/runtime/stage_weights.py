@@ -75,9 +75,7 @@ class LiveWeights(Weights):
         self.last_read = VersionKey(self._version, 0)
         return nullcontext(self.last_read)
 
-    @override
-    def backward(self, microbatch: int) -> AbstractContextManager[VersionKey]:
-        return self.forward(microbatch)
+    backward = forward
 
     @override
     def update(self) -> None:

@@ -68,8 +68,19 @@ class Telemetry:
         weights = self._stages[action.stage].weights.take_last_read()
         self.spans.append(Span(action, begin, end, waited - self._waited, weights))
         self._waited = waited
-        if self._is_training:
-            self._follow(action, weights)
+        if not self._is_training:
+            return
+        stage, kind, microbatch = action
+        in_flight = self._in_flight[stage]
+        if kind is Kind.FORWARD and weights is not None:
+            in_flight[microbatch] = weights
+            self._most_in_flight[stage] = max(self._most_in_flight[stage], len(in_flight))
+        elif kind in _ENDS_GRADIENT and microbatch in in_flight:
+            self._unapplied[stage].append(in_flight.pop(microbatch))
+        elif kind is Kind.UPDATE and weights is not None:
+            for read in self._unapplied[stage]:
+                self._applied[stage].append((weights.version - read.version, read.horizon))
+            self._unapplied[stage].clear()
 
     def measure_gradient(self, stage: Stage) -> None:
         """Keep the norm of a stage's gradient, if it is measured; the host does not wait."""
@@ -116,16 +127,3 @@ class Telemetry:
         if index in self._norms:
             found["gradient_norm"] = self._norms[index].item()
         return found
-
-    def _follow(self, action: Action, weights: VersionKey | None) -> None:
-        stage, kind, microbatch = action
-        in_flight = self._in_flight[stage]
-        if kind is Kind.FORWARD and weights is not None:
-            in_flight[microbatch] = weights
-            self._most_in_flight[stage] = max(self._most_in_flight[stage], len(in_flight))
-        elif kind in _ENDS_GRADIENT and microbatch in in_flight:
-            self._unapplied[stage].append(in_flight.pop(microbatch))
-        elif kind is Kind.UPDATE and weights is not None:
-            for read in self._unapplied[stage]:
-                self._applied[stage].append((weights.version - read.version, read.horizon))
-            self._unapplied[stage].clear()
