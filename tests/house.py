@@ -307,7 +307,7 @@ LIMITS = {
     "isinstance of algorithms, schedules, compressors": 11,
     "methods of theirs that return an error": 12,
     "functions of more than 12 arguments": 1,
-    "functions that a gossip bucket passes": 43,
+    "functions that a gossip bucket passes": 42,
     "functions that a microbatch passes": 76,
     "functions that a DDP bucket passes": 68,
     "objects with state in an SGP step": 19,

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple
 
@@ -75,29 +75,19 @@ class Pending:
         by_gloo = on_cpu and isinstance(works[0], dist.Work)
         self._timeout = (timeout_of(self.p2p.run.group),) if by_gloo else ()
 
-    def wait_for(self, kind: int) -> None:
-        """Wait as ``wait``, on gloo for the messages of one kind that are received only."""
-        if not self._is_batched:
-            received = self.transfers[: self.num_received]
-            self._wait(lambda index: index < len(received) and received[index].kind == kind)
-        else:
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait until all messages are sent and received.
+    def wait(self, kind: int | None = None) -> None:
+        """Wait until all messages are sent and received, or on gloo those of a kind to receive.
 
         On NCCL this makes the current stream wait and returns at once; on gloo the host waits. A
         second call on the same stream does nothing.
         """
-        self._wait(lambda index: True)
-
-    def keep(self) -> None:
-        """Keep the tensors: messages that nobody waits for may still arrive in them."""
-        keep(self.p2p.run.group, self.transfers, self._works)
-
-    def _wait(self, is_due: Callable[[int], bool]) -> None:
         begin = time.perf_counter()
-        for entry in [each for each in self._works if is_due(each[0])]:
+        # A message in a batch has no work of its own.
+        due = self._works if kind is None or self._is_batched else [
+            (index, work) for index, work in self._works
+            if index < self.num_received and self.transfers[index].kind == kind
+        ]  # fmt: skip
+        for entry in list(due):
             index, work = entry
             try:
                 work.wait(*self._timeout)
@@ -109,6 +99,10 @@ class Pending:
                 raise self.p2p.peer_error(failed, num_received, error) from error
             self._works.remove(entry)
         self.p2p.stats.count_wait(time.perf_counter() - begin)
+
+    def keep(self) -> None:
+        """Keep the tensors: messages that nobody waits for may still arrive in them."""
+        keep(self.p2p.run.group, self.transfers, self._works)
 
 
 class PointToPoint:

@@ -73,7 +73,7 @@ class Round:
         """
         if self._received is None:
             with profiled("pyparallel::gossip_wait"):
-                self._pending.wait_for(HEADER)
+                self._pending.wait(HEADER)
                 try:
                     masses = self._headers.check()
                 except PeerError:
