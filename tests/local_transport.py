@@ -34,13 +34,10 @@ class LocalPendingExchange:
         self._rank = rank
         self._receives = receives
 
-    def wait_for(self, kind: int) -> None:
-        self.wait()
-
     def keep(self) -> None:
         """Nothing is received later."""
 
-    def wait(self) -> None:
+    def wait(self, kind: int | None = None) -> None:
         for receive in self._receives:
             messages = self._queues[receive.peer, self._rank]
             receive.tensor.copy_(messages.get(timeout=30))

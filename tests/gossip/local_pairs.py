@@ -55,13 +55,10 @@ class LocalPendingExchange:
         self._world = world
         self._messages = messages
 
-    def wait_for(self, kind):
-        self.wait()
-
     def keep(self):
         """Nothing is received later."""
 
-    def wait(self):
+    def wait(self, kind=None):
         for channel, index in self._messages:
             channel.deliver(index, self._world.timeout)
 

@@ -162,7 +162,7 @@ def test_a_checkpoint_conserves_the_sum_and_changes_nothing(num_ranks, order, mo
 class Broken:
     """A message whose peer has died."""
 
-    def wait_for(self, kind):
+    def wait(self, kind=None):
         raise PeerError("rank 0, step 0: the message on edge 0 -> 1 was not delivered")
 
 

@@ -45,7 +45,7 @@ class FailingExchange(NeighborExchange):
     def start(self, sends, receives):
         return self
 
-    def wait_for(self, kind):
+    def wait(self, kind=None):
         raise PeerError("a neighbor failed")
 
 

@@ -19,7 +19,7 @@ from pyparallel.pipeline import (
     ZeroBubble,
 )
 from pyparallel.pipeline.interlocking.runtime import InterlockingExecutor
-from pyparallel.pipeline.messages import P2PGroups, stage_p2p
+from pyparallel.pipeline.messages import P2PGroups, payloads, stage_p2p
 from pyparallel.pipeline.messages import channel as p2p_channel
 from pyparallel.pipeline.messages.endpoints import Endpoint, StreamKind
 from pyparallel.pipeline.messages.format import NO_BATCH
@@ -308,7 +308,8 @@ def test_the_model_finds_the_deadlock_of_receives_posted_ahead(monkeypatch):
         (3, 2, False),
         (3, 3, True),
     ):
-        monkeypatch.setattr(p2p_channel, "PREFETCH_DEPTH", num_posted)
+        for module in (p2p_channel, payloads):
+            monkeypatch.setattr(module, "PREFETCH_DEPTH", num_posted)
         world = enqueue(
             OneForwardOneBackward(), PipelineShape(num_stages, 12, num_stages), monkeypatch,
             groups=two_groups, lengths=lambda _: 1,
