@@ -10,6 +10,7 @@ from .consistency import (
 )
 from .counts import ANY, Call, StepCounts
 from .errors import NonFiniteError, PeerError, RemoteError, without_traceback
+from .p2p import Pending, PointToPoint, Transfer
 from .process_groups import device_of, warn_if_alone
 from .rendezvous import wait_for_store
 from .run import Run
@@ -25,9 +26,12 @@ __all__ = [
     "DisagreementError",
     "NonFiniteError",
     "PeerError",
+    "Pending",
+    "PointToPoint",
     "RemoteError",
     "Run",
     "StepCounts",
+    "Transfer",
     "check_consistent_across_ranks",
     "device_of",
     "first_difference",
