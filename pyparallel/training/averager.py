@@ -91,8 +91,9 @@ class ModelAverager:
     Attributes:
         run: its ``run.stats`` counts what is sent and waited for.
         joinable: torch's object that takes part in ``join()`` instead of the trainer's; None: none.
-        state: integers and lists of tensors, by name, that a checkpoint keeps; ranks compare
-            "steps". An algorithm with ``inner`` overrides ``state_dict`` and its like instead.
+        state: numbers, tensors, lists and dicts of them, by name, that a checkpoint keeps; ranks
+            compare "steps" when they load. Lists of tensors are loaded in place. {} at first. An
+            algorithm with ``inner`` overrides ``state_dict`` and its like instead.
     """
 
     traits = Traits()
@@ -181,7 +182,7 @@ class ModelAverager:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from what ``state_dict`` returned; called by all ranks together."""
         for name, mine in self.state.items():
-            if isinstance(mine, list):
+            if isinstance(mine, list) and all(isinstance(each, Tensor) for each in mine):
                 copy_all(mine, state[name])
             else:
                 self.state[name] = state[name]

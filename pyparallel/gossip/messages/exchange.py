@@ -137,11 +137,13 @@ class NeighborExchange(PointToPoint):
     ) -> Round:
         """Start a round: send a message to ranks, and receive one from others.
 
-        A header goes beside each message. A second ``swap`` may begin before the first is waited
-        for; messages between two ranks match in the order in which rounds are started.
+        A header goes beside each message. Only ranks with something to send or to receive call
+        this. A second ``swap`` may begin before the first is waited for; messages between two ranks
+        match in the order in which rounds are started.
 
         Args:
             tensors: the message, which is not copied; empty: only to receive.
+            to: ranks, each of which has this one in its ``from_``; ValueError for itself.
             into: tensors to receive each message into; None: new ones like ``tensors``.
             round_index: of the round; ``ANY``: not compared.
             masses: (k,) float64, of the message to each receiver; None: 1, received messages too.
@@ -152,6 +154,10 @@ class NeighborExchange(PointToPoint):
                 them by an all-reduce, of fewer bytes. What is received is one message, the others'
                 average.
         """
+        me, all_ranks = self.run.group_rank, range(self.run.size)
+        if wrong := [peer for peer in (*to, *from_) if peer == me or peer not in all_ranks]:
+            rule = f"to and from_ on rank {me} must be other ranks, below {len(all_ranks)}"
+            raise ValueError(f"{rule}, got {wrong[0]}")
         if into is None:
             into = [[torch.empty_like(each) for each in tensors] for _ in from_]
         if masses is None:

@@ -9,6 +9,7 @@ from pyparallel.comm import Run
 from pyparallel.comm.p2p import Transfer
 from pyparallel.gossip.messages import NeighborExchange, SymmetricMemoryExchange
 from tests.gossip.loops import error_of
+from tests.local_transport import LocalRun
 from tests.workers import on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -39,6 +40,14 @@ def test_messages_arrive_in_order(ranks):
             for (peer, step, part), values in arrived.items():
                 assert values == [peer, rank, step, part], dtype
             assert bytes_sent == 3 * 5 * 2 * 4 * dtype.itemsize
+
+
+def test_peers_must_be_other_ranks():
+    exchange = NeighborExchange(LocalRun(1, 3))
+    for to, from_ in ([1], []), ([], [3]), ([0, -1], []):
+        error = error_of(exchange.swap, [torch.ones(2)], to, from_)
+        wanted = f"to and from_ on rank 1 must be other ranks, below 3, got {(to + from_)[-1]}"
+        assert error == f"ValueError: {wanted}"
 
 
 @on_ranks(2)

@@ -50,7 +50,7 @@ class FailingExchange(NeighborExchange):
 
 
 def test_the_mass_of_a_failed_round_comes_back():
-    buffer = DenseBuffer(torch.tensor([1.0, -3.0]), FailingExchange(LocalRun(0, 3)))
+    buffer = DenseBuffer(torch.tensor([1.0, -3.0]), FailingExchange(LocalRun(0, 4)))
     buffer.send(Ring(4).neighbors(0, 0), 0)
     assert buffer.weight.item() == pytest.approx(1 / 3)
     with pytest.raises(PeerError):
