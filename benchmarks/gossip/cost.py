@@ -51,8 +51,7 @@ class TimedExchange(NeighborExchange):
 
     def start(self, *arguments: Any) -> Any:
         pending = self.call(super().start, *arguments)
-        for name in ("wait_for", "wait"):
-            setattr(pending, name, partial(self.call, getattr(pending, name)))
+        pending.wait = partial(self.call, pending.wait)
         return pending
 
 
