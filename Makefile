@@ -10,8 +10,6 @@ NVCC := $(shell command -v nvcc)
 RANKS = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or $(1))")
 TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(call RANKS,$(1))
 OUT ?= runs/gpu
-# Tests start hundreds of processes: Python keeps what it compiled, wherever the environment says not to.
-unexport PYTHONDONTWRITEBYTECODE
 # Tests wait for processes and compilers. A file stays together, for what its tests set up at length;
 # the longest files begin first, by tests/durations.json (ARGS=--record-durations refreshes it).
 IN_PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
