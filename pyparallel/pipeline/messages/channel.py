@@ -85,9 +85,9 @@ class Channel:
         self._broken = False
         self._num_delivered = 0
         self._num_received = 0
-        # The bytes behind the headers of the next messages, counted alike at both ends: as many as
-        # of the longest payload behind one of those before. A receive is posted while fewer than
-        # PREFETCH_DEPTH messages have not arrived, so the room that a message adds is of a later one.
+        # Bytes for payloads behind the next headers, counted alike at both ends. A receive is
+        # posted while fewer than PREFETCH_DEPTH messages before it have not arrived, so its room
+        # may depend on those before them: it is as long as the longest payload behind a header.
         self._rooms_sent = deque([0] * PREFETCH_DEPTH, maxlen=PREFETCH_DEPTH)
         self._rooms_received = self._rooms_sent.copy()
 
