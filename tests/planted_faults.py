@@ -495,7 +495,7 @@ FAULTS = [
     Fault(
         "a microbatch's loss counts alike whatever its tokens",
         "pyparallel/pipeline/runtime/microbatches.py",
-        "return weights[microbatch - self._first] / (sum(weights) or 1)",
+        "return weights[microbatch - self.first] / (sum(weights) or 1)",
         "return 1 / len(weights)",
         "tests/pipeline/runtime/test_batches.py",
     ),

@@ -244,6 +244,7 @@ class Channel:
         return [sent, (payload, self._attempt(self._payloads.send, header.stream, payload))]
 
     def _recv_payload(self, header: Header, length: int) -> Tensor:
+        payload: Tensor
         if header.via_host:
             payload = torch.empty(length, dtype=torch.uint8, device="cpu")
             work = self._attempt(post, self._recv_group.recv, [payload], self.peer, _VIA_HOST_TAG)
