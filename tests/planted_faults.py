@@ -729,8 +729,8 @@ FAULTS = [
     Fault(
         "ranks that fail together wait for each other's aborts",
         "pyparallel/pipeline/messages/channel.py",
-        "                self._post_receives()\n",
-        "",
+        "[message], self.peer, _HEADER_TAG)\n                self._post_receives()\n",
+        "[message], self.peer, _HEADER_TAG)\n",
         "tests/pipeline/test_deaths.py",
     ),
     Fault(
