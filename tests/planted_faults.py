@@ -427,19 +427,17 @@ FAULTS = [
     Fault(
         "a payload is used before it has arrived",
         "pyparallel/pipeline/messages/channel.py",
-        "        self._wait(work)\n        return payload",
+        "        self._attempt(work.wait)\n        return payload",
         "        return payload",
         "tests/pipeline/messages/test_channel.py tests/pipeline/test_equivalence.py",
     ),
     Fault(
         "the header of a payload over NCCL is sent before it",
         "pyparallel/pipeline/messages/channel.py",
-        """            with self._peer_errors():
-                self._payloads.send(header.stream, payload)
-            return [self._isend(message, self._send_group, _HEADER_TAG)]""",
-        """            sent = self._isend(message, self._send_group, _HEADER_TAG)
-            with self._peer_errors():
-                self._payloads.send(header.stream, payload)
+        """            self._attempt(self._payloads.send, header.stream, payload)
+            return [self._isend(message, _HEADER_TAG)]""",
+        """            sent = self._isend(message, _HEADER_TAG)
+            self._attempt(self._payloads.send, header.stream, payload)
             return [sent]""",
         "tests/pipeline/messages/test_channel.py",
     ),
@@ -452,9 +450,9 @@ FAULTS = [
     ),
     Fault(
         "a message has room for a payload that is not received yet",
-        "pyparallel/pipeline/messages/payloads.py",
-        "while self._num_counted <= index - PREFETCH_DEPTH:",
-        "while self._num_counted < index and self._lengths:",
+        "pyparallel/pipeline/messages/channel.py",
+        "new_header(self._rooms_received[len(self._headers)])",
+        "new_header(self._rooms_received[-1])",
         "tests/pipeline/messages/test_channel.py",
     ),
     Fault(
@@ -497,7 +495,7 @@ FAULTS = [
     Fault(
         "a microbatch's loss counts alike whatever its tokens",
         "pyparallel/pipeline/runtime/microbatches.py",
-        "return weights[microbatch - self._first] / (sum(weights) or 1)",
+        "return weights[microbatch - self.first] / (sum(weights) or 1)",
         "return 1 / len(weights)",
         "tests/pipeline/runtime/test_batches.py",
     ),
@@ -731,8 +729,8 @@ FAULTS = [
     Fault(
         "ranks that fail together wait for each other's aborts",
         "pyparallel/pipeline/messages/channel.py",
-        "                self._post_headers(PREFETCH_DEPTH)\n",
-        "",
+        "[message], self.peer, _HEADER_TAG)\n                self._post_receives()\n",
+        "[message], self.peer, _HEADER_TAG)\n",
         "tests/pipeline/test_deaths.py",
     ),
     Fault(

@@ -1,6 +1,6 @@
 """Running the actions of interlocking stages, whose gradients are sent one loss at a time."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ..messages.stage_p2p import StageP2P
 from ..runtime.executor import Executor
 from ..runtime.generators import StageGenerators
 from ..runtime.microbatches import MicrobatchSplitter
+from ..runtime.stage import Stage
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from ..schedules.versions import Versions
@@ -93,7 +94,11 @@ class InterlockingExecutor(Executor):
 
     @override
     def train_action(
-        self, action: Action, inputs: Value | Refusal | None, splitter: MicrobatchSplitter
+        self,
+        action: Action,
+        inputs: Value | Refusal | None,
+        splitter: MicrobatchSplitter,
+        before_update: Callable[[Stage], None],
     ) -> Value | Refusal | None:
         own, microbatch = self._own[action.stage], action.microbatch
         if action.kind is Kind.FORWARD:
@@ -110,8 +115,7 @@ class InterlockingExecutor(Executor):
             while self._inboxes[own.index].is_incomplete(microbatch):
                 self._recv_gradients(own)
         else:
-            with self._recording(action):
-                own.update()
+            super().train_action(action, inputs, splitter, before_update)
         self._handle_ready_gradients()
         return None
 

@@ -21,7 +21,6 @@ from ..runtime.preserve_state import outside_autocast
 from ..runtime.replicated_predictor import ReplicatedPredictor
 from ..runtime.stage import Stage
 from ..runtime.stage_weights import Weights
-from ..runtime.values import differentiable, roots_of
 
 Gradients = tuple[Tensor, ...]  # of the stage's differentiable outputs, or inputs
 
@@ -94,8 +93,8 @@ class InterlockingStage(Stage):
         support it (a custom function, or recomputed dropout).
         """
         in_flight = self._in_flight[microbatch]
-        roots, _ = roots_of(in_flight.outputs, ())
-        inputs = differentiable(in_flight.inputs)
+        roots = [each for each in in_flight.outputs if each.requires_grad]
+        inputs = in_flight.inputs
         if not roots or not inputs:
             return [tuple(map(torch.zeros_like, inputs)) for _ in gradients]
         if len(gradients) > 1 and self._supports_batched:
@@ -117,18 +116,17 @@ class InterlockingStage(Stage):
         in_flight = self._in_flight[microbatch]
         if in_flight.refusal is not None:
             return in_flight.refusal
-        _, ones = roots_of(in_flight.outputs, None)
-        return tuple(ones)
+        return tuple(torch.ones_like(each) for each in in_flight.outputs if each.requires_grad)
 
     # Not named backward: Stage.backward returns input gradients too.
     def accumulate_grads(self, microbatch: int, gradients: Gradients) -> None:
         """Accumulate the gradients of the weights alone, and release the microbatch's graph."""
         in_flight = self._in_flight.pop(microbatch)
-        roots, output_grads = roots_of(in_flight.outputs, gradients)
+        roots = [each for each in in_flight.outputs if each.requires_grad]
         trained = [each for each in self.module.parameters() if each.requires_grad]
-        if roots and output_grads and trained:
+        if roots and gradients and trained:
             with outside_autocast():
-                torch.autograd.backward(roots, output_grads, inputs=trained)
+                torch.autograd.backward(roots, gradients, inputs=trained)
 
     @override
     def update(self) -> None:

@@ -4,8 +4,8 @@ import datetime
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -29,11 +29,10 @@ from .format import (
     has_arrived,
     new_header,
     read_header,
-    room_behind,
 )
 from .groups import P2PGroups
 from .packing import pack, pack_behind, unpack
-from .payloads import INLINE_BYTES, PREFETCH_DEPTH, GlooPayloads, InlineRoom, NcclPayloads, Payloads
+from .payloads import INLINE_BYTES, PREFETCH_DEPTH, GlooPayloads, NcclPayloads, Payloads
 
 ABORT_FLUSH_SECONDS = 30.0  # for a peer that computes before it receives again
 PEER_ABORT_TIMEOUT = datetime.timedelta(seconds=1)  # for a header that was sent before
@@ -69,10 +68,10 @@ class Channel:
         self._run = groups.headers or recv_run  # in which headers are received
         self._send_group: Any = groups.headers.group if groups.headers else send_group
         self._recv_group: Any = self._run.group
-        inline_bytes = INLINE_BYTES if groups.supports_inline else 0
+        self._inline_bytes = INLINE_BYTES if groups.supports_inline else 0
         self._has_tags = groups.supports_tags
         self._payloads: Payloads = (
-            GlooPayloads(peer, send_group, recv_group, inline_bytes)
+            GlooPayloads(peer, send_group, recv_group, self._inline_bytes)
             if self._has_tags
             else NcclPayloads(peer, send_group, recv_group, groups.device)
         )
@@ -86,7 +85,11 @@ class Channel:
         self._broken = False
         self._num_delivered = 0
         self._num_received = 0
-        self._room_sent, self._room_received = InlineRoom(inline_bytes), InlineRoom(inline_bytes)
+        # Bytes for payloads behind the next headers, counted alike at both ends. A receive is
+        # posted while fewer than PREFETCH_DEPTH messages before it have not arrived, so its room
+        # may depend on those before them: it is as long as the longest payload behind a header.
+        self._rooms_sent = deque([0] * PREFETCH_DEPTH, maxlen=PREFETCH_DEPTH)
+        self._rooms_received = self._rooms_sent.copy()
 
     def send(
         self,
@@ -111,14 +114,14 @@ class Channel:
             batch,
         )  # fmt: skip
         length = header.num_bytes
-        index = self._num_delivered + len(self._sent)
-        if length <= self._room_sent.of(index):
+        if length <= self._rooms_sent[0]:
             message = header.to_tensor(length)
             pack_behind(message, value)
-            works = [self._isend(message, self._send_group, _HEADER_TAG)]
+            works = [self._isend(message, _HEADER_TAG)]
         else:
             works = self._send_in_two(header, value)
-        self._room_sent.add(length)
+        short = length if length <= self._inline_bytes else 0
+        self._rooms_sent.append(max(self._rooms_sent[-1], short))
         self._sent.append(works)
         self.bytes_sent += length + HEADER_BYTES
 
@@ -144,10 +147,13 @@ class Channel:
                 "is needed: do all ranks make the same calls, with the same schedule?"
             )
         # Now, as this rank may wait, and not before it computes. Only the first is needed.
-        with suppress(RuntimeError) if self._headers else self._peer_errors():
-            self._post_receives()
+        if self._headers:
+            with suppress(RuntimeError):
+                self._post_receives()
+        else:
+            self._attempt(self._post_receives)
         stream, (posted, work) = self._expected.popleft(), self._headers.popleft()
-        self._wait(work)
+        self._attempt(work.wait)
         header = self._read_header(posted)
         if header.failure is not None:
             self._broken = True
@@ -163,11 +169,12 @@ class Channel:
             value = header.refusal
         elif not length:
             value = unpack(torch.empty(0, dtype=torch.uint8, device=self._groups.device), header)
-        elif length <= room_behind(posted):
+        elif length <= posted.nbytes - HEADER_BYTES:
             value = unpack(posted, header, HEADER_BYTES)
         else:
             value = unpack(self._recv_payload(header, length), header)
-        self._room_received.add(length)
+        short = length if length <= self._inline_bytes else 0
+        self._rooms_received.append(max(self._rooms_received[-1], short))
         self.bytes_received += length + HEADER_BYTES
         self._num_received += 1
         self._release_sent(header.received)
@@ -187,8 +194,7 @@ class Channel:
             with suppress(RuntimeError):  # the peer has died or failed: why is known already
                 send = self._send_group.send
                 self._abort = message, post(send, [message], self.peer, _HEADER_TAG)
-                # Gloo sends what a receive is posted for: a peer that has failed too sends its own.
-                self._post_headers(PREFETCH_DEPTH)
+                self._post_receives()
 
     def flush_abort(self) -> None:
         """Wait for the abort, and all sends before it, to be received; not without a limit."""
@@ -205,8 +211,7 @@ class Channel:
     def flush(self) -> None:
         """Wait until all sends are delivered; a PeerError if one was not."""
         self._release_sent(self._num_delivered + len(self._sent))
-        with self._peer_errors():
-            self._payloads.flush()
+        self._attempt(self._payloads.flush)
 
     def _read_header(self, posted: Tensor) -> Header:
         """Return a header that has arrived; an invalid one is an error that names the peer."""
@@ -230,45 +235,39 @@ class Channel:
         payload = pack(value)
         message = header.to_tensor()
         if header.via_host:
-            return [
-                self._isend(message, self._send_group, _HEADER_TAG),
-                self._isend(payload.cpu(), self._send_group, _VIA_HOST_TAG),
-            ]
+            sent = self._isend(message, _HEADER_TAG)
+            return [sent, self._isend(payload.cpu(), _VIA_HOST_TAG)]
         if not self._has_tags:  # the payload first: see NcclPayloads, which keeps it
-            with self._peer_errors():
-                self._payloads.send(header.stream, payload)
-            return [self._isend(message, self._send_group, _HEADER_TAG)]
-        sent = self._isend(message, self._send_group, _HEADER_TAG)
-        with self._peer_errors():
-            return [sent, (payload, self._payloads.send(header.stream, payload))]
+            self._attempt(self._payloads.send, header.stream, payload)
+            return [self._isend(message, _HEADER_TAG)]
+        sent = self._isend(message, _HEADER_TAG)
+        return [sent, (payload, self._attempt(self._payloads.send, header.stream, payload))]
 
     def _recv_payload(self, header: Header, length: int) -> Tensor:
+        payload: Tensor
         if header.via_host:
             payload = torch.empty(length, dtype=torch.uint8, device="cpu")
-            with self._peer_errors():
-                post(self._recv_group.recv, [payload], self.peer, _VIA_HOST_TAG).wait()
+            work = self._attempt(post, self._recv_group.recv, [payload], self.peer, _VIA_HOST_TAG)
+            self._attempt(work.wait)
             return payload.to(self._groups.device)
-        with self._peer_errors():
-            payload, work = self._payloads.recv(header.stream, length)
-        self._wait(work)
+        payload, work = self._attempt(self._payloads.recv, header.stream, length)
+        self._attempt(work.wait)
         return payload
 
     def _post_receives(self) -> None:
         """Post receives of the next headers, and of their payloads where the length is known."""
-        self._post_headers(min(len(self._expected), PREFETCH_DEPTH))
-        self._payloads.prefetch([*islice(self._expected, len(self._headers))])
-
-    def _post_headers(self, number: int) -> None:
-        while len(self._headers) < number:
-            index = self._num_received + len(self._headers)
-            header = new_header(self._room_received.of(index))
+        # Gloo sends what a receive is posted for: a peer that has failed too sends its own error.
+        number = len(self._expected) if self._abort is None else PREFETCH_DEPTH
+        while len(self._headers) < min(number, PREFETCH_DEPTH):
+            header = new_header(self._rooms_received[len(self._headers)])
             work = post(self._recv_group.recv, [header], self.peer, _HEADER_TAG)
             self._headers.append((header, work))
+        self._payloads.prefetch([*islice(self._expected, len(self._headers))])
 
     def _release_sent(self, num_delivered: int) -> None:
         while self._num_delivered < num_delivered:
             for _, work in self._sent.popleft():
-                self._wait(work)
+                self._attempt(work.wait)
             self._num_delivered += 1
 
     def _peer_abort_reason(self) -> str | None:
@@ -281,23 +280,13 @@ class Channel:
                     return reason
         return None
 
-    def _isend(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
-        send: Any = group.send
-        try:
-            return tensor, post(send, [tensor], self.peer, tag)
-        except RuntimeError as error:
-            raise self._peer_error(error) from error
+    def _isend(self, tensor: Tensor, tag: int) -> tuple[Tensor, Any]:
+        return tensor, self._attempt(post, self._send_group.send, [tensor], self.peer, tag)
 
-    def _wait(self, work: Any) -> None:
+    def _attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what posts or waits for a message; a RuntimeError is an error of the peer."""
         try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._peer_error(error) from error
-
-    @contextmanager
-    def _peer_errors(self) -> Iterator[None]:
-        try:
-            yield
+            return function(*arguments)
         except RuntimeError as error:
             raise self._peer_error(error) from error
 

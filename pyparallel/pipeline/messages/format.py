@@ -46,11 +46,6 @@ class TensorMeta(NamedTuple):
     shape: tuple[int, ...]
     differentiable: bool
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of the tensor, with the gap before the next one."""
-        return aligned(self.dtype.itemsize * math.prod(self.shape))
-
 
 class BatchMeta(NamedTuple):
     """What the first stage's rank knows of a batch, with the activations of its microbatches."""
@@ -98,7 +93,7 @@ class Header:
     @property
     def num_bytes(self) -> int:
         """Return the size of the payload, its tensors aligned."""
-        return sum(each.num_bytes for each in self.tensors)
+        return sum(aligned(e.dtype.itemsize * math.prod(e.shape)) for e in self.tensors)
 
     def to_tensor(self, capacity: int = 0) -> Tensor:
         """Return the header as an int64 tensor with room for a payload of ``capacity`` bytes."""
@@ -119,7 +114,7 @@ class Header:
         rest = HEADER_BYTES - 8 * len(words)
         words.frombytes((text or "").encode()[:rest].ljust(rest, b"\0"))
         words[_CHECKSUM] = zlib.crc32(words)
-        tensor = _empty(capacity)
+        tensor = new_header(capacity)
         ctypes.memmove(tensor.data_ptr(), words.buffer_info()[0], HEADER_BYTES)
         return tensor
 
@@ -131,7 +126,7 @@ def cut_failure(text: str) -> str:
 
 def new_header(capacity: int = 0) -> Tensor:
     """Return an int64 tensor to receive a header into, and a payload of ``capacity`` bytes."""
-    tensor = _empty(capacity)
+    tensor = torch.empty(HEADER_WORDS + capacity // 8, dtype=torch.int64, device="cpu")
     ctypes.memset(tensor.data_ptr() + 8 * _NUMBER, _UNWRITTEN, 8)
     return tensor
 
@@ -139,11 +134,6 @@ def new_header(capacity: int = 0) -> Tensor:
 def has_arrived(header: Tensor) -> bool:
     """Return whether a tensor from ``new_header`` has been written to, at least in part."""
     return header[_NUMBER].item() != _UNWRITTEN
-
-
-def room_behind(header: Tensor) -> int:
-    """Return the bytes of room for a payload behind a header."""
-    return header.nbytes - HEADER_BYTES
 
 
 def read_header(tensor: Tensor) -> Header:
@@ -211,10 +201,6 @@ def tensors_of(value: Value) -> tuple[Tensor, ...]:
 def aligned(num_bytes: int) -> int:
     """Return a number of bytes, rounded up to where the next tensor begins."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _empty(capacity: int) -> Tensor:
-    return torch.empty(HEADER_WORDS + capacity // 8, dtype=torch.int64, device="cpu")
 
 
 def detached(value: Value) -> Value:

@@ -52,5 +52,5 @@ def unpack(payload: Tensor, header: Header, begin: int = 0) -> Value:
         offset = begin // meta.dtype.itemsize
         tensor = payload.view(meta.dtype).as_strided(meta.shape, strides, offset)
         tensors.append(tensor.requires_grad_(meta.differentiable))
-        begin += meta.num_bytes
+        begin += aligned(tensor.nbytes)
     return tensors[0] if header.single else tuple(tensors)

@@ -132,28 +132,3 @@ class NcclPayloads(Payloads):
 def _tag(stream: int, usual: bool) -> int:
     """Return a tag of gloo: each stream has two, for payloads of its usual length and others."""
     return 2 + 2 * stream + (not usual)
-
-
-class InlineRoom:
-    """The most bytes of payload behind the header of each message, counted alike at both ends.
-
-    A receive is posted while fewer than ``PREFETCH_DEPTH`` messages before it have not arrived, so
-    its size may depend on those before them: it has room for the longest, or for none.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes  # a longer payload is sent on its own
-        self._lengths: deque[int] = deque()  # of payloads that were not counted yet
-        self._num_counted = 0
-        self._longest = 0
-
-    def add(self, length: int) -> None:
-        """Add the next message's payload."""
-        self._lengths.append(length if length <= self._most_bytes else 0)
-
-    def of(self, index: int) -> int:
-        """Return the capacity of a message; indices must not descend."""
-        while self._num_counted <= index - PREFETCH_DEPTH:
-            self._longest = max(self._longest, self._lengths.popleft())
-            self._num_counted += 1
-        return self._longest

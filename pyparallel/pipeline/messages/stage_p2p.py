@@ -3,7 +3,7 @@
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -49,18 +49,21 @@ class StageP2P:
         self._sent = set[object]()  # streams and shapes
         self._newest = 0  # updates before the newest of them
         loads_eagerly = os.environ.get("CUDA_MODULE_LOADING") == "EAGER"
-        self._sees_shapes = groups is not None and groups.headers is not None and not loads_eagerly
+        self._is_nccl = groups is not None and groups.headers is not None
+        self._sees_shapes = self._is_nccl and not loads_eagerly
         # Seconds for messages of each kind; None: of barriers.
         self.waited: defaultdict[StreamKind | None, float] = defaultdict(float)
         self._run = None if groups is None else groups.payloads[0]
-        neighbors = {
-            stage % shape.num_ranks
-            for local in shape.stages(self._rank)
-            for stage in (local - 1, local + 1)
-            if 0 <= stage < shape.num_stages
-        } - {self._rank}
+        stages = range(shape.num_stages)
+        self._senders = {  # ranks, by what the stages of this rank receive
+            Endpoint(stage, kind): sender % shape.num_ranks
+            for stage in shape.stages(self._rank)
+            for kind in StreamKind
+            if (sender := stage + (1 if kind is StreamKind.GRADIENTS else -1)) in stages
+        }
+        neighbors = sorted({*self._senders.values()} - {self._rank})
         self._channels = (
-            {} if groups is None else {peer: Channel(peer, groups) for peer in sorted(neighbors)}
+            {} if groups is None else {peer: Channel(peer, groups) for peer in neighbors}
         )
         self._arrived: dict[tuple[int, int], Value | Refusal] = {}  # by stream and number
         self._batches: dict[tuple[int, int], BatchMeta] = {}  # likewise, of peers
@@ -87,7 +90,8 @@ class StageP2P:
     ) -> None:
         """Announce the next actions of each rank, ``actions_of(rank)``, to post receives ahead."""
         for peer, channel in self._channels.items():
-            channel.expect(self._streams_from(actions_of(peer), destinations))
+            sent = (each for action in actions_of(peer) for each in destinations(action))
+            channel.expect(each.stream for each in sent if each in self._senders)
 
     def refuse_step(self, action: Action, endpoints: Iterable[Endpoint], refusal: Refusal) -> None:
         """Send a refusal in place of the first message to the next rank; wait until it is there."""
@@ -117,7 +121,7 @@ class StageP2P:
         if codec is not None and not isinstance(value, Refusal):
             value = codec.encode(value, endpoint, number)
         channel = self._channels[peer]
-        via_host = self._goes_via_host(endpoint.stream, value)
+        via_host = self._is_nccl and self._goes_via_host(endpoint.stream, value)
         channel.send(endpoint.stream, number, value, via_host=via_host, batch=batch)
 
     def count_update(self) -> None:
@@ -126,13 +130,15 @@ class StageP2P:
 
     def recv(self, endpoint: Endpoint, number: int) -> Value | Refusal:
         """Return the value of a number; a StepRefusedError if the previous rank has refused."""
-        while (endpoint.stream, number) not in self._arrived:
-            self._recv_message(endpoint)
-        self.batch = self._batches.pop((endpoint.stream, number), NO_BATCH)
-        value, codec = self._arrived.pop((endpoint.stream, number)), self._codecs.get(endpoint.kind)
-        if codec is None or isinstance(value, Refusal):
-            return value
-        if (sender := self._sender_to(endpoint)) == self._rank:
+        key, sender = (endpoint.stream, number), self._senders[endpoint]
+        while key not in self._arrived:
+            assert sender != self._rank, (
+                f"the schedule must compute {endpoint} before they are used"
+            )
+            self._recv_message(self._channels[sender], endpoint.kind)
+        self.batch = self._batches.pop(key, NO_BATCH)
+        value, codec = self._arrived.pop(key), self._codecs.get(endpoint.kind)
+        if codec is None or isinstance(value, Refusal) or sender == self._rank:
             return value
         try:
             return codec.decode(value, endpoint)
@@ -145,14 +151,14 @@ class StageP2P:
     def recv_next(self, endpoint: Endpoint) -> tuple[int, Value | Refusal]:
         """Wait for the next value; return its number and it; raises as ``recv``."""
         while (number := self._first(endpoint)) is None:
-            self._recv_message(endpoint)
+            self._recv_message(self._channels[self._senders[endpoint]], endpoint.kind)
         return number, self.recv(endpoint, number)
 
     def is_ready(self, endpoint: Endpoint) -> bool:
         """Return whether ``recv_next`` would not wait."""
         if self._first(endpoint) is not None:
             return True
-        peer = self._sender_to(endpoint)
+        peer = self._senders[endpoint]
         return peer != self._rank and self._channels[peer].is_ready
 
     def barrier(self, refusal: Refusal | None = None) -> Refusal | None:
@@ -212,45 +218,32 @@ class StageP2P:
 
     def _recv_barrier(self, channel: Channel) -> Refusal | None:
         """Receive until the barrier's message, and return its refusal; keep the values before."""
-        while (message := self._waiting(channel, None)).stream != _BARRIER_STREAM:
-            self._keep(message, channel.peer)
+        while (message := self._recv_message(channel, None)).stream != _BARRIER_STREAM:
+            pass
         return message.value if isinstance(message.value, Refusal) else None
 
-    def _recv_message(self, endpoint: Endpoint) -> None:
-        """Receive one message, of whichever stream, from the rank that sends to an endpoint."""
-        peer = self._sender_to(endpoint)
-        assert peer != self._rank, f"the schedule must compute {endpoint} before they are used"
-        self._keep(self._waiting(self._channels[peer], endpoint.kind), peer)
+    def _recv_message(self, channel: Channel, kind: StreamKind | None) -> P2PMessage:
+        """Receive a rank's next message, of whichever stream, while one of ``kind`` is needed.
 
-    def _waiting(self, channel: Channel, kind: StreamKind | None) -> P2PMessage:
+        Its value is kept until it is asked for.
+        """
         begin = time.perf_counter()
         message = channel.recv()
         self.waited[kind] += time.perf_counter() - begin
-        return message
-
-    def _keep(self, message: P2PMessage, peer: int) -> None:
-        if (message.stream, message.number) in self._arrived:
+        key, value = (message.stream, message.number), message.value
+        if message.stream == _BARRIER_STREAM:
+            return message
+        if key in self._arrived:
             raise PeerError(
-                f"rank {peer} must send each message once, got a second one of stream "
+                f"rank {channel.peer} must send each message once, got a second one of stream "
                 f"{message.stream} with number {message.number}"
             )
-        kind, value = message.stream % len(StreamKind), message.value
-        if isinstance(value, Refusal) and kind != StreamKind.GRADIENTS:
-            raise StepRefusedError(value, peer)
-        self._arrived[message.stream, message.number] = value
+        if isinstance(value, Refusal) and message.stream % len(StreamKind) != StreamKind.GRADIENTS:
+            raise StepRefusedError(value, channel.peer)
+        self._arrived[key] = value
         if message.batch != NO_BATCH:
-            self._batches[message.stream, message.number] = message.batch
-
-    def _sender_to(self, endpoint: Endpoint) -> int:
-        source = endpoint.stage + (1 if endpoint.kind is StreamKind.GRADIENTS else -1)
-        return source % self._shape.num_ranks
+            self._batches[key] = message.batch
+        return message
 
     def _first(self, endpoint: Endpoint) -> int | None:
         return next((nr for stream, nr in self._arrived if stream == endpoint.stream), None)
-
-    def _streams_from(self, actions: Iterable[Action], destinations: Destinations) -> Iterator[int]:
-        for action in actions:
-            for endpoint in destinations(action):
-                exists = 0 <= endpoint.stage < self._shape.num_stages
-                if exists and endpoint.stage % self._shape.num_ranks == self._rank:
-                    yield endpoint.stream

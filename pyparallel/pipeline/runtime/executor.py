@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 from ...comm import PeerError, RemoteError
@@ -94,15 +95,11 @@ class Executor:
         """
         pending = [] if before_updates is None else [before_updates]
 
-        def run_action(action: Action, inputs: Value | Refusal | None) -> Value | Refusal | None:
-            if action.kind is Kind.UPDATE and pending:
+        def before_update(stage: Stage) -> None:
+            if pending:
                 pending.pop()()
-            elif action.kind is Kind.UPDATE and before_updates is None:
-                self.telemetry.measure_gradient(self.stages[action.stage])
-            output = self.train_action(action, inputs, splitter)
-            if action.kind is Kind.UPDATE:
-                self._p2p.count_update()
-            return output
+            elif before_updates is None:
+                self.telemetry.measure_gradient(stage)
 
         def expect() -> None:
             self._p2p.expect(actions_of, self.destinations)
@@ -111,6 +108,7 @@ class Executor:
         if not empty:
             splitter.copy(microbatches_left(actions_of(self._rank)))
         self.telemetry.begin(is_training=True)
+        run_action = partial(self.train_action, splitter=splitter, before_update=before_update)
         if not empty or 0 not in self.stages:
             expect()
             self._run(actions_of(self._rank), splitter, self.destinations, run_action)
@@ -149,10 +147,16 @@ class Executor:
         self._run(forwards(self._rank), splitter, destinations_of, run_action)
 
     def train_action(
-        self, action: Action, inputs: Value | Refusal | None, splitter: MicrobatchSplitter
+        self,
+        action: Action,
+        inputs: Value | Refusal | None,
+        splitter: MicrobatchSplitter,
+        before_update: Callable[[Stage], None],
     ) -> Value | Refusal | None:
         """Run an action of training on its inputs, and return its output for another stage."""
         stage, microbatch = self.stages[action.stage], action.microbatch
+        if action.kind is Kind.UPDATE:
+            before_update(stage)
         with self._recording(action):
             match action.kind:
                 case Kind.FORWARD:
@@ -167,6 +171,7 @@ class Executor:
                     stage.backward_weight(microbatch)
                 case Kind.UPDATE:
                     stage.update()
+                    self._p2p.count_update()
         return None
 
     def restart(self, versions: Versions) -> None:

@@ -38,17 +38,16 @@ class StageGenerators:
         call = f"{self.seed}/{self._replica}/{step}/{self._num_evaluations}"
         self._call = zlib.crc32(call.encode())
         with restoring(self._generators):
-            self._seed(0)
+            for generator in self._generators:
+                generator.manual_seed(self._call)
             yield
 
     def seed_for(self, action: Action, num_microbatches: int) -> None:
         """Begin the random numbers of a forward or of a head; other actions go on with theirs."""
         if action.kind in (Kind.FORWARD, Kind.HEAD):
             stage = 2 * action.stage + (action.kind is Kind.HEAD)
-            self._seed(1 + stage * num_microbatches + action.microbatch % num_microbatches)
-
-    def _seed(self, place: int) -> None:
-        # An odd factor: of two places of a call none has the other's 32 bits, which the CPU uses.
-        number = (self._call + 0x9E3779B1 * place) % 2**32
-        for generator in self._generators:
-            generator.manual_seed(number)
+            place = 1 + stage * num_microbatches + action.microbatch % num_microbatches
+            # An odd factor: of two places none has the other's 32 bits, which the CPU uses.
+            number = (self._call + 0x9E3779B1 * place) % 2**32
+            for generator in self._generators:
+                generator.manual_seed(number)

@@ -57,7 +57,7 @@ class MicrobatchSplitter:
         self._has_short_form = has_short_form
         self._inputs = _as_dict(inputs)
         self._target = _as_dict(target)
-        self._first = first
+        self.first = first
         self._num_microbatches = num_microbatches
         self._loss_weight_fn = loss_weight_fn
         self._first_layer = first_layer
@@ -90,7 +90,7 @@ class MicrobatchSplitter:
         return self._part(self._split_target, microbatch)
 
     def _part(self, split: list[Any], microbatch: int) -> Any:
-        part = split[microbatch - self._first]
+        part = split[microbatch - self.first]
         return tree_map_only(Tensor, Tensor.clone, part) if microbatch in self._copied else part
 
     def share(self, microbatch: int) -> float:
@@ -98,7 +98,7 @@ class MicrobatchSplitter:
         raise_problem(self.find_target_error())
         weights = self._weights
         assert not isinstance(weights, str), "which would be an error of the target"
-        return weights[microbatch - self._first] / (sum(weights) or 1)
+        return weights[microbatch - self.first] / (sum(weights) or 1)
 
     @property
     def weight(self) -> float:
@@ -107,18 +107,14 @@ class MicrobatchSplitter:
         assert not isinstance(self._weights, str), "which would be an error of the target"
         return sum(self._weights)
 
-    def is_first(self, microbatch: int) -> bool:
-        """Return whether a microbatch is the step's first."""
-        return microbatch == self._first
-
     def batch_meta(self, microbatch: int) -> BatchMeta:
         """Return what is sent with the activations of a microbatch, for ranks with targets."""
         if microbatch in self._received:
             return self._received[microbatch]
         if self._inputs is None or self._input_error is not None:
             return NO_BATCH
-        samples, total = self._input_samples, _sum(self._inputs, self._input_samples)
-        own = samples[microbatch - self._first]
+        samples, total = self._input_samples
+        own = samples[microbatch - self.first]
         return BatchMeta(own, total, self._has_short_form, self._digest.value)
 
     def note_batch_meta(self, microbatch: int, batch: BatchMeta) -> None:
@@ -135,7 +131,7 @@ class MicrobatchSplitter:
         if not isinstance(self._inputs, PreSplit):
             called = as_arguments(self._inputs)
             return find_argument_error(self._first_layer, called.args, called.kwargs)
-        for microbatch, (args, kwargs) in enumerate(self._inputs.arguments(), self._first):
+        for microbatch, (args, kwargs) in enumerate(self._inputs.arguments(), self.first):
             error = find_argument_error(self._first_layer, args, kwargs)
             if error is not None:
                 return f"microbatch {microbatch}: {error}"
@@ -155,11 +151,11 @@ class MicrobatchSplitter:
             )
         # With loss_weight_fn the first dimensions of target_mbs' entries may be of anything.
         any_sizes = isinstance(self._target, PreSplit) and self._loss_weight_fn is not None
-        samples = self._target_samples
+        samples, total = self._target_samples
         for name, given, wanted in () if any_sizes else (
-            ("inputs and target", batch.total, _sum(self._target, samples)),
+            ("inputs and target", batch.total, total),
             (f"microbatch {microbatch} of inputs and target", batch.samples,
-             samples[microbatch - self._first]),
+             samples[microbatch - self.first]),
         ):  # fmt: skip
             if given and given != wanted:
                 return (
@@ -181,9 +177,9 @@ class MicrobatchSplitter:
         error = error or self._find_argument_error()
         if error or self._target is None or self._target_error:
             return error
-        for microbatch, samples in enumerate(self._input_samples, self._first):
-            batch = BatchMeta(samples, _sum(self._inputs, self._input_samples))
-            error = error or self._find_mismatch(microbatch, batch)
+        samples, total = self._input_samples
+        for microbatch, own in enumerate(samples, self.first):
+            error = error or self._find_mismatch(microbatch, BatchMeta(own, total))
         return error
 
     @cached_property
@@ -203,8 +199,9 @@ class MicrobatchSplitter:
                 return wrong_type(name, rule, each)
         if not isinstance(target, PreSplit):
             return find_size_error("target", target, self._least)
-        if self._loss_weight_fn is None and 0 in self._target_samples:
-            index = self._target_samples.index(0)
+        samples, _ = self._target_samples
+        if self._loss_weight_fn is None and 0 in samples:
+            index = samples.index(0)
             return (
                 "target_mbs must have entries of tensors with one number of samples, their first "
                 f"dimension, got {summarize(entries[index])} for target_mbs[{index}]: give "
@@ -214,30 +211,33 @@ class MicrobatchSplitter:
 
     @cached_property
     def _weights(self) -> list[float] | list[int] | str:
+        samples, total = self._target_samples
         if self._loss_weight_fn is None:
-            return self._target_samples
+            return samples
         targets = self._split_target
         if not isinstance(self._target, PreSplit):
-            targets = targets[: sum(self._target_samples)]  # the others have none
-        weights = compute_loss_weights(self._loss_weight_fn, targets, self._first)
+            targets = targets[:total]  # the others have none
+        weights = compute_loss_weights(self._loss_weight_fn, targets, self.first)
         if isinstance(weights, str):
             return weights
         return weights + [0.0] * (self._num_microbatches - len(weights))
 
     @cached_property
-    def _input_samples(self) -> list[int]:
-        """The number of samples of each microbatch of the inputs; 0: not known."""
+    def _input_samples(self) -> tuple[list[int], int]:
         return self._samples(self._inputs, self._split_inputs)
 
     @cached_property
-    def _target_samples(self) -> list[int]:
+    def _target_samples(self) -> tuple[list[int], int]:
         return self._samples(self._target, self._split_target)
 
-    def _samples(self, whole: Any, split: list[Any]) -> list[int]:
+    def _samples(self, whole: Any, split: list[Any]) -> tuple[list[int], int]:
+        """Return the numbers of samples of the microbatches, and of all; 0: not known."""
         if isinstance(whole, PreSplit):
-            return [_num_samples(each) for each in split]
-        least, rest = divmod(_num_samples(whole), self._num_microbatches)
-        return [least + (index < rest) for index in range(self._num_microbatches)]
+            samples = [_num_samples(each) for each in split]
+            return samples, sum(samples) if all(samples) else 0
+        total = _num_samples(whole)
+        least, rest = divmod(total, self._num_microbatches)
+        return [least + (index < rest) for index in range(self._num_microbatches)], total
 
     @cached_property
     def _split_inputs(self) -> list[Inputs]:
@@ -246,7 +246,7 @@ class MicrobatchSplitter:
             given = [Arguments(*each) for each in inputs.arguments()]
             return [tree_map_only(Tensor, Tensor.detach, each) for each in given]
         split = self._split(as_arguments(inputs) if isinstance(inputs, list | dict) else inputs)
-        sizes = zip(split, self._samples(inputs, split), strict=True)
+        sizes = zip(split, self._samples(inputs, split)[0], strict=True)
         return [each if samples else () for each, samples in sizes]
 
     @cached_property
@@ -291,8 +291,3 @@ def _num_samples(value: Any) -> int:
     """Return the first dimension of all tensors of a batch; 0 if they have not one."""
     sizes = {len(each) if each.dim() else 0 for each in input_tensors(value)}
     return sizes.pop() if len(sizes) == 1 else 0
-
-
-def _sum(whole: Any, samples: list[int]) -> int:
-    """Return the samples of a batch; 0 if those of a microbatch are not known."""
-    return 0 if isinstance(whole, PreSplit) and not all(samples) else sum(samples)

@@ -1,5 +1,6 @@
 """Contexts: modules restored after a trial run or an evaluation, and no autocast."""
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -57,18 +58,18 @@ def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def outside_autocast() -> Iterator[None]:
-    """Disable the caller's autocast, as torch advises for a backward."""
-    with ExitStack() as disabled:
-        for kind in _autocast_kinds():
-            disabled.enter_context(torch.autocast(kind, enabled=False))
-        yield
+def outside_autocast() -> ExitStack:
+    """Disable the caller's autocast until the end of a ``with``, as torch advises for backwards."""
+    disabled = ExitStack()
+    for kind in filter(torch.is_autocast_enabled, _device_kinds()):
+        disabled.enter_context(torch.autocast(kind, enabled=False))
+    return disabled
 
 
 def check_autocast() -> None:
     """Raise a RuntimeError inside autocast to float16."""
-    if any(torch.get_autocast_dtype(kind) == torch.float16 for kind in _autocast_kinds()):
+    kinds = filter(torch.is_autocast_enabled, _device_kinds())
+    if any(torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds):
         raise RuntimeError(
             "step must not be called inside autocast to float16 without an enabled grad_scaler, as "
             "its gradients need a loss scale; pass grad_scaler=GradScaler(enabled=True), with a "
@@ -76,10 +77,10 @@ def check_autocast() -> None:
         )
 
 
-def _autocast_kinds() -> list[str]:
+@functools.cache  # each backward asks
+def _device_kinds() -> list[str]:
     accelerator = torch.accelerator.current_accelerator()
-    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    return [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 @contextmanager

@@ -38,9 +38,6 @@ from .values import (
     as_non_leaf,
     check_value,
     device_of,
-    differentiable,
-    grad_of,
-    roots_of,
     shares_storage,
 )
 
@@ -51,7 +48,7 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 class _InFlight:
     """A microbatch between its forward and the end of its backward."""
 
-    inputs: Inputs
+    inputs: list[Tensor]  # those that require a gradient
     outputs: tuple[Tensor, ...]
     single: bool
     weight_backward: WeightBackward | None = None
@@ -131,14 +128,16 @@ class Stage:
         """Return a microbatch's output, or its loss; if that is refused, backward says why."""
         if self.optimizers and not torch.is_grad_enabled():
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
-        if splitter.is_first(microbatch):
+        if microbatch == splitter.first:
             if self.options.loss_scale is None:
                 check_autocast()
             self._look_for_parameters()
-        _check_optimized(self)
+            _check_optimized(self)
         if self._extras is not None and self.index:
             assert not isinstance(inputs, Arguments), "which are those of stage 0"
             inputs = self._extras.take_from_inputs(inputs)
+        received = () if isinstance(inputs, Arguments) else tensors_of(inputs)
+        leaves = [each for each in received if each.requires_grad]
         output: Value | Refusal | None = None
         with self.weights.forward(microbatch):
             if self._criterion is not None:
@@ -148,13 +147,13 @@ class Stage:
                 if self._criterion is not None:
                     output = self._criterion.loss_for_backward(microbatch, output, splitter)
         if isinstance(output, Refusal):
-            self._in_flight[microbatch] = _InFlight(inputs, (), single=False, refusal=output)
+            self._in_flight[microbatch] = _InFlight(leaves, (), single=False, refusal=output)
             return ()
         outputs, found_inf = tensors_of(output), None
         if self._criterion is not None and self.options.sends_found_inf:
             found_inf = ~outputs[0].detach().isfinite()
         single = isinstance(output, Tensor)
-        self._in_flight[microbatch] = _InFlight(inputs, outputs, single, found_inf=found_inf)
+        self._in_flight[microbatch] = _InFlight(leaves, outputs, single, found_inf=found_inf)
         if self._extras is None or self._criterion is not None:
             return output
         return self._extras.append_to_output(output)
@@ -188,11 +187,19 @@ class Stage:
         if self._extras is not None and gradients is not None:
             gradients, found_inf = self._extras.take_from_gradients(gradients, microbatch)
         with self.weights.backward(microbatch), outside_autocast():
-            roots, output_grads = roots_of(in_flight.outputs, gradients)
-            if roots:
+            roots = [each for each in in_flight.outputs if each.requires_grad]
+            if roots:  # without gradients a loss, whose own is 1
+                output_grads = None if gradients is None else tensors_of(gradients)
                 torch.autograd.backward(roots, output_grads)
         self.weights.end_backward(microbatch)
-        grads = self._copy_if_shared([grad_of(each) for each in differentiable(in_flight.inputs)])
+        grads = tuple(
+            torch.zeros_like(each) if each.grad is None else each.grad for each in in_flight.inputs
+        )
+        if grads:
+            # Of views of one sum an input's gradient shares memory with a parameter's, which is
+            # about to be accumulated into while the input's is being sent.
+            own = self.gradients
+            grads = tuple(each.clone() if shares_storage(each, own) else each for each in grads)
         if self._extras is None:
             return grads
         if found_inf is not None:
@@ -211,13 +218,15 @@ class Stage:
             refused = _InFlight(in_flight.inputs, (), in_flight.single, refusal=gradients)
             self._in_flight[microbatch] = refused
             return gradients
-        inputs = differentiable(in_flight.inputs)
+        inputs = in_flight.inputs
         with self.weights.backward(microbatch), outside_autocast():
-            roots, output_grads = roots_of(in_flight.outputs, gradients)
+            roots = [each for each in in_flight.outputs if each.requires_grad]
+            ones = [torch.ones_like(each) for each in roots]
+            output_grads = ones if gradients is None else tensors_of(gradients)
             found, rest = backward_input(roots, output_grads, inputs)
         pairs = zip(inputs, found, strict=True)
         grads = tuple(torch.zeros_like(each) if grad is None else grad for each, grad in pairs)
-        halved = _InFlight(in_flight.inputs, (), in_flight.single, rest, grads)
+        halved = _InFlight(inputs, (), in_flight.single, rest, grads)
         self._in_flight[microbatch] = halved
         return grads
 
@@ -341,16 +350,6 @@ class Stage:
             named = ((prefix, owned_parameters(part)) for prefix, part in self._parts.items())
             every = {prefix + name: p for prefix, own in named for name, p in own.items()}
             self._outside = {name: p for name, p in every.items() if id(p) not in held}
-
-    def _copy_if_shared(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Copy input gradients that share memory with a parameter's, as of views of one sum do.
-
-        The parameter's is about to be accumulated into while the input's is being sent.
-        """
-        if not gradients:
-            return ()
-        own = self.gradients
-        return tuple(each.clone() if shares_storage(each, own) else each for each in gradients)
 
 
 def _check_optimized(stage: Stage) -> None:

@@ -77,6 +77,8 @@ class StageLayers(nn.Sequential):
         self.lent = dict(lent)
         self.borrowed = dict(borrowed)
         self.names = dict(names)
+        inner = {name: uncompiled(layer) for name, layer in layers.items()}
+        self._skippable = {name: e for name, e in inner.items() if isinstance(e, Skippable)}
 
     def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that this stage owns, with their names in the whole model."""
@@ -97,8 +99,7 @@ class StageLayers(nn.Sequential):
             skips[name] = parameter.clone()
         for name, layer in self._modules.items():
             assert layer is not None
-            inner = uncompiled(layer)
-            skippable = inner if isinstance(inner, Skippable) else None
+            skippable = self._skippable.get(name)
             if skippable is not None:
                 args = (*args, *(skips[each] for each in skippable.pop))
             if self.borrowed:

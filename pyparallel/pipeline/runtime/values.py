@@ -55,33 +55,12 @@ def as_non_leaf(value: Inputs) -> Inputs:
     return type(value)(*result) if hasattr(value, "_fields") else result  # a batch's NamedTuple
 
 
-def differentiable(value: Inputs) -> list[Tensor]:
-    """Return the tensors of a value that require a gradient; none of a batch's arguments do."""
-    tensors = () if isinstance(value, Arguments) else tensors_of(value)
-    return [tensor for tensor in tensors if tensor.requires_grad]
-
-
 def shares_storage(tensor: Tensor, others: Iterable[Tensor]) -> bool:
     """Return whether another tensor begins in the memory of a tensor's storage."""
     storage = tensor.untyped_storage()
     begin = storage.data_ptr()
     end = begin + storage.nbytes()
     return any(begin <= other.data_ptr() < end for other in others)
-
-
-def grad_of(tensor: Tensor) -> Tensor:
-    """Return the gradient of a tensor, zeros without one."""
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-
-
-def roots_of(
-    outputs: tuple[Tensor, ...], gradients: Value | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs that require a gradient, and their gradients: 1 where None are given."""
-    roots = [tensor for tensor in outputs if tensor.requires_grad]
-    if gradients is None:
-        return roots, [torch.ones_like(root) for root in roots]
-    return roots, list(tensors_of(gradients))
 
 
 class ExtraTensors:

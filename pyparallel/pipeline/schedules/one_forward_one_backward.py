@@ -3,7 +3,6 @@
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from .action import Kind
 from .schedule import Flushing
@@ -12,30 +11,23 @@ from .shape import PipelineShape
 Slot = tuple[int, int, Kind, int]  # tick, stage, kind, microbatch
 
 
-def slots(shape: PipelineShape, stage: int, microbatches: range) -> Iterator[Slot]:
+def slots(
+    shape: PipelineShape, stage: int, microbatches: range, *, drains: bool = False
+) -> Iterator[Slot]:
     """Yield a stage's slots from the forward of the first microbatch to just before the next step.
 
+    ``drains``: and the backwards that remain then. Of an empty range they are all that there is.
     On an ideal clock stage s of D has the forward of microbatch m at tick s + 2 m and its backward
     at tick 2 D - 1 - s + 2 m, and inputs are ready a tick before. So stages sorted by this clock
     can share a rank, and the sequence can be cut before any microbatch, without a deadlock.
     """
     warm_up = shape.num_stages - 1 - stage
-    for microbatch in microbatches:
-        yield stage + 2 * microbatch, stage, Kind.FORWARD, microbatch
+    for microbatch in range(microbatches.start, microbatches.stop + drains * warm_up):
+        tick = stage + 2 * microbatch
+        if microbatch < microbatches.stop:
+            yield tick, stage, Kind.FORWARD, microbatch
         if microbatch >= warm_up:
-            yield _backward_slot(shape, stage, microbatch - warm_up)
-
-
-def pending_backwards(shape: PipelineShape, stage: int, total: int) -> Iterator[Slot]:
-    """Yield the backwards of ``total`` microbatches that remain after all forwards have run."""
-    warm_up = shape.num_stages - 1 - stage
-    for microbatch in range(max(0, total - warm_up), total):
-        yield _backward_slot(shape, stage, microbatch)
-
-
-def _backward_slot(shape: PipelineShape, stage: int, microbatch: int) -> Slot:
-    tick = 2 * shape.num_stages - 1 - stage + 2 * microbatch
-    return tick, stage, Kind.BACKWARD, microbatch
+            yield tick + 1, stage, Kind.BACKWARD, microbatch - warm_up
 
 
 def in_order(stages: Sequence[Iterable[Slot]]) -> Iterator[tuple[int, Kind, int]]:
@@ -48,12 +40,8 @@ def one_flush(
     shape: PipelineShape, rank: int, num_microbatches: int
 ) -> Iterator[tuple[int, Kind, int]]:
     """Yield the warm-up forwards, the steady state and the cool-down backwards of a rank."""
-    total = num_microbatches
-    stages = [
-        chain(slots(shape, each, range(total)), pending_backwards(shape, each, total))
-        for each in shape.stages(rank)
-    ]
-    return in_order(stages)
+    microbatches = range(num_microbatches)
+    return in_order([slots(shape, each, microbatches, drains=True) for each in shape.stages(rank)])
 
 
 @dataclass(frozen=True)

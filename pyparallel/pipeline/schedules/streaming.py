@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ...training.arguments import check_integer
 from .action import Action, Kind
-from .one_forward_one_backward import in_order, one_flush, pending_backwards, slots
+from .one_forward_one_backward import in_order, one_flush, slots
 from .schedule import Schedule
 from .shape import PipelineShape
 from .versions import SynchronousStart, Versions
@@ -98,7 +98,8 @@ class Streaming(Schedule):
         """Yield the pending backwards."""
         start = self._start * self.microbatches_per_update(shape)
         total = max(0, steps * shape.num_microbatches - start)
-        stages = [pending_backwards(shape, stage, total) for stage in shape.stages(rank)]
+        none_left = range(total, total)
+        stages = [slots(shape, each, none_left, drains=True) for each in shape.stages(rank)]
         return self._with_updates(shape, in_order(stages), start)
 
     def _with_updates(

@@ -15,7 +15,6 @@ from pyparallel.pipeline.messages.format import (
     has_arrived,
     new_header,
     read_header,
-    room_behind,
 )
 from pyparallel.pipeline.messages.packing import pack, pack_behind, unpack
 from tests.pipeline.messages.headers import write_checksum
@@ -38,7 +37,7 @@ def send_and_receive(value):
     payload = pack(value)
     assert payload.numel() == header.num_bytes
     message = header.to_tensor(header.num_bytes)
-    assert room_behind(message) == header.num_bytes
+    assert message.nbytes == HEADER_BYTES + header.num_bytes
     pack_behind(message, value)
     arrived = read_header(message)
     assert arrived == header
@@ -91,7 +90,7 @@ def test_a_refusal_is_received_as_sent_and_cut_to_a_header():
 
 def test_a_new_header_has_not_arrived_until_it_is_written():
     header = new_header(capacity=128)
-    assert room_behind(header) == 128
+    assert header.nbytes == HEADER_BYTES + 128
     assert not has_arrived(header)
     sent = Header(2, 5, 1).to_tensor()
     header[: len(sent)] = sent
