@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -440,7 +441,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         """Receive and merge, unless a fused optimizer does so in its pass."""
         self._run.check_usable()
         self._shards.reshard()
-        self._buckets.check(p for group in self._joined.param_groups for p in group["params"])
+        groups = self._joined.param_groups
+        self._buckets.check(chain.from_iterable(group["params"] for group in groups))
         self._check_module()
         self._averager.restore_debiased()
         self._rounds.before_step(optimizer, has_gradients)

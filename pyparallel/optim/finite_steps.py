@@ -138,7 +138,9 @@ class FiniteSteps:
         """Count in the gradients of the optimizers that have not begun; return if any was found."""
         waiting = [each for i, each in enumerate(self._handled) if i not in self._begun]
         parameters = [p for each in waiting for p in _with_gradients(each.optimizer)]
-        gradients = [_values(parameter.grad) for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters]
+        if not all(type(each) is Tensor and each.layout == torch.strided for each in gradients):
+            gradients = list(map(_values, gradients))
         are_finite = all_finite(gradients)
         if self._replica is not None:
             numbers = [] if are_finite else list(map(count_nonfinite, gradients))

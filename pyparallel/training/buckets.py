@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import eq
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .shards import local_of, move_shard, padded_numel
+from .shards import is_sharded, local_of, move_shard, padded_numel
 
 ALIGNMENT_BYTES = 256  # of each parameter: wide loads on every device, no shared cache line
 SHARD_ALIGNMENT_BYTES = 16  # of each shard: one wide load; divides ALIGNMENT_BYTES
@@ -79,6 +80,7 @@ class FlatBuckets:
         self.parameters = list(parameters)
         self.cap_bytes = cap_bytes
         self._identities = {id(parameter) for parameter in self.parameters}
+        self._are_sharded = any(map(is_sharded, self.parameters))
         memory = _flatten(self.parameters, cap_bytes) if memory is None else memory
         self.buffers, self.segments, self._addresses = memory
 
@@ -97,6 +99,9 @@ class FlatBuckets:
                 "moving the module, from sharding it, or from wrapping it again without close())"
             )
         # A gradient from before it was frozen would still be applied.
+        optimized = list(optimized)
+        if self._identities.issuperset(map(id, optimized)):
+            return
         others = [p for p in optimized if id(p) not in self._identities]
         added = sum(p.requires_grad or p.grad is not None for p in others)
         if added:
@@ -113,10 +118,11 @@ class FlatBuckets:
 
     def find_moved(self) -> int | None:
         """Return the index of the first parameter that is no view of the buffers, or None."""
-        for index, (tensor, address) in enumerate(zip(self.tensors, self._addresses, strict=True)):
-            if tensor.data_ptr() != address:
-                return index
-        return None
+        tensors = self.tensors if self._are_sharded else self.parameters
+        addresses = list(map(Tensor.data_ptr, tensors))
+        if addresses == self._addresses:
+            return None
+        return list(map(eq, addresses, self._addresses)).index(False)
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return each parameter's view of other buffers with the same layout as ``buffers``."""

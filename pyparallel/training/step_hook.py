@@ -4,6 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch.optim import ASGD, LBFGS, Adafactor, Optimizer
@@ -12,6 +13,7 @@ from .averager import JoinedOptimizers
 from .checkpointing import is_creating_state
 
 Closure = Callable[[], Any]
+_version_of = attrgetter("_version")  # of a tensor: how often it was written to
 
 
 class StepHook:
@@ -65,7 +67,7 @@ class StepHook:
         """
         version = None
         if watches:
-            version = sum(parameter._version for parameter in self._parameters)
+            version = sum(map(_version_of, self._parameters))
             if self._version not in (None, version):
                 warnings.warn(
                     f"parameters of the {self._name} that a trainer was given were written to "
