@@ -87,21 +87,19 @@ class FlatBuckets:
     @property
     def tensors(self) -> list[Tensor]:
         """Return what the buffers hold of each parameter: it, or this rank's shard of it."""
-        return list(map(local_of, self.parameters))
+        return list(map(local_of, self.parameters) if self._are_sharded else self.parameters)
 
     def check(self, optimized: Iterable[nn.Parameter]) -> None:
         """Raise a RuntimeError unless these are the parameters, all still views of the buffers."""
-        moved = self.find_moved()
-        if moved is not None:
+        addresses = list(map(Tensor.data_ptr, self.tensors))
+        if addresses != self._addresses:
+            moved = list(map(eq, addresses, self._addresses)).index(False)
             raise RuntimeError(
                 f"parameters must stay views of their flat buffers, but parameter {moved} of "
                 f"shape {list(self.parameters[moved].shape)} has new storage (from converting or "
                 "moving the module, from sharding it, or from wrapping it again without close())"
             )
         # A gradient from before it was frozen would still be applied.
-        optimized = list(optimized)
-        if self._identities.issuperset(map(id, optimized)):
-            return
         others = [p for p in optimized if id(p) not in self._identities]
         added = sum(p.requires_grad or p.grad is not None for p in others)
         if added:
@@ -115,14 +113,6 @@ class FlatBuckets:
     def first_has_moved(self) -> bool:
         """Whether the first parameter is no view of the buffers, as after ``module.double()``."""
         return local_of(self.parameters[0]).data_ptr() != self._addresses[0]
-
-    def find_moved(self) -> int | None:
-        """Return the index of the first parameter that is no view of the buffers, or None."""
-        tensors = self.tensors if self._are_sharded else self.parameters
-        addresses = list(map(Tensor.data_ptr, tensors))
-        if addresses == self._addresses:
-            return None
-        return list(map(eq, addresses, self._addresses)).index(False)
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return each parameter's view of other buffers with the same layout as ``buffers``."""
