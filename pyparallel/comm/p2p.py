@@ -3,7 +3,8 @@
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -37,11 +38,6 @@ class Transfer(NamedTuple):
     tensor: Tensor
     kind: int = 0
 
-    @property
-    def tag(self) -> int:
-        """Return gloo's tag: a message never arrives in a tensor of another kind or length."""
-        return self.kind + _NUM_KINDS * (self.tensor.nbytes % _NUM_LENGTHS)
-
 
 def start(
     group: dist.ProcessGroup | None, sends: Sequence[Transfer], receives: Sequence[Transfer]
@@ -49,11 +45,12 @@ def start(
     """Start transfers, receives first; NCCL returns one work for all."""
     # Gloo announces a posted receive to its sender on the connection that our own data use.
     # Announced after the data, two ranks that exchange would send in turn.
-    operations = [
-        dist.P2POp(function, each.tensor, group=group, tag=each.tag, group_peer=each.peer)
-        for function, transfers in ((dist.irecv, receives), (dist.isend, sends))
-        for each in transfers
-    ]
+    operations = []
+    for function, transfers in ((dist.irecv, receives), (dist.isend, sends)):
+        for peer, tensor, kind in transfers:
+            # Of gloo: a message never arrives in a tensor of another kind or length.
+            tag = kind + _NUM_KINDS * (tensor.nbytes % _NUM_LENGTHS)
+            operations.append(dist.P2POp(function, tensor, group=group, tag=tag, group_peer=peer))
     works: list[dist.Work] = post(dist.batch_isend_irecv, operations) if operations else []
     return works
 
@@ -65,15 +62,9 @@ class Pending:
     p2p: "PointToPoint"
     transfers: Sequence[Transfer]  # their tensors are kept alive while in flight
     num_received: int  # the first of them; the others are sent
-    works: InitVar[Sequence[dist.Work]]
-
-    def __post_init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = list(enumerate(works))
-        self._is_batched = len(works) < len(self.transfers)  # NCCL returns one work for all
-        # Gloo's own may be of the time when members connected; with NCCL the host would wait.
-        on_cpu = bool(works) and self.transfers[0].tensor.is_cpu
-        by_gloo = on_cpu and isinstance(works[0], dist.Work)
-        self._timeout = (timeout_of(self.p2p.run.group),) if by_gloo else ()
+    works: Sequence[Any]  # one for each of them; NCCL returns one for all
+    timeout: tuple[timedelta, ...] = ()  # of each wait: one, or none
+    _arrived: set[int] = field(default_factory=set, init=False)
 
     def wait(self, kind: int | None = None) -> None:
         """Wait until all messages are sent and received, or on gloo those of a kind to receive.
@@ -82,27 +73,27 @@ class Pending:
         second call on the same stream does nothing.
         """
         begin = time.perf_counter()
-        # A message in a batch has no work of its own.
-        due = self._works if kind is None or self._is_batched else [
-            (index, work) for index, work in self._works
-            if index < self.num_received and self.transfers[index].kind == kind
-        ]  # fmt: skip
-        for entry in list(due):
-            index, work = entry
+        is_batch = len(self.works) < len(self.transfers)  # whose messages have no works
+        for index, work in enumerate(self.works):
+            is_due = kind is None or is_batch or (
+                index < self.num_received and self.transfers[index].kind == kind
+            )  # fmt: skip
+            if not is_due or index in self._arrived:
+                continue
             try:
-                work.wait(*self._timeout)
+                work.wait(*self.timeout)
             except RuntimeError as error:
                 self.keep()
                 failed, num_received = self.transfers, self.num_received
-                if not self._is_batched:
+                if not is_batch:
                     failed, num_received = failed[index : index + 1], int(index < num_received)
                 raise self.p2p.peer_error(failed, num_received, error) from error
-            self._works.remove(entry)
+            self._arrived.add(index)
         self.p2p.stats.count_wait(time.perf_counter() - begin)
 
     def keep(self) -> None:
         """Keep the tensors: messages that nobody waits for may still arrive in them."""
-        keep(self.p2p.run.group, self.transfers, self._works)
+        keep(self.p2p.run.group, self.transfers, self.works)
 
 
 class PointToPoint:
@@ -135,7 +126,10 @@ class PointToPoint:
         except RuntimeError as error:
             raise self.peer_error(transfers, len(receives), error) from error
         self.stats.count_bytes(sum([each.tensor.nbytes for each in sends]))
-        return Pending(self, transfers, len(receives), works)
+        # Gloo's own may be of the time when members connected; with NCCL the host would wait.
+        by_gloo = bool(works) and transfers[0].tensor.is_cpu
+        timeout = (timeout_of(self.run.group),) if by_gloo else ()
+        return Pending(self, transfers, len(receives), works, timeout)
 
     def peer_error(
         self, transfers: Sequence[Transfer], num_received: int, error: RuntimeError

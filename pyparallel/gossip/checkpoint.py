@@ -97,7 +97,7 @@ class GossipState:
         check_states_together(averager, lambda: self._read(state_dict), averager.run)
         values = state_dict[self._key].values
         module = values["module"]
-        if model._shards.modules:
+        if model._sharded:
             own = model.state_dict()
             module = {key: like(own[key], value) for key, value in module.items()}
         model.load_state_dict(module)
@@ -126,7 +126,7 @@ class GossipState:
 
     def _local(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state without DTensors, whose mesh another process does not have."""
-        return locals_of(state) if self._model._shards.modules else state
+        return locals_of(state) if self._model._sharded else state
 
     def _check_key(self, keys: list[str], argument: str) -> None:
         if self._key not in keys:

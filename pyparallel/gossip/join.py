@@ -16,7 +16,8 @@ from ..training import ModelAverager
 
 _NOTIFYING = "the all-reduce of join() before a step failed"
 _TELL = "_check_global_requires_backward_grad_sync"  # of DistributedDataParallel
-_in_join: list[Joinable] = []  # what is inside its join() in this process
+joining: list[Joinable] = []
+"""What is inside its ``join()`` in this process."""
 
 
 class JoinedRounds(Joinable):
@@ -35,7 +36,7 @@ class JoinedRounds(Joinable):
     @contextmanager
     def join(self, *, enable: bool, throw_on_early_termination: bool) -> Iterator[None]:
         """Return the context for unequal numbers of batches."""
-        if enable and _in_join:
+        if enable and joining:
             raise RuntimeError(
                 "join() must be of one trainer at a time, got one inside that of another: a rank "
                 "without batches would take the rounds of one of them only, and the others wait "
@@ -53,7 +54,7 @@ class JoinedRounds(Joinable):
             )
         joinable = self._averager.joinable or self
         before = joinable._join_config
-        _in_join.extend([joinable] * enable)
+        joining.extend([joinable] * enable)
         try:
             with (
                 self._run.raising("a collective of join() failed"),
@@ -61,7 +62,7 @@ class JoinedRounds(Joinable):
             ):
                 yield
         finally:
-            _in_join.clear()
+            joining.clear()
             joinable._join_config = before  # Join leaves its own: every later step would notify
             if enable:
                 self._run.counts.reset()  # ranks have taken different numbers of steps

@@ -1,6 +1,7 @@
 """A module around another one, whose names, attributes and keys it shows."""
 
 from collections.abc import Callable, Iterator
+from operator import is_
 from typing import Any
 
 import torch
@@ -32,12 +33,13 @@ class ModuleWrapper(nn.Module):
         owners: list[dict[str, Any]] = []
         for each in self.module.modules():
             owners += [each._parameters, each._modules]
-        self._places = [(owner, key, value) for owner in owners for key, value in owner.items()]
+        places = [(owner, key, value) for owner in owners for key, value in owner.items()]
+        self._owners, self._keys, self._values = zip(*places, strict=True)
         self._wrapped_with = {id(parameter) for parameter in self.module.parameters()}
 
     def _check_module(self) -> None:
         """Raise a RuntimeError if the module has parameters that the optimizer does not have."""
-        if all(owner.get(key) is value for owner, key, value in self._places):
+        if all(map(is_, map(dict.get, self._owners, self._keys), self._values)):
             return
         named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         new = [name for name, p in named if id(p) not in self._wrapped_with]

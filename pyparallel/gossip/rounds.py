@@ -1,9 +1,10 @@
 """The rounds that a trainer takes around the steps of its optimizers."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,7 +13,7 @@ from ..comm import NonFiniteError, Run
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..training import ModelAverager, is_creating_state
-from .join import JoinedRounds
+from .join import JoinedRounds, joining
 from .messages.replica_rounds import ReplicaRounds
 
 
@@ -34,7 +35,7 @@ class SteppedRounds:
 
     def __post_init__(self) -> None:
         self.joined = JoinedRounds(self.averager, self.run)
-        self.replica = ReplicaRounds(self.run)
+        self._replica = ReplicaRounds(self.run, self.run.replica) if self.run.replica else None
         self.num_steps = 0
         self.waiting_seconds = self._waited_before = 0.0  # of the last step; until its end
         self._saw_forward = False  # in training since the last step
@@ -58,22 +59,26 @@ class SteppedRounds:
                 f"{type(optimizer).__name__} may evaluate its closure several times in a step, or "
                 "at other parameters, so messages are received before the first evaluation: "
                 "overlap hides nothing; call backward() and then step() without a closure",
-                stacklevel=7,  # the user's optimizer.step(closure)
+                stacklevel=6,  # the user's optimizer.step(closure)
             )
-        with self._after_the_step():
-            averager.before_step()
+        self._take(averager.before_step)
         if not has_gradients:  # the optimizer may copy the parameters first
             averager.before_update()
 
-    def before_update(self, index: int, is_first: bool) -> None:
+    def check_replica(self) -> None:
+        """Raise a PeerError if the last round has failed on another rank of the replica."""
+        if self._replica is not None:
+            self._replica.check()
+
+    def before_update(self, index: int = 0, is_first: bool = True) -> None:
         """Turn the parameters into what the optimizer of an index steps on."""
         if not self.in_pass:
-            self.replica.check()  # a rank that has failed agrees on no gradients
+            self.check_replica()  # a rank that has failed agrees on no gradients
             self.averager.before_update()  # again if a forward has been between two optimizers
             self.finite_steps.begin(index, is_first)
 
-    def before_evaluation(self) -> None:
-        """Turn them back, before a closure evaluates the module."""
+    def end_update(self) -> None:
+        """Turn them back, before other post-hooks, or a closure, read them or gradients."""
         self.finite_steps.end()
         self.averager.restore_debiased()
 
@@ -83,13 +88,13 @@ class SteppedRounds:
             for index in range(optimizer.num_buckets):
                 optimizer.step_bucket(index)
             return
-        self.replica.check()
+        self.check_replica()
         self.finite_steps.begin()
         self._count_step()
-        if self.run.counts.synchronizes:
+        if joining and self.run.counts.synchronizes:
             self.joined.before_round()
-        with self._after_the_step():
-            self.averager.step_buckets(optimizer.step_bucket, optimizer.num_buckets)
+        step_buckets = self.averager.step_buckets
+        self._take(partial(step_buckets, optimizer.step_bucket, optimizer.num_buckets))
 
     def after_step(self) -> None:
         """Send, or average, and end the step; a NonFiniteError by the policy comes last."""
@@ -97,9 +102,9 @@ class SteppedRounds:
             self._count_step()
             self.averager.after_update()
             if self.run.counts.synchronizes:
-                self.joined.before_round()
-                with self._after_the_step():
-                    self.averager.after_step()
+                if joining:
+                    self.joined.before_round()
+                self._take(self.averager.after_step)
         self.num_steps += 1
         waited = self.run.stats.waiting_seconds
         self.waiting_seconds, self._waited_before = waited - self._waited_before, waited
@@ -107,16 +112,17 @@ class SteppedRounds:
 
     def close(self) -> None:
         """Release the process group."""
-        self.replica.close()
+        if self._replica is not None:
+            self._replica.close()
         self.joined.close()
         self.averager.close()
 
-    @contextmanager
-    def _after_the_step(self) -> Iterator[None]:
-        """Keep what a message says of its sender's gradients until the step is complete."""
+    def _take(self, part: Callable[[], None]) -> None:
+        """Take a part of a round; keep until the step's end what it says of others' gradients."""
+        replica = self._replica
         try:
-            with self.run.interruptible(), self.replica.round():
-                yield
+            with self.run.interruptible(), replica.round() if replica else nullcontext():
+                part()
         except NonFiniteError as error:
             self._received_error = error
 

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from typing_extensions import override
 from ..comm import Collectives, StepCounts
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
-from ..training import Algorithm, ModelAverager, Place, StepHooks, check_format, consensus, seal
+from ..training import Algorithm, ModelAverager, Place, check_format, consensus, seal, shards
 from ..training.arguments import find_error, raise_problem
 from ..training.averager import JoinedOptimizers, as_optimizers
 from ..training.full_state import full_state
 from ..training.nonfinite import NonFinitePolicy, find_policy_error
-from ..training.shards import Shards, describe_shard, find_shard_error, local_of, replica_group
+from ..training.step_hook import StepHook, StepHooks
 from ..training.trainer import Trainer
 from . import validation
 from .algorithms.base import TRANSPORT, find_algorithm_error
@@ -104,7 +105,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             )
         super().__init__()
         is_sharded = isinstance(module, nn.Module) and mesh is not None
-        replica = replica_group(module) if is_sharded else None
+        replica = shards.replica_group(module) if is_sharded else None
         made, compared, error_text = _collect_config(
             module, optimizer, made, process_group, mesh, bucket_cap_mb, nonfinite
         )
@@ -124,20 +125,20 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._wrap(module)
         self.algorithm: Algorithm = made
         self.process_group = process_group
-        self._shards, self._kind = Shards(self.module), type(self.module)
+        self._sharded, self._kind = shards.sharded_modules(self.module), type(self.module)
         run = self._open_run(process_group, StepCounts(policy=nonfinite), replica)
         cap = validation.resolve_bucket_cap_mb(module, bucket_cap_mb)
         optimizers = as_optimizers(optimizer)
         self._optimizers = [weakref.ref(each) for each in optimizers]
         self._buckets = validation.lay_out(module, optimizers, int(cap * 2**20))
-        self._shards.follow()
+        shards.follow(self._sharded)
         fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
         # With others, or with what may write weights after it, the round is a pass of its own.
         in_pass = bool(fused) and len(optimizers) == 1 and fused[0].ends_with_pass
         self._broadcast_from_first_rank()
         # Held here, as algorithms hold weak references.
-        self._joined: Any = JoinedOptimizers(optimizers)
-        whole: Any = optimizers[0] if len(optimizers) == 1 else self._joined
+        joined = self._joined = JoinedOptimizers(optimizers) if len(optimizers) > 1 else None
+        whole: Any = joined or optimizers[0]
         averager = made.start(module, whole, self._buckets, run)
         self._running: ModelAverager | None = averager
         self._own(optimizers)
@@ -148,15 +149,12 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             each.adopt(rounds.step_buckets if in_pass else None)
         # The optimizers hold the hooks, which hold the trainer. A cycle would keep process groups
         # beyond destroy_process_group(), until Python collects garbage.
-        step_hook = StepHooks(
-            optimizers,
-            rounds.after_step,
-            self._before_step,
-            rounds.before_update,
-            rounds.before_evaluation,
-            finite_steps.end,
-            averager.restore_debiased,
-        )
+        calls = rounds.after_step, self._before_step, rounds.before_update, rounds.end_update
+        step_hook: StepHook | StepHooks
+        if joined is None:
+            step_hook = StepHook(optimizers[0], *calls, after_update=rounds.end_update)
+        else:
+            step_hook = StepHooks(optimizers, *calls)
         self._step_hook = weakref.ref(step_hook)
         # Also called when the trainer is garbage collected, and at exit.
         self._close_averager = weakref.finalize(self, rounds.close)
@@ -175,12 +173,12 @@ class GossipDataParallel(Trainer, ModuleWrapper):
                 "it was deleted; close() the trainer and wrap again with the optimizer that steps"
             )
         if is_eager:
-            self._rounds.replica.check()
+            self._rounds.check_replica()
         if trains:
             self._rounds.see_forward(counts=is_eager)
             if is_eager and self._buckets.first_has_moved:  # else the forward may fail on dtypes
                 self._buckets.check([])
-            if is_eager and not self._shards.modules and type(self.module) is not self._kind:
+            if is_eager and not self._sharded and type(self.module) is not self._kind:
                 self._check_module()  # fully_shard has given it a class of its own
         averager.restore_debiased()
         if averager.traits.has_equal_batches:
@@ -311,7 +309,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
                 yield self.module
             finally:
                 self._in_consensus = False
-                self._shards.reshard()
+                shards.reshard(self._sharded)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state of ``consensus()``, as the plain module has it; all ranks call it.
@@ -432,15 +430,16 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         trainable = {id(parameter) for parameter in self._buckets.parameters}
         frozen = [p for p in self.module.parameters() if id(p) not in trainable]
         collectives = Collectives(self._run)
-        shards = map(local_of, frozen)
-        for tensor in [*self._buckets.buffers, *shards, *self.module.buffers()]:
+        held = map(shards.local_of, frozen)
+        for tensor in [*self._buckets.buffers, *held, *self.module.buffers()]:
             collectives.broadcast_(tensor, 0)
 
     def _before_step(self, optimizer: Optimizer, has_gradients: bool) -> None:
         """Receive and merge, unless a fused optimizer does so in its pass."""
         self._run.check_usable()
-        self._shards.reshard()
-        self._buckets.check(p for group in self._joined.param_groups for p in group["params"])
+        shards.reshard(self._sharded)
+        groups = [g for each in self._optimizers if (o := each()) for g in o.param_groups]
+        self._buckets.check(chain.from_iterable(group["params"] for group in groups))
         self._check_module()
         self._averager.restore_debiased()
         self._rounds.before_step(optimizer, has_gradients)
@@ -457,8 +456,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
     def _check_between_steps(self) -> None:
         """Raise on all ranks if some of several optimizers have stepped and others have not."""
-        step_hook = self._step_hook()
-        if step_hook is not None and len(self._optimizers) > 1:
+        if isinstance(step_hook := self._step_hook(), StepHooks):
             found = step_hook.find_unfinished()
             text = (
                 found and f"states must be saved between two training steps, got one after {found}"
@@ -472,9 +470,9 @@ class GossipDataParallel(Trainer, ModuleWrapper):
 
     def _check_mergeable(self) -> None:
         self._check_open()
-        self._rounds.replica.check()
+        self._rounds.check_replica()
         self._averager.restore_debiased()
-        self._shards.reshard()
+        shards.reshard(self._sharded)
         self._buckets.check(())
         self._check_equal_steps()
 
@@ -503,13 +501,13 @@ def _collect_config(
         config_fields = [
             *algorithm.config_fields(),
             ("bucket_cap_mb", str(cap)),
-            *describe_shard(module),
+            *shards.describe_shard(module),
             *validation.describe(module),
             *validation.describe_groups(module, optimizers),
         ]
         dtypes = frozenset(p.dtype for p in module.parameters() if p.requires_grad)
         error_text = (
-            find_shard_error(module, mesh)
+            shards.find_shard_error(module, mesh)
             or validation.find_validation_error(module, optimizers, process_group)
             or algorithm.error_at(Place(num_ranks, dtypes=dtypes, is_sharded=mesh is not None))
         )

@@ -138,7 +138,7 @@ class FiniteSteps:
         """Count in the gradients of the optimizers that have not begun; return if any was found."""
         waiting = [each for i, each in enumerate(self._handled) if i not in self._begun]
         parameters = [p for each in waiting for p in _with_gradients(each.optimizer)]
-        gradients = [_values(parameter.grad) for parameter in parameters]
+        gradients = _values_of(parameters)
         are_finite = all_finite(gradients)
         if self._replica is not None:
             numbers = [] if are_finite else list(map(count_nonfinite, gradients))
@@ -175,8 +175,8 @@ class FiniteSteps:
         elif found is True:
             self._hide(optimizer)
         else:  # the host does not know
-            for parameter in _with_gradients(optimizer):
-                _values(parameter.grad).nan_to_num_(0.0, 0.0, 0.0)
+            for values in _values_of(_with_gradients(optimizer)):
+                values.nan_to_num_(0.0, 0.0, 0.0)
 
     def _count_skipped(self) -> None:
         self.num_skipped += not self._is_skipped
@@ -208,6 +208,10 @@ def _with_gradients(optimizer: Any) -> list[Any]:
     return [p for p in parameters if p.grad is not None]
 
 
-def _values(gradient: Tensor) -> Tensor:
-    gradient = local_of(gradient)
-    return gradient._values() if gradient.layout == torch.sparse_coo else gradient
+def _values_of(parameters: list[Any]) -> list[Tensor]:
+    """Return the gradients of parameters: of DTensors the shards, of sparse ones the values."""
+    gradients: list[Tensor] = [parameter.grad for parameter in parameters]
+    if all(type(each) is Tensor and each.layout == torch.strided for each in gradients):
+        return gradients
+    gradients = list(map(local_of, gradients))
+    return [each._values() if each.layout == torch.sparse_coo else each for each in gradients]

@@ -285,7 +285,7 @@ class SubnetTrainer(Trainer):
         self._shards.load_state_dict(state_dict["shards"])
         self.subnet.load_state_dict(state_dict["subnet"])
         load_copy(self.optimizer, state_dict["optimizer"])
-        self._step_hook.forget_forward()
+        self._step_hook.reset()
 
     def close(self) -> None:
         """Stop merging: the optimizer's steps train only this rank's subnet from now on."""

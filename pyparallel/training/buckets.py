@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import eq
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .shards import local_of, move_shard, padded_numel
+from .shards import is_sharded, local_of, move_shard, padded_numel
 
 ALIGNMENT_BYTES = 256  # of each parameter: wide loads on every device, no shared cache line
 SHARD_ALIGNMENT_BYTES = 16  # of each shard: one wide load; divides ALIGNMENT_BYTES
@@ -79,18 +80,20 @@ class FlatBuckets:
         self.parameters = list(parameters)
         self.cap_bytes = cap_bytes
         self._identities = {id(parameter) for parameter in self.parameters}
+        self._are_sharded = any(map(is_sharded, self.parameters))
         memory = _flatten(self.parameters, cap_bytes) if memory is None else memory
         self.buffers, self.segments, self._addresses = memory
 
     @property
     def tensors(self) -> list[Tensor]:
         """Return what the buffers hold of each parameter: it, or this rank's shard of it."""
-        return list(map(local_of, self.parameters))
+        return list(map(local_of, self.parameters) if self._are_sharded else self.parameters)
 
     def check(self, optimized: Iterable[nn.Parameter]) -> None:
         """Raise a RuntimeError unless these are the parameters, all still views of the buffers."""
-        moved = self.find_moved()
-        if moved is not None:
+        addresses = list(map(Tensor.data_ptr, self.tensors))
+        if addresses != self._addresses:
+            moved = list(map(eq, addresses, self._addresses)).index(False)
             raise RuntimeError(
                 f"parameters must stay views of their flat buffers, but parameter {moved} of "
                 f"shape {list(self.parameters[moved].shape)} has new storage (from converting or "
@@ -110,13 +113,6 @@ class FlatBuckets:
     def first_has_moved(self) -> bool:
         """Whether the first parameter is no view of the buffers, as after ``module.double()``."""
         return local_of(self.parameters[0]).data_ptr() != self._addresses[0]
-
-    def find_moved(self) -> int | None:
-        """Return the index of the first parameter that is no view of the buffers, or None."""
-        for index, (tensor, address) in enumerate(zip(self.tensors, self._addresses, strict=True)):
-            if tensor.data_ptr() != address:
-                return index
-        return None
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return each parameter's view of other buffers with the same layout as ``buffers``."""

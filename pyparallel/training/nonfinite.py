@@ -6,11 +6,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors as _flatten
 
 from .arguments import one_of, summarize
 
 NonFinitePolicy = Literal["raise", "skip", "allow"]
 """What is done about gradients with a nan or an inf."""
+
+_SMALL = 1024  # elements: on the CPU a call for each such tensor takes longer than to copy all
 
 
 def find_policy_error(
@@ -40,11 +43,14 @@ def is_finite_on_device(x: Tensor, *, allow_inf: bool = False) -> Tensor:
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether all entries of tensors are finite, as 0-d bool on their device, read once."""
-    tensors = [each for each in tensors if each.numel()]
-    if not tensors:
+    on_cpu = bool(tensors) and tensors[0].is_cpu
+    limit = _SMALL if on_cpu else 0
+    parts = [each for each in tensors if each.numel() > limit]
+    if on_cpu and len(parts) < len(tensors):
+        parts.append(_flatten([each for each in tensors if each.numel() <= limit]))
+    if not parts:
         return torch.ones((), dtype=torch.bool, device="cpu")
-    on_cpu = tensors[0].is_cpu
-    norms = torch._foreach_norm(tensors, 2.0 if on_cpu else math.inf)
+    norms = torch._foreach_norm(parts, 2.0 if on_cpu else math.inf)
     are_finite = torch.stack([norm.float() for norm in norms]).isfinite().all()
     # The Euclidean norm, which is faster there, may overflow where no entry does.
     if on_cpu and not are_finite:

@@ -79,47 +79,44 @@ def move_shard(parameter: nn.Parameter, view: Tensor) -> None:
         parameter.data = view
 
 
-class Shards:
-    """The modules that ``fully_shard`` has sharded within a module, in its order; none: plain."""
+def sharded_modules(module: nn.Module) -> list[Any]:
+    """Return the modules that ``fully_shard`` has sharded within a module, in its order."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes long to import
+    if fsdp is None:
+        return []
+    return [each for each in module.modules() if isinstance(each, fsdp.FSDPModule)]
 
-    def __init__(self, module: nn.Module) -> None:
-        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes long to import
-        kinds = () if fsdp is None else fsdp.FSDPModule
-        self.modules: list[Any] = [each for each in module.modules() if isinstance(each, kinds)]
 
-    def reshard(self) -> None:
-        """Free gathered parameters, which would not follow what is written into the shards.
+def reshard(modules: Sequence[Any]) -> None:
+    """Free gathered parameters, which would not follow what is written into the shards.
 
-        A module is gathered after a forward without a backward.
-        """
-        for each in self.modules:
-            each.reshard()
+    A module is gathered after a forward without a backward.
+    """
+    for each in modules:
+        each.reshard()
 
-    @torch.no_grad()
-    def follow(self) -> None:
-        """Have the next all-gathers read the memory in which the shards now are."""
-        for each in self._parameters():
-            shard = local_of(each.sharded_param)
-            sizes = each.padded_sharded_param_size
-            strides = torch.empty(sizes, device="meta").stride()
-            # An empty shard has its place too, and the padding behind a shard is zero.
-            move_shard(each.sharded_param, shard.as_strided(sizes, strides))
-            each.reset_sharded_param()
-            move_shard(each.sharded_param, shard)
 
-    @property
-    def are_pinned(self) -> bool:
-        """Whether shards must stay in pinned memory of the CPU, where no bucket is."""
-        return any(each.pin_memory for each in self._parameters())
+@torch.no_grad()
+def follow(modules: Sequence[Any]) -> None:
+    """Have the next all-gathers read the memory in which the shards now are."""
+    for each in _sharded_parameters(modules):
+        shard = local_of(each.sharded_param)
+        sizes = each.padded_sharded_param_size
+        strides = torch.empty(sizes, device="meta").stride()
+        # An empty shard has its place too, and the padding behind a shard is zero.
+        move_shard(each.sharded_param, shard.as_strided(sizes, strides))
+        each.reset_sharded_param()
+        move_shard(each.sharded_param, shard)
 
-    def _parameters(self) -> Iterator[Any]:
-        """Return FSDP2's own record of each parameter, for which there is no public name."""
-        for each in self.modules:
-            state = each._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.13 on
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                if group is not None:
-                    yield from group.fsdp_params
+
+def _sharded_parameters(modules: Sequence[Any]) -> Iterator[Any]:
+    """Return FSDP2's own record of each parameter, for which there is no public name."""
+    for each in modules:
+        state = each._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.13 on
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            if group is not None:
+                yield from group.fsdp_params
 
 
 def gather(replica: Run, numbers: Sequence[float]) -> list[list[float]]:
@@ -134,7 +131,7 @@ def replica_group(module: nn.Module) -> dist.ProcessGroup | None:
 
     Parameters that are gathered are freed before.
     """
-    Shards(module).reshard()
+    reshard(sharded_modules(module))
     for parameter in module.parameters():
         if is_sharded(parameter):
             of_mesh: Any = parameter
@@ -166,7 +163,7 @@ def find_shard_error(module: nn.Module, replicas: Any) -> str | None:
             "wrapped, got plain parameters only; whole replicas take process_group=mesh.get_group()"
         )
     module = uncompiled(module)
-    if not any(each is module for each in Shards(module).modules):
+    if not any(each is module for each in sharded_modules(module)):
         return (
             f"module must be sharded as a whole, got a root {type(module).__name__} that is not: "
             "call fully_shard(model, mesh=...) last, after that of its layers"
@@ -179,8 +176,8 @@ def find_shard_error(module: nn.Module, replicas: Any) -> str | None:
         )
     return _find_placement_error(named, replicas) or (
         "shards must not stay in pinned memory, got CPUOffloadPolicy(): use "
-        "CPUOffloadPolicy(pin_memory=False)"
-        if Shards(module).are_pinned
+        "CPUOffloadPolicy(pin_memory=False)"  # no bucket is in pinned memory
+        if any(each.pin_memory for each in _sharded_parameters(sharded_modules(module)))
         else None
     )
 

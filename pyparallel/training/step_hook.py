@@ -4,6 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch.optim import ASGD, LBFGS, Adafactor, Optimizer
@@ -12,6 +13,7 @@ from .averager import JoinedOptimizers
 from .checkpointing import is_creating_state
 
 Closure = Callable[[], Any]
+_version_of = attrgetter("_version")  # of a tensor: how often it was written to
 
 
 class StepHook:
@@ -65,7 +67,7 @@ class StepHook:
         """
         version = None
         if watches:
-            version = sum(parameter._version for parameter in self._parameters)
+            version = sum(map(_version_of, self._parameters))
             if self._version not in (None, version):
                 warnings.warn(
                     f"parameters of the {self._name} that a trainer was given were written to "
@@ -82,7 +84,7 @@ class StepHook:
                 hooks.move_to_end(number)
             self._depth = 0
 
-    def forget_forward(self) -> None:
+    def reset(self) -> None:
         """Take the parameters of now as the optimizer's: the trainer itself has written them."""
         self._version = None
 
@@ -170,12 +172,11 @@ class _TrackedClosure:
 
 
 class StepHooks:
-    """Callbacks around every training step, which is one step of each optimizer, in any order.
+    """Callbacks around every training step, which is one step of each of several optimizers.
 
-    Several are stepped without closures, which would evaluate the model between their updates. The
-    optimizers hold this object, which holds none of them. ``before_update`` gets the index of the
-    optimizer, and whether it is first; ``after_each`` is called after each one's step, and
-    ``after_update`` then too, before its other post-hooks.
+    They are stepped in any order, without closures, which would evaluate the model between their
+    updates. The optimizers hold this object, which holds none of them. Callbacks are those of
+    ``StepHook``, but ``before_update`` gets the index of the optimizer, and whether it is first.
     """
 
     def __init__(
@@ -184,12 +185,9 @@ class StepHooks:
         after: Callable[[], None],
         before: Callable[[Optimizer, bool], None],
         before_update: Callable[[int, bool], None],
-        before_evaluation: Callable[[], None],
-        after_each: Callable[[], None],
-        after_update: Callable[[], None] = lambda: None,
+        after_update: Callable[[], None],
     ) -> None:
-        self._before, self._after, self._after_each = before, after, after_each
-        self._before_update, self._before_evaluation = before_update, before_evaluation
+        self._before, self._after, self._before_update = before, after, before_update
         self._names = name_optimizers(optimizers)
         self._stepped: set[int] = set()  # in this training step
         self._hooks = [
@@ -199,7 +197,7 @@ class StepHooks:
                     partial(self._after_one, index),
                     partial(self._before_one, index),
                     partial(self._before_update_of, index),
-                    partial(self._before_evaluation_of, index),
+                    partial(self._refuse_closure, index),
                     after_update,
                 )
             )
@@ -222,7 +220,7 @@ class StepHooks:
         """Begin a new training step."""
         self._stepped.clear()
         for hook in self._alive():
-            hook.forget_forward()
+            hook.reset()
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -236,10 +234,9 @@ class StepHooks:
         return " and ".join(self._names[index] for index in sorted(indices))
 
     def _before_one(self, index: int, optimizer: Optimizer, has_gradients: bool) -> None:
-        if len(self._names) > 1:
-            if not has_gradients:
-                self._refuse_closure(index)
-            self._check_order(index)
+        if not has_gradients:
+            self._refuse_closure(index)
+        self._check_order(index)
         if not self._stepped:
             self._before(optimizer, has_gradients)
 
@@ -251,8 +248,7 @@ class StepHooks:
                 f"one of {self._names[index]} before one of {waiting}; nothing has been stepped: "
                 f"call step() of {waiting} first, in every training step"
             )
-        gone = {each for each, hook in enumerate(self._hooks) if hook() is None}
-        if gone:
+        if gone := {each for each, hook in enumerate(self._hooks) if hook() is None}:
             raise RuntimeError(
                 "all optimizers of a trainer must be kept and stepped, got a step of "
                 f"{self._names[index]} after {self._names_of(gone)} was deleted; close() the "
@@ -261,11 +257,6 @@ class StepHooks:
 
     def _before_update_of(self, index: int) -> None:
         self._before_update(index, not self._stepped)
-
-    def _before_evaluation_of(self, index: int) -> None:
-        if len(self._names) > 1:
-            self._refuse_closure(index)
-        self._before_evaluation()
 
     def _refuse_closure(self, index: int) -> None:
         raise RuntimeError(
@@ -276,7 +267,6 @@ class StepHooks:
 
     def _after_one(self, index: int) -> None:
         self._stepped.add(index)
-        self._after_each()
         if len(self._stepped) == len(self._names):
             self._stepped.clear()
             self._after()

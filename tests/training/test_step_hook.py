@@ -172,7 +172,6 @@ def test_a_training_step_is_one_step_of_each_also_after_one_that_raises():
         lambda: events.append("after"),
         lambda optimizer, _: events.append(f"before {type(optimizer).__name__}"),
         lambda index, is_first: events.append((index, is_first)),
-        lambda: None,
         lambda: events.append("each"),
     )
     forwarding, failing, sgd = optimizers

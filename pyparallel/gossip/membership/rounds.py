@@ -79,7 +79,8 @@ class AcknowledgedRounds(PushSum):
     @override
     def before_update(self) -> None:
         if self.weight != 1:
-            for buffer in self._round_buffers:
+            self._numerators = self._round_buffers
+            for buffer in self._numerators:
                 buffer.to_numerator(keeps_values=self._keeps_values)
 
     @override

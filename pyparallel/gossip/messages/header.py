@@ -70,7 +70,11 @@ class MessageHeaders:
         expected = _Expected(own, lengths or [length] * len(senders), senders, masses_in)
         if masses.device.type != "cpu":
             self._raise_counted(masses.device)
-        return RoundHeaders(self, expected, masses)
+        own_row = counts.make_row(0.0, own, self.run.counts.nonfinite, masses.device)
+        columns = own_row[counts.TRAINER :].expand(masses.shape[0], -1)
+        sent = torch.cat([masses.view(-1, 1), columns], dim=1)
+        received = masses.new_empty(len(senders), counts.NUM_FIELDS)
+        return RoundHeaders(self, expected, sent, received)
 
     def gather(
         self,
@@ -192,19 +196,16 @@ class MessageHeaders:
             self.raise_nonfinite()
 
 
-class RoundHeaders:
+class RoundHeaders(NamedTuple):
     """The headers of one buffer's messages in a round.
 
     ``sent``, (k, 8), and ``received``, (m, 8), are float64 and go with the messages.
     """
 
-    def __init__(self, headers: MessageHeaders, expected: _Expected, masses: Tensor) -> None:
-        self._headers, self._expected = headers, expected
-        self.received = masses.new_empty(len(expected.senders), counts.NUM_FIELDS)
-        nonfinite = headers.run.counts.nonfinite
-        own = counts.make_row(0.0, expected.own, nonfinite, masses.device)
-        columns = own[counts.TRAINER :].expand(masses.shape[0], -1)
-        self.sent = torch.cat([masses.view(-1, 1), columns], dim=1)
+    headers: MessageHeaders
+    expected: _Expected
+    sent: Tensor
+    received: Tensor
 
     @property
     def round_index(self) -> int:
@@ -214,6 +215,6 @@ class RoundHeaders:
     def check(self) -> Tensor:
         """Return the received masses, (m,), after a check of the headers, which have arrived."""
         if self.received.device.type != "cpu":
-            return self._headers.screen(self._expected, self.received)
-        self._headers.check_rows(self._expected, self.received.tolist())
+            return self.headers.screen(self.expected, self.received)
+        self.headers.check_rows(self.expected, self.received.tolist())
         return self.received[:, counts.MASS].contiguous()

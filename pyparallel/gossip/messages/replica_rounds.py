@@ -17,7 +17,10 @@ def as_one_replica(run: Run) -> Iterator[None]:
 
     A NonFiniteError ends no round, and is of all of them.
     """
-    rounds = ReplicaRounds(run)
+    if run.replica is None:
+        yield
+        return
+    rounds = ReplicaRounds(run, run.replica)
     try:
         with rounds.round():
             yield
@@ -31,34 +34,32 @@ class ReplicaRounds:
     That travels beside what follows the round, until ``check``, before parameters are gathered.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, replica: Run) -> None:
+        self._run, self._replica = run, replica
         self._pending: tuple[Future[Any], Tensor] | None = None
 
     @contextmanager
     def round(self) -> Iterator[None]:
         """Take a round inside; a NonFiniteError ends none. Raise for the round before it first."""
         self.check()
-        replica, failure = self._run.replica, None
+        failure = None
         try:
             yield
         except Exception as error:
             failure = error
-        if replica is not None:
-            is_over = failure is not None and not isinstance(failure, NonFiniteError)
-            failed = torch.zeros(replica.size, device="cpu")
-            failed[replica.group_rank] = is_over
-            with suppress(PeerError) if is_over else nullcontext():
-                self._pending = Collectives(replica).start_all_reduce_(failed), failed
-                if is_over:  # the others wait for it, also if this process ends now
-                    self._wait()
+        is_over = failure is not None and not isinstance(failure, NonFiniteError)
+        failed = torch.zeros(self._replica.size, device="cpu")
+        failed[self._replica.group_rank] = is_over
+        with suppress(PeerError) if is_over else nullcontext():
+            self._pending = Collectives(self._replica).start_all_reduce_(failed), failed
+            if is_over:  # the others wait for it, also if this process ends now
+                self._wait()
         if failure is not None:
             raise failure
 
     def check(self) -> None:
         """Raise a PeerError if the last round has failed on another rank of the replica."""
-        failed = self._wait()
-        if failed:
+        if failed := self._wait():
             raise PeerError(
                 f"{self._run.here}: a round must be completed on all ranks that hold the replica, "
                 f"got an error on rank {', '.join(map(str, failed))}, which says why; the "
@@ -73,8 +74,7 @@ class ReplicaRounds:
     def _wait(self) -> list[int]:
         """Return the ranks on which the last round has failed, once it is known."""
         pending, self._pending = self._pending, None
-        replica = self._run.replica
-        if pending is None or replica is None:
+        if pending is None:
             return []
-        Collectives(replica).finish_all_reduce(pending[0])
-        return [replica.global_rank(rank) for rank in pending[1].nonzero().flatten().tolist()]
+        Collectives(self._replica).finish_all_reduce(pending[0])
+        return [self._replica.global_rank(rank) for rank in pending[1].nonzero().flatten().tolist()]

@@ -122,9 +122,7 @@ class DenseBuffer(RoundBuffer):
         if self.in_flight:
             self._received_masses = state["in_flight"]["masses"].to(self.weight)
             messages = state["in_flight"]["messages"]
-            self._allocate(len(messages))
-            for buffer, message in zip(self._receive_buffers, messages, strict=False):
-                buffer.copy_(message)
+            self._receive_buffers = [torch.empty_like(self.values).copy_(m) for m in messages]
 
     @override
     def check_state(self, state: dict[str, Any], num_ranks: int, path: str) -> None:
@@ -146,7 +144,8 @@ class DenseBuffer(RoundBuffer):
     def _start(self, message: Tensor, masses: Tensor, neighbors: Neighbors, step: int) -> None:
         by_all_reduce = neighbors.is_complete and message.dtype == torch.float32
         num_messages = 1 if by_all_reduce else len(neighbors.in_peers)
-        self._allocate(num_messages)
+        while len(self._receive_buffers) < num_messages:
+            self._receive_buffers.append(torch.zeros_like(self.values))
         self._round = self._exchange.swap(
             [message],
             neighbors.out_peers,
@@ -175,10 +174,6 @@ class DenseBuffer(RoundBuffer):
             self._outgoing.copy_(self.values)
         self._has_snapshot = False
         return self._outgoing
-
-    def _allocate(self, num_messages: int) -> None:
-        missing = num_messages - len(self._receive_buffers)
-        self._receive_buffers += [torch.zeros_like(self.values) for _ in range(missing)]
 
 
 class BiasedBuffer(DenseBuffer):

@@ -53,6 +53,7 @@ class PushSum(ModelAverager):
         self._round_buffers = buffers
         self._overlap, self._keeps_values = overlap, keeps_values
         self._steps_in_flight = self._staleness = 0
+        self._numerators: Sequence[RoundBuffer] = ()  # that a step was on, perhaps interrupted
         self._failure: PeerError | CorruptMessageError | None = None
         self.traits = Traits(loads_other_buckets=layouts is not None)
         self._places = None if layouts is None else list(map(_places_of, layouts))
@@ -142,7 +143,7 @@ class PushSum(ModelAverager):
 
     @override
     def restore_debiased(self) -> None:
-        for buffer in self._round_buffers:
+        for buffer in self._numerators:
             buffer.numerator.pause(buffer.weight)
 
     @override
@@ -153,21 +154,23 @@ class PushSum(ModelAverager):
 
     def _begin_step(self) -> None:
         self._steps_in_flight += 1
-        for buffer in self._round_buffers:
+        for buffer in self._numerators:
             buffer.numerator.end()  # of a step that was interrupted
 
     @override
     def before_update(self) -> None:
         """Step on x = w * z, as the paper's rule does, unless w is 1 by construction."""
         if self._in_flight or not self.topology.regular:
-            for buffer in self._round_buffers:
+            self._numerators = self._round_buffers
+            for buffer in self._numerators:
                 buffer.to_numerator(keeps_values=self._keeps_values)
 
     @override
     def after_update(self) -> None:
         self.restore_debiased()
-        for buffer in self._round_buffers:
+        for buffer in self._numerators:
             buffer.numerator.end()
+        self._numerators = ()
 
     @override
     def after_step(self) -> None:

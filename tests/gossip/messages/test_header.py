@@ -111,7 +111,7 @@ def test_the_number_of_bad_gradients_may_lie_on_a_device():
 
 def screen(changes, **options):
     headers, of_round = received(changes, **options)
-    masses = headers.screen(of_round._expected, of_round.received)
+    masses = headers.screen(of_round.expected, of_round.received)
     return headers, masses.tolist()
 
 
@@ -146,7 +146,7 @@ def test_on_a_device_a_screen_is_one_op(masses_in):
     headers, of_round = received({}, masses_in=masses_in)
     headers._raise_counted(torch.device("cpu"))  # as before the round
     with ByteCounter() as counter:
-        headers.screen(of_round._expected, of_round.received)
+        headers.screen(of_round.expected, of_round.received)
     assert counter.num_ops == 1
 
 
