@@ -309,7 +309,7 @@ LIMITS = {
     "functions of more than 12 arguments": 1,
     "functions that a gossip bucket passes": 32,
     "functions that a microbatch passes": 53,
-    "functions that a DDP bucket passes": 68,
+    "functions that a DDP bucket passes": 53,
     "objects with state in an SGP step": 13,
 }
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -83,8 +84,7 @@ class Collectives:
                 f"sizes_out must be of {self.size} parts of the tensor's {tensor.numel()} entries, "
                 f"got {list(sizes_out)}"
             )
-        kept = sizes_out[self.rank] / max(1, sum(sizes_out))
-        self.stats.count(tensor, 1 - kept)
+        self.stats.count(tensor, 1 - sizes_out[self.rank] / max(1, sum(sizes_out)))
         if self.size == 1:
             return tensor
         received = tensor.new_empty(sum(sizes_in))
@@ -116,7 +116,7 @@ class Collectives:
         """Gather tensors (n,), of one length on all ranks each, as one; return (size, n) each."""
         if len(tensors) == 1:
             return [self.all_gather(tensors[0])]
-        kinds = [(each.numel(), each.dtype) for each in tensors]
+        kinds = tuple((each.numel(), each.dtype) for each in tensors)
         if not (width := packed_bytes(kinds)):
             return [each.expand(self.size, -1) for each in tensors]
         packed = tensors[0].new_zeros(width, dtype=torch.uint8)
@@ -178,15 +178,15 @@ def int64_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
     return on_device
 
 
-def packed_bytes(kinds: Sequence[tuple[int, torch.dtype]]) -> int:
+@lru_cache(1024)
+def packed_bytes(kinds: tuple[tuple[int, torch.dtype], ...]) -> int:
     """Return how many bytes hold flat tensors of these lengths and dtypes, each aligned."""
     return sum([-(-length * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for length, dtype in kinds])
 
 
-def unpack(packed: Tensor, kinds: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+def unpack(packed: Tensor, kinds: tuple[tuple[int, torch.dtype], ...]) -> list[Tensor]:
     """Return views (..., length) of the tensors in bytes (..., packed_bytes), uint8."""
-    views, begin = [], 0
-    for length, dtype in kinds:
-        views.append(packed.narrow(-1, begin, length * dtype.itemsize).view(dtype))
-        begin += packed_bytes([(length, dtype)])
-    return views
+    return [
+        packed.narrow(-1, packed_bytes(kinds[:index]), length * dtype.itemsize).view(dtype)
+        for index, (length, dtype) in enumerate(kinds)
+    ]

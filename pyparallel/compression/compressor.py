@@ -36,7 +36,7 @@ def all_but(*places: AttachPoint) -> list[AttachPoint]:
 
 _OF_UNEVEN_LENGTHS = (
     "compressor must make messages of fixed length for {place}, whose receivers allocate them in "
-    "advance, got {self}"
+    "advance, got {self}; use one such as TopK(0.01)"
 )
 
 

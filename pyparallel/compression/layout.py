@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -37,6 +37,7 @@ class BufferLayout:
     name: str | None = None
 
     @classmethod
+    @lru_cache(1024)
     def flat(cls, numel: int, name: str = "buffer") -> "BufferLayout":
         """Return the layout of a buffer that is one piece."""
         return cls((Piece(name, (numel,)),))

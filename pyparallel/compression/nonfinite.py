@@ -1,6 +1,7 @@
 """Gradients with a nan or an inf: how they are found, and what the ranks do about them."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,10 @@ from .layout import BufferLayout
 from .state import CompressorState
 
 
-def first_nonfinite_part(x: Tensor, layout: BufferLayout) -> int:
-    """Return the index of the first parameter's part with a nan or an inf, or -1."""
-    return -1 if is_finite(x) else first_nonfinite(layout.split(x))
+@cache
+def _row_of(piece: int) -> Tensor:
+    """Return what a rank sends before it averages a buffer; never written."""
+    return row_of_call(Call.BACKWARD, [piece], torch.device("cpu"))
 
 
 def raise_of_ranks(
@@ -32,9 +34,8 @@ def raise_of_ranks(
     parameter that is not finite, or -1. The collectives are on the CPU.
     """
     for layout, piece in zip(layouts, pieces, strict=True):
-        row = row_of_call(Call.BACKWARD, [piece], torch.device("cpu"))
         with collectives.uncounted():
-            rows = collectives.all_gather(row).tolist()
+            rows = collectives.all_gather(_row_of(piece)).tolist()
         check_same_call(rows, {Call.BACKWARD}, collectives.run.group)
         for rank, (_, found, *_) in enumerate(rows):
             if found >= 0:
@@ -86,7 +87,8 @@ class NonFiniteCheck:
         if x.device.type != "cpu":
             self._apply_on_device_(x, layout, collectives, step)
         elif self.policy == "raise":
-            raise_of_ranks([layout], [first_nonfinite_part(x, layout)], collectives)
+            piece = -1 if is_finite(x) else first_nonfinite(layout.split(x))
+            raise_of_ranks([layout], [piece], collectives)
         elif not is_finite(x):
             x.zero_()
 
@@ -104,8 +106,8 @@ class NonFiniteCheck:
         As ``apply_`` and the compressor's ``mean_``, but that a GPU need not read what the encoder
         reads anyway: see ``Compressor.finds_nonfinite``.
         """
-        reads_once = compressor.finds_nonfinite and self.policy == "raise"
-        if not reads_once or x.device.type == "cpu" or x.numel() == 0:
+        on_device = x.device.type != "cpu" and x.numel() > 0
+        if not (on_device and self.policy == "raise" and compressor.finds_nonfinite):
             self.apply_(x, layout, collectives, step)
             compressor.mean_(x, state_of(), collectives)
             return

@@ -39,7 +39,8 @@ class StateStore:
 
     def of(self, layout: BufferLayout, device: torch.device) -> CompressorState:
         """Return the state of a buffer with this layout."""
-        if layout not in self._states:
+        state = self._states.get(layout)
+        if state is None:
             self._release_states(layout)
             state = self.compressor.init(layout, device, self._rank)
             # A new parameter, such as an unfrozen one, has no step, and one that had no gradient
@@ -56,7 +57,7 @@ class StateStore:
                 self._unassigned_common.pop(name, None)
             self._states[layout] = state
             self._devices.add(device)
-        return self._states[layout]
+        return state
 
     def copy(
         self, rank: int, num_ranks: int, common: dict[str, dict[str, Any]] | None = None

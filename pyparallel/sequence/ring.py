@@ -109,11 +109,11 @@ class Ring:
         layout = BufferLayout.flat(x.numel())
         return self.compressor.compress(x.view(-1), self.compressor.init(layout, x.device))
 
-    def _kinds(self, part: int) -> list[tuple[int, torch.dtype]]:
+    def _kinds(self, part: int) -> tuple[tuple[int, torch.dtype], ...]:
         """Return the lengths and dtypes of the tensors in a rank's message."""
         numel = math.prod(self._shape(part))
         sizes = [numel] if self.compressor is None else self.compressor.sizes(numel)
-        return list(zip(sizes, self._dtypes, strict=True))
+        return tuple(zip(sizes, self._dtypes, strict=True))
 
     @cached_property
     def _dtypes(self) -> list[torch.dtype]:

@@ -42,7 +42,8 @@ def check_format(state: Mapping[str, Any]) -> None:
     """
     saved = state.get(FORMAT_KEY)
     rule = f"the state's format must be {FORMAT}, that of this version of pyparallel"
-    require(type(saved) is int and saved == FORMAT, rule, summarize(saved))
+    fix = "load it with the version that has saved it"
+    require(type(saved) is int and saved == FORMAT, rule, summarize(saved), fix)
     if CHECKSUMS_KEY not in state:
         raise ValueError("the state must have checksums, got none: the file is damaged")
     checksums = state[CHECKSUMS_KEY]

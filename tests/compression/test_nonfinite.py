@@ -19,8 +19,9 @@ from pyparallel.compression import (
     TopK,
 )
 from pyparallel.compression.layout import BufferLayout
-from pyparallel.compression.nonfinite import NonFiniteCheck, first_nonfinite_part
+from pyparallel.compression.nonfinite import NonFiniteCheck
 from pyparallel.planning.simulate import SingleRankCollectives
+from pyparallel.training.nonfinite import first_nonfinite
 from tests.compression.local_collectives import run_locally
 
 NAN, INF = float("nan"), float("inf")
@@ -32,14 +33,14 @@ def test_the_first_part_that_is_not_finite_is_found(subtests):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         with subtests.test(str(dtype)):
             largest = torch.full((10,), torch.finfo(dtype).max, dtype=dtype)
-            assert first_nonfinite_part(largest, LAYOUT) == -1
+            assert first_nonfinite(LAYOUT.split(largest)) == -1
             for bad in (NAN, INF, -INF):
                 for place, piece in ((5, 0), (6, 2)):
                     x = torch.zeros(10, dtype=dtype)
                     x[place] = bad
-                    assert first_nonfinite_part(x, LAYOUT) == piece
+                    assert first_nonfinite(LAYOUT.split(x)) == piece
             x[:2] = torch.tensor([INF, -INF])
-            assert first_nonfinite_part(x, LAYOUT) == 0
+            assert first_nonfinite(LAYOUT.split(x)) == 0
 
 
 def test_a_gpus_buffer_counts_as_zeros_and_all_ranks_raise_in_the_next_step():

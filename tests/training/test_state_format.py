@@ -32,9 +32,10 @@ def bytes_of(tensor):
 
 def test_a_state_of_another_format_is_refused():
     for other in (None, FORMAT - 1, FORMAT + 1, "x"):
-        with pytest.raises(ValueError, match=f"format must be {FORMAT}, .*, got {other!r}$"):
+        sentence = f"format must be {FORMAT}, .*, got {other!r}; load it with the version that has"
+        with pytest.raises(ValueError, match=sentence):
             check_format({"format": other})
-    with pytest.raises(ValueError, match=r"format must be .*, got None$"):
+    with pytest.raises(ValueError, match=r"format must be .*, got None; load it with the version"):
         check_format({})
     with pytest.raises(ValueError, match="the state must have checksums, got none"):
         check_format({"format": FORMAT})

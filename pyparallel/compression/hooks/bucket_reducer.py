@@ -12,9 +12,9 @@ from ...comm import Run
 from ...comm.collectives import Collectives
 from ...comm.profiling import profiled, profiled_start
 from ...comm.stats import CommStats
-from ...training.nonfinite import NonFinitePolicy, is_finite
+from ...training.nonfinite import NonFinitePolicy, first_nonfinite, is_finite
 from ..layout import BufferLayout
-from ..nonfinite import NonFiniteCheck, first_nonfinite_part, raise_of_means
+from ..nonfinite import NonFiniteCheck, raise_of_means
 from ..quantizers.cast import Cast
 from ..state_store import StateStore
 from .comm_worker import CommWorker, comm_worker_for, once
@@ -40,34 +40,27 @@ class BucketReducer:
         self, gradients: Tensor, layout: BufferLayout, then: Callable[[], None] | None
     ) -> Future[Tensor]:
         """Average gradients (numel,) in place in the background, then call ``then``."""
-        if gradients.is_cpu:
-            return profiled_start(AVERAGE, self._begin, gradients, layout, then)
-        with profiled(AVERAGE):
-            return self._begin(gradients, layout, then)
-
-    def _begin(
-        self, gradients: Tensor, layout: BufferLayout, then: Callable[[], None] | None
-    ) -> Future[Tensor]:
         compressor = self._store.compressor
         # One collective, which needs no worker to wait for it.
         if gradients.is_cpu and isinstance(compressor, Cast) and compressor.starts_means:
-            return self._start_mean(compressor, gradients, layout, then)
+            return profiled_start(AVERAGE, self._start_mean, compressor, gradients, layout, then)
         self._worker = self._worker or comm_worker_for(gradients.device)
+        job = partial(self.mean_, gradients, layout, then)
+        if gradients.is_cpu:
+            return profiled_start(AVERAGE, self._worker.start, job, gradients)
+        with profiled(AVERAGE):
+            return self._worker.start(job, gradients)
 
-        def job() -> None:
-            self._attempt(self.mean_, gradients, layout)
-            if then:
-                then()
-
-        return self._worker.start(job, gradients)
-
-    @torch.no_grad()
-    def mean_(self, gradients: Tensor, layout: BufferLayout) -> None:
-        """Average a bucket; the caller waits."""
+    def mean_(
+        self, gradients: Tensor, layout: BufferLayout, then: Callable[[], None] | None
+    ) -> None:
+        """Average a bucket, then call ``then``; the caller waits."""
         collectives, compressor = self.collectives, self._store.compressor
         state_of = partial(self._store.of, layout, gradients.device)
-        steps = collectives.run.counts.steps
-        self.nonfinite.mean_(compressor, gradients, layout, state_of, collectives, steps)
+        given = compressor, gradients, layout, state_of, collectives, collectives.run.counts.steps
+        self._attempt(self.nonfinite.mean_, *given)
+        if then:
+            then()
 
     def end_step(self) -> None:
         """Raise for the means of a step, all of which have ended."""
@@ -101,7 +94,7 @@ class BucketReducer:
 
         def inspect(mean: Tensor) -> None:
             if self.nonfinite.policy == "raise" and not is_finite(mean):
-                piece = first_nonfinite_part(gradients, layout)
+                piece = first_nonfinite(layout.split(gradients))
                 self._nonfinite_means.append((number, layout, piece))
 
         def complete() -> None:

@@ -101,7 +101,8 @@ class GradientCompression:
             unchanged: Future[Tensor] = Future(devices=[gradients.device] * gradients.is_cuda)
             unchanged.set_result(gradients)
             return unchanged
-        layout = self._layout(parameters)
+        key = tuple(map(id, parameters))
+        layout = self._layouts.get(key) or self._new_layout(key, parameters)
         if not last:
             self._started.append(self._reducer.start(gradients, layout, None))
             return self._started[-1]
@@ -161,17 +162,15 @@ class GradientCompression:
         """Return itself: a copied DDP averages gradients without the hook, as in PyTorch."""
         return self
 
-    def _layout(self, parameters: list[Tensor]) -> BufferLayout:
-        key = tuple(id(parameter) for parameter in parameters)
-        if key not in self._layouts:
-            for each in parameters:
-                got = f"those of {self._name(each)} of {each.dtype}"
-                fix = "use torch.view_as_real in the module"
-                rule = "gradients must be of real numbers to be compressed"
-                require(not each.is_complex(), rule, got, fix)
-            named = ((self._name(each), _in_memory_order(each)) for each in parameters)
-            self._layouts[key] = BufferLayout.of(named)
-        return self._layouts[key]
+    def _new_layout(self, key: tuple[int, ...], parameters: list[Tensor]) -> BufferLayout:
+        for each in parameters:
+            got = f"those of {self._name(each)} of {each.dtype}"
+            fix = "use torch.view_as_real in the module"
+            rule = "gradients must be of real numbers to be compressed"
+            require(not each.is_complex(), rule, got, fix)
+        named = ((self._name(each), _in_memory_order(each)) for each in parameters)
+        self._layouts[key] = layout = BufferLayout.of(named)
+        return layout
 
     def _name(self, parameter: Tensor) -> str:
         if id(parameter) not in self._names:

@@ -2,8 +2,9 @@
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,26 +62,31 @@ class BlockwiseCompressor(Compressor):
         The error of encoding the mean, times the number of ranks, goes into the residual of the
         rank that averaged: the mean of all residuals stays the accumulated error of the means.
         """
-        parts = Parts.of(self, x.numel(), collectives.size)
-        mine = parts.slices[collectives.rank]
+        parts = divide(x.numel(), self.granularity, collectives.size)
+        mine, numel = parts.slices[collectives.rank], parts.lengths[collectives.rank]
         received = self._scatter(x, state, collectives, residual, parts, drops=drops)
         lost = None
         if residual is not None:
-            lost = torch.zeros(mine.stop - mine.start, dtype=torch.float32, device=x.device)
+            lost = torch.zeros(numel, dtype=torch.float32, device=x.device)
         of_ranks = received.pop().flatten().clone() if drops else None
-        of_mean = _state_of_part(state, mine)
+        # Random draws of the mean are its own.
+        layout = BufferLayout.flat(numel, f"{state.layout.names[:1]}[{mine.start}:]")
+        of_mean = CompressorState(layout, state.rank, state.step)
         message, corrupt_sender = self._average(received, of_mean, collectives, lost)
         del received  # its memory is used again
         if residual is not None and lost is not None:
             add_or_clear_(residual[mine], lost, times=collectives.size)
+        sizes = zip(message, self.sizes(max(parts.lengths)), strict=True)
+        padded = [
+            each if each.numel() == longest else functional.pad(each, (0, longest - each.numel()))
+            for each, longest in sizes
+        ]
         # A GPU counts corrupt entries, and a later message raises: the host does not wait.
         sends_verdict = x.device.type == "cpu" and not self.accepts_all
         if sends_verdict:
-            message = (
-                *message,
-                torch.tensor([-1 if corrupt_sender is None else corrupt_sender], device="cpu"),
-            )
-        gathered = self._gather(message, parts, collectives)
+            verdict = -1 if corrupt_sender is None else corrupt_sender
+            padded.append(torch.tensor([verdict], device="cpu"))
+        gathered = collectives.all_gather_rows(padded)
         if sends_verdict:
             for rank, (sender,) in enumerate(gathered.pop().tolist()):
                 if sender >= 0:
@@ -111,8 +117,7 @@ class BlockwiseCompressor(Compressor):
                 for tensor, of_ranks, length in zip(message, lengths, coming, strict=True)
             ]
         whole = -(-max(parts.lengths) // self.granularity) * self.granularity
-        kinds = list(zip(self.sizes(whole), self.dtypes, strict=True))
-        kinds += [(1, torch.bool)] * drops
+        kinds = (*zip(self.sizes(whole), self.dtypes, strict=True), *[(1, torch.bool)] * drops)
         width = packed_bytes(kinds)
         packed = torch.empty(size, width, dtype=torch.uint8, device=x.device)
         if (written := x.numel() // whole) < size:
@@ -180,20 +185,6 @@ class BlockwiseCompressor(Compressor):
                 return total, sender
         return total.div_(num_ranks), None
 
-    def _gather(self, message: Message, parts: "Parts", collectives: Collectives) -> list[Tensor]:
-        """All-gather the message of the mean, padded to the longest part, and what follows it.
-
-        Return, per tensor, a row for each sender.
-        """
-        sizes = self.sizes(max(parts.lengths))
-        padded = [
-            tensor
-            if tensor.numel() == longest
-            else functional.pad(tensor, (0, longest - tensor.numel()))
-            for tensor, longest in zip(message, sizes, strict=False)
-        ]
-        return collectives.all_gather_rows([*padded, *message[len(sizes) :]])
-
     def _decode(self, gathered: list[Tensor], parts: "Parts", x: Tensor) -> None:
         for sender, (numel, where) in enumerate(zip(parts.lengths, parts.slices, strict=True)):
             message = tuple(
@@ -203,27 +194,20 @@ class BlockwiseCompressor(Compressor):
                 self.decompress(message, BufferLayout.flat(numel), x[where])
 
 
-def _state_of_part(state: CompressorState, part: slice) -> CompressorState:
-    """Return a state to encode the mean of a part, with random draws of its own."""
-    layout = BufferLayout.flat(part.stop - part.start, f"{state.layout.names[:1]}[{part.start}:]")
-    return CompressorState(layout, state.rank, state.step)
+class Parts(NamedTuple):
+    """The lengths and places of the parts of a buffer, one for each rank."""
+
+    lengths: tuple[int, ...]
+    slices: tuple[slice, ...]
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The division of a buffer among ranks: at block boundaries, as even as these allow."""
+@lru_cache(1024)
+def divide(numel: int, granularity: int, num_ranks: int) -> Parts:
+    """Divide a buffer into equal parts, but for the last non-empty one and empty ones after.
 
-    lengths: list[int]
-
-    @classmethod
-    def of(cls, compressor: BlockwiseCompressor, numel: int, num_ranks: int) -> "Parts":
-        """Divide a buffer into equal parts, but for the last non-empty one and empty ones after."""
-        blocks = -(-numel // compressor.granularity)
-        longest = -(-blocks // num_ranks) * compressor.granularity
-        return cls([max(0, min(longest, numel - i * longest)) for i in range(num_ranks)])
-
-    @property
-    def slices(self) -> list[slice]:
-        """The slice of each part."""
-        ends = accumulate(self.lengths)
-        return [slice(end - n, end) for end, n in zip(ends, self.lengths, strict=True)]
+    They begin at block boundaries, and are as even as these allow.
+    """
+    longest = -(-numel // (granularity * num_ranks)) * granularity
+    ends = [min(numel, rank * longest) for rank in range(num_ranks + 1)]
+    slices = tuple(slice(begin, end) for begin, end in pairwise(ends))
+    return Parts(tuple(each.stop - each.start for each in slices), slices)

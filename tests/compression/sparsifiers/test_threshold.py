@@ -64,7 +64,9 @@ def test_it_needs_variable_lengths():
     assert contraction(Threshold(1.0), BufferLayout.flat(3)) is None
     for place in (AttachPoint.DDP, AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS):
         assert Threshold(1.0).error_at(place) is None
-    assert "messages of fixed length" in Threshold(1.0).error_at(AttachPoint.GOSSIP)
+    error_text = Threshold(1.0).error_at(AttachPoint.GOSSIP)
+    assert "messages of fixed length" in error_text
+    assert error_text.endswith("got Threshold(threshold=1.0); use one such as TopK(0.01)")
 
 
 @on_ranks(3)
